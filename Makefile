@@ -10,7 +10,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PACKAGE := setup.py pyproject.toml constraints.txt
 SOURCES := $(shell find raysgd operators -name '*.py')
-PAGES := $(shell find docs -name '*.md') docs/conf.py
+PAGES := $(shell find docs -name '*.md') docs/conf.py $(wildcard examples/notebooks/*.ipynb)
 
 PURE := $(patsubst %,tests/test_%.py,config constants hang watchdog meters metrics state_owners partial_results sampling_plan policy progress \
 	replacements rendezvous atomic_writes timers compat_utils) tests/data tests/elastic/test_boundary.py tests/train/test_rounds.py
@@ -22,7 +22,7 @@ TELL := awk '/Downloading .*[0-9][0-9]\.[0-9]+ [MG]B/ { print "  pip: downloadin
 PIP_INSTALL = set -o pipefail; $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off \
 	--constraint constraints.txt
 
-.PHONY: help demo test pure sim soak jobs versions check fix docs bench horovod clean
+.PHONY: help demo test pure sim soak jobs versions check fix docs notebooks bench horovod clean
 .DELETE_ON_ERROR:
 
 help:
@@ -36,6 +36,7 @@ help:
 	@echo "make check  lint, format, types, docs"
 	@echo "make fix    repair lint and format where that is mechanical"
 	@echo "make docs   build the documentation into docs/_build/html"
+	@echo "make notebooks  execute the notebooks of examples/notebooks, and store their outputs in them"
 	@echo "make bench  measure raysgd and its peers, and put the figures into docs/benchmarks.md; ARGS=--quick takes a look"
 	@echo "make horovod  build Horovod for the installed torch, and install it (once; the wheel is kept in your cache folder)"
 	@echo "make clean  remove everything made here, the environment too"
@@ -85,6 +86,9 @@ docs/_build/stamp: $(VENV)/dev.stamp $(PAGES) $(SOURCES)
 	@$(BIN)/python -m sphinx -q -W --keep-going -b html docs docs/_build/html
 	@touch $@
 
+notebooks: $(VENV)/dev.stamp
+	@$(BIN)/python tools/execute_notebooks.py $(or $(ARGS),examples/notebooks/*.ipynb)
+
 bench: $(VENV)/bench.stamp
 	@$(BIN)/python examples/benchmarks/bench.py $(ARGS)
 
@@ -125,5 +129,5 @@ $(VENV)/jobs.stamp: $(VENV)/dev.stamp
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info docs/_build .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist *.egg-info docs/_build docs/api .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -42,7 +42,7 @@ S3 = [*STORAGE, "s3fs"]
 CALLBACKS = ["tqdm", "tensorboard", "mlflow-skinny", "sqlalchemy", "alembic", "wandb", "matplotlib", "pandas"]
 METRICS = ["ray[default]"]
 BENCH = [*LIGHTNING, "accelerate", "ray[train]", "matplotlib"]
-DOCS = ["sphinx>=7", "myst-parser>=2", "sphinx-copybutton", "furo"]
+DOCS = ["sphinx>=7", "myst-nb", "myst-parser>=2", "sphinx-copybutton", "sphinx-design", "furo"]
 DEV = [
     *LIGHTNING,
     *TRANSFORMERS,  # not timm: it needs torchvision, whose wheels cannot be imported beside the CPU build of torch
@@ -53,8 +53,10 @@ DEV = [
     *DOCS,
     "greenlet",
     "hypothesis",
+    "ipykernel",
     "moto[server]",
     "mypy",
+    "nbclient",
     "pytest>=8",
     "pytest-timeout",
     "pytest-xdist",
@@ -77,7 +79,7 @@ setup(
     packages=PACKAGES,
     package_dir={"raysgd.operators": "operators"},
     package_data={"raysgd": ["py.typed"]},
-    install_requires=["ray>=2.40", "click"],  # which Ray needs, too
+    install_requires=["ray>=2.40", "click", "packaging"],  # Ray needs the latter two, too
     entry_points={"console_scripts": ["raysgd = raysgd.cli:main"]},
     extras_require={
         "torch": TORCH,

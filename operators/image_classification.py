@@ -1,13 +1,22 @@
-"""Image classification with cross entropy, top-1 and top-5 accuracy. Worker.
+"""Image classification: augmentation, mixup, a warm-up and a cosine; top-1 and top-5 accuracy. Worker.
 
 Example:
     from raysgd import TorchTrainer
+    from raysgd.callbacks import EMA
     from raysgd.operators.image_classification import ImageClassificationOperator
 
-    config = {"model": MyNet, "train_data": my_training_images, "validation_data": my_other_images, "lr": 0.1}
-    with TorchTrainer(training_operator_cls=ImageClassificationOperator, config=config) as trainer:
-        trainer.train()
-        print(trainer.validate()["val_accuracy"])
+    config = {"model": "resnet50", "classes": 100, "train_data": my_images, "validation_data": my_other_images}
+    config |= {"train_transform": augment, "mixup": 0.2, "label_smoothing": 0.1, "lr": 0.4, "epochs": 90}
+    with TorchTrainer(
+        training_operator_cls=ImageClassificationOperator,
+        num_workers=8,
+        config=config,
+        scheduler_step_freq="batch",
+        callbacks=[EMA(0.9999)],
+    ) as trainer:
+        for _ in trainer.epochs(90):
+            trainer.train()
+            print(trainer.validate()["val_accuracy"])
 """
 
 from __future__ import annotations
@@ -17,9 +26,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.nn.functional import one_hot
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from raysgd.constants import BATCH_SIZE
+from raysgd.data import SampleSeeds
+from raysgd.errors import ConfigError
 from raysgd.torch import TrainingOperator
 
 __all__ = ["ImageClassificationOperator", "SmallConvNet", "digits_data", "topk_accuracy"]
@@ -30,16 +43,34 @@ class ImageClassificationOperator(TrainingOperator):
 
     Everything in `config` is optional. For what a setting cannot express, override a `make_` method:
 
-    - `model`: a function without arguments that returns the module (default: a small convolutional net)
+    - `model`: a function without arguments that returns the module, or the name of a model of timm, which is created with
+      `model_options` (such as `pretrained=True`) and `classes` outputs (default: a small convolutional net)
     - `train_data`, `validation_data`: a dataset of `(image, label)`, or a function that creates it on the
       worker (default: the 8x8 digits of scikit-learn)
-    - `optimizer`: called with the parameters and `lr=` (default: SGD with momentum)
-    - `scheduler`: called with the optimizer; the trainer's `scheduler_step_freq` determines when it steps
+    - `train_transform`, `validation_transform`: called with each image, for example one of timm or torchvision. Random numbers
+      of the first one depend on `seed` (0), the epoch and the sample's index, and not on the workers
+    - `mixup`: the parameter of its Beta distribution, or a function of a batch's images and labels that returns mixed images
+      and probabilities, such as timm's `Mixup` or torchvision's `CutMix`. `train_accuracy` then counts the most probable class
+    - `classes`: how many there are (10), for `mixup` and models of timm; `label_smoothing` (0)
+    - `optimizer`: called with the parameters and `lr=` (default: SGD with momentum 0.9 and `weight_decay`, 0)
+    - `epochs`: with it, the learning rate rises in a `warmup` (0.05 of the steps), then falls to 0 as a cosine; the trainer
+      needs `scheduler_step_freq="batch"`
+    - `scheduler`, instead of `epochs`: called with the optimizer; the trainer's `scheduler_step_freq` determines when it steps
     - `lr` (0.05), `batch_size` per worker (32; a global `BATCH_SIZE` overrides it),
       `loader`: more arguments for both `DataLoader`s, such as `num_workers`
     """
 
     def setup(self, config: Mapping[str, Any]) -> None:
+        self.classes: int = config.get("classes", 10)
+        self.mixup = config.get("mixup", 0)
+        train_data, validation_data = self.make_data(config)
+        batch_size = config.get(BATCH_SIZE, config.get("batch_size", 32))
+        options = {"batch_size": batch_size, **config.get("loader", {})}
+        self.register_data(
+            train_loader=DataLoader(train_data, shuffle=True, **options),
+            validation_loader=None if validation_data is None else DataLoader(validation_data, **options),
+        )
+
         model = self.make_model(config)
         optimizer = self.make_optimizer(model, config)
         parts: dict[str, Any] = {"models": model, "optimizers": optimizer, "criterion": self.make_criterion(config)}
@@ -50,48 +81,78 @@ class ImageClassificationOperator(TrainingOperator):
             registered = self.register(**parts, schedulers=scheduler)
             self.model, self.optimizer, self.criterion, self.scheduler = registered
 
-        train_data, validation_data = self.make_data(config)
-        batch_size = config.get(BATCH_SIZE, config.get("batch_size", 32))
-        options = {"batch_size": batch_size, **config.get("loader", {})}
-        self.register_data(
-            train_loader=DataLoader(train_data, shuffle=True, **options),
-            validation_loader=None if validation_data is None else DataLoader(validation_data, **options),
-        )
-
     def make_data(self, config: Mapping[str, Any]) -> tuple[Any, Any]:
         """Return the training and the validation dataset. The second may be None."""
         train_data, validation_data = config.get("train_data"), config.get("validation_data")
         if train_data is None:
             train_data, digits = digits_data()
             validation_data = digits if validation_data is None else validation_data
-        return (
-            train_data() if callable(train_data) else train_data,
-            validation_data() if callable(validation_data) else validation_data,
-        )
+        train_data = train_data() if callable(train_data) else train_data
+        validation_data = validation_data() if callable(validation_data) else validation_data
+        if "train_transform" in config:
+            train_data = SampleSeeds(Transformed(train_data, config["train_transform"]), seed=config.get("seed", 0))
+        if "validation_transform" in config and validation_data is not None:
+            validation_data = Transformed(validation_data, config["validation_transform"])
+        return train_data, validation_data
 
     def make_model(self, config: Mapping[str, Any]) -> nn.Module:
-        model: nn.Module = config.get("model", SmallConvNet)()
-        return model
+        given = config.get("model", SmallConvNet)
+        if not isinstance(given, str):
+            model: nn.Module = given()
+            return model
+        try:
+            import timm
+        except ImportError as error:
+            raise ImportError(
+                f'config["model"] is the name {given!r}, and models of timm need timm and torchvision: pip install '
+                "'raysgd[operators]', or pass a function that returns your own module"
+            ) from error
+        of_timm: nn.Module = timm.create_model(given, num_classes=self.classes, **config.get("model_options", {}))
+        return of_timm
 
     def make_optimizer(self, model: nn.Module, config: Mapping[str, Any]) -> torch.optim.Optimizer:
         lr = config.get("lr", 0.05)
         if "optimizer" in config:
             optimizer: torch.optim.Optimizer = config["optimizer"](model.parameters(), lr=lr)
             return optimizer
-        return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+        return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, weight_decay=config.get("weight_decay", 0))
 
     def make_scheduler(self, optimizer: torch.optim.Optimizer, config: Mapping[str, Any]) -> Any:
         """Return a learning rate scheduler, or None."""
-        return config["scheduler"](optimizer) if "scheduler" in config else None
+        if "epochs" not in config:
+            return config["scheduler"](optimizer) if "scheduler" in config else None
+        if "scheduler" in config:
+            raise ConfigError(
+                'config has "epochs", which sets a warm-up and a cosine, and "scheduler": pass one of them'
+            )
+        steps = self.total_steps(epochs=config["epochs"])
+        warmup = round(config.get("warmup", 0.05) * steps)
+        cosine = CosineAnnealingLR(optimizer, T_max=max(1, steps - warmup))
+        if not warmup:
+            return cosine
+        return SequentialLR(optimizer, [LinearLR(optimizer, 1 / (warmup + 1), 1, warmup), cosine], [warmup])
 
     def make_criterion(self, config: Mapping[str, Any]) -> nn.Module:
-        return nn.CrossEntropyLoss()
+        return nn.CrossEntropyLoss(label_smoothing=config.get("label_smoothing", 0.0))
+
+    def mix(self, images: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the images of a batch mixed with those of its reverse, and the labels' shares (Zhang et al., 2018)."""
+        if callable(self.mixup):
+            mixed: tuple[torch.Tensor, torch.Tensor] = self.mixup(images, labels)
+            return mixed
+        if not self.mixup:
+            return images, labels
+        share = float(torch.distributions.Beta(self.mixup, self.mixup).sample())
+        shares = one_hot(labels, self.classes).to(images.dtype)
+        return images.lerp(images.flip(0), 1 - share), shares.lerp(shares.flip(0), 1 - share)
 
     def train_batch(self, batch: Any, batch_info: Mapping[str, Any]) -> dict[str, Any]:
-        images, labels = batch
+        images, labels = self.mix(*batch)
         with self.autocast():
             logits = self.model(images)
             loss = self.criterion(logits, labels)
+        if labels.dim() > 1:
+            labels = labels.argmax(dim=1)
         self.zero_grad(self.optimizer)
         self.backward(loss)
         self.step(self.optimizer)
@@ -118,6 +179,20 @@ def topk_accuracy(logits: torch.Tensor, labels: torch.Tensor, *, k: int) -> torc
     """Return the fraction of samples whose label is among the k highest scores, as a tensor on the same device."""
     best = logits.topk(min(k, logits.size(1)), dim=1).indices
     return (best == labels.unsqueeze(1)).any(dim=1).float().mean()
+
+
+class Transformed(Dataset[tuple[Any, Any]]):
+    """A dataset of `(image, label)` with a function applied to each image."""
+
+    def __init__(self, dataset: Any, transform: Any) -> None:
+        self.dataset, self.transform = dataset, transform
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
+        image, label = self.dataset[index]
+        return self.transform(image), label
 
 
 class SmallConvNet(nn.Module):

@@ -63,12 +63,12 @@ def seconds_from_environment(name: str, default: int) -> int:
     return int(text)
 
 
-def flag_from_environment(name: str) -> bool:
-    """Return whether an environment variable switches something on; unset and empty mean no."""
+def flag_from_environment(name: str, *, default: bool = False) -> bool:
+    """Return whether an environment variable switches something on. Return the default if it is unset or empty."""
     text = os.environ.get(name, "").strip().lower()
     if text not in ("", "0", "1", "false", "true"):
         raise ConfigError(f"the environment variable {name} is {text!r}; it must be 0 or 1. Correct it, or unset it.")
-    return text in ("1", "true")
+    return text in ("1", "true") if text else default
 
 
 def start_limit_s() -> float:
@@ -123,7 +123,8 @@ class ElasticConfig:
     """How training continues when workers fail, leave and join. Elasticity is on by default; these fields tune it.
 
     min_workers      train with at least this many workers; with fewer, wait for machines
-    backoff_s        the first wait for machines; each further one is twice as long, up to backoff_max_s
+    backoff_s        the first wait for machines; each further one is twice as long
+    backoff_max_s    the longest wait
     max_attempts     waits in a row before the call raises an error
     hang_timeout_s   after this long without progress, kill the rank that blocks the others (after a tenth of it, log a
                      warning with its stack)

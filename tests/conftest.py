@@ -51,6 +51,7 @@ def own_environment() -> tuple[Path, ForkServer | None]:
         RAY_worker_niceness="0",
         RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0",
         RAY_DEDUP_LOGS="0",
+        RAYSGD_FORK_WORKERS="0",  # one server for all scripts is quicker
         RAY_USAGE_STATS_ENABLED="0",
         TF_CPP_MIN_LOG_LEVEL="2",
     )

@@ -241,12 +241,60 @@ def test_churn(outcome: Document) -> None:
     assert row["churn_s"]["median"] > 0
 
 
+def regressed(background: Background, *options: str) -> str:
+    """Run the check with a limit that nothing can keep. Return its last line."""
+    done = background.run(str(FOLDER / "stepping.py"), "--smoke", "--at-most", "0.001")
+    assert done.returncode == 1 and json.loads(done.stdout)["benchmark"] == "stepping"
+    return done.stderr.splitlines()[-1]
+
+
+@pytest.mark.soak
+@pytest.mark.slow
+@pytest.mark.script(run=regressed)
+def test_a_limit_that_is_exceeded_is_the_exit_status(outcome: Callable[[], str]) -> None:
+    line = outcome()
+    assert line.startswith("slower than 0.001 times the hand-written loop: raysgd in tiny: ")
+
+
+@pytest.mark.soak
+@pytest.mark.slow
+@pytest.mark.script("call_length.py", run=smoke)
+def test_call_length(outcome: Document, tmp_path: Path) -> None:
+    document = outcome()
+    assert [row["steps"] for row in document["rows"]] == [1, 5]
+    assert all(row["raysgd_ms"]["median"] > 0 and row["ratio"]["count"] == 1 for row in document["rows"])
+    (tmp_path / "call_length.json").write_text(json.dumps(document), encoding="utf-8")
+    if importlib.util.find_spec("matplotlib") is not None:
+        assert [path.name for path in module("plots").plot_all(tmp_path, tmp_path)] == ["call_length.png"]
+
+
+def test_the_summary_takes_the_best_peer_and_leaves_out_what_is_not_measured() -> None:
+    fill_page = module("fill_page")
+    setting = {"workload": "tiny", "precision": "fp32", "workers": 2}
+    figures = {"raysgd": 90.0, "hand-written": 10.0, "torchrun": 120.0, "Accelerate": 100.0, "raysgd, collating": 1.0}
+    rows = [{**setting, "contender": name, "us_per_step": figure} for name, figure in figures.items()]
+    rows.append({**setting, "contender": "Lightning", "note": "not installed"})
+    startup = {
+        "contender": "raysgd",
+        "ratio": {"median": 0.25, "least": 0.2, "most": 0.3, "count": 7},
+        "second_s": None,
+    }
+    text = fill_page.summary({"throughput": {"rows": rows}, "startup": {"rows": [startup]}})
+    assert text.splitlines()[2:] == [
+        "| time of a step, `tiny`, 2 workers | 90 µs | Accelerate: 100 µs | 0.9 |  |  |",
+        "| first epoch of a script |  | Ray Train v2 | 0.25 | 7 | 0.2 to 0.3 |",
+    ]
+
+
 @pytest.mark.soak
 @pytest.mark.slow
 @pytest.mark.script("startup.py", run=smoke)
 def test_startup(outcome: Document) -> None:
     rows = {row["contender"]: row for row in outcome()["rows"]}
     assert rows.keys() == {"raysgd", "torchrun"}
+    own = rows["raysgd"]
+    assert 0 < own["imported_s"]["median"] < own["connected_s"]["median"] < own["first_epoch_s"]["median"]
+    assert own["second_s"]["median"] > 0 and own["torchrun_ratio"]["count"] == 1
     assert all(row["exit_s"]["median"] >= row["first_epoch_s"]["median"] > 0 for row in rows.values())
 
 
@@ -258,6 +306,41 @@ def test_recovery(outcome: Document) -> None:
     first = outcome()["rows"][0]
     assert first["case"] == "raysgd, in place"
     assert (first["lost"], first["doubled"], first["batches_redone"]["median"]) == (0, 0, 0)
+
+
+@pytest.mark.soak
+@pytest.mark.slow
+@pytest.mark.elastic
+@pytest.mark.script("kill_curve.py", run=smoke)
+def test_kill_curve(outcome: Document, tmp_path: Path) -> None:
+    document = outcome()
+    (row,) = document["rows"]
+    assert row["contender"] == "raysgd" and row["before"] > 0 and row["repeated_samples"] == 0
+    assert sum(row["new_per_s"]) > 0 == sum(row["repeated_per_s"])
+    (tmp_path / "kill_curve.json").write_text(json.dumps(document), encoding="utf-8")
+    pytest.importorskip("matplotlib")
+    names = ["kill_curve_light.svg", "kill_curve_dark.svg"]
+    assert [each.name for each in module("plots").plot_all(tmp_path, tmp_path / "pictures")] == names
+
+
+def test_samples_after_a_kill_are_new_or_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 had done two steps of epoch 1, so its first two after the kill are repeated, and the third one is new."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    kill_curve, traces = module("kill_curve"), module("traces")
+    notes = [(9.8, 7, 0, 1), (9.9, 7, 0, 1), (10.1, 9, 0, 1), (10.2, 9, 0, 1), (10.3, 9, 0, 1)]
+    drawn = kill_curve.curve([traces.Step(*each) for each in notes], 10.0, 2, 1, range(-1, 2))
+    assert drawn["from_s"] == [-0.25, 0.0, 0.25]
+    assert [rate * 0.25 / 8 for rate in drawn["new_per_s"]] == [2, 0, 1]
+    assert [rate * 0.25 / 8 for rate in drawn["repeated_per_s"]] == [0, 2, 0]
+
+
+def test_a_recording_shows_each_line_at_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    recording = module("recording")
+    assert recording.shortened([0.0, 0.5, 9.5, 9.6]) == pytest.approx([0.0, 0.5, 2.5, 2.6])
+    svg = recording.drawn([(0.0, "epoch 1: a < b"), (1.0, "worker death: x")])
+    assert "epoch 1: a &lt; b" in svg and svg.count("@keyframes") == svg.count("<text") == 3
+    assert '<text class="change"' in svg and '<text class="typed"' in svg
 
 
 @pytest.mark.soak

@@ -120,6 +120,12 @@ def contrastive(output: str) -> None:
     assert numbers("val_text_recall_at_5", output)[-1] > 0.5, "guessing gives 0.05"
 
 
+def diffusion(output: str) -> None:
+    loss_falls(output)
+    distances = numbers("val_frechet_distance", output)
+    assert distances[-1] < 5 and distances[-1] < distances[0] / 1.5, output
+
+
 def forecasting(output: str) -> None:
     losses = numbers("train_loss", output)
     assert losses[-1] < losses[0] and numbers("val_mase", output)[-1] < 0.5, output
@@ -236,6 +242,7 @@ CHECKS: dict[str, Callable[[str], None]] = {
         fine_tuning,
         text_classification,
         contrastive,
+        diffusion,
         forecasting,
         recommender,
         language_model,

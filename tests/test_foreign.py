@@ -198,6 +198,55 @@ def versions_of_modules() -> None:
     assert torch_foreign.module_versions(copied) == torch_foreign.module_versions(state)
 
 
+def loading_by_copying() -> None:
+    class Own(nn.Linear):
+        def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+            return super().load_state_dict(*args, **kwargs)
+
+    class Extra(nn.Linear):
+        def set_extra_state(self, state: Any) -> None:
+            pass
+
+    class Inner(nn.Linear):
+        def _load_from_state_dict(self, *args: Any) -> None:
+            super()._load_from_state_dict(*args)
+
+    class Less(nn.Linear):
+        def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+            return {}
+
+    class Saving(nn.Linear):
+        def _save_to_state_dict(self, *args: Any) -> None:
+            pass
+
+    hooked, after, before, instance = (nn.Linear(1, 1) for _ in range(4))
+    hooked.register_load_state_dict_pre_hook(lambda *args: None)
+    after.register_load_state_dict_post_hook(lambda *args: None)
+    before.register_state_dict_post_hook(lambda *args: None)
+    instance.load_state_dict = lambda *args: None  # type: ignore[method-assign,assignment]
+    assert torch_foreign.loads_by_copying(
+        nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1), nn.TransformerEncoderLayer(4, 2))
+    )
+    for inner in (
+        Own(1, 1),
+        Extra(1, 1),
+        Inner(1, 1),
+        Less(1, 1),
+        Saving(1, 1),
+        nn.LazyLinear(1),
+        hooked,
+        after,
+        before,
+        instance,
+    ):
+        assert not torch_foreign.loads_by_copying(nn.Sequential(inner)), inner
+
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
+    assert torch_foreign.loads_without_parameters(optimizer)
+    optimizer.register_load_state_dict_post_hook(lambda *args: None)
+    assert not torch_foreign.loads_without_parameters(optimizer)
+
+
 def stand_in_for_an_optimizer() -> None:
     optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
@@ -244,6 +293,7 @@ TORCH: list[Callable[[], None]] = [
     compiled_model,
     schedulers,
     versions_of_modules,
+    loading_by_copying,
     stand_in_for_an_optimizer,
     multiplication,
     backward_callback,

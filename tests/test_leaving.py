@@ -22,12 +22,13 @@ class World:
 
     def __init__(self, **machines_end_at: float) -> None:
         self.ends, self.changes = machines_end_at, list[tuple[list[str], list[str]]]()
-        at = SimpleNamespace(epoch=1, batches=1)
+        at = SimpleNamespace(epoch=1, batches=1, step=1)
         self.table = Table(
             {name: SimpleNamespace(worker=name, notice=False, node=name, rank=0, progress=at) for name in "ab"}
         )
         self.table.group = SimpleNamespace(elastic=True, draining=self._draining)  # type: ignore[attr-defined]
         nothing: Any = SimpleNamespace()
+        generation: Any = SimpleNamespace(take_seconds=dict)
         self.replacements: Any = SimpleNamespace(
             ready=0,
             starting=2,
@@ -41,7 +42,7 @@ class World:
         log: Any = SimpleNamespace(record=lambda change: None)
         self.membership: Any = Membership(
             table,
-            nothing,
+            generation,
             self.replacements,
             log,
             target=2,

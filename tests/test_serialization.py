@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
+from pathlib import Path
 from threading import Barrier, Event
 
 import pytest
@@ -26,6 +28,19 @@ def of_this_module() -> str:
 
 def _is_by_value(packed: object) -> bool:
     return b"sent with its content" in bytes(packed.data)  # type: ignore[attr-defined]
+
+
+def test_a_folder_whose_parents_import_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "outer_package" / "inner").mkdir(parents=True)
+    (tmp_path / "outer_package" / "__init__.py").write_text("import outer_package.inner\n1 / 0")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ZeroDivisionError):
+        import_module("outer_package")
+    try:
+        assert "outer_package.inner" in sys.modules and "outer_package" not in sys.modules
+        assert pack(len)
+    finally:
+        del sys.modules["outer_package.inner"]
 
 
 def test_many_threads_at_once_pickle_by_value(eager_switches: None) -> None:

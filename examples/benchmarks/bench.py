@@ -1,6 +1,6 @@
 """All benchmarks, one after the other, each a program of its own; their results as files, a page and plots.
 
-    make bench                                             what docs/benchmarks.md shows: about two hours on two cores
+    make bench                                             what docs/benchmarks.md shows: one to two hours on two cores
     python examples/benchmarks/bench.py --quick            fewer rounds and settings, into build/benchmarks
     python examples/benchmarks/bench.py --only saving startup
 
@@ -42,17 +42,19 @@ class Benchmark:
 BENCHMARKS = (
     Benchmark(
         "throughput",
-        "--workers 1 2 4 --precisions fp32 bf16 --rounds 41 --limit-s 20",
+        "--workers 1 2 --precisions fp32 bf16 --rounds 41 --limit-s 20",
         "--workers 2 --rounds 21 --limit-s 20",
     ),
     Benchmark("stepping", "--starts 6", "--starts 1 --rounds 2"),
-    Benchmark("startup", "--rounds 4", "--rounds 1"),
+    Benchmark("call_length", "", "--steps 1 50 500 --rounds 3"),
+    Benchmark("startup", "--rounds 7", "--rounds 1"),
     Benchmark("recovery", "--rounds 2", "--rounds 1"),
+    Benchmark("kill_curve", "", "--epochs 4 --after-s 15"),
     Benchmark("rerun", "--rounds 2", "--rounds 1"),
     Benchmark("churn", "--rounds 1", "--rounds 1 --epochs 3 --every-s 6"),
-    Benchmark("chaos", "--state build/chaos.json --parts 10 --faults 200 --minutes 11", "--minutes 0.5"),
+    Benchmark("chaos", "--state build/chaos.json --parts 1 --faults 120 --minutes 5", "--minutes 0.5"),
     Benchmark("schedules", "", "--steps 60"),
-    Benchmark("saving", "--sizes 10 100 1000 2000 --rounds 3", "--sizes 10 100 1000 --rounds 2"),
+    Benchmark("saving", "--sizes 10 100 1000 --rounds 3", "--sizes 10 100 1000 --rounds 2"),
     Benchmark("driver_cost", "--workers 2 4 8 16", "--workers 2 4 8 --rounds 3"),
     Benchmark("scale", "", "--parts engine control --ranks 100 1000 --seconds 5"),
     Benchmark("gpu", "", "--rounds 1 --precisions bf16", needs_cuda=True),

@@ -10,11 +10,13 @@ Between such a line and `<!-- end -->` goes what it asks for; the rest of the pa
     <!-- table: chaos show=kinds told -->           the same, and how it was measured
     <!-- matrix: throughput ratio -->               a figure for each setting and contender
     <!-- plots: throughput -->                      the pictures in docs/benchmarks/ whose names begin so
+    <!-- summary: all -->                           a line for each claim: the best peer, the ratio, rounds, spread
 """
 
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +49,20 @@ COLUMNS: dict[str, tuple[str, ...]] = {
         "cpu_us_per_step",
         "cpu_ratio",
     ),
-    "startup": ("contender", "first_epoch_s", "exit_s", "ratio", "note"),
+    "call_length": ("steps", "hand_written_ms", "raysgd_ms", "overhead_ms", "ratio"),
+    "startup": (
+        "contender",
+        "imported_s",
+        "connected_s",
+        "first_epoch_s",
+        "exit_s",
+        "ratio",
+        "torchrun_ratio",
+        "second_s",
+        "note",
+    ),
     "recovery": ("case", "gap_s", "batches_redone", "lost", "doubled", "note"),
+    "kill_curve": ("contender", "workers", "before", "still_s", "repeated_samples", "note"),
     "rerun": ("contender", "first_step_s", "begins_s", "ratio", "batches_redone", "survivors", "note"),
     "churn": ("contender", "goodput", "calm_s", "churn_s", "kills", "note"),
     "chaos": (
@@ -80,11 +94,14 @@ COLUMNS: dict[str, tuple[str, ...]] = {
         "save_s",
         "save_gb_s",
         "rate_ratio",
+        "synced_ratio",
         "pause_s",
         "pause_ratio",
         "load_s",
         "load_gb_s",
         "load_ratio",
+        "peak_mb",
+        "driver_peak_mb",
         "note",
     ),
     "driver_cost": ("call", "workers", "contender", "driver_cpu_ms", "answer_ms", "ratio", "recovery_s"),
@@ -102,7 +119,7 @@ COLUMNS: dict[str, tuple[str, ...]] = {
         "note",
     ),
 }
-PLACE = re.compile(r"(<!-- (table|matrix|plots): (\w+)((?: [\w=]+)*) -->\n).*?(<!-- end -->)", re.DOTALL)
+PLACE = re.compile(r"(<!-- (table|matrix|plots|summary): (\w+)((?: [\w=]+)*) -->\n).*?(<!-- end -->)", re.DOTALL)
 Rows = Sequence[Mapping[str, Any]]
 
 
@@ -152,6 +169,110 @@ def matrix(document: Mapping[str, Any], figure: str) -> str:
     return lines(["workload", "precision", "workers", *names], body)
 
 
+@dataclass(frozen=True)
+class Claim:
+    """A line of the summary: a figure of raysgd's row, and what it is compared with."""
+
+    text: str
+    benchmark: str
+    only: Mapping[str, Any]
+    figure: str
+    unit: str = ""
+    peers: Mapping[str, Any] | None = None  # rows of the same figure, of which the lowest is the best
+    against: str = ""  # without peers: what the figure is a ratio to
+
+    def line(self, documents: Mapping[str, Mapping[str, Any]]) -> list[str] | None:
+        rows = documents.get(self.benchmark, {}).get("rows", [])
+        own = next((row for row in rows if matches(row, self.only) and has(row, self.figure)), None)
+        if own is None:
+            return None
+        name, ratio, paired = self.against, "", None
+        if self.peers is not None:
+            others = [row for row in rows if matches(row, self.peers) and has(row, self.figure) and not is_own(row)]
+            if not others:
+                return None
+            best = min(others, key=lambda row: middle(row[self.figure]))
+            name = f"{best.get('contender') or best.get('case')}: {short(middle(best[self.figure]))}{self.unit}"
+            paired = best.get("raysgd_ratio")  # of each round
+            ratio = short(middle(paired) if paired else middle(own[self.figure]) / middle(best[self.figure]))
+        value = paired or own[self.figure]
+        rounds, spread = (
+            (str(value["count"]), f"{short(value['least'])} to {short(value['most'])}")
+            if isinstance(value, Mapping)
+            else ("", "")
+        )
+        mine = f"{short(middle(own[self.figure]))}{self.unit}"
+        return [self.text, mine if ratio else "", name, ratio or mine, rounds, spread]
+
+
+def middle(value: Any) -> float:
+    return float(value["median"] if isinstance(value, Mapping) else value)
+
+
+def has(row: Mapping[str, Any], figure: str) -> bool:
+    value = row.get(figure)
+    return (value.get("median") if isinstance(value, Mapping) else value) is not None
+
+
+def matches(row: Mapping[str, Any], only: Mapping[str, Any]) -> bool:
+    return all(row.get(name) == value for name, value in only.items())
+
+
+def is_own(row: Mapping[str, Any]) -> bool:
+    return str(row.get("contender") or row.get("case")).startswith(("raysgd", "hand-written"))
+
+
+def of_steps(workload: str, workers: int) -> Claim:
+    setting = {"workload": workload, "precision": "fp32", "workers": workers}
+    text = f"time of a step, `{workload}`, {workers} worker{'s' * (workers > 1)}"
+    return Claim(text, "throughput", {**setting, "contender": "raysgd"}, "us_per_step", " µs", setting)
+
+
+RAYSGD = {"contender": "raysgd"}
+CLAIMS = (
+    *(of_steps(workload, workers) for workload in ("tiny", "resnet", "gpt") for workers in (1, 2)),
+    *(
+        Claim(
+            f"time of a step, `{name}`, 2 workers",
+            "stepping",
+            {**RAYSGD, "workload": name},
+            "ratio",
+            against="hand-written",
+        )
+        for name in ("tiny", "resnet", "gpt")
+    ),
+    Claim(
+        "a call of `train` with one step, 2 workers",
+        "call_length",
+        {"steps": 1},
+        "overhead_ms",
+        " ms more",
+        against="hand-written",
+    ),
+    Claim("first epoch of a script", "startup", RAYSGD, "first_epoch_s", " s", {}),
+    Claim("first epoch of a script", "startup", RAYSGD, "ratio", against="Ray Train v2"),
+    Claim("second trainer of a script, to its first step", "startup", RAYSGD, "second_s", " s"),
+    Claim("time without a step after a kill", "recovery", {"case": "raysgd, in place"}, "gap_s", " s", {}),
+    Claim("from a kill to the first step of a function", "rerun", RAYSGD, "first_step_s", " s", {}),
+    Claim("saving 1 GB, in GB/s", "saving", {**RAYSGD, "mb": 1000}, "synced_ratio", against="`torch.save` and `fsync`"),
+    Claim(
+        "loading 1 GB, in GB/s", "saving", {**RAYSGD, "mb": 1000}, "load_ratio", against="`torch.load`, not verified"
+    ),
+    Claim(
+        "pause of `save(blocking=False)`, 1 GB",
+        "saving",
+        {"contender": "raysgd, blocking=False", "mb": 1000},
+        "pause_ratio",
+        against="one copy in memory",
+    ),
+)
+
+
+def summary(documents: Mapping[str, Mapping[str, Any]]) -> str:
+    found = [line for claim in CLAIMS if (line := claim.line(documents)) is not None]
+    return lines(("claim", "raysgd", "best peer, or what it is compared with", "ratio", "rounds", "spread"), found)
+
+
 def told(document: Mapping[str, Any]) -> str:
     machine = document["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
@@ -164,8 +285,14 @@ def told(document: Mapping[str, Any]) -> str:
 
 
 def pictures(name: str, page: Path) -> str:
-    found = sorted((page.parent / "benchmarks").glob(f"{name}*.png"))
-    return "\n\n".join(f"![{path.stem.replace('_', ' ')}](benchmarks/{path.name})" for path in found)
+    folder = page.parent / "benchmarks"
+    found = [
+        f"![{path.stem.replace('_', ' ')}](benchmarks/{path.name})" for path in sorted(folder.glob(f"{name}*.png"))
+    ]
+    for path in sorted((*folder.glob(f"{name}_light.svg"), *folder.glob(f"{name}_dark.svg")), reverse=True):
+        mode = path.stem.rpartition("_")[2]
+        found.append(f"```{{image}} benchmarks/{path.name}\n:class: only-{mode}\n:alt: {name.replace('_', ' ')}\n```")
+    return "\n\n".join(found)
 
 
 def filled(text: str, documents: Mapping[str, Mapping[str, Any]], page: Path = PAGE) -> str:
@@ -173,6 +300,8 @@ def filled(text: str, documents: Mapping[str, Mapping[str, Any]], page: Path = P
 
     def content(place: re.Match[str]) -> str:
         head, kind, name, options, end = place.groups()
+        if kind == "summary":
+            return f"{head}{summary(documents)}\n{end}"
         document = documents.get(name)
         if document is None:
             return place[0]

@@ -1,4 +1,4 @@
-"""Pictures of the measured results, as PNG.
+"""Pictures of the measured results: PNG, or SVG in a light and a dark variant.
 
     python examples/benchmarks/plots.py        from results/ into docs/benchmarks/
 
@@ -139,7 +139,22 @@ def startup(rows: Rows) -> dict[str, Figure]:
 
 
 def recovery(rows: Rows) -> dict[str, Figure]:
-    return {"recovery": lying(rows, "case", "gap_s", "seconds without a step", "A worker is killed")}
+    pictures = {"recovery": lying(rows, "case", "gap_s", "seconds without a step", "A worker is killed")}
+    shown = {"raysgd, in place": "raysgd", "Ray Train v2, elastic": "Ray Train v2", "torchrun": "torchrun"}
+    own = [row for row in rows if row["case"] in shown and median(row, "gap_s") is not None][::-1]
+    for mode, ink in INKS.items():
+        drawn, (axis,) = bare(0.45 * len(own) + 0.9, 1, ink)
+        for number, row in enumerate(own):
+            value, redone = median(row, "gap_s"), median(row, "batches_redone")
+            assert value is not None and redone is not None
+            axis.barh(number, value, 0.6, color=VIVID[shown[row["case"]]])
+            said = f"{value:.1f} s, {redone:.0f} batches repeated"
+            axis.annotate(said, (value, number), (4, 0), textcoords="offset points", va="center", fontsize=9, color=ink)
+        axis.set_yticks(range(len(own)), [shown[row["case"]] for row in own])
+        axis.set_xlabel("seconds without a step after one of three workers is killed", fontsize=9, color=ink)
+        axis.margins(x=0.35)
+        pictures[f"kill_{mode}"] = drawn
+    return pictures
 
 
 def rerun(rows: Rows) -> dict[str, Figure]:
@@ -205,6 +220,17 @@ def driver_cost(rows: Rows) -> dict[str, Figure]:
     return {"driver_cost": drawn}
 
 
+def call_length(rows: Rows) -> dict[str, Figure]:
+    drawn, (axis,) = figure(4.6, 3.0, 1, "What a call costs beside its steps")
+    lengths = [median(row, "hand_written_ms") for row in rows]
+    axis.plot(lengths, [median(row, "overhead_ms") for row in rows], marker="o", color=colour("raysgd"))
+    axis.axhline(0, color="black", linewidth=0.8)
+    axis.set_xscale("log")
+    axis.set_xlabel("hand-written epoch, ms", fontsize=8)
+    axis.set_ylabel("raysgd's call takes longer by, ms", fontsize=8)
+    return {"call_length": drawn}
+
+
 def gpu(rows: Rows) -> dict[str, Figure]:
     pictures = {}
     for workload in ordered(row["workload"] for row in rows):
@@ -252,18 +278,93 @@ def scale(rows: Rows) -> dict[str, Figure]:
     other.set(xlabel="ranks (processes on 2 cores)", ylabel="seconds until the group is formed")
     for each in (axis, other):
         each.legend(fontsize=8, frameon=False)
-    return {"scale_recovery": recovery, "scale_gloo": groups}
+    return {"scale_recovery": recovery, "scale_gloo": groups, **recovery_phases(rows)}
+
+
+# How a picture in a light and a dark variant looks on the page: its ink, and one colour for each contender that is
+# readable on both.
+INKS = {"light": "#1f2328", "dark": "#d0d4da"}
+VIVID = {"raysgd": "#e0632b", "Ray Train v2": "#4a90d9", "torchrun": "#8d96a0"}
+
+
+def bare(height: float, rows: int, ink: str, sharex: bool = False) -> tuple[Figure, list[Axes]]:
+    """A figure without a background, whose lines and texts have one colour."""
+    drawn = Figure(figsize=(6.0, height), layout="constrained", facecolor="none")
+    axes = [each[0] for each in drawn.subplots(rows, 1, squeeze=False, sharex=sharex)]
+    for each in axes:
+        each.set_facecolor("none")
+        each.spines[["top", "right"]].set_visible(False)
+        each.spines[["left", "bottom"]].set_color(ink)
+        each.tick_params(labelsize=9, colors=ink)
+    return drawn, axes
+
+
+def kill_curve(rows: Rows) -> dict[str, Figure]:
+    """Samples per second over the time since the kill, one above the other; repeated samples are hatched."""
+    pictures = {}
+    for mode, ink in INKS.items():
+        drawn, axes = bare(1.35 * len(rows) + 0.7, len(rows), ink, sharex=True)
+        for axis, row in zip(axes, rows, strict=True):
+            axis.set_title(row["contender"], loc="left", fontsize=10, color=ink, fontweight="bold")
+            axis.axvline(0, color=ink, linewidth=1, linestyle=":")
+            if "from_s" not in row:
+                axis.annotate(row["note"], (0.02, 0.4), xycoords="axes fraction", fontsize=9, color=ink)
+                axis.set_yticks([])
+                continue
+            hue = VIVID[row["contender"]]
+            total = [new + old for new, old in zip(row["new_per_s"], row["repeated_per_s"], strict=True)]
+            edges = [*row["from_s"], row["from_s"][-1] + row["bin_s"]]
+            axis.stairs(row["new_per_s"], edges, fill=True, color=hue)
+            axis.stairs(
+                total, edges, baseline=row["new_per_s"], fill=True, facecolor="none", edgecolor=hue, hatch="////"
+            )
+            axis.set_ylim(0, 1.25 * max(total))
+            said = f"{row['still_s']:.2g} s without a step"
+            if row["repeated_samples"]:
+                said += f", {row['repeated_samples']:,} samples repeated (hatched)"
+            axis.set_title(said, loc="right", fontsize=9, color=ink)
+        axes[len(axes) // 2].set_ylabel("samples per second", fontsize=9, color=ink)
+        axes[-1].set_xlabel("seconds since one of three workers was killed", fontsize=9, color=ink)
+        pictures[f"kill_curve_{mode}"] = drawn
+    return pictures
+
+
+def recovery_phases(rows: Rows) -> dict[str, Figure]:
+    """Where the time of a recovery goes, for each number of ranks, as lying bars whose parts add up."""
+    failed = [row for row in rows if row["part"] == "engine" and row["case"] == "one rank fails"]
+    pictures = {}
+    for mode, ink in INKS.items():
+        drawn, (axis,) = bare(0.5 * len(failed) + 1.1, 1, ink)
+        for number, row in enumerate(reversed(failed)):
+            left, total = 0.0, sum(row["phases_s"].values())
+            for hue, (name, seconds) in zip(PHASE_COLOURS, row["phases_s"].items(), strict=False):
+                share = seconds / total * 100
+                label = name if number == 0 else None
+                axis.barh(number, share, 0.62, left=left, color=hue, label=label)
+                left += share
+            axis.annotate(f"{total * 1000:.0f} ms", (101, number), va="center", fontsize=9, color=ink)
+        axis.set_yticks(range(len(failed)), [f"{row['ranks']:,} ranks" for row in reversed(failed)])
+        axis.set_xlim(0, 110)
+        axis.set_xlabel("share of the recovery, in percent (the total beside each bar)", fontsize=9, color=ink)
+        drawn.legend(loc="outside upper center", ncols=4, fontsize=9, frameon=False, labelcolor=ink)
+        pictures[f"recovery_phases_{mode}"] = drawn
+    return pictures
+
+
+PHASE_COLOURS = ("#e0632b", "#e9a13b", "#4a90d9", "#4fa37a", "#8d96a0")
 
 
 PLOTS: dict[str, Callable[[Rows], dict[str, Figure]]] = {
     "throughput": throughput,
     "startup": startup,
     "recovery": recovery,
+    "kill_curve": kill_curve,
     "rerun": rerun,
     "churn": churn,
     "saving": saving,
     "schedules": schedules,
     "driver_cost": driver_cost,
+    "call_length": call_length,
     "gpu": gpu,
     "scale": scale,
 }
@@ -277,7 +378,7 @@ def plot_all(results: Path, into: Path) -> list[Path]:
         draw = PLOTS.get(document["benchmark"])
         for name, drawn in (draw(document["rows"]) if draw else {}).items():
             into.mkdir(parents=True, exist_ok=True)
-            vector = document["benchmark"] == "scale"
+            vector = document["benchmark"] == "scale" or name.endswith(("_light", "_dark"))
             written.append(into / f"{name}.{'svg' if vector else 'png'}")
             with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
                 drawn.savefig(written[-1], dpi=DPI, metadata={"Date": None} if vector else {"Software": None})

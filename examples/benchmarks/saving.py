@@ -5,10 +5,12 @@ One worker holds weights of a given size. In turn, and round by round, the worke
 and Lightning and Accelerate save theirs. Before every turn the files of the last one are removed, and the system's own
 writing to the disk is brought to an end (`sync`).
 
-    rate_ratio   raysgd's GB/s over plain torch.save's, which leaves the file to the system's cache
+    rate_ratio   GB/s over plain torch.save's, which leaves the file to the system's cache
+    synced_ratio GB/s over torch.save's with an fsync, which leaves the file on the disk, as raysgd's save does
     pause_s      how long a call keeps the script from training on
     pause_ratio  that, over the time of one copy of the weights in memory
-    load_ratio   GB/s of `load` over plain torch.load's into the same model
+    load_ratio   GB/s of `load` over plain torch.load's into the same model; both read from the system's cache
+    peak_mb      by how much the worker's memory grew at most in the turn (its driver's: driver_peak_mb)
 
     python examples/benchmarks/saving.py --sizes 10 100 1000 2000
 """
@@ -16,6 +18,7 @@ writing to the disk is brought to an end (`sync`).
 import argparse
 import contextlib
 import importlib.util
+import math
 import os
 import shutil
 import sys
@@ -26,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from contenders import cluster
 from gate import Program
 from report import claim_stdout, emit, spread
@@ -41,11 +45,14 @@ COLUMNS = (
     "save_s",
     "save_gb_s",
     "rate_ratio",
+    "synced_ratio",
     "pause_s",
     "pause_ratio",
     "load_s",
     "load_gb_s",
     "load_ratio",
+    "peak_mb",
+    "driver_peak_mb",
     "note",
 )
 # The weights and a copy of them in raysgd's worker, a file's worth in the driver, and as much in the peers.
@@ -74,6 +81,14 @@ class Holder(TrainingOperator):
         self.model.load_state_dict(torch.load(path, weights_only=True)["model"])
         return time.perf_counter() - started
 
+    def asynchronous(self, folder: str) -> tuple[float, float]:
+        """DCP's save in the background: the seconds until it returned, and until the checkpoint was there."""
+        started = time.perf_counter()
+        saved: Any = dcp.async_save({"model": self.model.state_dict()}, checkpoint_id=folder, no_dist=True)
+        returned = time.perf_counter()
+        saved.result()
+        return returned - started, time.perf_counter() - started
+
     def copy(self) -> float:
         started = time.perf_counter()
         copied = [piece.detach().clone() for piece in self.model.parameters()]
@@ -100,6 +115,11 @@ class Desk:
         path = str(self.folder / "synced.pt")
         return {"save_s": self._by_hand(lambda holder: holder.plain_save(path, sync=True))}
 
+    def asynchronous(self) -> dict[str, float]:
+        folder = str(self.folder / "dcp")
+        pause_s, save_s = self.trainer.apply_all_operators(lambda holder: holder.asynchronous(folder))[0]
+        return {"pause_s": pause_s, "save_s": save_s}
+
     def copy(self) -> dict[str, float]:
         return {"pause_s": self._by_hand(lambda holder: holder.copy())}
 
@@ -107,9 +127,13 @@ class Desk:
         path = self.folder / "raysgd.pt"
         started = time.perf_counter()
         self.trainer.save(path)
-        saved = time.perf_counter()
+        took = time.perf_counter() - started
+        with open(path, "rb") as file:  # raysgd removes a large file from the cache, which torch.save leaves there
+            while file.read(1 << 24):
+                pass
+        cached = time.perf_counter()
         self.trainer.load(path)
-        return {"save_s": saved - started, "pause_s": saved - started, "load_s": time.perf_counter() - saved}
+        return {"save_s": took, "pause_s": took, "load_s": time.perf_counter() - cached}
 
     def in_background(self) -> dict[str, float]:
         started = time.perf_counter()
@@ -153,6 +177,7 @@ def measure(mb: int, rounds: int, folder: str) -> list[dict[str, Any]]:
             "one copy in memory": desk.copy,
             "raysgd": desk.blocking,
             "raysgd, blocking=False": desk.in_background,
+            "DCP async_save": desk.asynchronous,
         }
         for name in PEERS:
             if importlib.util.find_spec(name.lower()) is not None:
@@ -165,11 +190,34 @@ def measure(mb: int, rounds: int, folder: str) -> list[dict[str, Any]]:
             order = list(turns) if number % 2 else list(reversed(turns))
             for name in order:
                 clear(Path(own))
-                for key, value in turns[name]().items():
+                for key, value in measured(turns[name], trainer).items():
                     if number > 0:
                         seconds[name].setdefault(key, []).append(value)
             print(f"{mb} MB, round {number}: {told(seconds)}", file=sys.stderr)
     return [row(mb, name, seconds) for name in turns]
+
+
+def measured(turn: Callable[[], dict[str, float]], trainer: TorchTrainer) -> dict[str, float]:
+    """A turn, and by how much it made the driver and the worker grow."""
+    before = grown_mb(0.0), trainer.apply_all_operators(lambda holder: grown_mb(0.0))[0]
+    figures = turn()
+    peak_mb = trainer.apply_all_operators(lambda holder: grown_mb(before[1]))[0]
+    return {**figures, "driver_peak_mb": grown_mb(before[0]), "peak_mb": peak_mb}
+
+
+def grown_mb(before: float) -> float:
+    """By how many MB this process's largest size since the last call exceeds `before`; then count from its present size."""
+    status = Path("/proc/self/status")
+    if not status.exists():
+        return math.nan
+    peak = next(
+        int(line.split()[1]) * 1024 / 1e6 for line in status.read_text().splitlines() if line.startswith("VmHWM")
+    )
+    Path("/proc/self/clear_refs").write_text("5")  # the largest size is the present one from now on
+    if before == 0.0:
+        text = status.read_text()
+        return next(int(line.split()[1]) * 1024 / 1e6 for line in text.splitlines() if line.startswith("VmRSS"))
+    return peak - before
 
 
 def clear(folder: Path) -> None:
@@ -193,6 +241,11 @@ def row(mb: int, name: str, seconds: Seconds) -> dict[str, Any]:
             result[f"{what}_gb_s"] = round(mb / 1000 / result[f"{what}_s"]["median"], 3)
             ratio = "rate_ratio" if what == "save" else "load_ratio"
             result[ratio] = spread([base / mine for mine, base in zip(took, plain[f"{what}_s"], strict=True)], 3)
+    if took := own.get("save_s"):
+        synced = seconds["torch.save and fsync"]["save_s"]
+        result["synced_ratio"] = spread([base / mine for mine, base in zip(took, synced, strict=True)], 3)
+    if name not in PEERS:  # whose memory is in other processes
+        result |= {key: spread(own[key], 0) for key in ("peak_mb", "driver_peak_mb")}
     if paused := own.get("pause_s"):
         result["pause_s"] = spread(paused)
         result["pause_ratio"] = spread([mine / copy for mine, copy in zip(paused, copies, strict=True)], 3)

@@ -21,7 +21,10 @@ from report import claim_stdout, emit, spread
 
 SCRIPTS = Path(__file__).resolve().parent / "first_epoch"
 BASE = "Ray Train v2"
-COLUMNS = ("contender", "first_epoch_s", "exit_s", "ratio", "note")
+# Of raysgd: the imports of the script are done; Ray runs and the trainer exists; and, from there on alone, a second trainer
+# of the script has taken its first step.
+PARTS = ("imported", "connected", "second")
+COLUMNS = ("contender", *(f"{part}_s" for part in PARTS), "first_epoch_s", "exit_s", "ratio", "torchrun_ratio", "note")
 LIMIT_S = 180
 
 
@@ -46,48 +49,65 @@ PROGRAMS = (
 )
 
 
-def run(program: Program) -> tuple[float, float]:
-    """Seconds to the end of the first epoch, and to the end of the process."""
-    started = time.perf_counter()
+def run(program: Program) -> dict[str, float]:
+    """Seconds to the end of the first epoch, to the end of the process, and to what else the program tells."""
+    started, began = time.perf_counter(), time.time()
     with child(command_for(SCRIPTS / program.script, torchrun=program.torchrun), {}) as process:
         assert process.stdout is not None
-        lines = (line for line in process.stdout if line.strip() == "first epoch done")
-        if next(lines, None) is None:
+        reported: dict[str, float] = {}
+        for line in process.stdout:
+            name, _, value = line.strip().partition(" ")
+            if line.strip() == "first epoch done":
+                reported["first_epoch"] = time.perf_counter() - started
+            elif name in ("imported", "connected"):
+                reported[name] = float(value) - began
+            elif name == "second":
+                reported[name] = float(value)
+        status = process.wait(timeout=LIMIT_S)
+        if "first_epoch" not in reported:
             raise RuntimeError(
-                f"{program.script} ended with status {process.wait()} before its first epoch was done; "
+                f"{program.script} ended with status {status} before its first epoch was done; "
                 "set BENCHMARK_DEBUG=1 to see its messages"
             )
-        done = time.perf_counter() - started
-        process.wait(timeout=LIMIT_S)
-        return done, time.perf_counter() - started
+        return {**reported, "exit": time.perf_counter() - started}
 
 
-def measure(programs: Sequence[Program], rounds: int) -> dict[str, list[tuple[float, float]]]:
-    seconds: dict[str, list[tuple[float, float]]] = {program.name: [] for program in programs}
+def measure(programs: Sequence[Program], rounds: int) -> dict[str, list[dict[str, float]]]:
+    seconds: dict[str, list[dict[str, float]]] = {program.name: [] for program in programs}
     for number in range(rounds):
         first = number % len(programs)
         for program in [*programs[first:], *programs[:first]]:
             seconds[program.name].append(run(program))
-            print(f"round {number + 1}: {program.name} {seconds[program.name][-1][0]:.1f} s", file=sys.stderr)
+            print(
+                f"round {number + 1}: {program.name} {seconds[program.name][-1]['first_epoch']:.1f} s", file=sys.stderr
+            )
     return seconds
 
 
-def row(program: Program, seconds: dict[str, list[tuple[float, float]]]) -> dict[str, Any]:
+def row(program: Program, seconds: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
     if program.name not in seconds:
         return {"contender": program.name, "note": f"not installed: {', '.join(program.missing())}"}
-    own, base = seconds[program.name], seconds.get(BASE, [])
+    own = seconds[program.name]
+
+    def ratio_to(name: str) -> dict[str, Any]:
+        pairs = zip(own, seconds.get(name, []), strict=False)
+        return spread([mine["first_epoch"] / other["first_epoch"] for mine, other in pairs], 3)
+
+    parts = {f"{name}_s": spread([each[name] for each in own], 2) for name in PARTS if name in own[0]}
     return {
         "contender": program.name,
-        "first_epoch_s": spread([first for first, _ in own], 2),
-        "exit_s": spread([end for _, end in own], 2),
-        "ratio": spread([mine[0] / other[0] for mine, other in zip(own, base, strict=False)], 3),
+        **parts,
+        "first_epoch_s": spread([each["first_epoch"] for each in own], 2),
+        "exit_s": spread([each["exit"] for each in own], 2),
+        "ratio": ratio_to(BASE),
+        "torchrun_ratio": ratio_to("torchrun"),
         "note": "",
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--contenders", nargs="+", choices=[program.name for program in PROGRAMS])
     parser.add_argument("--smoke", action="store_true", help="raysgd and torchrun, once")
     args = parser.parse_args()

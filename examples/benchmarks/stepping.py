@@ -7,6 +7,7 @@ memory happens to lie.
 
     python examples/benchmarks/stepping.py
     python examples/benchmarks/stepping.py --audit --workloads tiny
+    python examples/benchmarks/stepping.py --starts 3 --workloads tiny --at-most 1.25     a check for CI: its exit status
     python examples/benchmarks/stepping.py --gradients     instead: what the weighting of unequal shares costs
 
 With --audit, raysgd runs without and with an audit log, in turn with the base; `raysgd_ratio` of that row is the time without the
@@ -14,6 +15,7 @@ log divided by the time with it, turn by turn.
 """
 
 import argparse
+import sys
 from typing import Any
 
 from contenders import BASE, Audited, Collating, OfRanks, RaySGD, Unequal, UnequalOfRanks, cluster
@@ -48,6 +50,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="batches per worker and epoch (default: five times the workload's)")
     parser.add_argument("--audit", action="store_true", help="only raysgd without and with an audit log, and the base")
     parser.add_argument("--gradients", action="store_true", help="compare gradients='samples' with 'ranks'")
+    parser.add_argument(
+        "--at-most",
+        type=float,
+        help="fail (exit status 1) if raysgd's median ratio to the hand-written loop is greater",
+    )
     parser.add_argument("--smoke", action="store_true", help="a few steps of one workload, only to see that it runs")
     args = parser.parse_args()
     out = claim_stdout()
@@ -63,6 +70,10 @@ def main() -> None:
             for names in compared:
                 rows += measure(setting, names, args.rounds, starts=args.starts, base=names[0])
     emit(out, "stepping", vars(args), rows, COLUMNS)
+    slow = [row for row in rows if args.at_most and row["ratio"]["median"] > args.at_most]
+    if slow:
+        text = ", ".join(f"{row['contender']} in {row['workload']}: {row['ratio']['median']:.3f}" for row in slow)
+        sys.exit(f"slower than {args.at_most:g} times the hand-written loop: {text}")
 
 
 if __name__ == "__main__":

@@ -23,9 +23,13 @@ class Run:
     """What is about to run.
 
     trainer      the trainer's class name
+    num_workers  the largest number of workers
+    config       the trainer's config
     functions    whether it runs a training function, and not an operator
     name         the name of the operator or of the training function
     folder       where callbacks write, unless they were given a path of their own; it may not exist yet
+    saved_at     returns when the newest checkpoint of this trainer was complete, in seconds since 1970; None before the first
+                 one, and for training functions. Any thread may call it
     """
 
     trainer: str
@@ -34,12 +38,18 @@ class Run:
     config: Mapping[str, Any] = field(default_factory=dict)
     folder: Path = Path(".")
     functions: bool = False
+    saved_at: Callable[[], float | None] = field(default=lambda: None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Underway:
     """The progress of one worker in the running call, with that worker's metrics so far. The first one of a call
-    announces the call, and has an empty `worker`."""
+    announces the call, and has an empty `worker`.
+
+    kind      "train", "validate" or "test"
+    progress  the epoch, and the batches and samples that the worker has done
+    metrics   its metrics so far
+    """
 
     kind: Kind
     worker: str
@@ -51,6 +61,8 @@ class Underway:
 class CallResult:
     """The result of one call of `train`, `validate` or `test`, or one round of a function's reports.
 
+    kind        "train", "validate", "test", or "report" for a training function
+    world_size  how many workers there were at its end
     epoch       the epoch of the result; None if a training function does not report one
     step        batches trained since the start of training; for a training function, the number of its reports
     metrics     the metrics merged over all workers; for a training function, those of rank 0
@@ -104,32 +116,33 @@ class Callback:
             suggesting_fields(cls)
 
     def on_start(self, run: Run) -> None:
-        """Called before the first worker starts (for a function trainer: before each run)."""
+        """Called before the first worker starts (for a function trainer: before each run), with the `run` that begins."""
 
     def on_answer(self, answer: Any) -> None:
-        """Called when the workers have started, with what `asks` returned. Not for training functions."""
+        """Called when the workers have started, with the `answer`, what `asks` returned. Not for training functions."""
 
     def on_resume(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Called when the trainer has resumed from an automatic checkpoint, with the rows of the history until then."""
+        """Called when the trainer has resumed from an automatic checkpoint, with the `rows` of the history until then."""
 
     def on_progress(self, now: Underway) -> None:
-        """Called for each worker while a call runs, at most a few times per second. Not for training functions."""
+        """Called for each worker while a call runs, with its progress `now`, at most a few times per second. Not for
+        training functions."""
 
     def on_result(self, result: CallResult) -> None:
-        """Called after each call of `train`, `validate` and `test`, and after each round of reports."""
+        """Called with the `result` of each call of `train`, `validate` and `test`, and of each round of reports."""
 
     def extra_metrics(self, result: CallResult) -> Mapping[str, Any]:
-        """Return metrics to add to this result. Called before any callback gets the result."""
+        """Return metrics to add to this `result`. Called before any callback gets the result."""
         return {}
 
     def on_recovery(self, recovery: Recovery) -> None:
-        """Called when workers failed, were replaced, or their number changed. Be quick: a call is waiting."""
+        """Called with a `recovery` when workers failed, were replaced, or their number changed. Be quick: a call is waiting."""
 
     def on_wait(self, what: str) -> None:
-        """Called when a recovery begins to wait, with what it waits for. Not for training functions."""
+        """Called when a recovery begins to wait; `what` says for what. Not for training functions."""
 
     def on_error(self, error: BaseException) -> None:
-        """Called when a call fails with an error, which its caller gets. The trainer may still be usable."""
+        """Called when a call fails with an `error`, which its caller gets. The trainer may still be usable."""
 
     def on_end(self, failed: bool) -> None:
-        """Called when the trainer was shut down (for a function trainer: when the run is over)."""
+        """Called when the trainer was shut down (for a function trainer: when the run is over). `failed`: after an error."""

@@ -16,8 +16,9 @@ __all__ = ["CSVCallback"]
 
 
 class CSVCallback(Callback):
-    """Writes `train.csv` and `validate.csv` (for a training function, `report.csv`), one line per result. Appends to
-    existing files. A metric that appears later becomes a new column, which is empty in the lines before."""
+    """Writes `train.csv` and `validate.csv` (for a training function, `report.csv`), one line per result, in `folder`
+    (by default the log folder). Appends to existing files. A metric that appears later becomes a new column, which is
+    empty in the lines before."""
 
     def __init__(self, folder: str | Path | None = None) -> None:
         self._given = None if folder is None else Path(folder).expanduser()

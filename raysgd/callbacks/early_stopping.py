@@ -16,8 +16,8 @@ __all__ = ["EarlyStopping"]
 
 
 class EarlyStopping(Callback):
-    """Ends `trainer.fit()`, or a loop over `trainer.epochs()`, after `patience` results in a row that did not improve the
-    best one by more than `min_delta`.
+    """Ends `trainer.fit()`, or a loop over `trainer.epochs()`, after `patience` results in a row whose `metric` did not improve
+    the best one by more than `min_delta`. `mode` is "min" or "max": which values are better.
 
         trainer = TorchTrainer(..., callbacks=[EarlyStopping("val_loss", patience=3)])
         trainer.fit(100)

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import html
 import io
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, overload
 
-from raysgd.callbacks.base import Callback, CallResult
-from raysgd.callbacks.writers import ROW_FIELDS, import_extra, row_of, scalars
+from raysgd.callbacks.base import Callback, CallResult, Run, Underway
+from raysgd.callbacks.report import page
+from raysgd.callbacks.timeline import Timeline
+from raysgd.callbacks.writers import ROW_FIELDS, import_extra, measured_names, row_of, scalars
+from raysgd.core.policy import Recovery
 from raysgd.errors import ConfigError, text_of
+from raysgd.storage import locations
 
 __all__ = ["History"]
 
 MAX_SHOWN = 10
-# Numbers that measure the amount of work and not its quality. They are plotted only on request.
-COUNTS = ("epoch", "step", "world_size", "seconds", "batch_count", "num_samples", "skipped_steps")
 
 
 class History(Callback, Sequence[Mapping[str, Any]]):
@@ -34,12 +37,24 @@ class History(Callback, Sequence[Mapping[str, Any]]):
 
     def __init__(self) -> None:
         self._rows: list[dict[str, Any]] = []
+        self._timeline = Timeline()
+
+    def on_start(self, run: Run) -> None:
+        self._timeline.run = run
 
     def on_resume(self, rows: Sequence[Mapping[str, Any]]) -> None:
         self._rows = [dict(row) for row in rows]
 
+    def on_progress(self, now: Underway) -> None:
+        self._timeline.see_progress(now)
+
     def on_result(self, result: CallResult) -> None:
-        self._rows.append(row_of(result))
+        row = row_of(result)
+        self._timeline.see_result(result, row)
+        self._rows.append(row)
+
+    def on_recovery(self, recovery: Recovery) -> None:
+        self._timeline.see_recovery(recovery)
 
     def note(self, values: Mapping[str, Any]) -> None:
         """Add values to the newest row, if there is one."""
@@ -52,11 +67,11 @@ class History(Callback, Sequence[Mapping[str, Any]]):
         return [dict(row) for row in self._rows]
 
     def of(self, kind: str) -> list[dict[str, Any]]:
-        """Return copies of the rows of one kind."""
+        """Return copies of the rows of one `kind`: "train", "validate", "test" or "report"."""
         return [dict(row) for row in self._rows if row["kind"] == kind]
 
     def column(self, name: str) -> list[Any]:
-        """Return one value of each row, or None where a row lacks it."""
+        """Return the value `name` of each row, or None where a row lacks it."""
         return [row.get(name) for row in self._rows]
 
     def __len__(self) -> int:
@@ -80,7 +95,7 @@ class History(Callback, Sequence[Mapping[str, Any]]):
         return pandas.DataFrame(self.rows, columns=self._columns(self._rows))
 
     def plot(self, metrics: str | Sequence[str] | None = None, *, path: str | Path | None = None) -> Any:
-        """Return a matplotlib figure (extra: callbacks) of these metrics, by default of all numbers except counts, over
+        """Return a matplotlib figure (extra: callbacks) of these `metrics`, by default of all numbers except counts, over
         the epochs, or over `step` if there are none. With `path`, also save it."""
         plotting = import_extra("matplotlib.figure", user="history.plot()")
         rows = [scalars(row) for row in self._rows]
@@ -96,6 +111,18 @@ class History(Callback, Sequence[Mapping[str, Any]]):
         if path is not None:
             figure.savefig(path)
         return figure
+
+    def report(self, path: str | os.PathLike[str]) -> str:
+        """Write one HTML page at `path`, which needs no other file and no network, and return its path: the metrics, the speed and
+        the workers over time, the recoveries with the seconds of their parts, slow ranks, and the table of results."""
+        if not isinstance(path, (str, os.PathLike)):
+            raise ConfigError(f"report() needs the path of the HTML file to write, such as 'run.html', got {path!r}")
+        place = locations.place_to_save(path)
+        if isinstance(place, Path) and place.is_dir():
+            raise ConfigError(
+                f"report() writes a file, and {place} is a directory: pass a path such as {place / 'run.html'}"
+            )
+        return locations.text_of(locations.write(place, page(self.rows, self._timeline).encode()))
 
     def _columns(self, rows: Iterable[Mapping[str, Any]]) -> list[str]:
         return list(dict.fromkeys([*ROW_FIELDS, *(name for row in rows for name in row)]))
@@ -139,7 +166,7 @@ def _cell(value: Any) -> str:
 def _plotted(metrics: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return which metrics to plot. Raise `ConfigError` if there are none, or if one was never measured."""
     measured = list(dict.fromkeys(name for row in rows for name in row))
-    names = list(metrics) or [n for n in measured if n not in COUNTS and not n.startswith(("last_", "_", "profile/"))]
+    names = list(metrics) or measured_names(rows)
     missing = [name for name in names if name not in measured]
     if missing or not names:
         raise ConfigError(

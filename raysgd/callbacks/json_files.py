@@ -15,7 +15,8 @@ __all__ = ["JsonLinesCallback", "JsonLoggerCallback"]
 
 
 class JsonLinesCallback(Callback):
-    """Writes `history.jsonl`: one complete line per result, as soon as there is a result. Appends to an existing file.
+    """Writes one complete line per result, as soon as there is a result, to `path` (by default `history.jsonl` in the log
+    folder). Appends to an existing file.
 
         {"kind": "train", "epoch": 1, "step": 90, "world_size": 2, "seconds": 1.3, "train_loss": 0.43, ...}
 
@@ -53,7 +54,8 @@ def _end_last_line(path: Path) -> None:
 
 
 class JsonLoggerCallback(Callback):
-    """Writes `results.json` as v1 did: a list with one entry per result, which is a list of the results of the workers
+    """Writes the file `filename` (by default `results.json`) in the folder `logdir` as v1 did: a list with one entry
+    per result, which is a list of the results of the workers
     in `workers_to_log` (None: all). Writes the entire file each time, so prefer JsonLinesCallback for long runs."""
 
     def __init__(

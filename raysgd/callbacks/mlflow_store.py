@@ -2,28 +2,47 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
+from collections import Counter
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from raysgd.callbacks.base import Callback, CallResult, Run
-from raysgd.callbacks.writers import check_rank, flat, import_extra, scalars, scalars_of_report
+from raysgd.callbacks.writers import (
+    check_rank,
+    flat,
+    for_json,
+    import_extra,
+    recovery_scalars,
+    scalars,
+    scalars_of_report,
+)
+from raysgd.core.policy import Recovery
 
 __all__ = ["MLflowCallback"]
 
 DATABASE = "mlflow.db"
 ARTIFACTS = "mlflow_artifacts"
+TAG, RECOVERIES = "raysgd.recoveries", "recoveries.json"
 OWN = (DATABASE, ARTIFACTS, "mlruns")
 
 
 class MLflowCallback(Callback):
     """Creates one MLflow run per trainer (for functions, per run). Logs the config as parameters, and each scalar as a
-    metric over the batches trained so far (for functions, one rank's scalars over its reports).
+    metric over the batches trained so far (for functions, one rank's scalars over its reports). Recoveries and planned
+    changes of the workers are metrics `recovery_...`, the tag `raysgd.recoveries`, and the artifact `recoveries.json`, which
+    are stored with the next result, or at the end.
 
     tracking_uri     the store; by default MLFLOW_TRACKING_URI, or else a database `mlflow.db` in the log folder
+    registry_uri     the registry of models; by default the store
     experiment_name  created if it does not exist (or pass the `experiment_id` of an existing experiment)
+    tags             tags of the MLflow run
+    logdir           the folder whose content `save_artifact` stores; by default the log folder
+    worker_to_log    of functions, the rank whose scalars are logged
     save_artifact    store the content of the log folder with the MLflow run at the end
 
     Uses its own client, so it does not touch an MLflow run that your script has started.
@@ -48,10 +67,12 @@ class MLflowCallback(Callback):
         self._given_uri = tracking_uri
         self._folder = Path()
         self._client: Any = None
+        self._recoveries: list[Recovery] = []
+        self._stored = 0  # how many of them
         self.run_id: str | None = None
 
     def on_start(self, run: Run) -> None:
-        self._client = None
+        self._client, self._recoveries, self._stored = None, [], 0
         tracking = import_extra("mlflow.tracking", user="MLflowCallback")
         self._folder = self._given or run.folder
         self.tracking_uri = self._given_uri or os.environ.get("MLFLOW_TRACKING_URI")
@@ -76,12 +97,31 @@ class MLflowCallback(Callback):
             values["world_size"] = float(result.world_size)
         logged = [metric(name, value, now, result.step) for name, value in values.items()]
         self._client.log_batch(self.run_id, metrics=logged)
+        self._store_recoveries(self._client)
+
+    def on_recovery(self, recovery: Recovery) -> None:
+        self._recoveries.append(recovery)  # the store may be slow, and a call is waiting
+
+    def _store_recoveries(self, client: Any) -> None:
+        new, self._stored = self._recoveries[self._stored :], len(self._recoveries)
+        if not new:
+            return
+        metric = import_extra("mlflow.entities", user="MLflowCallback").Metric
+        for each in new:
+            values = recovery_scalars(each).items()
+            logged = [metric(f"recovery_{name}", value, int(each.time * 1000), each.step) for name, value in values]
+            client.log_batch(self.run_id, metrics=logged)
+        counts = Counter(each.reason for each in self._recoveries)
+        client.set_tag(self.run_id, TAG, ", ".join(f"{reason}: {count}" for reason, count in counts.items()))
+        records = [for_json(asdict(each)) for each in self._recoveries]
+        client.log_text(self.run_id, json.dumps(records, indent=1), RECOVERIES)
 
     def on_end(self, failed: bool) -> None:
         client, self._client = self._client, None
         if client is None:
             return
         try:
+            self._store_recoveries(client)
             if self._save_artifact and self._folder.exists():
                 for path in sorted(self._folder.iterdir()):
                     if path.name not in OWN:  # the store must not be copied into itself

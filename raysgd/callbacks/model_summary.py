@@ -41,7 +41,7 @@ class ModelSummary(ForOperators):
 
 
 def summary_of(model: Any) -> str:
-    """Return the layers of a torch or Keras model as a table."""
+    """Return the layers of `model`, one of torch or Keras, as a table."""
     return _table(list(_layers(model)))
 
 

@@ -51,7 +51,7 @@ class ForOperators(Callback):
 
 
 class EMA(ForOperators):
-    """Averages the weights over the optimizer's steps, on each worker of a `TorchTrainer`:
+    """Averages the weights over the optimizer's steps, with the factor `decay`, on each worker of a `TorchTrainer`:
 
         average = decay * average + (1 - decay) * weights
 

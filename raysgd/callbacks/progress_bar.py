@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from raysgd.callbacks.base import Callback, CallResult, Run, Underway
-from raysgd.callbacks.history import COUNTS
+from raysgd.callbacks.writers import COUNTS
 from raysgd.core.policy import Recovery
 
 __all__ = ["ProgressBar"]

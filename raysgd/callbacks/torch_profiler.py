@@ -19,7 +19,8 @@ logger = logging.getLogger("raysgd")
 
 @dataclass(frozen=True, kw_only=True)
 class ProfilerSettings:
-    """What each worker profiles, in its first `calls` calls of `train`: it skips `wait` batches, runs the profiler for
+    """What each worker of these `ranks` (None: all) profiles, in its first `calls` calls of `train`: it skips `wait`
+    batches, runs the profiler for
     `warmup` batches without recording, and then records `active` batches. `arguments` are further arguments of
     `torch.profiler.profile`."""
 
@@ -36,7 +37,8 @@ class ProfilerSettings:
 
 
 class TorchProfilerCallback(Callback):
-    """Writes `pytorch_profiler/rank0.<time>.pt.trace.json`, for each rank in `workers_to_log` (None: all of them).
+    """Writes `pytorch_profiler/rank0.<time>.pt.trace.json`, for each rank in `workers_to_log` (None: all of them),
+    in `logdir`, by default the log folder.
 
         TorchTrainer(..., callbacks=[TorchProfilerCallback(workers_to_log=0, active=5)])
 

@@ -7,15 +7,27 @@ from pathlib import Path
 from typing import Any
 
 from raysgd.callbacks.base import Callback, CallResult, Run
-from raysgd.callbacks.writers import check_rank, for_json, import_extra, tagged_scalars
+from raysgd.callbacks.writers import (
+    check_rank,
+    for_json,
+    import_extra,
+    recovery_scalars,
+    recovery_text,
+    tagged_scalars,
+)
+from raysgd.core.policy import Recovery
 
 __all__ = ["WandbCallback"]
 
 
 class WandbCallback(Callback):
     """Creates one W&B run per trainer (for functions, per run). Logs the config, and each scalar as `train/...` or
-    `validate/...` over `step`, the batches trained so far. A function's scalars keep their own names.
+    `validate/...` over `step`, the batches trained so far. A function's scalars keep their own names. Recoveries and planned
+    changes of the workers are `recovery/...`.
 
+    project  the project of the run; by default W&B's
+    name     the name of the run; by default the operator's
+    worker_to_log  of functions, the rank whose scalars are logged
     mode     "online", "offline" (files in the log folder, for `wandb sync`) or "disabled"; by default, WANDB_MODE
     dir      where W&B writes its files; by default, the log folder
     init     further arguments of `wandb.init`
@@ -54,6 +66,11 @@ class WandbCallback(Callback):
     def on_result(self, result: CallResult) -> None:
         if self.run is not None:
             self.run.log({**tagged_scalars(result, self._worker), "step": result.step})
+
+    def on_recovery(self, recovery: Recovery) -> None:
+        if self.run is not None:
+            values = {"text": recovery_text(recovery), "detail": recovery.detail, **recovery_scalars(recovery)}
+            self.run.log({**{f"recovery/{name}": value for name, value in values.items()}, "step": recovery.step})
 
     def on_end(self, failed: bool) -> None:
         run, self.run = self.run, None

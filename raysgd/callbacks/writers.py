@@ -9,15 +9,20 @@ from typing import Any
 
 from raysgd.callbacks.base import CallResult
 from raysgd.core.metrics import plain
+from raysgd.core.policy import Recovery
 from raysgd.errors import ConfigError, text_of
 
 __all__ = [
+    "COUNTS",
     "ROW_FIELDS",
     "check_rank",
     "check_ranks",
     "flat",
     "for_json",
     "import_extra",
+    "measured_names",
+    "recovery_scalars",
+    "recovery_text",
     "row_of",
     "scalars",
     "scalars_of_report",
@@ -25,6 +30,8 @@ __all__ = [
 ]
 
 ROW_FIELDS = ("kind", "epoch", "step", "world_size", "seconds")
+# Numbers that measure the amount of work and not its quality. They are plotted only on request.
+COUNTS = ("epoch", "step", "world_size", "seconds", "batch_count", "num_samples", "skipped_steps")
 
 
 def for_json(value: Any) -> Any:
@@ -61,6 +68,12 @@ def scalars(values: Mapping[str, Any]) -> dict[str, float]:
     return {key: float(value) for key, value in found.items() if isinstance(value, (int, float))}
 
 
+def measured_names(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return the names in these scalars, without counts and what only matters for debugging."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    return [name for name in names if name not in COUNTS and not name.startswith(("last_", "_", "profile/"))]
+
+
 def scalars_of_report(result: CallResult, rank: int) -> dict[str, float]:
     """Return the scalars that one rank of a training function reported, without those that raysgd added."""
     reported = scalars(result.by_worker[rank]) if rank < len(result.by_worker) else {}
@@ -84,6 +97,24 @@ def row_of(result: CallResult) -> dict[str, Any]:
         if name != "epoch" or value != result.epoch
     }
     return {**{name: getattr(result, name) for name in ROW_FIELDS}, **metrics}
+
+
+def recovery_scalars(recovery: Recovery) -> dict[str, float]:
+    """Return the numbers of a recovery that dashboards plot."""
+    phases = {f"{name}_seconds": took for name, took in recovery.phases.items()}
+    values = {"world_size": recovery.world_size_after, "batches_redone": recovery.batches_redone}
+    return {"seconds": recovery.seconds, **phases, **{name: float(value) for name, value in values.items()}}
+
+
+def recovery_text(recovery: Recovery) -> str:
+    """Return a recovery in one line, without its detail."""
+    ranks = f"rank(s) {', '.join(map(str, recovery.removed_ranks))} removed, " if recovery.removed_ranks else ""
+    phases = ", ".join(f"{name} {took:.3g}" for name, took in recovery.phases.items())
+    return (
+        f"{recovery.reason}: {recovery.world_size_before} -> {recovery.world_size_after} workers, {ranks}"
+        f"epoch {recovery.epoch}, batch {recovery.batch}, {'in place' if recovery.in_place else 'from a snapshot'}, "
+        f"{recovery.batches_redone} batches redone, {recovery.seconds:.3g} s{f' ({phases})' if phases else ''}"
+    )
 
 
 def check_rank(rank: int) -> int:

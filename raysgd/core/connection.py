@@ -117,14 +117,22 @@ def framed(message: Message, size: int = 0) -> bytes:
     return PREFIX.pack(len(header), size) + header
 
 
-def send(connection: socket.socket, message: Message, body: bytes | bytearray | memoryview = b"") -> None:
-    """Send a message. Return when the kernel has it.
+def send(connection: socket.socket, message: Message, *body: bytes | bytearray | memoryview) -> None:
+    """Send a message, whose body are these buffers, one after another. Return when the kernel has it.
 
     The body is sent in pieces, so that the socket's timeout limits a standstill and not the whole transfer."""
-    view = memoryview(body).cast("B") if len(body) else memoryview(b"")
-    connection.sendall(framed(message, len(view)) + bytes(view[:JOINED]))  # one packet, if it is small
-    for start in range(JOINED, len(view), PIECE):
-        connection.sendall(view[start : start + PIECE])
+    views = [memoryview(each).cast("B") for each in body if len(each)]
+    small = bytearray(framed(message, sum(map(len, views))))  # and what follows, if that is small: one packet
+    for view in views:
+        if len(small) + len(view) <= JOINED:
+            small += view
+            continue
+        connection.sendall(small)
+        small.clear()
+        for start in range(0, len(view), PIECE):
+            connection.sendall(view[start : start + PIECE])
+    if small:
+        connection.sendall(small)
 
 
 def send_now(connection: socket.socket, frame: bytes) -> None:

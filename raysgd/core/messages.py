@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -322,11 +322,14 @@ def encode(message: Message) -> bytes:
     >>> encode(Interrupt(3))
     b'{"type": "Interrupt", "generation": 3}'
     """
-    return json.dumps({"type": type(message).__name__, **asdict(message)}, default=_plain).encode()
+    return json.dumps({"type": type(message).__name__, **vars(message)}, default=_plain).encode()
 
 
 def _plain(value: Any) -> Any:
-    """Return a NumPy number as a Python number, because counts and metrics can be NumPy numbers."""
+    """Return a NumPy number as a Python number, because counts and metrics can be NumPy numbers, and a dataclass as a
+    dictionary."""
+    if is_dataclass(value):
+        return vars(value)
     if hasattr(value, "item"):
         return value.item()
     raise TypeError(f"{type(value).__name__} cannot be part of a control message")

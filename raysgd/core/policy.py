@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from raysgd.core.outcomes import CollectivePlace, Failed, Interrupted, Ok, Outcome, WorkerFailed
 
 __all__ = [
     "OUT_OF_STEP",
+    "PHASES",
     "Decision",
     "GiveUp",
     "Observation",
@@ -33,6 +34,8 @@ __all__ = [
 ]
 
 OUT_OF_STEP = "out of step"
+# The parts of a recovery, usually in this order.
+PHASES = ("stop", "wait", "leave", "state", "setup", "join")
 # A preempted machine usually has at least this long: the grace period of Google Cloud, and by default of Kubernetes.
 ASSUMED_NOTICE_S = 30.0
 # A worker leaves this long before its machine does, because all ranks must first finish their batch.
@@ -46,11 +49,18 @@ class Recovery:
     reason          "worker death", "node failure", "hang", "divergence", "network", "data loader", "out of memory" or "out of step"; for a
                     planned change, "preemption", "growth", "shrink" or "restart"
     removed_ranks   the ranks that failed, or that left in a planned change
+    world_size_before, world_size_after  how many workers there were and are
     in_place        True if survivors continued with their state, False if training continued from a snapshot
     batches_redone  how many committed batches were trained again
     seconds         how long the change took
     epoch, batch    where training was
     detail          the cause, with its evidence
+    time            when it was over, in seconds since 1970
+    step            batches trained since the start of training; for a training function its commits and checkpoints, and in callbacks
+                    the number of its reports
+    phases          seconds of its parts, of those that took any: "stop", until all ranks had stopped; "wait" for machines, and for new
+                    processes to start; "leave" the old process group; "state", in which ranks receive it from others or from a snapshot;
+                    "setup" of new workers; "join" the new process group. The rest of `seconds` is the driver's own work
     """
 
     reason: str
@@ -63,6 +73,9 @@ class Recovery:
     epoch: int = 0
     batch: int = 0
     detail: str = ""
+    time: float = field(default=0.0, compare=False, repr=False)
+    step: int = field(default=0, compare=False, repr=False)
+    phases: Mapping[str, float] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def lost_ranks(self) -> tuple[int, ...]:

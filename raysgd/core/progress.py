@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from raysgd.core.messages import FunctionReport, SnapshotUpload, StartDealer
+    from raysgd.core.messages import FunctionReport, StartDealer
 
 __all__ = ["Control", "Progress", "longest_silence_s", "most_advanced", "report_interval_s"]
 
@@ -69,7 +69,7 @@ def most_advanced(progress: dict[str, Progress]) -> str:
 REMEMBERED_STEPS = 16
 MIN_INTERVAL_S, REPORTS_PER_S = 0.1, 40
 
-Uploader = Callable[["SnapshotUpload", Any], None]
+Uploader = Callable[..., None]  # of a `SnapshotUpload`, and the buffers that are its content
 Deliverer = Callable[["FunctionReport | StartDealer", Any], None]
 Publisher = Callable[[Progress, dict[str, Any] | None], None]
 

@@ -27,7 +27,8 @@ class Dataset:
         pair = transform(download_func(item))      each function only if given; the result must be a pair (x, y)
         the next shard in turn adds the pair to its batch
 
-    `data` is a list, another iterable, or a function that returns one. It is repeated endlessly, so pass `num_steps` when
+    `batch_size` is that of each worker, and `download_func` and `transform` are functions of one value. `data` is a list,
+    another iterable, or a function that returns one. It is repeated endlessly, so pass `num_steps` when
     you train on it. Only empty `data` ends. The items of a generator are kept in memory, to be repeated. Pass the
     generator function instead to run it again for each pass.
 

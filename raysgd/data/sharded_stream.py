@@ -33,7 +33,8 @@ class ShardedStream:
 
         self.register_data(train_loader=ShardedStream(open_shard, len(paths), batch_size=32, shuffle=1000))
 
-    `open_shard(shard)` returns an iterable of the samples of one shard, the same ones in the same order each time. With a second
+    `open_shard(shard)`, for each number below `num_shards`, returns an iterable of the samples of one shard, the same
+    ones in the same order each time. With a second
     parameter, `open_shard(shard, start)`, it leaves out the first `start` samples itself, for sources that can seek;
     otherwise they are read and dropped.
 

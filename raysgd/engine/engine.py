@@ -437,6 +437,7 @@ class Engine:
         """Make a planned change, and recover if it or anything else has broken the generation. The group is up
         afterwards. Return the snapshot that training continues from, or None if survivors continue in place."""
         since, world = self._table.clock() if since is None else since, self.world_size
+        self._generation.take_seconds()  # of anything before
         if seen.kind == "paused":
             since = self._table.clock()
             seen = self._membership.change(call.number)
@@ -482,6 +483,7 @@ class Engine:
             epoch=at.epoch,
             batch=at.batches,
             detail=seen.detail,
+            step=at.step,
         )
         self._log.record(recovery, continues=False)
         raise out_of_step_error(seen.detail, at)

@@ -31,6 +31,8 @@ logger = logging.getLogger("raysgd")
 
 ATTEMPTS = 3
 SLOW_S = 15.0
+# The phase of a recovery (`PHASES` of raysgd.core.policy) to which each question to the workers belongs.
+PHASE_OF = {"leave": "leave", "prepare": "setup", "build": "setup", "offer": "join", "join": "join"}
 
 
 class Generation:
@@ -53,6 +55,12 @@ class Generation:
         self._number = 0
         self._up = False
         self._has_formed = False
+        self._seconds: dict[str, float] = {}
+
+    def take_seconds(self) -> dict[str, float]:
+        """Return how long the workers took to answer in each phase since the last call of this method."""
+        taken, self._seconds = self._seconds, {}
+        return taken
 
     @property
     def number(self) -> int:
@@ -295,7 +303,7 @@ class Generation:
         """Let some members make calls of their own while the others wait. Return False if one has failed. Raise the
         error of the user's code if it raises one; a new generation must be formed then."""
         self._up = False
-        self._up = self._all_ok(self._ask(workers, "run", arguments, self._limits.hang_s))
+        self._up = self._all_ok(self._ask(workers, "run", arguments, self._limits.hang_s, phase="stop"))
         return self._up
 
     # -- asking ---------------------------------------------------------------------------------------
@@ -307,9 +315,14 @@ class Generation:
         arguments: Mapping[str, Any] | Callable[[str], Mapping[str, Any]],
         limit_s: float,
         on_trouble: Callable[[], None] = lambda: None,
+        phase: str = "state",
     ) -> dict[str, Outcome]:
-        table, number = self._table, self._number
-        return table.ask(workers, verb, arguments, limit_s=limit_s, generation=number, on_trouble=on_trouble)
+        table, number, began = self._table, self._number, self._table.clock()
+        phase = PHASE_OF.get(verb, phase)
+        try:
+            return table.ask(workers, verb, arguments, limit_s=limit_s, generation=number, on_trouble=on_trouble)
+        finally:
+            self._seconds[phase] = self._seconds.get(phase, 0.0) + table.clock() - began
 
     def _succeeds(self, workers: Sequence[str], verb: str, arguments: dict[str, Any], limit_s: float) -> bool:
         return self._all_ok(self._ask(workers, verb, arguments, limit_s))

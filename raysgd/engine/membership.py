@@ -230,6 +230,7 @@ class Membership:
         stay = [worker for worker in members if worker not in leaving]
         joining = self._replacements.take(max(self._target - len(stay), 0))
         at = self._table[members[0]].progress
+        self._generation.take_seconds()  # of the notices
         if not self._replace(stay, leavers, joining, call):
             self._leaving |= leaving  # those that are still members
             return Observation("broken", reason="preemption", detail=failed)
@@ -243,6 +244,8 @@ class Membership:
             seconds=round(self._table.clock() - started, 4),
             epoch=at.epoch,
             batch=at.batches,
+            step=at.step,
+            phases=self._generation.take_seconds(),
         )
         self._log.record(change)
         return Observation("done")

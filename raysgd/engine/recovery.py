@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from raysgd.config import ElasticConfig
 from raysgd.core.outcomes import DATA_LOADER, OUT_OF_MEMORY
-from raysgd.core.policy import GiveUp, Observation, Recovery, Rejoin, Restart, Situation, backoff, decide
+from raysgd.core.policy import PHASES, GiveUp, Observation, Recovery, Rejoin, Restart, Situation, backoff, decide
 from raysgd.core.progress import Progress, most_advanced
 from raysgd.core.snapshot import Snapshot
 from raysgd.engine.call import RunningCall
@@ -58,7 +58,8 @@ class RecoveryLoop:
         if seen.culprit is not None:
             culprit = self._table[seen.culprit]
             seen = replace(seen, detail=f"rank {culprit.rank} on node {culprit.machine}: {seen.detail}")
-        case = _Case(seen, call, furthest, world, since)
+        case = _Case(seen, call, furthest, world, since, self._generation.take_seconds())
+        case.phases["stop"] = self._table.clock() - since - sum(case.phases.values()) + case.phases.get("stop", 0.0)
         self._generation.end()
         self._replacements.forget_failures()
         while not self._generation.up:
@@ -77,7 +78,9 @@ class RecoveryLoop:
                 self._replacements.launch(decision.count)
             else:
                 case.waits += self._replacements.starting == 0
+                began = self._table.clock()
                 self._wait(decision.seconds, now, case)
+                case.phases["wait"] = case.phases.get("wait", 0.0) + self._table.clock() - began
         self._note(case, after=len(self._table.members()))
         return case.revived
 
@@ -230,6 +233,7 @@ class RecoveryLoop:
 
     def _note(self, case: _Case, *, after: int) -> None:
         base = case.revived.progress.step if case.revived is not None else case.furthest.step
+        took = self._generation.take_seconds()
         recovery = Recovery(
             reason=case.seen.reason,
             removed_ranks=tuple(sorted({*case.failed_ranks, *case.seen.leaving_ranks})),
@@ -241,6 +245,8 @@ class RecoveryLoop:
             epoch=case.furthest.epoch,
             batch=case.furthest.batches,
             detail=case.seen.detail,
+            step=case.furthest.step,
+            phases={name: case.phases.get(name, 0.0) + took.get(name, 0.0) for name in PHASES},
         )
         self._log.record(recovery)
 
@@ -258,6 +264,7 @@ class _Case:
     furthest: Progress
     world: int
     since: float
+    phases: dict[str, float] = field(default_factory=dict)  # so far, without what the generation measures now
     failed_ranks: set[int] = field(default_factory=set)
     failed_on: set[str] = field(default_factory=set)  # their machines
     waits: int = 0

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from raysgd.core.outcomes import OUT_OF_MEMORY
-from raysgd.core.policy import Recovery
+from raysgd.core.policy import PHASES, Recovery
 
 __all__ = ["NO_FAILURE", "PLANNED", "RecoveryLog"]
 
@@ -33,6 +35,8 @@ class RecoveryLog:
     def record(self, recovery: Recovery, *, continues: bool = True) -> None:
         """Add a recovery to the list, and report it. With `continues` the call continues, otherwise an error ends
         it."""
+        phases = {name: round(recovery.phases.get(name, 0.0), 4) for name in PHASES}
+        recovery = replace(recovery, time=time.time(), phases={name: took for name, took in phases.items() if took > 0})
         self.recoveries.append(recovery)
         before, after = recovery.world_size_before, recovery.world_size_after
         if continues:

@@ -20,6 +20,7 @@ class RayData:
 
         self.register_data(train_loader=RayData(ray.data.read_parquet(path), batch_size=32, features=["a", "b"], target="y"))
 
+    dataset     the Ray Dataset
     batch_size  rows on each worker; by default config["*batch_size"]
     features    a column; or a list of columns, which become one array of rows; or a list of such lists (and columns), for
                 models with several inputs

@@ -72,22 +72,24 @@ class TrainingOperator(OperatorBase):
             self._complete()
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        """Train one step on one batch `(x, y)` or `(x, y, sample_weight)`, as one graph function."""
+        """Train one step on one `batch`, `(x, y)` or `(x, y, sample_weight)`, as one graph function. `batch_info` has
+        `batch_idx`, `global_step`, and what was passed as `info`."""
         x, y, weight = self._unpack(batch, "train_batch")
         with self.timers.record("step"):
             loss = self._train_graph(x, y, weight, self._counts)
         return {"train_loss": loss, NUM_SAMPLES: rows_in(y)}
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        """Return the loss and, for class numbers, the arg-max accuracy of one batch `(x, y)`."""
+        """Return the loss and, for class numbers, the arg-max accuracy of one `batch`, `(x, y)`, with the same `batch_info`."""
         x, y, weight = self._unpack(batch, "validate_batch")
         with self.timers.record("eval"):
             loss, accuracy = self._validate_graph(x, y, weight)
         return {"val_loss": loss, "val_accuracy": accuracy, NUM_SAMPLES: rows_in(y)}
 
     def predict_batch(self, batch: Any, batch_info: dict[str, Any]) -> Any:
-        """Return the model's output for one batch of `trainer.predict()`: a tensor with a row for each sample, or a list, tuple
-        or dict of such tensors. A batch is x alone, or `(x, y)` or `(x, y, sample_weight)`, of which only x is used."""
+        """Return the model's output for one `batch` of `trainer.predict()`: a tensor with a row for each sample, or a list, tuple
+        or dict of such tensors. A batch is x alone, or `(x, y)` or `(x, y, sample_weight)`, of which only x is used.
+        `batch_info` has its `batch_idx`."""
         self._need("predict_batch", "model")
         return self._predict_graph(batch[0] if isinstance(batch, (tuple, list)) else batch)
 
@@ -124,14 +126,15 @@ class TrainingOperator(OperatorBase):
     # -- helpers for custom batches -------------------------------------------------------------------
 
     def step(self, tape: Any, loss: Any, *, model: Any = None, optimizer: Any = None) -> None:
-        """Apply one optimizer step on a loss that is a mean over this worker's batch, averaged over the workers.
+        """Apply one optimizer step on a `loss`, computed under `tape`, that is a mean over this worker's batch,
+        averaged over the workers.
 
             with tf.GradientTape() as tape:
                 loss = self.criterion(y, self.model(x, training=True))
             self.step(tape, loss)
 
-        Works inside a `tf.function` (which is faster) and outside. With several models and optimizers, pass the ones to
-        use. Nothing is applied anywhere unless every rank's gradients have arrived.
+        Works inside a `tf.function` (which is faster) and outside. With several models and optimizers, pass the `model` and
+        the `optimizer` to use. Nothing is applied anywhere unless every rank's gradients have arrived.
         """
         unconverted = tf.autograph.experimental.do_not_convert  # nothing needs converting, and trying takes seconds
         unconverted(self._step)(tape, loss, model, optimizer)
@@ -148,6 +151,7 @@ class TrainingOperator(OperatorBase):
         self, tape: Any, loss: Any, *, model: Any = None, optimizer: Any = None
     ) -> tuple[list[Any], list[Any]]:
         """Return the gradients of the batch of all workers, which are the same on each of them, and their variables.
+        `tape`, `loss`, `model` and `optimizer` are those of `step`.
         This is the first half of `step`, if you want to clip or count gradients. Under mixed_float16 they are still
         scaled."""
         if self._pieces is not None:
@@ -183,7 +187,7 @@ class TrainingOperator(OperatorBase):
             return [tf.identity(gradient) for gradient in arrived[: len(gradients)]]
 
     def apply_gradients(self, gradients: Sequence[Any], variables: Sequence[Any], *, optimizer: Any) -> None:
-        """Apply gradients with this worker's optimizer. This is the second half of `step`."""
+        """Apply `gradients` to `variables` with this worker's `optimizer`. This is the second half of `step`."""
         if not hasattr(optimizer, "scale_loss") and hasattr(optimizer, "get_unscaled_gradients"):
             gradients = optimizer.get_unscaled_gradients(gradients)  # in Keras 2, the caller must do this
         # The optimizer counts its steps without reading the gradients: it must not do so before they have arrived.
@@ -209,7 +213,12 @@ class TrainingOperator(OperatorBase):
 
     def register(self, *, models: Any, optimizers: Any, criterion: Any = None, metrics: Any = None) -> Any:
         """Register the parts of training. Return them, each in the container it came in. A criterion or metrics that
-        are not passed are not returned. Pass one optimizer for all models, or one for each model."""
+        are not passed are not returned.
+
+        models      a Keras model, or a list or dict of them
+        optimizers  one optimizer for all models, or one for each model
+        criterion   the loss: a function of the target and the output
+        metrics     Keras metrics"""
         parts = self._parts
         parts.models, parts.optimizers = parts.as_list(models), parts.as_list(optimizers)
         if not parts.models or not all(hasattr(type(model), "trainable_variables") for model in parts.models):
@@ -234,7 +243,8 @@ class TrainingOperator(OperatorBase):
     def register_data(
         self, *, train_dataset: Any = None, validation_dataset: Any = None, test_dataset: Any = None
     ) -> None:
-        """Register the data: a `tf.data.Dataset` of batches, or anything else that can be iterated repeatedly."""
+        """Register `train_dataset`, `validation_dataset` and `test_dataset`: a `tf.data.Dataset` of batches, or
+        anything else that can be iterated repeatedly."""
         given = {"train_dataset": train_dataset, "validation_dataset": validation_dataset, "test_dataset": test_dataset}
         for name, data in given.items():
             if data is not None and not hasattr(data, "__iter__") and not hasattr(data, "__getitem__"):

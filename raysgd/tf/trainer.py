@@ -187,7 +187,8 @@ class TFTrainer(TrainerBase):
 
         If `num_steps` is not passed, `fit_config`'s `epochs` and `steps_per_epoch` apply, and the last epoch's result is
         returned. `max_retries` is how many worker failures each epoch may have (-1: any number). With
-        `reduce_results=False`, return a list with each worker's own results.
+        `reduce_results=False`, return a list with each worker's own results. `profile` and
+        `info` are those of `TorchTrainer.train`.
         """
         check_call(num_steps, max_retries, info)
         steps = self._steps if num_steps is None else num_steps
@@ -204,7 +205,8 @@ class TFTrainer(TrainerBase):
         data.
 
         Each worker takes its rows of every batch, and calls `operator.predict_batch`; its outputs are concatenated. After a
-        failure, the call is repeated. A data set has its own batch size. It is read here, in the driver's process.
+        failure, the call is repeated. A data set has its own batch size, not `batch_size`. It is read here, in the
+        driver's process.
         """
         at_least("batch_size", batch_size, 1, whole=True)
         ranks = self._values(TFReplica.predict, batches=self._engine.pack(_batches(data, batch_size)))
@@ -243,16 +245,17 @@ class TFTrainer(TrainerBase):
 
     @exclusive
     def save(self, checkpoint: str | os.PathLike[str]) -> str:
-        """Save a checkpoint to a path or a URI, completely or not at all. Return its absolute path, or the URI."""
+        """Save to `checkpoint`, a path or a URI, completely or not at all. Return its absolute path, or the URI."""
         where = locations.place_to_save(checkpoint)
         locations.check_file(where)  # before the workers do anything
         saved = locations.write(where, self._checkpoint())
         locations.log_saved(saved)
+        self._calls.note_saved()
         return locations.text_of(saved)
 
     @exclusive
     def load(self, checkpoint: str | os.PathLike[str]) -> None:
-        """Load a checkpoint from a path or a URI, after its digest and its content were checked. No code in it is run."""
+        """Load `checkpoint`, a path or a URI, after its digest and its content were checked. No code in it is run."""
         self._loops.refuse_load("load()")
         self._load_automatic(checkpoint)
 
@@ -266,12 +269,18 @@ class TFTrainer(TrainerBase):
             raise CheckpointError(f"{where}: {error}") from error
 
     def restore(self, checkpoint: str | os.PathLike[str]) -> None:
-        """Load a checkpoint. RaySGD's name for `load`."""
+        """Load `checkpoint`. RaySGD's name for `load`."""
         self.load(checkpoint)
 
     @exclusive
     def _start_save(self, path: str) -> Callable[[], Any]:
-        return partial(locations.write, path, self._checkpoint())
+        content = self._checkpoint()
+
+        def finish() -> None:
+            locations.write(path, content)
+            self._calls.note_saved()
+
+        return finish
 
     def _checkpoint(self) -> Any:
         ranks = self._values(TFReplica.random_state)

@@ -34,6 +34,8 @@ __all__ = [
     "groups",
     "is_loaders_signal_handler",
     "live_iterator",
+    "loads_by_copying",
+    "loads_without_parameters",
     "measure_communication",
     "module_versions",
     "multiply_all",
@@ -225,6 +227,34 @@ def remove_sharding(model: nn.Module) -> None:
 def module_versions(state: Any) -> Any:
     """Return the versions of a model's modules, which torch attaches to the model's `state_dict`, or None."""
     return getattr(state, "_metadata", None)
+
+
+def loads_by_copying(model: nn.Module) -> bool:
+    """Return whether `load_state_dict` of this model does nothing but copy the tensors of its `state_dict`: no module has its
+    own way to do either, or a hook."""
+    hooks = ("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
+
+    def is_usual(module: nn.Module) -> bool:
+        kind = type(module)
+        own = any(
+            getattr(kind, name) is not getattr(nn.Module, name)
+            for name in ("state_dict", "load_state_dict", "set_extra_state")
+        )
+        inner = (kind._save_to_state_dict, kind._load_from_state_dict)
+        changed = own or not vars(module).keys().isdisjoint(("state_dict", "load_state_dict"))
+        return (
+            not changed
+            and all(f.__module__.startswith("torch.") for f in inner)
+            and not any(getattr(module, h) for h in hooks)
+        )
+
+    return all(map(is_usual, model.modules()))
+
+
+def loads_without_parameters(optimizer: Any) -> bool:
+    """Return whether `load_state_dict` of this optimizer is torch's and has no hook, so that it does not read parameters."""
+    hooks = (optimizer._optimizer_load_state_dict_pre_hooks, optimizer._optimizer_load_state_dict_post_hooks)
+    return type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict and not any(hooks)
 
 
 def copy_module_versions(state: Any, copied: Any) -> None:

@@ -111,7 +111,9 @@ class TrainingOperator(OperatorBase):
         num_steps: int | None = None,
         epoch_idx: int = 0,
     ) -> dict[str, Any]:
-        """Train one pass over `iterator`, and return what to report. Ends early when the group of workers changes."""
+        """Train one pass over `iterator`, and return what to report. Ends early when the group of workers changes.
+
+        `info` is what was passed to `train`, `num_steps` the number of batches if it is limited, `epoch_idx` the epoch."""
         scheduler = self._own_scheduler()
         per_batch = self.scheduler_step_freq == SCHEDULER_STEP_BATCH and scheduler is not None
         common = {**(info or {}), NUM_STEPS: num_steps, USE_FP16: self.use_fp16, "epoch_idx": epoch_idx}
@@ -136,7 +138,9 @@ class TrainingOperator(OperatorBase):
         return dict(meter.summary())
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        """Train one step on one batch `(*features, target)`: forward, loss, backward, optimizer."""
+        """Train one step on one `batch`, `(*features, target)`: forward, loss, backward, optimizer. Return what was measured.
+
+        `batch_info` has `batch_idx`, `global_step`, `epoch_idx`, and what was passed as `info`."""
         self._need("train_batch", "model", "optimizer", "criterion")
         *features, target = self._unpack(batch)
         self.zero_grad(self.optimizer)  # first: the forward pass takes up memory that is still in the processor's cache
@@ -157,14 +161,16 @@ class TrainingOperator(OperatorBase):
         return False
 
     def validate(self, val_iterator: Iterable[Any], info: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Validate on one pass over `val_iterator`, without gradients and in eval mode. Return what to report."""
+        """Validate on one pass over `val_iterator`, without gradients and in eval mode. Return what to report. `info` is
+        what was passed to `validate`."""
         for model in self._parts.wrapped:
             model.eval()
         with torch.no_grad():
             return super().validate(val_iterator, info)
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        """Return the loss and the arg-max accuracy of one batch `(*features, target)`."""
+        """Return the loss and the arg-max accuracy of one `batch`, `(*features, target)`. `batch_info` is that of
+        `train_batch`."""
         self._need("validate_batch", "model", "criterion")
         *features, target = self._unpack(batch)
         with self.timers.record("eval_fwd"), self.autocast():
@@ -178,8 +184,9 @@ class TrainingOperator(OperatorBase):
         return result
 
     def predict_batch(self, batch: Any, batch_info: dict[str, Any]) -> Any:
-        """Return the model's output for one batch of `trainer.predict()`: a tensor with a row for each sample, or a list, tuple
-        or dict of such tensors. A batch is the features alone, or `(*features, target)`, whose target is left out."""
+        """Return the model's output for one `batch` of `trainer.predict()`: a tensor with a row for each sample, or a list, tuple
+        or dict of such tensors. A batch is the features alone, or `(*features, target)`, whose target is left out.
+        `batch_info` has its `batch_idx`."""
         self._need("predict_batch", "model")
         features = batch if isinstance(batch, (tuple, list)) else [batch]
         with self.autocast():
@@ -189,7 +196,7 @@ class TrainingOperator(OperatorBase):
 
     def sample_rng(self, index: Any) -> AbstractContextManager[None]:
         """Return a context in which torch's, NumPy's and Python's random numbers on the CPU depend on the trainer's `seed`, the
-        epoch and the sample's index alone, and not on the rank that has the sample. Afterwards they continue as before."""
+        epoch and the sample's `index` alone, and not on the rank that has the sample. Afterwards they continue as before."""
         if self._settings.seed is None:
             raise ConfigError(
                 "sample_rng() derives its numbers from the trainer's seed, which is None: pass seed=... to it"
@@ -201,22 +208,24 @@ class TrainingOperator(OperatorBase):
         return self._precision.autocast()
 
     def backward(self, loss: torch.Tensor, optimizer: Any = None, *, loss_id: int = 0) -> None:
-        """Run the backward pass, with the loss scaled for the precision and for accumulation. (`loss_id` is for Apex,
+        """Run the backward pass, with the `loss` scaled for the precision and accumulation. `optimizer` is the one
+        that it is for,
+        by default the only one. (`loss_id` is for Apex,
         if its arguments have num_losses.)"""
         self._gradients.backward(loss, optimizer, loss_id)
 
     def step(self, optimizer: Any = None) -> None:
-        """Clip the gradients, and apply the step of the optimizer (by default the only one). Do nothing before the last
+        """Clip the gradients, and apply the step of the `optimizer` (by default the only one). Do nothing before the last
         batch of an accumulation window."""
         self._gradients.step(self._only_optimizer() if optimizer is None else optimizer)
 
     def zero_grad(self, optimizer: Any = None) -> None:
-        """Clear the gradients of one optimizer, or of all. Do nothing after the first batch of an accumulation
+        """Clear the gradients of one `optimizer`, or of all. Do nothing after the first batch of an accumulation
         window."""
         self._gradients.zero_grad(self._parts.optimizers if optimizer is None else [optimizer])
 
     def to_device(self, batch: Any) -> Any:
-        """Return a batch on this worker's device; batches of the trainer's loaders are there already."""
+        """Return a `batch` on this worker's device; batches of the trainer's loaders are there already."""
         return move(batch, self.device)
 
     def _only_optimizer(self) -> Any:
@@ -240,7 +249,15 @@ class TrainingOperator(OperatorBase):
         apex_args: Mapping[str, Any] | None = None,
     ) -> Any:
         """Register the parts of training. Return them ready to use (on the device, in the precision, wrapped in DDP),
-        each in the container it came in. A criterion or scheduler that is not passed is not returned."""
+        each in the container it came in. A criterion or scheduler that is not passed is not returned.
+
+        models      a module, or a list or dict of modules
+        optimizers  an optimizer of torch, or several in a list or dict
+        criterion   the loss; it is moved to the device
+        schedulers  learning-rate schedulers of the optimizers: one, or a list or dict
+        ddp_args    arguments of DistributedDataParallel
+        apex_args   arguments of `apex.amp.initialize`, for the precision "apex"
+        """
         parts = self._parts
         bare = parts.as_list(models)
         if not bare or not all(isinstance(model, nn.Module) for model in bare):
@@ -299,7 +316,8 @@ class TrainingOperator(OperatorBase):
     def register_data(
         self, *, train_loader: Any = None, validation_loader: Any = None, test_loader: Any = None
     ) -> None:
-        """Register the data: DataLoaders (divided among the workers unless add_dist_sampler=False), Ray Datasets
+        """Register `train_loader`, `validation_loader` and `test_loader`: DataLoaders (divided among the workers
+        unless add_dist_sampler=False), Ray Datasets
         (divided by rows; `raysgd.data.RayData` names their columns), a `raysgd.data.ShardedStream`, or any iterables."""
         given = {"train_loader": train_loader, "validation_loader": validation_loader, "test_loader": test_loader}
         for name, loader in given.items():
@@ -319,7 +337,8 @@ class TrainingOperator(OperatorBase):
 
     @suggesting
     def register_metrics(self, *, train: Any = None, validation: Any = None, test: Any = None) -> Any:
-        """Register TorchMetrics objects (a Metric or MetricCollection each). Update them in your batch methods; they
+        """Register TorchMetrics objects (a Metric or MetricCollection each) for `train`, `validation` and `test`.
+        Update them in your batch methods; they
         are computed over all workers, reported by name, and reset for each call. Return them on the device.
         A test that has no `test_batch` and no metric of its own uses those of the validation."""
         metrics = {"train": train, "validation": validation, "test": test}
@@ -532,7 +551,8 @@ class TrainingOperator(OperatorBase):
     def from_ptl(
         cls, lightning_module_cls: Any, train_dataloader: Any = None, val_dataloader: Any = None
     ) -> type[TrainingOperator]:
-        """Return an operator class made from a LightningModule class (extra: lightning)."""
+        """Return an operator class made from `lightning_module_cls`, a LightningModule class (extra: lightning). It has its own
+        loaders, unless `train_dataloader` and `val_dataloader` are passed."""
         module = import_module("raysgd.torch.lightning.operator")
         made: type[TrainingOperator] = module.operator_from_lightning(
             lightning_module_cls, train_dataloader, val_dataloader

@@ -21,7 +21,7 @@ from raysgd.torch.fsdp import MESH
 from raysgd.torch.sockets import Connections, GlooConnections
 from raysgd.torch.store import addresses_of, connect, exchange_addresses, open_store, wait_for_all, without_secret
 
-__all__ = ["TorchBackend"]
+__all__ = ["TorchBackend", "is_peer_failure"]
 
 # gloo raises plain RuntimeErrors. Only the names of its source files in the text distinguish them from a user's errors.
 GLOO = re.compile(
@@ -177,9 +177,13 @@ class TorchBackend:
         return collective_count(MESH)
 
     def is_interruption(self, error: BaseException) -> bool:
-        """Return whether a peer or the network failed, by the error's type or, for gloo, its text. An error that was
-        raised while such an error was handled counts, too."""
-        return any(
-            isinstance(each, dist.DistError) or (isinstance(each, RuntimeError) and GLOO.search(str(each)) is not None)
-            for each in causes_of(error)
-        )
+        return is_peer_failure(error)
+
+
+def is_peer_failure(error: BaseException) -> bool:
+    """Return whether a peer or the network failed, by the error's type or, for gloo, its text. An error that was raised while
+    such an error was handled counts, too."""
+    return any(
+        isinstance(each, dist.DistError) or (isinstance(each, RuntimeError) and GLOO.search(str(each)) is not None)
+        for each in causes_of(error)
+    )

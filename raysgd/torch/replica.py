@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
@@ -18,9 +18,8 @@ from raysgd.core.ranks import RankInfo
 from raysgd.core.shard_copies import HeldSnapshot, ShardedState
 from raysgd.core.snapshot import Snapshot
 from raysgd.errors import TrainingFailedError, described
-from raysgd.torch.checkpoint import states
+from raysgd.torch.checkpoint import packing, states
 from raysgd.torch.checkpoint.checks import check_fits
-from raysgd.torch.checkpoint.files import opened
 from raysgd.torch.checkpoint.undo import on_all_ranks, undone_unless_all_succeed
 from raysgd.torch.data.opening import Opener
 from raysgd.torch.data.prefetch import make_carrier
@@ -37,6 +36,7 @@ from raysgd.training.replica_base import Phase, ReplicaBase, ReplicaFactoryBase
 __all__ = ["TorchReplica", "TorchReplicaFactory"]
 
 PARTIAL_S = 10.0
+HALF_LOADED = "loading a checkpoint was interrupted while the models were being changed: load it again"
 IN_STEP = (
     "in the step of an optimizer, which has changed a part of the weights and cannot be repeated. Smaller batches do not help there. "
     "Load the newest checkpoint"
@@ -246,11 +246,11 @@ class TorchReplica(ReplicaBase):
         source = self._sources.get("validation")
         return {} if source is None else {"validation_loader": source.state()}
 
-    def _copied_state(self) -> dict[str, Any]:
-        return states.unchanging(self._state_for_peers(), in_shards=self.in_shards)
+    def _packed_copy(self, state: dict[str, Any]) -> Sequence[Any]:
+        return packing.pack(state, copy=True)
 
     def _dump(self, state: dict[str, Any]) -> memoryview:
-        return states.dump(state)
+        return packing.joined(packing.pack(state, copy=False))
 
     def take_snapshot(self) -> None:
         """Let the ranks keep a snapshot of their shards, for each other. The driver only gets to know that there is one."""
@@ -265,8 +265,7 @@ class TorchReplica(ReplicaBase):
         snapshot = Snapshot(b"", self.progress, self._position.call, partial)
         self._resharding.keep_snapshot(snapshot, self._unsharded_state())
         if self.rank == 0:
-            self._snapshots.wait()
-            self._snapshots.send(SnapshotUpload(snapshot.progress, snapshot.call, partial), lambda: b"")
+            self._snapshots.send(SnapshotUpload(snapshot.progress, snapshot.call, partial), [])
 
     def held_snapshots(self) -> list[HeldSnapshot]:
         """Return what this rank holds of snapshots."""
@@ -292,7 +291,7 @@ class TorchReplica(ReplicaBase):
         if self._resharding is not None:
             self._give(data)
         else:
-            self._take(torch.load(opened(data), map_location="cpu", weights_only=False))
+            self._take(packing.unpack(data))
 
     def _take(self, state: dict[str, Any]) -> None:
         self._adopt(state)
@@ -301,8 +300,10 @@ class TorchReplica(ReplicaBase):
             self._sources["validation"].load(position)
         self._loaded_from = state["world_size"]
 
-    def _adopt(self, state: dict[str, Any]) -> None:
-        states.restore(self.operator, state)
+    def _adopt(self, state: dict[str, Any], *, models: bool = True) -> None:
+        if models:
+            states.restore_models(self.operator, state)
+        states.restore_rest(self.operator, state)
         self._damage = None
         self._adopt_positions(state)
         loader, position = self.operator._parts.train_loader, state.get("loader")
@@ -318,9 +319,15 @@ class TorchReplica(ReplicaBase):
             state = read()
             check_fits(self.operator, state)
         old = self._sources.get("train")
-        with undone_unless_all_succeed(self):
+        models_last = states.loads_models_by_copying(self.operator)
+        with undone_unless_all_succeed(self, models=not models_last):
             self._sources = {phase: source for phase, source in self._sources.items() if phase != "train"}
-            self._adopt(state)
+            self._adopt(state, models=not models_last)
+        if models_last:  # once all ranks have loaded what can fail
+            self._damage = TrainingFailedError(HALF_LOADED)  # should an interrupt or the system stop this
+            with on_all_ranks(self.operator.world_size):
+                states.restore_models(self.operator, state)
+            self._damage = None
         if old is not None:
             old.close()
         self._end_load(state, loads)

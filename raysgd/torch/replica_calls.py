@@ -165,7 +165,7 @@ def restore(replica: TorchReplica, source: Any, trusted: bool, loads: int) -> Re
 
     def read() -> dict[str, Any]:
         if isinstance(source, SeenFile):
-            return states.read(source, trusted=trusted)
+            return states.read(source, trusted=trusted, map_models=states.loads_models_by_copying(replica.operator))
         return states.parse(source.data, trusted=trusted)
 
     return _or_refusal(lambda: replica.take_over(read, loads))

@@ -26,8 +26,7 @@ from raysgd.core.shard_copies import (
 )
 from raysgd.core.snapshot import Snapshot
 from raysgd.errors import ConfigError
-from raysgd.torch.checkpoint import states
-from raysgd.torch.checkpoint.files import opened
+from raysgd.torch.checkpoint import packing, states
 from raysgd.torch.foreign import without_step_pre_hooks
 from raysgd.torch.operator import TrainingOperator
 
@@ -319,7 +318,7 @@ class Resharding:
         shards = self._operator._parts.shards
         assert shards is not None
         shards.shard_again(shards.mesh(), None, [{} for _ in self._operator._parts.optimizers])
-        state: dict[str, Any] = torch.load(opened(self._given), map_location="cpu", weights_only=False)
+        state: dict[str, Any] = packing.unpack(self._given)
         self._given, self._ready, self._live = None, None, (rank_info.generation, *self._place(rank_info))
         return state
 

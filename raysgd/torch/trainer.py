@@ -150,7 +150,7 @@ class TorchTrainer(TrainerBase):
         engine = make_engine(
             self._factory, calls, resources, elastic, limits, initialization_hook, make_backend, strategy.sharded
         )
-        self._checkpoints = Checkpoints(engine)
+        self._checkpoints = Checkpoints(engine, calls.note_saved)
         super().__init__(engine, calls, num_workers, folder, resume=resume is not None)
 
     # -- training -------------------------------------------------------------------------------------
@@ -204,10 +204,11 @@ class TorchTrainer(TrainerBase):
 
     @exclusive
     def predict(self, data: Any, batch_size: int = 32) -> Any:
-        """Return the model's outputs for a data set or a DataLoader, in the order of the data, on the CPU.
+        """Return the model's outputs for `data`, a data set or a DataLoader, in the order of the data, on the CPU.
 
         The workers divide the data, and call `operator.predict_batch` in eval mode without gradients; its outputs are
-        concatenated. After a failure, the other workers repeat the call. A loader has its own batch size.
+        concatenated. After a failure, the other workers repeat the call. `batch_size` is that of a data set; a loader
+        has its own.
         """
         setup.check_predicted(data, batch_size)
         self._raise_earlier_error()
@@ -301,7 +302,7 @@ class TorchTrainer(TrainerBase):
     def save(
         self, checkpoint: str | os.PathLike[str], *, blocking: bool = True, sharded: bool = False
     ) -> str | SaveHandle:
-        """Save a checkpoint to a path or a URI, completely or not at all. Return its absolute path, or the URI.
+        """Save to `checkpoint`, a path or a URI, completely or not at all. Return its absolute path, or the URI.
 
         With `blocking=False`, training can continue as soon as the state was copied in memory, and a handle is returned.
         With `sharded=True`, the checkpoint is a directory to which every worker writes its part.
@@ -312,13 +313,14 @@ class TorchTrainer(TrainerBase):
 
     @exclusive
     def load(self, checkpoint: str | os.PathLike[str], *, trusted: bool = False) -> None:
-        """Load a checkpoint from a path or a URI, for any number of workers. No code in it is run, unless it is `trusted` (for
+        """Load `checkpoint`, a path or a URI, for any number of workers. No code in it is run, unless it is `trusted` (for
         operator state of your own types, and for what was saved with `sharded=True`)."""
         self._loops.refuse_load("load()")
         self._raise_earlier_error()
         self._checkpoints.load(checkpoint, trusted=trusted)
 
     def restore(self, *args: Any) -> None:
+        """Raise a DeprecationWarning: the method is called `load`."""
         raise DeprecationWarning("TorchTrainer has no restore(): call load()")
 
     # -- the group ------------------------------------------------------------------------------------
@@ -329,7 +331,8 @@ class TorchTrainer(TrainerBase):
         return self._factory.settings.num_workers
 
     def shutdown(self, force: bool = False) -> None:
-        """End the workers, after saves in the background. A second call does nothing; any other call afterwards raises an
+        """End the workers, after saves in the background; with `force`, at once. A second call does nothing; any
+        other call afterwards raises an
         error."""
         try:
             self._loops.close(force=force)

@@ -34,34 +34,37 @@ class Backend:
     """Override the hooks that you need. They run on the driver, and get the worker group and the config. With
     `share_cuda_visible_devices`, each worker sees the GPUs of all workers on its node.
 
-    class Greeting(Backend):
-        def on_start(self, worker_group, backend_config):
-            worker_group.execute(set_variable, "GREETING", backend_config.text)
+        class Greeting(Backend):
+            def on_start(self, worker_group, backend_config):
+                worker_group.execute(set_variable, "GREETING", backend_config.text)
     """
 
     share_cuda_visible_devices = False
 
     def on_start(self, worker_group: Any, backend_config: Any) -> None:
-        """Called when the workers of a generation are ready: at the start, and after each change of workers."""
+        """Called when the workers of a generation, the `worker_group`, are ready: at the start, and after each change of
+        workers. `backend_config` is the trainer's."""
 
     def on_training_start(self, worker_group: Any, backend_config: Any) -> None:
-        """Called right before a training function runs, or runs again, on all workers."""
+        """Called right before a training function runs, or runs again, on all workers of `worker_group`. `backend_config` is
+        the trainer's."""
 
     def on_shutdown(self, worker_group: Any, backend_config: Any) -> None:
-        """Called before the workers end."""
+        """Called before the workers of `worker_group` end, with the trainer's `backend_config`."""
 
     def handle_failure(self, worker_group: Any, failed_worker_indexes: Sequence[int], backend_config: Any) -> None:
-        """Called instead of `on_start` after worker failures. The engine has removed or replaced the failed workers."""
+        """Called instead of `on_start` after worker failures, with the same `worker_group` and `backend_config`. The engine has
+        removed or replaced the workers in `failed_worker_indexes`."""
         self.on_start(worker_group, backend_config)
 
     @staticmethod
     def encode_data(data: dict[str, Any]) -> dict[str, Any]:
-        """Convert reported or saved data on the worker, before it is sent."""
+        """Convert the reported or saved `data` on the worker, before it is sent."""
         return data
 
     @staticmethod
     def decode_data(data: dict[str, Any]) -> dict[str, Any]:
-        """Convert reported data on the driver, after it is received."""
+        """Convert the reported `data` on the driver, after it is received."""
         return data
 
 
@@ -188,7 +191,8 @@ class HorovodConfig(BackendConfig):
     nics       the network interface that all workers have (the first one is used); None: the one towards the driver
     timeout_s  the limit for all ranks to reach `hvd.init()`, and for a host that stops responding
 
-    The other fields exist for compatibility and have no effect: Ray starts the workers, not ssh.
+    `verbose`, `key`, `ssh_port`, `ssh_identity_file`, `ssh_str` and `placement_group_timeout_s` exist for compatibility and
+    have no effect: Ray starts the workers, not ssh.
     """
 
     nics: set[str] | None = None

@@ -16,6 +16,7 @@ from raysgd.callbacks.history import History
 from raysgd.callbacks.json_files import JsonLoggerCallback
 from raysgd.callbacks.mlflow_store import MLflowCallback as MLflowLoggerCallback
 from raysgd.callbacks.printing import PrintCallback
+from raysgd.callbacks.status import StatusFile
 from raysgd.callbacks.tensorboard import TensorBoardCallback as TBXLoggerCallback
 from raysgd.callbacks.torch_profiler import TorchProfilerCallback as TorchTensorboardProfilerCallback
 from raysgd.train.run_session import own_address
@@ -39,11 +40,11 @@ class TrainingCallback(Callback):
     """The callback of v1. Override the methods that you need. They are called on the driver."""
 
     def start_training(self, logdir: Path) -> None:
-        """Called before the function runs, with the run's directory. May have a parameter `config`, for the config, and
+        """Called before the function runs, with the run's directory `logdir`. May have a parameter `config`, for the config, and
         `**info`."""
 
     def handle_result(self, results: list[dict[str, Any]]) -> None:
-        """Called after each round of reports, with one dict per rank, in rank order."""
+        """Called after each round of reports; `results` has one dict per rank, in rank order."""
 
     def finish_training(self, error: bool = False) -> None:
         """Called when the run has ended. `error` says whether it failed."""
@@ -109,13 +110,14 @@ class LoggerCallback(Callback):
         """Called before `log_trial_start`, with the arguments of Tune."""
 
     def log_trial_start(self, trial: Trial) -> None:
-        """Called before the function runs."""
+        """Called before the function runs. `trial` has its name and its config."""
 
     def log_trial_result(self, iteration: int, trial: Trial, result: dict[str, Any]) -> None:
-        """Called after each round of reports. `trial.last_result` is the same result."""
+        """Called after each round of reports, the first of which has the `iteration` 1. `trial.last_result` is the
+        same `result`."""
 
     def log_trial_end(self, trial: Trial, failed: bool = False) -> None:
-        """Called when the run has ended."""
+        """Called when the run of this `trial` has ended; `failed` says whether it ended with an error."""
 
     def on_start(self, run: Run) -> None:
         self.trial = Trial(run.folder.name, dict(run.config), str(run.folder), trainable_name=run.name)
@@ -163,7 +165,8 @@ PROTOCOLS: tuple[tuple[type[Callback], tuple[str, ...], tuple[str, ...]], ...] =
 
 def make_callback_list(callbacks: Any, *, history: History | None = None) -> CallbackList:
     """Return a function trainer's callbacks, with its history first. Raise ConfigError for anything else."""
-    return CallbackList([*([history] if history is not None else []), *check_callbacks(callbacks, _adapt)])
+    own = [history] if history is not None else []
+    return CallbackList([*own, *check_callbacks(callbacks, _adapt), StatusFile()])
 
 
 def _adapt(given: Any) -> Any:

@@ -39,7 +39,7 @@ class Checkpoint:
         Checkpoint("s3://bucket/run_001/checkpoints/checkpoint_000003").to_dict()
 
     Reading a stored dictionary runs no code from it, so it can hold only plain values, arrays and tensors. To read
-    objects of other types from a file that you trust, pass `trusted=True`.
+    objects of other types from the file or folder at `path`, which you trust, pass `trusted=True`.
     """
 
     _place: Place | None
@@ -52,6 +52,7 @@ class Checkpoint:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Checkpoint:
+        """Return a checkpoint of the dictionary `data`, in memory."""
         if not isinstance(data, Mapping):
             raise ConfigError(f"Checkpoint.from_dict takes a dict, got {data!r}")
         made = cls.__new__(cls)
@@ -60,14 +61,16 @@ class Checkpoint:
 
     @classmethod
     def from_directory(cls, path: str | Path, *, trusted: bool = False) -> Checkpoint:
-        """Return a checkpoint of the files in a directory. They are copied when it is reported or stored."""
+        """Return a checkpoint of the files in the directory `path`, which may be `trusted`. They are copied when it
+        is reported or stored."""
         if not Path(path).is_dir():
             raise CheckpointError(f"there is no directory {Path(path).absolute()}")
         return cls(path, trusted=trusted)
 
     @classmethod
     def from_uri(cls, uri: str | Path | Uri, *, trusted: bool = False) -> Checkpoint:
-        """Return the checkpoint at `s3://bucket/name`, `file:///folder/name`, or a path, without copying it."""
+        """Return the checkpoint at `uri`, such as `s3://bucket/name`, `file:///folder/name`, or a path, without copying it. It
+        may be `trusted`."""
         made = cls(uri, trusted=trusted)
         if not made._stored().exists():
             raise CheckpointError(
@@ -77,8 +80,8 @@ class Checkpoint:
 
     @classmethod
     def from_bytes(cls, data: bytes | memoryview, *, trusted: bool = False) -> Checkpoint:
-        """Return the checkpoint that `to_bytes` packed. A folder is unpacked into a temporary directory, which exists
-        as long as this object."""
+        """Return the checkpoint that `to_bytes` packed into `data`. A folder is unpacked into a temporary directory, which exists
+        as long as this object. With `trusted=True`, objects of any type are read."""
         data = _checked(data, "these bytes")
         if not is_directory(data):
             return cls.from_dict(_unpickled(data, "these bytes", trusted))
@@ -90,7 +93,7 @@ class Checkpoint:
         return made
 
     def to_bytes(self, *, dumps: Dumps = pickle.dumps) -> bytes:
-        """Return the checkpoint as bytes that end with a digest: a pickled dictionary, or a tar archive of the
+        """Return the checkpoint as bytes that end with a digest: a dictionary pickled by `dumps`, or a tar archive of the
         files."""
         if self._data is not None:
             return digest.sealed(dumps(self._data))
@@ -167,7 +170,8 @@ class Checkpoint:
         return locations.folder(self._stored())
 
     def to_uri(self, uri: str | Path | Uri, *, dumps: Dumps = pickle.dumps) -> str:
-        """Store the checkpoint, completely or not at all, and return the URI. A dictionary becomes one object or file.
+        """Store the checkpoint at `uri`, completely or not at all, and return the URI. A dictionary becomes one object or
+        file, pickled by `dumps`.
         A folder must be new or empty; under a URI it may also hold an earlier checkpoint."""
         where = locations.place(uri)
         if not self._is_folder():
@@ -222,7 +226,7 @@ class Checkpoint:
         return self._data is not None or (isinstance(self._place, Path) and self._is_folder())
 
     def set_metadata(self, metadata: Mapping[str, Any]) -> None:
-        """Replace the metadata, which must be plain JSON."""
+        """Replace the metadata by `metadata`, which must be plain JSON."""
         text = json.dumps(dict(metadata))
         if self._data is not None:
             self._data[METADATA_KEY] = dict(metadata)
@@ -235,7 +239,7 @@ class Checkpoint:
             )
 
     def update_metadata(self, metadata: Mapping[str, Any]) -> None:
-        """Add to the metadata."""
+        """Add `metadata` to the metadata."""
         self.set_metadata({**self.get_metadata(), **metadata})
 
     def __repr__(self) -> str:

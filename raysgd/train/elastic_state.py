@@ -25,7 +25,7 @@ class Commit:
 
 
 def elastic(state: Mapping[str, Any]) -> ElasticState:
-    """Keep this state when workers fail or join, also within an epoch.
+    """Keep this `state` when workers fail or join, also within an epoch.
 
         state = train.elastic({"model": model, "optimizer": optimizer, "loader": loader, "epoch": 0})
         while state["epoch"] < 10:

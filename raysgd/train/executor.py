@@ -63,7 +63,18 @@ PLANNED = ("growth", "shrink", "preemption")
 
 
 class BackendExecutor:
-    """Owns the engine, the backend's hooks and the current run. `Trainer` adds a log directory and callbacks."""
+    """Owns the engine, the backend's hooks and the current run. `Trainer` adds a log directory and callbacks.
+
+    backend_config                   a `BackendConfig`
+    num_workers                      the largest number of workers
+    num_cpus_per_worker              CPUs that each reserves
+    num_gpus_per_worker              GPUs that each reserves
+    additional_resources_per_worker  other Ray resources that each reserves
+    max_retries                      how many worker failures a run survives (-1: any number)
+    elastic                          an `ElasticConfig`
+    start_with                       how many workers are enough to start; by default all
+    max_reports_ahead                how many rounds of reports the function may be ahead
+    """
 
     def __init__(
         self,
@@ -118,7 +129,8 @@ class BackendExecutor:
         train_cls_args: tuple[Any, ...] = (),
         train_cls_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        """Start the workers, and call the hook once in each of them."""
+        """Start the workers, and call the `initialization_hook` once in each of them. Each creates an object of `train_cls` with
+        `train_cls_args` and `train_cls_kwargs`."""
         if self._engine is not None:
             raise TrainBackendError("the workers were started already: call shutdown() before you start them again")
         ensure_cluster()
@@ -272,7 +284,7 @@ class BackendExecutor:
         return None if rows is None else [SimpleNamespace(type=TrainingResultType.REPORT, data=row) for row in rows]
 
     def run(self, train_func: Callable[..., Any]) -> list[Any]:
-        """Run a function to its end, and return what every rank returned."""
+        """Run `train_func` to its end, and return what every rank returned."""
         self.start_training(train_func)
         return self.finish_training()
 

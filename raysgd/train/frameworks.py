@@ -13,7 +13,7 @@ __all__ = ["HorovodTrainer", "TensorflowTrainer", "TorchTrainer"]
 
 
 class TorchTrainer(DataParallelTrainer):
-    """Runs a training function with a process group of torch.distributed.
+    """Runs `train_loop_per_worker` with a process group of torch.distributed.
 
         trainer = raysgd.train.TorchTrainer(train_loop, scaling_config=ScalingConfig(num_workers=2))
         trainer.fit().metrics
@@ -34,7 +34,7 @@ class TorchTrainer(DataParallelTrainer):
 
 
 class TensorflowTrainer(DataParallelTrainer):
-    """Runs a training function with TF_CONFIG set, for the tf.distribute strategy that the function creates.
+    """Runs `train_loop_per_worker` with TF_CONFIG set, for the tf.distribute strategy that the function creates.
 
     `tensorflow_config` (older name: `tensorflow_backend`) is a TensorflowConfig. The other arguments are those of
     DataParallelTrainer.
@@ -53,9 +53,9 @@ class TensorflowTrainer(DataParallelTrainer):
 
 
 class HorovodTrainer(DataParallelTrainer):
-    """Runs a training function with the environment for `hvd.init()`.
+    """Runs `train_loop_per_worker` with the environment for `hvd.init()`.
 
-    `horovod_config` (older name: `horovod_backend`) is a HorovodConfig. The other arguments are those of
+    `horovod_config` (older names: `horovod_backend`, `tensorflow_backend`) is a HorovodConfig. The other arguments are those of
     DataParallelTrainer.
     """
 

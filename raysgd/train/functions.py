@@ -23,7 +23,7 @@ __all__ = [
 
 
 def report(metrics: Any = None, checkpoint: Any = None, **values: Any) -> None:
-    """Report metrics: `report(loss=0.1)`, or `report({"loss": 0.1}, checkpoint=Checkpoint...)`.
+    """Report metrics: `report(loss=0.1)`, or `report({"loss": 0.1}, checkpoint=Checkpoint...)`, where `metrics` is a dictionary.
 
     Every rank must call it equally often. When it returns, the driver has received the report, so that it is not lost
     if the worker fails.
@@ -71,7 +71,7 @@ def world_size() -> int:
 
 
 def get_dataset_shard(dataset_name: str | None = None) -> Any:
-    """Return this worker's part of a dataset of the trainer, or None if the trainer has none."""
+    """Return this worker's part of the trainer's dataset `dataset_name` (by default the only one), or None if there is none."""
     return current("get_dataset_shard").shard(dataset_name)
 
 
@@ -87,18 +87,23 @@ class TrainContext:
         self._session = session
 
     def get_world_size(self) -> int:
+        """Return the number of workers."""
         return self._session.rank_info.world_size
 
     def get_world_rank(self) -> int:
+        """Return this worker's rank among all workers."""
         return self._session.rank_info.world_rank
 
     def get_local_rank(self) -> int:
+        """Return this worker's rank among those of its node."""
         return self._session.rank_info.local_rank
 
     def get_local_world_size(self) -> int:
+        """Return the number of workers on this node."""
         return self._session.rank_info.local_world_size
 
     def get_node_rank(self) -> int:
+        """Return the number of this worker's node."""
         return self._session.rank_info.node_rank
 
     def get_metadata(self) -> dict[str, Any]:
@@ -106,12 +111,15 @@ class TrainContext:
         return dict(self._session.attempt.metadata)
 
     def get_experiment_name(self) -> str | None:
+        """Return the name of the experiment."""
         return self._trial("experiment_name")
 
     def get_trial_name(self) -> str | None:
+        """Return the name of the Tune trial, or of the run."""
         return self._trial("trial_name")
 
     def get_trial_id(self) -> str | None:
+        """Return the id of the Tune trial."""
         return self._trial("trial_id")
 
     def get_trial_dir(self) -> str | None:
@@ -119,6 +127,7 @@ class TrainContext:
         return self._trial("trial_dir")
 
     def get_trial_resources(self) -> Any:
+        """Return the resources of the Tune trial."""
         return self._session.attempt.trial.get("trial_resources")
 
     def _trial(self, name: str) -> str | None:

@@ -34,7 +34,7 @@ class TrainingIterator:
         """`record` is called with every complete round, before the callbacks, even if the run is stopped."""
         self._executor, self._callbacks, self._record = executor, callbacks or CallbackList([]), record
         self._finished = False
-        self._rounds = self._recoveries = 0
+        self._rounds = self._recoveries = self._step = 0
         self._results: list[Any] | None = None
 
     def __iter__(self) -> Iterator[list[dict[str, Any]]]:
@@ -106,10 +106,11 @@ class TrainingIterator:
         rows = [{name: plain(value) for name, value in row.items()} for row in visible]
         first = rows[0] if rows else {}
         epoch = first.get("epoch")
+        self._step = int(_finite(first.get("_training_iteration"), self._rounds))
         result = CallResult(
             kind="report",
             epoch=epoch if isinstance(epoch, int) else None,
-            step=int(_finite(first.get("_training_iteration"), self._rounds)),
+            step=self._step,
             metrics=first,
             by_worker=rows,
             world_size=len(rows),
@@ -124,7 +125,7 @@ class TrainingIterator:
         if self._executor.is_started:
             for recovery in self._executor.recoveries_of_run[self._recoveries :]:
                 self._recoveries += 1
-                self._callbacks.recovery(recovery)
+                self._callbacks.recovery(replace(recovery, step=self._step))
             self._callbacks.raise_stop()
 
     def is_finished(self) -> bool:

@@ -207,7 +207,8 @@ class ScaledOptimizer(Optimizer):
 
 
 class TorchWorkerProfiler:
-    """Collects what a `torch.profiler.profile` of yours records, and sends it with a report.
+    """Collects what a `torch.profiler.profile` of yours records, and sends it with a report. Traces lie in `trace_dir`
+    until then, by default a temporary folder.
 
         profiler = train.torch.TorchWorkerProfiler()
         with torch.profiler.profile(schedule=..., on_trace_ready=profiler.trace_handler) as profile:
@@ -224,7 +225,7 @@ class TorchWorkerProfiler:
         self._traces = TraceKeeper(current("torch.TorchWorkerProfiler").rank_info.world_rank)
 
     def trace_handler(self, profiler: Any) -> None:
-        """Keep a trace: an `on_trace_ready` handler."""
+        """Keep the trace of this `profiler`: an `on_trace_ready` handler."""
         self._traces.keep(profiler, self._folder)
 
     def get_and_clear_profile_traces(self) -> dict[str, Any]:

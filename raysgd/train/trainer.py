@@ -54,6 +54,9 @@ class Trainer:
         machines become free        -> new workers join after the next checkpoint
         return what each rank returned
 
+    `backend` is "torch", "tensorflow", "horovod" or a `BackendConfig`. With `use_gpu`, each worker has one GPU;
+    `resources_per_worker` overrides what a worker reserves. `elastic` is an `ElasticConfig`.
+
     `logdir` is a path, or a URI such as `s3://bucket/runs`: then checkpoints are stored there, and what callbacks write
     in `~/ray_results` is copied there when a run ends. `max_retries` is how many worker failures one run survives (-1:
     any number). `max_reports_ahead` is how many rounds of reports the function may be ahead of what was fetched; with 1,
@@ -107,7 +110,8 @@ class Trainer:
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        """Start the workers. Each calls the hook once, and creates an object of `train_cls` with the other arguments,
+        """Start the workers. Each calls the `initialization_hook` once, and creates an object of `train_cls` with the
+        other arguments,
         for `execute`."""
         if initialization_hook is not None and not callable(initialization_hook):
             raise ConfigError(f"initialization_hook must be a function without arguments, got {initialization_hook!r}")
@@ -143,12 +147,13 @@ class Trainer:
         checkpoint_strategy: CheckpointConfig | None = None,
         dataset: Any = None,
     ) -> list[Any]:
-        """Run the function to its end, and return what each rank returned, in rank order.
+        """Run `train_func` to its end, with `config` if it has a parameter. Return what each rank returned, in rank order.
 
         `checkpoint` (a dict, or the path or URI of a stored one) is what `load_checkpoint()` returns at first.
         `dataset` is a Ray Dataset, or a dict of them by name: each worker reads its part with
         `train.get_dataset_shard(name)`. The order of Ray Train 1.x (dataset, checkpoint, checkpoint_strategy) is
-        recognized by the type of these arguments.
+        recognized by the type of these arguments. `callbacks` get every round of reports, and `checkpoint_strategy` says which
+        checkpoints stay.
         """
         self._check_started()
         checkpoint, checkpoint_strategy, dataset = in_order(checkpoint, checkpoint_strategy, dataset)
@@ -175,7 +180,8 @@ class Trainer:
         checkpoint_strategy: CheckpointConfig | None = None,
         dataset: Any = None,
     ) -> TrainingIterator:
-        """Start the function. Return an iterator over what all ranks report, round by round."""
+        """Start `train_func`. Return an iterator over what all ranks report, round by round. `config`, `checkpoint`,
+        `checkpoint_strategy` and `dataset` are those of `run`."""
         self._check_started()
         checkpoint, checkpoint_strategy, dataset = in_order(checkpoint, checkpoint_strategy, dataset)
         rounds = TrainingIterator(self._executor, make_callback_list(None, history=self.history))
@@ -222,7 +228,7 @@ class Trainer:
 
     @folding
     def execute_single(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Do the same on rank 0 only."""
+        """Call `func` with these arguments on rank 0 only, and return its value."""
         self._check_started()
         return self._executor.worker_group.execute_object(func, args, kwargs, only=0)[0]
 
@@ -238,8 +244,8 @@ class Trainer:
         return executor.to_worker_group()
 
     def to_tune_trainable(self, train_func: Callable[..., Any], dataset: Any = None) -> Any:
-        """Return a Tune Trainable class (extra: tune). Each trial runs the function on workers like this trainer's,
-        with the trial's config and its own shards of the datasets."""
+        """Return a Tune Trainable class (extra: tune). Each trial runs `train_func` on workers like this trainer's,
+        with the trial's config and its own shards of the `dataset`."""
         if self._executor.is_started:
             raise TrainBackendError(
                 "to_tune_trainable() starts workers in each trial: create a new Trainer for it, and do not start it"
@@ -292,7 +298,7 @@ class Trainer:
 
     @staticmethod
     def create_logdir(log_dir: str | Place | None) -> Place:
-        """Create the directory of a trainer's runs, as its constructor does, and return it."""
+        """Create `log_dir`, the directory of a trainer's runs, as its constructor does, and return it."""
         return _make_places(log_dir)[0]
 
     def create_run_dir(self) -> None:
@@ -302,7 +308,7 @@ class Trainer:
 
     @staticmethod
     def load_checkpoint_from_path(checkpoint_file_path: str | Place) -> dict[str, Any]:
-        """Return the dictionary of a stored checkpoint."""
+        """Return the dictionary of the checkpoint stored at `checkpoint_file_path`."""
         return Checkpoint.from_uri(checkpoint_file_path).to_dict()
 
     def _run_name(self, number: int) -> str:

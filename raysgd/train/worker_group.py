@@ -52,9 +52,18 @@ def check_resources(num_workers: Any, cpus: Any, gpus: Any, additional: Any) -> 
 class WorkerGroup:
     """A group of workers, which its constructor starts. The hooks of a backend receive that of a trainer.
 
-    group = WorkerGroup(num_workers=2)
-    group.execute(os.getpid)
-    group.shutdown()
+        group = WorkerGroup(num_workers=2)
+        group.execute(os.getpid)
+        group.shutdown()
+
+    num_workers                      how many workers
+    num_cpus_per_worker              CPUs that each reserves
+    num_gpus_per_worker              GPUs that each reserves
+    additional_resources_per_worker  other Ray resources that each reserves
+    actor_cls                        a class of which each worker creates an object, for `execute_object`
+    actor_cls_args                   the positional arguments for it
+    actor_cls_kwargs                 the keyword arguments for it
+    placement_group                  a placement group of Ray in which the workers run
     """
 
     def __init__(
@@ -113,7 +122,7 @@ class WorkerGroup:
         self._engine = engine
 
     def shutdown(self, patience_s: float = PATIENCE_S) -> None:
-        """End the workers after they have closed what they host; with patience_s=0, at once."""
+        """End the workers after they have closed what they host; with `patience_s=0`, at once."""
         engine, self._engine, self._fresh = self._engine, None, False
         if engine is not None:
             engine.stop(force=patience_s <= 0)
@@ -147,22 +156,24 @@ class WorkerGroup:
         return self._call(func, args, kwargs, None)
 
     def execute_single(self, worker_index: int, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call `func(*args, **kwargs)` on one worker, and return its value."""
+        """Call `func(*args, **kwargs)` on the worker with this `worker_index`, and return its value."""
         self._check_index(worker_index)
         return self._call(func, args, kwargs, worker_index)[worker_index]
 
     def execute_async(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """Return Ray references to the values, for ray.get, which raises Ray's errors for failed workers."""
+        """Call `func(*args, **kwargs)` on every worker, and return Ray references to the values, for ray.get, which
+        raises Ray's errors for failed workers."""
         return [self.execute_single_async(rank, func, *args, **kwargs) for rank in range(len(self))]
 
     def execute_single_async(self, worker_index: int, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call `func(*args, **kwargs)` on the worker with this `worker_index`, and return a Ray reference to its value."""
         self._check_index(worker_index)
         engine = self._active
         call = Call(FunctionReplica.apply, {"function": engine.pack(functools.partial(func, *args, **kwargs))})
         return engine.reference(worker_index, call)
 
     def execute_object(self, func: Callable[..., Any], args: Any, kwargs: Any, only: int | None = None) -> list[Any]:
-        """Call `func(obj, *args, **kwargs)` with each worker's object. Return the values in rank order."""
+        """Call `func(obj, *args, **kwargs)` with each worker's object, or on the worker `only`. Return the values in rank order."""
         if not self._has_object:
             raise ConfigError(
                 "execute() calls a function with an object in each worker, and there is none: pass its class to "
@@ -199,11 +210,11 @@ class WorkerGroup:
     # -- members --------------------------------------------------------------------------------------
 
     def add_workers(self, num_workers: int) -> None:
-        """Start more workers, which get the next ranks."""
+        """Start `num_workers` more workers, which get the next ranks."""
         self._active.resize(len(self) + num_workers)
 
     def remove_workers(self, worker_indexes: Sequence[int]) -> None:
-        """End these workers. The ranks of the others become consecutive again."""
+        """End the workers with these `worker_indexes`. The ranks of the others become consecutive again."""
         ranks = sorted(set(worker_indexes))
         for rank in ranks:
             self._check_index(rank)
@@ -256,7 +267,7 @@ class TrainWorkerGroup:
         return (self[rank] for rank in range(self._size))
 
     def shutdown(self, patience_s: float = PATIENCE_S) -> None:
-        """End the workers after they have closed what they host; with patience_s=0, at once."""
+        """End the workers after they have closed what they host; with `patience_s=0`, at once."""
         engine, self._engine = self._engine, None
         if engine is None:
             return

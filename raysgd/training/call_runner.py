@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 from raysgd.callbacks.base import TRACES, Kind, Result, Run, Underway
 from raysgd.callbacks.callback_list import CallbackList, check_callbacks
 from raysgd.callbacks.history import History
 from raysgd.callbacks.progress_bar import ProgressBar
+from raysgd.callbacks.status import StatusFile
 from raysgd.core import metrics
 from raysgd.core.policy import Recovery
 from raysgd.core.progress import Progress
@@ -46,8 +48,10 @@ class CallRunner:
     see."""
 
     def __init__(self, callbacks: Any, run: Run, *, bar: bool = False, hidden: Sequence[str] = ()) -> None:
-        self.history, self.run = History(), run
-        self._callbacks = CallbackList([self.history, *check_callbacks(callbacks), *([ProgressBar()] if bar else [])])
+        self._saved_at: float | None = None
+        self.history, self.run = History(), replace(run, saved_at=lambda: self._saved_at)
+        own = [*([ProgressBar()] if bar else []), StatusFile()]
+        self._callbacks = CallbackList([self.history, *check_callbacks(callbacks), *own])
         self._hidden = (metrics.COMMITTED, TRACES, *hidden)
         self._kind: Kind | None = None
         self._failed = False
@@ -71,6 +75,10 @@ class CallRunner:
     def take_stop(self) -> bool:
         """Return whether a callback wants the loop over epochs to end, once."""
         return self._callbacks.take_stop()
+
+    def note_saved(self) -> None:
+        """Note that a checkpoint is complete. Any thread may call this."""
+        self._saved_at = time.time()
 
     # -- the engine's listeners -----------------------------------------------------------------------
 

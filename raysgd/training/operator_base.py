@@ -87,7 +87,7 @@ class OperatorBase:
     # -- what users override --------------------------------------------------------------------------
 
     def setup(self, config: dict[str, Any]) -> None:
-        """Create the parts, and register them with `self.register` and `self.register_data`."""
+        """Create the parts from the trainer's `config`, and register them with `self.register` and `self.register_data`."""
         raise NotImplementedError(
             f"{type(self).__name__} has no method setup(self, config): define it, make the model, optimizer and data there, "
             "and call self.register(...) and self.register_data(...)"
@@ -100,7 +100,9 @@ class OperatorBase:
         num_steps: int | None = None,
         epoch_idx: int = 0,
     ) -> dict[str, Any]:
-        """Train one pass over `iterator`, and return what to report. Ends early when the group of workers changes."""
+        """Train one pass over `iterator`, and return what to report. Ends early when the group of workers changes.
+
+        `info` is what was passed to `train`, `num_steps` the number of batches if it is limited, `epoch_idx` the epoch."""
         common = {**(info or {}), "epoch_idx": epoch_idx}
         self._meter = meter = AverageMeterCollection()
         batch_idx = 0
@@ -117,7 +119,8 @@ class OperatorBase:
         raise NotImplementedError
 
     def validate(self, val_iterator: Iterable[Any], info: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Validate on one pass over `val_iterator`, without gradients, and return what to report."""
+        """Validate on one pass over `val_iterator`, without gradients, and return what to report. `info` is what was passed to
+        `validate`."""
         self._meter = meter = AverageMeterCollection()
         name = "test_batch" if self._testing else "validate_batch"
         method = getattr(self, name)
@@ -131,8 +134,8 @@ class OperatorBase:
         raise NotImplementedError
 
     def test_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        """Return the metrics of one batch of `trainer.test()`. By default, these are the ones of `validate_batch`; a name that
-        begins with `val_` begins with `test_` in the result."""
+        """Return the metrics of one `batch` of `trainer.test()`, with the same `batch_info`. By default, these are
+        the ones of `validate_batch`; a name that begins with `val_` begins with `test_` in the result."""
         return self.validate_batch(batch, batch_info)
 
     def state_dict(self) -> Any:
@@ -143,7 +146,8 @@ class OperatorBase:
         """Restore what `state_dict` returned."""
 
     def resized(self, old_world_size: int, new_world_size: int) -> None:
-        """Called on every rank after the number of workers has changed, for example to rescale a learning rate."""
+        """Called on every rank after the number of workers has changed from `old_world_size` to `new_world_size`, for example
+        to rescale a learning rate."""
 
     def on_preemption_notice(self, deadline_s: float | None) -> None:
         """Called between two batches on a rank whose machine will be stopped, in `deadline_s` seconds (None: unknown), for

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import pickle
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, ClassVar, Literal
 
 from raysgd.core.messages import SnapshotUpload
@@ -425,11 +426,16 @@ class ReplicaBase(ABC):
             return
         if self.rank != 0:
             return
-        self._snapshots.wait()
-        state = self._copied_state()
+        self._snapshots.wait_for_room()
+        state = self._state_for_peers()
+        try:
+            content = self._packed_copy(state)
+        except (pickle.PicklingError, TypeError, AttributeError) as error:
+            self._snapshots.warn(error)
+            return
         committed = self._position.call_units - self._units_before
         partial = for_all_ranks(self.partial(), self._rank_info.world_size, committed)
-        self._snapshots.send(SnapshotUpload(self.progress, self._position.call, partial), lambda: self._dump(state))
+        self._snapshots.send(SnapshotUpload(self.progress, self._position.call, partial), content)
 
     def _positions(self) -> dict[str, Any]:
         """Return the part of the state that says where this replica is in its data."""
@@ -471,9 +477,9 @@ class ReplicaBase(ABC):
         """Return the state for another rank of this trainer."""
         return self.full_state()
 
-    def _copied_state(self) -> dict[str, Any]:
-        """Return a copy of the full state, which training does not change."""
-        return self.full_state()
+    def _packed_copy(self, state: dict[str, Any]) -> Sequence[Any]:
+        """Return a state as buffers, which training does not change."""
+        return [self._dump(state)]
 
     def close(self) -> None:
         self._snapshots.close()
@@ -558,13 +564,21 @@ def accepted_arguments(
     """Return the positional and keyword arguments that a user's function accepts: all of `positional`, and those of
     `optional` that it has parameters for. A required parameter with another name, such as `_` for an `info` that the
     function does not use, receives the next of them."""
-    parameters = inspect.signature(function).parameters
-    if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+    bound = getattr(function, "__self__", None) is not None and hasattr(function, "__func__")
+    parameters = _parameters(function.__func__)[1:] if bound else _parameters(function)  # type: ignore[attr-defined]
+    if any(each.kind is each.VAR_KEYWORD for each in parameters):
         return positional, optional
     optional = dict(optional)
-    for name, each in list(parameters.items())[len(positional) :]:
+    for each in parameters[len(positional) :]:
+        name = each.name
         by_place = each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD) and each.default is each.empty
         if not by_place or not optional:
             break
         positional += (optional.pop(name if name in optional else next(iter(optional))),)
-    return positional, {name: value for name, value in optional.items() if name in parameters}
+    names = {each.name for each in parameters}
+    return positional, {name: value for name, value in optional.items() if name in names}
+
+
+@lru_cache(maxsize=64)
+def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    return list(inspect.signature(function).parameters.values())

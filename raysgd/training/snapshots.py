@@ -2,26 +2,40 @@
 
 from __future__ import annotations
 
+import logging
+import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 from raysgd.core.messages import SnapshotUpload
 from raysgd.core.progress import Control
+from raysgd.errors import described
 
 __all__ = ["LOADED_S", "Snapshotter"]
 
+logger = logging.getLogger(__name__)
+
 # For the snapshot of a state that the user has loaded; a hang in the driver's eyes must take longer.
 LOADED_S = 5.0
+CLOSE_S = 5.0
+SMALL = 1 << 20
 
 
 class Snapshotter:
-    """Owns the interval (`ElasticConfig.snapshot_every`) and at most one upload, which runs in a thread of its own."""
+    """Owns the interval (`ElasticConfig.snapshot_every`), the thread that uploads, and the newest snapshot that it has not begun to
+    upload."""
 
     def __init__(self, every: Any, control: Control) -> None:
         self._every, self._control = every, control
         self._thread: threading.Thread | None = None
+        self._requests: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._changed = threading.Condition()
+        self._next: tuple[SnapshotUpload, Sequence[Any]] | None = None
+        self._uploading = False
+        self._size = 0
+        self._warned = False
         self._mark = 0
         self._due_at = time.monotonic() + every if isinstance(every, float) else 0.0
 
@@ -44,17 +58,61 @@ class Snapshotter:
         return True
 
     def wait(self, limit_s: float | None = None) -> None:
-        """Wait until the previous upload has ended. The newest snapshot must not be skipped because of an older one."""
-        if self._thread is not None:
-            self._thread.join(limit_s)
+        """Wait until the newest snapshot is uploaded."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._uploading, limit_s)
 
-    def send(self, message: SnapshotUpload, dump: Callable[[], Any]) -> None:
-        """Upload what `dump` returns. It runs in the thread of the upload, so its state must be a copy."""
+    def wait_for_room(self) -> None:
+        """Wait, before a snapshot is taken, until an earlier one is uploaded, if it is so large that memory and network should
+        not have to hold both. Of small ones, only the newest is uploaded next."""
+        if self._size > SMALL:
+            self.wait()
+
+    def warn(self, error: Exception) -> None:
+        """Log once that the state cannot be packed. Training does not need that as long as a worker is left."""
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "no snapshot can be taken, because the state cannot be pickled (%s). If all workers failed, training would continue "
+                "from an earlier one, or begin again. Return from state_dict() only what pickle can handle",
+                described(error),
+            )
+
+    def send(self, message: SnapshotUpload, content: Sequence[Any]) -> None:
+        """Upload a snapshot on the thread for that, in place of one that has not begun."""
+        self._size = sum(map(len, content))
+        with self._changed:
+            self._next = (message, content)
+            if not self._uploading:
+                self._uploading = True
+                self._requests.put(True)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._upload, name="raysgd-snapshot", daemon=True)
+            self._thread.start()
+
+    def _upload(self) -> None:
         upload = self._control.upload
         assert upload is not None, "only after `wanted`"
-        self._thread = threading.Thread(target=lambda: upload(message, dump()), name="raysgd-snapshot", daemon=True)
-        self._thread.start()
+        while self._requests.get():
+            while (newest := self._take()) is not None:
+                message, content = newest
+                try:
+                    upload(message, *content)
+                except Exception as error:
+                    logger.warning("a snapshot could not be sent to the driver: %s", described(error))
+                del newest, content  # the memory of a large state
+
+    def _take(self) -> tuple[SnapshotUpload, Sequence[Any]] | None:
+        """Return the snapshot to upload next. Without one, the uploads have ended."""
+        with self._changed:
+            newest, self._next = self._next, None
+            self._uploading = newest is not None
+            if newest is None:
+                self._changed.notify_all()
+            return newest
 
     def close(self) -> None:
+        """End the thread, after what it is uploading."""
         if self._thread is not None:
-            self._thread.join(timeout=5)
+            self._requests.put(False)
+            self._thread.join(CLOSE_S)

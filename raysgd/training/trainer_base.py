@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -114,12 +115,17 @@ class TrainerBase(ABC):
         max_retries: int = 3,
         info: Mapping[str, Any] | None = None,
     ) -> History:
-        """Train for this many epochs, and validate after each `validate_every`-th one (0: never). Return the history.
+        """Train for `epochs` epochs, and validate after each `validate_every`-th one (0: never). Return the history.
 
-        for epoch in trainer.epochs(epochs):
-            trainer.train(num_steps, max_retries=max_retries, info=info)
-            if epoch % validate_every == 0:
-                trainer.validate(validation_steps, info=info)
+            for epoch in trainer.epochs(epochs):
+                trainer.train(num_steps, max_retries=max_retries, info=info)
+                if epoch % validate_every == 0:
+                    trainer.validate(validation_steps, info=info)
+
+        num_steps         batches in each epoch; None: all of them
+        validation_steps  batches in each validation; None: all of them
+        max_retries       how many worker failures each epoch survives (-1: any number)
+        info              a dictionary that the operator's methods get
         """
         at_least("validate_every", validate_every, 0, whole=True)
         check_call(num_steps, max_retries, info)
@@ -217,8 +223,8 @@ class TrainerBase(ABC):
     ) -> Metrics | list[Metrics]:
         """Validate on one pass over the validation data, using every row once, or on `num_steps` batches.
 
-        Return what was measured; with `reduce_results=False`, a list with each worker's own results. The arguments have
-        the same meaning as those of `train`.
+        Return what was measured; with `reduce_results=False`, a list with each worker's own results. `profile` and
+        `info` have the same meaning as in `train`.
         """
         self._validations += 1
         num_steps = self._validation_steps if num_steps is None else num_steps
@@ -255,7 +261,7 @@ class TrainerBase(ABC):
         """Test on one pass over the test data, using every row once, or on its first `num_steps` batches.
 
         The operator's `test_batch` measures, by default as `validate_batch` does, with `test_` in the names of the metrics.
-        The arguments and the result are those of `validate`.
+        `profile`, `reduce_results` and `info` are those of `validate`, and so is the result.
         """
         self._tests += 1
         result, each = self._evaluate("test", self._tests, num_steps, profile, reduce_results, info)
@@ -287,7 +293,7 @@ class TrainerBase(ABC):
 
     @exclusive
     def apply_all_workers(self, fn: Callable[[], Any]) -> list[Any]:
-        """Call a function without arguments in every worker process. Return its values in rank order."""
+        """Call `fn`, a function without arguments, in every worker process. Return its values in rank order."""
         return self._apply(apply, fn)
 
     @exclusive
@@ -335,6 +341,11 @@ class TrainerBase(ABC):
         """Return the results of all calls of `train`, `validate` and `test` so far, as a table."""
         return self._calls.history
 
+    def report(self, path: str | os.PathLike[str]) -> str:
+        """Write a page about this trainer's run so far, as one HTML file at `path` (also a URI), and return its path:
+        `History.report`. This also works after `shutdown()`, and in a callback."""
+        return self._calls.history.report(path)
+
     @property
     def logdir(self) -> Path:
         """Return the folder of the callbacks. The first callback that writes creates it."""
@@ -345,7 +356,7 @@ class TrainerBase(ABC):
 
     @exclusive
     def resize(self, num_workers: int) -> None:
-        """Set the number of workers, also in the middle of an epoch. Wait until missing ones have joined."""
+        """Set the number of workers to `num_workers`, also in the middle of an epoch. Wait until missing ones have joined."""
         at_least("num_workers", num_workers, 1, whole=True)
         if not self._distributed and num_workers > 1:
             raise ConfigError(
@@ -355,7 +366,7 @@ class TrainerBase(ABC):
         self._engine.resize(num_workers)
 
     def shutdown(self, force: bool = False) -> None:
-        """End the workers. A second call does nothing; any other call afterwards raises an error."""
+        """End the workers; with `force`, at once. A second call does nothing; any other call afterwards raises an error."""
         self._loops.close(force=force)
         try:
             self._engine.stop(force=force)

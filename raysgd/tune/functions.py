@@ -71,7 +71,7 @@ class FunctionTrial:
 
 
 def as_trainable(function: Any) -> Any:
-    """Return a Trainable class for a function of a trial's config."""
+    """Return a Trainable class for `function`, a function of a trial's config."""
     return wrap_function(function, name=function._name)
 
 
@@ -102,7 +102,8 @@ def perform(job: FunctionJob) -> None:
 
 
 def report(metrics: Mapping[str, Any], checkpoint: Any = None) -> None:
-    """Report to Tune from a function that Tune runs, as `ray.tune.report` does. `checkpoint` is a raysgd.train.Checkpoint, a
+    """Report `metrics` to Tune from a function that Tune runs, as `ray.tune.report` does. `checkpoint` is a
+    raysgd.train.Checkpoint, a
     dict such as `trainer.latest_checkpoint`, or a checkpoint of Ray."""
     values = _without_tensors(metrics)
     if checkpoint is None or isinstance(checkpoint, tune.Checkpoint):

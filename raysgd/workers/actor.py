@@ -49,6 +49,7 @@ class WorkerActor:
         self._client.control.upload = self._client.upload
         self._client.control.deliver = self._client.deliver
         signal.signal(signal.SIGTERM, self._on_sigterm)
+        _use_the_assigned_threads()
         _share_temporary_folder()
         self._client.on_end = _remove_temporary_folder
         _end_forks_with_this_process()
@@ -106,6 +107,14 @@ class WorkerActor:
         if self._client.control.notice:
             os._exit(128 + signum)
         self._client.notice()
+
+
+def _use_the_assigned_threads() -> None:
+    """Let torch use as many threads as Ray has assigned, if torch read that variable before Ray set it: a forked worker has
+    imported it already."""
+    torch, threads = sys.modules.get("torch"), os.environ.get("OMP_NUM_THREADS", "")
+    if torch is not None and threads.isdecimal() and int(threads) > 0:
+        torch.set_num_threads(int(threads))
 
 
 def _share_temporary_folder() -> None:

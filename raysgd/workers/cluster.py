@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +14,7 @@ from typing import Any, TypeVar
 from raysgd.config import FUNCTION_START_LIMIT, START_LIMIT, WorkerResources
 from raysgd.errors import ClusterError, ConfigError, described
 from raysgd.workers import foreign
+from raysgd.workers.fork_server import start_fork_server
 from raysgd.workers.gcs import GcsQuery, ask
 
 __all__ = [
@@ -24,6 +26,7 @@ __all__ = [
     "ensure_cluster",
     "free_by_node",
     "is_node_alive",
+    "join_running",
     "placement",
     "room_for",
     "stderr_tail",
@@ -106,12 +109,25 @@ def _connect() -> None:
         _join(address, found != "local")
         return
     # Without the dashboard Ray starts in half the time. Users who want the dashboard call ray.init() first.
+    interpreter = start_fork_server() or sys.executable
     try:
-        ray.init(address="local", include_dashboard=False, logging_level=logging.WARNING)
+        with foreign.quick_start(interpreter) as settings:
+            ray.init(address="local", include_dashboard=False, logging_level=logging.WARNING, _system_config=settings)
     except Exception as error:
         raise ClusterError(f"Ray did not start on this machine: {described(error)}. {NOT_STARTED}") from error
     cpus = ray.cluster_resources().get("CPU", 0)
     logger.warning("no Ray cluster is running here: started a local one with %g CPUs for this script", cpus)
+
+
+def join_running() -> str:
+    """Connect to the cluster that RAY_ADDRESS names or that runs on this machine. Return its address, "" if there is none.
+    Raise `ClusterError` or `ConfigError` if that is not possible."""
+    given = _given_address()
+    found = _running_here() if given in ("", "auto") else given
+    if found == "local":
+        return ""
+    _join(found, given != found)
+    return found
 
 
 def _join(address: str, found: bool) -> None:

@@ -113,11 +113,11 @@ class ControlClient:
         # A signal handler on the training thread calls this, and that thread may hold the connection's lock right now.
         threading.Thread(target=self._send, args=(PreemptionNotice(),), daemon=True).start()
 
-    def upload(self, message: SnapshotUpload, body: bytes | memoryview) -> None:
+    def upload(self, message: SnapshotUpload, *body: bytes | memoryview) -> None:
         """Send a snapshot over the bulk connection, so that stop requests never wait behind it."""
-        self.deliver(replace(message, partial=brief(message.partial)), body)
+        self.deliver(replace(message, partial=brief(message.partial)), *body)
 
-    def deliver(self, message: SnapshotUpload | FunctionReport | StartDealer, body: bytes | memoryview) -> None:
+    def deliver(self, message: SnapshotUpload | FunctionReport | StartDealer, *body: bytes | memoryview) -> None:
         """Send a message that must not be lost with this process. Return when the driver has received all of it."""
         with self._bulk_lock:
             bulk, self._bulk = self._bulk, None  # stored again at the end, because Ctrl-C may end this at any line
@@ -128,7 +128,7 @@ class ControlClient:
                 bulk = connect(self._address, OpenBulk(self._worker))
             try:
                 bulk.settimeout(BULK_S)
-                send(bulk, message, body)
+                send(bulk, message, *body)
                 receive(bulk, Received)
             except BaseException:
                 bulk.close()

@@ -5,6 +5,7 @@ version of Ray no longer has."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import re
@@ -12,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ __all__ = [
     "hide_deaths_of",
     "logs_folder",
     "probe_gcs",
+    "quick_start",
     "replace_report_to_tune",
     "split_coordinator",
     "started_here",
@@ -90,6 +92,36 @@ def use_token_if_available() -> None:
     except ImportError:  # a Ray without tokens
         return
     maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+
+
+# Ray's object store and raylet start at the same time. If the store is later, the raylet looks for it again after this time,
+# which is 1 s by default.
+QUICK = {"raylet_client_connect_timeout_milliseconds": 20, "raylet_client_num_connect_attempts": 1500}
+
+
+@contextlib.contextmanager
+def quick_start(interpreter: str) -> Iterator[dict[str, Any]]:
+    """Let `ray.init` start only what a cluster of one machine without a dashboard needs, and let that cluster start its
+    workers with this interpreter. Yield the settings to pass to it as `_system_config`.
+
+    Left out are the autoscaler, and the server of the dashboard, which otherwise starts even without the dashboard, and for
+    which `ray.init` waits."""
+    from ray._private import node, services
+
+    names = (
+        (services, "start_api_server", lambda *a, **k: (None, None)),
+        (node.Node, "start_monitor", lambda self: None),
+    )
+    own, sys.executable = sys.executable, interpreter
+    replaced = [(owner, name, getattr(owner, name), instead) for owner, name, instead in names if hasattr(owner, name)]
+    for owner, name, _, instead in replaced:
+        setattr(owner, name, instead)
+    try:
+        yield dict(QUICK)
+    finally:
+        sys.executable = own
+        for owner, name, original, _ in replaced:
+            setattr(owner, name, original)
 
 
 # What a raylet publishes when a worker ends unexpectedly; Ray prints it on the driver.

@@ -126,7 +126,10 @@ def _is_local(module: ModuleType) -> bool:
         return False
     file = getattr(module, "__file__", None)
     if file is None:  # a folder without __init__.py
-        folders = [str(folder) for folder in getattr(module, "__path__", ())]
+        try:
+            folders = [str(folder) for folder in getattr(module, "__path__", ())]
+        except KeyError:  # its parent's import has failed, so nothing that is pickled can refer to it
+            return False
         return bool(folders) and not any(is_installed(folder) for folder in folders)
     return str(file).endswith(".py") and not is_installed(str(file))
 

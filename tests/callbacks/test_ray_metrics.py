@@ -1,16 +1,26 @@
 """Gauges on a real metrics endpoint. The test starts its own Ray, because the tests' cluster may have no endpoint."""
 
 import importlib.util
+import json
 import os
 import re
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from raysgd import AutoCheckpoint, TorchTrainer
+from raysgd.callbacks import RayMetricsCallback, ray_metrics
+from raysgd.callbacks.ray_metrics import GAUGES
+from tests.callbacks.recording import Line
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 SCRIPT = """
+import sys
 import time
 import urllib.request
 
@@ -23,15 +33,20 @@ from raysgd.callbacks import RayMetricsCallback
 from tests.callbacks.recording import Line
 
 with TorchTrainer(
-    training_operator_cls=Line, use_gpu=False, use_ray=True, num_cpus_per_worker=1, callbacks=[RayMetricsCallback()]
+    training_operator_cls=Line, use_gpu=False, num_workers=2, num_cpus_per_worker=1, callbacks=[RayMetricsCallback()]
 ) as trainer:
     result = trainer.train()
     row = trainer.history[-1]
+    trainer.save(sys.argv[1])
+    trainer.resize(1)
+    print("data", result["data_seconds"] / result["batch_count"])
+    print("recovering", trainer.recoveries[0].seconds)
     print("samples", result["num_samples"] / row["seconds"])
     print("step", row["seconds"] / result["batch_count"])
     port = ray.nodes()[0]["MetricsExportPort"]
     until, found = time.monotonic() + 120, ""
-    while time.monotonic() < until and not ("raysgd_step_seconds" in found and "raysgd_recoveries" in found):
+    last = ("raysgd_step_seconds", "raysgd_checkpoint_age_seconds", 'raysgd_recoveries{', "} 1.0")
+    while time.monotonic() < until and not all(each in found for each in last):
         try:
             found = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5).read().decode()
         except OSError:
@@ -46,9 +61,9 @@ ray.shutdown()
     importlib.util.find_spec("prometheus_client") is None or importlib.util.find_spec("aiohttp_cors") is None,
     reason="needs Ray with its metrics agent: pip install 'raysgd[metrics]'",
 )
-def test_gauges_are_on_the_endpoint_of_ray() -> None:
+def test_gauges_are_on_the_endpoint_of_ray(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
+        [sys.executable, "-c", SCRIPT, str(tmp_path / "saved.pt")],
         cwd=ROOT,
         env={**os.environ, "RAY_metrics_report_interval_ms": "500"},
         capture_output=True,
@@ -60,16 +75,18 @@ def test_gauges_are_on_the_endpoint_of_ray() -> None:
         name: (labels, float(value))
         for name, labels, value in re.findall(r"^ray_(raysgd_\w+)\{(.*)\} (\S+)$", done.stdout, re.MULTILINE)
     }
-    assert set(shown) == {
-        "raysgd_samples_per_second",
-        "raysgd_step_seconds",
-        "raysgd_world_size",
-        "raysgd_recoveries",
-    }, done.stdout
+    assert set(shown) == set(GAUGES), done.stdout
     assert all('trainer="Line"' in labels for labels, _ in shown.values())
-    assert shown["raysgd_world_size"][1] == 1
-    assert shown["raysgd_recoveries"][1] == 0
-    expected = {name: float(value) for name, value in re.findall(r"^(samples|step) (\S+)$", done.stdout, re.MULTILINE)}
+    assert (shown["raysgd_world_size"][1], shown["raysgd_target_workers"][1], shown["raysgd_recoveries"][1]) == (
+        1,
+        2,
+        1,
+    )
+    found = re.findall(r"^(samples|step|data|recovering) (\S+)$", done.stdout, re.MULTILINE)
+    expected = {name: float(value) for name, value in found}
+    assert shown["raysgd_data_seconds"][1] == pytest.approx(expected["data"])
+    assert shown["raysgd_recovery_seconds"][1] == pytest.approx(expected["recovering"])
+    assert 0 <= shown["raysgd_checkpoint_age_seconds"][1] < 120
     assert shown["raysgd_samples_per_second"][1] == pytest.approx(expected["samples"])
     assert shown["raysgd_step_seconds"][1] == pytest.approx(expected["step"])
 
@@ -87,3 +104,114 @@ def test_without_ray_there_is_an_error() -> None:
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "32", done.stderr
     assert "RayMetricsCallback needs Ray, and this trainer runs without it: pass use_ray=True" in done.stderr
+
+
+class FakeGauge:
+    """Keeps what a gauge was set to, as Ray's endpoint would show it."""
+
+    shown: dict[str, list[float]]
+
+    def __init__(self, name: str, *, description: str, tag_keys: tuple[str, ...]) -> None:
+        assert name in GAUGES and description and tag_keys == ("trainer",)
+        self.name = name
+
+    def set_default_tags(self, tags: dict[str, str]) -> None:
+        assert tags == {"trainer": "first"}
+
+    def set(self, value: float) -> None:
+        self.shown.setdefault(self.name.removeprefix("raysgd_"), []).append(value)
+
+
+@pytest.fixture
+def shown(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[float]]:
+    FakeGauge.shown = {}
+    monkeypatch.setattr(ray_metrics, "Gauge", FakeGauge)
+    return FakeGauge.shown
+
+
+def wait_until(true: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_values_of_the_gauges(ray_cluster: None, shown: dict[str, list[float]], tmp_path: Path) -> None:
+    with TorchTrainer(
+        training_operator_cls=Line, use_gpu=False, num_workers=2, callbacks=[RayMetricsCallback("first")]
+    ) as trainer:
+        assert set(shown) == {"world_size", "target_workers", "recoveries", "recovery_seconds"}
+        result = trainer.train()
+        assert 0 < result["data_seconds"] == pytest.approx(shown["data_seconds"][-1] * result["batch_count"])
+        assert shown["step_seconds"][-1] * result["batch_count"] == pytest.approx(trainer.history[-1]["seconds"])
+        assert "checkpoint_age_seconds" not in shown, "there is no checkpoint yet"
+        handle = trainer.save(tmp_path / "saved.pt", blocking=False)
+        handle.result()
+        wait_until(lambda: shown.get("checkpoint_age_seconds"))
+        wait_until(lambda: shown["checkpoint_age_seconds"][-1] > 1)
+        trainer.save(tmp_path / "again.pt")
+        count = len(shown["checkpoint_age_seconds"])
+        wait_until(lambda: min(shown["checkpoint_age_seconds"][count:], default=9.0) < 1)
+        trainer.resize(1)
+        assert (shown["world_size"][-1], shown["target_workers"][-1], shown["recoveries"][-1]) == (1, 2, 1)
+        assert shown["recovery_seconds"][-1] == trainer.recoveries[0].seconds > 0
+
+
+def test_automatic_checkpoints_count(ray_cluster: None, shown: dict[str, list[float]], tmp_path: Path) -> None:
+    with TorchTrainer(
+        training_operator_cls=Line,
+        use_gpu=False,
+        use_ray=True,
+        checkpoints=AutoCheckpoint(path=tmp_path),
+        callbacks=[RayMetricsCallback("first")],
+    ) as trainer:
+        trainer.fit(1)
+        wait_until(lambda: shown.get("checkpoint_age_seconds"))
+
+
+DASHBOARD = json.loads((ROOT / "examples" / "grafana" / "raysgd_dashboard.json").read_text(encoding="utf-8"))
+PANELS = DASHBOARD["panels"]
+VARIABLES = {each["name"]: each for each in DASHBOARD["templating"]["list"]}
+
+
+def expressions() -> list[str]:
+    """Return everything in the dashboard that Prometheus evaluates."""
+    shown = [target["expr"] for panel in PANELS for target in panel["targets"]]
+    shown += [each["expr"] for each in DASHBOARD["annotations"]["list"]]
+    return [*shown, *(each["definition"] for each in VARIABLES.values() if each["type"] == "query")]
+
+
+def test_the_dashboard_shows_exactly_the_metrics_that_exist() -> None:
+    names = {name for each in expressions() for name in re.findall(r"\b(?:ray_)?raysgd_\w+", each)}
+    assert names == {f"ray_{name}" for name in GAUGES}, "the endpoint shows them with this prefix"
+    for each in expressions():
+        selectors = re.findall(
+            r"([A-Za-z_:][\w:]*)\s*[{\[]", each
+        )  # a metric has labels or a range in these expressions
+        assert set(selectors) <= names and re.search(r"ray_raysgd_\w+", each), each
+        assert each.count("(") == each.count(")") and each.count("{") == each.count("}")
+        assert set(re.findall(r"\$(\w+)", each)) <= {"trainer"}
+        assert set(re.findall(r"(\w+)\s*=~", each)) <= {"trainer"}, "the label of the gauges"
+
+
+def test_grafana_can_import_the_dashboard() -> None:
+    assert isinstance(DASHBOARD["title"], str) and re.fullmatch(r"[\w-]{1,40}", DASHBOARD["uid"])
+    assert DASHBOARD["schemaVersion"] >= 36 and "id" not in DASHBOARD, "Grafana gives it an id of its own"
+    assert VARIABLES["datasource"]["type"] == "datasource" and VARIABLES["datasource"]["query"] == "prometheus"
+    source = {"type": "prometheus", "uid": "${datasource}"}
+    users = [*PANELS, *DASHBOARD["annotations"]["list"], *(target for panel in PANELS for target in panel["targets"])]
+    assert all(each["datasource"] == source for each in [*users, VARIABLES["trainer"]])
+    assert len({panel["id"] for panel in PANELS}) == len(PANELS)
+    taken: set[tuple[int, int]] = set()
+    for panel in PANELS:
+        assert panel["type"] == "timeseries" and panel["title"] and panel["description"] and panel["targets"]
+        assert len({target["refId"] for target in panel["targets"]}) == len(panel["targets"])
+        assert panel["fieldConfig"]["defaults"]["unit"] in ("s", "short", "none", "percentunit")
+        place = panel["gridPos"]
+        cells = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
+        assert max(x for x, _ in cells) < 24 and not cells & taken, panel["title"]
+        taken |= cells

@@ -1,6 +1,7 @@
 """The TensorFlow trainer calls callbacks in the same way: with one result for each epoch of a call."""
 
 import io
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ pytest.importorskip("tensorflow")
 from raysgd import ConfigError, TFTrainer
 from raysgd.callbacks import EMA, Callback, GradientNormMonitor, LearningRateMonitor, ModelSummary, Throughput
 from tests.callbacks.recording import Heard
+from tests.callbacks.test_report import read
 from tests.tf.small import data_creator, model_creator
 
 
@@ -47,6 +49,17 @@ def test_throughput_and_summary_work_with_keras() -> None:
     assert result["samples_per_second"] > 0 and result["data_seconds"] + result["compute_seconds"] > 0
     assert "communication_seconds" not in result
     assert sum(row.parameters for row in summary.rows[0]) == parameters
+
+
+def test_report(tmp_path: Path) -> None:
+    with TFTrainer(model_creator, data_creator, {"fit_config": {"epochs": 3}}, callbacks=[Throughput()]) as trainer:
+        trainer.train()
+        trainer.validate()
+    page = read(trainer.report(tmp_path / "run.html"))
+    assert (page.charts["loss"], page.charts["samples per second, of each train()"]) == (4, 3)
+    assert len(page.table("rank")) == 1
+    seconds = sum(row["seconds"] for row in trainer.history.of("train"))
+    assert trainer.history._timeline.pace[-1][1] <= seconds, "no second counts twice"
 
 
 @pytest.mark.parametrize("refused", [EMA(), LearningRateMonitor(), GradientNormMonitor()])

@@ -1,4 +1,5 @@
-"""Links between pages have a text, because GitHub shows none for an empty one, and lead to a page and a section."""
+"""Links between pages have a text, because GitHub shows none for an empty one, and lead to a page and a section; pictures
+exist. A section has the same anchor on GitHub and on the site."""
 
 import ast
 import re
@@ -9,6 +10,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(p for p in (ROOT / "docs").rglob("*.md") if "_build" not in p.parts)])
 LINK = re.compile(r"\[(?P<text>[^][]*)\]\((?P<page>[^():#\s]*\.md)?(?:#(?P<section>[^()\s]+))?\)")
+PICTURE = re.compile(r"!\[[^]]*\]\((?P<a>[^):]+)\)|^```\{image\} (?P<b>\S+)|(?:src|srcset)=\"(?P<c>[^\":]+)\"", re.M)
+CARD = re.compile(r"(?m)^:link: (\S+)$")
 IMPORTED_AS = {"sklearn": "scikit-learn"}
 
 
@@ -17,9 +20,22 @@ def prose(page: Path) -> str:
 
 
 def sections(page: Path) -> set[str]:
-    """Return the anchors of a page's headings, as GitHub and the built pages name them."""
-    headings = re.findall(r"(?m)^#+ (.+)$", prose(page))
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    """Return the anchors of a page's headings, as GitHub and the built pages name them: repeated ones are numbered."""
+    slugs = [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings(page)]
+    before = [slugs[:number].count(slug) for number, slug in enumerate(slugs)]
+    return {f"{slug}-{count}" if count else slug for slug, count in zip(slugs, before, strict=True)}
+
+
+def headings(page: Path) -> list[str]:
+    return re.findall(r"(?m)^#+ (.+)$", prose(page))
+
+
+def missing_files(page: Path) -> list[str]:
+    """Return the pictures, and the pages of cards, that do not exist."""
+    text = page.read_text(encoding="utf-8")
+    named = [next(filter(None, picture.groups())) for picture in PICTURE.finditer(text)]
+    named += [f"{card}.md" for card in CARD.findall(text)]
+    return [name for name in named if not (page.parent / name).is_file()]
 
 
 def wrong_links(page: Path) -> list[str]:
@@ -38,6 +54,30 @@ def wrong_links(page: Path) -> list[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links(page: Path) -> None:
     assert not wrong_links(page)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_pictures_and_cards(page: Path) -> None:
+    assert not missing_files(page)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_site_has_the_anchors_of_github(page: Path) -> None:
+    """`wrong_links` knows GitHub's anchors; MyST must make the same of each title."""
+    slugify = pytest.importorskip("myst_parser.mdit_to_docutils.base").default_slugify
+    titles = [re.sub(r"\[([^]]*)\]\([^)]*\)|[`*]", r"\1", heading) for heading in headings(page)]
+    assert {slugify(title) for title in titles} <= sections(page)
+
+
+def test_missing_files_are_found(tmp_path: Path) -> None:
+    page = tmp_path / "a.md"
+    page.write_text('![x](b.png) ![y](a.md)\n```{image} c.svg\n```\n:link: d\n:link: a\n<img src="e.png">\n')
+    assert missing_files(page) == ["b.png", "c.svg", "e.png", "d.md"]
+
+
+def test_repeated_titles_are_numbered(tmp_path: Path) -> None:
+    (tmp_path / "a.md").write_text("# A\n## A\n## A\n")
+    assert sections(tmp_path / "a.md") == {"a", "a-1", "a-2"}
 
 
 def test_wrong_links_are_found(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from raysgd import ClusterError
+from raysgd import ClusterError, ConfigError
 from raysgd.workers import cluster, foreign
 
 
@@ -108,6 +108,14 @@ def test_an_error_of_ray_while_starting_says_what_to_do(monkeypatch: pytest.Monk
         cluster.ensure_cluster()
     for part in ("did not start on this machine", "timed out during startup", "too much other load", "ray.init(...)"):
         assert part in str(caught.value)
+
+
+def test_a_wrong_switch_is_named_before_ray_starts(monkeypatch: pytest.MonkeyPatch, init: list[Any]) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    monkeypatch.setenv("RAYSGD_FORK_WORKERS", "maybe")
+    with pytest.raises(ConfigError, match="RAYSGD_FORK_WORKERS is 'maybe'; it must be 0 or 1"):
+        cluster.ensure_cluster()
+    assert init == []
 
 
 def test_a_submitted_job_joins_its_cluster_without_a_probe(monkeypatch: pytest.MonkeyPatch, init: list[Any]) -> None:

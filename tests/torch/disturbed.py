@@ -230,8 +230,10 @@ class Group:
     def _regroup(self, change: Change) -> None:
         """Form a generation of those that are left and those that join. The most advanced state is that of all."""
         staying = [each for rank, each in enumerate(self.replicas) if rank not in change.victims]
-        for each in self.replicas:
+        for rank, each in enumerate(self.replicas):
             each._snapshots.wait()
+            if rank in change.victims:
+                each._snapshots.close()
         state = self._snapshot
         if staying:
             known = {str(number): each.progress for number, each in enumerate(staying)}
@@ -260,8 +262,8 @@ class Group:
         control.upload = self._keep
         return self._factory(rank_info, control)
 
-    def _keep(self, message: Any, body: Any) -> None:
-        self._snapshot = bytes(body)
+    def _keep(self, message: Any, *content: Any) -> None:
+        self._snapshot = b"".join(map(bytes, content))
 
     def _agree(self, order: Any, recipe: Any, *, first: bool) -> Any:
         """Return rank 0's order on all ranks."""

@@ -292,3 +292,53 @@ def test_a_counter_that_a_state_lacks_has_its_default() -> None:
         lacking = {key: value for key, value in complete["validation_began"].items() if key != "applied"}
         trainer.load_state_dict({**complete, "validation_began": lacking})
         assert trainer.state_dict()["validation_began"] == {**lacking, "applied": 0}
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["copies", "own load_state_dict"])
+def test_a_state_that_is_read_from_a_file_does_not_need_the_file_later(tmp_path: Path, own: bool) -> None:
+    class Subject(Line):
+        if own:
+
+            def load_state_dict(self, state_dict: Any) -> None:
+                pass
+
+    with inline(Subject) as trainer:
+        trainer.train(num_steps=2)
+        path = trainer.save(tmp_path / "line.pt")
+        steps = [trainer.train(num_steps=2) for _ in range(2)]
+        expected = weights(trainer)
+        trainer.load(path)
+        Path(path).write_bytes(bytes(Path(path).stat().st_size))  # the same file, and not another one of its name
+        assert [trainer.train(num_steps=2)["train_loss"] for _ in range(2)] == [each["train_loss"] for each in steps]
+        assert torch.equal(weights(trainer), expected)
+
+
+class Refusing(StepLR):
+    refuse = False
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        super().load_state_dict(state_dict)
+        if self.refuse:
+            raise RuntimeError("not this one")
+
+
+def test_models_stay_as_they_are_if_a_scheduler_refuses_its_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refusing(optimizer: Any) -> Refusing:
+        return Refusing(optimizer, 1, gamma=0.5)
+
+    arguments: dict[str, Any] = {"config": {"scheduler": refusing}, "scheduler_step_freq": "batch"}
+    with inline(Line, **arguments) as trainer, inline(Line, **arguments) as undisturbed:
+        for each in (trainer, undisturbed):
+            each.train(num_steps=1)
+        path = trainer.save(tmp_path / "line.pt")
+        for each in (trainer, undisturbed):
+            each.train(num_steps=1)
+        before = weights(trainer).clone()
+        monkeypatch.setattr(Refusing, "refuse", True)
+        with pytest.raises(CheckpointError, match="not this one"):
+            trainer.load(path)
+        assert torch.equal(weights(trainer), before)
+        assert trainer.train(num_steps=2)["train_loss"] == undisturbed.train(num_steps=2)["train_loss"]
+        assert torch.equal(weights(trainer), weights(undisturbed))

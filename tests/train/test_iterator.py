@@ -8,6 +8,7 @@ import pytest
 
 from raysgd.callbacks import Callback, CallResult, Run
 from raysgd.callbacks.base import TRACES
+from raysgd.core.policy import Recovery
 from raysgd.train.callbacks import make_callback_list
 from raysgd.train.iterator import TrainingIterator
 from raysgd.train.run import RoundResult
@@ -113,11 +114,12 @@ def test_a_callback_that_stops_training_ends_the_run(hook: str) -> None:
 def test_each_recovery_is_reported_once() -> None:
     heard, executor = Heard(), Executor([{}], [{}])
     rounds = follow(executor, heard)
-    executor.recoveries_of_run = ["first"]
+    first, second = (Recovery(reason, (1,), 2, 1, True, 0, 0.1) for reason in ("first", "second"))
+    executor.recoveries_of_run = [first]
     rounds.next_round()
-    executor.recoveries_of_run = ["first", "second"]
+    executor.recoveries_of_run = [first, second]
     rounds.next_round()
-    assert heard.named("recovery") == ["first", "second"]
+    assert [each.reason for each in heard.named("recovery")] == ["first", "second"]
 
 
 def test_a_stop_iteration_from_the_function_does_not_end_the_rounds() -> None:

@@ -69,10 +69,11 @@ class SaveHandle:
 
 
 class Checkpoints:
-    """Owns the saves that are still running. The workers, or files, have everything else."""
+    """Owns the saves that are still running. The workers, or files, have everything else. `on_saved` is called when a
+    checkpoint is complete, by any thread."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine, on_saved: Callable[[], None]) -> None:
+        self._engine, self._on_saved = engine, on_saved
         self._running: list[SaveHandle] = []
 
     # -- save -----------------------------------------------------------------------------------------
@@ -87,11 +88,16 @@ class Checkpoints:
             self._send_to(destination, blocking=blocking)
             if blocking:
                 destination.done.result()
+                self._on_saved()
                 return locations.text_of(where)
         except BaseException as error:
             _abandon(destination, error)
             raise
+        return self._handle(where, destination)
+
+    def _handle(self, where: locations.Place, destination: Destination | ShardedSave) -> SaveHandle:
         handle = SaveHandle(where, destination)
+        destination.done.add_done_callback(lambda done: None if done.exception() else self._on_saved())
         self._running.append(handle)
         return handle
 
@@ -165,14 +171,13 @@ class Checkpoints:
             written = self._engine.run(Job(call, prepare=prepare))[-1].values
             if blocking:
                 save.complete({name: entry for files in written for name, entry in files.items()})
+                self._on_saved()
                 return locations.text_of(where)
             save.complete_later()
         except BaseException as error:
             save.close(error)
             raise
-        handle = SaveHandle(where, save)
-        self._running.append(handle)
-        return handle
+        return self._handle(where, save)
 
     # -- load -----------------------------------------------------------------------------------------
 

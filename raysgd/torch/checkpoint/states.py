@@ -15,6 +15,7 @@ import numpy
 import torch
 
 from raysgd.errors import CheckpointError
+from raysgd.torch import foreign
 from raysgd.torch.checkpoint.files import SeenFile, UnseenError, opened
 from raysgd.torch.checkpoint.zip_scan import needs_trust
 from raysgd.torch.fsdp import placed, placed_optimizer
@@ -29,12 +30,15 @@ __all__ = [
     "dump_given",
     "foreign_types",
     "gather",
+    "loads_models_by_copying",
     "parse",
     "peek",
     "random_state",
     "read",
     "restore",
+    "restore_models",
     "restore_random",
+    "restore_rest",
     "scaler_of",
     "seed_generators",
     "set_random",
@@ -44,6 +48,7 @@ __all__ = [
 
 FORMAT = "raysgd-torch"
 VERSION = 1
+OPEN_FILES = "/proc/self/fd"
 NOT_OURS = "not a checkpoint of raysgd"
 
 
@@ -81,6 +86,8 @@ def copied(value: Any) -> Any:
         return value.detach().to("cpu", copy=True)
     if isinstance(value, dict):
         return {key: copied(each) for key, each in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(copied, value))
     if isinstance(value, (list, tuple)):
         return type(value)(copied(each) for each in value)
     return copy.deepcopy(value)
@@ -118,15 +125,24 @@ def parse(data: Any, *, trusted: bool) -> dict[str, Any]:
     return shaped(state)
 
 
-def read(file: SeenFile, *, trusted: bool) -> dict[str, Any]:
-    """Return the state in a file. Raise `UnseenError` if it cannot be read here: then `parse` reads it, or raises the
-    reason."""
+def read(file: SeenFile, *, trusted: bool, map_models: bool) -> dict[str, Any]:
+    """Return the state in a file. With `map_models`, the tensors of the models are read from the file when they are used.
+    Raise `UnseenError` if the file cannot be read here: then `parse` reads it, or raises the reason."""
     with file.opened() as content:
+        # The path of the open file, because the name in the folder could be given to another file.
+        path = f"{OPEN_FILES}/{content.fileno()}"
+        mapped: dict[str, Any] = {"f": path, "mmap": True} if map_models and os.path.exists(path) else {"f": content}
         try:
-            state = torch.load(content, map_location="cpu", weights_only=not trusted)
+            state = shaped(torch.load(**mapped, map_location="cpu", weights_only=not trusted))
+        except CheckpointError:
+            raise
         except Exception as error:
             raise UnseenError(f"{file.path} cannot be read here ({error})") from error
-    return shaped(state)
+    return (
+        {name: value if name == "models" else copied(value) for name, value in state.items()}
+        if "mmap" in mapped
+        else state
+    )
 
 
 def peek(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -177,11 +193,31 @@ def completed(saved: Any, optimizer: Any) -> Any:
     return {**saved, "param_groups": [{**here, **there} for here, there in pairs]}
 
 
+def loads_models_by_copying(operator: TrainingOperator) -> bool:
+    """Return whether loading the checked state of the models copies tensors and does nothing else. Then it cannot fail, and
+    the rest of the state can be loaded before."""
+    parts = operator._parts
+    own = type(operator).load_state_dict is not TrainingOperator.load_state_dict  # it may need the models' new state
+    usual = all(map(foreign.loads_by_copying, parts.models)) and all(
+        map(foreign.loads_without_parameters, parts.optimizers)
+    )
+    return usual and not own and parts.shards is None
+
+
 def restore(operator: TrainingOperator, state: dict[str, Any]) -> None:
     """Load a checked state into the operator."""
-    parts, precision = operator._parts, operator._precision
+    restore_models(operator, state)
+    restore_rest(operator, state)
+
+
+def restore_models(operator: TrainingOperator, state: dict[str, Any]) -> None:
+    parts = operator._parts
     for model, saved in zip(parts.models, state["models"], strict=True):
         model.load_state_dict(saved if parts.shards is None else placed(saved, model.state_dict()))
+
+
+def restore_rest(operator: TrainingOperator, state: dict[str, Any]) -> None:
+    parts, precision = operator._parts, operator._precision
     for optimizer, saved in zip(parts.optimizers, state["optimizers"], strict=True):
         optimizer.load_state_dict(placed_optimizer(completed(saved, optimizer), optimizer))
     for scheduler, saved in zip(parts.schedulers, state.get("schedulers") or [], strict=True):

@@ -50,10 +50,11 @@ def on_all_ranks(ranks: int) -> Iterator[None]:
 
 
 @contextmanager
-def undone_unless_all_succeed(replica: TorchReplica) -> Iterator[None]:
+def undone_unless_all_succeed(replica: TorchReplica, *, models: bool) -> Iterator[None]:
     """Undo the load in this block if it fails on any rank. Then raise CheckpointError on all ranks. Meanwhile, keep a copy
-    of what a load changes, but not of an optimizer's tensors, because loading replaces them."""
-    undo = _steps_to_undo(replica)
+    of what the block changes: of the models only if it loads them, and not of an optimizer's tensors, because loading
+    replaces them."""
+    undo = _steps_to_undo(replica, models=models)
     try:
         with on_all_ranks(replica.operator.world_size):
             yield
@@ -68,7 +69,7 @@ def undone_unless_all_succeed(replica: TorchReplica) -> Iterator[None]:
         raise
 
 
-def _steps_to_undo(replica: TorchReplica) -> ExitStack:
+def _steps_to_undo(replica: TorchReplica, *, models: bool) -> ExitStack:
     """Return the steps that restore the present state: the last one first, and also those after one that fails."""
     operator, steps = replica.operator, ExitStack()
     parts, precision = operator._parts, operator._precision
@@ -103,7 +104,7 @@ def _steps_to_undo(replica: TorchReplica) -> ExitStack:
             steps.callback(_refill, vars(optimizer), dict(vars(optimizer)))
         else:
             keep(optimizer)
-    for model in parts.models:
+    for model in parts.models if models else ():
         steps.callback(model.load_state_dict, _kept_model(model.state_dict()))
     return steps
 

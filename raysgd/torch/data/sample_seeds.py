@@ -20,7 +20,7 @@ __all__ = ["SampleSeeds", "seeded_for"]
 
 
 class SampleSeeds(Dataset[Any]):
-    """A map-style data set whose random numbers depend on `seed`, the epoch and the sample's index alone.
+    """The map-style data set `dataset`, whose random numbers depend on `seed`, the epoch and the sample's index alone.
 
         DataLoader(SampleSeeds(images, seed=0), batch_size=32, shuffle=True, num_workers=4)
 
@@ -43,6 +43,7 @@ class SampleSeeds(Dataset[Any]):
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
 
     def set_epoch(self, epoch: int) -> None:
+        """Set the `epoch` on which the random numbers depend."""
         self._epoch.fill_(epoch)
         if callable(inner := getattr(self.dataset, "set_epoch", None)):
             inner(epoch)

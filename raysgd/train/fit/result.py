@@ -44,7 +44,8 @@ class Result:
 
     @classmethod
     def from_path(cls, path: str | Path | Uri, *, trusted: bool = False) -> Result:
-        """Return the result of a run of `fit()` so far, from its files. This runs no code from them. `trusted` applies
+        """Return the result of the run of `fit()` at `path` so far, from its files. This runs no code from them.
+        `trusted` applies
         to its checkpoints."""
         where = place(path)
         past = StoredRun.read(where)
@@ -99,7 +100,7 @@ class Result:
         return self.return_values[0] if self.return_values else None
 
     def get_best_checkpoint(self, metric: str, mode: Literal["min", "max"]) -> Checkpoint | None:
-        """Return the stored checkpoint with the best value of a reported metric."""
+        """Return the stored checkpoint with the best value of a reported `metric`. `mode` is "min" or "max"."""
         if mode not in ("min", "max"):
             raise ConfigError(f"mode must be 'min' or 'max', got {mode!r}")
         sign = 1 if mode == "max" else -1

@@ -131,7 +131,7 @@ def _check_num_workers(count: Any) -> None:
 @reject_unknown(fail_fast="an error in the function always ends the run")
 @dataclass(frozen=True)
 class FailureConfig:
-    """How many worker failures a run survives; -1: any number. An error in the function itself is never retried."""
+    """A run survives `max_failures` worker failures; -1: any number. An error in the function itself is never retried."""
 
     max_failures: int = 3
 
@@ -200,7 +200,7 @@ class CheckpointConfig:
 @dataclass(frozen=True)
 class CheckpointStrategy(CheckpointConfig):
     """A `CheckpointConfig` under the name that `Trainer.run(checkpoint_strategy=...)` uses. Both classes are accepted
-    everywhere."""
+    everywhere. `num_to_keep` and `checkpoint_score_order` are the same; `checkpoint_score_attribute` is the time by default."""
 
     checkpoint_score_attribute: str | None = TIMESTAMP
 

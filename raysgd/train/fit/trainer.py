@@ -62,6 +62,16 @@ class DataParallelTrainer:
         result = trainer.fit()
         print(result.metrics, result.checkpoint)
 
+    train_loop_per_worker   a function without parameters, or with one for the config; each worker calls it
+    train_loop_config       the config
+    scaling_config          a `ScalingConfig`: the workers
+    run_config              a `RunConfig`: where the run is stored, what is kept, and callbacks
+    backend_config          a `BackendConfig`; the subclasses of this class preset it
+    datasets                Ray Datasets by name, for `train.get_dataset_shard(name)`
+    dataset_config          a `DataConfig`: which of them are divided among the workers
+    metadata                plain JSON, which is added to the metadata of each checkpoint
+    resume_from_checkpoint  what `train.get_checkpoint()` returns at first
+
     It holds only settings: workers exist only during `fit()`. Subclass it to preset the loop or the backend.
     """
 
@@ -225,7 +235,7 @@ class DataParallelTrainer:
 
     @staticmethod
     def can_restore(path: str | Path | Uri) -> bool:
-        """Return whether there is a run of `fit()` that can be resumed."""
+        """Return whether there is a run of `fit()` at `path` that can be resumed."""
         return can_restore(place(path))
 
     @classmethod
@@ -236,8 +246,9 @@ class DataParallelTrainer:
         train_loop_config: Mapping[str, Any] | None = None,
         **overrides: Any,
     ) -> T:
-        """Return the trainer of a run that was interrupted or failed. Its `fit()` resumes from the newest stored
-        checkpoint, in the same directory. Every argument can be overridden, the function too. Datasets must be passed
+        """Return the trainer of the run at `path`, which was interrupted or failed. Its `fit()` resumes from the newest stored
+        checkpoint, in the same directory. Every argument can be overridden, `train_loop_per_worker` and
+        `train_loop_config` too. Datasets must be passed
         again, and callbacks are not restored. The settings are pickled, so restore only runs that you trust."""
         named = {"train_loop_per_worker": train_loop_per_worker, "train_loop_config": train_loop_config}
         overrides |= {name: value for name, value in named.items() if value is not None}

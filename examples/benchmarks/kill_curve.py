@@ -1,0 +1,104 @@
+"""Samples per second before, while and after one worker of three is killed in mid-epoch, for raysgd and its peers.
+
+    python examples/benchmarks/kill_curve.py
+
+It reads the same notes of steps as recovery.py. A sample is repeated if it belongs to a part of the epoch that had
+been done before the kill, which a restart from the last checkpoint does again; repeated samples are counted apart.
+"""
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import traces
+from recovery import CASES, Case, kill_in, newcomers_first_step
+from recovery import told as reason
+from report import claim_stdout, emit
+
+COLUMNS = ("contender", "workers", "before", "still_s", "repeated_samples", "note")
+SHOWN = {"raysgd, in place": "raysgd", "Ray Train v2, elastic": "Ray Train v2", "torchrun": "torchrun"}
+BATCH_SIZE = 8  # what kill_in sets
+BIN_S = 0.25
+
+
+def curve(steps: Sequence[traces.Step], killed_at: float, redone: int, epoch: int, bins: range) -> dict[str, Any]:
+    """New and repeated samples per second in each bin, which is named by where it begins after the kill. Of what each
+    rank does after the kill in the `epoch` of the kill, the first `redone` steps are repeated."""
+    new, repeated, again = Counter[int](), Counter[int](), Counter[int]()
+    for step in steps:
+        number = int((step.at - killed_at) // BIN_S)
+        if step.at > killed_at and step.epoch == epoch and again[step.rank] < redone:
+            again[step.rank] += 1
+            repeated[number] += 1
+        else:
+            new[number] += 1
+    return {
+        "bin_s": BIN_S,
+        "from_s": [number * BIN_S for number in bins],
+        "new_per_s": [new[number] * BATCH_SIZE / BIN_S for number in bins],
+        "repeated_per_s": [repeated[number] * BATCH_SIZE / BIN_S for number in bins],
+    }
+
+
+def row(case: Case, steps: Sequence[traces.Step], victim: traces.Step, killed_at: float, bins: range) -> dict[str, Any]:
+    """A peer begins the epoch again, so all steps that its rank 0 had done of it are repeated; raysgd continues."""
+    before = [step for step in steps if step.at <= killed_at]
+    in_place = case.script == "with_raysgd.py"
+    redone = 0 if in_place else sum((step.rank, step.epoch) == (0, victim.epoch) for step in before)
+    drawn = curve(steps, killed_at, redone, victim.epoch, bins)
+    after = [step for step in steps if step.at > killed_at]
+    calm = [rate for start, rate in zip(drawn["from_s"], drawn["new_per_s"], strict=True) if start < -BIN_S]
+    if in_place:  # the pause in which the replacement joins is not the one that the failure makes
+        after = [step for step in after if step.at < newcomers_first_step(list(steps), killed_at) - 1.0]
+    return {
+        "contender": SHOWN[case.name],
+        "workers": case.workers,
+        "before": round(sum(calm) / len(calm), 1),
+        "still_s": round(traces.longest_gap([before[-1], *after], within_epochs=True), 3),
+        "repeated_samples": redone * case.workers * BATCH_SIZE,
+        **drawn,
+    }
+
+
+def measured(case: Case, steps: int, step_s: float, epochs: int, bins: range) -> dict[str, Any]:
+    if case.missing():
+        return {"contender": SHOWN[case.name], "note": f"not installed: {', '.join(case.missing())}"}
+    case = Case(case.name, case.script, case.workers, {**case.extra, "EPOCHS": str(epochs)}, case.torchrun)
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            victim, killed_at, _ = kill_in(folder, case, steps, step_s)
+        except (RuntimeError, TimeoutError, subprocess.TimeoutExpired) as error:
+            if case.script == "with_raysgd.py":
+                raise
+            return {"contender": SHOWN[case.name], "note": f"failed: {reason(error)}"}
+        return row(case, traces.read(folder), victim, killed_at, bins)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=600, help="batches of each worker in an epoch")
+    parser.add_argument("--step-s", type=float, default=0.005, help="rest in each step")
+    parser.add_argument("--epochs", type=int, default=8)
+    parser.add_argument("--before-s", type=float, default=2.0, help="seconds shown before the kill")
+    parser.add_argument("--after-s", type=float, default=30.0, help="seconds shown after it")
+    parser.add_argument("--contenders", nargs="+", choices=[*SHOWN.values()], default=[*SHOWN.values()])
+    parser.add_argument("--smoke", action="store_true", help="raysgd alone, two short epochs")
+    args = parser.parse_args()
+    out = claim_stdout()
+    cases = [case for case in CASES if SHOWN.get(case.name) in args.contenders]
+    if args.smoke:
+        args.steps, args.epochs, args.before_s, args.after_s, cases = 200, 2, 0.5, 2.0, cases[:1]
+    bins = range(int(-args.before_s / BIN_S), int(args.after_s / BIN_S))
+    rows = []
+    for case in cases:
+        rows.append(measured(case, args.steps, args.step_s, args.epochs, bins))
+        print({name: rows[-1].get(name) for name in COLUMNS}, file=sys.stderr)
+    emit(out, "kill_curve", vars(args), rows, COLUMNS)
+
+
+if __name__ == "__main__":
+    main()

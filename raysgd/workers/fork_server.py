@@ -1,0 +1,202 @@
+"""Start workers on this machine as forks of a process that has imported their framework. Driver.
+
+Of the three seconds of CPU time that a worker needs until its first step, importing torch takes two. Ray starts a script of
+this module instead of an interpreter for a worker. It passes its arguments, environment, working directory, priority and
+standard streams to the fork server, and exits; the fork runs the same script of Ray that the interpreter would have run. From
+there on nothing differs: the worker is a process of its own, imports Ray, registers with the raylet, and can be killed.
+
+The script runs an interpreter if the server has ended, and for all other processes of Ray."""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import importlib
+import json
+import logging
+import os
+import runpy
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from raysgd.config import flag_from_environment
+from raysgd.errors import described
+from raysgd.storage.durable import own_folder
+from raysgd.workers.processes import LocalProcess
+
+__all__ = ["FORK_WORKERS", "main", "start_fork_server"]
+
+logger = logging.getLogger("raysgd")
+
+FORK_WORKERS = "RAYSGD_FORK_WORKERS"
+REPLICAS = {"torch": "raysgd.torch.replica", "tensorflow": "raysgd.tf.replica"}
+LOOK_S = 0.2
+# Of machines with GPUs, also of Windows' Linux and of Jetsons.
+GPUS = ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dxg", "/dev/nvhost-gpu", "/dev/nvgpu")
+OOM_SCORE = "/proc/self/oom_score_adj"  # Ray lets the kernel end workers before other processes
+# Linux reads at most so many bytes of a script's first line, which cannot have spaces in the path.
+FIRST_LINE_BYTES = 120
+# The first folder of `sys.path` would be the working directory, in which others may write.
+SERVER = "import sys; sys.path[0] = sys.argv[1]; from raysgd.workers.fork_server import main; main()"
+IN_BACKGROUND = ("/bin/sh", "-c", '"$@" &', "sh")
+PARENT_OF_RAYSGD = str(Path(__file__).resolve().parents[2])
+HEAD = struct.Struct("!QQ")  # the bytes of a request, and the process that started the script
+# Without the site module, this takes 15 ms.
+LAUNCHER = """#!{python} -IS
+import json, os, resource, socket, struct, sys
+ARGUMENTS = sys.argv[1:]
+IS_WORKER = ARGUMENTS[:1] and ARGUMENTS[0].endswith("default_worker.py")
+def is_forked():
+    if not IS_WORKER:
+        return False
+    with socket.socket(socket.AF_UNIX) as server:
+        try:
+            server.connect({address!r})
+            limits = {{name: resource.getrlimit(getattr(resource, name)) for name in dir(resource) if name.startswith("RLIMIT_")}}
+            score = open({score!r}).read()
+            request = json.dumps([ARGUMENTS, dict(os.environ), os.getcwd(), os.nice(0), limits, score]).encode()
+            socket.send_fds(server, [struct.pack("{head}", len(request), os.getppid())], [0, 1, 2])
+            server.sendall(request)
+            return server.recv(1) == b"1"  # once the server has imported everything
+        except OSError:
+            return False
+if not is_forked():
+    os.execv({python!r}, [{python!r}, *ARGUMENTS])
+"""
+
+
+def start_fork_server() -> str:
+    """Start a process that imports what workers need of the frameworks that this process has imported, and then forks. It ends
+    with this one. Return the script that Ray has to start instead of an interpreter; "" if workers cannot be forked here:
+    without Linux, and with GPUs, because a process that was forked cannot use CUDA if an import of its parent has."""
+    modules = [replica for framework, replica in REPLICAS.items() if framework in sys.modules]
+    allowed = flag_from_environment(FORK_WORKERS, default=True)
+    if not (allowed and modules and sys.platform == "linux") or any(map(glob.glob, GPUS)):
+        return ""
+    parent, python = Path(tempfile.gettempdir()), sys.executable
+    if " " in python or len(python) > FIRST_LINE_BYTES or os.statvfs(parent).f_flag & os.ST_NOEXEC:
+        return ""
+    folder: Path | None = None
+    try:
+        folder = own_folder(parent, "raysgd-forks")
+        return _start(folder, python, modules)
+    except (OSError, subprocess.SubprocessError) as error:  # for example because the path of the socket is too long
+        logger.info("each worker starts from an interpreter of its own: %s", described(error))
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+        return ""
+
+
+def _start(folder: Path, python: str, modules: Sequence[str]) -> str:
+    launcher = folder / "python"
+    values = {"python": python, "address": str(folder / "socket"), "head": HEAD.format, "score": OOM_SCORE}
+    launcher.write_text(LAUNCHER.format(**values))
+    launcher.chmod(0o700)
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(folder / "socket"))
+        server.listen(64)  # now, so that workers wait for the imports instead of repeating them
+        command = [*IN_BACKGROUND, python, "-c", SERVER, PARENT_OF_RAYSGD]
+        # The shell ends at once, so that the server is no child of this process, which would have to wait for its end.
+        subprocess.run(
+            [*command, str(folder), str(server.fileno()), str(os.getpid()), *modules],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            env={
+                "OPENBLAS_NUM_THREADS": "1",
+                **os.environ,
+            },  # which NumPy reads once; Ray sets OMP_NUM_THREADS for each worker
+            pass_fds=[server.fileno()],
+            check=True,
+        )
+    return str(launcher)
+
+
+def serve(server: socket.socket, driver: LocalProcess, folder: str) -> None:
+    """Fork for each request, until the driver or its raylet has ended. Return in the forks, which then are workers."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel removes children that ended
+    server.settimeout(LOOK_S)
+    raylet = driver  # until it is known
+    while not (driver.ended or raylet.ended):
+        try:
+            connection, _ = server.accept()
+        except TimeoutError:
+            continue
+        with connection:
+            head, descriptors, _, _ = socket.recv_fds(connection, HEAD.size, 3)
+            if len(head) == HEAD.size and len(descriptors) == 3:
+                length, starter = HEAD.unpack(head)
+                if raylet is driver:
+                    raylet = LocalProcess(starter)
+                if os.fork() == 0:
+                    server.close()
+                    _become(connection, length, descriptors)
+                    return
+            for each in descriptors:
+                os.close(each)
+    shutil.rmtree(folder, ignore_errors=True)
+    sys.exit()
+
+
+def worker_paths(
+    script: str, environment: Mapping[str, str], own: Sequence[str], own_environment: Mapping[str, str]
+) -> list[str]:
+    """Return what an interpreter would have as `sys.path` for this script and environment. The first of the server's own
+    paths is the parent of raysgd, which can be among the others as well."""
+    theirs, inherited = (each.get("PYTHONPATH", "").split(os.pathsep) for each in (environment, own_environment))
+    installed = [path for path in own[1:] if path not in inherited]
+    return [os.path.dirname(script), *filter(None, theirs), *installed]
+
+
+def _become(connection: socket.socket, length: int, descriptors: list[int]) -> None:
+    """Give this process the arguments, environment, folder, priority and streams that the raylet gave to the script."""
+    import resource  # Windows has none
+
+    for ignored in (signal.SIGCHLD, signal.SIGQUIT):  # the shell lets a process in the background ignore the latter
+        signal.signal(ignored, signal.SIG_DFL)
+    with connection.makefile("rb") as stream:
+        arguments, environment, folder, priority, limits, score = json.loads(stream.read(length))
+    os.setsid()
+    os.nice(priority - os.nice(0))
+    for name, limit in limits.items():  # Ray has raised some of the raylet's
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(getattr(resource, name), limit)
+    with contextlib.suppress(OSError):
+        Path(OOM_SCORE).write_text(score)
+    for number, descriptor in enumerate(descriptors):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    sys.path[:] = worker_paths(arguments[0], environment, sys.path, os.environ)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    sys.argv = arguments
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()  # or all forks would draw the same numbers
+    connection.sendall(b"1")
+    connection.close()
+
+
+def main() -> None:
+    """Import modules, and run the script of a worker in each fork."""
+    folder, descriptor, driver, *modules = sys.argv[2:]
+    try:
+        for module in modules:
+            importlib.import_module(module)
+        if "torch" in sys.modules:
+            importlib.import_module("torch._dynamo")  # the first optimizer imports it
+    except Exception as error:  # the workers, which then are started, raise it again
+        sys.exit(
+            f"raysgd starts each worker from an interpreter of its own, because an import failed: {described(error)}"
+        )
+    if "ray" in sys.modules:
+        sys.exit("Ray was imported too early: it reads a worker's variables then")
+    serve(socket.socket(fileno=int(descriptor)), LocalProcess(int(driver)), folder)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # the server ignores it: Ctrl-C is for the driver
+    runpy.run_path(sys.argv[0], run_name="__main__")

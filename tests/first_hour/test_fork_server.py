@@ -1,0 +1,151 @@
+"""The workers of a cluster that raysgd starts are forks of a process that has imported torch, and behave like others."""
+
+import json
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raysgd.workers import fork_server
+from tests.background import Background
+
+ROOT = Path(__file__).resolve().parents[2]
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="workers are forked on Linux only")
+
+TRAINING = """
+import json, os, signal, sys, time
+os.environ.pop("OMP_NUM_THREADS", None)
+import numpy as np
+import torch
+from torch import nn
+
+from raysgd import TorchTrainer, TrainingOperator
+from raysgd.train import Trainer
+
+class Facts(TrainingOperator):
+    def setup(self, config):
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        self.model, self.optimizer, self.criterion = self.register(models=model, optimizers=optimizer, criterion=nn.MSELoss())
+        data = torch.utils.data.TensorDataset(torch.arange(64.0)[:, None] / 64, torch.ones(64, 1))
+        self.register_data(train_loader=torch.utils.data.DataLoader(data, batch_size=4))
+
+    def facts(self):
+        weights = [value.tolist() for value in self.model.state_dict().values()]
+        numbers = dict(pid=os.getpid(), parent=os.getppid(), session=os.getsid(0), drawn=int(np.random.randint(1 << 30)))
+        texts = dict(command=sys.orig_argv[2], executable=sys.executable, folder=os.getcwd(), mine=os.environ.get("MINE"))
+        interrupt, threads = repr(signal.getsignal(signal.SIGINT)), torch.get_num_threads()
+        def files(process):
+            return [line.split()[3] for line in open(f"/proc/{process}/limits") if line.startswith("Max open files")]
+
+        limits = files("self") == files(os.environ["RAY_RAYLET_PID"]), open("/proc/self/oom_score_adj").read().strip()
+        return dict(**numbers, limits=limits, **texts, paths=sys.path, threads=threads, interrupt=interrupt, weights=weights)
+
+os.environ["MINE"] = "set by the script"
+with TorchTrainer(training_operator_cls=Facts, num_workers=2) as trainer:
+    trainer.train()
+    first = trainer.apply_all_operators(Facts.facts)
+    os.kill(first[0]["pid"], signal.SIGKILL)
+    while len(trainer.recoveries) < 2:  # the failure, and the replacement worker that joins
+        samples = trainer.train()["num_samples"]
+    second = trainer.apply_all_operators(Facts.facts)
+functions = Trainer("torch", num_workers=2)
+functions.start()
+threads = functions.run(lambda: torch.get_num_threads())
+functions.shutdown()
+import ray
+ray.shutdown()
+server = f"/proc/{first[0]['parent']}"
+until = time.monotonic() + 60
+while os.path.exists(server) and time.monotonic() < until:
+    time.sleep(0.1)
+print("FACTS", json.dumps([first, second, samples, threads, os.path.exists(server), os.listdir(os.environ["TMPDIR"])]))
+"""
+
+
+def train(background: Background) -> dict[str, Any]:
+    """Run the script, which starts a cluster of its own, with a folder for temporary files of its own."""
+    folder = background.folder()
+    done = background.run(
+        *("-c", TRAINING),
+        folder=folder,
+        RAYSGD_FORK_WORKERS="1",
+        TMPDIR=str(folder),
+        PYTHONPATH=str(ROOT),  # without the interpreter of `forked_workers.py`
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("FACTS ")]
+    assert done.returncode == 0 and lines, done.stderr
+    names = ("first", "second", "samples", "threads", "left", "files")
+    return {**dict(zip(names, json.loads(lines[0][6:]), strict=True)), "folder": str(folder)}
+
+
+@linux
+@pytest.mark.script(run=train)
+def test_a_worker_that_is_forked_is_like_one_that_is_started(outcome: Any) -> None:
+    run = outcome()
+    for each in [*run["first"], *run["second"]]:
+        assert "raysgd.workers.fork_server" in each["command"]  # of the process that it was forked from
+        assert os.path.realpath(each["executable"]) == os.path.realpath(sys.executable)
+        assert each["session"] == each["pid"] and each["folder"] == run["folder"]
+        assert each["mine"] == "set by the script" and each["threads"] == 1
+        assert "SIG_IGN" not in each["interrupt"]
+        assert each["limits"] == [True, "1000"], "limits of open files, and what Ray tells the kernel"
+        assert any(path.endswith("ray/_private/workers") for path in each["paths"])
+    for facts in (run["first"], run["second"]):
+        assert facts[0]["drawn"] != facts[1]["drawn"], "two ranks draw the same random numbers"
+        assert facts[0]["weights"] == facts[1]["weights"]
+    assert (
+        len({each["pid"] for each in [*run["first"], *run["second"]]}) == 3
+    )  # one survivor, and one replacement worker
+    assert run["samples"] == 64
+    assert run["threads"] == [1, 1]  # of workers that have one CPU, and a library that was loaded for all
+    assert not run["left"], "the server did not end with its cluster"
+    assert not [name for name in run["files"] if name.startswith("raysgd-forks")]
+
+
+def test_nothing_is_forked_without_a_framework_or_where_it_is_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(fork_server.FORK_WORKERS, "0")
+    assert fork_server.start_fork_server() == ""
+    monkeypatch.setenv(fork_server.FORK_WORKERS, "1")
+    monkeypatch.setattr(fork_server, "REPLICAS", {"not_imported": "nor.this"})
+    assert fork_server.start_fork_server() == ""
+
+
+@linux
+def test_an_interpreter_starts_if_the_server_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(fork_server.FORK_WORKERS, "1")
+    monkeypatch.setattr("tempfile.tempdir", os.environ["RAY_TMPDIR"])  # the path of a socket must be short
+    monkeypatch.setattr(
+        fork_server, "REPLICAS", {"sys": "no_such_module"}
+    )  # the server fails with its imports, and ends
+    launcher = Path(fork_server.start_fork_server())
+    assert stat.S_IMODE(launcher.parent.stat().st_mode) == 0o700
+    script = tmp_path / "default_worker.py"
+    script.write_text("import sys; print(sys.argv[1:], sys.flags.isolated)")
+    for name in (script, tmp_path / "another.py"):
+        name.write_text(script.read_text())
+        ran = subprocess.run([launcher, name, "a b", "--c"], capture_output=True, text=True, timeout=60, check=True)
+        assert ran.stdout == "['a b', '--c'] 0\n"
+
+
+def test_paths_of_a_worker_where_raysgd_is_installed_beside_ray() -> None:
+    own = ["/site-packages", "/servers", "/lib/python3", "/site-packages"]
+    paths = fork_server.worker_paths(
+        "/site-packages/ray/default_worker.py", {"PYTHONPATH": "/theirs:"}, own, {"PYTHONPATH": "/servers"}
+    )
+    assert paths == ["/site-packages/ray", "/theirs", "/lib/python3", "/site-packages"]
+
+
+@linux
+def test_a_socket_that_cannot_be_made_costs_the_forks_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    long = tmp_path / ("long" * 30)
+    long.mkdir()
+    monkeypatch.setenv(fork_server.FORK_WORKERS, "1")
+    monkeypatch.setattr("tempfile.tempdir", str(long))
+    assert fork_server.start_fork_server() == ""
+    assert not list(long.iterdir())

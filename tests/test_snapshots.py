@@ -1,0 +1,110 @@
+"""Snapshots are uploaded on one thread: the newest always, and older ones only if there is time."""
+
+import logging
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from raysgd.core.messages import SnapshotUpload
+from raysgd.core.progress import Control, Progress
+from raysgd.training import snapshots
+from raysgd.training.snapshots import Snapshotter
+
+
+class Driver:
+    """Receives uploads, each after `allow` was called once for it."""
+
+    def __init__(self) -> None:
+        self.allowed, self.begun = threading.Semaphore(0), threading.Semaphore(0)
+        self.received: list[tuple[int, bytes]] = []
+        self.control = Control(lambda *report: None)
+        self.control.upload = self.upload
+        self.fails = False
+
+    def upload(self, message: SnapshotUpload, *content: Any) -> None:
+        self.begun.release()
+        self.allowed.acquire()
+        if self.fails:
+            raise ConnectionError("the driver has ended")
+        self.received.append((message.call, b"".join(content)))
+
+
+@pytest.fixture
+def driver() -> Driver:
+    return Driver()
+
+
+@pytest.fixture
+def uploads(driver: Driver) -> Iterator[Snapshotter]:
+    uploads = Snapshotter("epoch", driver.control)
+    yield uploads
+    for _ in range(10):
+        driver.allowed.release()
+    uploads.close()
+
+
+def send(uploads: Snapshotter, call: int, size: int = 1) -> None:
+    uploads.send(SnapshotUpload(Progress(), call), [b"x" * size, b"y"])
+
+
+def test_training_does_not_wait_and_the_newest_is_uploaded_after_the_first(
+    driver: Driver, uploads: Snapshotter
+) -> None:
+    send(uploads, 1)
+    driver.begun.acquire()
+    for call in (2, 3, 4):
+        uploads.wait_for_room()
+        send(uploads, call)
+    driver.allowed.release(2)
+    uploads.wait()
+    assert driver.received == [(1, b"xy"), (4, b"xy")]
+
+
+def test_a_large_one_is_waited_for_before_the_next_is_taken(driver: Driver, uploads: Snapshotter) -> None:
+    send(uploads, 1, size=snapshots.SMALL)
+    driver.begun.acquire()
+    waited = threading.Thread(target=uploads.wait_for_room)
+    waited.start()
+    waited.join(0.1)
+    assert waited.is_alive()
+    driver.allowed.release()
+    waited.join(60)
+    assert not waited.is_alive() and len(driver.received) == 1
+
+
+def test_a_wait_has_a_limit_and_one_thread_serves_all(driver: Driver, uploads: Snapshotter) -> None:
+    uploads.wait()  # nothing was sent
+    for call in (1, 2, 3):
+        send(uploads, call)
+        first = uploads._thread
+        driver.begun.acquire()
+        uploads.wait(0.01)
+        assert len(driver.received) == call - 1
+        driver.allowed.release()
+        uploads.wait(60)
+        assert len(driver.received) == call and uploads._thread is first
+
+
+def test_the_newest_is_uploaded_after_one_that_has_failed(
+    driver: Driver, uploads: Snapshotter, caplog: pytest.LogCaptureFixture
+) -> None:
+    driver.fails = True
+    send(uploads, 1, size=snapshots.SMALL)
+    driver.begun.acquire()
+    send(uploads, 2)
+    driver.allowed.release()
+    driver.begun.acquire()
+    assert "a snapshot could not be sent to the driver: ConnectionError" in caplog.text
+    driver.fails = False
+    driver.allowed.release()
+    uploads.wait(60)
+    assert driver.received == [(2, b"xy")]
+
+
+def test_a_state_that_cannot_be_pickled_is_logged_once(uploads: Snapshotter, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(2):
+        uploads.warn(TypeError("cannot pickle 'generator' object"))
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert "cannot pickle 'generator' object" in caplog.text and "state_dict()" in caplog.text
