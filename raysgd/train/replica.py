@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import pickle
 import signal
 import threading
@@ -31,12 +32,17 @@ KERAS_3 = (
 )
 STOP_SIGNAL = getattr(signal, "SIGUSR2", None)
 SIGNAL_INTERVAL_S = 0.05
+DATA_LOADER = os.path.join("torch", "utils", "data", "dataloader.py")
 
 
-def _importing(frame: FrameType | None) -> bool:
-    """Return whether a module is being imported: one whose import is stopped stays broken in this process."""
+def _must_finish(frame: FrameType | None) -> bool:
+    """Return whether an exception would do harm here: a module whose import is stopped stays broken in this process, Python
+    ignores exceptions in a finalizer, and the processes of a DataLoader that is being made or ended would be left over."""
     while frame is not None:
-        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+        code = frame.f_code
+        if code.co_name == "__del__" or code.co_filename == "<frozen importlib._bootstrap>":
+            return True
+        if code.co_name in ("__init__", "_shutdown_workers") and code.co_filename.endswith(DATA_LOADER):
             return True
         frame = frame.f_back
     return False
@@ -193,7 +199,7 @@ class FunctionReplica:
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         """Raise an exception in the main thread, unless the function must not be stopped at this point."""
-        if self._stoppable and self._control.interrupted and not _importing(frame):
+        if self._stoppable and self._control.interrupted and not _must_finish(frame):
             self._stoppable = False
             if frame is not None and str(frame.f_globals.get("__name__", "")).startswith("ray."):
                 raise KeyboardInterrupt  # `ray.get` ignores all other exceptions, and keeps waiting

@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_wor
 
 from raysgd import ElasticConfig, TrainingFailedError, train
 from raysgd.train import Trainer
+from raysgd.train.replica import _must_finish
 from tests.faults import Ground, LedgerOperator, Numbered
 from tests.torch.small import Line, inline, rows
 
@@ -387,3 +388,64 @@ def test_the_processes_of_an_open_loader_end_with_the_function(functions: Traine
     with pytest.raises(ValueError, match="middle") if leave == "raise" else contextlib.nullcontext():
         functions.run(half_an_epoch, {"leave": leave, "collect": False})
     assert functions.run(half_an_epoch, {"leave": "return", "collect": True}) == [[], []]
+
+
+class Slow(TensorDataset):
+    """Each sample takes half a second; the first leaves a file."""
+
+    def __init__(self, mark: Path) -> None:
+        super().__init__(torch.arange(64))
+        self.mark = mark
+
+    def __getitem__(self, index: int) -> Any:
+        self.mark.touch()
+        time.sleep(0.5)
+        return super().__getitem__(index)
+
+
+def stopped_while_it_waits(config: dict[str, Any]) -> None:
+    """Rank 1 fails while rank 0 waits for its loader's first batch."""
+    mark = config["marks"] / "loading"
+    if train.world_rank() == 1:
+        while not mark.exists():
+            time.sleep(0.01)
+        raise ValueError("in the middle of an epoch")
+    loader = DataLoader(Slow(mark), batch_size=4, num_workers=2)
+    for _ in train.torch.prepare_data_loader(loader) if config["prepared"] else train.torch.elastic_data_loader(loader):
+        pass
+
+
+def left_over(_: dict[str, Any]) -> list[int]:
+    return [process.pid for process in multiprocessing.active_children() if process.pid]
+
+
+@pytest.mark.parametrize("prepared", [False, True], ids=["elastic", "prepared"])
+def test_the_processes_of_a_loader_end_if_the_function_is_stopped(
+    functions: Trainer, prepared: bool, tmp_path: Path
+) -> None:
+    functions.run(lambda _: gc.disable(), {})
+    with pytest.raises(ValueError, match="middle"):
+        functions.run(stopped_while_it_waits, {"marks": tmp_path, "prepared": prepared})
+    assert functions.run(left_over, {}) == [[], []]
+    functions.run(lambda _: gc.enable(), {})
+
+
+class WithFinalizer:
+    def __init__(self) -> None:
+        self.asked: list[bool] = []
+
+    def __del__(self) -> None:
+        self.asked.append(_must_finish(sys._getframe()))
+
+
+def test_a_function_is_not_stopped_in_a_finalizer_or_while_loader_processes_start(monkeypatch: Any) -> None:
+    asked, start = WithFinalizer().asked, multiprocessing.process.BaseProcess.start
+
+    def starting(process: Any) -> None:
+        asked.append(_must_finish(sys._getframe()))
+        start(process)
+
+    monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", starting)
+    for _ in DataLoader(TensorDataset(torch.arange(8)), num_workers=1):
+        asked.append(_must_finish(sys._getframe()))
+    assert asked == [True, True, *[False] * 8]

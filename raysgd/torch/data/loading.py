@@ -52,6 +52,11 @@ class LoaderIterator:
     def __next__(self) -> Any:
         return self._guarded(lambda: next(self._live))
 
+    def close(self) -> None:
+        """End the loader's processes, unless they persist from one pass to the next."""
+        if self._live is not live_iterator(self._loader):
+            end_processes(self._live)
+
     def _guarded(self, step: Callable[[], Any]) -> Any:
         cause: Exception | None = None
         broken = self._live
