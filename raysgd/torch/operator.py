@@ -442,6 +442,9 @@ class TrainingOperator(OperatorBase):
 
     def _unpack(self, batch: Any) -> Any:
         if isinstance(batch, (tuple, list)) and len(batch) >= 2:
+            target = batch[-1]
+            if isinstance(target, torch.Tensor) and target.dim() and not self._returns_items():
+                return batch
             if isinstance(batch[-1], (int, float)) or (isinstance(batch[-1], torch.Tensor) and not batch[-1].dim()):
                 raise ConfigError(
                     f"the default batch methods take batches, but the target of this one is a single number, {batch[-1]!r:.40}. "

@@ -6,7 +6,6 @@ import copy
 import functools
 from collections import deque
 from collections.abc import Iterator
-from contextlib import closing
 from typing import Any
 
 import torch
@@ -67,18 +66,15 @@ class PreparedLoader:
         if isinstance(sampler, DistributedSampler):
             sampler.set_epoch(max(self._epoch, sampler.epoch))
             self._epoch = sampler.epoch + 1
-        with closing(
-            LoaderIterator(self.loader)
-        ) as batches:  # also if the function is stopped while it waits for a batch
-            if self._carrier is None:
-                yield from batches
-                return
-            sent: deque[Any] = deque()
-            for batch in batches:
-                sent.append(self._carrier.send(batch))
-                if len(sent) > self._carrier.ahead:
-                    yield self._carrier.arrived(sent.popleft())
-            yield from map(self._carrier.arrived, sent)
+        if self._carrier is None:
+            yield from LoaderIterator(self.loader)
+            return
+        sent: deque[Any] = deque()
+        for batch in LoaderIterator(self.loader):
+            sent.append(self._carrier.send(batch))
+            if len(sent) > self._carrier.ahead:
+                yield self._carrier.arrived(sent.popleft())
+        yield from map(self._carrier.arrived, sent)
 
     def __len__(self) -> int:
         return len(self.loader)

@@ -12,6 +12,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from importlib import import_module
 from types import FrameType
 from typing import Any
 
@@ -35,6 +36,11 @@ SIGNAL_INTERVAL_S = 0.05
 DATA_LOADER = os.path.join("torch", "utils", "data", "dataloader.py")
 
 
+def _is_data_loaders(frame: FrameType) -> bool:
+    """Return whether this is a frame of torch's DataLoader."""
+    return frame.f_code.co_filename.endswith(DATA_LOADER)
+
+
 def _must_finish(frame: FrameType | None) -> bool:
     """Return whether an exception would do harm here: a module whose import is stopped stays broken in this process, Python
     ignores exceptions in a finalizer, and the processes of a DataLoader that is being made or ended would be left over."""
@@ -42,7 +48,7 @@ def _must_finish(frame: FrameType | None) -> bool:
         code = frame.f_code
         if code.co_name == "__del__" or code.co_filename == "<frozen importlib._bootstrap>":
             return True
-        if code.co_name in ("__init__", "_shutdown_workers") and code.co_filename.endswith(DATA_LOADER):
+        if code.co_name in ("__init__", "_shutdown_workers") and _is_data_loaders(frame):
             return True
         frame = frame.f_back
     return False
@@ -139,8 +145,11 @@ class FunctionReplica:
             if self._control.interrupted:
                 raise Stopped(asked=False)
             return function(*arguments)
-        except ValueError as error:
-            if is_keras_3_under_a_strategy(error):
+        except BaseException as error:
+            self._stoppable = False
+            if any(_is_data_loaders(frame) for frame, _ in traceback.walk_tb(error.__traceback__)):
+                import_module("raysgd.torch.data.loading").end_iterators_of(error)
+            if isinstance(error, ValueError) and is_keras_3_under_a_strategy(error):
                 raise ConfigError(KERAS_3) from error
             raise
         finally:

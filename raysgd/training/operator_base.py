@@ -255,8 +255,12 @@ class OperatorBase:
         weight = samples if getattr(iterator, "fresh", True) else 0
         try:
             values = {name: value for name, value in metrics.items() if name != NUM_SAMPLES}
-            self._uncounted.append((values, weight, getattr(iterator, "whole", True)))
-            if not getattr(iterator, "closing", True):
+            whole, closing = getattr(iterator, "whole", True), getattr(iterator, "closing", True)
+            if closing and whole and not self._uncounted:
+                meter.update(values, n=weight)
+                return
+            self._uncounted.append((values, weight, whole))
+            if not closing:
                 return
             for values, counts, whole in self._uncounted:
                 meter.update(values, n=counts)

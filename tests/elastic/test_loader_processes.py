@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, get_worker_info
 
 from raysgd import ElasticConfig, TrainingFailedError, train
 from raysgd.train import Trainer
@@ -319,6 +319,14 @@ def test_a_stream_continues_where_it_was(tmp_path: Path) -> None:
 # -- functions ----------------------------------------------------------------------------------------
 
 
+def left_over(_: dict[str, Any]) -> list[int]:
+    """Return the child processes of this worker that have not ended after 10 s."""
+    until = time.monotonic() + 10
+    while (children := multiprocessing.active_children()) and time.monotonic() < until:
+        time.sleep(0.05)
+    return [process.pid for process in children if process.pid]
+
+
 def one_epoch(config: dict[str, Any]) -> dict[str, Any]:
     """Train one epoch with one kind of loader. Return the samples that this rank's weights have seen."""
     model = nn.Linear(8, 1)
@@ -366,6 +374,7 @@ def test_an_error_in_a_functions_own_loader_is_a_user_error(functions: Trainer, 
     assert isinstance(raised.value, (ConnectionError, EOFError)) or "DataLoader worker" in str(raised.value)
     assert raised.value.raysgd_rank in (0, 1)  # type: ignore[union-attr]
     assert functions.recoveries[before:] == []
+    assert functions.run(left_over, {}) == [[], []]
 
 
 def half_an_epoch(config: dict[str, Any]) -> list[int]:
@@ -415,10 +424,6 @@ def stopped_while_it_waits(config: dict[str, Any]) -> None:
         pass
 
 
-def left_over(_: dict[str, Any]) -> list[int]:
-    return [process.pid for process in multiprocessing.active_children() if process.pid]
-
-
 @pytest.mark.parametrize("prepared", [False, True], ids=["elastic", "prepared"])
 def test_the_processes_of_a_loader_end_if_the_function_is_stopped(
     functions: Trainer, prepared: bool, tmp_path: Path
@@ -428,6 +433,34 @@ def test_the_processes_of_a_loader_end_if_the_function_is_stopped(
         functions.run(stopped_while_it_waits, {"marks": tmp_path, "prepared": prepared})
     assert functions.run(left_over, {}) == [[], []]
     functions.run(lambda _: gc.enable(), {})
+
+
+class Failing(Dataset[int]):
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> int:
+        if index == 40:
+            raise ValueError("sample 40")
+        return index
+
+
+KEPT: list[BaseException] = []
+
+
+def keeps_its_error(_: dict[str, Any]) -> None:
+    """The traceback of an error has the loader's iterator, as long as anything has the error."""
+    try:
+        deque(DataLoader(Failing(), batch_size=4, num_workers=2), maxlen=0)
+    except ValueError as error:
+        KEPT.append(error)
+        raise
+
+
+def test_the_processes_of_a_loader_end_if_its_error_is_kept(functions: Trainer) -> None:
+    with pytest.raises(ValueError, match="sample 40"):
+        functions.run(keeps_its_error, {})
+    assert functions.run(left_over, {}) == [[], []]
 
 
 class WithFinalizer:

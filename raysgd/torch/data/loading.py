@@ -25,7 +25,7 @@ from raysgd.torch.foreign import (
     processes_of,
 )
 
-__all__ = ["LoaderIterator"]
+__all__ = ["LoaderIterator", "end_iterators_of"]
 
 END_S = 1.0
 DYING_S = 1.0
@@ -51,11 +51,6 @@ class LoaderIterator:
 
     def __next__(self) -> Any:
         return self._guarded(lambda: next(self._live))
-
-    def close(self) -> None:
-        """End the loader's processes, unless they persist from one pass to the next."""
-        if self._live is not live_iterator(self._loader):
-            end_processes(self._live)
 
     def _guarded(self, step: Callable[[], Any]) -> Any:
         cause: Exception | None = None
@@ -106,11 +101,23 @@ def _described(process: Any) -> str:
     return f"loader process {process.pid} was killed by {signal.Signals(-code).name}{f' ({hint})' if hint else ''}"
 
 
+def end_iterators_of(error: BaseException) -> None:
+    """End the loader processes of all torch iterators in the exception's traceback. Whoever keeps the exception would keep the
+    iterators, too."""
+    for iterator in list(_iterators_in(error.__traceback__)):
+        _clean_up(iterator)
+
+
 def _end(iterator: Any) -> None:
-    """End the remaining processes of a broken iterator. The dead process may have held locks that are never released, and
-    torch's own cleanup can wait for one of them, so the cleanup runs in a thread."""
+    """End the remaining processes of a broken iterator."""
     for process in processes_of(iterator):
         process.kill()
+    _clean_up(iterator)
+
+
+def _clean_up(iterator: Any) -> None:
+    """Let torch end an iterator's processes. A dead process may have held locks that are never released, and torch can wait for
+    one of them, so this runs in a thread."""
     ender = threading.Thread(target=end_processes, args=(iterator,), name="raysgd-loader-end", daemon=True)
     ender.start()
     ender.join(END_S)

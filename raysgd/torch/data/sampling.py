@@ -233,17 +233,26 @@ def random_sources(loader: DataLoader[Any]) -> list[torch.Generator]:
     return found
 
 
+def _listed(units: Any) -> list[int]:
+    return units.tolist()  # type: ignore[no-any-return]
+
+
 class Picker:
     """The batch sampler of a planned loader: yields one rank's units, step by step. Its plan is replaced in place,
-    because persistent loader processes keep the sampler that they started with."""
+    because persistent loader processes keep the sampler that they started with. With `tensors`, the units are tensors if
+    the order is one, instead of lists."""
 
     def __init__(self, *, own_batches: bool, batched: bool) -> None:
-        self._own_batches, self._batched = own_batches, batched
+        self._own_batches, self._batched, self.tensors = own_batches, batched, False
         self._order: Order = range(0)
         self._plan = SamplingPlan(total=0, step_size=1, world_size=1)
         self._rank = self._offset = 0
 
     def follow(self, order: Order, plan: SamplingPlan, rank: int, offset: int) -> None:
+        if self.tensors and isinstance(order, range):
+            order = torch.arange(order.start, order.stop, order.step)
+        elif self.tensors and isinstance(order, torch.Tensor) and len(order) and int(order.min()) < 0:
+            order = order.tolist()
         self._order, self._plan, self._rank, self._offset = order, plan, rank, offset
 
     def steps(self) -> Iterator[tuple[int, RankPart]]:
@@ -272,14 +281,12 @@ class Picker:
         return sum(1 for _ in self.steps())
 
     def __iter__(self) -> Iterator[Any]:
-        order = self._order
-        tensor = order if isinstance(order, torch.Tensor) else None
-        for _, part in self.steps():
-            units: Any
-            if tensor is not None:
-                units = tensor[part.start : part.stop].tolist()
-            else:
-                units = list(order[part.start : part.stop])
+        order, tensors = self._order, self.tensors and isinstance(self._order, torch.Tensor)
+        read = _identity if tensors else _listed if isinstance(order, torch.Tensor) else list
+        for part in self._plan.parts_of(self._rank, self._offset):
+            if part.stop <= part.start:
+                continue
+            units: Any = read(order[part.start : part.stop])
             if self._own_batches:
                 units = [index for batch in units for index in batch]
             yield units if self._batched else units[0]
@@ -293,7 +300,8 @@ def following(loader: DataLoader[Any], picker: Picker) -> DataLoader[Any]:
     twin.__dict__.update(sampler=picker, _iterator=None, generator=torch.Generator().manual_seed(torch.initial_seed()))
     if loader.batch_sampler is not None:
         twin.__dict__["batch_sampler"] = picker
-    twin.__dict__.update(gathering(loader))
+    twin.__dict__.update(gathered := gathering(loader))
+    picker.tensors = bool(gathered)
     return twin
 
 
@@ -328,7 +336,9 @@ class Gathered(Dataset[Any]):
     def __getitem__(self, index: Any) -> Any:
         return self._dataset[index]
 
-    def __getitems__(self, indices: list[Any]) -> Any:
+    def __getitems__(self, indices: list[Any] | torch.Tensor) -> Any:
+        if isinstance(indices, torch.Tensor):  # not negative, so `index_select` has the same result, faster
+            return [torch.index_select(tensor, 0, indices) for tensor in self._dataset.tensors]
         if set(map(type, indices)) != {int}:  # a user's sampler may yield indices of any type
             return default_collate([self._dataset[index] for index in indices])
         chosen = torch.tensor(indices)
@@ -339,7 +349,7 @@ def gathering(loader: DataLoader[Any]) -> dict[str, Any]:
     """Return the attributes that let a copy of this loader gather its batches, or an empty dictionary if it cannot."""
     if not can_gather(loader):
         return {}
-    return {"dataset": Gathered(loader.dataset), "collate_fn": _unchanged}  # type: ignore[arg-type]
+    return {"dataset": Gathered(loader.dataset), "collate_fn": _identity}  # type: ignore[arg-type]
 
 
 def can_gather(loader: DataLoader[Any]) -> bool:
@@ -370,5 +380,5 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     )
 
 
-def _unchanged(batch: Any) -> Any:
-    return batch
+def _identity(content: Any) -> Any:
+    return content

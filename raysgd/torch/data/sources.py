@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import closing
 from itertools import islice
 from typing import Any
 
@@ -151,12 +150,11 @@ class PlannedSource(BatchSource):
             self._twin.generator.manual_seed(self._seed)  # the processes of the loader get their seeds from it
         self._picker.follow(self.order, self._plan(rank_info), rank_info.world_rank, offset)
         try:
-            with closing(LoaderIterator(self._twin)) as batches:
-                for (after, part), batch in zip(self._picker.steps(), batches, strict=True):
-                    assert self._open is not None
-                    self._open = (rank_info, after, self._open[2])
-                    units = (part.start, part.stop, 0)
-                    yield Drawn(batch, after, part.fresh, part.rows, part.weight, part.whole, units)
+            for (after, part), batch in zip(self._picker.steps(), LoaderIterator(self._twin), strict=True):
+                assert self._open is not None
+                self._open = (rank_info, after, self._open[2])
+                units = (part.start, part.stop, 0)
+                yield Drawn(batch, after, part.fresh, part.rows, part.weight, part.whole, units)
         except (Exception, DataLoaderFailure):
             self._open = None  # a generator that raised has no more batches, but the epoch has
             raise
