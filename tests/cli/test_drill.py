@@ -96,6 +96,9 @@ READY_MADE = {
     "regression:RegressionOperator": {},
     "segmentation:SegmentationOperator": {},
     "contrastive:ContrastiveOperator": {},
+    "diffusion:DiffusionOperator": {},
+    "fine_tuning:FineTuningOperator": {},
+    "text_classification:TextClassificationOperator": {},
 }
 
 
@@ -129,8 +132,12 @@ def test_what_a_record_means() -> None:
     assert judged(record(replaced=Counter(a=2), unrestored=Counter(a=1)))["state"] == "ok"  # it was reset meanwhile
     assert judged(record(replacements=0))["state"] == "note"
     assert judged(record(longest_s=6.0))["hang limit"] == "note"
-    assert judged(record(data={"1": (10, "a"), "2": (9, "a")}))["samples"] == "FAIL"
-    assert judged(record(data={"1": (10, ""), "2": (10, "a")}))["samples"] == "ok"  # random samples
+    assert judged(record(data=[[(1, 10, "a"), (1, 9, "a")]]))["samples"] == "FAIL"
+    assert judged(record(data=[[(1, 10, "a")] * 2, [(2, 10, "a"), (2, 10, "b")]]))["samples"] == "FAIL"
+    assert judged(record(data=[[(1, 10, ""), (1, 10, "a")]]))["samples"] == "ok"  # random samples
+    # Samples may depend on the epoch: neither an earlier look nor a worker that has begun the next epoch is comparable.
+    assert judged(record(data=[[(1, 10, "a")] * 2, [(2, 10, "b")] * 2]))["samples"] == "ok"
+    assert judged(record(data=[[(1, 10, "a"), (2, 10, "b")]]))["samples"] == "ok"
     assert (
         judged(record(audit=None, audit_error="in step 3, samples 1 to 2 of the epoch were lost"))["samples"] == "FAIL"
     )
