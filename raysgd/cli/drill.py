@@ -375,7 +375,10 @@ class Striker:
 
     def __init__(self, folder: Path, record: Record, *, seed: int, until: float) -> None:
         self._folder, self._record, self._until = folder, record, until
-        self._random = random.Random(seed)
+        self._order, self._random = (
+            random.Random(seed),
+            random.Random(seed),
+        )  # how often is drawn depends on the machine
         self._kinds: list[str] = []
         self._ended = threading.Event()
         self._striking = threading.Lock()
@@ -419,21 +422,27 @@ class Striker:
                     wait_s = 0.5 + self._random.random()
 
     def _strike(self, workers: Sequence[int]) -> None:
-        """Inject the next fault. Each kind comes once before one comes again, in an order that the seed gives."""
+        """Inject the next fault. Each kind comes once before one comes again, in an order that the seed gives. A fault that its
+        process did not get is the next one again."""
         if not self._kinds:
             self._kinds = [kind for kind in KINDS if not (self._record.left_out and kind in ("memory", "gil"))]
-            self._random.shuffle(self._kinds)
+            self._order.shuffle(self._kinds)
         kind, pid, at = self._kinds.pop(), self._random.choice(workers), time.monotonic()
         signals = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "notice": signal.SIGTERM}
         self._unexplained += kind in ("stop", "gil")
+        struck = True
         try:
             if kind in signals:
                 os.kill(pid, signals[kind])
-            elif not self._ordered(pid, kind):
-                return
+            else:
+                struck = self._ordered(pid, kind)
         except ProcessLookupError:
-            return
-        self._record.faults.append(Fault(at, kind, pid))
+            struck = False
+        if struck:
+            self._record.faults.append(Fault(at, kind, pid))
+        else:  # a process that waits for a stopped one makes no step, and obeys nothing: try this kind again
+            self._unexplained -= kind in ("stop", "gil")
+            self._kinds.append(kind)
 
     def _ordered(self, pid: int, kind: str) -> bool:
         """Let a process do this to itself. Return False if it makes no step, and the order was withdrawn."""
