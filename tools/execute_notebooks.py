@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
+import sysconfig
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ def executed(path: Path) -> Any:
     with tempfile.TemporaryDirectory(prefix="notebook-") as folder:
         # Neither the history of IPython nor the kernel's connection file goes into the home folder.
         os.environ |= {"IPYTHONDIR": f"{folder}/ipython", "JUPYTER_RUNTIME_DIR": f"{folder}/jupyter"}
-        os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # for `!raysgd`
+        os.environ["PATH"] = os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])  # for `!raysgd`
         work = Path(folder) / "work"
         work.mkdir()
         resources = {"metadata": {"path": work}}

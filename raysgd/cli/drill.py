@@ -89,6 +89,7 @@ class Record:
     replaced, unrestored  for each attribute: how many replacement workers should have received it, and how many did not
     swallowed             errors of peers that the operator did not pass on
     hangs                 what raysgd says about ranks that it killed although no fault made them hang
+    data                  for each look: of each worker, the epoch, the length of its training data, and a digest of some samples
     """
 
     hang_s: float
@@ -101,7 +102,7 @@ class Record:
     swallowed: list[Mapping[str, str]] = field(default_factory=list)
     hangs: list[str] = field(default_factory=list)
     longest_s: float = 0.0
-    data: dict[str, tuple[int, str]] = field(default_factory=dict)
+    data: list[list[tuple[int, int, str]]] = field(default_factory=list)
     error: str = ""
     audit: Verdict | None = None
     audit_error: str = ""
@@ -180,17 +181,9 @@ def _hangs(record: Record) -> Iterator[Finding]:
 
 def _samples(record: Record) -> Iterator[Finding]:
     problems = 0
-    lengths, contents = (
-        {length for length, _ in record.data.values()},
-        {each for _, each in record.data.values() if each},
-    )
-    if len(lengths) > 1 or len(contents) > 1:
+    what = _differing_data(record)
+    if what:
         problems += 1
-        what = (
-            f"has {' or '.join(map(str, sorted(lengths)))} samples"
-            if len(lengths) > 1
-            else "has other samples at the same index"
-        )
         todo = "Register all data on every rank: raysgd divides it. setup() must not depend on world_rank or world_size"
         text = f"the training data of one worker {what} than that of another, so samples are used twice, or not at all"
         yield Finding("samples", text, todo)
@@ -213,6 +206,19 @@ def _samples(record: Record) -> Iterator[Finding]:
     )
     text = f"{record.audit.samples:,} in {record.audit.steps:,} steps, each used once in its epoch{left}"
     yield Finding("samples", text)
+
+
+def _differing_data(record: Record) -> str:
+    """Return how the workers' data differ, "" if they do not. Samples may depend on the epoch, so only workers that were looked
+    at together, and that are in the same epoch, are compared."""
+    for look in record.data:
+        for epoch in {each[0] for each in look}:
+            lengths = {length for at, length, _ in look if at == epoch}
+            if len(lengths) > 1:
+                return f"has {' or '.join(map(str, sorted(lengths)))} samples"
+            if len({content for at, _, content in look if at == epoch and content}) > 1:
+                return "has other samples at the same index"
+    return ""
 
 
 def _weights(record: Record) -> Iterator[Finding]:
@@ -341,8 +347,8 @@ class Drill(Callback):
             if not all(each["orders"] for each in found):
                 record.left_out = ("memory and gil need a torch optimizer, whose steps can be hooked",)
         before = set().union(*self._changed.values())
+        record.data.append([each["data"] for each in found])
         for each in found:
-            record.data[str(each["pid"])] = each["data"]
             if self._changed and each["pid"] not in self._changed:
                 record.replacements += 1
                 record.replaced.update(before)
@@ -369,7 +375,10 @@ class Striker:
 
     def __init__(self, folder: Path, record: Record, *, seed: int, until: float) -> None:
         self._folder, self._record, self._until = folder, record, until
-        self._random = random.Random(seed)
+        self._order, self._random = (
+            random.Random(seed),
+            random.Random(seed),
+        )  # how often is drawn depends on the machine
         self._kinds: list[str] = []
         self._ended = threading.Event()
         self._striking = threading.Lock()
@@ -413,21 +422,27 @@ class Striker:
                     wait_s = 0.5 + self._random.random()
 
     def _strike(self, workers: Sequence[int]) -> None:
-        """Inject the next fault. Each kind comes once before one comes again, in an order that the seed gives."""
+        """Inject the next fault. Each kind comes once before one comes again, in an order that the seed gives. A fault that its
+        process did not get is the next one again."""
         if not self._kinds:
             self._kinds = [kind for kind in KINDS if not (self._record.left_out and kind in ("memory", "gil"))]
-            self._random.shuffle(self._kinds)
+            self._order.shuffle(self._kinds)
         kind, pid, at = self._kinds.pop(), self._random.choice(workers), time.monotonic()
         signals = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "notice": signal.SIGTERM}
         self._unexplained += kind in ("stop", "gil")
+        struck = True
         try:
             if kind in signals:
                 os.kill(pid, signals[kind])
-            elif not self._ordered(pid, kind):
-                return
+            else:
+                struck = self._ordered(pid, kind)
         except ProcessLookupError:
-            return
-        self._record.faults.append(Fault(at, kind, pid))
+            struck = False
+        if struck:
+            self._record.faults.append(Fault(at, kind, pid))
+        else:  # a process that waits for a stopped one makes no step, and obeys nothing: try this kind again
+            self._unexplained -= kind in ("stop", "gil")
+            self._kinds.append(kind)
 
     def _ordered(self, pid: int, kind: str) -> bool:
         """Let a process do this to itself. Return False if it makes no step, and the order was withdrawn."""

@@ -208,7 +208,7 @@ def report(operator: Drilled) -> dict[str, Any]:
     changed     attributes that have another value than after `setup`, and that a batch has read before setting them
     unrestored  attributes that had the value of `setup` when the worker began to train
     longest_s   the seconds of the longest batch so far
-    data        how many samples the training data has, and a digest of some of them
+    data        the epoch, how many samples the training data has, and a digest of some of them in this epoch
     batches     how many batches an epoch has on each worker, -1 if that is unknown
     orders      whether the process can be ordered to do a fault
     """
@@ -223,7 +223,7 @@ def report(operator: Drilled) -> dict[str, Any]:
         "changed": changed,
         "unrestored": unrestored,
         "longest_s": recorder.longest,
-        "data": _data(operator._parts.train_loader),
+        "data": (operator._epochs_before(), *_data(operator._parts.train_loader)),
         "batches": -1 if batches is None else batches,
         "orders": hooked,
     }
