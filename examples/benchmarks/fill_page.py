@@ -120,6 +120,7 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     ),
 }
 PLACE = re.compile(r"(<!-- (table|matrix|plots|summary): (\w+)((?: [\w=]+)*) -->\n).*?(<!-- end -->)", re.DOTALL)
+MANY = 12  # rounds
 Rows = Sequence[Mapping[str, Any]]
 
 
@@ -130,11 +131,16 @@ def cell(value: Any) -> str:
     if isinstance(value, Mapping) and "median" in value:
         if value["median"] is None:
             return ""
-        median, least, most = (short(value[name]) for name in ("median", "least", "most"))
+        median, (least, most) = short(value["median"]), map(short, bounds(value))
         return median if least == most else f"{median} ({least} to {most})"
     if isinstance(value, Mapping):
         return ", ".join(f"{name} {count}" for name, count in value.items())
     return short(value) if isinstance(value, float) else str(value)
+
+
+def bounds(value: Mapping[str, Any]) -> Sequence[float]:
+    """The 95 % interval of a median of many rounds; of a few, the least and the most."""
+    return value["interval"] if value["count"] >= MANY else (value["least"], value["most"])
 
 
 def short(figure: float) -> str:
@@ -197,9 +203,7 @@ class Claim:
             ratio = short(middle(paired) if paired else middle(own[self.figure]) / middle(best[self.figure]))
         value = paired or own[self.figure]
         rounds, spread = (
-            (str(value["count"]), f"{short(value['least'])} to {short(value['most'])}")
-            if isinstance(value, Mapping)
-            else ("", "")
+            (str(value["count"]), " to ".join(map(short, bounds(value)))) if isinstance(value, Mapping) else ("", "")
         )
         mine = f"{short(middle(own[self.figure]))}{self.unit}"
         return [self.text, mine if ratio else "", name, ratio or mine, rounds, spread]
@@ -280,7 +284,7 @@ def told(document: Mapping[str, Any]) -> str:
     return (
         f"`{document['command']}` on {machine['cores']} cores ({machine['cpu']}){f', {gpus}' if gpus else ''}, "
         f"Python {machine['python']}, {versions}; load average at the end {machine['load'][0]}. "
-        "Spreads are median (least to most) over the rounds."
+        "Spreads are median (least to most) over the rounds; with twelve rounds or more, median (its 95 % interval)."
     )
 
 

@@ -4,6 +4,7 @@ The JSON says on which machine and with which versions it was measured; a figure
 """
 
 import json
+import math
 import os
 import platform
 import shlex
@@ -13,7 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, TextIO
 
-__all__ = ["claim_stdout", "emit", "machine", "spread", "table"]
+__all__ = ["claim_stdout", "emit", "left_out", "machine", "spread", "table"]
 
 PACKAGES = ("raysgd", "ray", "torch", "lightning", "accelerate")
 
@@ -31,18 +32,35 @@ def machine() -> dict[str, Any]:
 
 
 def spread(values: Sequence[float], digits: int = 4) -> dict[str, Any]:
-    """Median, smallest and largest, and how many there were."""
+    """Median, smallest and largest, and how many there were; with six values or more, the 95 % interval of the median."""
     ordered = sorted(values)
     if not ordered:
         return {"median": None, "least": None, "most": None, "count": 0}
     middle = len(ordered) // 2
     median = ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
-    return {
+    found = {
         "median": round(median, digits),
         "least": round(ordered[0], digits),
         "most": round(ordered[-1], digits),
         "count": len(ordered),
     }
+    outside = left_out(len(ordered))
+    return found | (
+        {"interval": [round(ordered[outside - 1], digits), round(ordered[-outside], digits)]} if outside else {}
+    )
+
+
+def left_out(count: int) -> int:
+    """The place, from each end of so many sorted values, between which the median lies with a probability of 95 % or more,
+    whatever the distribution; 0 if there are too few.
+
+    >>> left_out(20), left_out(6), left_out(5)
+    (6, 1, 0)
+    """
+    place, outside = 0, 0.0
+    while (outside := outside + math.comb(count, place) / 2**count) <= 0.025:
+        place += 1
+    return place
 
 
 def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str:

@@ -27,7 +27,7 @@ CONTENDERS = (BASE, RaySGD.name, Collating.name)
 AUDIT = (BASE, RaySGD.name, Audited.name)
 # The mean over samples after the mean over ranks, with which it is compared.
 GRADIENTS = ((OfRanks.name, RaySGD.name), (UnequalOfRanks.name, Unequal.name))
-LONGER = 5
+LONGER = 3
 COLUMNS = (
     "workload",
     "workers",
@@ -47,7 +47,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--starts", type=int, default=6, help="how often everything is started anew")
     parser.add_argument("--rounds", type=int, default=1, help="rounds of each start")
-    parser.add_argument("--steps", type=int, help="batches per worker and epoch (default: five times the workload's)")
+    parser.add_argument("--steps", type=int, help="batches per worker and epoch (default: three times the workload's)")
     parser.add_argument("--audit", action="store_true", help="only raysgd without and with an audit log, and the base")
     parser.add_argument("--gradients", action="store_true", help="compare gradients='samples' with 'ranks'")
     parser.add_argument(
