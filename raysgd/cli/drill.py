@@ -375,10 +375,8 @@ class Striker:
 
     def __init__(self, folder: Path, record: Record, *, seed: int, until: float) -> None:
         self._folder, self._record, self._until = folder, record, until
-        self._order, self._random = (
-            random.Random(seed),
-            random.Random(seed),
-        )  # how often is drawn depends on the machine
+        self._order = random.Random(seed)  # alone, because how often the other one is used depends on the machine
+        self._random = random.Random(seed)
         self._kinds: list[str] = []
         self._ended = threading.Event()
         self._striking = threading.Lock()
