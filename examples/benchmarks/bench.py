@@ -45,7 +45,7 @@ BENCHMARKS = (
         "--workers 1 2 --precisions fp32 bf16 --rounds 41 --limit-s 20",
         "--workers 2 --rounds 21 --limit-s 20",
     ),
-    Benchmark("stepping", "--starts 20", "--starts 1 --rounds 2"),
+    Benchmark("stepping", "--starts 6", "--starts 1 --rounds 2"),
     Benchmark("call_length", "", "--steps 1 50 500 --rounds 3"),
     Benchmark("startup", "--rounds 7", "--rounds 1"),
     Benchmark("recovery", "--rounds 2", "--rounds 1"),

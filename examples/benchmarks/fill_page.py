@@ -140,7 +140,11 @@ def cell(value: Any) -> str:
 
 def bounds(value: Mapping[str, Any]) -> Sequence[float]:
     """The 95 % interval of a median of many rounds; of a few, the least and the most."""
-    return value["interval"] if value["count"] >= MANY else (value["least"], value["most"])
+    return value["interval"] if has_interval(value) else (value["least"], value["most"])
+
+
+def has_interval(value: Any) -> bool:
+    return isinstance(value, Mapping) and value.get("count", 0) >= MANY and "interval" in value
 
 
 def short(figure: float) -> str:
@@ -246,6 +250,13 @@ CLAIMS = (
         for name in ("tiny", "resnet", "gpt")
     ),
     Claim(
+        "time of a step, `tiny`, 2 workers, with a `collate_fn`",
+        "stepping",
+        {"contender": "raysgd, collating", "workload": "tiny"},
+        "ratio",
+        against="hand-written",
+    ),
+    Claim(
         "a call of `train` with one step, 2 workers",
         "call_length",
         {"steps": 1},
@@ -281,10 +292,12 @@ def told(document: Mapping[str, Any]) -> str:
     machine = document["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     gpus = ", ".join(sorted({str(row["gpu"]) for row in document["rows"] if row.get("gpu")}))
+    many = any(has_interval(value) for row in document["rows"] for value in row.values())
+    spreads = "median (least to most) over the rounds" if not many else "the 95 % interval of the median of the rounds"
     return (
         f"`{document['command']}` on {machine['cores']} cores ({machine['cpu']}){f', {gpus}' if gpus else ''}, "
         f"Python {machine['python']}, {versions}; load average at the end {machine['load'][0]}. "
-        "Spreads are median (least to most) over the rounds; with twelve rounds or more, median (its 95 % interval)."
+        f"Spreads are {spreads}."
     )
 
 
