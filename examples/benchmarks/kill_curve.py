@@ -67,7 +67,9 @@ def row(case: Case, steps: Sequence[traces.Step], victim: traces.Step, killed_at
 def measured(case: Case, steps: int, step_s: float, epochs: int, bins: range) -> dict[str, Any]:
     if case.missing():
         return {"contender": SHOWN[case.name], "note": f"not installed: {', '.join(case.missing())}"}
-    case = Case(case.name, case.script, case.workers, {**case.extra, "EPOCHS": str(epochs)}, case.torchrun)
+    # Speeds are compared here, and the peers do not exchange the indices of their samples.
+    extra = {**case.extra, "EPOCHS": str(epochs), "COUNTS": "0"}
+    case = Case(case.name, case.script, case.workers, extra, case.torchrun)
     with tempfile.TemporaryDirectory() as folder:
         try:
             victim, killed_at, _ = kill_in(folder, case, steps, step_s)

@@ -6,6 +6,7 @@ Bars are medians over the rounds; whiskers go from the least to the most.
 """
 
 import json
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -308,7 +309,8 @@ def kill_curve(rows: Rows) -> dict[str, Figure]:
             axis.set_title(row["contender"], loc="left", fontsize=10, color=ink, fontweight="bold")
             axis.axvline(0, color=ink, linewidth=1, linestyle=":")
             if "from_s" not in row:
-                axis.annotate(row["note"], (0.02, 0.4), xycoords="axes fraction", fontsize=9, color=ink)
+                note = textwrap.fill(row["note"], 56)  # a longer line would make the axes narrower
+                axis.annotate(note, (0.12, 0.3), xycoords="axes fraction", fontsize=8, color=ink)
                 axis.set_yticks([])
                 continue
             hue = VIVID[row["contender"]]

@@ -15,6 +15,7 @@ WORKERS, SAMPLES, BATCH_SIZE = (int(os.environ[name]) for name in ("WORKERS", "S
 SNAPSHOT = int(os.environ.get("SNAPSHOT_EVERY", "0")) or "epoch"
 EPOCHS = int(os.environ.get("EPOCHS", "0"))
 EPOCHS_AT_MOST = 12
+COUNTS = os.environ.get("COUNTS", "1") == "1"
 
 ray.init(address="local", num_cpus=WORKERS + 1, include_dashboard=False, log_to_driver=False)
 config = {
@@ -22,6 +23,7 @@ config = {
     "batch_size": BATCH_SIZE,
     "step_s": float(os.environ["STEP_S"]),
     "trace": os.environ["TRACE"],
+    "counts": COUNTS,
 }
 counts = []
 with TorchTrainer(
@@ -33,7 +35,8 @@ with TorchTrainer(
 ) as trainer:
     for epoch in range(EPOCHS or EPOCHS_AT_MOST):
         trainer.train(max_retries=-1)
-        counts.append(lost_and_doubled(trainer, SAMPLES))
+        if COUNTS:
+            counts.append(lost_and_doubled(trainer, SAMPLES))
         if not EPOCHS and epoch > 0 and trainer.recoveries and trainer.world_size == WORKERS:
             break
     print(
