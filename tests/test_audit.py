@@ -10,7 +10,9 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ from raysgd.cli import main
 from raysgd.core.audit import FIRST, AuditError, Chain, Verdict, verify
 from raysgd.core.sampling_plan import SamplingPlan
 from raysgd.data import ShardedStream
+from raysgd.engine.call import FanOut
 from raysgd.training.audit import AuditLog, AuditSettings
 from tests.torch.small import rows
 
@@ -476,6 +479,16 @@ def test_such_a_rank_is_evicted(log: ElasticConfig, tmp_path: Path, ray_cluster:
     assert weights[0] == weights[1] == weights[2]
     verdict = verify(tmp_path / "log")
     assert (verdict.evicted, verdict.epochs) == (1, 3)
+
+
+def test_the_reason_of_an_eviction_is_the_first_step_after_which_the_rank_differed() -> None:
+    """The digests of several steps can arrive at once."""
+    killed: list[tuple[str, ...]] = []
+    table = MagicMock()
+    table.take_digests.return_value = [(step, {"a": "1", "b": "2", "c": "1"}) for step in (4, 6)]
+    table.kill = lambda *arguments: killed.append(arguments)
+    FanOut._evict(SimpleNamespace(_table=table, _workers=["a", "b", "c"], _evicted=set()))  # type: ignore[arg-type]
+    assert killed == [("b", "divergence", "its weights differ from those of most ranks after step 4")]
 
 
 def test_without_a_majority_the_call_ends(log: ElasticConfig, tmp_path: Path, ray_cluster: None) -> None:

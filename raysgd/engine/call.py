@@ -90,6 +90,7 @@ class FanOut:
         self._hurried = False
         self._calls, self._tick_at = table.open_calls(), 0.0
         self._outcomes: dict[str, Outcome] = {}
+        self._evicted: set[str] = set()
         self._troubled_at: float | None = None
         self._asked, self._asked_at = -1, 0.0
         self._extra: dict[str, CollectivePlace] = {}
@@ -153,7 +154,8 @@ class FanOut:
                     "known which are right: load a checkpoint that was saved before. `raysgd verify` names the first step "
                     "after which they differed"
                 )
-            for worker in differing:
+            for worker in set(differing) - self._evicted:  # one that was evicted differs after later steps, too
+                self._evicted.add(worker)
                 why = f"its weights differ from those of most ranks after step {step}"
                 logger.error("rank %s on node %s: %s", self._table[worker].rank, self._table[worker].machine, why)
                 self._table.kill(worker, "divergence", why)
