@@ -3,6 +3,7 @@
 import ast
 import inspect
 import re
+import shutil
 import sys
 from pathlib import Path
 from textwrap import dedent
@@ -25,6 +26,8 @@ version = release = __version__
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx_copybutton", "sphinx_design"]
 exclude_patterns = ["_build", "_templates"]
 templates_path = ["_templates"]
+# Sphinx reads only what is below docs/.
+shutil.copytree(ROOT / "examples" / "notebooks", ROOT / "docs" / "notebooks", dirs_exist_ok=True)
 nb_execution_mode = "off"  # the outputs are stored in the notebooks
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
@@ -180,7 +183,7 @@ def on_docstring(app: "Sphinx", what: str, name: str, obj: Any, options: Any, li
 
 
 def on_source(app: "Sphinx", docname: str, source: list[str]) -> None:
-    """Let links to notebooks, which lead to the files on GitHub, lead to their pages here. docs/notebooks is a link to their folder."""
+    """Let links to notebooks, which lead to the files on GitHub, lead to their pages here. docs/notebooks is a copy of their folder."""
     link = r"\[([^][]+)\]\((\.\./examples/notebooks/)?(\w+)\.ipynb\)"
     source[0] = re.sub(link, r"{doc}`\1 </notebooks/\3>`", source[0])
 
