@@ -31,15 +31,15 @@ CLOCKS_S = 1.0
 SOFT_FILES, HARD_FILES = 1024, 4096
 SHARED_AT_LEAST, MEMORY_AT_LEAST = 1 << 30, 1 << 30
 COMPARED = ("raysgd", "ray", "torch", "tensorflow", "horovod")
-FILES_TODO = (
+FILES_ADVICE = (
     "Raise it before Ray starts: with `ulimit -n 65536`, in /etc/security/limits.conf, with LimitNOFILE= of the systemd unit, or "
     "with --ulimit nofile=65536:65536 of the container"
 )
-SHARED_TODO = (
+SHARED_ADVICE = (
     "Ray's object store and the processes of DataLoaders use it. Docker: --shm-size=8g. Kubernetes: an emptyDir volume with "
     "medium: Memory at /dev/shm"
 )
-TOKEN_TODO = (
+TOKEN_ADVICE = (
     "Run `ray get-auth-token --generate` once, and set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH, on every "
     "machine and where you submit jobs (docs/jobs.md, Tokens)"
 )
@@ -116,10 +116,10 @@ def limits(machines: Machines) -> Iterator[Finding]:
         soft, hard = (number if number >= 0 else 1 << 30 for number in machine.open_files)
         if soft < SOFT_FILES or hard < HARD_FILES:
             wanted = f"at least {SOFT_FILES:,} and {HARD_FILES:,} are needed"
-            yield Finding("open files", f"{node}: {soft:,}, can be raised to {hard:,}; {wanted}", FILES_TODO)
+            yield Finding("open files", f"{node}: {soft:,}, can be raised to {hard:,}; {wanted}", FILES_ADVICE)
         if machine.shared_bytes is not None and machine.shared_bytes[0] < SHARED_AT_LEAST:
             text = f"{node}: /dev/shm has {_gib(machine.shared_bytes[0])}, at least {_gib(SHARED_AT_LEAST)} is needed"
-            yield Finding("shared memory", text, f"Make it larger. {SHARED_TODO}")
+            yield Finding("shared memory", text, f"Make it larger. {SHARED_ADVICE}")
         elif machine.shared_bytes is not None and machine.shared_bytes[1] < SHARED_AT_LEAST / 4:
             text = f"{node}: {_gib(machine.shared_bytes[1])} of /dev/shm is free"
             yield Finding(
@@ -175,12 +175,12 @@ def tokens(mode: str, source: str, wrong: str, machine_count: int) -> Iterator[F
     """Judge Ray's token authentication. `mode` is RAY_AUTH_MODE; `source` and `wrong` are those of `token_source`."""
     if mode == "token" and not source:
         text = f"RAY_AUTH_MODE=token, and there is no token{': ' + wrong if wrong else ''}"
-        yield Finding("tokens", text, TOKEN_TODO)
+        yield Finding("tokens", text, TOKEN_ADVICE)
     elif wrong:
         yield Finding("tokens", f"RAY_AUTH_TOKEN_PATH names no token: {wrong}", "Correct or unset it")
     elif machine_count > 1 and not source:
         text = "off: everybody who reaches Ray's ports can run code on the cluster"
-        yield Finding("tokens", text, f"Switch them on. {TOKEN_TODO}", fails=False)
+        yield Finding("tokens", text, f"Switch them on. {TOKEN_ADVICE}", fails=False)
 
 
 def folder_findings(

@@ -39,7 +39,7 @@ RECENT_S, LOOK_S, LOOK_EVERY_S, OBEY_S, CALL_S = 2.0, 0.05, 3.0, 5.0, 8.0
 WARM_STEPS, COMPARED_EVERY = 3, 5
 CPUS = 0.01  # a laptop has fewer cores than the drill has workers
 GIL_PART = 1.5  # of the hang limit
-STATE_TODO = (
+STATE_ADVICE = (
     "Return it from state_dict(), and restore it in load_state_dict(); if it need not survive, pass --ignore {name}"
 )
 RETRIES = 20
@@ -143,7 +143,7 @@ def _state(record: Record, ignored: Sequence[str]) -> Iterator[Finding]:
             f"self.{name} changes while training, and {record.unrestored[name]} of {record.replaced[name]} replacement worker(s) "
             "began with its value from setup()"
         )
-        yield Finding("state", text, STATE_TODO.format(name=name))
+        yield Finding("state", text, STATE_ADVICE.format(name=name))
     if not record.replacements and not lost:
         todo = "Pass a larger --minutes, so that a worker is killed and its replacement joins"
         yield Finding("state", "not compared, because no replacement worker has joined", todo, fails=False)

@@ -14,7 +14,7 @@ import pytest
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PACKAGES = ("raysgd", "raysgd.train", "raysgd.train.torch", "raysgd.callbacks", "raysgd.data", "raysgd.tune")
 # Older names for a class that has a page, and what Tune calls.
-# raysgd or Tune creates these, so nobody passes the arguments of their constructors.
+# raysgd or Tune creates these, so users do not pass the arguments of their constructors.
 NOT_CREATED = {
     "TrainingOperator",
     "CreatorOperator",
