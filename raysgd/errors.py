@@ -190,11 +190,16 @@ def suggesting(function: F) -> F:
 
 def check_arguments(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
     """Raise a TypeError that says which arguments the function takes, and which was meant, if these do not fit."""
-    signature = inspect.signature(function)
+    signature = _signature(function)
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
         raise TypeError(_explained(function, signature, kwargs, error)) from None
+
+
+@functools.lru_cache(maxsize=256)
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(function)
 
 
 def suggesting_fields(kind: C) -> C:

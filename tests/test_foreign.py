@@ -105,13 +105,14 @@ def worker_info() -> None:
 
 
 def process_group() -> None:
-    assert torch_foreign.collective_count() == -1
+    assert torch_foreign.collective_counter()() == torch_foreign.no_collectives() == -1
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         assert torch_foreign.groups() == [dist.group.WORLD]
-        before = torch_foreign.collective_count()
+        count = torch_foreign.collective_counter()
+        before = count()
         dist.all_reduce(torch.ones(1))
-        assert torch_foreign.collective_count() == before + 1
+        assert count() == before + 1
         torch_foreign.set_collective_limit(5.0)
         torch_foreign.abort_default_group()
     finally:

@@ -106,3 +106,20 @@ def test_nothing_is_recorded_while_disabled():
     with timers.record("fwd"):
         pass
     assert list(timers.stats()) == ["mean_fwd_s"]
+
+
+def test_laps_divide_a_block_into_its_parts(monkeypatch):
+    now = iter([1.0, 1.5, 3.5])
+    monkeypatch.setattr("raysgd.core.timers.time.perf_counter", lambda: next(now))
+    timers = TimerCollection()
+    lap = timers.laps()
+    lap("fwd")
+    lap("grad")
+    assert timers.stats() == {"mean_fwd_s": 0.5, "mean_grad_s": 2.0}
+
+
+def test_laps_of_timers_that_are_off_record_nothing():
+    timers = TimerCollection()
+    timers.disable()
+    timers.laps()("fwd")
+    assert timers.stats() == {}

@@ -6,6 +6,7 @@ import math
 import statistics
 import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 
@@ -97,6 +98,10 @@ class TimerStat:
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
+def _no_lap(key: str) -> None:
+    """Do nothing, because the timers are off."""
+
+
 class TimerCollection:
     """Owns timers by name, which can be switched off together: `record` then returns a context that does nothing."""
 
@@ -121,6 +126,21 @@ class TimerCollection:
         if key not in self._timers:
             self._timers[key] = TimerStat()
         return self._timers[key]
+
+    def laps(self) -> Callable[[str], None]:
+        """Return a function to call after each part of a block that runs often, with the part's name: it records the time since its
+        last call. It costs one call for each part if the timers are off, where `record` costs three."""
+        if not self._enabled:
+            return _no_lap
+        began = time.perf_counter()
+
+        def lap(key: str) -> None:
+            nonlocal began
+            now = time.perf_counter()
+            self._timers.setdefault(key, TimerStat()).push(now - began)
+            began = now
+
+        return lap
 
     def stats(self, mean: bool = True, last: bool = False) -> dict[str, float]:
         """Return `mean_<key>_s`, and `last_<key>_s` if `last` is set, of each timer that ran since the last reset."""

@@ -22,7 +22,7 @@ from torch.utils.data._utils import worker as torch_worker
 __all__ = [
     "abort_default_group",
     "accumulated_gradients",
-    "collective_count",
+    "collective_counter",
     "compile_in_place",
     "content_version",
     "copy_module_versions",
@@ -40,6 +40,7 @@ __all__ = [
     "module_versions",
     "multiply_all",
     "nested_schedulers",
+    "no_collectives",
     "optimizer_stand_in",
     "processes_of",
     "remove_sharding",
@@ -123,19 +124,30 @@ def groups() -> list[Any]:
     return list(dist.distributed_c10d._world.pg_map)
 
 
-def collective_count(others: Collection[str] = ()) -> int:
-    """Return the number of collective calls of the default group so far, and of the `others`, by their descriptions, which torch counts
-    in the same way on every rank. Return -1 if there is no group, or if its backend does not count."""
+def collective_counter(others: Collection[str] = ()) -> Callable[[], int]:
+    """Return a function that returns the number of collective calls of the default group so far, and of the `others`, by their
+    descriptions, which torch counts in the same way on every rank. It is called for each batch, so it looks for the groups only now.
+    It returns -1 if there is no group now, or if its backend does not count."""
     if not dist.is_initialized():
-        return -1
-    try:
-        counted = [
-            dist.distributed_c10d._get_default_group(),
-            *(each for each in groups() if each.group_desc in others),
-        ]
-        return sum(int(each._get_sequence_number_for_group()) for each in counted)
-    except (RuntimeError, ValueError):  # ValueError: another thread has just destroyed the group
-        return -1
+        return no_collectives
+    default = dist.distributed_c10d._get_default_group()
+    counted = [default, *(each for each in groups() if each.group_desc in others)]
+    reads = [each._get_sequence_number_for_group for each in counted]
+
+    def count() -> int:
+        total = 0
+        try:
+            for read in reads:
+                total += read()
+        except RuntimeError:
+            return -1
+        return total
+
+    return count
+
+
+def no_collectives() -> int:
+    return -1
 
 
 # -- models, gradients and schedulers -----------------------------------------------------------------

@@ -26,6 +26,7 @@ from raysgd.torch.monitor import Monitor
 from raysgd.torch.options import TrainingOptions
 from raysgd.torch.parts import Parts
 from raysgd.torch.precision import Precision
+from raysgd.torch.wrapping import Exchange
 from raysgd.training.feed import Drawn
 
 __all__ = ["Gradients", "samples_in"]
@@ -55,6 +56,7 @@ class Gradients:
         self.guard = guard
         self._options, self._precision, self._parts, self._monitor = options, precision, parts, monitor
         self._accumulates, self._exact = options.accumulate > 1, exact
+        self._exchanges = type(parts.exchange) is not Exchange
         self._untested = in_pieces and not self._accumulates  # whether the user's code may be unfit for pieces
         self._hooks: list[Any] = []
         self._held = False
@@ -243,7 +245,8 @@ class Gradients:
     def zero_grad(self, optimizers: Sequence[Any]) -> None:
         if self._position == 0:
             for optimizer in optimizers:
-                self._parts.exchange.finish(optimizer)  # of a batch whose step was left out
+                if self._exchanges:  # a batch whose step was left out
+                    self._parts.exchange.finish(optimizer)
                 optimizer.zero_grad()
 
     def backward(self, loss: torch.Tensor, optimizer: Any, loss_id: int = 0) -> None:
@@ -261,7 +264,8 @@ class Gradients:
                 self._skip()
             self._choose_witness(optimizer)
             return
-        self._parts.exchange.finish(optimizer)
+        if self._exchanges:
+            self._parts.exchange.finish(optimizer)
         self._precision.check_step(optimizer, direct=False)
         if self._reads_gradients or self.guard.on:
             self._precision.unscale(optimizer)
@@ -305,13 +309,11 @@ class Gradients:
         return guarded
 
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        prepared = self._prepared(optimizer, args, kwargs)
+        prepared = None if self._stepping else self._prepared(optimizer, args, kwargs)
         self.in_step = True
         return prepared
 
     def _prepared(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._stepping:
-            return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0] is the optimizer
         if callable(closure):  # it computes the gradients during the step, and may be called several times
             if self._watching:

@@ -42,7 +42,8 @@ class Monitor:
         self._optimizers = list(optimizers)
         for optimizer in self._optimizers:
             if hasattr(optimizer, "register_step_post_hook"):
-                optimizer.register_step_post_hook(self._stepped)
+                if "lr" in self._measures:
+                    optimizer.register_step_post_hook(self._stepped)
             elif self._measures - {"seconds"}:
                 raise ConfigError(
                     f"LearningRateMonitor and GradientNormMonitor follow the steps of torch optimizers, got a "
@@ -60,12 +61,17 @@ class Monitor:
         self._meter.update({f"grad_norm{number}": norm})
 
     def _stepped(self, optimizer: Any, *_: Any) -> None:
-        if "lr" not in self._measures or was_skipped(optimizer):
+        if was_skipped(optimizer):
             return
         groups = [group for each in self._optimizers for group in each.param_groups]
         for number, group in enumerate(groups):
             if any(group is own for own in optimizer.param_groups):
                 self._meter.update({f"lr_{number}" if len(groups) > 1 else "lr": group["lr"]})
+
+    @property
+    def follows_batches(self) -> bool:
+        """Return whether `batch_done` has anything to do."""
+        return "seconds" in self._measures
 
     def batch_done(self, wrapped: Sequence[Any]) -> None:
         """Add the time that DDP measured in its newest step."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
+from functools import lru_cache
 from importlib import import_module
 from inspect import signature
 from typing import Any, ClassVar, Literal
@@ -120,7 +121,7 @@ class TrainingOperator(OperatorBase):
         self._meter = meter = AverageMeterCollection()
         for model in self._parts.wrapped:
             model.train()
-        named = "batch_info" in signature(self.train_batch).parameters
+        named = _takes_batch_info(getattr(self.train_batch, "__func__", self.train_batch))
         batch_idx = 0
         for batch in iterator:
             batch_info = {"batch_idx": batch_idx, "global_step": self.global_step, **common}
@@ -141,17 +142,21 @@ class TrainingOperator(OperatorBase):
         """Train one step on one `batch`, `(*features, target)`: forward, loss, backward, optimizer. Return what was measured.
 
         `batch_info` has `batch_idx`, `global_step`, `epoch_idx`, and what was passed as `info`."""
-        self._need("train_batch", "model", "optimizer", "criterion")
+        if "train_batch" not in self._complete_for:
+            self._need("train_batch", "model", "optimizer", "criterion")
         *features, target = self._unpack(batch)
         self.zero_grad(self.optimizer)  # first: the forward pass takes up memory that is still in the processor's cache
-        with self.timers.record("fwd"), self.autocast():
+        lap = self.timers.laps()
+        with self.autocast():
             output = self.model(*features)
             loss = self.criterion(output, target)
-        with self.timers.record("grad"):
-            self.backward(loss)
-        with self.timers.record("apply"):
-            self.step(self.optimizer)
-        return {"train_loss": loss.detach(), NUM_SAMPLES: target.size(0)}
+        lap("fwd")
+        self.backward(loss)
+        lap("grad")
+        self.step(self.optimizer)
+        lap("apply")
+        # On a GPU, reading the loss would wait for the step.
+        return {"train_loss": loss.item() if loss.is_cpu else loss.detach(), NUM_SAMPLES: target.size(0)}
 
     def skip_step(self, info: dict[str, Any]) -> bool:
         """Return whether to leave out an optimizer's step. `info` has the loss that `self.backward` got, as the mean over the
@@ -561,3 +566,9 @@ class TrainingOperator(OperatorBase):
             lightning_module_cls, train_dataloader, val_dataloader
         )
         return made
+
+
+@lru_cache(maxsize=64)
+def _takes_batch_info(method: Any) -> bool:
+    """Return whether `batch_info` can be passed by name."""
+    return "batch_info" in signature(method).parameters

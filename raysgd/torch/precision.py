@@ -13,6 +13,9 @@ from raysgd.errors import ConfigError
 __all__ = ["Bf16", "Fp16", "Precision", "make_precision"]
 
 
+_NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+
+
 class Precision:
     """Full precision (fp32), and the base of the others. Each operator has one; it owns the scaler, if there is one.
 
@@ -26,7 +29,7 @@ class Precision:
         return models, optimizers
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext()
+        return _NOTHING
 
     def backward(self, loss: torch.Tensor, optimizer: Any = None, *, loss_id: int = 0) -> None:
         loss.backward()

@@ -16,7 +16,7 @@ from raysgd.core.descriptors import allow_connections
 from raysgd.core.ranks import RankInfo
 from raysgd.core.shard_copies import layout
 from raysgd.errors import causes_of
-from raysgd.torch.foreign import abort_default_group, collective_count, groups, set_collective_limit
+from raysgd.torch.foreign import abort_default_group, collective_counter, groups, no_collectives, set_collective_limit
 from raysgd.torch.fsdp import MESH
 from raysgd.torch.sockets import Connections, GlooConnections
 from raysgd.torch.store import addresses_of, connect, exchange_addresses, open_store, wait_for_all, without_secret
@@ -56,6 +56,7 @@ class TorchBackend:
         self._store_before: Any = None
         self._groups: list[Any] = []
         self._groups_before: list[Any] = []
+        self._count = no_collectives
         self._connections = Connections()
         self._gloo = GlooConnections()
 
@@ -66,6 +67,7 @@ class TorchBackend:
             "_store_before": None,
             "_groups": [],
             "_groups_before": [],
+            "_count": no_collectives,
         }  # these cannot be pickled
 
     # -- driver ---------------------------------------------------------------------------------------
@@ -124,6 +126,7 @@ class TorchBackend:
             self._gloo.add_remote(exchange_addresses(store, rank_info, self._gloo.own, limit_s=self._join_s))
         # The first collective opens the connections that most others use, so that a failure of one is a failure to join.
         dist.all_reduce(torch.zeros(1, device="cuda" if self.name == "nccl" else "cpu"))
+        self._count = collective_counter(MESH)
         if gloo:
             self._gloo.hold()
             set_collective_limit(self._collective_s)
@@ -146,6 +149,7 @@ class TorchBackend:
         return connect(settings, limit_s=self._join_s)
 
     def leave(self) -> None:
+        self._count = no_collectives
         self._keep_groups()
         if self._groups:
             self._groups_before, self._groups = self._groups, []
@@ -174,7 +178,7 @@ class TorchBackend:
             self._groups = groups()
 
     def collectives(self) -> int:
-        return collective_count(MESH)
+        return self._count()
 
     def is_interruption(self, error: BaseException) -> bool:
         return is_peer_failure(error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -27,6 +28,7 @@ from raysgd.torch.fsdp import gathered
 from raysgd.torch.guard import gathered_objects
 from raysgd.torch.memory import exhausted, is_out_of_memory, make_room
 from raysgd.torch.operator import TrainingOperator
+from raysgd.torch.precision import Precision
 from raysgd.torch.resharding import Resharding
 from raysgd.torch.settings import TorchSettings
 from raysgd.torch.wrapping import Exchange
@@ -79,6 +81,7 @@ class TorchReplica(ReplicaBase):
         guard = operator._gradients.guard
         guard.position, guard.samples = self._position, self._samples_of_step
         self._damage: TrainingFailedError | None = None  # memory ran out while the weights were being changed
+        self._after_batches: list[Callable[[], None]] = []
         self._partial_at = 0.0
         self._partial: dict[str, Any] | None = None
         if type(operator).train_epoch is TrainingOperator.train_epoch:
@@ -134,10 +137,8 @@ class TorchReplica(ReplicaBase):
         return [int(index) for each in found for index in (each if isinstance(each, (list, tuple)) else [each])]
 
     def _on_commit(self, last: bool = False) -> None:
-        self.operator._precision.batch_done()
-        self.operator._gradients.guard.committed()
-        if self._began is not None:
-            self.operator._monitor.batch_done(self.operator._parts.wrapped)
+        for note in self._after_batches:
+            note()
         super()._on_commit(last)
 
     def _undo_batch(self) -> None:
@@ -204,7 +205,14 @@ class TorchReplica(ReplicaBase):
         self.operator._gradients.in_step = False
         self.operator._precision.forget_skipped()
         self.operator._gradients.guard.skipped = 0
-        self.operator._monitor.begin(self.operator._parts.wrapped)
+        monitor = self.operator._monitor
+        monitor.begin(self.operator._parts.wrapped)
+        if phase == "train":
+            precision, guard = self.operator._precision, self.operator._gradients.guard
+            counts = type(precision).batch_done is not Precision.batch_done
+            measure = functools.partial(monitor.batch_done, self.operator._parts.wrapped)
+            notes = ((precision.batch_done, counts), (guard.committed, guard.on), (measure, monitor.follows_batches))
+            self._after_batches = [note for note, needed in notes if needed]
         self._partial_at, self._partial = time.monotonic() + PARTIAL_S, None
 
     def _add_metrics(self, report: dict[str, Any], phase: Phase) -> None:

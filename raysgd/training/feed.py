@@ -165,7 +165,7 @@ class Feed:
         on_commit: Callable[..., None],
         on_batch: Callable[[Drawn, int, bool], bool] = lambda drawn, place, closing: True,
         seed: Callable[..., None] = lambda epoch, *own: None,
-        on_wait: Callable[[float], None] = lambda seconds: None,
+        on_wait: Callable[[float], None] | None = None,
         carrier: Carrier | None = None,
         window: int = 1,
         audit: Audit | None = None,
@@ -177,9 +177,12 @@ class Feed:
         self._limit, self._shared, self._unwind, self._pause_at = limit, shared, unwind, pause_at
         self._training, self._name = training, name
         self._carrier, self._on_batch, self._on_commit = carrier or Carrier(), on_batch, on_commit
+        self._carries = type(self._carrier) is not Carrier
+        # A window must know which batch is its last.
+        self._looks_ahead = self._carrier.ahead or window > 1
         self._window_size, self._seed, self._on_wait, self._audit = window, seed, on_wait, audit
         self._usual = math.nan  # the weight of batches for which `on_batch` is not called
-        self._drawn: LookAhead | Iterator[Drawn] | None = None
+        self._drawn: Any = None  # a LookAhead, or an iterator
         self._pending: Drawn | None = None
         self._window: list[Drawn] = []
         self._closing = True
@@ -212,15 +215,15 @@ class Feed:
             self._window.clear()
             self._stop()
         drawn = self._waited_for()
-        self._pending, self._stepped, self.fresh, self.whole = drawn, False, drawn.fresh, drawn.whole
-        self._closing = drawn.whole
-        if isinstance(self._drawn, LookAhead):
-            batch = drawn.batch
+        batch = drawn.batch
+        self._pending, self._stepped, self.fresh = drawn, False, drawn.fresh
+        self.whole = self._closing = drawn.whole
+        if self._looks_ahead:
             if self._window_size > 1 and drawn.whole:
                 before = sum(each.whole for each in self._window)
                 self._closing = self._drawn.last or before + 1 == self._window_size
-        else:
-            batch = self._carrier.arrived(self._carrier.send(drawn.batch))
+        elif self._carries:
+            batch = self._carrier.arrived(self._carrier.send(batch))
         if drawn.weight != self._usual or not drawn.whole:
             done = self._on_batch(drawn._replace(batch=batch), len(self._window), self._closing)
             self._usual = 1.0 if done else math.nan
@@ -278,16 +281,22 @@ class Feed:
 
     def _waited_for(self) -> Drawn:
         """Wait for the next batch. Raise StopIteration if there is none."""
-        control, began = self._control, time.perf_counter()
+        control, on_wait = self._control, self._on_wait
+        began = time.perf_counter() if on_wait is not None else 0.0
         control.phase = "loading data"
         try:
-            drawn = self._draw()
+            # Nearly always, the epoch has another batch.
+            drawn = None if self._drawn is None or self._position.ended else next(self._drawn, None)
+            if drawn is None:
+                drawn = self._draw()
         except DataLoaderFailure as failure:
             self._failure = failure
             raise
-        self._on_wait(time.perf_counter() - began)
+        if on_wait is not None:
+            on_wait(time.perf_counter() - began)
         if drawn is None:
             raise StopIteration
+        self._empty_epochs = 0
         control.phase = "a batch"
         if self._audit is not None:
             self._audit.drew(self._position, self._window, drawn)
@@ -305,9 +314,8 @@ class Feed:
             if self._drawn is None:
                 self._drawn = self._look_ahead(self._source.batches(self._rank_info, position.offset))
                 self._expect()
-            drawn = next(self._drawn, None)
+            drawn: Drawn | None = next(self._drawn, None)
             if drawn is not None:
-                self._empty_epochs = 0
                 return drawn
             self._end_epoch()
             self._drawn = None
@@ -333,7 +341,7 @@ class Feed:
 
     def _look_ahead(self, drawn: Iterator[Drawn]) -> LookAhead | Iterator[Drawn]:
         """Draw one batch in advance if the carrier asks for it, or if a window must know which batch is its last."""
-        if not self._carrier.ahead and self._window_size == 1:
+        if not self._looks_ahead:
             return drawn
         most = None if self._limit is None else self._limit - self._position.call_batches
         return LookAhead(drawn, self._carrier, most)
@@ -376,7 +384,10 @@ class Feed:
         if not self._closing:
             return
         for drawn in window:
-            position.call_units += self._samples(drawn)
+            if drawn.rows is None:
+                position.call_units += drawn.offset - position.offset if self._counts_samples else 0
+            elif drawn.whole:
+                position.call_units += drawn.rows
             position.offset = drawn.offset
         batches = len(window) if len(window) == 1 else sum(each.whole for each in window)
         position.step += batches
@@ -384,12 +395,6 @@ class Feed:
         window.clear()
         self._control.batch = position.call_batches
         self._on_commit(last=last)
-
-    def _samples(self, drawn: Drawn) -> int:
-        """Return how many samples all ranks have in this step; 0 if that is not known."""
-        if drawn.rows is not None:
-            return drawn.rows if drawn.whole else 0
-        return drawn.offset - self._position.offset if self._counts_samples else 0
 
     def _finish(self) -> None:
         self._position.call_done = True

@@ -251,10 +251,10 @@ class OperatorBase:
         failure all of them are processed again. A batch that is repeated only to take part in a step has weight 0."""
         if not isinstance(metrics, dict):
             raise TypeError(f"{type(self).__name__}.{of} must return a dict of metrics, got {shown(metrics)}")
-        samples = metrics[NUM_SAMPLES] if NUM_SAMPLES in metrics else self._samples_in(batch)
+        values = dict(metrics)
+        samples = values.pop(NUM_SAMPLES) if NUM_SAMPLES in values else self._samples_in(batch)
         weight = samples if getattr(iterator, "fresh", True) else 0
         try:
-            values = {name: value for name, value in metrics.items() if name != NUM_SAMPLES}
             whole, closing = getattr(iterator, "whole", True), getattr(iterator, "closing", True)
             if closing and whole and not self._uncounted:
                 meter.update(values, n=weight)

@@ -232,7 +232,7 @@ class ReplicaBase(ABC):
             on_commit=self._on_commit if training else partial(self._on_evaluated, phase),
             unwind=unwind,
             pause_at=pause_at,
-            on_wait=self._on_wait,
+            on_wait=self._on_wait if "seconds" in self._measures else None,
             training=training,
             audit=self._audit if training else None,
             name=self.data_names[phase],
@@ -252,14 +252,14 @@ class ReplicaBase(ABC):
     def _on_commit(self, last: bool = False) -> None:
         control = self._control
         digest = self._audit.committed(self._position.step) if self._audit is not None else ""
-        if digest or control.due(last=last):
+        if digest or control.due():
             progress = self._position.progress("train")
             control.report(replace(progress, digest=digest) if digest else progress, self._partial_to_report())
-        if not last and self._snapshots.due_after_batch(self._position.step):
+        if self._snapshots.within_epochs and not last and self._snapshots.due_after_batch(self._position.step):
             self.take_snapshot()
 
     def _on_evaluated(self, phase: Phase, last: bool = False) -> None:
-        if self._control.due(last=last):
+        if self._control.due():
             batches = self._position_in(phase).call_batches
             progress = replace(self._position.progress(CALLS[phase]), batches=batches)
             self._control.report(progress, self._partial_to_report())

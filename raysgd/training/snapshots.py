@@ -29,6 +29,7 @@ class Snapshotter:
 
     def __init__(self, every: Any, control: Control) -> None:
         self._every, self._control = every, control
+        self.within_epochs = every not in (None, "epoch")
         self._thread: threading.Thread | None = None
         self._requests: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._changed = threading.Condition()
@@ -47,7 +48,7 @@ class Snapshotter:
     def due_after_batch(self, step: int) -> bool:
         """Return whether a snapshot is due, now that `step` batches are committed."""
         every = self._every
-        if every is None or every == "epoch":
+        if not self.within_epochs:
             return False
         if isinstance(every, int):
             before, self._mark = self._mark, step // every

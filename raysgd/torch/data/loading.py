@@ -43,35 +43,43 @@ class LoaderIterator:
     def __init__(self, loader: Iterable[Any]) -> None:
         self._loader = loader
         self._live: Any = live_iterator(loader)  # its processes persist from one pass to the next
-        self._live = self._guarded(lambda: iter(loader))
+        self._has_processes = bool(processes_of(self._live))
+        self._live = self._guarded(iter, loader)
+        self._has_processes = bool(processes_of(self._live))
         _delay_reports()
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
-        return self._guarded(lambda: next(self._live))
+        return self._guarded(next, self._live)
 
-    def _guarded(self, step: Callable[[], Any]) -> Any:
-        cause: Exception | None = None
-        broken = self._live
-        if not _dead(broken):
-            try:
-                return step()
-            except StopIteration:
-                raise
-            except Exception as error:
-                if "in DataLoader worker process" in str(error):  # the data set raised it there
-                    raise
-                broken = _broken(error)
-                if broken is None:
-                    raise
-                cause = error
+    def _guarded(self, step: Callable[[Any], Any], of: Any) -> Any:
+        if self._has_processes and _dead(self._live):
+            raise self._failed(self._live)
+        try:
+            return step(of)
+        except StopIteration:
+            raise
+        except Exception as error:
+            self._explain(error)
+            raise
+
+    def _explain(self, error: Exception) -> None:
+        """Raise a `DataLoaderFailure` if the error is the death of a loader process, also of a loader inside the user's iterable."""
+        if "in DataLoader worker process" in str(error):  # the data set raised it there
+            return
+        broken = _broken(error)
+        if broken is not None:
+            raise self._failed(broken) from error
+
+    def _failed(self, broken: Any) -> DataLoaderFailure:
+        """End the iterator of which a process died, and return the error about it."""
         reason = "; ".join(_described(process) for process in _dead(broken))
         if live_iterator(self._loader) is broken:
             forget_iterator(self._loader)
         _end(broken)
-        raise DataLoaderFailure(reason) from cause
+        return DataLoaderFailure(reason)
 
 
 def _dead(iterator: Any) -> list[Any]:
