@@ -422,6 +422,17 @@ def test_the_page_is_filled() -> None:
     assert fill_page.filled(filled, {"startup": document}) == filled
 
 
+@pytest.mark.parametrize("page", ["docs/benchmarks.md", "docs/index.md", "README.md"])
+def test_the_pages_show_the_results(page: str) -> None:
+    fill_page = module("fill_page")
+    found = [json.loads(path.read_text(encoding="utf-8")) for path in fill_page.RESULTS.glob("*.json")]
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert (
+        "kill_curve" in text
+        and fill_page.filled(text, {each["benchmark"]: each for each in found}, ROOT / page) == text
+    )
+
+
 def test_a_page_shows_what_it_asks_for(tmp_path: Path) -> None:
     (tmp_path / "benchmarks").mkdir()
     (tmp_path / "benchmarks" / "throughput_fp32.png").write_bytes(b"")
