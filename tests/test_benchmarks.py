@@ -323,6 +323,31 @@ def test_kill_curve(outcome: Document, tmp_path: Path) -> None:
     assert [each.name for each in module("plots").plot_all(tmp_path, tmp_path / "pictures")] == names
 
 
+@pytest.mark.soak
+@pytest.mark.slow
+@pytest.mark.elastic
+@pytest.mark.script(
+    "kill_curve.py", "--contenders", "torchrun", "--steps", "200", "--epochs", "2", "--after-s", "20", run=whole
+)
+def test_torchrun_continues_after_a_kill(outcome: Document) -> None:
+    (row,) = outcome()["rows"]
+    assert "note" not in row, row["note"]
+    assert sum(row["repeated_per_s"]) * row["bin_s"] == row["repeated_samples"] > 0
+
+
+def test_the_end_of_a_child_is_the_end_of_its_sessions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    script = tmp_path / "script.py"
+    script.write_text("import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(600)\n", encoding="utf-8")
+    processes = module("processes")
+    with processes.child(processes.command_for(script, torchrun=("--nproc-per-node", "1")), {}) as torchrun:
+        assert torchrun.stdout is not None
+        rank = int(torchrun.stdout.readline())
+        assert os.getsid(rank) != torchrun.pid, "torchrun started it in a session of its own"
+    with pytest.raises(ProcessLookupError):
+        os.kill(rank, 0)
+
+
 def test_samples_after_a_kill_are_new_or_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 had done two steps of epoch 1, so its first two after the kill are repeated, and the third one is new."""
     monkeypatch.syspath_prepend(str(FOLDER))
@@ -395,6 +420,17 @@ def test_the_page_is_filled() -> None:
     assert "| raysgd | 2 (1 to 3) |" in filled
     assert "old" not in filled and "kept" in filled and filled.startswith("before\n")
     assert fill_page.filled(filled, {"startup": document}) == filled
+
+
+@pytest.mark.parametrize("page", ["docs/benchmarks.md", "docs/index.md", "README.md"])
+def test_the_pages_show_the_results(page: str) -> None:
+    fill_page = module("fill_page")
+    found = [json.loads(path.read_text(encoding="utf-8")) for path in fill_page.RESULTS.glob("*.json")]
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert (
+        "kill_curve" in text
+        and fill_page.filled(text, {each["benchmark"]: each for each in found}, ROOT / page) == text
+    )
 
 
 def test_a_page_shows_what_it_asks_for(tmp_path: Path) -> None:

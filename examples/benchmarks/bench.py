@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from fill_page import PAGE, RESULTS, fill
+from fill_page import OTHER_PAGES, PAGE, RESULTS, fill
 from processes import HERE
 
 QUICK_RESULTS = HERE.parents[1] / "build" / "benchmarks"
@@ -86,8 +86,9 @@ def present(into: Path, page: Path | None) -> None:
         for path in plot_all(into, into if page is None else page.parent / "benchmarks"):
             print(f"plotted {path}", file=sys.stderr)
     if page is not None:
-        fill(into, page)
-        print(f"filled {page}", file=sys.stderr)
+        for each in (page, *OTHER_PAGES):
+            fill(into, each)
+            print(f"filled {each}", file=sys.stderr)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Puts the tables and pictures of the measured results into docs/benchmarks.md.
+"""Puts the tables and pictures of the measured results into docs/benchmarks.md, docs/index.md and README.md.
 
     python examples/benchmarks/bench.py
     python examples/benchmarks/fill_page.py
@@ -10,6 +10,7 @@ Between such a line and `<!-- end -->` goes what it asks for; the rest of the pa
     <!-- table: chaos show=kinds told -->           the same, and how it was measured
     <!-- matrix: throughput ratio -->               a figure for each setting and contender
     <!-- plots: throughput -->                      the pictures in docs/benchmarks/ whose names begin so
+    <!-- picture: kill_curve -->                    the light or the dark one, in README.md
     <!-- summary: all -->                           a line for each claim: the best peer, the ratio, rounds, spread
 """
 
@@ -22,6 +23,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 PAGE = HERE.parents[1] / "docs" / "benchmarks.md"
+OTHER_PAGES = (PAGE.with_name("index.md"), HERE.parents[1] / "README.md")
 RESULTS = HERE / "results"
 COLUMNS: dict[str, tuple[str, ...]] = {
     "throughput": (
@@ -119,7 +121,9 @@ COLUMNS: dict[str, tuple[str, ...]] = {
         "note",
     ),
 }
-PLACE = re.compile(r"(<!-- (table|matrix|plots|summary): (\w+)((?: [\w=]+)*) -->\n).*?(<!-- end -->)", re.DOTALL)
+PLACE = re.compile(
+    r"(<!-- (table|matrix|plots|picture|summary): (\w+)((?: [\w=]+)*) -->\n).*?(<!-- end -->)", re.DOTALL
+)
 MANY = 12  # rounds
 Rows = Sequence[Mapping[str, Any]]
 
@@ -241,7 +245,7 @@ CLAIMS = (
     *(of_steps(workload, workers) for workload in ("tiny", "resnet", "gpt") for workers in (1, 2)),
     *(
         Claim(
-            f"time of a step, `{name}`, 2 workers",
+            f"time of a step, `{name}`, 2 workers, a new start for each round",
             "stepping",
             {**RAYSGD, "workload": name},
             "ratio",
@@ -250,7 +254,7 @@ CLAIMS = (
         for name in ("tiny", "resnet", "gpt")
     ),
     Claim(
-        "time of a step, `tiny`, 2 workers, with a `collate_fn`",
+        "time of a step, `tiny`, 2 workers, a new start for each round, with a `collate_fn`",
         "stepping",
         {"contender": "raysgd, collating", "workload": "tiny"},
         "ratio",
@@ -301,15 +305,36 @@ def told(document: Mapping[str, Any]) -> str:
     )
 
 
-def pictures(name: str, page: Path) -> str:
-    folder = page.parent / "benchmarks"
+def seen(document: Mapping[str, Any]) -> str:
+    """What the pictures of a result show, for those who cannot see them."""
+    if document["benchmark"] != "kill_curve":
+        return str(document["benchmark"]).replace("_", " ")
+    parts = [
+        f"{row['contender']} {row['still_s']:.2g} s without a step, {row['repeated_samples']:,} samples repeated"
+        if "from_s" in row
+        else f"{row['contender']} {row['note']}"
+        for row in document["rows"]
+    ]
+    return f"Samples per second before and after one of three workers is killed: {'; '.join(parts)}"
+
+
+def pictures(document: Mapping[str, Any], page: Path) -> str:
+    name, folder = document["benchmark"], page.parent / "benchmarks"
     found = [
         f"![{path.stem.replace('_', ' ')}](benchmarks/{path.name})" for path in sorted(folder.glob(f"{name}*.png"))
     ]
     for path in sorted((*folder.glob(f"{name}_light.svg"), *folder.glob(f"{name}_dark.svg")), reverse=True):
         mode = path.stem.rpartition("_")[2]
-        found.append(f"```{{image}} benchmarks/{path.name}\n:class: only-{mode}\n:alt: {name.replace('_', ' ')}\n```")
+        found.append(f"```{{image}} benchmarks/{path.name}\n:class: only-{mode}\n:alt: {seen(document)}\n```")
     return "\n\n".join(found)
+
+
+def picture(document: Mapping[str, Any]) -> str:
+    path = f"docs/benchmarks/{document['benchmark']}"
+    return (
+        f'<picture>\n  <source media="(prefers-color-scheme: dark)" srcset="{path}_dark.svg">\n'
+        f'  <img src="{path}_light.svg" alt="{seen(document)}">\n</picture>'
+    )
 
 
 def filled(text: str, documents: Mapping[str, Mapping[str, Any]], page: Path = PAGE) -> str:
@@ -323,7 +348,9 @@ def filled(text: str, documents: Mapping[str, Mapping[str, Any]], page: Path = P
         if document is None:
             return place[0]
         if kind == "plots":
-            return f"{head}{pictures(name, page)}\n{end}"
+            return f"{head}{pictures(document, page)}\n{end}"
+        if kind == "picture":
+            return f"{head}{picture(document)}\n{end}"
         only = dict(option.split("=") for option in options.split() if "=" in option)
         shown = matrix(document, options.strip()) if kind == "matrix" else table(document, only)
         return (
@@ -342,4 +369,5 @@ def fill(results: Path, page: Path) -> None:
 
 
 if __name__ == "__main__":
-    fill(RESULTS, PAGE)
+    for each in (PAGE, *OTHER_PAGES):
+        fill(RESULTS, each)

@@ -140,22 +140,7 @@ def startup(rows: Rows) -> dict[str, Figure]:
 
 
 def recovery(rows: Rows) -> dict[str, Figure]:
-    pictures = {"recovery": lying(rows, "case", "gap_s", "seconds without a step", "A worker is killed")}
-    shown = {"raysgd, in place": "raysgd", "Ray Train v2, elastic": "Ray Train v2", "torchrun": "torchrun"}
-    own = [row for row in rows if row["case"] in shown and median(row, "gap_s") is not None][::-1]
-    for mode, ink in INKS.items():
-        drawn, (axis,) = bare(0.45 * len(own) + 0.9, 1, ink)
-        for number, row in enumerate(own):
-            value, redone = median(row, "gap_s"), median(row, "batches_redone")
-            assert value is not None and redone is not None
-            axis.barh(number, value, 0.6, color=VIVID[shown[row["case"]]])
-            said = f"{value:.1f} s, {redone:.0f} batches repeated"
-            axis.annotate(said, (value, number), (4, 0), textcoords="offset points", va="center", fontsize=9, color=ink)
-        axis.set_yticks(range(len(own)), [shown[row["case"]] for row in own])
-        axis.set_xlabel("seconds without a step after one of three workers is killed", fontsize=9, color=ink)
-        axis.margins(x=0.35)
-        pictures[f"kill_{mode}"] = drawn
-    return pictures
+    return {"recovery": lying(rows, "case", "gap_s", "seconds without a step", "A worker is killed")}
 
 
 def rerun(rows: Rows) -> dict[str, Figure]:
@@ -285,12 +270,13 @@ def scale(rows: Rows) -> dict[str, Figure]:
 # How a picture in a light and a dark variant looks on the page: its ink, and one colour for each contender that is
 # readable on both.
 INKS = {"light": "#1f2328", "dark": "#d0d4da"}
+RATES = ("new_per_s", "repeated_per_s")
 VIVID = {"raysgd": "#e0632b", "Ray Train v2": "#4a90d9", "torchrun": "#8d96a0"}
 
 
-def bare(height: float, rows: int, ink: str, sharex: bool = False) -> tuple[Figure, list[Axes]]:
+def bare(height: float, rows: int, ink: str, sharex: bool = False, width: float = 6.0) -> tuple[Figure, list[Axes]]:
     """A figure without a background, whose lines and texts have one colour."""
-    drawn = Figure(figsize=(6.0, height), layout="constrained", facecolor="none")
+    drawn = Figure(figsize=(width, height), layout="constrained", facecolor="none")
     axes = [each[0] for each in drawn.subplots(rows, 1, squeeze=False, sharex=sharex)]
     for each in axes:
         each.set_facecolor("none")
@@ -301,32 +287,35 @@ def bare(height: float, rows: int, ink: str, sharex: bool = False) -> tuple[Figu
 
 
 def kill_curve(rows: Rows) -> dict[str, Figure]:
-    """Samples per second over the time since the kill, one above the other; repeated samples are hatched."""
+    """Samples per second over the time since the kill, one above the other on one scale; repeated samples are hatched.
+    It is narrow, so that its texts are readable on a phone."""
+    totals = [[sum(both) for both in zip(*map(row.get, RATES), strict=True)] if "from_s" in row else [] for row in rows]
     pictures = {}
     for mode, ink in INKS.items():
-        drawn, axes = bare(1.35 * len(rows) + 0.7, len(rows), ink, sharex=True)
-        for axis, row in zip(axes, rows, strict=True):
-            axis.set_title(row["contender"], loc="left", fontsize=10, color=ink, fontweight="bold")
+        drawn, axes = bare(1.35 * len(rows) + 0.9, len(rows), ink, sharex=True, width=5.0)
+        for axis, row, total in zip(axes, rows, totals, strict=True):
+            axis.set_title(row["contender"], loc="left", fontsize=11, color=ink, fontweight="bold")
             axis.axvline(0, color=ink, linewidth=1, linestyle=":")
-            if "from_s" not in row:
-                note = textwrap.fill(row["note"], 56)  # a longer line would make the axes narrower
-                axis.annotate(note, (0.12, 0.3), xycoords="axes fraction", fontsize=8, color=ink)
+            if not total:
+                note = textwrap.fill(row["note"], 40)  # a longer line would make the axes narrower
+                axis.annotate(note, (0.12, 0.3), xycoords="axes fraction", fontsize=10, color=ink)
                 axis.set_yticks([])
                 continue
-            hue = VIVID[row["contender"]]
-            total = [new + old for new, old in zip(row["new_per_s"], row["repeated_per_s"], strict=True)]
+            hue, new = VIVID[row["contender"]], row["new_per_s"]
             edges = [*row["from_s"], row["from_s"][-1] + row["bin_s"]]
-            axis.stairs(row["new_per_s"], edges, fill=True, color=hue)
-            axis.stairs(
-                total, edges, baseline=row["new_per_s"], fill=True, facecolor="none", edgecolor=hue, hatch="////"
-            )
-            axis.set_ylim(0, 1.25 * max(total))
+            axis.stairs(new, edges, fill=True, color=hue)
+            axis.stairs(total, edges, baseline=new, fill=True, facecolor="none", edgecolor=hue, hatch="////")
+            axis.set_ylim(0, 1.1 * max(map(max, filter(None, totals))))
             said = f"{row['still_s']:.2g} s without a step"
             if row["repeated_samples"]:
-                said += f", {row['repeated_samples']:,} samples repeated (hatched)"
-            axis.set_title(said, loc="right", fontsize=9, color=ink)
-        axes[len(axes) // 2].set_ylabel("samples per second", fontsize=9, color=ink)
-        axes[-1].set_xlabel("seconds since one of three workers was killed", fontsize=9, color=ink)
+                said += f", {row['repeated_samples']:,} repeated"
+            axis.set_title(said, loc="right", fontsize=10, color=ink)
+            axis.tick_params(labelsize=10)
+        axes[len(axes) // 2].set_ylabel("samples per second", fontsize=10, color=ink)
+        under = "seconds since one of three workers was killed"
+        if any(row.get("repeated_samples") for row in rows):
+            under += "\n(hatched: samples that were trained again)"
+        axes[-1].set_xlabel(under, fontsize=10, color=ink)
         pictures[f"kill_curve_{mode}"] = drawn
     return pictures
 

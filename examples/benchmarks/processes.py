@@ -11,6 +11,7 @@ from pathlib import Path
 __all__ = ["HERE", "child", "command_for", "search_path"]
 
 HERE = Path(__file__).resolve().parent
+PATIENCE_S = 15
 HOROVODRUN = "from horovod.runner.launch import run_commandline; run_commandline()"
 
 
@@ -31,7 +32,8 @@ def search_path(more: str = "") -> str:
 
 @contextlib.contextmanager
 def child(command: list[str], extra: Mapping[str, str]) -> Iterator[subprocess.Popen[str]]:
-    """The running child; stdout is a pipe. Whatever is left of its session at the end is killed."""
+    """The running child; stdout is a pipe. At the end, one that still runs is asked to end, because torchrun's ranks are
+    in sessions of their own, and only torchrun ends them. Then whatever is left of its session is killed."""
     path = search_path(extra.get("PYTHONPATH", ""))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **extra, "PYTHONPATH": path}
     process = subprocess.Popen(
@@ -45,6 +47,10 @@ def child(command: list[str], extra: Mapping[str, str]) -> Iterator[subprocess.P
     try:
         yield process
     finally:
+        if process.poll() is None:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.communicate(timeout=PATIENCE_S)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()

@@ -17,6 +17,15 @@ def save(state):
         fresh.replace(FILE)
 
 
-dist.init_process_group("gloo")
+def init_group():
+    """torchrun's store outlives a restart. Without a prefix for each attempt, a new rank reads the addresses that the
+    ranks before it have left there, and connects to nobody (torch 2.13)."""
+    agents = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    store = dist.PrefixStore(f"attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}", agents)
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+
+
+init_group()
 train(torch.load(FILE) if FILE.exists() else None, save)
 dist.destroy_process_group()
