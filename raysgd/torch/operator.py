@@ -289,6 +289,7 @@ class TrainingOperator(OperatorBase):
         self._set_schedulers(parts.as_list(schedulers))
         wrapping.compile_models(parts.models, parts.options)
         self._wrap(dict(ddp_args or {}))
+        wrapping.update_together(parts.optimizers)
         if not self._has_own_steps:
             self._gradients.watch(parts.optimizers)
         parts.averages.watch(parts.models, parts.optimizers, precision=parts.options.precision)

@@ -7,7 +7,7 @@ generation replaces only DDP, and the compiled code stays valid.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from typing import Any
 
@@ -18,8 +18,12 @@ from torch.nn.parallel import DistributedDataParallel
 from raysgd.torch.foreign import compile_in_place
 from raysgd.torch.options import TrainingOptions
 
-__all__ = ["Exchange", "add_hooks", "compile_models", "ddp_arguments", "formatted", "rewrap"]
+__all__ = ["Exchange", "add_hooks", "compile_models", "ddp_arguments", "formatted", "rewrap", "update_together"]
 
+# The optimizers and types for which torch's two ways to update on the CPU have equal results, and the most bytes of parameters for which
+# the faster one is used: it keeps intermediate results of that size.
+TOGETHER, EXACT = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW), (torch.float32, torch.float64)
+LARGEST_TOGETHER = 64 << 20
 HOOKS = "torch.distributed.algorithms.ddp_comm_hooks"
 
 
@@ -102,6 +106,26 @@ def add_hooks(wrapped: list[nn.Module], options: TrainingOptions) -> None:
         if isinstance(wrapper, DistributedDataParallel):
             state, hook = _hook(options.hook_name, options.hook_args)
             wrapper.register_comm_hook(state, hook)
+
+
+def update_together(optimizers: Iterable[Any]) -> None:
+    """Let optimizers on the CPU update the parameters of a group together (`foreach=True`), if the user has left that choice to torch,
+    which makes it on GPUs only. The weights are equal bit by bit, and small models take less time. Large models do not, and would
+    need more memory. With `nesterov`, torch would change the gradients, so nothing is changed then."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups if type(optimizer) in TOGETHER else ():
+            numbers = (group["lr"], *group.get("betas", ()))
+            theirs = any(group.get(name) not in (None, False) for name in ("nesterov", "capturable", "differentiable"))
+            chosen = theirs or not (group["foreach"] is None and group["fused"] is None)
+            usual = all(type(each) is nn.Parameter and each.is_cpu and each.dtype in EXACT for each in group["params"])
+            size = sum(each.numel() * each.element_size() for each in group["params"])
+            if (
+                usual
+                and not chosen
+                and size <= LARGEST_TOGETHER
+                and all(type(each) in (int, float) for each in numbers)
+            ):
+                group["foreach"] = True
 
 
 def _hook(name: str, arguments: dict[str, Any]) -> tuple[Any, Callable[..., Any]]:
