@@ -268,6 +268,16 @@ def test_call_length(outcome: Document, tmp_path: Path) -> None:
         assert [path.name for path in module("plots").plot_all(tmp_path, tmp_path)] == ["call_length.png"]
 
 
+@pytest.mark.soak
+@pytest.mark.slow
+@pytest.mark.script("call_parts.py", run=smoke)
+def test_call_parts(outcome: Document) -> None:
+    rows = {row["call"]: row for row in outcome()["rows"]}
+    assert len(rows) == 6 and rows["11 steps"]["rank_1_cpu_ms"]["median"] > 0
+    more = rows["11 steps"]["wall_ms"]["median"] - rows["one step"]["wall_ms"]["median"]
+    assert rows["one more step"]["wall_ms"]["median"] == pytest.approx(more / 10, abs=0.02)
+
+
 def test_the_summary_takes_the_best_peer_and_leaves_out_what_is_not_measured() -> None:
     fill_page = module("fill_page")
     setting = {"workload": "tiny", "precision": "fp32", "workers": 2}

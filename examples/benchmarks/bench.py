@@ -47,6 +47,7 @@ BENCHMARKS = (
     ),
     Benchmark("stepping", "--starts 6", "--starts 1 --rounds 2"),
     Benchmark("call_length", "", "--steps 1 50 500 --rounds 3"),
+    Benchmark("call_parts", "", "--calls 100 --rounds 3"),
     Benchmark("startup", "--rounds 7", "--rounds 1"),
     Benchmark("recovery", "--rounds 2", "--rounds 1"),
     Benchmark("kill_curve", "", "--epochs 4 --after-s 15"),
