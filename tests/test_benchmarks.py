@@ -278,6 +278,15 @@ def test_call_parts(outcome: Document) -> None:
     assert rows["one more step"]["wall_ms"]["median"] == pytest.approx(more / 10, abs=0.02)
 
 
+@pytest.mark.soak
+@pytest.mark.slow
+@pytest.mark.script("saving_elsewhere.py", run=smoke)
+def test_saving_elsewhere(outcome: Document) -> None:
+    rows = [row for row in outcome()["rows"] if not row["note"]]
+    assert [row["workers"] for row in rows if row["where"] == "disk"] == [1, 1, 2, 2]
+    assert all(row["save_ratio"]["median"] > 0 and row["load_ratio"]["median"] > 0 for row in rows)
+
+
 def test_the_summary_takes_the_best_peer_and_leaves_out_what_is_not_measured() -> None:
     fill_page = module("fill_page")
     setting = {"workload": "tiny", "precision": "fp32", "workers": 2}

@@ -56,6 +56,7 @@ BENCHMARKS = (
     Benchmark("chaos", "--state build/chaos.json --parts 1 --faults 120 --minutes 5", "--minutes 0.5"),
     Benchmark("schedules", "", "--steps 60"),
     Benchmark("saving", "--sizes 10 100 1000 --rounds 3", "--sizes 10 100 1000 --rounds 2"),
+    Benchmark("saving_elsewhere", "", "--rounds 1"),
     Benchmark("driver_cost", "--workers 2 4 8 16", "--workers 2 4 8 --rounds 3"),
     Benchmark("scale", "", "--parts engine control --ranks 100 1000 --seconds 5"),
     Benchmark("gpu", "", "--rounds 1 --precisions bf16", needs_cuda=True),

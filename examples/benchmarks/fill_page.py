@@ -52,6 +52,17 @@ COLUMNS: dict[str, tuple[str, ...]] = {
         "cpu_ratio",
     ),
     "call_length": ("steps", "hand_written_ms", "raysgd_ms", "overhead_ms", "ratio"),
+    "saving_elsewhere": (
+        "where",
+        "workers",
+        "contender",
+        "save_s",
+        "save_ratio",
+        "load_s",
+        "load_ratio",
+        "peak_mb",
+        "note",
+    ),
     "call_parts": ("call", "wall_ms", "driver_cpu_ms", "rank_0_cpu_ms", "rank_1_cpu_ms"),
     "startup": (
         "contender",
