@@ -30,6 +30,7 @@ class Run:
     folder       where callbacks write, unless they were given a path of their own; it may not exist yet
     saved_at     returns when the newest checkpoint of this trainer was complete, in seconds since 1970; None before the first
                  one, and for training functions. Any thread may call it
+    processes    returns (machine, process id) of each current rank. Any thread may call it
     """
 
     trainer: str
@@ -39,6 +40,7 @@ class Run:
     folder: Path = Path(".")
     functions: bool = False
     saved_at: Callable[[], float | None] = field(default=lambda: None, compare=False, repr=False)
+    processes: Callable[[], Sequence[tuple[str, int]]] = field(default=lambda: (), compare=False, repr=False)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ import stat
 import tempfile
 import time
 import uuid
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ logger = logging.getLogger("raysgd")
 OFF = "RAYSGD_STATUS"  # the environment variable that switches the files off, with the value 0
 EVERY_S = 1.0
 STATES = {"train": "training", "validate": "validating", "test": "testing", "report": "running"}
-SHOWN_METRICS, LONGEST_TEXT = 6, 100
+SHOWN_METRICS, SHOWN_WORKERS, LONGEST_TEXT = 6, 100, 100
 
 
 def status_folder() -> Path:
@@ -44,11 +45,13 @@ class StatusFile(Callback):
     def __init__(self) -> None:
         self._values: dict[str, Any] = {}
         self._samples: dict[str, float] = {}
+        self._processes: Callable[[], Sequence[tuple[str, int]]] = tuple
         self._began = self._wrote = time.monotonic()
         self._path: Path | None = None
         self._writes = os.environ.get(OFF, "").strip() != "0"
 
     def on_start(self, run: Run) -> None:
+        self._processes = run.processes
         self._values = {
             "pid": os.getpid(),
             "started": time.time(),
@@ -128,12 +131,14 @@ class StatusFile(Callback):
         if not self._writes or (took < EVERY_S and now - self._wrote < EVERY_S):
             return
         self._wrote = now
+        shown = enumerate(self._processes()[:SHOWN_WORKERS])
+        processes = [(rank, machine, pid) for rank, (machine, pid) in shown if pid != os.getpid()]
         try:
             folder = self._folder()
             path = self._path or folder / f"{os.getpid()}-{uuid.uuid4().hex[:8]}.json"
             draft = path.with_suffix(".draft")
             with open(draft, "w", encoding="ascii", opener=_private) as file:
-                json.dump({**self._values, "updated": time.time()}, file)
+                json.dump({**self._values, "processes": processes, "updated": time.time()}, file)
             draft.rename(path)
             self._path = path
         except FileNotFoundError as error:  # another trainer has just ended, and removed the folder

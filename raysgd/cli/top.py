@@ -136,6 +136,13 @@ def _row(status: Status, now: float) -> tuple[str, ...]:
 
 
 def _notes(status: Status) -> Iterator[str]:
+    processes, machines = status.get("processes"), dict[str, list[str]]()
+    for each in processes if isinstance(processes, list) else ():
+        if isinstance(each, list) and len(each) == 3:
+            rank, pid = (_number({"it": value}, "it") for value in each[::2])
+            machines.setdefault(_text(each[1]), []).append(f"rank {rank:.0f} is process {pid:.0f}")
+    for machine, ranks in machines.items():
+        yield f"on {machine}, {', '.join(ranks)}"
     metrics = status.get("metrics")
     if isinstance(metrics, dict) and metrics:
         yield ", ".join(f"{_text(name)} {_number(metrics, name):.4g}" for name in list(metrics)[:6])

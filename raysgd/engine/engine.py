@@ -219,6 +219,11 @@ class Engine:
         """Return the node of each rank."""
         return [self._table[worker].node for worker in self._table.members()]
 
+    def processes(self) -> list[tuple[str, int]]:
+        """Return the machine and the process id of each rank. Any thread may call this."""
+        found = map(self._table.get, self._table.members())  # None: it was dismissed meanwhile
+        return [(info.machine, info.pid) if info is not None else ("", 0) for info in found]
+
     @property
     def generation(self) -> int:
         """Return the number of the current generation."""

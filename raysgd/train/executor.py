@@ -213,6 +213,11 @@ class BackendExecutor:
     def world_size(self) -> int:
         return self._active().world_size
 
+    def processes(self) -> list[tuple[str, int]]:
+        """Return the machine and the process id of each rank."""
+        engine = self._engine
+        return engine.processes() if engine is not None else []
+
     def _active(self) -> Engine:
         if self._engine is None:
             raise InactiveWorkerGroupError(

@@ -164,6 +164,7 @@ class Trainer:
             functions=True,
             name=function_name(train_func),
             num_workers=self._executor.world_size,
+            processes=self._executor.processes,
             config=dict(config) if isinstance(config, Mapping) else {},
             folder=self.logdir / self._run_name(self._runs + 1),
         )

@@ -103,6 +103,7 @@ class CallRunner:
     def start(self, engine: Engine) -> None:
         """Call the callbacks, and launch the workers."""
         self._open = True
+        self.run = replace(self.run, processes=engine.processes)
         try:
             self._callbacks.start(self.run)
             self._callbacks.raise_stop()

@@ -79,6 +79,8 @@ def test_a_trainer_whose_worker_is_killed(tmp_path: Path, ray_cluster: None, at_
         assert 0 < int(after["BATCH"].split("/")[0]) <= 60 and float(after["SAMPLES/S"].replace(",", "")) > 0
         assert after["COMPUTE"].endswith("%") and after["DATA"].endswith("%")
         idle = top()
+        for rank, pid in enumerate(trainer.apply_all_workers(os.getpid)):
+            assert f"rank {rank} is process {pid}" in idle
         assert cells(idle)["STATE"] == "idle" and "train_loss" in idle and "last recovery: " in idle
         (path,) = folder.iterdir()
         assert (path.stat().st_mode & 0o777, folder.stat().st_mode & 0o777) == (0o600, 0o700)
@@ -121,8 +123,10 @@ def test_a_training_function(at_once: None, folder: Path) -> None:
 
     trainer = train.Trainer("torch", num_workers=1, use_gpu=False)
     trainer.start()
+    pids = trainer._executor.worker_group.execute(os.getpid)
     trainer.run(function, callbacks=[Each()])
     trainer.shutdown()
+    assert f"rank 0 is process {pids[0]}" in seen[-1]
     assert "Trainer(function)" in seen[-1] and "loss 0.5" in seen[-1] and "running" in seen[-1]
     assert not folder.exists()
 
@@ -186,6 +190,7 @@ def test_values_of_other_types_and_control_characters(folder: Path) -> None:
     bad: list[Any] = [float("nan"), float("inf"), 10**400, -(10**30), True, None, [1], {"a": {}}, hostile]
     names = ["epoch", "batch", "batches", "workers", "wanted", "samples_per_second", "recoveries", "updated", "started"]
     names += [
+        "processes",
         "data_seconds",
         "compute_seconds",
         "communication_seconds",
@@ -196,6 +201,7 @@ def test_values_of_other_types_and_control_characters(folder: Path) -> None:
     ]
     for number, value in enumerate(bad):
         content = status(**{**dict.fromkeys(names, value), "metrics": {hostile: value}})
+        content |= {"processes": [value, [value], [value, value, value]]} if number % 2 else {}  # also a list of it
         (folder / f"{number}.json").write_text(json.dumps(content), encoding="utf-8")
     output = top()
     assert len(output.splitlines()) >= 1 + len(bad)

@@ -87,6 +87,7 @@ class FitRun:
             functions=True,
             name=function_name(job.function),
             num_workers=executor.world_size,
+            processes=executor.processes,
             config=job.config,
             folder=Path(record.log_dir),
         )
