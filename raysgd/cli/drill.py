@@ -39,6 +39,7 @@ RECENT_S, LOOK_S, LOOK_EVERY_S, OBEY_S, CALL_S = 2.0, 0.05, 3.0, 5.0, 8.0
 WARM_STEPS, COMPARED_EVERY = 3, 5
 CPUS = 0.01  # a laptop has fewer cores than the drill has workers
 GIL_PART = 1.5  # of the hang limit
+TRIES = 3
 STATE_ADVICE = (
     "Return it from state_dict(), and restore it in load_state_dict(); if it need not survive, pass --ignore {name}"
 )
@@ -89,6 +90,7 @@ class Record:
     replaced, unrestored  for each attribute: how many replacement workers should have received it, and how many did not
     swallowed             errors of peers that the operator did not pass on
     hangs                 what raysgd says about ranks that it killed although no fault made them hang
+    given_up              for each kind: how often no process got it in several attempts
     data                  for each look: of each worker, the epoch, the length of its training data, and a digest of some samples
     """
 
@@ -107,6 +109,7 @@ class Record:
     audit: Verdict | None = None
     audit_error: str = ""
     left_out: tuple[str, ...] = ()
+    given_up: Counter[str] = field(default_factory=Counter)
 
 
 # -- what the record means ----------------------------------------------------------------------------
@@ -124,15 +127,28 @@ def findings(record: Record, ignored: Sequence[str] = ()) -> Iterator[Finding]:
         )
     else:
         yield Finding("training", f"faults: {done}. Recoveries: {seen}")
-    missing = [kind for kind in KINDS if not counts[kind]]
-    if missing and not record.error:
-        why = "; ".join(record.left_out) or "there was no time for them"
-        yield Finding("faults", f"none of: {', '.join(missing)}: {why}", "Pass a larger --minutes", fails=False)
+    if not record.error:
+        yield from _faults(record, counts)
     yield from _state(record, ignored)
     yield from _errors(record)
     yield from _hangs(record)
     yield from _samples(record)
     yield from _weights(record)
+
+
+def _faults(record: Record, counts: Mapping[str, int]) -> Iterator[Finding]:
+    """Say which planned faults have not happened."""
+    for kind, count in record.given_up.items():
+        text = (
+            f"{count} of the planned {NAMES[kind]} did not happen: no process made a step in time, in {TRIES} attempts"
+        )
+        yield Finding(
+            "faults", text, f"Pass a larger --minutes, or make the batch shorter than {OBEY_S:g} s", fails=False
+        )
+    missing = [kind for kind in KINDS if not counts[kind] and not record.given_up[kind]]
+    if missing:
+        why = "; ".join(record.left_out) or "there was no time for them"
+        yield Finding("faults", f"none of: {', '.join(missing)}: {why}", "Pass a larger --minutes", fails=False)
 
 
 def _state(record: Record, ignored: Sequence[str]) -> Iterator[Finding]:
@@ -254,8 +270,9 @@ class Drill(Callback):
 
     def on_recovery(self, recovery: Recovery) -> None:
         self.record.recoveries.append(recovery)
-        striker, trains = self._striker, self._in_train
-        if recovery.reason == "hang" and trains and not (striker is not None and striker.explains_hang()):
+        if recovery.reason != "hang" or (self._striker is not None and self._striker.explains_hang()):
+            return
+        if self._in_train:
             self.record.hangs.append(recovery.detail)
 
     def run(self) -> Record:
@@ -348,12 +365,14 @@ class Drill(Callback):
                 record.left_out = ("memory and gil need a torch optimizer, whose steps can be hooked",)
         before = set().union(*self._changed.values())
         record.data.append([each["data"] for each in found])
-        for each in found:
+        # A worker may have joined after the last batch of an epoch: the next look shows with which state it begins.
+        begun = [each for each in found if each["begun"]]
+        for each in begun:
             if self._changed and each["pid"] not in self._changed:
                 record.replacements += 1
                 record.replaced.update(before)
                 record.unrestored.update(before & set(each["unrestored"]))
-        self._changed = {each["pid"]: set(each["changed"]) for each in found}
+        self._changed = {each["pid"]: set(each["changed"]) for each in begun} or self._changed
 
     def _read_files(self) -> None:
         record, audit = self.record, self._folder / "audit"
@@ -370,14 +389,40 @@ class Drill(Callback):
             record.audit_error = str(error)
 
 
+class FaultSchedule:
+    """Decides which fault is next: each kind comes once before one comes again, in an order that the seed gives. A fault that
+    no process got is the next one again, a few times."""
+
+    def __init__(self, kinds: Sequence[str], seed: int) -> None:
+        self._kinds, self._random = kinds, random.Random(seed)
+        self._left: list[str] = []
+        self._tries = 0
+
+    @property
+    def next(self) -> str:
+        if not self._left:
+            self._left = list(self._kinds)
+            self._random.shuffle(self._left)
+        return self._left[-1]
+
+    def tried(self, struck: bool) -> bool:
+        """Note whether a process got the next fault. Return whether the fault is given up."""
+        self._tries += 1
+        given_up = not struck and self._tries == TRIES
+        if struck or given_up:
+            self._left.pop()
+            self._tries = 0
+        return given_up
+
+
 class Striker:
-    """Owns the schedule of faults, which the seed gives, and a thread that injects them while `allowed` is set."""
+    """Owns a thread that injects faults while `allowed` is set. The seed gives their schedule."""
 
     def __init__(self, folder: Path, record: Record, *, seed: int, until: float) -> None:
         self._folder, self._record, self._until = folder, record, until
-        self._order = random.Random(seed)  # alone, because how often the other one is used depends on the machine
-        self._random = random.Random(seed)
-        self._kinds: list[str] = []
+        self._schedule = FaultSchedule([k for k in KINDS if not (record.left_out and k in ("memory", "gil"))], seed)
+        self._random = random.Random(seed)  # how often it is used depends on the machine
+        self._struck_at = 0.0  # when the newest fault was injected, as the clock of files shows it
         self._ended = threading.Event()
         self._striking = threading.Lock()
         self.allowed = threading.Event()
@@ -403,8 +448,9 @@ class Striker:
 
     def explains_hang(self) -> bool:
         """Return whether a fault has made a rank hang, once for each fault."""
-        self._unexplained -= 1
-        return self._unexplained >= 0
+        explained = self._unexplained > 0
+        self._unexplained -= explained
+        return explained
 
     def _run(self) -> None:
         wait_s = LOOK_S
@@ -420,12 +466,8 @@ class Striker:
                     wait_s = 0.5 + self._random.random()
 
     def _strike(self, workers: Sequence[int]) -> None:
-        """Inject the next fault. Each kind comes once before one comes again, in an order that the seed gives. A fault that its
-        process did not get is the next one again."""
-        if not self._kinds:
-            self._kinds = [kind for kind in KINDS if not (self._record.left_out and kind in ("memory", "gil"))]
-            self._order.shuffle(self._kinds)
-        kind, pid, at = self._kinds.pop(), self._random.choice(workers), time.monotonic()
+        """Inject the next fault."""
+        kind, pid, at = self._schedule.next, self._random.choice(workers), time.monotonic()
         signals = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "notice": signal.SIGTERM}
         self._unexplained += kind in ("stop", "gil")
         struck = True
@@ -436,11 +478,12 @@ class Striker:
                 struck = self._ordered(pid, kind)
         except ProcessLookupError:
             struck = False
+        self._record.given_up.update([kind] * self._schedule.tried(struck))
         if struck:
+            self._struck_at = time.time()
             self._record.faults.append(Fault(at, kind, pid))
-        else:  # a process that waits for a stopped one makes no step, and obeys nothing: try this kind again
+        else:
             self._unexplained -= kind in ("stop", "gil")
-            self._kinds.append(kind)
 
     def _ordered(self, pid: int, kind: str) -> bool:
         """Let a process do this to itself. Return False if it makes no step, and the order was withdrawn."""
@@ -449,18 +492,20 @@ class Striker:
         draft.write_text(f"{kind} {GIL_PART * self._record.hang_s}", encoding="utf-8")
         draft.rename(path)
         until = time.monotonic() + OBEY_S
-        while time.monotonic() < until and self.allowed.is_set() and not self._ended.wait(0.01):
-            if not path.exists():
-                return True
-        path.unlink(missing_ok=True)
+        while path.exists() and time.monotonic() < until and self.allowed.is_set() and not self._ended.wait(0.01):
+            pass
+        try:
+            path.unlink()
+        except FileNotFoundError:  # the process has taken it
+            return True
         return False
 
     def _active(self) -> list[int]:
-        """Return the workers that have made a step just now."""
+        """Return the workers that have made a step just now, and after the newest fault: one that it has stopped has not."""
         found = []
         for path in self._folder.glob("*.worker"):
             with contextlib.suppress(OSError):
-                if time.time() - path.stat().st_mtime < RECENT_S:
+                if path.stat().st_mtime > max(time.time() - RECENT_S, self._struck_at):
                     os.kill(int(path.stem), 0)
                     found.append(int(path.stem))
         return sorted(found)

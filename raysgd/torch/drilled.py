@@ -3,7 +3,8 @@
 The driver and a worker process share a folder. In it, a worker with process id N has
 
     N.worker      changed after each optimizer step, so that the driver knows who is training
-    N.order       written by the driver: a fault that the process does to itself before its next step, and its seconds
+    N.order       written by the driver: a fault that the process does to itself before its next step, and its seconds.
+                  The process that obeys it renames it to N.taken
     N.swallowed   one line of JSON for each error of a peer that the operator did not pass on
 """
 
@@ -113,11 +114,12 @@ class Recorder:
             file.write(text + "\n")
 
     def before_step(self, *_: Any) -> None:
-        order = self._mark.with_suffix(".order")
-        if not order.exists():
+        taken = self._mark.with_suffix(".taken")
+        try:
+            self._mark.with_suffix(".order").rename(taken)  # at once, because the driver may withdraw it at any moment
+        except FileNotFoundError:
             return
-        kind, seconds = order.read_text(encoding="utf-8").split()
-        order.unlink()
+        kind, seconds = taken.read_text(encoding="utf-8").split()
         if kind == "memory":
             raise MemoryError(INJECTED)
         ctypes.PyDLL(None).usleep(int(float(seconds) * 1e6))  # which does not release the lock
@@ -207,6 +209,7 @@ def report(operator: Drilled) -> dict[str, Any]:
 
     changed     attributes that have another value than after `setup`, and that a batch has read before setting them
     unrestored  attributes that had the value of `setup` when the worker began to train
+    begun       whether the worker has begun a batch
     longest_s   the seconds of the longest batch so far
     data        the epoch, how many samples the training data has, and a digest of some of them in this epoch
     batches     how many batches an epoch has on each worker, -1 if that is unknown
@@ -214,7 +217,7 @@ def report(operator: Drilled) -> dict[str, Any]:
     """
     batches = operator._batches_per_epoch(operator.world_size)
     recorder = operator._recorder
-    now, joined = digests(operator, recorder.library), recorder.joined or recorder.initial
+    now, joined = digests(operator, recorder.library), recorder.joined or {}
     changed = [name for name in now if now[name] != recorder.initial.get(name, "") and name in recorder.reads]
     unrestored = [name for name in now if joined.get(name, "") == recorder.initial.get(name, "")]
     hooked = any(hasattr(each, "register_step_pre_hook") for each in operator._parts.optimizers)
@@ -222,6 +225,7 @@ def report(operator: Drilled) -> dict[str, Any]:
         "pid": os.getpid(),
         "changed": changed,
         "unrestored": unrestored,
+        "begun": recorder.joined is not None,
         "longest_s": recorder.longest,
         "data": (operator._epochs_before(), *_data(operator._parts.train_loader)),
         "batches": -1 if batches is None else batches,

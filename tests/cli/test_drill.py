@@ -3,6 +3,8 @@
 import json
 import os
 import sys
+import threading
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,19 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 from raysgd.cli import main
-from raysgd.cli.drill import KINDS, NAMES, Fault, Record, Striker, checked_config, findings, load_operator
+from raysgd.cli.drill import (
+    KINDS,
+    NAMES,
+    TRIES,
+    Drill,
+    Fault,
+    FaultSchedule,
+    Record,
+    Striker,
+    checked_config,
+    findings,
+    load_operator,
+)
 from raysgd.core.audit import Verdict
 from raysgd.errors import ConfigError
 from raysgd.torch import TrainingOperator
@@ -155,14 +169,84 @@ def test_what_a_record_means() -> None:
 def test_a_fault_that_no_process_got_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = record(faults=[])
     striker = Striker(tmp_path, made, seed=0, until=0.0)
-    striker._kinds = ["memory", "gil"]
+    striker._schedule = FaultSchedule(["gil"], seed=0)
     monkeypatch.setattr(striker, "_ordered", lambda pid, kind: False)
     striker._strike([1])
-    assert not made.faults and striker._kinds == ["memory", "gil"]
+    assert not made.faults and striker._struck_at == 0.0
     monkeypatch.setattr(striker, "_ordered", lambda pid, kind: True)
     striker._strike([1])
-    assert [fault.kind for fault in made.faults] == ["gil"] and striker._kinds == ["memory"]
+    assert [fault.kind for fault in made.faults] == ["gil"] and not made.given_up
     assert striker.explains_hang() and not striker.explains_hang(), "the first attempt explains no hang"
+    striker._strike([1])
+    assert striker.explains_hang(), "a hang that no fault explained is no reason to miss the next one"
+
+
+def test_a_fault_that_no_process_gets_is_given_up() -> None:
+    schedule = FaultSchedule(KINDS, seed=0)
+    first = []
+    for _ in KINDS:
+        first.append(schedule.next)
+        assert not schedule.tried(True)
+    assert sorted(first) == sorted(KINDS)
+    kind = schedule.next
+    assert [schedule.tried(False) for _ in range(TRIES)] == [False] * (TRIES - 1) + [True] and schedule.next != kind
+    assert not schedule.tried(False) and not schedule.tried(True), "the next fault has attempts of its own"
+    notes = [each for each in findings(record(faults=[], given_up=Counter(gil=1))) if each.check == "faults"]
+    assert [each.mark for each in notes] == ["note", "note"] and "in 3 attempts" in notes[0].text
+    assert "gil" not in notes[1].text
+    (note,) = (each for each in findings(record(given_up=Counter(gil=1))) if each.check == "faults")
+    assert note.mark == "note", "also if another one of this kind happened"
+
+
+def test_the_next_fault_waits_until_all_have_trained(tmp_path: Path) -> None:
+    striker = Striker(tmp_path, record(faults=[]), seed=0, until=0.0)
+    mark = tmp_path / f"{os.getpid()}.worker"
+    mark.touch()
+    assert striker._active() == [os.getpid()]
+    striker._struck_at = time.time()
+    os.utime(mark, (striker._struck_at - 0.1,) * 2)
+    assert striker._active() == [], "it may be stopped"
+    os.utime(mark, (striker._struck_at + 0.1,) * 2)
+    assert striker._active() == [os.getpid()]
+
+
+def test_an_order_that_cannot_be_withdrawn_was_obeyed(tmp_path: Path) -> None:
+    striker = Striker(tmp_path, record(faults=[]), seed=0, until=0.0)
+    assert not striker._ordered(1, "gil") and not list(tmp_path.iterdir()), "no fault is allowed now: it is withdrawn"
+    striker.allowed.set()
+    thread = threading.Thread(target=lambda: take(tmp_path / "1.order"))
+    thread.start()
+    assert striker._ordered(1, "gil")
+    thread.join()
+
+
+def take(order: Path) -> None:
+    while not order.exists():
+        time.sleep(0.001)
+    order.unlink()
+
+
+class Looked:
+    """A trainer whose workers report this."""
+
+    def __init__(self, *reports: dict[str, Any]) -> None:
+        self.reports = [{"data": (1, 10, "a"), "longest_s": 0.1, "orders": True, **each} for each in reports]
+
+    def apply_all_operators(self, function: Any) -> list[dict[str, Any]]:
+        return self.reports
+
+
+def test_a_worker_that_has_begun_no_batch_is_judged_later() -> None:
+    """One that joins after the last batch of a call still has its attributes from setup(), or seems to."""
+    drill = Drill(operators.Clean, None, workers=2, minutes=0.1, seed=0, hang_s=6.0)
+    seen, found = {"begun": True, "changed": ["batches"], "unrestored": []}, drill.record
+    new = {"begun": False, "changed": ["batches"], "unrestored": ["batches"]}
+    with drill._made:
+        drill._look(Looked({"pid": 1, **seen}, {"pid": 2, **seen}), calm=True)
+        drill._look(Looked({"pid": 3, **new}, {"pid": 4, **new}))
+        assert found.replacements == 0 and judged(found)["state"] == "note"
+        drill._look(Looked({"pid": 3, **seen}, {"pid": 4, **new, "begun": True}))
+    assert (found.replacements, found.replaced["batches"], found.unrestored["batches"]) == (2, 2, 1)
 
 
 def test_operators_that_cannot_be_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
