@@ -23,9 +23,11 @@ from raysgd.torch.store import addresses_of, connect, exchange_addresses, open_s
 
 __all__ = ["TorchBackend", "is_peer_failure"]
 
-# gloo raises plain RuntimeErrors. Only the names of its source files in the text distinguish them from a user's errors.
+# gloo raises plain RuntimeErrors. Only the names of its source files in the text distinguish them from a user's errors. The
+# text without one is that of the collectives that were waiting, too, when one exceeded its limit: other buckets of gradients.
 GLOO = re.compile(
     r"gloo/(transport|rendezvous|context|algorithm|allreduce|broadcast|common)|ProcessGroupGloo|\bgloo\b.*[Tt]imed out"
+    r"|^Application timeout caused pair closure"
 )
 
 # A gloo rank that waits for a peer's connection cannot be interrupted, and the peer may have failed meanwhile. So this

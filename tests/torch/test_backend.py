@@ -4,6 +4,8 @@ import multiprocessing
 import pickle
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -110,6 +112,18 @@ def test_a_backend_in_use_can_be_pickled() -> None:
         assert pickle.loads(pickle.dumps(backend)).name == "gloo"
     finally:
         backend.leave()
+
+
+def test_each_collective_that_waits_for_a_stopped_peer_is_interrupted() -> None:
+    """When one exceeds its limit, the errors of the others do not name gloo."""
+    store, groups = dist.HashStore(), ThreadPoolExecutor(2)  # type: ignore[attr-defined]
+    limit = timedelta(seconds=1)
+    made = groups.map(lambda rank: dist.ProcessGroupGloo(store, rank, 2, limit), range(2))  # type: ignore[attr-defined]
+    waiting, _stopped = made
+    for work in [waiting.allreduce([torch.zeros(10_000)]) for _ in range(3)]:
+        with pytest.raises(RuntimeError) as caught:
+            work.wait()
+        assert TorchBackend("gloo").is_interruption(caught.value), caught.value
 
 
 def test_only_gloos_own_errors_are_interruptions() -> None:
