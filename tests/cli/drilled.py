@@ -90,7 +90,7 @@ class Slow(Clean):
     """Has a batch that takes longer than the limit of the test."""
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        time.sleep(8.0 if self.global_step == 20 and self.world_rank == 1 else 0.0)
+        time.sleep(8.0 if self.global_step == 4 and self.world_rank == 1 else 0.0)
         return super().train_batch(batch, batch_info)
 
 
