@@ -248,11 +248,11 @@ class TorchReplica(ReplicaBase):
     def _state_for_peers(self) -> dict[str, Any]:
         """Return the full state, and what a peer needs to repeat an interrupted validation. A checkpoint does not
         contain that, because calls of an earlier trainer are never repeated."""
-        return self.full_state() | self._validation_state()
+        return self.full_state() | self._loader_states_for_peers()
 
-    def _validation_state(self) -> dict[str, Any]:
-        source = self._sources.get("validation")
-        return {} if source is None else {"validation_loader": source.state()}
+    def _loader_states_for_peers(self) -> dict[str, Any]:
+        names = {"train": "loader", "validation": "validation_loader"}
+        return {name: self._sources[phase].state_for_peers() for phase, name in names.items() if phase in self._sources}
 
     def _packed_copy(self, state: dict[str, Any]) -> Sequence[Any]:
         return packing.pack(state, copy=True)
@@ -372,7 +372,7 @@ class TorchReplica(ReplicaBase):
 
     def _unsharded_state(self) -> dict[str, Any]:
         """Return what a peer needs besides shards."""
-        state = states.gather(self.operator) | self._loop_state() | self._validation_state()
+        state = states.gather(self.operator) | self._loop_state() | self._loader_states_for_peers()
         return {name: value for name, value in state.items() if name not in ("models", "optimizers", "averages")}
 
     def close(self) -> None:

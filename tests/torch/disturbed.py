@@ -265,11 +265,11 @@ class Group:
     def _keep(self, message: Any, *content: Any) -> None:
         self._snapshot = b"".join(map(bytes, content))
 
-    def _agree(self, order: Any, recipe: Any, *, first: bool) -> Any:
+    def _agree(self, order: Any, recipe: Any, *, first: bool) -> tuple[Any, None]:
         """Return rank 0's order on all ranks."""
         given = torch.as_tensor(self.turns.together(self._here.rank, order)[0])
         if self._reorder is None:
-            return given
+            return given, None
         generator = torch.Generator().manual_seed(self._reorder)
         steps = given.split(self._together)
-        return torch.cat([step[torch.randperm(len(step), generator=generator)] for step in steps])
+        return torch.cat([step[torch.randperm(len(step), generator=generator)] for step in steps]), None

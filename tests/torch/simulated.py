@@ -38,11 +38,11 @@ class ThreadGroup:
         self._joined += 1
         return self._joined - 1
 
-    def agree(self, order: Any, recipe: Any, *, first: bool) -> Any:
+    def agree(self, order: Any, recipe: Any, *, first: bool) -> tuple[Any, None]:
         """Return rank 0's order on all ranks."""
         self._order = order if first else self._order
         self.barrier.wait()
-        return self._order
+        return self._order, None
 
 
 class Mean(Exchange):

@@ -10,9 +10,11 @@ import torch
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
+from raysgd.core.ranks import RankInfo
 from raysgd.errors import ConfigError
 from raysgd.torch.data import sampling
 from raysgd.torch.data.sampling import Recipe, agree, epoch_order
+from raysgd.torch.data.sources import PlannedSource
 
 SAMPLES = 20_000
 DATA: Any = range(SAMPLES)
@@ -89,10 +91,11 @@ def drawn(make: Callable[[], Any], seed: int) -> tuple[list[int], Any, Any]:
 def test_an_order_that_others_can_draw_is_not_sent(make: Callable[[], Any], other_seed: int, wire: Wire) -> None:
     plain, mine, recipe = drawn(make, 1)
     assert mine.tolist() == plain and recipe is not None
-    assert agree(mine, recipe, first=True) is mine
+    assert agree(mine, recipe, first=True)[0] is mine
     assert wire.sent < 6_000 < 8 * len(plain), "a seed, or the state of a generator"
     _, theirs, their_recipe = drawn(make, other_seed)
-    received = agree(theirs, their_recipe, first=False)
+    received, given = agree(theirs, their_recipe, first=False)
+    assert given == recipe
     assert isinstance(received, torch.Tensor) and received.tolist() == plain
     assert (received is theirs) is (recipe == their_recipe), "an equal order is not drawn again"
 
@@ -103,8 +106,34 @@ def test_any_other_order_is_sent(make: Callable[[], Any], wire: Wire) -> None:
     assert recipe is None
     agree(mine, recipe, first=True)
     _, theirs, _ = drawn(make, 2)
-    received: Any = agree(theirs, None, first=False)
-    assert received.tolist() == plain
+    received: Any
+    received, given = agree(theirs, None, first=False)
+    assert received.tolist() == plain and given is None
+
+
+@pytest.mark.parametrize("make", [*BY_RECIPE.values(), *IN_FULL.values()], ids=[*BY_RECIPE, *IN_FULL])
+def test_a_peer_gets_the_recipe_of_an_order_that_all_have_drawn_from_it(make: Callable[[], Any], wire: Wire) -> None:
+    torch.manual_seed(1)
+    first, peer = (PlannedSource(DataLoader(DATA, sampler=make(), batch_size=1), pad=True) for _ in range(2))
+    first.begin(0, RankInfo(world_size=2), shared=True)
+    state = first.state_for_peers()
+    recipe = make in BY_RECIPE.values()
+    assert len(pickle.dumps(state)) < 12_000 or not recipe, "without the order"
+    peer.load(state)
+    assert list(peer.order) == list(first.order) == list(first.state()["order"])
+    assert (peer.state_for_peers().get("recipe") is not None) is recipe
+
+
+def test_an_order_that_no_rank_has_verified_is_sent_to_peers() -> None:
+    alone = PlannedSource(DataLoader(DATA, shuffle=True), pad=True)
+    alone.begin(0, RankInfo(), shared=True)
+    assert alone.state_for_peers()["order"] is alone.order
+
+
+def test_a_file_cannot_contain_a_recipe() -> None:
+    source = PlannedSource(DataLoader(DATA, shuffle=True), pad=True)
+    source.load({"epoch": 0, "order": None, "recipe": {"samples": 10**12}})
+    assert source.order == range(SAMPLES)
 
 
 def test_a_torch_that_draws_in_another_way(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,7 +150,7 @@ def test_a_torch_that_draws_in_another_way(wire: Wire, monkeypatch: pytest.Monke
     agree(order, recipe, first=True)
     torch.manual_seed(2)
     other, its_recipe = epoch_order(DataLoader(DATA, shuffle=True))
-    received: Any = agree(other, its_recipe, first=False)
+    received: Any = agree(other, its_recipe, first=False)[0]
     assert received.tolist() == order.tolist()  # type: ignore[union-attr]
 
 

@@ -192,16 +192,16 @@ def epoch_order(loader: DataLoader[Any]) -> tuple[Order, Recipe | None]:
     return _in_order(sampler), recipe
 
 
-def agree(order: Order, recipe: Recipe | None, *, first: bool) -> Order:
-    """Return rank 0's order on every rank, because samplers draw from random states that differ between processes. `first`
-    is whether this is rank 0. If rank 0's order has a recipe, it sends that, which is small, and the others draw the same
+def agree(order: Order, recipe: Recipe | None, *, first: bool) -> tuple[Order, Recipe | None]:
+    """Return rank 0's order on every rank, because samplers draw from random states that differ between processes, and its
+    recipe, if it has one. `first` is whether this is rank 0. It sends a recipe, which is small, and the others draw the same
     order. It first draws the order once more, so that a torch whose sampler draws in another way is noticed."""
     sent = (recipe if recipe is not None and _equal(recipe.order(), order) else order) if first else None
     given = _from_rank_0(sent)
     if not isinstance(given, Recipe):
         assert given is not None
-        return given  # type: ignore[no-any-return]
-    return order if first or given == recipe else given.order()
+        return given, None
+    return order if first or given == recipe else given.order(), given
 
 
 def _from_rank_0(value: Any) -> Any:

@@ -21,6 +21,7 @@ from raysgd.torch.data.loading import LoaderIterator
 from raysgd.torch.data.sampling import (
     Order,
     Picker,
+    Recipe,
     agree,
     epoch_order,
     evened,
@@ -72,6 +73,10 @@ class BatchSource:
         """Return what another process needs, in addition to the position, to continue this epoch."""
         return {"epoch": self._epoch}
 
+    def state_for_peers(self) -> dict[str, Any]:
+        """Return the same for another worker of this trainer, in any form that `load` takes."""
+        return self.state()
+
     def load(self, state: dict[str, Any]) -> None:
         """Take the state of a source in another process."""
         if "epoch" in state:  # not in older checkpoints
@@ -109,6 +114,7 @@ class PlannedSource(BatchSource):
         self.counts_samples = not own
         self._seed = torch.initial_seed()
         self.order: Order = range(0)
+        self._recipe: Recipe | None = None  # of the order, if all ranks have drawn it from that
         self._open: tuple[RankInfo, int, Generator[Drawn]] | None = None
 
     def begin(self, epoch: int, rank_info: RankInfo, shared: bool) -> None:
@@ -116,9 +122,9 @@ class PlannedSource(BatchSource):
         their random states stay equal and any of them can become rank 0."""
         super().begin(epoch, rank_info, shared)
         order, recipe = epoch_order(self.loader)
+        self.order, self._recipe = order, None
         if shared and rank_info.world_size > 1 and not isinstance(order, range):
-            order = agree(order, recipe, first=rank_info.world_rank == 0)
-        self.order = order
+            self.order, self._recipe = agree(order, recipe, first=rank_info.world_rank == 0)
 
     def state(self) -> dict[str, Any]:
         """Return the order of this epoch, and the generators' states for the next ones."""
@@ -126,9 +132,17 @@ class PlannedSource(BatchSource):
         generators = [source.get_state() for source in random_sources(self.loader)]
         return {**super().state(), "order": order, "generators": generators}
 
+    def state_for_peers(self) -> dict[str, Any]:
+        """Return the state with the order's recipe, if it has one, in place of the order: with millions of samples, a snapshot after a
+        short call would copy and send many MB."""
+        return self.state() if self._recipe is None else {**self.state(), "order": None, "recipe": self._recipe}
+
     def load(self, state: dict[str, Any]) -> None:
         super().load(state)
-        order = state.get("order")
+        recipe, order = state.get("recipe"), state.get("order")
+        self._recipe = recipe if isinstance(recipe, Recipe) else None  # never from a file
+        if self._recipe is not None:
+            order = self._recipe.order()
         self.order = range(len(self.loader.sampler)) if order is None else order
         self._open = None
         for source, saved in zip(random_sources(self.loader), state.get("generators", ()), strict=False):
