@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
-from functools import lru_cache
 from importlib import import_module
 from inspect import signature
 from typing import Any, ClassVar, Literal
@@ -121,7 +120,7 @@ class TrainingOperator(OperatorBase):
         self._meter = meter = AverageMeterCollection()
         for model in self._parts.wrapped:
             model.train()
-        named = _takes_batch_info(getattr(self.train_batch, "__func__", self.train_batch))
+        named = "batch_info" in signature(self.train_batch).parameters
         batch_idx = 0
         for batch in iterator:
             batch_info = {"batch_idx": batch_idx, "global_step": self.global_step, **common}
@@ -155,8 +154,7 @@ class TrainingOperator(OperatorBase):
         lap("grad")
         self.step(self.optimizer)
         lap("apply")
-        # On a GPU, reading the loss would wait for the step.
-        return {"train_loss": loss.item() if loss.is_cpu else loss.detach(), NUM_SAMPLES: target.size(0)}
+        return {"train_loss": loss.detach(), NUM_SAMPLES: target.size(0)}
 
     def skip_step(self, info: dict[str, Any]) -> bool:
         """Return whether to leave out an optimizer's step. `info` has the loss that `self.backward` got, as the mean over the
@@ -567,9 +565,3 @@ class TrainingOperator(OperatorBase):
             lightning_module_cls, train_dataloader, val_dataloader
         )
         return made
-
-
-@lru_cache(maxsize=64)
-def _takes_batch_info(method: Any) -> bool:
-    """Return whether `batch_info` can be passed by name."""
-    return "batch_info" in signature(method).parameters

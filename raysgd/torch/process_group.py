@@ -59,6 +59,7 @@ class TorchBackend:
         self._groups: list[Any] = []
         self._groups_before: list[Any] = []
         self._count = no_collectives
+        self._counted: Any = None  # the default group when `_count` was made
         self._connections = Connections()
         self._gloo = GlooConnections()
 
@@ -70,6 +71,7 @@ class TorchBackend:
             "_groups": [],
             "_groups_before": [],
             "_count": no_collectives,
+            "_counted": None,
         }  # these cannot be pickled
 
     # -- driver ---------------------------------------------------------------------------------------
@@ -128,7 +130,7 @@ class TorchBackend:
             self._gloo.add_remote(exchange_addresses(store, rank_info, self._gloo.own, limit_s=self._join_s))
         # The first collective opens the connections that most others use, so that a failure of one is a failure to join.
         dist.all_reduce(torch.zeros(1, device="cuda" if self.name == "nccl" else "cpu"))
-        self._count = collective_counter(MESH)
+        self._count, self._counted = collective_counter(MESH), dist.group.WORLD
         if gloo:
             self._gloo.hold()
             set_collective_limit(self._collective_s)
@@ -151,7 +153,7 @@ class TorchBackend:
         return connect(settings, limit_s=self._join_s)
 
     def leave(self) -> None:
-        self._count = no_collectives
+        self._count, self._counted = no_collectives, None
         self._keep_groups()
         if self._groups:
             self._groups_before, self._groups = self._groups, []
@@ -180,6 +182,8 @@ class TorchBackend:
             self._groups = groups()
 
     def collectives(self) -> int:
+        if dist.group.WORLD is not self._counted:  # a user's function has formed the group again
+            self._count, self._counted = collective_counter(MESH), dist.group.WORLD
         return self._count()
 
     def is_interruption(self, error: BaseException) -> bool:

@@ -20,10 +20,10 @@ from raysgd.torch.options import TrainingOptions
 
 __all__ = ["Exchange", "add_hooks", "compile_models", "ddp_arguments", "formatted", "rewrap", "update_together"]
 
-# The optimizers and types for which torch's two ways to update on the CPU have equal results, and the most bytes of parameters for which
-# the faster one is used: it keeps intermediate results of that size.
+# The optimizers and types for which torch's two ways to update on the CPU have equal results; the fewest parameters for which the faster
+# one gains time, and the most bytes for which it is used: it keeps intermediate results of that size.
 TOGETHER, EXACT = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW), (torch.float32, torch.float64)
-LARGEST_TOGETHER = 64 << 20
+FEWEST_TOGETHER, LARGEST_TOGETHER = 8, 64 << 20
 HOOKS = "torch.distributed.algorithms.ddp_comm_hooks"
 
 
@@ -111,21 +111,34 @@ def add_hooks(wrapped: list[nn.Module], options: TrainingOptions) -> None:
 def update_together(optimizers: Iterable[Any]) -> None:
     """Let optimizers on the CPU update the parameters of a group together (`foreach=True`), if the user has left that choice to torch,
     which makes it on GPUs only. The weights are equal bit by bit, and small models take less time. Large models do not, and would
-    need more memory. With `nesterov`, torch would change the gradients, so nothing is changed then."""
+    need more memory."""
     for optimizer in optimizers:
-        for group in optimizer.param_groups if type(optimizer) in TOGETHER else ():
+        found = [each for group in getattr(optimizer, "param_groups", ()) for each in group["params"]]
+        usual = all(type(each) is nn.Parameter and each.is_cpu and each.dtype in EXACT for each in found)
+        size = sum(each.numel() * each.element_size() for each in found)
+        if type(optimizer) in TOGETHER and usual and len(found) >= FEWEST_TOGETHER and size <= LARGEST_TOGETHER:
+            _update_together(optimizer)
+
+
+def _update_together(optimizer: torch.optim.Optimizer) -> None:
+    """Choose `foreach` while the optimizer steps, so that its state is that of the user's optimizer. With `nesterov`, torch would change
+    the gradients, and a rate in a tensor would be an error, so nothing is chosen then."""
+    chosen: list[dict[str, Any]] = []
+
+    def before(stepping: Any, *_: Any) -> None:
+        for group in stepping.param_groups:
+            theirs = any(group.get(name) for name in ("foreach", "fused", "nesterov", "capturable", "differentiable"))
             numbers = (group["lr"], *group.get("betas", ()))
-            theirs = any(group.get(name) not in (None, False) for name in ("nesterov", "capturable", "differentiable"))
-            chosen = theirs or not (group["foreach"] is None and group["fused"] is None)
-            usual = all(type(each) is nn.Parameter and each.is_cpu and each.dtype in EXACT for each in group["params"])
-            size = sum(each.numel() * each.element_size() for each in group["params"])
-            if (
-                usual
-                and not chosen
-                and size <= LARGEST_TOGETHER
-                and all(type(each) in (int, float) for each in numbers)
-            ):
+            if group["foreach"] is None and not theirs and all(isinstance(each, (int, float)) for each in numbers):
                 group["foreach"] = True
+                chosen.append(group)
+
+    def after(*_: Any) -> None:
+        while chosen:
+            chosen.pop()["foreach"] = None
+
+    optimizer.register_step_pre_hook(before)
+    optimizer.register_step_post_hook(after)
 
 
 def _hook(name: str, arguments: dict[str, Any]) -> tuple[Any, Callable[..., Any]]:

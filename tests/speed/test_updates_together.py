@@ -1,5 +1,7 @@
 """Optimizers on the CPU update their parameters together, with the same weights, where the user leaves the choice."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -7,7 +9,7 @@ from torch import nn
 from raysgd.torch import wrapping
 from raysgd.torch.wrapping import update_together
 
-SIZES = (3, 64, 1000, 4097)
+SIZES = (3, 64, 1000, 4097, 5, 6, 7, 8)
 KINDS = [
     (torch.optim.SGD, {}),
     (torch.optim.SGD, {"momentum": 0.9, "weight_decay": 1e-3}),
@@ -33,45 +35,60 @@ def test_the_weights_and_gradients_are_equal(
 ) -> None:
     plain, together = (kind(parameters(dtype), lr=0.01, **arguments) for _ in range(2))  # type: ignore[arg-type, call-arg]
     update_together([together])
-    assert together.param_groups[0]["foreach"] is True and plain.param_groups[0]["foreach"] is None
+    seen = chosen_in_steps(together)
     for step in range(30):
+        seen.clear()
         for each in (plain, together):
             torch.manual_seed(step)
             for parameter in each.param_groups[0]["params"]:
                 parameter.grad = torch.randn_like(parameter)
             each.step()
+        assert seen == [True] and together.param_groups[0]["foreach"] is None, "the state is the user's"
         pairs = zip(plain.param_groups[0]["params"], together.param_groups[0]["params"], strict=True)
         assert all(torch.equal(one, other) and torch.equal(one.grad, other.grad) for one, other in pairs)
 
 
-def test_each_group_is_decided_alone() -> None:
-    first, second = parameters(), parameters(torch.bfloat16)
-    both = torch.optim.AdamW([{"params": first}, {"params": second}], lr=0.01)
-    update_together([both])
-    assert [group["foreach"] for group in both.param_groups] == [True, None]
+def chosen_in_steps(made: Any) -> list[Any]:
+    """Return a list that gets what the groups have while the optimizer steps."""
+    seen: list[Any] = []
+    made.register_step_pre_hook(lambda stepping, *_: seen.extend(group["foreach"] for group in stepping.param_groups))
+    return seen
+
+
+def stepped(made: Any) -> list[Any]:
+    """Let the library choose, make a step, and return what was chosen for each group."""
+    update_together([made])
+    seen = chosen_in_steps(made)
+    for group in made.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.ones_like(parameter)
+    made.step()
+    return seen
 
 
 @pytest.mark.parametrize("arguments", [{"foreach": False}, {"fused": True}, {"nesterov": True, "momentum": 0.9}])
-def test_what_the_user_has_chosen_or_would_change_gradients_stays(arguments: dict[str, object]) -> None:
-    chosen = optimizer(**arguments)
-    before = dict(chosen.param_groups[0])
-    update_together([chosen])
-    assert chosen.param_groups[0] == before
+def test_what_the_user_has_chosen_or_would_change_gradients_stays(arguments: dict[str, Any]) -> None:
+    assert stepped(optimizer(**arguments)) == [arguments.get("foreach")]
+
+
+def test_a_rate_may_become_a_tensor() -> None:
+    """torch's Adam refuses such a rate with `foreach`, and takes it otherwise."""
+    made = optimizer(torch.optim.AdamW)
+    assert stepped(made) == [True]
+    seen = chosen_in_steps(made)
+    made.param_groups[0]["lr"] = torch.tensor(0.01)
+    made.step()
+    assert seen == [None]
 
 
 class Own(torch.optim.SGD):
     """A user's optimizer, which may read the options in another way."""
 
 
-def test_other_optimizers_rates_in_tensors_and_large_models_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = [
-        optimizer(Own),
-        optimizer(torch.optim.Adagrad),
-        torch.optim.Adam(parameters(), lr=torch.tensor(0.01)),
-        object(),
-    ]
-    update_together(kept)
+def test_other_optimizers_few_parameters_and_large_models_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert stepped(optimizer(Own)) == stepped(optimizer(torch.optim.Adagrad)) == [None]
+    assert stepped(torch.optim.SGD(parameters()[:7], lr=0.01)) == [None]
+    assert stepped(torch.optim.SGD(parameters(torch.bfloat16), lr=0.01)) == [None]
     monkeypatch.setattr(wrapping, "LARGEST_TOGETHER", 4 * sum(SIZES) - 1)
-    kept.append(optimizer())
-    update_together(kept)
-    assert all(group["foreach"] is None for each in kept for group in getattr(each, "param_groups", []))
+    assert stepped(optimizer()) == [None]
+    update_together([object()])

@@ -140,9 +140,9 @@ class PlannedSource(BatchSource):
     def load(self, state: dict[str, Any]) -> None:
         super().load(state)
         recipe, order = state.get("recipe"), state.get("order")
-        self._recipe = recipe if isinstance(recipe, Recipe) else None  # never from a file
-        if self._recipe is not None:
-            order = self._recipe.order()
+        if isinstance(recipe, Recipe):  # never from a file
+            order = self.order if recipe == self._recipe else recipe.order()
+        self._recipe = recipe if isinstance(recipe, Recipe) else None
         self.order = range(len(self.loader.sampler)) if order is None else order
         self._open = None
         for source, saved in zip(random_sources(self.loader), state.get("generators", ()), strict=False):
