@@ -133,12 +133,22 @@ def test_all_ranks_together_send_about_forty_reports_a_second(ranks: int, step_s
     for step in range(int(seconds / step_s)):
         now[0] += step_s
         for control in controls:
-            if control.due():
+            if control.due(last=step % 50 == 49 and ranks > 4):  # the ends of calls count, too
                 control.report(Progress(step=step))
-    assert len(reports) <= 40 * seconds + ranks
+    assert len(reports) <= 42 * seconds + ranks, "40 reports a second, and those of rank 0 at the ends of calls"
     gaps = [after - before for before, after in itertools.pairwise(reports)]
     assert max(gaps) <= step_s + longest_silence_s(ranks, ranks) + 1e-6, "the ranks take turns"
     assert len(reports) >= seconds * min(40, ranks / max(step_s, 0.1)) * 0.7, "every rank reports"
+
+
+@pytest.mark.parametrize(("rank", "ranks", "reports"), [(0, 1000, True), (1, 1000, False), (3, 4, True), (4, 5, False)])
+def test_which_ranks_report_the_end_of_a_call(rank: int, ranks: int, reports: bool) -> None:
+    now = [100.0]
+    control = Control(clock=lambda: now[0])
+    control.set_rank(rank, ranks)
+    now[0] += report_interval_s(ranks)
+    control.report(Progress())
+    assert not control.due() and control.due(last=True) is reports
 
 
 def test_the_store_keeps_the_newest_snapshot() -> None:

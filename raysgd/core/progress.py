@@ -129,6 +129,7 @@ class Control:
         self.begun_after: deque[tuple[int, int]] = deque(maxlen=REMEMBERED_STEPS)
         self._publish = publish
         self._interval_s, self._next_publish = interval_s, clock()
+        self._reports_ends = True
         self._stop_at: int | None = None
         self._confirmed = False
         self._interrupted = False
@@ -212,11 +213,12 @@ class Control:
         process group is up, and each has a moment of its own, so that reports do not arrive all at once."""
         self._interval_s = report_interval_s(ranks)
         self._next_publish = self._clock() + self._interval_s * rank / ranks
+        self._reports_ends = rank == 0 or self._interval_s <= MIN_INTERVAL_S
 
-    def due(self) -> bool:
-        """Return whether it is time for another progress message. The end of a call needs none, because its answer has the
-        progress, too. This reads the clock once per batch."""
-        return self._clock() >= self._next_publish
+    def due(self, *, last: bool = False) -> bool:
+        """Return whether it is time for another progress message, of which a call's `last` one is sent earlier by a few
+        ranks only. This reads the clock once per batch."""
+        return (last and self._reports_ends) or self._clock() >= self._next_publish
 
     def report(self, progress: Progress, partial: dict[str, Any] | None = None) -> None:
         """Publish what is committed. `partial` is the partial result, which would be lost with this process."""

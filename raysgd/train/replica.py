@@ -126,7 +126,7 @@ class FunctionReplica:
         try:
             with running(session):
                 result = self._factory.dumps(self._call(*task))
-                self._report()
+                self._report(last=True)
                 return result
         except Stopped as stop:
             return Interrupted(None, "the function was stopped", self.progress, asked=stop.asked)
@@ -174,9 +174,9 @@ class FunctionReplica:
         if not self._control.begin(self._steps + 1):
             raise Stopped(asked=not self._control.interrupted)
 
-    def _report(self) -> None:
+    def _report(self, *, last: bool = False) -> None:
         """Send a progress message, if it is time for one."""
-        if self._control.due():
+        if self._control.due(last=last):
             with self._unstoppable():  # a signal in the middle of a message would send half of it
                 self._control.report(self.progress)
 

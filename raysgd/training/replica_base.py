@@ -252,14 +252,14 @@ class ReplicaBase(ABC):
     def _on_commit(self, last: bool = False) -> None:
         control = self._control
         digest = self._audit.committed(self._position.step) if self._audit is not None else ""
-        if digest or control.due():
+        if digest or control.due(last=last):
             progress = self._position.progress("train")
             control.report(replace(progress, digest=digest) if digest else progress, self._partial_to_report())
         if self._snapshots.within_epochs and not last and self._snapshots.due_after_batch(self._position.step):
             self.take_snapshot()
 
     def _on_evaluated(self, phase: Phase, last: bool = False) -> None:
-        if self._control.due():
+        if self._control.due(last=last):
             batches = self._position_in(phase).call_batches
             progress = replace(self._position.progress(CALLS[phase]), batches=batches)
             self._control.report(progress, self._partial_to_report())

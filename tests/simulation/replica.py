@@ -260,7 +260,7 @@ class SimReplica:
         digest = self.audit.committed(self._position.step) if self.audit is not None else ""
         if digest:
             self._worker.checker.showed(self._worker, self._position.step, self.weights)
-        if digest or self._control.due():
+        if digest or self._control.due(last=last):
             progress = self._position.progress("train")
             self._control.report(replace(progress, digest=digest) if digest else progress, self.partial())
         every = self._plan.snapshot_every
