@@ -231,7 +231,8 @@ ENTRIES = {
         peer("Horovod", "with_horovod.py", "horovod", launcher="horovodrun"),
     )
 }
-USUAL = [name for name in ENTRIES if name != Audited.name]
+SPECIAL = (Audited, OfRanks, Unequal, UnequalOfRanks)  # only stepping.py has them
+USUAL = [name for name in ENTRIES if name not in {each.name for each in SPECIAL}]
 
 
 def standing(names: Sequence[str], setting: Setting) -> list[Contender]:

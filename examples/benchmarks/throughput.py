@@ -4,9 +4,11 @@ All contenders stand at the same time and train in turn, never together, in the 
 round; so a slow minute of the machine hits all of them. The ratio is taken round by round, and its median is
 the result. An epoch is timed on the driver, from the call to the answer, so the price of that call is in it.
 On a busy machine look at the processor time per step too: what the workers' processes used, whoever else
-wanted the cores.
+wanted the cores. With --starts, everything is started anew several times, because of the same program one
+process can be faster than another for as long as it lives.
 
     python examples/benchmarks/throughput.py --rounds 15
+    python examples/benchmarks/throughput.py --rounds 2 --starts 6 --contenders hand-written raysgd "Ray Train v2" Accelerate
     python examples/benchmarks/throughput.py --workloads tiny --contenders hand-written raysgd --profile
 """
 
@@ -134,6 +136,7 @@ def arguments(workloads: Sequence[str]) -> argparse.ArgumentParser:
 def main() -> None:
     parser = arguments([*WORKLOADS])
     parser.description = __doc__.splitlines()[0]
+    parser.add_argument("--starts", type=int, default=1, help="how often everything is started anew")
     parser.add_argument("--limit-s", type=float, default=math.inf, help="end a setting's rounds after so long")
     parser.add_argument("--total-s", type=float, default=math.inf, help="begin no further setting after so long")
     parser.add_argument("--profile", action="store_true", help="say which functions raysgd's step spends time in")
@@ -150,7 +153,7 @@ def main() -> None:
                 print(f"left out for lack of time: {name}, {precision}, {workers} workers", file=sys.stderr)
                 continue
             setting = Setting(long_enough(WORKLOADS[name], workers, args.steps), workers, precision)
-            rows += measure(setting, args.contenders, args.rounds, args.limit_s)
+            rows += measure(setting, args.contenders, args.rounds, args.limit_s, args.starts)
         if args.profile:
             for name in args.workloads:
                 print(where_the_time_goes(Setting(WORKLOADS[name], max(args.workers))), file=sys.stderr)
