@@ -7,6 +7,7 @@ around an epoch lies between two visits at the gate, so it is all within the tim
 
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 from collections.abc import Mapping
@@ -39,10 +40,13 @@ class Gate:
 
 
 class Program:
-    """A contender that is a program of its own, started now; its ranks are met at the first epoch."""
+    """A contender that is a program of its own, started now; its ranks are met at the first epoch. With `stopped`, its
+    processes are stopped between epochs, because they use the processors even when they have nothing to do."""
 
-    def __init__(self, name: str, command: list[str], extra: Mapping[str, str], ranks: int) -> None:
-        self.name, self._ranks = name, ranks
+    def __init__(
+        self, name: str, command: list[str], extra: Mapping[str, str], ranks: int, *, stopped: bool = False
+    ) -> None:
+        self.name, self._ranks, self._stopped = name, ranks, stopped
         self._lines: list[socket.socket] = []
         self._processes: list[int] = []
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -57,25 +61,34 @@ class Program:
         """A script in peers/, started plainly or by "torchrun" or "horovodrun", which start it once for each rank."""
         options = {"torchrun": ("--nproc-per-node", str(ranks)), "horovodrun": ("-np", str(ranks))}
         by = {launcher: options[launcher]} if launcher else {}
-        return cls(name, command_for(HERE / "peers" / script, **by), extra, ranks)
+        command = command_for(HERE / "peers" / script, **by)
+        return cls(name, command, extra, ranks, stopped=launcher == "horovodrun")  # its threads poll every millisecond
 
     def epoch(self) -> None:
         if not self._lines:
             self.meet()
+        self._signal(signal.SIGCONT)
         for line in self._lines:
             line.sendall(b"g")
         self._wait_for_all(EPOCH_S)
+        self._signal(signal.SIGSTOP)
 
     def processes(self) -> list[int]:
         return self._processes
 
     def stop(self) -> None:
         """The ranks see their gate's end; whoever does not leave by that is killed with the program's session."""
+        self._signal(signal.SIGCONT)
         for line in [*self._lines, self._listener]:
             line.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._program.wait(timeout=5.0)
         self._open.close()
+
+    def _signal(self, number: int) -> None:
+        for process in self._processes if self._stopped else ():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, number)
 
     def meet(self) -> None:
         """Waits until all ranks stand at the gate."""

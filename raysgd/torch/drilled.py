@@ -127,6 +127,23 @@ class Recorder:
     def after_step(self, *_: Any) -> None:
         self._mark.touch()
 
+    def follow(self, optimizer: Any) -> None:
+        """Be told of the steps of an optimizer. Those that are no subclass of `torch.optim.Optimizer` have no hooks."""
+        if hasattr(optimizer, "register_step_pre_hook"):
+            optimizer.register_step_pre_hook(self.before_step)
+            optimizer.register_step_post_hook(self.after_step)
+            return
+        step = optimizer.step
+
+        @functools.wraps(step)
+        def followed(*given: Any, **named: Any) -> Any:
+            self.before_step()
+            result = step(*given, **named)
+            self.after_step()
+            return result
+
+        optimizer.step = followed
+
     def ended(self) -> None:
         """Note the end of a batch. The next one begins here, and so includes the wait for its data."""
         now = time.monotonic()
@@ -144,9 +161,7 @@ class Drilled(TrainingOperator):
         self._recorder = recorder
         super().setup(config)
         for optimizer in self._parts.optimizers:
-            if hasattr(optimizer, "register_step_pre_hook"):
-                optimizer.register_step_pre_hook(recorder.before_step)
-                optimizer.register_step_post_hook(recorder.after_step)
+            recorder.follow(optimizer)
         # A worker process has one operator, and ends with the drill.
         torch.Tensor.backward = recorder.watch(torch.Tensor.backward)  # type: ignore[method-assign]
         DistributedDataParallel.forward = recorder.watch(DistributedDataParallel.forward)  # type: ignore[method-assign]
@@ -213,14 +228,12 @@ def report(operator: Drilled) -> dict[str, Any]:
     longest_s   the seconds of the longest batch so far
     data        the epoch, how many samples the training data has, and a digest of some of them in this epoch
     batches     how many batches an epoch has on each worker, -1 if that is unknown
-    orders      whether the process can be ordered to do a fault
     """
     batches = operator._batches_per_epoch(operator.world_size)
     recorder = operator._recorder
     now, joined = digests(operator, recorder.library), recorder.joined or {}
     changed = [name for name in now if now[name] != recorder.initial.get(name, "") and name in recorder.reads]
     unrestored = [name for name in now if joined.get(name, "") == recorder.initial.get(name, "")]
-    hooked = any(hasattr(each, "register_step_pre_hook") for each in operator._parts.optimizers)
     return {
         "pid": os.getpid(),
         "changed": changed,
@@ -229,7 +242,6 @@ def report(operator: Drilled) -> dict[str, Any]:
         "longest_s": recorder.longest,
         "data": (operator._epochs_before(), *_data(operator._parts.train_loader)),
         "batches": -1 if batches is None else batches,
-        "orders": hooked,
     }
 
 

@@ -13,13 +13,27 @@ from raysgd import TrainingOperator
 SAMPLES, BATCH_SIZE = 480, 4
 
 
+class PlainSGD:
+    """Steps as an optimizer does, but is no subclass of torch's, so it has no hooks."""
+
+    def __init__(self, parameters: Iterable[torch.Tensor], lr: float, momentum: float) -> None:
+        self._sgd = torch.optim.SGD(parameters, lr=lr, momentum=momentum)
+        self.param_groups, self.zero_grad = self._sgd.param_groups, self._sgd.zero_grad
+        self.state_dict, self.load_state_dict = self._sgd.state_dict, self._sgd.load_state_dict
+
+    def step(self) -> None:
+        self._sgd.step()
+
+
 class Clean(TrainingOperator):
     """Has a state of its own, which it saves, and attributes that each batch sets anew."""
+
+    optimizer_cls: Any = torch.optim.SGD
 
     def setup(self, config: dict[str, Any]) -> None:
         torch.manual_seed(3)
         model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2))
-        optimizer = torch.optim.SGD(model.parameters(), lr=config.get("lr", 0.05), momentum=0.9)
+        optimizer = self.optimizer_cls(model.parameters(), lr=config.get("lr", 0.05), momentum=0.9)
         self.model, self.optimizer, self.criterion = self.register(
             models=model, optimizers=optimizer, criterion=nn.CrossEntropyLoss()
         )
@@ -44,6 +58,12 @@ class Clean(TrainingOperator):
 
     def load_state_dict(self, state_dict: Any) -> None:
         self.batches = state_dict["batches"]
+
+
+class WithoutHooks(Clean):
+    """Trains with an optimizer that has no hooks."""
+
+    optimizer_cls = PlainSGD
 
 
 class Looping(Clean):

@@ -92,7 +92,7 @@ def test_a_broken_operator(name: str, ray_cluster: None, own_path: None) -> None
 
 @pytest.mark.soak
 @pytest.mark.elastic
-@pytest.mark.parametrize("name", ["Clean", "Looping"])
+@pytest.mark.parametrize("name", ["Clean", "Looping", "WithoutHooks"])
 def test_a_clean_operator(name: str, ray_cluster: None, own_path: None) -> None:
     done = drill(name, 1.0)
     assert done.exit_code == 0, done.output
@@ -230,7 +230,7 @@ class Looked:
     """A trainer whose workers report this."""
 
     def __init__(self, *reports: dict[str, Any]) -> None:
-        self.reports = [{"data": (1, 10, "a"), "longest_s": 0.1, "orders": True, **each} for each in reports]
+        self.reports = [{"data": (1, 10, "a"), "longest_s": 0.1, **each} for each in reports]
 
     def apply_all_operators(self, function: Any) -> list[dict[str, Any]]:
         return self.reports
@@ -304,11 +304,12 @@ def test_random_samples_are_read_with_the_same_seed() -> None:
     assert _data(iter([1])) == (-1, "")
 
 
-def test_a_fault_is_obeyed_before_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("operator", ["Clean", "WithoutHooks"])
+def test_a_fault_is_obeyed_before_a_step(operator: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for owner, names in ((torch.Tensor, ["backward"]), (DistributedDataParallel, ["forward"]), (dist, COLLECTIVES)):
         for name in names:
             monkeypatch.setattr(owner, name, getattr(owner, name))  # the operator replaces them in its process
-    made: TrainingOperator = drilled(operators.Clean, tmp_path)({})
+    made: TrainingOperator = drilled(getattr(operators, operator), tmp_path)({})
     order = tmp_path / f"{os.getpid()}.order"
     order.write_text("memory 1.0", encoding="utf-8")
     with pytest.raises(MemoryError, match=INJECTED):
