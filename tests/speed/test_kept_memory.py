@@ -1,0 +1,68 @@
+"""Workers keep freed memory for the next step, unless the user has set options for glibc."""
+
+import os
+import resource
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from raysgd import TorchTrainer, TrainingOperator
+
+MB, BLOCKS = 1 << 20, 160  # more than glibc keeps, whatever memory was freed before
+STEP = f"""
+import resource
+
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+def step():
+    for block in [bytearray(b"x") * {MB} for _ in range({BLOCKS})]:
+        del block
+
+step()
+step()
+before = faults()
+step()
+print(faults() - before)
+"""
+PAGES = BLOCKS * MB // resource.getpagesize()
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other systems do not have glibc")
+
+
+class Linear(TrainingOperator):
+    def setup(self, config: dict[str, Any]) -> None:
+        model = torch.nn.Linear(1, 1)
+        self.register(models=model, optimizers=torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def page_faults_of_a_step() -> int:
+    def step() -> None:
+        blocks = [torch.ones(MB, dtype=torch.uint8) for _ in range(BLOCKS)]
+        del blocks
+
+    step()
+    step()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    step()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+
+def test_a_worker_keeps_the_memory_of_a_step_for_the_next_one(ray_cluster: None) -> None:
+    with TorchTrainer(training_operator_cls=Linear, num_workers=1, use_ray=True) as trainer:
+        assert trainer.apply_all_workers(page_faults_of_a_step)[0] < PAGES / 20
+
+
+@pytest.mark.parametrize("variable", ["MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"])
+def test_the_users_options_for_glibc_are_kept(variable: str) -> None:
+    script = "from raysgd.workers import actor\nactor._keep_freed_memory()\n" + STEP
+    given = {"MALLOC_TRIM_THRESHOLD_": "131072", "GLIBC_TUNABLES": "glibc.malloc.trim_threshold=131072"}[variable]
+    usual, kept = ({}, {variable: given})
+    found = [
+        int(subprocess.run([sys.executable, "-c", script], env={**os.environ, **extra}, check=True, stdout=-1).stdout)
+        for extra in (usual, kept)
+    ]
+    assert found[0] < PAGES / 20 < PAGES / 2 < found[1]
