@@ -38,6 +38,7 @@ AnswerT = TypeVar("AnswerT", BoundaryAnswer, StackReport)
 # A worker sends "alive" every second. One that has missed two of these messages is considered silent.
 SILENT_S = 2.5
 KILLED_S = 10.0
+RAY_ID_LENGTH = 56  # of the ids of Ray's nodes, whose first 8 characters are enough for users
 LOOK_S = 0.2
 # Answers that came too late for their request are dropped when there are this many.
 ANSWERS_AT_MOST = 10_000
@@ -89,7 +90,7 @@ class WorkerInfo:
     @property
     def machine(self) -> str:
         """Return what users know its machine by."""
-        return self.address or self.node[:8]
+        return self.address or (self.node[:8] if len(self.node) == RAY_ID_LENGTH else self.node)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import platform
 from collections.abc import Callable
 from typing import Any
 
@@ -38,7 +39,7 @@ class InlineGroup:
         if self._launched or count != 1:
             raise RuntimeError("an inline group has exactly one worker: this process")
         self._launched = True
-        self._events.append(WorkerStarted(self._worker, "this process", os.getpid()))
+        self._events.append(WorkerStarted(self._worker, platform.node(), os.getpid()))
         return [self._worker]
 
     def submit(self, worker: str, verb: str, arguments: dict[str, Any], *, generation: int = 0) -> int:

@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import platform
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +17,7 @@ from raysgd.core.outcomes import Failed, Interrupted, Ok, Outcome
 from raysgd.core.progress import Control, Progress
 from raysgd.core.protocols import Call
 from raysgd.core.ranks import RankInfo, SingleWorkerBackend
+from raysgd.engine.worker_table import WorkerInfo
 from raysgd.workers.events import CallEnded, Event, MessageReceived, WorkerEnded, WorkerStarted
 from raysgd.workers.inline_group import InlineGroup
 from raysgd.workers.ray_group import RayGroup
@@ -366,6 +368,15 @@ def test_the_inline_group_has_one_worker_and_it_cannot_be_killed() -> None:
     assert not subject.group.send(subject.workers[0], StackRequest(1)), "no thread reads messages"
     assert subject.group.silent_for(subject.workers[0]) == 0.0
     assert subject.group.checkpoint_server() is None, "the worker writes files itself"
+
+
+def test_the_inline_worker_is_on_this_machine_under_its_whole_name() -> None:
+    group = InlineGroup(SingleWorkerBackend())
+    group.launch(1)
+    (started,) = group.poll(0)
+    assert isinstance(started, WorkerStarted)
+    assert WorkerInfo("inline", node=started.node).machine == platform.node()
+    assert WorkerInfo("one", node="0123456789abcdef" * 3 + "01234567").machine == "01234567"
 
 
 def test_the_inline_group_closes_its_replica_once() -> None:
