@@ -44,7 +44,7 @@ class Benchmark:
 BENCHMARKS = (
     Benchmark(
         "throughput",
-        "--workers 1 2 --starts 2 --rounds 3",
+        "--workers 1 2 --starts 2 --rounds 2",
         "--workers 2 --rounds 21 --limit-s 20",
     ),
     Benchmark("stepping", "--starts 3", "--starts 1 --rounds 2"),

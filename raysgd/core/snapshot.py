@@ -17,7 +17,8 @@ class Snapshot:
     workers, they keep the snapshot themselves, and `held` is its name there.
 
     `call` is the number of the call that was running, and `partial` that call's partial result over all ranks. Without
-    data, training starts from the beginning.
+    data, training starts from the beginning. `data` can also be a function that returns the bytes, because they are rarely
+    needed.
     """
 
     data: Any = b""
@@ -25,6 +26,10 @@ class Snapshot:
     call: int = -1
     partial: dict[str, Any] | None = None
     held: tuple[int, int] | None = None
+
+    def content(self) -> Any:
+        """Return the state as bytes."""
+        return self.data() if callable(self.data) else self.data
 
 
 class SnapshotStore:

@@ -110,6 +110,7 @@ class Engine:
             table, generation, replacements, membership, self._log, elastic=elastic, in_place=in_place, jitter=jitter
         )
         self._evicts = elastic.on_divergence is not None
+        self._keeps_snapshots = elastic.snapshot_every is not None
         self._active, self._ended, self._reached = True, False, Progress()
         self._call_lock = CallLock()
         self._calls = 0
@@ -261,6 +262,15 @@ class Engine:
         except BaseException:
             self._table.snapshots.restore(kept)
             raise
+
+    @property
+    def keeps_snapshots(self) -> bool:
+        """Return whether the driver keeps snapshots of the state."""
+        return self._keeps_snapshots and self.group.elastic and not self._generation.is_sharded
+
+    def keep_state(self, data: Callable[[], Any]) -> None:
+        """Keep what returns the present state of the workers as the newest snapshot."""
+        self._table.snapshots.offer(Snapshot(data, self.progress))
 
     # -- members --------------------------------------------------------------------------------------
 

@@ -229,7 +229,7 @@ class Generation:
     def load_snapshot(self, workers: Sequence[str], snapshot: Snapshot) -> bool:
         """Let workers load the state of a snapshot, also if it is theirs."""
         if snapshot.held is None or self._sharded is None:
-            return self.load(workers, Blob(snapshot.data))
+            return self.load(workers, Blob(snapshot.content()))
         self._shards = {}
         call = Call(self._sharded.restore, {"held": snapshot.held})
         return self._succeeds(workers, "run", {"call": call}, self._limits.setup_s)

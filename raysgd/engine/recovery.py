@@ -92,7 +92,7 @@ class RecoveryLoop:
         try:
             if not survivors or self._generation.lacks_shards(survivors):
                 case.revived = self._revive([*survivors, *joining], case.call.number)
-            state = Blob(case.revived.data) if case.revived and not self._in_place else None
+            state = Blob(case.revived.content()) if case.revived and not self._in_place else None
             formed = self._generation.form([*survivors, *joining], state=state or None)
         finally:
             if not formed:

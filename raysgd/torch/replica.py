@@ -320,9 +320,9 @@ class TorchReplica(ReplicaBase):
                 self._sources["train"] = self._open_source(loader, "train")
             self._sources["train"].load(position)
 
-    def take_over(self, read: Callable[[], dict[str, Any]], loads: int) -> None:
+    def take_over(self, read: Callable[[], dict[str, Any]], loads: int, *, kept: bool = False) -> None:
         """Load the checkpoint that `read` returns, on all ranks or on none. `loads` is how often the user has loaded
-        one."""
+        one. With `kept`, the driver keeps the file."""
         with on_all_ranks(self.operator.world_size):
             state = read()
             check_fits(self.operator, state)
@@ -338,7 +338,7 @@ class TorchReplica(ReplicaBase):
             self._damage = None
         if old is not None:
             old.close()
-        self._end_load(state, loads)
+        self._end_load(state, loads, kept=kept)
 
     # -- membership -----------------------------------------------------------------------------------
 

@@ -159,16 +159,16 @@ def _or_refusal(load: Callable[[], None]) -> Refusal | None:
         return Refusal(str(error), traceback.format_exc())
 
 
-def restore(replica: TorchReplica, source: Any, trusted: bool, loads: int) -> Refusal | None:
+def restore(replica: TorchReplica, source: Any, trusted: bool, loads: int, kept: bool = False) -> Refusal | None:
     """Load a checkpoint from a file that this rank may see, or from bytes that were sent to it. `loads` counts the user's
-    loads; it is the same on each rank that has loaded this one."""
+    loads; it is the same on each rank that has loaded this one. With `kept`, the driver keeps the file."""
 
     def read() -> dict[str, Any]:
         if isinstance(source, SeenFile):
             return states.read(source, trusted=trusted, map_models=states.loads_models_by_copying(replica.operator))
         return states.parse(source.data, trusted=trusted)
 
-    return _or_refusal(lambda: replica.take_over(read, loads))
+    return _or_refusal(lambda: replica.take_over(read, loads, kept=kept))
 
 
 def save_shards(

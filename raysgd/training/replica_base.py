@@ -457,17 +457,19 @@ class ReplicaBase(ABC):
         self._feed = None
         self._seed_rest_of_epoch()
 
-    def _end_load(self, state: dict[str, Any], loads: int) -> None:
+    def _end_load(self, state: dict[str, Any], loads: int, *, kept: bool = False) -> None:
         """Complete the load of a checkpoint: forget the calls of the trainer that wrote it, and restore this rank's
         random states. `loads` is how often this trainer has loaded a state; a state with more loads is newer than any
-        other."""
+        other. With `kept`, the driver needs no snapshot of it before the next call of `train`."""
         self._position.call, self._position.call_done, self._position.loads = -1, False, loads
         self._val_position.call, self._val_position.ended = -1, True
-        self.take_snapshot()
+        if not kept:
+            self.take_snapshot()
         ranks = state.get("rng") or []
         if self.rank < len(ranks):
             self._restore_random_state(ranks[self.rank])
-        self._snapshots.wait(LOADED_S)  # otherwise the load would be undone if all workers failed now
+        if not kept:
+            self._snapshots.wait(LOADED_S)  # otherwise the load would be undone if all workers failed now
 
     def state(self) -> memoryview:
         """Return the state as bytes, for a rank that is behind or new."""

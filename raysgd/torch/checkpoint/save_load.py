@@ -10,8 +10,10 @@ import tempfile
 import threading
 import time
 import uuid
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +25,8 @@ from raysgd.errors import CheckpointError, ConfigError, RemoteTraceback
 from raysgd.storage import locations, remote
 from raysgd.storage.folders import FileEntry, entry_of_bytes
 from raysgd.torch import replica_calls
-from raysgd.torch.checkpoint import shard_files
-from raysgd.torch.checkpoint.files import UnseenError, readable, verified, verified_file
+from raysgd.torch.checkpoint import packing, shard_files, states
+from raysgd.torch.checkpoint.files import SeenFile, UnseenError, readable, verified, verified_file
 from raysgd.torch.checkpoint.receiver import FailedOnWorkerError, Receiver
 from raysgd.torch.checkpoint.streaming import LocalSink
 from raysgd.workers.blob import Blob
@@ -204,7 +206,11 @@ class Checkpoints:
             file, sealed = verified_file(where, trusted=trusted)
             if file is not None:
                 try:
-                    self._take(replica_calls.restore, {"source": file, "trusted": trusted})
+                    # A file without a digest could change unnoticed, and only workers read one that may contain code.
+                    keep = sealed and not trusted and self._engine.keeps_snapshots
+                    loaded = LoadedFile(file) if keep else None
+                    arguments = {"source": file, "trusted": trusted, "kept": keep}
+                    self._take(replica_calls.restore, arguments, loaded)
                     return sealed
                 except UnseenError:
                     logger.debug("a worker does not see %s, or cannot read it, so the driver sends its content", where)
@@ -232,22 +238,56 @@ class Checkpoints:
         self._take(replica_calls.restore_shards, {"folder": folder / inner, "files": files})
         return True
 
-    def _take(self, restore: Callable[..., Any], arguments: dict[str, Any]) -> None:
-        """Load a state on all ranks. If one of them refuses it, none loads it, and the reason is raised."""
+    def _take(self, restore: Callable[..., Any], arguments: dict[str, Any], loaded: LoadedFile | None = None) -> None:
+        """Load a state on all ranks. If one of them refuses it, none loads it, and the reason is raised. Keep the file that was
+        `loaded`, if there is one, for new workers."""
         with self._engine.state_replaced_by_hand():
             # Counted here, so that a rank that loaded this state before the call was repeated has the same number as others.
-            values = self._run(restore, {**arguments, "loads": self._engine.progress.loads + 1})
+            loads = self._engine.progress.loads + 1
+            values = self._run(restore, {**arguments, "loads": loads})
             refused = [value for value in values if isinstance(value, replica_calls.Refusal)]
             if any(value.unseen for value in refused):
                 raise UnseenError
             if refused:
                 raise CheckpointError(refused[0].why) from RemoteTraceback(refused[0].trace)
+            if loaded is not None:
+                self._engine.keep_state(partial(loaded.state, loads, self._engine.world_size))
 
     def _random_states(self) -> list[Any]:
         return self._run(replica_calls.random_state, {})
 
     def _run(self, method: Callable[..., Any], arguments: dict[str, Any]) -> list[Any]:
         return self._engine.run(Job(Call(method, arguments)))[-1].values
+
+
+class LoadedFile:
+    """Keeps a checkpoint that the workers load open: if they all fail before there is a snapshot, new workers start from it.
+    The file may be renamed or removed meanwhile."""
+
+    def __init__(self, file: SeenFile) -> None:
+        self._path = file.path
+        with file.opened() as content:
+            self._descriptor = os.dup(content.fileno())
+        weakref.finalize(self, os.close, self._descriptor)
+
+    def state(self, loads: int, world_size: int) -> memoryview:
+        """Return the content as a worker's snapshot would have been after the load. `loads` is how often the user has loaded a
+        state, and `world_size` how many workers there were. Raise CheckpointError if the file has changed."""
+        try:
+            with os.fdopen(os.dup(self._descriptor), "rb") as file:
+                verified(file, trusted=False)
+                file.seek(0)
+                state = states.shaped(torch.load(file, map_location="cpu", weights_only=True))
+            state.pop("rng", None)
+            state["position"] = {**state["position"], "call": -1, "call_done": False, "loads": loads}
+            state["validation_position"] = {**state["validation_position"], "call": -1, "ended": True}
+            state["world_size"] = world_size
+        except Exception as error:
+            raise CheckpointError(
+                f"all workers failed before there was a snapshot of the checkpoint that they had loaded, and it cannot be read "
+                f"again ({error}). Create a new trainer, and load another checkpoint: {self._path}"
+            ) from error
+        return packing.joined(packing.pack(state, copy=False))
 
 
 class ShardedSave:
