@@ -121,8 +121,8 @@ def _use_the_assigned_threads() -> None:
 
 
 def _keep_freed_memory() -> None:
-    """Let glibc keep up to 256 MB of freed memory for the next step, unless the user has set options for glibc. By default,
-    it may return memory to the system after a step, and get as many pages again in the next one: over a thousand in a
+    """Let glibc keep freed memory for the next step, up to 256 MB at the end of a heap, unless the user has set options for
+    glibc. By default, it may return memory to the system after a step, and get as many pages again in the next one: over a thousand in a
     step of a small ResNet, which takes some milliseconds."""
     if any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ) or sys.platform != "linux":
         return

@@ -189,15 +189,21 @@ def test_new_workers_after_a_load_are_as_many_as_the_ones_that_loaded(saved: Sav
         assert trainer.apply_all_operators(lambda operator: operator.resizes) == [0, 0, 0]
 
 
-def test_a_loaded_file_that_has_changed_is_not_loaded_again(saved: Saved, tmp_path: Path) -> None:
+@pytest.mark.parametrize("change", ["damage", "another checkpoint"])
+def test_a_loaded_file_that_has_changed_is_not_loaded_again(change: str, saved: Saved, tmp_path: Path) -> None:
     path = copied(saved.path, tmp_path / "file.pt")
     with on(2) as trainer:
+        trainer.train()
+        other = trainer.save(tmp_path / "other.pt")
         trainer.load(path)
-        with open(path, "r+b") as file:
-            file.seek(1000)
-            file.write(b"damage")
+        if change == "damage":
+            with open(path, "r+b") as file:
+                file.seek(1000)
+                file.write(b"damage")
+        else:
+            copied(other, path)  # into the same file
         kill_all(trainer)
-        with pytest.raises(CheckpointError, match=r"before there was a snapshot .*the file is damaged.*file.pt"):
+        with pytest.raises(CheckpointError, match=r"before there was a snapshot .*the file has changed.*file.pt"):
             trainer.train()
 
 

@@ -262,10 +262,10 @@ class Checkpoints:
 
 class LoadedFile:
     """Keeps a checkpoint that the workers load open: if they all fail before there is a snapshot, new workers start from it.
-    The file may be renamed or removed meanwhile."""
+    The file may be renamed or removed meanwhile, but not changed."""
 
     def __init__(self, file: SeenFile) -> None:
-        self._path = file.path
+        self._loaded = file
         with file.opened() as content:
             self._descriptor = os.dup(content.fileno())
         weakref.finalize(self, os.close, self._descriptor)
@@ -275,6 +275,8 @@ class LoadedFile:
         state, and `world_size` how many workers there were. Raise CheckpointError if the file has changed."""
         try:
             with os.fdopen(os.dup(self._descriptor), "rb") as file:
+                if SeenFile.of(file, Path(self._loaded.path)) != self._loaded:
+                    raise CheckpointError("the file has changed since")
                 verified(file, trusted=False)
                 file.seek(0)
                 state = states.shaped(torch.load(file, map_location="cpu", weights_only=True))
@@ -285,7 +287,7 @@ class LoadedFile:
         except Exception as error:
             raise CheckpointError(
                 f"all workers failed before there was a snapshot of the checkpoint that they had loaded, and it cannot be read "
-                f"again ({error}). Create a new trainer, and load another checkpoint: {self._path}"
+                f"again ({error}). Create a new trainer, and load another checkpoint: {self._loaded.path}"
             ) from error
         return packing.joined(packing.pack(state, copy=False))
 
