@@ -55,38 +55,46 @@ def test_an_older_pickle_that_contains_an_archive_is_not_a_damaged_archive(tmp_p
 
 
 @pytest.mark.parametrize(
-    "size", [0, 1, digest.CHUNKS.size - 1, digest.CHUNKS.size, 3 * digest.CHUNKS.size + 5, digest.PIECE * 2 + 3]
+    "size",
+    [
+        0,
+        1,
+        digest.CRC32_CHUNKS.size - 1,
+        digest.CRC32_CHUNKS.size,
+        3 * digest.CRC32_CHUNKS.size + 5,
+        digest.PIECE * 2 + 3,
+    ],
 )
 def test_the_digest_does_not_depend_on_the_sizes_of_the_pieces(size: int, tmp_path: Path) -> None:
     data = random.Random(size).randbytes(size)
     left, lengths = memoryview(data), random.Random(1)
     with open(tmp_path / "file", "wb", buffering=0) as raw, digest.HashingWriter(raw) as cut:
         while left:
-            left = left[cut.write(left[: lengths.randrange(1, digest.CHUNKS.size)]) :]
+            left = left[cut.write(left[: lengths.randrange(1, digest.CRC32_CHUNKS.size)]) :]
         found = cut.hexdigest()
     assert (tmp_path / "file").read_bytes() == data
-    assert digest.sealed(data)[-digest.SEAL_BYTES :] == digest.MAGIC + found.encode() + b"\n"
+    assert digest.sealed(data)[-digest.SEAL_BYTES :] == digest.CRC32_MAGIC + found.encode() + b"\n"
 
 
 def test_the_digest_is_of_the_checksums_that_zip_uses() -> None:
-    data = random.Random(2).randbytes(digest.CHUNKS.size + 10)
-    checksums = [zlib.crc32(data[: digest.CHUNKS.size]), zlib.crc32(data[digest.CHUNKS.size :])]
+    data = random.Random(2).randbytes(digest.CRC32_CHUNKS.size + 10)
+    checksums = [zlib.crc32(data[: digest.CRC32_CHUNKS.size]), zlib.crc32(data[digest.CRC32_CHUNKS.size :])]
     expected = hashlib.sha256(b"".join(each.to_bytes(4, "little") for each in checksums)).hexdigest()
     assert digest.sealed(data) == data + b"\nraysgd-crc-32-1 " + expected.encode() + b"\n"
 
 
 def test_exchanged_chunks_are_detected() -> None:
-    chunks = [random.Random(seed).randbytes(digest.CHUNKS.size) for seed in (1, 2)]
+    chunks = [random.Random(seed).randbytes(digest.CRC32_CHUNKS.size) for seed in (1, 2)]
     complete = digest.sealed(b"".join(chunks))
     with pytest.raises(CheckpointError, match="damaged"):
         digest.verify(chunks[1] + chunks[0] + complete[-digest.SEAL_BYTES :])
 
 
 def test_files_that_end_with_the_older_digest_are_verified(tmp_path: Path) -> None:
-    for data in (archive(os.urandom(digest.OLD_CHUNKS.size)), pickle.dumps([1, 2])):
+    for data in (archive(os.urandom(digest.SHA256_CHUNKS.size)), pickle.dumps([1, 2])):
         if data[:2] == b"PK":
             data = data[:-2] + digest.SEAL_BYTES.to_bytes(2, "little")
-        complete = data + digest.OLD_MAGIC + digest.digest_of(data).encode() + b"\n"
+        complete = data + digest.SHA256_MAGIC + digest.digest_of(data).encode() + b"\n"
         (tmp_path / "file").write_bytes(complete)
         with open(tmp_path / "file", "rb") as file:
             assert digest.is_sealed(file) and digest.verify(file)
@@ -96,7 +104,7 @@ def test_files_that_end_with_the_older_digest_are_verified(tmp_path: Path) -> No
             digest.verify(damaged)
 
 
-@pytest.mark.parametrize("size", [0, 5, digest.CHUNKS.size, digest.PIECE + 7])
+@pytest.mark.parametrize("size", [0, 5, digest.CRC32_CHUNKS.size, digest.PIECE + 7])
 def test_a_sealing_writer_writes_what_sealed_returns(size: int, tmp_path: Path) -> None:
     data = archive(os.urandom(size))
     with open(tmp_path / "file", "wb", buffering=0) as raw:

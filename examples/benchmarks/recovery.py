@@ -51,7 +51,7 @@ class Case:
 
 CASES = (
     Case("raysgd, in place", "with_raysgd.py"),
-    Case("raysgd, nobody left", "with_raysgd.py", workers=1, extra={"SNAPSHOT_EVERY": "40"}),
+    Case("raysgd, no worker left", "with_raysgd.py", workers=1, extra={"SNAPSHOT_EVERY": "40"}),
     Case("Ray Train v2, elastic", "with_ray_train.py", needs=("pandas", "pyarrow")),
     Case("torchrun", "with_torchrun.py", torchrun=("--nproc-per-node", "3", "--max-restarts", "3")),
 )

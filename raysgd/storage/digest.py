@@ -2,8 +2,9 @@
 
 The digest is a SHA-256 over the CRC-32 checksums of the file's chunks, so that several threads can compute it, at several
 times the speed of SHA-256. It covers every byte before it. It detects damage, but it is not a signature: anyone who can
-change the file can change the digest. Files from before have a SHA-256 over the SHA-256 digests of their chunks, as the
-lists of files in folders do.
+change the file can change the digest.
+
+Files of earlier versions, and the lists of files in folders, have a SHA-256 over the SHA-256 digests of larger chunks.
 
 Programs that do not know the digest can still read the file: in a zip archive it is the archive's comment, and a pickle
 ends before it.
@@ -58,10 +59,10 @@ class Chunks(NamedTuple):
     hash: Callable[..., Any]
 
 
-CHUNKS, OLD_CHUNKS = Chunks(1 << 20, Crc32), Chunks(8 << 20, hashlib.sha256)
-MAGIC, OLD_MAGIC = b"\nraysgd-crc-32-1 ", b"\nraysgd-sha256-1 "
-MAGICS = {MAGIC: CHUNKS, OLD_MAGIC: OLD_CHUNKS}
-SEAL_BYTES = len(MAGIC) + 2 * hashlib.sha256().digest_size + 1
+CRC32_CHUNKS, SHA256_CHUNKS = Chunks(1 << 20, Crc32), Chunks(8 << 20, hashlib.sha256)
+CRC32_MAGIC, SHA256_MAGIC = b"\nraysgd-crc-32-1 ", b"\nraysgd-sha256-1 "
+MAGICS = {CRC32_MAGIC: CRC32_CHUNKS, SHA256_MAGIC: SHA256_CHUNKS}
+SEAL_BYTES = len(CRC32_MAGIC) + 2 * hashlib.sha256().digest_size + 1
 # A zip archive ends with a record of this signature and size. Its last two bytes are the length of a comment after it.
 ZIP_END, ZIP_END_BYTES, LONGEST_COMMENT = b"PK\5\6", 22, 0xFFFF
 NO_COMMENT, SEAL_AS_COMMENT = b"\0\0", SEAL_BYTES.to_bytes(2, "little")
@@ -151,8 +152,8 @@ class HashingWriter(io.RawIOBase):
         futures, threaded = [], len(view) >= LARGE
         while view:
             if not self._left:
-                self._chunks.append(CHUNKS.hash())
-                self._left = CHUNKS.size
+                self._chunks.append(CRC32_CHUNKS.hash())
+                self._left = CRC32_CHUNKS.size
             part, chunk = view[: self._left], self._chunks[-1]
             try:
                 if threaded:
@@ -206,7 +207,7 @@ def seal_buffer(buffer: io.BytesIO) -> None:
             _check_no_comment(view[-2:])
             view[-2:] = SEAL_AS_COMMENT
         source = ByteSource(view)
-        digest = _digest_of(source, len(view), CHUNKS)
+        digest = _digest_of(source, len(view), CRC32_CHUNKS)
         source.release()  # or the buffer could not grow
     buffer.seek(0, io.SEEK_END)
     buffer.write(_seal(digest))
@@ -238,7 +239,7 @@ def verify(source: Any) -> bool:
 def digest_of(source: Any) -> str:
     """Return the digest, made of SHA-256 only, of bytes or of an open file, including a digest at their end."""
     data = ByteSource(source)
-    return _digest_of(data, data.size, OLD_CHUNKS)
+    return _digest_of(data, data.size, SHA256_CHUNKS)
 
 
 def _digest_of(data: ByteSource, size: int, chunks: Chunks) -> str:
@@ -258,14 +259,14 @@ def _digest_of(data: ByteSource, size: int, chunks: Chunks) -> str:
 
 
 def _seal(digest: str) -> bytes:
-    return MAGIC + digest.encode() + b"\n"
+    return CRC32_MAGIC + digest.encode() + b"\n"
 
 
 def _saved_digest(data: ByteSource) -> tuple[str, Chunks] | None:
     """Return the digest at the end, and what it was computed of."""
     tail = data.read(data.size - SEAL_BYTES, SEAL_BYTES) if data.size >= SEAL_BYTES else b""
-    chunks = MAGICS.get(tail[: len(MAGIC)])
-    return None if chunks is None else (tail[len(MAGIC) : -1].decode("latin-1"), chunks)
+    chunks = MAGICS.get(tail[: len(CRC32_MAGIC)])
+    return None if chunks is None else (tail[len(CRC32_MAGIC) : -1].decode("latin-1"), chunks)
 
 
 def _check_no_comment(end: Any) -> None:
