@@ -109,6 +109,10 @@ class TimerCollection:
         self._timers: dict[str, TimerStat] = {}
         self._enabled = True
 
+    @property
+    def enabled(self) -> bool:
+        return self._enabled
+
     def enable(self) -> None:
         self._enabled = True
 

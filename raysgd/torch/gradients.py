@@ -78,6 +78,7 @@ class Gradients:
         """Forget the open window, because it has ended or its batches will be drawn again."""
         self._position, self._closing = 0, True
         self._samples, self._total, self._usual = 1.0, 0.0, 1.0
+        self.while_exchanging: Callable[[], None] | None = None  # called once for each backward pass
         self._witness: torch.Tensor | None = None
         self._weigh(1.0)
         self._replace_methods(pieces=False)
@@ -255,7 +256,19 @@ class Gradients:
         if self._accumulates:
             self._check_witness()
             loss = loss * (self._samples / self._usual)
+        if self.while_exchanging is not None and loss.requires_grad:
+            loss.register_hook(self._exchange_will_begin)
         self._precision.backward(loss, optimizer, loss_id=loss_id)
+
+    def _exchange_will_begin(self, gradient: torch.Tensor) -> None:
+        """Called when a backward pass begins. DDP waits for the exchange in such a call, too, which it queues later, with the last
+        gradient: so this one runs while the exchange is running."""
+        run_after_backward(self._call_while_exchanging)
+
+    def _call_while_exchanging(self) -> None:
+        with torch.enable_grad():  # as in the loop
+            assert self.while_exchanging is not None
+            self.while_exchanging()
 
     def step(self, optimizer: Any) -> None:
         """Clip the gradients and apply the step, if the window ends with this batch."""

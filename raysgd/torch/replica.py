@@ -24,6 +24,7 @@ from raysgd.torch.checkpoint.checks import check_fits
 from raysgd.torch.checkpoint.undo import on_all_ranks, undone_unless_all_succeed
 from raysgd.torch.data.opening import Opener
 from raysgd.torch.data.prefetch import make_carrier
+from raysgd.torch.data.sources import PlannedSource
 from raysgd.torch.fsdp import gathered
 from raysgd.torch.guard import gathered_objects
 from raysgd.torch.memory import exhausted, is_out_of_memory, make_room
@@ -78,6 +79,9 @@ class TorchReplica(ReplicaBase):
         self._opener = Opener(operator, settings, control, self._audit)
         self._averages = settings.wrap_ddp or settings.exchange is not Exchange or not settings.distributed
         self._carrier = make_carrier(operator.device, channels_last=settings.options.channels_last)
+        # Code between the backward pass and the next batch must not depend on whether that batch is read already.
+        alone = len(operator._parts.optimizers) == 1 and self._options.accumulate == 1 and not operator._has_own_steps
+        self._overlaps = settings.wrap_ddp and alone and operator.device.type == "cpu"
         guard = operator._gradients.guard
         guard.position, guard.samples = self._position, self._samples_of_step
         self._damage: TrainingFailedError | None = None  # memory ran out while the weights were being changed
@@ -117,9 +121,18 @@ class TorchReplica(ReplicaBase):
         # A generator with @contextmanager would set the traceback of an error of user code, which can be a frozen dataclass.
         stack = ExitStack()
         stack.callback(self.operator._parts.restore_rates)
-        stack.callback(self.operator._gradients.abandon)
+        gradients = self.operator._gradients
+        stack.callback(gradients.abandon)
+        gradients.while_exchanging = self._feed.draw_ahead if self._feed is not None and self._draws_ahead() else None
         stack.enter_context(super()._measuring_epoch())
         return stack
+
+    def _draws_ahead(self) -> bool:
+        """Return whether this thread draws the next batch while the ranks exchange gradients: not if a loader's processes read in
+        advance, and not in a call that measures the parts of a step."""
+        source, measured = self._trains_on, self.operator.timers.enabled or "seconds" in self._measures
+        reads = isinstance(source, PlannedSource) and source.loader.num_workers == 0
+        return self._overlaps and self._rank_info.world_size > 1 and reads and not measured
 
     def _on_step(self, *_: Any) -> None:
         self._position.applied += 1

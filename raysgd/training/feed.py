@@ -183,6 +183,7 @@ class Feed:
         self._window_size, self._seed, self._on_wait, self._audit = window, seed, on_wait, audit
         self._usual = math.nan  # the weight of batches for which `on_batch` is not called
         self._drawn: Any = None  # a LookAhead, or an iterator
+        self._ahead: Drawn | BaseException | None = None  # what `draw_ahead` drew, or the error that it got
         self._pending: Drawn | None = None
         self._window: list[Drawn] = []
         self._closing = True
@@ -249,9 +250,23 @@ class Feed:
         """Return whether the last batch of an epoch was returned, and the next epoch has not begun."""
         return self._position.ended
 
+    def draw_ahead(self) -> None:
+        """Draw the batch that follows the current one, if it is certain that this call has it. An error is raised when the loop asks
+        for the batch."""
+        control, position = self._control, self._position
+        certain = position.call_batches + 1 < position.call_expected and position.step + 1 != self._pause_at
+        if not certain or control.attention or self._drawn is None or self._ahead is not None:
+            return
+        control.phase = "loading data"
+        try:
+            self._ahead = next(self._drawn, None)
+        except (Exception, DataLoaderFailure) as error:
+            self._ahead = error
+        control.phase = "a batch"
+
     def end_epoch(self) -> None:
         """Skip the current batch and the rest of this epoch. All ranks must call this at the same batch."""
-        self._pending = self._drawn = None
+        self._pending = self._drawn = self._ahead = None
         self._window.clear()
         self._end_epoch("operator")
 
@@ -285,8 +300,11 @@ class Feed:
         began = time.perf_counter() if on_wait is not None else 0.0
         control.phase = "loading data"
         try:
-            # Nearly always, the epoch has another batch.
-            drawn = None if self._drawn is None or self._position.ended else next(self._drawn, None)
+            drawn, self._ahead = self._ahead, None
+            if isinstance(drawn, BaseException):
+                raise drawn
+            if drawn is None and self._drawn is not None and not self._position.ended:
+                drawn = next(self._drawn, None)  # nearly always, the epoch has another batch
             if drawn is None:
                 drawn = self._draw()
         except DataLoaderFailure as failure:

@@ -161,7 +161,7 @@ class Recipe:
 
 def _in_order(sampler: Any) -> Order:
     units = list(sampler)
-    if units and all(type(unit) is int for unit in units):
+    if set(map(type, units)) == {int}:
         return torch.tensor(units, dtype=torch.int64)
     return units
 
