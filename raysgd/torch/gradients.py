@@ -261,14 +261,14 @@ class Gradients:
         self._precision.backward(loss, optimizer, loss_id=loss_id)
 
     def _exchange_will_begin(self, gradient: torch.Tensor) -> None:
-        """Called when a backward pass begins. DDP waits for the exchange in such a call, too, which it queues later, with the last
-        gradient: so this one runs while the exchange is running."""
+        """Called when a backward pass begins. When it ends, autograd runs the queued callbacks in order. DDP waits for its all-reduce
+        in such a callback, which it queues with the last gradient, so this one runs during the all-reduce."""
         run_after_backward(self._call_while_exchanging)
 
     def _call_while_exchanging(self) -> None:
-        with torch.enable_grad():  # as in the loop
-            assert self.while_exchanging is not None
-            self.while_exchanging()
+        if self.while_exchanging is not None:
+            with torch.enable_grad():  # as in the loop
+                self.while_exchanging()
 
     def step(self, optimizer: Any) -> None:
         """Clip the gradients and apply the step, if the window ends with this batch."""

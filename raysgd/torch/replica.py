@@ -61,6 +61,14 @@ class TorchReplicaFactory(ReplicaFactoryBase):
         return TorchReplica(operator, self.settings, rank_info, control)
 
 
+def _makes_usual_steps(operator: TrainingOperator) -> bool:
+    """Return whether no code of the user runs between a backward pass and the next batch. Such code could draw random numbers, as
+    the data set can, or change what the data set returns; so it must not matter whether that batch is read already."""
+    names = "train_epoch", "train_batch", "backward", "step", "skip_step"
+    usual = all(getattr(type(operator), name) is getattr(TrainingOperator, name) for name in names)
+    return usual and all(type(each).__module__.startswith("torch.optim.") for each in operator._parts.optimizers)
+
+
 class TorchReplica(ReplicaBase):
     """Adds what only torch needs: prefetching to the device, accumulation windows, shards, and a state that stays in
     place when the group changes. The trainer's other calls are in `replica_calls`."""
@@ -79,9 +87,8 @@ class TorchReplica(ReplicaBase):
         self._opener = Opener(operator, settings, control, self._audit)
         self._averages = settings.wrap_ddp or settings.exchange is not Exchange or not settings.distributed
         self._carrier = make_carrier(operator.device, channels_last=settings.options.channels_last)
-        # Code between the backward pass and the next batch must not depend on whether that batch is read already.
-        alone = len(operator._parts.optimizers) == 1 and self._options.accumulate == 1 and not operator._has_own_steps
-        self._overlaps = settings.wrap_ddp and alone and operator.device.type == "cpu"
+        on_cpu = settings.wrap_ddp and operator.device.type == "cpu" and self._options.accumulate == 1
+        self._overlaps = on_cpu and _makes_usual_steps(operator)
         guard = operator._gradients.guard
         guard.position, guard.samples = self._position, self._samples_of_step
         self._damage: TrainingFailedError | None = None  # memory ran out while the weights were being changed
@@ -128,8 +135,8 @@ class TorchReplica(ReplicaBase):
         return stack
 
     def _draws_ahead(self) -> bool:
-        """Return whether this thread draws the next batch while the ranks exchange gradients: not if a loader's processes read in
-        advance, and not in a call that measures the parts of a step."""
+        """Return whether the next batch is drawn while the ranks exchange gradients: not if processes of the loader read it, and not
+        in a call that measures the parts of a step."""
         source, measured = self._trains_on, self.operator.timers.enabled or "seconds" in self._measures
         reads = isinstance(source, PlannedSource) and source.loader.num_workers == 0
         return self._overlaps and self._rank_info.world_size > 1 and reads and not measured

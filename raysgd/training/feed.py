@@ -300,9 +300,7 @@ class Feed:
         began = time.perf_counter() if on_wait is not None else 0.0
         control.phase = "loading data"
         try:
-            drawn, self._ahead = self._ahead, None
-            if isinstance(drawn, BaseException):
-                raise drawn
+            drawn = self._taken_ahead()
             if drawn is None and self._drawn is not None and not self._position.ended:
                 drawn = next(self._drawn, None)  # nearly always, the epoch has another batch
             if drawn is None:
@@ -319,6 +317,16 @@ class Feed:
         if self._audit is not None:
             self._audit.drew(self._position, self._window, drawn)
         return drawn
+
+    def _taken_ahead(self) -> Drawn | None:
+        """Return what `draw_ahead` drew, or raise the error that it got."""
+        drawn, self._ahead = self._ahead, None
+        try:
+            if isinstance(drawn, BaseException):
+                raise drawn
+            return drawn
+        finally:
+            del drawn  # the error's traceback refers to this frame
 
     def _draw(self) -> Drawn | None:
         """Return the next batch. Only a call with a number of steps continues into the next epoch."""

@@ -1,26 +1,32 @@
 """While the ranks exchange gradients, each reads its next batch: in the same order, with the same random numbers."""
 
+import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.utils.data import DataLoader, Dataset
 
 from raysgd import TorchTrainer, TrainingOperator, TrainingOptions
+from raysgd.core.progress import Control
+from raysgd.core.ranks import RankInfo
+from raysgd.training.feed import Drawn, Feed
+from raysgd.training.position import Position
 
-pytestmark = [
-    pytest.mark.usefixtures("ray_cluster"),
-    pytest.mark.filterwarnings("ignore:the training loader does not shuffle"),
-]
-SAMPLES, BATCH = 24, 3  # four batches for each of two workers
+pytestmark = pytest.mark.filterwarnings("ignore:the training loader does not shuffle")
+on_workers = pytest.mark.usefixtures("ray_cluster")
+SAMPLES, BATCH, PATIENCE_S = 24, 3, 20.0  # four batches for each of two workers
 
 
 class Noisy(Dataset[Any]):
-    """Reading a sample draws random numbers, and is noted."""
+    """Reading a sample draws random numbers, and is noted. The file `first` is there when rank 0 has read its second batch."""
 
-    def __init__(self, events: list[Any], broken: int | None) -> None:
-        self.events, self.broken = events, broken
+    def __init__(self, events: list[str], broken: int | None, first: Path | None) -> None:
+        self.events, self.broken, self.first = events, broken, first
 
     def __len__(self) -> int:
         return SAMPLES
@@ -30,13 +36,15 @@ class Noisy(Dataset[Any]):
             raise LookupError(f"sample {index} is damaged")
         if self.events[-1:] != ["read"]:
             self.events.append("read")
+            if self.first is not None and self.events.count("read") == 2:
+                self.first.touch()
         assert torch.is_grad_enabled()
         x = torch.tensor([float(index), 1.0]) + torch.rand(2)
         return x, x.sum().view(1)
 
 
 class Watched(nn.Module):
-    def __init__(self, events: list[Any]) -> None:
+    def __init__(self, events: list[str]) -> None:
         super().__init__()
         self.layer, self.dropout, self.events = nn.Linear(2, 1), nn.Dropout(0.5), events
 
@@ -45,19 +53,33 @@ class Watched(nn.Module):
         return self.layer(self.dropout(x))
 
 
+class OwnSGD(torch.optim.SGD):
+    """Could draw random numbers in its steps."""
+
+
 class Operator(TrainingOperator):
     def setup(self, config: dict[str, Any]) -> None:
         torch.manual_seed(3)
-        self.events: list[Any] = []
+        self.events: list[str] = []
         model = Watched(self.events)
-        two = config.get("optimizers") == 2
-        trained = [[model.layer.weight], [model.layer.bias]] if two else [[*model.parameters()]]
-        self.model, (self.optimizer, *_), self.criterion = self.register(
-            models=model, optimizers=[torch.optim.SGD(part, lr=0.001) for part in trained], criterion=nn.MSELoss()
+        optimizer = config.get("optimizer", torch.optim.SGD)(model.parameters(), lr=0.001)
+        self.model, self.optimizer, self.criterion = self.register(
+            models=model, optimizers=optimizer, criterion=nn.MSELoss()
         )
         self.optimizer.register_step_post_hook(lambda *_: self.events.append("step"))
-        data = Noisy(self.events, config.get("broken"))
+        first = Path(config["folder"], "first") if "folder" in config else None
+        data = Noisy(self.events, config.get("broken"), first if self.world_rank == 0 else None)
         self.register_data(train_loader=DataLoader(data, batch_size=BATCH, num_workers=config.get("processes", 0)))
+        if first is not None and self.world_rank == 1:
+            self.model.register_comm_hook(first, late)
+        self.calls_of_draw_ahead = 0
+        draw_ahead = Feed.draw_ahead
+
+        def counted(feed: Feed) -> None:
+            self.calls_of_draw_ahead += 1
+            draw_ahead(feed)
+
+        Feed.draw_ahead = counted  # type: ignore[method-assign]
         torch.manual_seed(self.world_rank)
 
     def taken(self) -> list[str]:
@@ -66,9 +88,34 @@ class Operator(TrainingOperator):
         return taken
 
 
-def trainer(options: TrainingOptions | None = None, **config: Any) -> TorchTrainer:
+def late(first, bucket):  # DDP checks annotations, and accepts only its own
+    """Begin this rank's part of an exchange when the other rank has read its second batch."""
+    until = time.monotonic() + PATIENCE_S
+    while not first.exists():
+        if time.monotonic() > until:
+            raise TimeoutError("the other rank reads no batch while it waits for the exchange")
+        time.sleep(0.01)
+    return allreduce_hook(None, bucket)
+
+
+class OwnBatch(Operator):
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        return super().train_batch(batch, batch_info)
+
+
+class OwnEpoch(Operator):
+    def train_epoch(self, *given: Any, **named: Any) -> dict[str, Any]:
+        return super().train_epoch(*given, **named)
+
+
+class OwnRule(Operator):
+    def skip_step(self, info: dict[str, Any]) -> bool:
+        return super().skip_step(info)
+
+
+def trainer(operator: type = Operator, options: TrainingOptions | None = None, **config: Any) -> TorchTrainer:
     return TorchTrainer(
-        training_operator_cls=Operator, num_workers=2, use_gpu=False, seed=5, options=options, config=config
+        training_operator_cls=operator, num_workers=2, use_gpu=False, seed=5, options=options, config=config
     )
 
 
@@ -78,20 +125,32 @@ def events(of: TorchTrainer) -> list[str]:
     return first  # type: ignore[no-any-return]
 
 
+def same_weights(one: TorchTrainer, other: TorchTrainer) -> bool:
+    both = zip(one.get_model().parameters(), other.get_model().parameters(), strict=True)
+    return all(torch.equal(first, second) for first, second in both)
+
+
 AHEAD = ["read", *["forward", "read", "step"] * 3, "forward", "step"]
 IN_TURN = ["read", "forward", "step"] * 4
 
 
+@on_workers
 def test_the_next_batch_is_read_before_the_step() -> None:
     with trainer() as ahead, trainer() as plain:
         ahead.train()
         plain.train(profile=True)  # "grad" is to be the time of the backward pass alone
         assert events(ahead) == AHEAD
         assert events(plain) == IN_TURN
-        for mine, other in zip(ahead.get_model().parameters(), plain.get_model().parameters(), strict=True):
-            assert torch.equal(mine, other)
+        assert same_weights(ahead, plain)
 
 
+@on_workers
+def test_the_next_batch_is_read_before_the_exchange_has_ended(tmp_path: Path) -> None:
+    with trainer(folder=str(tmp_path)) as ahead:
+        assert ahead.train()["batch_count"] == 4
+
+
+@on_workers
 def test_a_call_reads_no_batch_of_the_next_call() -> None:
     with trainer() as limited, trainer() as whole:
         limited.train(num_steps=2)
@@ -100,29 +159,103 @@ def test_a_call_reads_no_batch_of_the_next_call() -> None:
         assert events(limited)[:5] == ["read", "forward", "read", "step", "forward"]
         whole.train()
         whole.train(num_steps=1)
-        for mine, other in zip(limited.get_model().parameters(), whole.get_model().parameters(), strict=True):
-            assert torch.equal(mine, other)
+        assert same_weights(limited, whole)
 
 
 @pytest.mark.parametrize(
-    ("config", "options"),
+    ("operator", "config", "options"),
     [
-        ({"optimizers": 2}, None),
-        ({"processes": 1}, None),
-        ({}, TrainingOptions(parallel=None)),
+        (OwnBatch, {}, None),
+        (OwnEpoch, {}, None),
+        (OwnRule, {}, None),
+        (Operator, {"optimizer": OwnSGD}, None),
+        (Operator, {"processes": 1}, None),
+        (Operator, {}, TrainingOptions(accumulate=2)),
+        (Operator, {}, TrainingOptions(parallel=None)),
     ],
-    ids=["two optimizers", "loader processes", "no exchange by DDP"],
+    ids=["own batches", "own epoch", "own rule", "own optimizer", "loader processes", "accumulation", "no DDP"],
 )
-def test_other_operators_read_between_two_batches(config: dict[str, Any], options: TrainingOptions | None) -> None:
-    with trainer(options, **config) as other:
+@on_workers
+def test_other_operators_read_between_two_batches(
+    operator: type, config: dict[str, Any], options: TrainingOptions | None
+) -> None:
+    with trainer(operator, options, **config) as other:
         other.train()
-        seen = events(other)
-    assert seen == (IN_TURN if "processes" not in config else ["forward", "step"] * 4)
+        assert other.apply_all_operators(lambda operator: operator.calls_of_draw_ahead) == [0, 0]
+        assert events(other).count("forward") == 4
 
 
+@on_workers
 def test_an_error_is_raised_when_the_batch_is_needed() -> None:
     """The steps before it are done on all ranks."""
     with trainer(broken=2 * 2 * BATCH + 1) as broken:
         with pytest.raises(LookupError, match="sample 13 is damaged"):
             broken.train()
         assert broken.apply_all_operators(lambda operator: operator.events.count("step")) == [2, 2]
+
+
+# -- the feed alone -------------------------------------------------------------------------------------
+
+
+class Counted:
+    """A source of four batches, which notes how many were drawn."""
+
+    loader: Any = None
+    counts_samples = False
+    drawn = 0
+
+    def begin(self, epoch: int, rank_info: RankInfo, shared: bool) -> None:
+        self.drawn = 0
+
+    def batches(self, rank_info: RankInfo, offset: int) -> Iterator[Drawn]:
+        while (offset := offset + 1) <= 4:
+            self.drawn = offset
+            yield Drawn(offset, offset)
+
+    def steps_left(self, rank_info: RankInfo, offset: int) -> int | None:
+        return 4 - offset
+
+    def total(self) -> tuple[int, bool] | None:
+        return 4, False
+
+
+def made(control: Control | None = None, **options: Any) -> tuple[Feed, Counted]:
+    source, committed = Counted(), lambda last=False: None
+    common: dict[str, Any] = {"limit": None, "shared": False, "on_commit": committed, **options}
+    return Feed(source, Position(call_epoch=1), RankInfo(), control or Control(), **common), source
+
+
+def test_all_batches_are_returned_once_with_any_calls_of_draw_ahead() -> None:
+    for often in range(3):
+        feed, source = made()
+        seen = []
+        for batch in feed:
+            for _ in range(often):
+                feed.draw_ahead()
+            assert source.drawn == min(batch + bool(often), 4)
+            seen.append(batch)
+        assert seen == [1, 2, 3, 4] and feed.epoch_ended
+
+
+@pytest.mark.parametrize("options", [{"limit": 2}, {"pause_at": 2}], ids=["a number of steps", "a pause"])
+def test_nothing_is_drawn_that_another_call_would_draw(options: dict[str, Any]) -> None:
+    feed, source = made(**options)
+    for _ in feed:
+        feed.draw_ahead()
+    assert source.drawn == 2
+
+
+def test_nothing_is_drawn_before_a_planned_stop() -> None:
+    feed, source = made(control := Control())
+    assert next(feed) == 1
+    control.propose(1)
+    feed.draw_ahead()
+    assert source.drawn == 1
+
+
+def test_a_skipped_epoch_loses_what_was_drawn() -> None:
+    feed, _ = made()
+    assert next(feed) == 1
+    feed.draw_ahead()
+    feed.end_epoch()
+    assert list(feed) == []
