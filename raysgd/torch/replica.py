@@ -65,8 +65,10 @@ def _makes_usual_steps(operator: TrainingOperator) -> bool:
     """Return whether no code of the user runs between a backward pass and the next batch. Such code could draw random numbers, as
     the data set can, or change what the data set returns; so it must not matter whether that batch is read already."""
     names = "train_epoch", "train_batch", "backward", "step", "skip_step"
-    usual = all(getattr(type(operator), name) is getattr(TrainingOperator, name) for name in names)
-    return usual and all(type(each).__module__.startswith("torch.optim.") for each in operator._parts.optimizers)
+    own = [name for name in names if getattr(type(operator), name) is not getattr(TrainingOperator, name)]
+    stepped = *operator._parts.optimizers, *operator._parts.schedulers
+    usual = all(type(each).__module__.startswith("torch.optim.") for each in stepped)
+    return usual and not own and not vars(operator).keys() & set(names)
 
 
 class TorchReplica(ReplicaBase):

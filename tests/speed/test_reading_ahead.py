@@ -108,6 +108,12 @@ class OwnEpoch(Operator):
         return super().train_epoch(*given, **named)
 
 
+class Assigned(Operator):
+    def setup(self, config: dict[str, Any]) -> None:
+        super().setup(config)
+        self.train_batch = super().train_batch  # type: ignore[method-assign]
+
+
 class OwnRule(Operator):
     def skip_step(self, info: dict[str, Any]) -> bool:
         return super().skip_step(info)
@@ -167,13 +173,23 @@ def test_a_call_reads_no_batch_of_the_next_call() -> None:
     [
         (OwnBatch, {}, None),
         (OwnEpoch, {}, None),
+        (Assigned, {}, None),
         (OwnRule, {}, None),
         (Operator, {"optimizer": OwnSGD}, None),
         (Operator, {"processes": 1}, None),
         (Operator, {}, TrainingOptions(accumulate=2)),
         (Operator, {}, TrainingOptions(parallel=None)),
     ],
-    ids=["own batches", "own epoch", "own rule", "own optimizer", "loader processes", "accumulation", "no DDP"],
+    ids=[
+        "own batches",
+        "own epoch",
+        "an assigned method",
+        "own rule",
+        "own optimizer",
+        "loader processes",
+        "accumulation",
+        "no DDP",
+    ],
 )
 @on_workers
 def test_other_operators_read_between_two_batches(
