@@ -84,7 +84,9 @@ class History(Callback, Sequence[Mapping[str, Any]]):
     def __getitem__(self, index: slice) -> list[Mapping[str, Any]]: ...
 
     def __getitem__(self, index: int | slice) -> Any:
-        return self.rows[index]
+        if isinstance(index, slice):
+            return [dict(row) for row in self._rows[index]]
+        return dict(self._rows[index])
 
     def __iter__(self) -> Iterator[Mapping[str, Any]]:
         return iter(self.rows)

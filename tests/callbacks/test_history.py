@@ -1,6 +1,7 @@
 """The table of results: as rows, as a DataFrame, as a figure, printed, and in a notebook."""
 
 import math
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,21 @@ def test_rows_of_a_trainer() -> None:
     assert set(history[0]) == {"kind", "epoch", "step", "world_size", "seconds", *returned[0]}
     history.rows[0]["train_loss"] = -1
     assert history[0]["train_loss"] == returned[0]["train_loss"], "rows are copies"
+
+
+def test_a_look_at_the_newest_rows_copies_no_others() -> None:
+    history = filled(*[result(step=step) for step in range(5000)])
+    tracemalloc.start()
+    try:
+        newest, last_two = history[-1], history[-2:]
+        taken = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert (newest["step"], [row["step"] for row in last_two]) == (4999, [4998, 4999])
+    assert taken < 20_000, "a copy of all rows takes more than 1 MB"
+    for row in (newest, *last_two, *history):
+        row["step"] = -1
+    assert [row["step"] for row in history] == list(range(5000)), "rows are copies"
 
 
 def test_metrics_with_the_names_of_fields_are_renamed() -> None:
