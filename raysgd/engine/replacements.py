@@ -156,15 +156,12 @@ class Replacements:
             self._drop(worker, f"its process did not start within {self._start_s:.0f} s")
         elif worker in self._launched and self._is_overdue(since):
             self._overdue[worker] = self._launched.pop(worker)
+            self._overdue_s = min(self._overdue_s * 2, self._start_s)  # the machine may just be slow
 
     def _is_overdue(self, since: float) -> bool:
         """Return whether to start a second one. Ray can forget an actor that was starting on a node that failed. So if
-        one is overdue although there is room for another, a second one is started, and the first that is up is used.
-        The limit doubles each time, because the machine may just be slow."""
-        overdue = self._table.clock() - since > self._overdue_s and self._table.group.room() > 0
-        if overdue:
-            self._overdue_s = min(self._overdue_s * 2, self._start_s)
-        return overdue
+        one is overdue although there is room for another, a second one is started, and the first that is up is used."""
+        return self._table.clock() - since > self._overdue_s and self._table.group.room() > 0
 
     def _follow_set_up(self, worker: str, call: int) -> None:
         outcome = self._table.reply(call)
