@@ -168,10 +168,12 @@ class Trainer:
             config=dict(config) if isinstance(config, Mapping) else {},
             folder=self.logdir / self._run_name(self._runs + 1),
         )
+        earlier = self._runs
         try:
             return rounds.run_to_end(run, begin)
         finally:
-            copy_logs(self.logdir / self._run_name(self._runs), self.storage / self._run_name(self._runs))
+            if self._runs > earlier:  # otherwise it was not started, and the newest run is an earlier one
+                copy_logs(self.logdir / self._run_name(self._runs), self.storage / self._run_name(self._runs))
 
     def run_iterator(
         self,

@@ -85,10 +85,15 @@ def test_a_trainer_stores_its_runs_on_s3(made: Callable[..., Trainer], bucket: s
     assert trainer.latest_run_dir == home / "runs" / "run_001"
     assert locations.read(f"{bucket}/run_001/seen/rounds.txt") == b"0\n1\n2\n3\n"
 
-    assert trainer.run(epochs, {"epochs": 4}, checkpoint=f"{folder}/checkpoint_000003") == [3]
-    assert trainer.run(epochs, {"epochs": 4}, checkpoint=trainer.latest_checkpoint_path) == [4]
+    (home / "runs" / "run_001" / "later.txt").touch()
     with pytest.raises(ValueError, match=f"no checkpoint at {bucket}/absent"):
         trainer.run(epochs, {"epochs": 4}, checkpoint=f"{bucket}/absent")
+    assert locations.names(place(bucket) / "run_001") == ["checkpoints", "seen"], (
+        "no run has ended, so no logs are copied"
+    )
+
+    assert trainer.run(epochs, {"epochs": 4}, checkpoint=f"{folder}/checkpoint_000003") == [3]
+    assert trainer.run(epochs, {"epochs": 4}, checkpoint=trainer.latest_checkpoint_path) == [4]
     trainer.run(epochs, {"epochs": 1}, checkpoint_strategy=CheckpointConfig(num_to_keep=0))
     assert (trainer.latest_checkpoint_path, trainer.best_checkpoint_path) == (None, None)
     assert trainer.latest_checkpoint["epoch"] == 0
