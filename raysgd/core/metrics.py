@@ -17,6 +17,8 @@ from raysgd.errors import shown
 
 __all__ = [
     "COMMITTED",
+    "COUNTED",
+    "OWN_NAMES",
     "SECONDS",
     "SKIPPED",
     "check_metric",
@@ -27,6 +29,7 @@ __all__ = [
     "merge_parts",
     "merge_ranks",
     "plain",
+    "refuse_own_names",
 ]
 
 SKIPPED = "skipped_steps"
@@ -36,7 +39,21 @@ LARGEST = sys.float_info.max
 DEEPEST = 100
 # What the callback Throughput measures in a worker: sums over a call.
 SECONDS = {"data": "data_seconds", "compute": "compute_seconds", "communication": "communication_seconds"}
+# Names in results that raysgd gives itself. An operator's own loop may count the batches and what it left out.
+COUNTED = frozenset({BATCH_COUNT, SKIPPED})
+OWN_NAMES = COUNTED | {"epoch", "profile", *SECONDS.values()}
 Result = dict[str, Any]
+
+
+def refuse_own_names(result: Mapping[Any, Any], *, of: str, names: Set[str] = OWN_NAMES) -> None:
+    """Raise ValueError for a metric that would replace one of raysgd's own values in the result. `of` says what returned
+    it."""
+    found = next((name for name in result if name in names), None)
+    if found is not None:
+        raise ValueError(
+            f"{of} returned a metric named {found!r}, and raysgd's results have values of their own with the names "
+            f"{', '.join(sorted(names))}: give the metric another name, such as 'my_{found}'"
+        )
 
 
 def check_metrics(result: Mapping[Any, Any], *, of: str) -> None:

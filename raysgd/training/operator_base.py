@@ -11,6 +11,7 @@ from typing import Any
 from raysgd.config import at_least
 from raysgd.constants import NUM_SAMPLES
 from raysgd.core.meters import AverageMeterCollection
+from raysgd.core.metrics import OWN_NAMES, refuse_own_names
 from raysgd.core.ranks import RankInfo
 from raysgd.core.sampling_plan import optimizer_steps
 from raysgd.core.timers import TimerCollection
@@ -251,6 +252,8 @@ class OperatorBase:
         failure all of them are processed again. A batch that is repeated only to take part in a step has weight 0."""
         if not isinstance(metrics, dict):
             raise TypeError(f"{type(self).__name__}.{of} must return a dict of metrics, got {shown(metrics)}")
+        if not OWN_NAMES.isdisjoint(metrics):
+            refuse_own_names(metrics, of=f"{type(self).__name__}.{of}")
         values = dict(metrics)
         samples = values.pop(NUM_SAMPLES) if NUM_SAMPLES in values else self._samples_in(batch)
         weight = samples if getattr(iterator, "fresh", True) else 0

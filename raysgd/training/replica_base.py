@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 
 from raysgd.core.messages import SnapshotUpload
 from raysgd.core.meters import AverageMeterCollection
-from raysgd.core.metrics import COMMITTED, SECONDS, check_metrics, for_all_ranks
+from raysgd.core.metrics import COMMITTED, COUNTED, OWN_NAMES, SECONDS, check_metrics, for_all_ranks, refuse_own_names
 from raysgd.core.outcomes import DataLoaderFailure, Interrupted
 from raysgd.core.progress import Control, Progress
 from raysgd.core.protocols import Call
@@ -396,6 +396,7 @@ class ReplicaBase(ABC):
         check_metrics(result, of=f"{type(self.operator).__name__}.{method} returned an invalid result")
         report: dict[str, Any] = dict(result)
         if phase == "train":
+            refuse_own_names(result, of=f"{type(self.operator).__name__}.train_epoch", names=OWN_NAMES - COUNTED)
             committed = {COMMITTED: self._position.call_units}
             report = {"epoch": self._position.epoch, **result, **self._counts(), **committed}
         self._add_metrics(report, phase)

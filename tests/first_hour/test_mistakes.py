@@ -317,6 +317,21 @@ RESULTS: dict[str, Case] = {
     "a negative number of samples": (called("train", returning({"num_samples": -1})), ["0 or more", "got -1"]),
     "samples as text": (called("train", returning({"num_samples": "4"})), ["a finite number", "got '4'"]),
     "a metric's name is a number": (called("train", returning({1: 2.0})), ["must be a string, got 1", "such as '1'"]),
+    **{
+        f"a metric named {name}": (
+            called("train", returning({name: 7})),
+            [f"Own.train_batch returned a metric named '{name}'", "epoch, profile, skipped_steps", f"'my_{name}'"],
+        )
+        for name in ("epoch", "batch_count", "skipped_steps", "profile", "data_seconds")
+    },
+    "a validation's metric named epoch": (
+        called("validate", own(validate_batch=lambda self, batch, batch_info: {"epoch": 7})),
+        ["Own.validate_batch returned a metric named 'epoch'", "'my_epoch'"],
+    ),
+    "an own loop's metric named epoch": (
+        called("train", own(train_epoch=lambda self, iterator, info: {"epoch": 7, "batches": len(list(iterator))})),
+        ["Own.train_epoch returned a metric named 'epoch'", "'my_epoch'"],
+    ),
     "train_epoch returns nothing": (
         called("train", own(train_epoch=lambda self, iterator, info: None)),
         ["Own.train_epoch must return a dict", "got None"],
