@@ -32,7 +32,7 @@ from raysgd.torch.monitor import Monitor
 from raysgd.torch.parts import Parts, check_parts, check_steps_alone, move
 from raysgd.torch.precision import make_precision
 from raysgd.torch.rates import scale_rates, scaling_rule
-from raysgd.torch.schedules import watch_schedule
+from raysgd.torch.schedules import stepped_twice, steps_of, watch_schedule
 from raysgd.torch.settings import TorchSettings
 from raysgd.training.operator_base import OperatorBase
 
@@ -116,6 +116,7 @@ class TrainingOperator(OperatorBase):
         `info` is what was passed to `train`, `num_steps` the number of batches if it is limited, `epoch_idx` the epoch."""
         scheduler = self._own_scheduler()
         per_batch = self.scheduler_step_freq == SCHEDULER_STEP_BATCH and scheduler is not None
+        per_epoch = self.scheduler_step_freq == SCHEDULER_STEP_EPOCH and scheduler is not None
         common = {**(info or {}), NUM_STEPS: num_steps, USE_FP16: self.use_fp16, "epoch_idx": epoch_idx}
         self._meter = meter = AverageMeterCollection()
         for model in self._parts.wrapped:
@@ -124,7 +125,10 @@ class TrainingOperator(OperatorBase):
         batch_idx = 0
         for batch in iterator:
             batch_info = {"batch_idx": batch_idx, "global_step": self.global_step, **common}
+            steps = steps_of(scheduler)
             metrics = self.train_batch(batch, batch_info=batch_info) if named else self.train_batch(batch, batch_info)
+            if (per_batch or per_epoch) and steps_of(scheduler) != steps:
+                raise stepped_twice(type(self).__name__, scheduler, str(self.scheduler_step_freq))
             whole = getattr(iterator, "whole", True)  # otherwise, another piece of the same batch follows
             if per_batch and whole:
                 scheduler.step()
@@ -132,7 +136,6 @@ class TrainingOperator(OperatorBase):
             if whole:
                 self.global_step += 1
                 batch_idx += 1
-        per_epoch = self.scheduler_step_freq == SCHEDULER_STEP_EPOCH and scheduler is not None
         if per_epoch and getattr(iterator, "epoch_ended", True):
             scheduler.step()
         return dict(meter.summary())

@@ -1,4 +1,5 @@
-"""Keep training when a schedule is too short because fewer workers trained, or more epochs, than it was made for. Worker."""
+"""Learning-rate schedules: who steps them, and what happens if one is too short because fewer workers trained, or more epochs,
+than it was made for. Worker."""
 
 from __future__ import annotations
 
@@ -10,7 +11,9 @@ from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler
 
-__all__ = ["OWN_STATE", "watch_schedule"]
+from raysgd.errors import ConfigError
+
+__all__ = ["OWN_STATE", "stepped_twice", "steps_of", "watch_schedule"]
 
 logger = logging.getLogger("raysgd")
 
@@ -20,6 +23,22 @@ OWN_STATE: dict[str, Callable[[Any], bool]] = {
     "_workers_differed": lambda value: type(value) is bool,
     "_made_for_steps": lambda value: value is None or (type(value) is int and value >= 0),
 }
+
+
+def steps_of(scheduler: Any) -> Any:
+    """Return a number that changes whenever the scheduler steps, None if it has none."""
+    steps = getattr(scheduler, "last_epoch", None)
+    if steps is None and (inner := getattr(scheduler, "_schedulers", None)):  # a ChainedScheduler has no counter of its own
+        return steps_of(inner[0])
+    return steps
+
+
+def stepped_twice(operator: str, scheduler: Any, freq: str) -> ConfigError:
+    return ConfigError(
+        f"{operator}.train_batch steps its scheduler, a {type(scheduler).__name__}, and scheduler_step_freq={freq!r} lets the trainer "
+        f"step it after each {freq}, too, so its learning rates would come too early: remove scheduler.step() from train_batch, or "
+        "pass scheduler_step_freq='manual'"
+    )
 
 
 def watch_schedule(

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch.optim.lr_scheduler import ConstantLR, LambdaLR, OneCycleLR, SequentialLR
+from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, LambdaLR, OneCycleLR, SequentialLR
 from torch.utils.data import DataLoader, TensorDataset
 
-from raysgd import AutoCheckpoint, ElasticConfig
+from raysgd import AutoCheckpoint, ConfigError, ElasticConfig
 from raysgd.core.progress import Control
 from raysgd.core.protocols import Call
 from raysgd.core.ranks import RankInfo
@@ -97,7 +97,7 @@ def test_a_schedule_that_ends_for_another_reason_raises_its_error() -> None:
     with pytest.raises(ValueError, match="Tried to step"):
         trained(replica_of(2, 2), range(EPOCHS + 1))
     with pytest.raises(ValueError, match="Tried to step"):  # it steps too often
-        trained(replica_of(2, 2, often=2), range(EPOCHS))
+        trained(replica_of(2, 2, freq="manual", often=3), range(EPOCHS))
     with pytest.raises(ZeroDivisionError):  # before the end of the schedule
         trained(replica_of(2, 1, kind=with_a_mistake), range(EPOCHS))
     fewer = trained(replica_of(2, 1), range(EPOCHS))
@@ -120,7 +120,7 @@ def test_a_checkpoint_knows_the_number_of_workers() -> None:
     assert resumed(fewer, replica_of(1, 1)) == 7 + 7
     assert resumed(more, replica_of(1, 1)) == STEPS + 7
     with pytest.raises(ValueError, match="Tried to step"):
-        resumed(more, replica_of(2, 2, often=2))
+        resumed(more, replica_of(2, 2, freq="manual", often=3))
 
 
 def test_a_run_that_is_resumed_with_more_epochs_keeps_the_current_rate(caplog: pytest.LogCaptureFixture) -> None:
@@ -144,6 +144,54 @@ def test_a_checkpoint_fits_whether_or_not_the_steps_were_planned() -> None:
     for saved, here in ((planned, counted), (counted, planned)):
         state = trained(replica_of(1, 1, **saved), range(1)).full_state()
         assert resumed(state, replica_of(1, 1, **here)) == 14
+
+
+def chained(optimizer: Any, steps: int) -> Any:
+    return ChainedScheduler([ConstantLR(optimizer, total_iters=2), LambdaLR(optimizer, lambda step: 1 - step / 20)])
+
+
+def users_own(optimizer: Any, steps: int) -> Any:
+    class Halving:
+        """Not one of torch's classes, and without a counter."""
+
+        def step(self) -> None:
+            optimizer.param_groups[0]["lr"] /= 2
+
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+    return Halving()
+
+
+@pytest.mark.parametrize("freq", ["batch", "epoch"])
+@pytest.mark.parametrize("kind", [one_cycle, in_sequence, from_a_table, chained])
+def test_a_scheduler_that_train_batch_steps_too_is_an_error_in_its_first_batch(kind: Any, freq: str) -> None:
+    replica = replica_of(1, 1, freq=freq, kind=kind, often=2)
+    with pytest.raises(ConfigError, match=r"Planned.train_batch steps its .*freq='manual'"):
+        trained(replica, range(1))
+    assert replica._position.step == 1
+    trained(replica_of(1, 1, freq="manual", kind=kind, often=2), range(1))
+
+
+@pytest.mark.parametrize("kind", [one_cycle, in_sequence, from_a_table, chained, users_own])
+def test_a_scheduler_that_only_the_loop_steps_is_none(kind: Any) -> None:
+    trained(replica_of(1, 1, kind=kind), range(EPOCHS))
+    trained(replica_of(1, 1, freq="epoch", kind=kind), range(EPOCHS))
+
+
+class Stepping(Planned):
+    """Steps its scheduler at the end of its own epochs."""
+
+    def train_epoch(self, iterator: Any, info: Any = None, num_steps: Any = None, epoch_idx: int = 0) -> dict[str, Any]:
+        result = super().train_epoch(iterator, info, num_steps, epoch_idx)
+        self.scheduler.step()  # type: ignore[union-attr]
+        return result
+
+
+def test_a_train_epoch_may_step_a_scheduler() -> None:
+    for freq in ("batch", "epoch", "manual"):
+        settings = TorchSettings(scheduler_step_freq=freq)
+        trained(TorchReplicaFactory(Stepping, {"steps": 20}, settings)(RankInfo(), Control()), range(EPOCHS))
 
 
 def test_a_copy_of_a_scheduler_has_the_users_class() -> None:
