@@ -193,10 +193,11 @@ def schedulers() -> None:
 def versions_of_modules() -> None:
     state = nn.Linear(2, 1).state_dict()
     assert torch_foreign.module_versions(state)[""] == {"version": 1}
-    copied: Any = OrderedDict(state)
+    copied = dict(state)
     assert torch_foreign.module_versions(copied) is None
-    torch_foreign.copy_module_versions(state, copied)
-    assert torch_foreign.module_versions(copied) == torch_foreign.module_versions(state)
+    assert torch_foreign.with_module_versions(copied, {}) is copied
+    versioned = torch_foreign.with_module_versions(copied, state)
+    assert versioned == copied and torch_foreign.module_versions(versioned) == torch_foreign.module_versions(state)
 
 
 def loading_by_copying() -> None:

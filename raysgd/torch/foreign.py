@@ -10,8 +10,9 @@ from __future__ import annotations
 import contextlib
 import datetime
 import types
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,6 @@ __all__ = [
     "collective_counter",
     "compile_in_place",
     "content_version",
-    "copy_module_versions",
     "end_processes",
     "exposed_communication_s",
     "forget_iterator",
@@ -48,6 +48,7 @@ __all__ = [
     "run_after_backward",
     "set_collective_limit",
     "was_skipped",
+    "with_module_versions",
     "without_step_pre_hooks",
     "worker_info",
     "worker_info_seen_as",
@@ -269,10 +270,14 @@ def loads_without_parameters(optimizer: Any) -> bool:
     return type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict and not any(hooks)
 
 
-def copy_module_versions(state: Any, copied: Any) -> None:
-    """Attach the versions of one `state_dict` to a copy of it."""
-    if hasattr(state, "_metadata"):
-        copied._metadata = state._metadata
+def with_module_versions(content: dict[Any, Any], state: Any) -> dict[Any, Any]:
+    """Return the content of a changed copy of `state`, with the versions of modules if `state` is a model's: modules that
+    convert older states read them when they load."""
+    if (versions := module_versions(state)) is None:
+        return content
+    versioned: Any = OrderedDict(content)  # a plain dict has no attributes
+    versioned._metadata = versions
+    return cast("dict[Any, Any]", versioned)
 
 
 def optimizer_stand_in(param_groups: list[dict[str, Any]]) -> Any:

@@ -19,6 +19,7 @@ from raysgd.torch.foreign import (
     groups,
     remove_sharding,
     reset_iteration,
+    with_module_versions,
 )
 
 __all__ = ["MESH", "Shards", "gathered", "placed", "placed_optimizer", "shard_layers"]
@@ -178,7 +179,7 @@ def gathered(value: Any, *, keep: bool) -> Any:
         shared = full.untyped_storage().data_ptr() == sharded.to_local().untyped_storage().data_ptr()  # with one rank
         return full.to("cpu", copy=shared) if keep else None
     if isinstance(value, dict):
-        return {key: gathered(each, keep=keep) for key, each in value.items()}
+        return with_module_versions({key: gathered(each, keep=keep) for key, each in value.items()}, value)
     if isinstance(value, (list, tuple)):
         return type(value)(gathered(each, keep=keep) for each in value)
     return value
@@ -186,7 +187,7 @@ def gathered(value: Any, *, keep: bool) -> Any:
 
 def placed(saved: dict[str, Any], mine: dict[str, Any]) -> dict[str, Any]:
     """Return a model's state with full tensors sharded like this worker's."""
-    return {name: _sharded_like(mine.get(name), value) for name, value in saved.items()}
+    return with_module_versions({name: _sharded_like(mine.get(name), value) for name, value in saved.items()}, saved)
 
 
 def placed_optimizer(saved: dict[str, Any], optimizer: Any) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import sys
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -134,7 +135,9 @@ def copied(value: Any) -> Any:
     if hasattr(value, "detach") and hasattr(value, "cpu"):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, dict):
-        return {key: copied(each) for key, each in value.items()}
+        made = copy.copy(value) if type(value) is OrderedDict else {}  # torch attaches the modules' versions to a model's state
+        made.update((key, copied(each)) for key, each in value.items())
+        return made
     if type(value) in (list, tuple):
         return type(value)(copied(each) for each in value)
     return copy.deepcopy(value)

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from raysgd.core.ranks import RankInfo
 from raysgd.torch.devices import see_gpus, shared_gpus, visible_gpus
+from raysgd.torch.foreign import with_module_versions
 from raysgd.torch.process_group import TorchBackend
 
 __all__ = ["TorchFunctionBackend", "to_cpu"]
@@ -69,7 +70,7 @@ def to_cpu(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.detach().cpu() if value.is_cuda else value
     if isinstance(value, dict):
-        return {key: to_cpu(each) for key, each in value.items()}
+        return with_module_versions({key: to_cpu(each) for key, each in value.items()}, value)
     if type(value) in (list, tuple):
         return type(value)(to_cpu(each) for each in value)
     return value

@@ -12,8 +12,10 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
-from raysgd import CheckpointError, TrainingOptions
+from raysgd import AutoCheckpoint, CheckpointError, TrainingOptions
 from raysgd.torch.checkpoint import states
+from raysgd.torch.fsdp import gathered, placed
+from raysgd.train.torch import TorchConfig
 from tests.torch.small import Line, inline, operator_of, weights
 
 
@@ -120,7 +122,9 @@ class Other(Line):
     def setup(self, config: dict[str, Any]) -> None:
         model = config["model"]()
         optimizers = [config.get("optimizer", torch.optim.SGD)(model.parameters(), lr=0.1)]
-        self.register(models=model, optimizers=optimizers * config.get("optimizers", 1), criterion=nn.MSELoss())
+        self.model, (self.optimizer, *_), self.criterion = self.register(
+            models=model, optimizers=optimizers * config.get("optimizers", 1), criterion=nn.MSELoss()
+        )
         self.register_data(**self.loaders(config))
 
 
@@ -187,6 +191,52 @@ def test_an_invalid_state_is_refused_and_changes_nothing(tmp_path: Path, name: s
         assert "trusted" not in str(caught.value), "trust would not help here"
         assert bytes(states.dump(trainer.state_dict())) == before
         assert trainer.train()["batch_count"] == 1
+
+
+class Scaled(nn.Linear):
+    """Since its second version it has the whole weight in its state, of which the first one had a quarter."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state: Any, prefix: str, local: Any, *args: Any) -> None:
+        if (local.get("version") or 1) < 2:
+            state[prefix + "weight"] = 4 * state[prefix + "weight"]
+        super()._load_from_state_dict(state, prefix, local, *args)
+
+
+SAVES: dict[str, Callable[[Any, Path], Any]] = {
+    "whole": lambda trainer, path: trainer.save(path),
+    "in the background": lambda trainer, path: trainer.save(path, blocking=False).result(60),
+    "automatic": lambda trainer, path: trainer.fit(1, validate_every=0) and next(path.parent.glob("auto/*.pt")),
+    "sharded": lambda trainer, path: trainer.save(path, sharded=True),
+    "sharded, in the background": lambda trainer, path: trainer.save(path, sharded=True, blocking=False).result(60),
+    "a dictionary": lambda trainer, path: trainer.state_dict(),
+}
+
+
+@pytest.mark.parametrize("name", SAVES)
+def test_every_save_has_the_versions_of_modules(tmp_path: Path, name: str) -> None:
+    automatic = {"checkpoints": AutoCheckpoint(path=tmp_path / "auto")} if name == "automatic" else {}
+    with inline(Other, config={"model": lambda: Scaled(2, 1)}, **automatic) as trainer:
+        saved = SAVES[name](trainer, tmp_path / "scaled")
+        expected = weights(trainer)
+        trainer.load_state_dict(saved) if isinstance(saved, dict) else trainer.load(saved, trusted=True)
+        assert torch.equal(weights(trainer), expected)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        lambda state: gathered({"models": [state]}, keep=True)["models"][0],
+        lambda state: placed(state, state),
+        lambda state: TorchConfig().backend_cls.encode_data({"model": state})["model"],
+    ],
+    ids=["gathered from shards", "divided into shards", "in a checkpoint of a function"],
+)
+def test_a_changed_state_has_the_versions_of_modules(changed: Callable[[Any], Any]) -> None:
+    model, twin = Scaled(2, 1), Scaled(2, 1)
+    twin.load_state_dict(changed(model.state_dict()))
+    assert torch.equal(twin.weight, model.weight)
 
 
 class OwnType:

@@ -376,6 +376,25 @@ def test_commits_survive_and_are_restored() -> None:
     assert seen[-1] == (0, 0), "another run starts from the beginning"
 
 
+def test_a_commit_has_the_versions_of_a_models_modules() -> None:
+    import torch
+
+    class Newer(torch.nn.Linear):
+        _version = 2
+
+        def _load_from_state_dict(self, state: Any, prefix: str, local: Any, *args: Any) -> None:
+            loaded.append(local.get("version"))
+            super()._load_from_state_dict(state, prefix, local, *args)
+
+    loaded: list[int | None] = []
+    replacement = Worker()
+    worker = Worker()
+    worker.run(lambda: train.elastic({"model": Newer(1, 1)}).commit())
+    replacement.replica.load(worker.replica.state())
+    replacement.run(lambda: train.elastic({"model": Newer(1, 1)}) and None, number=2)
+    assert loaded == [2]
+
+
 def test_restore_discards_uncommitted_changes() -> None:
     def function() -> list[int]:
         state = train.elastic({"numbers": [1]})

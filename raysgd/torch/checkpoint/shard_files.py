@@ -29,6 +29,7 @@ from raysgd.storage import locations, remote
 from raysgd.storage.digest import is_sealed, sealed
 from raysgd.storage.folders import FileEntry, entry_of, entry_of_bytes
 from raysgd.torch.checkpoint import states
+from raysgd.torch.foreign import with_module_versions
 from raysgd.torch.operator import TrainingOperator
 
 __all__ = [
@@ -384,7 +385,8 @@ def _mapped(value: Any, key: str, change: Callable[[str, torch.Tensor], Any]) ->
     if isinstance(value, torch.Tensor):
         return change(key, value)
     if isinstance(value, dict):
-        return {name: _mapped(each, f"{key}/{name}", change) for name, each in value.items()}
+        mapped = {name: _mapped(each, f"{key}/{name}", change) for name, each in value.items()}
+        return with_module_versions(mapped, value)
     if isinstance(value, (list, tuple)):
         return type(value)(_mapped(each, f"{key}/{place}", change) for place, each in enumerate(value))
     return value
@@ -394,7 +396,7 @@ def _filled(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
     if isinstance(value, dict):
         if value.keys() == {TENSOR}:
             return tensor(value[TENSOR])
-        return {name: _filled(each, tensor) for name, each in value.items()}
+        return with_module_versions({name: _filled(each, tensor) for name, each in value.items()}, value)
     if isinstance(value, (list, tuple)):
         return type(value)(_filled(each, tensor) for each in value)
     return value

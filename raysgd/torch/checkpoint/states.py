@@ -85,7 +85,7 @@ def copied(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, dict):
-        return {key: copied(each) for key, each in value.items()}
+        return foreign.with_module_versions({key: copied(each) for key, each in value.items()}, value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*map(copied, value))
     if isinstance(value, (list, tuple)):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import traceback
-from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -124,11 +123,10 @@ def _reason(error: Exception) -> str:
     return f"the state could not be loaded: {type(error).__name__}: {error} ({where})"
 
 
-def _kept_model(state: Any) -> OrderedDict[str, Any]:
+def _kept_model(state: Any) -> dict[str, Any]:
     """Return a copy in main memory; of sharded tensors, this rank's shards on their device."""
-    kept: Any = OrderedDict(
-        (name, value.detach().clone() if hasattr(value, "full_tensor") else states.copied(value))
+    kept = {
+        name: value.detach().clone() if hasattr(value, "full_tensor") else states.copied(value)
         for name, value in state.items()
-    )
-    foreign.copy_module_versions(state, kept)
-    return kept  # type: ignore[no-any-return]
+    }
+    return foreign.with_module_versions(kept, state)
