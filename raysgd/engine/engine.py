@@ -283,8 +283,7 @@ class Engine:
         """Set the number of workers. Surplus workers leave. If some are missing, wait for them."""
         with self.claim("resize()"):
             call = self._ready_call(max_failures=-1)
-            self._membership.resize(count)
-            self._change_members(call)
+            self._change_members(call, lambda: self._membership.resize(count))
 
     def remove(self, ranks: Sequence[int]) -> None:
         """Remove exactly these ranks. The ranks after them move up."""
@@ -292,15 +291,20 @@ class Engine:
             members = self._table.members()
             leaving = [members[rank] for rank in ranks]  # first, because a recovery moves ranks up
             call = self._ready_call(max_failures=-1)
-            self._membership.remove(leaving)
-            self._change_members(call)
+            self._change_members(call, lambda: self._membership.remove(leaving))
 
-    def _change_members(self, call: RunningCall) -> None:
-        """Make the change that the user asked for. If a failure ends an attempt, those that were to leave are members of
-        the generation that continues, until the next attempt."""
-        with self.group.releasing():
-            while self._membership.due():
-                self._restore(Observation("paused"), call)
+    def _change_members(self, call: RunningCall, ask: Callable[[], None]) -> None:
+        """Make the change that the user asks for with `ask`. If a failure ends an attempt, those that were to leave are
+        members of the generation that continues, until the next attempt."""
+        before = self.target
+        try:
+            ask()
+            with self.group.releasing():
+                while self._membership.due():
+                    self._restore(Observation("paused"), call)
+        except BaseException:
+            self._membership.give_up_change(before)
+            raise
 
     # -- calls ----------------------------------------------------------------------------------------
 

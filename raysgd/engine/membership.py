@@ -15,7 +15,6 @@ from raysgd.engine.generation import Generation
 from raysgd.engine.recovery_log import RecoveryLog
 from raysgd.engine.replacements import Replacements
 from raysgd.engine.worker_table import WorkerTable
-from raysgd.errors import ResourceError, WorkerStartError
 
 __all__ = ["Membership"]
 
@@ -162,21 +161,14 @@ class Membership:
         members = self._table.members()
         if count > len(members):
             check_can_fit(self._table.group, count)
-        before, self._target = self._target, count
+        self._target = count
         staying = [worker for worker in members if worker not in self._leaving]
         self._leaving = {worker: replace(leaver, leave_by=-math.inf) for worker, leaver in self._leaving.items()}
         self._leaving |= dict.fromkeys(staying[count:], Leaver("shrink"))
         if self.missing <= 0:
             self._replacements.keep(0)
         self._replacements.look_at_once()
-        try:
-            self._wait_for_replacements()
-        except (ResourceError, WorkerStartError):
-            self._target = before
-            self._replacements.keep(
-                self.missing
-            )  # what has started must not join in the next call as if it had been asked for
-            raise
+        self._wait_for_replacements()
 
     def _wait_for_replacements(self) -> None:
         started, limit_s = self._table.clock(), self._limits.start_s
@@ -199,12 +191,20 @@ class Membership:
 
     def remove(self, workers: Sequence[str]) -> None:
         """Mark exactly these workers as leaving, without replacements. For those that have failed, and may have been
-        replaced, the last ones leave. Those that an interrupted call has marked do not count again."""
-        shrinks = {worker for worker, leaver in self._leaving.items() if leaver.reason == "shrink"}
-        self._target -= len({*workers} - shrinks)
+        replaced, the last ones leave."""
+        self._target -= len(workers)
         self._leaving |= dict.fromkeys(workers, Leaver("shrink"))
         staying = [worker for worker in self._table.members() if worker not in self._leaving]
         self._leaving |= dict.fromkeys(staying[self._target :], Leaver("shrink"))
+
+    def give_up_change(self, target: int) -> None:
+        """Note that an error has ended the change that the user asked for. Unless it was made already, there should be
+        `target` workers again, as before, and nobody leaves for it."""
+        kept = {worker: leaver for worker, leaver in self._leaving.items() if leaver.reason != "shrink"}
+        if kept == self._leaving and len(self._table.members()) == self._target:
+            return
+        self._target, self._leaving = target, kept
+        self._replacements.keep(self.missing)  # what has started for it must not join in the next call
 
     # -- changing -------------------------------------------------------------------------------------
 
@@ -222,8 +222,8 @@ class Membership:
         members = self._table.members()
         leavers = [worker for worker in members if worker in leaving]
         ranks = tuple(self._table[worker].rank or 0 for worker in leavers)
+        reason = leaving[leavers[0]].reason if leavers else "growth"
         if not self._in_place:
-            reason = leaving[leavers[0]].reason if leavers else "growth"
             detail = "a planned change of members: this backend needs new processes for it"
             return Observation("broken", leaving_ranks=ranks, reason=reason, detail=detail)
         started = self._table.clock()
@@ -235,7 +235,7 @@ class Membership:
             self._leaving |= leaving  # those that are still members
             return Observation("broken", reason="preemption", detail=failed)
         change = Recovery(
-            reason=leaving[leavers[0]].reason if leavers else "growth",
+            reason=reason,
             removed_ranks=ranks,
             world_size_before=len(members),
             world_size_after=len(stay) + len(joining),

@@ -356,7 +356,8 @@ class TrainerBase(ABC):
 
     @exclusive
     def resize(self, num_workers: int) -> None:
-        """Set the number of workers to `num_workers`, also in the middle of an epoch. Wait until missing ones have joined."""
+        """Set the number of workers to `num_workers`, also in the middle of an epoch. Wait until missing ones have joined. If an
+        error or Ctrl-C ends the call before that, the number is again what it was."""
         at_least("num_workers", num_workers, 1, whole=True)
         if not self._distributed and num_workers > 1:
             raise ConfigError(

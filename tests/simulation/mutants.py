@@ -221,6 +221,11 @@ def ignore_a_resize(patch: Patch) -> None:
 
 
 @mutant
+def keep_the_size_of_a_change_that_was_given_up(patch: Patch) -> None:
+    patch.setattr(Membership, "give_up_change", lambda self, target: None)
+
+
+@mutant
 def leave_processes_behind(patch: Patch) -> None:
     patch.setattr(Engine, "_end_group", lambda self: None)
 

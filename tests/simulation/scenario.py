@@ -263,7 +263,15 @@ class Script:
         self.checker.has_loaded(len(steps), shown=newest is not None and newest.progress.loads == loads)
 
     def _resize(self, count: int) -> None:
-        self.engine.resize(count)
+        before = self.engine.target
+        try:
+            self.engine.resize(count)
+        except BaseException:
+            if self.engine.target not in (before, self.engine.world_size):
+                raise Violation(
+                    f"after an error in resize({count}), there should be {self.engine.target}, and {before} before"
+                ) from None
+            raise
         if not self.engine.world_size <= count == self.engine.target:
             raise Violation(f"resize({count}) returned with {self.engine.world_size} workers")
 

@@ -152,6 +152,9 @@ FOUND = {
         script=("save", "train 10", "load", "train 4"),
         faults=(Fault("corrupt", "build ended"),),
     ),
+    "a resize that was interrupted was made in the next call": Plan(
+        seed=1, samples=4, script=("resize 1", "resize 2"), faults=(Fault("ctrl-c", "in resize", count=4),)
+    ),
     # The simulation itself was wrong in these.
     "a state was saved that lacks steps, because the only worker was lost": Plan(
         seed=1977,
