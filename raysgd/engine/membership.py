@@ -212,9 +212,9 @@ class Membership:
         """Tell preempted workers that they are, and form the next generation, with the replacements and without the
         workers that leave, while all ranks are at a boundary. Return an observation: "done", or "broken" if a recovery
         must follow."""
-        untold, failed = self._untold(), "workers left, or failed, in a planned change"
+        untold = self._untold()
         if untold and not self._tell(untold):
-            return Observation("broken", reason="preemption", detail=failed)
+            return self._not_made("preemption")
         leaving = self._leaving_now()
         if not leaving if self._leaving else min(self.missing, self._replacements.ready) <= 0:
             return Observation("done")  # the leavers' replacements are not ready yet, or those that were have failed
@@ -233,7 +233,7 @@ class Membership:
         self._generation.take_seconds()  # of the notices
         if not self._replace(stay, leavers, joining, call):
             self._leaving |= leaving  # those that are still members
-            return Observation("broken", reason="preemption", detail=failed)
+            return self._not_made(reason)
         change = Recovery(
             reason=reason,
             removed_ranks=ranks,
@@ -249,6 +249,17 @@ class Membership:
         )
         self._log.record(change)
         return Observation("done")
+
+    def _not_made(self, change: str) -> Observation:
+        """Return why this change was not made: a member has failed. If only workers that were to join have failed, or none,
+        that is no failure of the training."""
+        failed = sorted(self._table.failed(), key=lambda info: not info.in_group)
+        if not failed:
+            return Observation("broken", reason=change, detail="the workers could not form a new process group")
+        failure = self._table.failure_of(failed[0])
+        if failed[0].in_group:
+            return Observation("broken", reason=failure.reason, detail=failure.cause)
+        return Observation("broken", reason=change, detail=f"a worker that was to join has failed: {failure.cause}")
 
     def _replace(self, stay: list[str], leavers: list[str], joining: list[str], call: int) -> bool:
         """Return whether the new generation was formed. The leavers are dismissed, unless they are all members and could

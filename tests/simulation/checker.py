@@ -85,6 +85,8 @@ class Checker:
             self.fail(f"{recovery} names {recovery.world_size_after} workers, and there are {members}")
         if recovery.reason not in PLANNED and self.schedule.calm:
             self.fail(f"{recovery.reason} in phase '{self.schedule.phase}', although no fault can be its cause")
+        if recovery.reason == "preemption" and not self.schedule.announced:
+            self.fail(f"{recovery}, although no machine was to be stopped")
         least = min(self._plan.min_workers, self.engine.target)
         if recovery.reason not in PLANNED and 0 < recovery.world_size_after < least:  # 0: the call ends with an error
             self.fail(f"training continues with {recovery.world_size_after} workers, and at least {least} are wanted")

@@ -72,6 +72,11 @@ class Schedule:
         """Return whether nothing that has happened so far can be the cause of a failure now."""
         return self._world.now > self.harmful_until
 
+    @property
+    def announced(self) -> bool:
+        """Return whether the end of a machine was announced."""
+        return any(kind in ("notice", "drain") for kind, _ in self.struck)
+
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
         """Return a context in which the driver is in this phase."""

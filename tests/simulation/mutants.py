@@ -226,6 +226,11 @@ def keep_the_size_of_a_change_that_was_given_up(patch: Patch) -> None:
 
 
 @mutant
+def call_every_failure_in_a_change_a_preemption(patch: Patch) -> None:
+    patch.setattr(Membership, "_not_made", lambda self, change: Observation("broken", reason="preemption"))
+
+
+@mutant
 def leave_processes_behind(patch: Patch) -> None:
     patch.setattr(Engine, "_end_group", lambda self: None)
 

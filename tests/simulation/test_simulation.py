@@ -155,6 +155,9 @@ FOUND = {
     "a resize that was interrupted was made in the next call": Plan(
         seed=1, samples=4, script=("resize 1", "resize 2"), faults=(Fault("ctrl-c", "in resize", count=4),)
     ),
+    "the failure of a member in a planned change was called a preemption": Plan(
+        seed=1, samples=4, script=("resize 1", "resize 2"), faults=(Fault("kill", "in resize"),)
+    ),
     # The simulation itself was wrong in these.
     "a state was saved that lacks steps, because the only worker was lost": Plan(
         seed=1977,
