@@ -185,7 +185,7 @@ class TFReplica(ReplicaBase):
             states.check(self.operator, state)
             states.check_random(state.get("rng"))
             Position.check(state.get("position") or {"epoch": state.get("epoch", 0)}, "position", tensorflow=True)
-            for name in ("validation_position", "validation_began"):
+            for name in ("validation_position", "validation_began", "test_position"):
                 Position.check(state.get(name) or {}, name, tensorflow=True)
         except CheckpointError as error:
             return Refusal(str(error))

@@ -109,6 +109,7 @@ class ReplicaBase(ABC):
         self._waited = 0.0  # how long it has waited for data
         self._units_before = 0  # what the running call of `train` had committed before this part of it
         self._position, self._val_position, self._test_position = Position(), Position(), Position()
+        self._tested = Position()  # its `epoch` counts the passes of tests that have begun, its `call` is the newest of them
         self.operator._epochs_before = lambda: max(self._position.epoch - 1, 0)
         self._validation_began = self._val_position.as_dict()
         self._feed: Feed | None = None
@@ -278,9 +279,14 @@ class ReplicaBase(ABC):
         return self._evaluate("validation", num_steps, profile, info, self._validation_began)
 
     def test(self, num_steps: int | None, profile: bool, info: dict[str, Any] | None, call: int) -> Any:
-        """Test on one pass over the test data, or on its first `num_steps` batches. Each call begins a pass, so the position
-        is not part of the state."""
-        began = Position(epoch=call - 1)
+        """Test on one pass over the test data, or on its first `num_steps` batches. Each call begins a pass, so of the position
+        only the number of passes is part of the state."""
+        self._registered_source("test")
+        tested = self._tested
+        if call != tested.call:  # otherwise, a peer failed, and all repeat the call
+            tested.open_call(call)
+            tested.epoch += 1
+        began = Position(epoch=tested.epoch - 1)
         began.open_call(call)
         self._test_position.adopt(began.as_dict())
         return self._evaluate("test", num_steps, profile, info, began.as_dict())
@@ -446,6 +452,7 @@ class ReplicaBase(ABC):
             "position": self._position.as_dict(),
             "validation_position": self._val_position.as_dict(),
             "validation_began": self._validation_began,
+            "test_position": self._tested.as_dict(),
         }
 
     def _adopt_positions(self, state: dict[str, Any]) -> None:
@@ -455,6 +462,7 @@ class ReplicaBase(ABC):
         began = Position()  # a file without a digest may lack counters
         began.adopt(state.get("validation_began") or self._val_position.as_dict())
         self._validation_began = began.as_dict()
+        self._tested.adopt(state.get("test_position") or {})
         self._feed = None
         self._seed_rest_of_epoch()
 
@@ -464,6 +472,7 @@ class ReplicaBase(ABC):
         other. With `kept`, the driver needs no snapshot of it before the next call of `train`."""
         self._position.call, self._position.call_done, self._position.loads = -1, False, loads
         self._val_position.call, self._val_position.ended = -1, True
+        self._tested.call = -1
         if not kept:
             self.take_snapshot()
         ranks = state.get("rng") or []

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from raysgd import ConfigError, ElasticConfig
 from raysgd.callbacks import Callback
@@ -99,6 +99,56 @@ def test_registered_metrics_are_those_of_the_validation_unless_a_test_has_its_ow
             assert trainer.validate()["val_mean_metric"] == pytest.approx(0.55)
     with inline(Own, config={"metrics": ["validation", "test"]}) as trainer:
         assert trainer.test()["test_mean_metric"] == pytest.approx(1.45)
+
+
+class Noted(Dataset[int]):
+    """Notes its epochs."""
+
+    def __init__(self, epochs: list[int]) -> None:
+        self.set_epoch = epochs.append
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Any:
+        return tuple(part[index] for part in rows(4))
+
+
+class Noting(Line):
+    def loaders(self, config: dict[str, Any]) -> dict[str, Any]:
+        test = DataLoader(Noted(config["epochs"]), batch_size=2)
+        return {**super().loaders(config), "test_loader": test}
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_tests_continue_with_the_next_pass_after_a_load(known: bool) -> None:
+    epochs: list[int] = []
+    with inline(Noting, config={"epochs": epochs}) as trainer:
+        trainer.test()
+        trainer.test(num_steps=1)
+        state = trainer.state_dict()
+    assert epochs == [0, 1]
+    if not known:
+        del state["test_position"]  # as in files of earlier versions
+    with inline(Noting, config={"epochs": epochs}) as trainer:
+        trainer.test()
+        trainer.load_state_dict(state)
+        trainer.test()
+        trainer.test()
+    assert epochs[2:] == ([0, 2, 3] if known else [0, 0, 1])
+
+
+def test_a_test_that_is_repeated_is_the_same_pass() -> None:
+    epochs: list[int] = []
+    made = TorchReplicaFactory(Noting, {"epochs": epochs}, TorchSettings())
+    replica, new = (made(RankInfo(), Control()) for _ in range(2))
+    replica.test(None, False, None, call=1)
+    replica.test(None, False, None, call=2)
+    replica.test(None, False, None, call=2)  # a peer had failed
+    new.load(replica.state())
+    new.test(None, False, None, call=2)
+    new.test(None, False, None, call=3)
+    assert epochs == [0, 1, 1, 1, 2]
 
 
 # -- batch_size=None ----------------------------------------------------------------------------------------

@@ -185,7 +185,7 @@ def _check_counters(state: dict[str, Any]) -> None:
     for name, least in {"global_step": 0, "epoch": 0, "world_size": 1}.items():
         if name in state:
             check_count(name, state[name], least)
-    for name in ("position", "validation_position", "validation_began"):
+    for name in ("position", "validation_position", "validation_began", "test_position"):
         if state.get(name) is not None:
             Position.check(state[name], name)
     position = state.get("position") or {}

@@ -283,6 +283,7 @@ class LoadedFile:
             state.pop("rng", None)
             state["position"] = {**state["position"], "call": -1, "call_done": False, "loads": loads}
             state["validation_position"] = {**state["validation_position"], "call": -1, "ended": True}
+            state["test_position"] = {**state.get("test_position", {}), "call": -1}
             state["world_size"] = world_size
         except Exception as error:
             raise CheckpointError(

@@ -84,7 +84,7 @@ def _steps_to_undo(replica: TorchReplica, *, models: bool) -> ExitStack:
         states.restore_random, states.random_state()
     )  # last, because a user's load_state_dict may draw numbers
     steps.callback(vars(replica).update, {name: getattr(replica, name) for name in REPLACED})
-    for position in (replica._position, replica._val_position):
+    for position in (replica._position, replica._val_position, replica._tested):
         steps.callback(position.adopt, position.as_dict())
     if is_planned(parts.train_loader):
         for source in random_sources(parts.train_loader):
