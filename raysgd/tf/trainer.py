@@ -186,14 +186,14 @@ class TFTrainer(TrainerBase):
         """Train to the end of the epoch, or `num_steps` batches. Return what was measured.
 
         If `num_steps` is not passed, `fit_config`'s `epochs` and `steps_per_epoch` apply, and the last epoch's result is
-        returned. `max_retries` is how many worker failures each epoch may have (-1: any number). With
+        returned. As in Keras, an epoch is then `steps_per_epoch` batches, from where the last one ended in the data. `max_retries` is how many worker failures each epoch may have (-1: any number). With
         `reduce_results=False`, return a list with each worker's own results. `profile` and
         `info` are those of `TorchTrainer.train`.
         """
         check_call(num_steps, max_retries, info)
         steps = self._steps if num_steps is None else num_steps
         for _ in range(self._epochs if num_steps is None else 1):
-            job = self._train_job(steps, profile, info, max_retries)
+            job = self._train_job(steps, profile, info, max_retries, counts=num_steps is None and steps is not None)
             result, each = self._calls.measure(self._engine, "train", job)
             if result.pop(STOP, False):
                 break

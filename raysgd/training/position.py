@@ -34,7 +34,8 @@ class Position:
     step           batches since the beginning of training
     applied        steps of single optimizers: of two ranks in one batch, one can be ahead by one optimizer's step
     loads          how often the user has loaded a state
-    epoch          epochs that have begun
+    epoch          epochs of the data that have begun
+    counted        epochs for users that have begun, if these are calls with a number of steps (Keras' `steps_per_epoch`)
     offset, ended  the position in the current epoch, and whether the epoch has ended
     stream         the position in a data set passed to `train(dataset=...)`
     parked         the epoch's position while a call trains on such a data set
@@ -52,6 +53,7 @@ class Position:
     applied: int = 0
     loads: int = 0
     epoch: int = 0
+    counted: int = 0
     offset: int = 0
     ended: bool = True
     call: int = -1
@@ -81,6 +83,11 @@ class Position:
             self.stream = self.offset if kept is None else kept
             self.offset, self.ended = self.parked[:2]
             self.parked = None
+
+    @property
+    def users_epoch(self) -> int:
+        """Return how many epochs have begun, as users count them."""
+        return self.counted or self.epoch
 
     def as_dict(self) -> dict[str, Any]:
         return {each.name: getattr(self, each.name) for each in fields(self)}
@@ -129,12 +136,16 @@ class Position:
             self.call_epoch = self.epoch + self.ended
         return not self.call_done
 
+    def count_call(self, steps: int) -> None:
+        """Note that the call that begins is an epoch of so many steps. Older checkpoints have not counted those before."""
+        self.counted = 1 + (self.counted or self.step // steps)
+
     def progress(self, phase: str) -> Progress:
         return Progress(
             step=self.step,
             applied=self.applied,
             loads=self.loads,
-            epoch=self.epoch,
+            epoch=self.users_epoch,
             batches=self.call_batches,
             expected=self.call_expected,
             finished=self.call_done,

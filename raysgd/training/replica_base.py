@@ -109,7 +109,9 @@ class ReplicaBase(ABC):
         self._waited = 0.0  # how long it has waited for data
         self._units_before = 0  # what the running call of `train` had committed before this part of it
         self._position, self._val_position, self._test_position = Position(), Position(), Position()
-        self._tested = Position()  # its `epoch` counts the passes of tests that have begun, its `call` is the newest of them
+        self._tested = (
+            Position()
+        )  # its `epoch` counts the passes of tests that have begun, its `call` is the newest of them
         self.operator._epochs_before = lambda: max(self._position.epoch - 1, 0)
         self._validation_began = self._val_position.as_dict()
         self._feed: Feed | None = None
@@ -154,18 +156,21 @@ class ReplicaBase(ABC):
         snapshot_first: bool = False,
         pause_at: int | None = None,
         epochs: int | None = None,
+        counts: bool = False,
     ) -> Any:
         """Train the rest of the epoch, or of `num_steps`, from the current position. With `pause_at`, pause after this step.
-        The call belongs to a loop over `epochs`, if there is one."""
+        The call belongs to a loop over `epochs`, if there is one. With `counts`, its `num_steps` are an epoch."""
         position, operator = self._position, self.operator
         new = call != position.call
         if new and dataset is None:
             position.resume_epoch()  # an earlier call on a data set of its own may have ended in an error
         done = not position.open_call(call)
+        if new and (counts or (position.counted and num_steps is None)):
+            position.count_call(num_steps or 1)
         self._begin_audit(done=done)
         if done:
             self.take_snapshot()  # the rank that was the first when the call ended may have failed before it sent its own
-            return {"epoch": position.epoch, COMMITTED: position.call_units}
+            return {"epoch": position.users_epoch, COMMITTED: position.call_units}
         self._begin_measuring("train", profile, new_call=new)
         self._units_before = position.call_units
         source = self._train_source(dataset)
@@ -178,7 +183,11 @@ class ReplicaBase(ABC):
         own_loop = type(operator).train_epoch is not self.operator_class.train_epoch
         self._feed = feed = self._make_feed(source, "train", num_steps, unwind=own_loop, pause_at=pause_at)
         given, named = accepted_arguments(
-            operator.train_epoch, feed, info=dict(info or {}), num_steps=num_steps, epoch_idx=position.call_epoch - 1
+            operator.train_epoch,
+            feed,
+            info=dict(info or {}),
+            num_steps=num_steps,
+            epoch_idx=(position.counted or position.call_epoch) - 1,
         )
         try:
             with self._measuring_epoch():
@@ -366,7 +375,7 @@ class ReplicaBase(ABC):
         """Return what the running call has measured so far."""
         own = result or self.operator._meter.summary()
         own = self._named_for_test(own) if self.operator._testing else own
-        return {"epoch": self._position.epoch, **own, **self._counts(), COMMITTED: self._position.call_units}
+        return {"epoch": self._position.users_epoch, **own, **self._counts(), COMMITTED: self._position.call_units}
 
     def _partial_to_report(self) -> dict[str, Any] | None:
         """Return the partial result for a progress message."""
@@ -404,7 +413,7 @@ class ReplicaBase(ABC):
         if phase == "train":
             refuse_own_names(result, of=f"{type(self.operator).__name__}.train_epoch", names=OWN_NAMES - COUNTED)
             committed = {COMMITTED: self._position.call_units}
-            report = {"epoch": self._position.epoch, **result, **self._counts(), **committed}
+            report = {"epoch": self._position.users_epoch, **result, **self._counts(), **committed}
         self._add_metrics(report, phase)
         if phase == "test":
             report = self._named_for_test(report)
@@ -447,7 +456,7 @@ class ReplicaBase(ABC):
     def _positions(self) -> dict[str, Any]:
         """Return the part of the state that says where this replica is in its data."""
         return {
-            "epoch": self._position.epoch,
+            "epoch": self._position.users_epoch,
             "world_size": self._rank_info.world_size,
             "position": self._position.as_dict(),
             "validation_position": self._val_position.as_dict(),

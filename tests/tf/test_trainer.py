@@ -13,6 +13,7 @@ import pytest
 
 tf = pytest.importorskip("tensorflow")
 
+from raysgd import AutoCheckpoint  # noqa: E402
 from raysgd.constants import BATCH_SIZE  # noqa: E402
 from raysgd.errors import CheckpointError, ConfigError, TrainerBusyError  # noqa: E402
 from raysgd.tf import TFTrainer, TrainingOperator  # noqa: E402
@@ -103,6 +104,31 @@ def test_fit_config_counts_epochs_and_calls_callbacks() -> None:
         assert heard[0][1] == ["accuracy", "loss"]
         assert result["epoch"] == 3 and "stop_training" not in result
         assert trainer.train()["epoch"] == 8, "the next call has all its epochs"
+
+
+def test_calls_of_steps_per_epoch_are_epochs_of_endless_data(tmp_path: Path) -> None:
+    def endless(config: dict[str, Any]) -> tuple[Any, Any]:
+        train, validation = data_creator(config)
+        return train.repeat(), validation
+
+    def made(**given: Any) -> TFTrainer:
+        checkpoints = AutoCheckpoint(path=tmp_path)
+        config = {"fit_config": {"steps_per_epoch": 4, **given}}
+        return TFTrainer(model_creator, endless, config, checkpoints=checkpoints, resume="auto")
+
+    with made() as trainer:
+        assert [trainer.train()["epoch"] for _ in trainer.epochs(2)] == [1, 2]
+        state = trainer.state_dict()
+    with made(epochs=2) as trainer:
+        assert trainer.resumed_from is not None and [trainer.train()["epoch"] for _ in trainer.epochs(3)] == [4]
+        assert trainer.history.of("train")[-1]["epoch"] == 4 and "epoch 4" in repr(trainer)
+    assert (state["epoch"], state["position"]["epoch"]) == (2, 1), "there is one pass over the data"
+    del state["position"]["counted"]  # as in files of earlier versions
+    with TFTrainer(model_creator, endless, {"fit_config": {"steps_per_epoch": 4}}) as trainer:
+        trainer.load_state_dict(state)
+        assert trainer.train(num_steps=2)["epoch"] == 1
+        assert trainer.train()["epoch"] == 3
+        assert trainer.train(num_steps=2)["epoch"] == 3
 
 
 def test_class_weights_equal_those_of_keras() -> None:
