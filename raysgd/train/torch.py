@@ -13,10 +13,10 @@ All of them are optional; they replace the usual boilerplate.
 
 from __future__ import annotations
 
+import copy
 import os
 import random
-import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +70,7 @@ def prepare_model(
     if move_to_device:
         model = model.to(device)
     if isinstance(session.precision, (Fp16, Bf16)):
-        _add_autocast(model, session.precision)
+        model.forward = _InAutocast(model.forward, session.precision)
     if wrap_ddp and session.rank_info.world_size > 1 and any(p.requires_grad for p in model.parameters()):
         arguments: dict[str, Any] = dict(ddp_kwargs or {})
         if device.type == "cuda" and move_to_device:
@@ -150,15 +150,19 @@ def backward(tensor: torch.Tensor) -> None:
     precision.backward(tensor)
 
 
-def _add_autocast(model: nn.Module, precision: Precision) -> None:
-    """Run the model's `forward` in mixed precision. Its parameters, its class and its state dict do not change."""
-    forward = model.forward
+class _InAutocast:
+    """Runs a model's `forward` in mixed precision. The model's parameters, its class and its state dict do not change. A deep
+    copy of the model has a deep copy of this object, whose bound `forward` is that of the copy, with the copy's weights."""
 
-    def in_autocast(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with precision.autocast():
-            return _to_float32(forward(*args, **kwargs))
+    def __init__(self, forward: Callable[..., Any], precision: Precision) -> None:
+        self._forward, self._precision = forward, precision
 
-    model.forward = types.MethodType(in_autocast, model)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self._precision.autocast():
+            return _to_float32(self._forward(*args, **kwargs))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _InAutocast:
+        return _InAutocast(copy.deepcopy(self._forward, memo), self._precision)
 
 
 def _to_float32(value: Any) -> Any:

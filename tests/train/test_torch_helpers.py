@@ -1,8 +1,10 @@
 """`train.torch`: models, loaders, mixed precision and seeds, in functions of one rank (in this process) and of two."""
 
+import copy
 import functools
 import json
 import random
+import types
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, TensorDataset, WeightedRandomSampler
 
 from raysgd import train
@@ -158,6 +161,27 @@ def test_mixed_precision() -> None:
     assert output == weights == torch.float32
     assert moved
     assert names == ["0.weight", "0.bias", "1.weight", "1.bias"]
+
+
+@pytest.mark.parametrize("own_forward", [False, True], ids=["forward of the class", "forward of the object"])
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: AveragedModel(model).module], ids=["deep", "averaged"])
+def test_a_copy_in_mixed_precision_computes_with_its_own_weights(
+    copied: Callable[[Any], Any], own_forward: bool
+) -> None:
+    """Such as a teacher, whose weights are an average of the student's."""
+
+    def function() -> tuple[float, float]:
+        train.torch.accelerate(amp=True)
+        model = nn.Linear(2, 1, bias=False)
+        if own_forward:
+            model.forward = types.MethodType(lambda self, x: nn.functional.linear(x, self.weight), model)
+        student = train.torch.prepare_model(model)
+        teacher = copied(student)
+        nn.init.constant_(student.weight, 1.0)
+        nn.init.constant_(teacher.weight, 3.001)  # in bfloat16 it is 3
+        return student(torch.ones(1, 2)).item(), teacher(torch.ones(1, 2)).item()
+
+    assert run_in_function(function) == (2.0, 6.0)
 
 
 def test_without_mixed_precision_the_helpers_change_nothing() -> None:
