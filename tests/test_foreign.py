@@ -4,7 +4,6 @@ import ast
 import copy
 import sys
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -177,6 +176,7 @@ def signal_handler() -> None:
 
 def compiled_model() -> None:
     model = nn.Sequential(nn.Linear(2, 1))
+    assert torch_foreign.uncompiled(torch.compile(model, backend="eager")) is torch_foreign.uncompiled(model) is model
     torch_foreign.compile_in_place(model, backend="eager")
     assert list(model.state_dict()) == ["0.weight", "0.bias"]
     assert model(torch.ones(1, 2)).shape == (1, 1)

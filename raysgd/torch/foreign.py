@@ -47,6 +47,7 @@ __all__ = [
     "reset_iteration",
     "run_after_backward",
     "set_collective_limit",
+    "uncompiled",
     "was_skipped",
     "with_module_versions",
     "without_step_pre_hooks",
@@ -168,6 +169,11 @@ def _calling(call: Callable[..., Any]) -> Callable[..., Any]:
         return call(*args, **kwargs)
 
     return forward
+
+
+def uncompiled(model: Any) -> Any:
+    """Return the model inside of what `torch.compile(model)` returned, or what was passed."""
+    return getattr(model, "_orig_mod", model) if isinstance(model, nn.Module) else model
 
 
 def accumulated_gradients(modules: Sequence[Any]) -> list[torch.Tensor]:

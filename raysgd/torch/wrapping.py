@@ -7,6 +7,7 @@ generation replaces only DDP, and the compiled code stays valid.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from typing import Any
@@ -15,10 +16,19 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from raysgd.torch.foreign import compile_in_place
+from raysgd.torch.foreign import compile_in_place, uncompiled
 from raysgd.torch.options import TrainingOptions
 
-__all__ = ["Exchange", "add_hooks", "compile_models", "ddp_arguments", "formatted", "rewrap", "update_together"]
+__all__ = [
+    "Exchange",
+    "add_hooks",
+    "compile_models",
+    "ddp_arguments",
+    "formatted",
+    "rewrap",
+    "unwrapped",
+    "update_together",
+]
 
 # The optimizers and types for which torch's two ways to update on the CPU have equal results; the fewest parameters for which the faster
 # one gains time, and the most bytes for which it is used: it keeps intermediate results of that size.
@@ -106,6 +116,18 @@ def add_hooks(wrapped: list[nn.Module], options: TrainingOptions) -> None:
         if isinstance(wrapper, DistributedDataParallel):
             state, hook = _hook(options.hook_name, options.hook_args)
             wrapper.register_comm_hook(state, hook)
+
+
+def unwrapped(model: Any) -> Any:
+    """Return what is inside of torch's wrappers around a model, and of what `torch.compile(model)` returned."""
+    kinds: tuple[type, ...] = nn.DataParallel, DistributedDataParallel
+    if "torch.distributed.fsdp" in sys.modules:  # otherwise nothing is wrapped in it, and the import is slow
+        kinds += (sys.modules["torch.distributed.fsdp"].FullyShardedDataParallel,)
+    while True:
+        inner = model.module if isinstance(model, kinds) else uncompiled(model)
+        if inner is model:
+            return model
+        model = inner
 
 
 def update_together(optimizers: Iterable[Any]) -> None:

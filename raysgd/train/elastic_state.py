@@ -15,8 +15,6 @@ from raysgd.train.run_session import OutsideSession, Session, current
 
 __all__ = ["Commit", "ElasticState", "elastic"]
 
-WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel")
-
 
 @dataclass
 class Commit:
@@ -126,8 +124,12 @@ def _has_state_dict(part: Any) -> bool:
 
 
 def _unwrapped(part: Any) -> Any:
-    """Return the model inside a wrapper: its parameter names do not depend on the world size."""
-    return part.module if type(part).__name__ in WRAPPERS else part
+    """Return the model inside of wrappers: its parameter names do not depend on the world size."""
+    if "torch" not in sys.modules:
+        return part
+    from raysgd.torch.wrapping import unwrapped
+
+    return unwrapped(part)
 
 
 def copied(value: Any) -> Any:
@@ -135,7 +137,9 @@ def copied(value: Any) -> Any:
     if hasattr(value, "detach") and hasattr(value, "cpu"):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, dict):
-        made = copy.copy(value) if type(value) is OrderedDict else {}  # torch attaches the modules' versions to a model's state
+        made = (
+            copy.copy(value) if type(value) is OrderedDict else {}
+        )  # torch attaches the modules' versions to a model's state
         made.update((key, copied(each)) for key, each in value.items())
         return made
     if type(value) in (list, tuple):

@@ -13,9 +13,11 @@ from typing import Any
 import numpy
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, TensorDataset, WeightedRandomSampler
 
 from raysgd import train
@@ -161,6 +163,40 @@ def test_mixed_precision() -> None:
     assert output == weights == torch.float32
     assert moved
     assert names == ["0.weight", "0.bias", "1.weight", "1.bias"]
+
+
+class OwnWrapper(DistributedDataParallel):
+    """As programs have it that read attributes of the model through the wrapper."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+
+WRAPPED: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "DDP": DistributedDataParallel,
+    "a subclass of DDP": OwnWrapper,
+    "compiled": lambda model: torch.compile(model, backend="eager"),  # type: ignore[dict-item]
+    "DDP around a compiled model": lambda model: OwnWrapper(torch.compile(model, backend="eager")),
+    "compiled DDP": lambda model: torch.compile(OwnWrapper(model), backend="eager"),  # type: ignore[dict-item]
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPED)
+def test_a_commit_of_a_wrapped_model_is_that_of_the_model(wrapper: str) -> None:
+    """A commit of several workers, which wrap their models, is loaded by one, which does not."""
+    wrapped, bare = nn.Linear(2, 1), nn.Linear(2, 1)
+    survivor, alone = FunctionReplicaFactory()(RankInfo(), Control()), FunctionReplicaFactory()(RankInfo(), Control())
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    try:
+        run_in_function(lambda: train.elastic({"model": WRAPPED[wrapper](wrapped)}).commit(), replica=survivor)
+    finally:
+        dist.destroy_process_group()
+    alone.load(survivor.state())
+    run_in_function(lambda: train.elastic({"model": bare}) and None, replica=alone)
+    assert torch.equal(bare.weight, wrapped.weight)
 
 
 @pytest.mark.parametrize("own_forward", [False, True], ids=["forward of the class", "forward of the object"])
