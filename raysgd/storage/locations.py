@@ -32,6 +32,7 @@ __all__ = [
     "draft_folder",
     "folder",
     "log_saved",
+    "move_aside",
     "names",
     "place",
     "place_to_save",
@@ -198,8 +199,8 @@ def write(path: Any, data: Any) -> Place:
 
 
 def read(path: Any) -> bytes:
-    """Return the content of a file or an object. Raise CheckpointError if there is none, or if it is a device or a
-    pipe, which may have no end."""
+    """Return the content of a file or an object. Raise CheckpointError if there is none, if it cannot be read, or if it is
+    a device or a pipe, which may have no end."""
     where = place(path)
     if isinstance(where, Uri):
         return where.read_bytes()
@@ -213,6 +214,8 @@ def read(path: Any) -> bytes:
         raise CheckpointError(f"there is no checkpoint at {where.absolute()}") from None
     except IsADirectoryError:
         raise CheckpointError(f"{where.absolute()} is a directory: pass load() the file that save() wrote") from None
+    except OSError as error:
+        raise CheckpointError(f"{where.absolute()} cannot be read: {error.strerror}") from error
 
 
 def warn_without_digest(where: Any) -> None:
@@ -299,6 +302,16 @@ def copy_logs(folder: Path, where: Place) -> None:
             remote.mirror(where, folder, lambda path, what: logger.warning("%s is not copied: it is %s", path, what))
         except (CheckpointError, OSError) as error:
             logger.warning("the logs were not copied to %s, and stay in %s: %s", where, folder, error)
+
+
+def move_aside(where: Place) -> Place:
+    """Rename a file or a folder to a new name beside it. Return its new place."""
+    kept = where.parent / f"{where.name}.kept-{uuid.uuid4().hex[:8]}"
+    if isinstance(where, Uri):
+        remote.rename(where, where.parent / kept.name)
+    else:
+        os.replace(where, kept)
+    return kept
 
 
 def delete(where: Place) -> None:

@@ -34,6 +34,7 @@ __all__ = [
     "names",
     "probe",
     "read_folder",
+    "rename",
     "upload",
     "write",
     "write_folder",
@@ -196,6 +197,12 @@ def delete(uri: Uri) -> None:
             if _kind(system, f"{path}/{MARKER}"):
                 system.rm_file(f"{path}/{MARKER}")
             system.rm(path, recursive=True)
+
+
+def rename(uri: Uri, new: Uri) -> None:
+    """Give an object or a folder another name. Most stores copy it, and then delete it."""
+    with _asked(uri, "renamed") as (system, path):
+        system.mv(path, _system(new)[1], recursive=_kind(system, path) == "directory")
 
 
 # -- folders ------------------------------------------------------------------------------------------

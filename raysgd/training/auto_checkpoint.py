@@ -7,16 +7,17 @@ import math
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from raysgd.callbacks.writers import for_json
+from raysgd.callbacks.writers import ROW_FIELDS, for_json
 from raysgd.config import at_least, is_real
 from raysgd.core.metrics import plain
 from raysgd.errors import CheckpointError, ConfigError, suggesting_fields
 from raysgd.storage import digest, folders, locations
+from raysgd.storage.claims import FolderClaim
 
 __all__ = ["AutoCheckpoint", "CheckpointFolder", "SavedPlace"]
 
@@ -24,7 +25,7 @@ logger = logging.getLogger("raysgd")
 
 NAME = re.compile(r"loop(\d+)-epoch(\d+)-step(\d+)")
 RECORD = ".json"  # written after the checkpoint: a checkpoint without its record is incomplete, and is never loaded
-
+LISTED = 3  # files in a message
 
 # Words in the names of metrics of which more is better.
 HIGHER_IS_BETTER = {
@@ -105,21 +106,67 @@ class SavedPlace:
 
 
 class CheckpointFolder:
-    """Owns the automatic checkpoints of one trainer: those in its folder with their scores, and the save that is
-    running. Another trainer must not use the folder at the same time."""
+    """Owns the automatic checkpoints of one run: those in its folder that have a record, with their scores, and the save that
+    is running. Everything else in the folder is the user's, and is neither loaded, replaced nor deleted."""
 
     def __init__(self, settings: AutoCheckpoint, suffix: str) -> None:
         self.settings, self._suffix = settings, suffix
         where = locations.place(settings.path)
         self._where = where.absolute() if isinstance(where, Path) else where
-        self._scores: dict[SavedPlace, float | None] = {}
+        self._claim: FolderClaim | None = None
         self._saving: threading.Thread | None = None
         self._error: BaseException | None = None
-        for place in self._complete():
+        self._read()
+
+    def _read(self) -> None:
+        self._scores: dict[SavedPlace, float | None] = {}
+        self._unrecorded: dict[str, str] = {}  # names of files that are not this run's, and why
+        try:
+            names = locations.names(self._where)
+        except OSError as error:
+            raise CheckpointError(f"the checkpoints in {self} cannot be read: {error}") from error
+        for place in filter(None, {_place_of(name, RECORD) or _place_of(name, self._suffix) for name in names}):
+            files = {place.name + suffix for suffix in (self._suffix, RECORD)}.intersection(names)
+            if place.name + RECORD not in files:
+                self._unrecorded |= dict.fromkeys(files, f"there is no {place.name}{RECORD}")
+                continue
             try:
-                self._scores[place] = self.record(place)["score"]
+                score = self.record(place)["score"]
             except CheckpointError as error:
-                logger.warning("the checkpoint %s is not used: %s", self._file(place), error)
+                self._unrecorded |= dict.fromkeys(files, str(error))
+                continue
+            if len(files) == 2:
+                self._scores[place] = score
+
+    def refuse_earlier_run(self) -> None:
+        """Raise an error if there are checkpoints, which a new run would mix with its own."""
+        if self._scores:
+            raise ConfigError(
+                f"{self} has checkpoints of an earlier run: pass resume='auto' to continue it, or another path"
+            )
+        if self._unrecorded:
+            raise ConfigError(
+                f"{self} has {_listed(self._unrecorded)}, which may be of an earlier run: move what you need to another folder, "
+                "or pass another path"
+            )
+
+    def claim(self, *, resume: bool) -> None:
+        """Take the folder for this trainer until `release`. Raise an error if another one uses it, or if it has checkpoints
+        that are not to be continued."""
+        self._claim = FolderClaim(self._where)
+        self._read()  # again: until now, another trainer may have used the folder
+        if not resume:
+            self.refuse_earlier_run()
+        self._claim.take()
+        if self._unrecorded:
+            shown = _listed(self._unrecorded)
+            why = self._unrecorded[min(self._unrecorded)]
+            logger.warning("%s: raysgd neither loads nor deletes %s, because %s", self, shown, why)
+
+    def release(self) -> None:
+        """Let another trainer use the folder."""
+        if self._claim is not None:
+            self._claim.release()
 
     def __str__(self) -> str:
         return str(self._where)
@@ -156,7 +203,7 @@ class CheckpointFolder:
         and workers the run had."""
         file = self._file(place, RECORD)
         found, has_digest = folders.parse_json(locations.read(file), file)
-        if not has_digest or not {"score", "history"} <= found.keys():
+        if not has_digest or not _is_record(found):
             raise CheckpointError(f"{file} is damaged: it is not the record of a checkpoint")
         return found
 
@@ -181,12 +228,17 @@ class CheckpointFolder:
         """Save a checkpoint, after the one that is running. `start(path)` copies the state, and returns a function that
         returns when the file is complete; that is waited for in a thread. Raise the error of an earlier save."""
         self.wait()
+        assert self._claim is not None
+        check = self._claim.check
+        check()
+        self._keep_unrecorded(place)
         finish = start(locations.text_of(self._file(place)))
         record = folders.dump_json({"score": score, "history": [_storable(row) for row in rows], **run})
 
         def complete() -> None:
             try:
                 finish()
+                check()
                 locations.write(self._file(place, RECORD), record)
                 self._scores[place] = score
                 self._prune()
@@ -206,33 +258,29 @@ class CheckpointFolder:
             raise CheckpointError(f"the automatic checkpoint in {self} could not be saved: {error}") from error
 
     def forget(self, place: SavedPlace) -> None:
-        """Delete a checkpoint."""
+        """Delete a checkpoint of this run."""
         self._scores.pop(place, None)
-        for suffix in (RECORD, self._suffix):  # in this order: without its record, it is not a checkpoint any more
-            locations.delete(self._file(place, suffix))
+        try:
+            for suffix in (self._suffix, RECORD):  # in this order: without its record, it would not be deleted later
+                locations.delete(self._file(place, suffix))
+        except (OSError, CheckpointError) as error:
+            logger.warning("the checkpoint %s could not be deleted: %s", self._file(place), error)
 
     def _prune(self) -> None:
-        """Delete checkpoints that need not stay, and what killed scripts have left behind."""
-        keep = self.settings.keep
+        """Delete the checkpoints of this run that need not stay."""
         newest = self.newest_first()
-        stay = {*newest[:keep], self.best}
-        try:
-            for place in newest:
-                if place not in stay:
-                    self.forget(place)
-            for name in locations.names(self._where):
-                found = _place_of(name, self._suffix) or _place_of(name, RECORD)
-                if found is not None and found not in self._scores:
-                    locations.delete(self._where / name)
-        except (OSError, CheckpointError) as error:
-            logger.warning("an old checkpoint in %s could not be deleted: %s", self, error)
+        stay = {*newest[: self.settings.keep], self.best}
+        for place in newest:
+            if place not in stay:
+                self.forget(place)
 
-    def _complete(self) -> Iterator[SavedPlace]:
-        names = set(locations.names(self._where))
-        for name in names:
-            place = _place_of(name, RECORD)
-            if place is not None and place.name + self._suffix in names:
-                yield place
+    def _keep_unrecorded(self, place: SavedPlace) -> None:
+        """Rename what a save would replace, although this run has no record of it."""
+        for suffix in (self._suffix, RECORD):
+            if place.name + suffix in self._unrecorded:
+                kept = locations.move_aside(self._file(place, suffix))
+                del self._unrecorded[place.name + suffix]
+                logger.warning("%s is not of this run, and is kept as %s", self._file(place, suffix), kept)
 
     def _file(self, place: SavedPlace, suffix: str | None = None) -> locations.Place:
         return self._where / (place.name + (suffix or self._suffix))
@@ -249,6 +297,22 @@ def _place_of(name: str, suffix: str) -> SavedPlace | None:
     found = NAME.fullmatch(name.removesuffix(suffix)) if name.endswith(suffix) else None
     place = SavedPlace(*map(int, found.groups())) if found else None
     return place if place is not None and place.name + suffix == name else None
+
+
+def _is_record(found: Mapping[str, Any]) -> bool:
+    """Return whether this is what `save` stores with a checkpoint. Older records have fewer keys."""
+    score, history = found.get("score", ""), found.get("history")
+    return (
+        (score is None or is_real(score))
+        and isinstance(history, list)
+        and all(isinstance(row, dict) and row.keys() >= set(ROW_FIELDS) for row in history)
+        and all(isinstance(found.get(name, 0), int) for name in ("epochs", "workers"))
+    )
+
+
+def _listed(names: Collection[str]) -> str:
+    first = ", ".join(sorted(names)[:LISTED])
+    return f"{first} and {len(names) - LISTED} more" if len(names) > LISTED else first
 
 
 def _storable(value: Any) -> Any:

@@ -28,10 +28,8 @@ def opened_folder(checkpoints: Any, resume: Any, suffix: str) -> CheckpointFolde
             raise ConfigError("resume='auto' needs a folder: pass checkpoints=AutoCheckpoint(path=...), too")
         return None
     folder = CheckpointFolder(checkpoints, suffix)
-    if resume is None and folder.latest is not None:
-        raise ConfigError(
-            f"{folder} has checkpoints of an earlier run: pass resume='auto' to continue it, or another path"
-        )
+    if resume is None:
+        folder.refuse_earlier_run()
     return folder
 
 
@@ -87,7 +85,7 @@ class EpochLoops:
             path = folder.path(place) or ""
             try:
                 load(path)
-            except CheckpointError as error:
+            except (CheckpointError, OSError) as error:
                 if not folder.is_damaged(place):
                     raise CheckpointError(
                         f"resume='auto' found a checkpoint that this trainer cannot load: {error}. To start from the beginning, pass "
@@ -196,12 +194,16 @@ class EpochLoops:
         return every != "epoch" and self._clock() - self._saved_at >= every
 
     def close(self, *, force: bool) -> None:
-        """Wait for a save that is running, unless by force. Log its error."""
-        if self._folder is not None and not force:
-            try:
+        """Wait for a save that is running, unless by force, and log its error. Let other trainers use the folder."""
+        if self._folder is None:
+            return
+        try:
+            if not force:
                 self._folder.wait()
-            except CheckpointError as error:
-                logger.error("%s", error)
+        except CheckpointError as error:
+            logger.error("%s", error)
+        finally:
+            self._folder.release()
 
     # -- within a call of `train` -----------------------------------------------------------------------
 

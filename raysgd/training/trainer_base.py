@@ -75,6 +75,8 @@ class TrainerBase(ABC):
     def _begin(self, *, resume: bool) -> None:
         """Answer the callbacks' questions, and load the newest automatic checkpoint, if there is one."""
         try:
+            if self._folder is not None:
+                self._folder.claim(resume=resume)
             self._calls.ask(lambda function: self._values(apply_operator, function=self._engine.pack(function))[0])
             if not resume:
                 return

@@ -2,6 +2,8 @@
 
 import json
 import os
+import shutil
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from raysgd import AutoCheckpoint, CheckpointError, ConfigError, ElasticConfig, TorchTrainer
 from raysgd.callbacks import Callback
-from raysgd.storage import locations
+from raysgd.storage import folders, locations
 from tests.faults import Fault, Ground
 from tests.torch.small import Line, inline, rows, weights
 
@@ -178,12 +180,11 @@ def test_the_newest_and_the_best_stay(tmp_path: Path) -> None:
             return {**super().validate(val_iterator, info), "score": next(scores)}
 
     settings = {"keep": 2, "best": "score"}
-    (tmp_path / "loop1-epoch00001-step000000001.pt").write_bytes(b"of a killed script, without a record")
     (tmp_path / "notes.txt").write_text("the user's")
     with started(tmp_path, operator=Scored, settings=settings) as trainer:
         trainer.fit(6)
         names = ["loop1-epoch00002-step000000010", "loop1-epoch00005-step000000025", "loop1-epoch00006-step000000030"]
-        assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+        assert locations.names(tmp_path) == sorted(
             [*(name + suffix for name in names for suffix in (".json", ".pt")), "notes.txt"]
         )
         assert trainer.best_checkpoint == str(tmp_path / f"{names[0]}.pt")
@@ -242,6 +243,123 @@ def test_a_checkpoint_of_another_model_is_an_error(tmp_path: Path) -> None:
         started(tmp_path, operator=Line)
 
 
+def contents(folder: Path) -> set[bytes]:
+    return {path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_what_this_run_has_no_record_of_is_neither_deleted_nor_replaced(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    lived_until(tmp_path, fitted, {"die_at": 3 * STEPS}, settings={"keep": None})
+    first, second, third = sorted(tmp_path.glob("*.pt"))
+    second.with_suffix(".json").unlink()
+    third.with_suffix(".json").write_text("{}")
+    users = tmp_path / f"loop1-epoch00004-step{4 * STEPS:09}.pt"  # where the run will save, too
+    users.mkdir()
+    (users / "notes.txt").write_text("the user's")
+    (tmp_path / "loop9-epoch00001-step000000001.json").write_text("the user's, too")
+    kept = {second.read_bytes(), third.read_bytes(), b"{}", b"the user's", b"the user's, too"}
+    recorded = first.read_bytes()
+    caplog.clear()
+    with started(tmp_path, settings={"keep": 1}) as trainer:
+        assert trainer.resumed_from == str(first)
+        assert [record.levelname for record in caplog.records].count("WARNING") == 1
+        assert "raysgd neither loads nor deletes loop1-epoch00002-step000000010.pt" in caplog.text
+        fitted(trainer)
+        assert trainer.latest_checkpoint == str(users) and users.is_file()
+    assert kept <= contents(tmp_path)
+    assert recorded not in contents(tmp_path), "that of the older run, which this run continues, has a record"
+    with started(tmp_path, settings={"keep": 1}) as trainer:
+        assert trainer.resumed_from == str(users)
+    (tmp_path / "again").mkdir()
+    shutil.copy(users, tmp_path / "again")  # without its record
+    with pytest.raises(ConfigError, match=r"has loop1-.*, which may be of an earlier run: move what you need"):
+        started(tmp_path / "again", resume=None)
+
+
+def test_a_folder_belongs_to_one_trainer(tmp_path: Path) -> None:
+    with started(tmp_path) as trainer:
+        for resume in ("auto", None):
+            with pytest.raises(ConfigError, match=rf"{tmp_path} is in use by the trainer of process {os.getpid()} on "):
+                started(tmp_path, resume=resume)
+        fitted(trainer)
+    with started(tmp_path) as trainer:
+        assert trainer.resumed_from is not None, "the first trainer was shut down"
+
+
+def test_in_remote_storage_the_newer_trainer_takes_the_folder_over() -> None:
+    folder = f"memory://{uuid.uuid4().hex}"
+    with started(folder, settings={"keep": 1}) as older:
+        own = iter(older.epochs(EPOCHS))
+        for _ in range(2):  # the first epoch is saved when the second one begins
+            next(own)
+            older.train()
+        with started(folder, settings={"keep": 1}) as newer:
+            fitted(newer)
+            names = locations.names(locations.place(folder))
+            with pytest.raises(
+                CheckpointError, match=rf"the trainer of process {os.getpid()} on .* uses {folder}, too"
+            ):
+                next(own)
+            assert locations.names(locations.place(folder)) == names
+
+
+def test_a_damaged_checkpoint_that_cannot_be_deleted_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    lived_until(tmp_path, fitted, {"die_at": 12})
+    older, newest = sorted(tmp_path.glob("*.pt"))
+    newest.write_bytes(b"damaged")
+
+    def refuse(where: Path) -> None:
+        raise PermissionError(1, "Operation not permitted", str(where))
+
+    monkeypatch.setattr(locations, "delete", refuse)
+    caplog.clear()
+    with started(tmp_path) as trainer:
+        assert trainer.resumed_from == str(older)
+        assert f"the checkpoint {newest} could not be deleted: [Errno 1] Operation not permitted" in caplog.text
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".json"])
+@pytest.mark.parametrize("kind", ["link to itself", "directory", "pipe"])
+def test_what_is_no_file_raises_no_error_of_the_system(tmp_path: Path, kind: str, suffix: str) -> None:
+    lived_until(tmp_path, fitted, {"die_at": 12})
+    older, newest = sorted(tmp_path.glob(f"*{suffix}"))
+    newest.unlink()
+    make = {
+        "link to itself": lambda: newest.symlink_to(newest),
+        "directory": newest.mkdir,
+        "pipe": lambda: os.mkfifo(newest),
+    }
+    make[kind]()
+    if suffix == ".json":  # without its record, it is no checkpoint
+        with started(tmp_path) as trainer:
+            assert trainer.resumed_from == str(older.with_suffix(".pt"))
+    else:
+        with pytest.raises(CheckpointError, match=newest.name):
+            started(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"score": "high", "history": []},
+        {"score": None, "history": 3},
+        {"score": None, "history": [3]},
+        {"score": None, "history": [{}]},
+        {"score": None, "history": [], "epochs": "all"},
+    ],
+)
+def test_a_record_of_another_kind_is_not_used(tmp_path: Path, record: dict[str, Any]) -> None:
+    lived_until(tmp_path, fitted, {"die_at": 12})
+    older, newest = sorted(tmp_path.glob("*.json"))
+    newest.write_bytes(folders.dump_json(record))
+    with started(tmp_path) as trainer:
+        assert trainer.resumed_from == str(older.with_suffix(".pt"))
+        fitted(trainer)
+
+
 def test_on_s3(s3: str, undisturbed: tuple[torch.Tensor, list[Any]], tmp_path: Path) -> None:
     folder = f"{s3}/{tmp_path.name}"
     for config in ({"die_at": 4}, {"die_at": 9}, {"die_at": 16}):
@@ -256,6 +374,7 @@ def test_a_save_that_fails_is_raised(tmp_path: Path) -> None:
     class Breaking(Callback):
         def on_result(self, result: Any) -> None:
             if result.step == STEPS:
+                shutil.rmtree(tmp_path / "run")
                 (tmp_path / "run").write_text("a file, where the folder was")
 
     with (
