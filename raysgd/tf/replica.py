@@ -52,6 +52,8 @@ class TFReplica(ReplicaBase):
     operator_class = TrainingOperator
     data_names = {"train": "train_dataset", "validation": "validation_dataset", "test": "test_dataset"}  # noqa: RUF012
 
+    how_to_step = "call self.step(tape, loss)"
+
     operator: TrainingOperator
 
     def __init__(self, operator: TrainingOperator, settings: TFSettings, rank_info: RankInfo, control: Control) -> None:
@@ -83,6 +85,11 @@ class TFReplica(ReplicaBase):
         if self._rank_info.world_size > 1:
             self._statistics_before = [tf.identity(as_tensor(v)) for v in operator._statistics]
         return False
+
+    def _steps_made(self) -> int | None:
+        """Loss scaling leaves out steps, and does not count them."""
+        scaled = any("LossScale" in type(each).__name__ for each in self.operator._parts.optimizers)
+        return None if scaled else self._steps()
 
     def _steps(self) -> int:
         return sum(int(as_tensor(optimizer.iterations)) for optimizer in self.operator._parts.optimizers)

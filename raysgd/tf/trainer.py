@@ -186,9 +186,9 @@ class TFTrainer(TrainerBase):
         """Train to the end of the epoch, or `num_steps` batches. Return what was measured.
 
         If `num_steps` is not passed, `fit_config`'s `epochs` and `steps_per_epoch` apply, and the last epoch's result is
-        returned. As in Keras, an epoch is then `steps_per_epoch` batches, from where the last one ended in the data. `max_retries` is how many worker failures each epoch may have (-1: any number). With
-        `reduce_results=False`, return a list with each worker's own results. `profile` and
-        `info` are those of `TorchTrainer.train`.
+        returned. As in Keras, an epoch is then `steps_per_epoch` batches, from where the last one ended in the data.
+        `max_retries` is how many worker failures each epoch may have (-1: any number). With `reduce_results=False`, return
+        a list with each worker's own results. `profile` and `info` are those of `TorchTrainer.train`.
         """
         check_call(num_steps, max_retries, info)
         steps = self._steps if num_steps is None else num_steps

@@ -25,6 +25,7 @@ from raysgd.torch.checkpoint.undo import on_all_ranks, undone_unless_all_succeed
 from raysgd.torch.data.opening import Opener
 from raysgd.torch.data.prefetch import make_carrier
 from raysgd.torch.data.sources import PlannedSource
+from raysgd.torch.foreign import content_version
 from raysgd.torch.fsdp import gathered
 from raysgd.torch.guard import gathered_objects
 from raysgd.torch.memory import exhausted, is_out_of_memory, make_room
@@ -78,6 +79,7 @@ class TorchReplica(ReplicaBase):
     operator_class = TrainingOperator
     data_names = {"train": "train_loader", "validation": "validation_loader", "test": "test_loader"}  # noqa: RUF012
     without_data = ", or pass train(dataset=..., num_steps=...)"
+    how_to_step = "call self.backward(loss), and then self.step(optimizer) or optimizer.step()"
 
     operator: TrainingOperator
 
@@ -148,6 +150,14 @@ class TorchReplica(ReplicaBase):
         self.operator._gradients.stepped()
         if self._feed is not None:
             self._feed.stepped()
+
+    def _steps_made(self) -> Any:
+        """An optimizer that is not torch's cannot be watched, and weights may be changed without one."""
+        optimizers = self.operator._parts.optimizers
+        if not all(hasattr(each, "register_step_post_hook") for each in optimizers):
+            return None
+        trained = [p for each in optimizers for group in each.param_groups for p in group["params"]]
+        return self._position.applied, sum(map(content_version, trained))
 
     def _samples_of_step(self) -> list[int] | None:
         """Return the indices of this rank's samples in the running step, None if they are not known."""

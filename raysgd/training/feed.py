@@ -250,6 +250,11 @@ class Feed:
         """Return whether the last batch of an epoch was returned, and the next epoch has not begun."""
         return self._position.ended
 
+    @property
+    def unused(self) -> bool:
+        """Return whether neither this loop nor an earlier part of the call has asked for a batch."""
+        return self._drawn is None and not self._position.call_batches and not self._position.call_done
+
     def draw_ahead(self) -> None:
         """Draw the batch that follows the current one, if it is certain that this call has it. An error is raised when the loop asks
         for the batch."""

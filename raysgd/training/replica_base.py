@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import pickle
 import time
 from abc import ABC, abstractmethod
@@ -14,7 +15,16 @@ from typing import Any, ClassVar, Literal
 
 from raysgd.core.messages import SnapshotUpload
 from raysgd.core.meters import AverageMeterCollection
-from raysgd.core.metrics import COMMITTED, COUNTED, OWN_NAMES, SECONDS, check_metrics, for_all_ranks, refuse_own_names
+from raysgd.core.metrics import (
+    COMMITTED,
+    COUNTED,
+    OWN_NAMES,
+    SECONDS,
+    SKIPPED,
+    check_metrics,
+    for_all_ranks,
+    refuse_own_names,
+)
 from raysgd.core.outcomes import DataLoaderFailure, Interrupted
 from raysgd.core.progress import Control, Progress
 from raysgd.core.protocols import Call
@@ -40,6 +50,8 @@ __all__ = [
     "has_schedulers",
 ]
 
+logger = logging.getLogger("raysgd")
+
 Phase = Literal["train", "validation", "test"]
 # The phases of calls that read data; all other calls are made between those of training.
 PHASES: dict[str, Phase] = {"validate": "validation", "test": "test"}
@@ -48,6 +60,15 @@ NOT_RESUMABLE = (
     "AutoCheckpoint(every=...) with batches or seconds saves within an epoch, but nothing can save the place in an iterable "
     "without a length, or in data that the operator divides itself: pass every='epoch', or register a DataLoader of a data set "
     "with __getitem__ and __len__, a loader with state_dict and load_state_dict, or a raysgd.data.ShardedStream"
+)
+UNUSED = (
+    "%s.train_epoch has not used the iterator that it got, so this call of train() counts no batch: the epoch stays %d, each of the "
+    "%d worker(s) uses all the data of its own loop, and after a worker failure the call begins again. Loop over the iterator: "
+    "`for batch in iterator:`"
+)
+NO_STEP = (
+    "this call of train() has processed %d batch(es), and no registered optimizer (%s) has made a step: %s. Nothing to do if the "
+    "weights are meant to stay as they are"
 )
 
 
@@ -87,6 +108,7 @@ class ReplicaBase(ABC):
     operator_class: ClassVar[type[OperatorBase]]
     data_names: ClassVar[dict[Phase, str]]
     without_data: ClassVar[str] = ""
+    how_to_step: ClassVar[str]  # in a batch method of the user's
 
     operator: Any
 
@@ -105,6 +127,8 @@ class ReplicaBase(ABC):
             )
         self.operator, self._rank_info, self._control = operator, rank_info, control
         self._distributed, self._seed, self._measures = settings.distributed, settings.seed, settings.measures
+        self._steps_before: Any = None  # what `_steps_made` returned when the running call of `train` began
+        self._explained: set[str] = set()  # warnings that were logged
         self._began: float | None = None  # when the running part of a call of `train` began
         self._waited = 0.0  # how long it has waited for data
         self._units_before = 0  # what the running call of `train` had committed before this part of it
@@ -172,6 +196,8 @@ class ReplicaBase(ABC):
             self.take_snapshot()  # the rank that was the first when the call ended may have failed before it sent its own
             return {"epoch": position.users_epoch, COMMITTED: position.call_units}
         self._begin_measuring("train", profile, new_call=new)
+        if new:
+            self._steps_before = self._steps_made()
         self._units_before = position.call_units
         source = self._train_source(dataset)
         if pause_at is not None and not getattr(source, "resumable", True):
@@ -203,6 +229,7 @@ class ReplicaBase(ABC):
             asked = not self._control.interrupted
             return Interrupted(self.partial(result), "stopped at a batch boundary", self.progress, asked=asked)
         report = self._reported(result, profile, "train")
+        self._warn_of_no_training(unused=own_loop and feed.unused, skipped=SKIPPED in report)
         self._end_call()
         return report
 
@@ -212,6 +239,22 @@ class ReplicaBase(ABC):
             self._audit.begin(self._rank_info, self._position)
             if done:
                 self._audit.done(self._position.step)
+
+    def _warn_of_no_training(self, *, unused: bool, skipped: bool) -> None:
+        """Warn, once, if the call has left the iterator `unused`, or if no optimizer has made a step in it. Steps that were
+        `skipped` are in the result."""
+        position, made = self._position, self._steps_made()
+        if unused:
+            self._warn_once(UNUSED, type(self.operator).__name__, position.epoch, self._rank_info.world_size)
+        elif position.call_batches and not skipped and made is not None and made == self._steps_before:
+            optimizers = ", ".join(type(each).__name__ for each in self.operator._parts.optimizers)
+            self._warn_once(NO_STEP, position.call_batches, optimizers, self.how_to_step)
+
+    def _warn_once(self, text: str, *values: Any) -> None:
+        """Log a warning of this kind, on the first rank and for the first time only."""
+        if self.rank == 0 and text not in self._explained:
+            self._explained.add(text)
+            logger.warning(text, *values)
 
     def _end_call(self) -> None:
         """Note that a call of `train` is done."""
@@ -522,6 +565,10 @@ class ReplicaBase(ABC):
 
     def _undo_batch(self) -> None:  # noqa: B027 - it is optional
         """Undo what a batch has changed that was not applied. By default, that is nothing."""
+
+    @abstractmethod
+    def _steps_made(self) -> Any:
+        """Return a value that changes with each step of a registered optimizer; None if steps cannot be noticed."""
 
     @abstractmethod
     def _weights_digest(self) -> str | None:

@@ -131,6 +131,19 @@ def test_calls_of_steps_per_epoch_are_epochs_of_endless_data(tmp_path: Path) -> 
         assert trainer.train(num_steps=2)["epoch"] == 3
 
 
+class Forgetful(Small):
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        return self.validate_batch(batch, batch_info)
+
+
+def test_a_call_without_an_optimizer_step_warns_once(caplog: pytest.LogCaptureFixture) -> None:
+    with TFTrainer(training_operator_cls=Forgetful) as trainer:
+        trainer.train(num_steps=2)
+        trainer.train(num_steps=2)
+    (message,) = caplog.messages
+    assert "2 batch(es), and no registered optimizer (Adam) has made a step: call self.step(tape, loss)" in message
+
+
 def test_class_weights_equal_those_of_keras() -> None:
     weights = {0: 0.5, 1: 1.0, 2: 4.0}
     model = alone("keras", 1, class_weight=weights)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from raysgd import ConfigError
+from raysgd import ConfigError, TrainingOptions
 from tests.torch.small import Line, Numbers, Recording, flat, inline, operator_of, weights
 
 
@@ -289,3 +289,116 @@ def test_v1_operators_find_native_amp_under_its_old_name() -> None:
 
     with inline(Old, use_fp16=True) as trainer:
         assert trainer.train()["batch_count"] > 0
+
+
+# -- training that does not train ---------------------------------------------------------------------------
+
+
+class Forgetful(Line):
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        loss = self.criterion(self.model(batch[0]), batch[1])
+        self.backward(loss)
+        return {"loss": loss.detach()}
+
+
+class ByHand(Forgetful):
+    """Changes the weights without an optimizer."""
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        metrics = super().train_batch(batch, batch_info)
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter -= 0.1 * parameter.grad
+        self.zero_grad()
+        return metrics
+
+
+class WithClosure(Line):
+    def setup(self, config: dict[str, Any]) -> None:
+        model = torch.nn.Linear(2, 1)
+        self.model, self.optimizer = self.register(models=model, optimizers=torch.optim.LBFGS(model.parameters()))
+        self.register_data(**self.loaders(config))
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        def closure() -> Any:
+            self.optimizer.zero_grad()
+            loss = torch.nn.functional.mse_loss(self.model(batch[0]), batch[1])
+            loss.backward()
+            return loss
+
+        return {"loss": self.optimizer.step(closure)}
+
+
+class NotOfTorch:
+    """An optimizer that torch cannot watch."""
+
+    def __init__(self, parameters: Any) -> None:
+        self.param_groups = [{"params": list(parameters), "lr": 0.1}]
+
+    def step(self) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data -= 0.1 * parameter.grad
+
+    def zero_grad(self) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.grad = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+
+class WithOther(Line):
+    def setup(self, config: dict[str, Any]) -> None:
+        model = torch.nn.Linear(2, 1)
+        self.model, self.optimizer, self.criterion = self.register(
+            models=model, optimizers=NotOfTorch(model.parameters()), criterion=torch.nn.MSELoss()
+        )
+        self.register_data(**self.loaders(config))
+
+
+class Infinite(Line):
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        return super().train_batch((batch[0] * torch.inf, batch[1]), batch_info)
+
+
+class OwnLoader(Line):
+    """Loops over a loader of its own."""
+
+    def train_epoch(self, iterator: Any, info: Any) -> Any:
+        loader = self.loaders(self.config)["train_loader"]
+        return {"num_samples": sum(self.train_batch(batch, info)["num_samples"] for batch in loader)}
+
+
+def test_a_call_without_an_optimizer_step_warns_once(caplog: pytest.LogCaptureFixture) -> None:
+    with inline(Forgetful) as trainer:
+        before = weights(trainer)
+        trainer.train()
+        assert caplog.messages == [
+            "this call of train() has processed 3 batch(es), and no registered optimizer (SGD) has made a step: call "
+            "self.backward(loss), and then self.step(optimizer) or optimizer.step(). Nothing to do if the weights are meant to stay "
+            "as they are"
+        ]
+        trainer.train()
+        assert len(caplog.messages) == 1 and torch.equal(weights(trainer), before)
+
+
+@pytest.mark.parametrize("kind", [Line, ByHand, WithClosure, WithOther, Infinite])
+def test_steps_of_any_kind_are_noticed(kind: Any, caplog: pytest.LogCaptureFixture) -> None:
+    on_nonfinite: Any = "skip" if kind is Infinite else None
+    with inline(kind, options=TrainingOptions(on_nonfinite=on_nonfinite)) as trainer:
+        result = trainer.train()
+        trainer.train(num_steps=1)
+    assert caplog.messages == [] and result.get("skipped_steps", 0) == (3 if kind is Infinite else 0)
+
+
+def test_an_own_loop_that_leaves_the_iterator_warns_once(caplog: pytest.LogCaptureFixture) -> None:
+    with inline(OwnLoader) as trainer:
+        result = trainer.train()
+        assert (result["epoch"], result["num_samples"]) == (0, 12)
+        (message,) = caplog.messages
+        assert (
+            "OwnLoader.train_epoch has not used the iterator that it got" in message and "`for batch in it" in message
+        )
+        assert "the epoch stays 0, each of the 1 worker(s) uses all the data of its own loop" in message
+        trainer.train()
+        assert len(caplog.messages) == 1
