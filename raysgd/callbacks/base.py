@@ -68,7 +68,7 @@ class CallResult:
     epoch       the epoch of the result; None if a training function does not report one
     step        batches trained since the start of training; for a training function, the number of its reports
     metrics     the metrics merged over all workers; for a training function, those of rank 0
-    by_worker   each rank's own metrics, in rank order
+    by_worker   each rank's own metrics, in rank order; if the workers changed in the call, generation by generation
     seconds     how long it took
     traces      profiler traces of each rank, as {file name: bytes}
     """

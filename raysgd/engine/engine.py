@@ -349,7 +349,7 @@ class Engine:
                     network_at = self.progress
                 if seen.kind == "out_of_step":
                     self._raise_out_of_step(seen, fan_out.troubled_at)
-                part = PartialResults(tuple(outcomes.values()))
+                part = PartialResults(tuple(outcomes.values()), self._generation.number)
                 parts = [*parts, part] if job.again == "resume" else [part]
                 if seen.kind == "done":
                     return parts

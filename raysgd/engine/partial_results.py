@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from raysgd.constants import BATCH_COUNT, NUM_SAMPLES
@@ -18,6 +18,7 @@ class PartialResults:
     """What the ranks of one generation measured in their part of a call, in rank order."""
 
     outcomes: tuple[Outcome, ...]
+    generation: int = 0
 
     @property
     def values(self) -> list[Any]:
@@ -26,7 +27,7 @@ class PartialResults:
 
     def until(self, step: int) -> PartialResults:
         """Return the results of those ranks that are not known to have committed more than this step."""
-        return PartialResults(tuple(outcome for outcome in self.outcomes if _step_of(outcome) <= step))
+        return replace(self, outcomes=tuple(outcome for outcome in self.outcomes if _step_of(outcome) <= step))
 
     @property
     def end(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -125,7 +126,7 @@ class CallRunner:
             parts = engine.run(job)
             merged = [metrics.merge_ranks([_without_traces(value) for value in part.values]) for part in parts]
             result = metrics.count_committed_samples(metrics.merge_parts(merged), merged)
-            rows = [self._visible(value) for part in parts for value in part.values]
+            rows = [self._visible(value) for value in _by_worker(parts)]
             self._kind = None
             result |= self._callbacks.result(self._result(engine, kind, result, rows, parts, time.monotonic() - began))
             self._callbacks.raise_stop()
@@ -183,6 +184,19 @@ class CallRunner:
 
     def _visible(self, value: dict[str, Any]) -> dict[str, Any]:
         return {name: metrics.plain(each) for name, each in value.items() if name not in self._hidden}
+
+
+def _by_worker(parts: Sequence[PartialResults]) -> list[dict[str, Any]]:
+    """Return each worker's own results, generation by generation. Parts between which the same workers only paused, to save
+    a checkpoint, are one."""
+    rows: list[dict[str, Any]] = []
+    for _, group in itertools.groupby(parts, key=lambda part: part.generation):
+        values = [part.values for part in group]
+        if len({len(each) for each in values}) == 1:
+            rows += [metrics.merge_parts(own) for own in zip(*values, strict=True)]
+        else:  # some ranks failed before they measured anything
+            rows += itertools.chain.from_iterable(values)
+    return rows
 
 
 def _without_traces(value: dict[str, Any]) -> dict[str, Any]:

@@ -71,6 +71,19 @@ def lived_until(folder: Any, script: Callable[[TorchTrainer], Any], config: dict
     trainer.shutdown(force=True)
 
 
+def test_a_worker_that_paused_for_checkpoints_has_one_result(tmp_path: Path) -> None:
+    with started(tmp_path, every=2) as trainer, inline(Noisy, scheduler_step_freq="epoch") as undisturbed:
+        for _ in trainer.epochs(1):
+            (result,) = trainer.train(reduce_results=False)
+        (expected,) = undisturbed.train(reduce_results=False)
+    assert {name: result[name] for name in ("epoch", "batch_count", "num_samples")} == {
+        "epoch": 1,
+        "batch_count": STEPS,
+        "num_samples": 20,
+    }
+    assert result.keys() == expected.keys()
+
+
 def fitted(trainer: TorchTrainer) -> Any:
     return trainer.fit(EPOCHS, validate_every=2)
 
