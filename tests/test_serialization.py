@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pickle
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from pathlib import Path
 from threading import Barrier, Event
+from types import ModuleType
 
 import pytest
 
@@ -91,3 +93,38 @@ def test_a_thread_that_ends_first_does_not_end_the_other_ones_pickling() -> None
 )
 def test_which_files_belong_to_installed_packages(file: str, installed: bool) -> None:
     assert is_installed(file) is installed
+
+
+@pytest.fixture
+def modules_beside_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    (tmp_path / "with_a_lock.py").write_text(
+        "import threading\nLOCK, KEPT = threading.Lock(), []\ndef locked(): return LOCK, KEPT\n"
+        "class Held:\n    lock = threading.Lock()\n    def held(self): return self.lock\n"
+    )
+    (tmp_path / "without_one.py").write_text(
+        "from with_a_lock import locked\ndef sent(): return 'its content', locked()\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield
+    for name in ("with_a_lock", "without_one"):
+        sys.modules.pop(name, None)
+
+
+def test_a_module_whose_content_cannot_be_pickled_is_imported_by_workers(modules_beside_the_script: None) -> None:
+    with_a_lock, without_one = import_module("with_a_lock"), import_module("without_one")
+    for value in (with_a_lock.locked, with_a_lock.Held, without_one.sent):
+        packed = pack(value)
+        assert packed is not None and b"LOCK" not in bytes(packed.data)
+        assert (b"its content" in bytes(packed.data)) == (value is without_one.sent), (
+            "others are sent with their content"
+        )
+    sent = pickle.loads(bytes(pack(without_one.sent).data))  # type: ignore[union-attr]
+    assert sent is not without_one.sent and sent()[1] == with_a_lock.locked()
+
+
+def test_the_variable_of_a_script_that_cannot_be_pickled_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    main = ModuleType("__main__")
+    exec("import threading\nPAGES, LOCK = 3, threading.Lock()\ndef locked(): return LOCK", main.__dict__)
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    with pytest.raises(TypeError, match=r"locked.* cannot be sent .*the variable LOCK of the script .*_thread\.lock"):
+        pack(main.locked)

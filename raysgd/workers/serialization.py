@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from functools import cache, lru_cache
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 from raysgd.errors import shown
@@ -26,27 +26,56 @@ __all__ = ["RayReferenceFound", "dumps", "dumps_without_references", "is_install
 
 # cloudpickle has one list of the modules to pickle by value per process: one thread at a time may change it.
 _REGISTERING = threading.RLock()
+UNPICKLABLE = (TypeError, pickle.PicklingError, AttributeError)
 
 
 def pack(value: Any) -> PickledObject | None:
     """Return the user's object as bytes that any node can read.
 
-    Modules that are not installed (files beside the script) are pickled with their content. Raise a TypeError that
-    names the object if something in it cannot be pickled."""
+    Modules that are not installed (files beside the script) are pickled with their content, except those with a variable
+    that cannot be pickled: workers import these, because they get the files, too. Raise a TypeError that names the object
+    if something in it cannot be pickled."""
     if value is None:
         return None
-    try:
-        with _REGISTERING, _by_value():
-            return PickledObject(dumps(value))
-    except (TypeError, pickle.PicklingError, AttributeError) as error:
-        raise TypeError(
-            f"{value!r} cannot be sent to the workers: {_culprit(value)}{error}. Create such objects (locks, files, "
-            "connections, loaders with running processes) inside `setup`, which runs on each worker, and pass only plain values"
-        ) from error
+    with _REGISTERING, _by_value() as modules:
+        try:
+            try:
+                return PickledObject(dumps(value))
+            except UNPICKLABLE:
+                imported = [module for module in modules if _unpicklable_variable(module)]
+                if not imported:
+                    raise
+                for module in imported:
+                    _by_reference(module)
+                    modules.remove(module)
+                return PickledObject(dumps(value))
+        except UNPICKLABLE as error:
+            raise TypeError(
+                f"{value!r} cannot be sent to the workers: {_culprit(value)}{error}. Create such objects (locks, files, "
+                "connections, loaders with running processes) inside `setup`, which runs on each worker, and pass only plain values"
+            ) from error
+
+
+def _unpicklable_variable(module: ModuleType) -> str:
+    """Return the name of a variable of the module, or of a class in it, that cannot be pickled; "" if there is none."""
+    for name, value in vars(module).items():
+        if isinstance(value, type) and value.__module__ == module.__name__:
+            parts = {f"{name}.{part}": each for part, each in vars(value).items()}
+        else:
+            parts = {name: value}
+        for full_name, part in parts.items():
+            if full_name.rpartition(".")[2].startswith("__") or isinstance(part, (ModuleType, FunctionType, type)):
+                continue
+            try:
+                dumps(part)
+            except Exception:  # the user's objects may raise anything
+                return full_name
+    return ""
 
 
 def _culprit(value: Any) -> str:
-    """Return which attribute of the object, and which key of a dictionary in it, cannot be pickled."""
+    """Return which attribute of the object, and which key of a dictionary in it, cannot be pickled; or else which variable of the
+    script or notebook."""
     for name, part in getattr(value, "__dict__", {}).items():
         items = part.items() if isinstance(part, Mapping) else [("", part)]
         for key, each in items:
@@ -56,7 +85,8 @@ def _culprit(value: Any) -> str:
                 return (
                     f"{name}[{key!r}] is {shown(each)}. " if isinstance(part, Mapping) else f"{name} is {shown(part)}. "
                 )
-    return ""
+    variable = _unpicklable_variable(sys.modules["__main__"])
+    return f"the variable {variable} of the script is one that cannot be pickled. " if variable else ""
 
 
 def dumps(value: Any) -> bytes:
@@ -101,8 +131,15 @@ def _pickler_class() -> Any:
     return Pickler
 
 
+def _by_reference(module: ModuleType) -> None:
+    from ray import cloudpickle
+
+    cloudpickle.unregister_pickle_by_value(module)
+
+
 @contextmanager
-def _by_value() -> Iterator[None]:
+def _by_value() -> Iterator[list[ModuleType]]:
+    """Pickle the user's own modules with their content. The context's value is a list of them."""
     from ray import cloudpickle
 
     registered = []
@@ -111,10 +148,10 @@ def _by_value() -> Iterator[None]:
             cloudpickle.register_pickle_by_value(module)
             registered.append(module)
     try:
-        yield
+        yield registered
     finally:
         for module in registered:
-            cloudpickle.unregister_pickle_by_value(module)
+            _by_reference(module)
 
 
 def _is_local(module: ModuleType) -> bool:
