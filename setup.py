@@ -8,13 +8,24 @@ from setuptools import find_packages, setup
 ROOT = Path(__file__).resolve().parent
 
 
-def version() -> str:
+def constant(name: str) -> str:
     """Read, not imported: building must not need what the library needs."""
     text = (ROOT / "raysgd" / "version.py").read_text(encoding="utf-8")
-    match = re.search(r'^__version__ = "([^"]+)"$', text, flags=re.MULTILINE)
+    match = re.search(rf'^{name} = "([^"]+)"$', text, flags=re.MULTILINE)
     if match is None:
-        raise RuntimeError('raysgd/version.py must hold one line of the form __version__ = "1.2.3"')
+        raise RuntimeError(f'raysgd/version.py must hold one line of the form {name} = "..."')
     return match.group(1)
+
+
+DOCUMENTATION = constant("__documentation__")
+
+
+def readme() -> str:
+    """Return the README with links and pictures that work outside of the repository; files that only it has are not linked."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = re.sub(r"\(docs/(\w+)\.md", rf"({DOCUMENTATION}\1.html", text)
+    text = re.sub(r'"docs/\w+/(\w+\.svg)"', rf'"{DOCUMENTATION}_images/\1"', text)
+    return re.sub(r"\[([^][]+)\]\((?!https?:)[^)]*\)", r"\1", text)
 
 
 # raysgd/operators is a link for bare checkouts. The build takes the folder itself, so that a wheel holds each
@@ -38,8 +49,12 @@ TUNE = ["ray[tune]"]
 DATA = ["ray[data]>=2.40", "numpy"]
 STORAGE = ["fsspec"]
 S3 = [*STORAGE, "s3fs"]
+TENSORBOARD = ["tensorboard"]
 # MLflow's local store is a database, for which mlflow-skinny brings neither sqlalchemy nor alembic.
-CALLBACKS = ["tqdm", "tensorboard", "mlflow-skinny", "sqlalchemy", "alembic", "wandb", "matplotlib", "pandas"]
+MLFLOW = ["mlflow-skinny", "sqlalchemy", "alembic"]
+WANDB = ["wandb"]
+HISTORY = ["matplotlib", "pandas"]
+CALLBACKS = ["tqdm", *TENSORBOARD, *MLFLOW, *WANDB, *HISTORY]
 METRICS = ["ray[default]"]
 BENCH = [*LIGHTNING, "accelerate", "ray[train]", "matplotlib"]
 DOCS = ["sphinx>=7", "myst-nb", "myst-parser>=2", "sphinx-copybutton", "sphinx-design", "furo"]
@@ -70,10 +85,11 @@ DEV = [
 
 setup(
     name="raysgd",
-    version=version(),
+    version=constant("__version__"),
     description="Elastic distributed training on Ray: a model is a class, trained on any number of workers",
-    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description=readme(),
     long_description_content_type="text/markdown",
+    url=DOCUMENTATION,
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=PACKAGES,
@@ -93,6 +109,10 @@ setup(
         "storage": STORAGE,
         "s3": S3,
         "callbacks": CALLBACKS,
+        "tensorboard": TENSORBOARD,
+        "mlflow": MLFLOW,
+        "wandb": WANDB,
+        "history": HISTORY,
         "metrics": METRICS,
         "bench": BENCH,
         "docs": DOCS,

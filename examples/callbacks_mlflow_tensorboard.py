@@ -1,4 +1,4 @@
-"""Logs a training to MLflow and TensorBoard, and reads back what was written. Needs raysgd[callbacks]."""
+"""Logs a training to MLflow and TensorBoard, and reads back what was written. Needs raysgd[mlflow,tensorboard]."""
 
 import argparse
 import os

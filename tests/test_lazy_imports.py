@@ -48,6 +48,13 @@ def test_a_star_import_loads_no_tensorflow() -> None:
     assert first.endswith(" []") and second == "True", done.stdout + done.stderr
 
 
+def test_all_modules_can_be_listed_without_optional_packages() -> None:
+    """A module that needs a package that is not installed raises ImportError, which tools that list modules expect."""
+    code = "import pkgutil, raysgd\nprint(len(list(pkgutil.walk_packages(raysgd.__path__, 'raysgd.'))))"
+    done = run(code, blocked=HEAVY)
+    assert done.returncode == 0 and int(done.stdout) > 100, done.stderr
+
+
 def test_importing_raysgd_loads_no_old_names() -> None:
     """Nor do the trainers, which load nearly everything else. Old modules are created from a table in `raysgd.compat`."""
     code = """

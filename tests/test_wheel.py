@@ -1,5 +1,6 @@
 """The wheel holds the library and the operators, each file once, and nothing else."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -54,8 +55,11 @@ def test_wheel_says_what_it_needs(wheel: Path) -> None:
     needed = [line for line in metadata.splitlines() if line.startswith("Requires-Dist:")]
     own = [line.partition(": ")[2] for line in needed if "extra ==" not in line]
     assert own == ["ray>=2.40", "click", "packaging"]
-    for extra in ("torch", "tensorflow", "horovod", "lightning", "tune", "torchmetrics", "callbacks", "dev"):
+    for extra in ("torch", "tensorflow", "horovod", "lightning", "tune", "torchmetrics", "callbacks", "mlflow", "dev"):
         assert f"Provides-Extra: {extra}\n" in metadata
+    assert "Home-page: https://" in metadata
+    links = re.findall(r"\]\(([^)]*)\)|(?:src|srcset)=\"([^\"]*)\"", metadata)
+    assert len(links) > 20 and all("".join(link).startswith("https://") for link in links)
 
 
 def test_operators_have_one_name_only() -> None:

@@ -92,12 +92,12 @@ class History(Callback, Sequence[Mapping[str, Any]]):
         return iter(self.rows)
 
     def to_dataframe(self) -> Any:
-        """Return a pandas DataFrame (extra: callbacks)."""
+        """Return a pandas DataFrame (extra: history)."""
         pandas = import_extra("pandas", user="history.to_dataframe()")
         return pandas.DataFrame(self.rows, columns=self._columns(self._rows))
 
     def plot(self, metrics: str | Sequence[str] | None = None, *, path: str | Path | None = None) -> Any:
-        """Return a matplotlib figure (extra: callbacks) of these `metrics`, by default of all numbers except counts, over
+        """Return a matplotlib figure (extra: history) of these `metrics`, by default of all numbers except counts, over
         the epochs, or over `step` if there are none. With `path`, also save it."""
         plotting = import_extra("matplotlib.figure", user="history.plot()")
         rows = [scalars(row) for row in self._rows]

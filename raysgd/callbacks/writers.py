@@ -147,4 +147,5 @@ def import_extra(module: str, *, user: str) -> Any:
         package = module.partition(".")[0]
         if (error.name or "").partition(".")[0] != package:
             raise
-        raise ImportError(f"{user} needs {package}: pip install 'raysgd[callbacks]'") from error
+        extra = {"pandas": "history", "matplotlib": "history"}.get(package, package)
+        raise ImportError(f"{user} needs {package}: pip install 'raysgd[{extra}]'") from error

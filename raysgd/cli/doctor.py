@@ -20,6 +20,7 @@ from packaging.requirements import Requirement
 from raysgd.cli.findings import Finding
 from raysgd.cli.machine import IMPORT_S, Machine, Probe
 from raysgd.errors import RaysgdError
+from raysgd.version import page
 from raysgd.workers.survey import Node, driver_address, join_running, nodes_with
 
 __all__ = ["Connection", "examine", "token_source"]
@@ -41,7 +42,7 @@ SHARED_ADVICE = (
 )
 TOKEN_ADVICE = (
     "Run `ray get-auth-token --generate` once, and set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH, on every "
-    "machine and where you submit jobs (docs/jobs.md, Tokens)"
+    f"machine and where you submit jobs ({page('jobs')}#tokens)"
 )
 
 
@@ -148,7 +149,7 @@ def connections(tried: Iterable[Connection]) -> Iterator[Finding]:
     for each in tried:
         if not each.error:
             continue
-        todo = "Let the firewall pass all TCP ports between the nodes (docs/security.md)"
+        todo = f"Let the firewall pass all TCP ports between the nodes ({page('security')})"
         if each.address.startswith("127.") and each.source != each.target:
             todo = (
                 f"The host name of {each.target} resolves to the loopback address, or to none, and gloo listens there: correct "
@@ -273,7 +274,9 @@ def _judged(
     yield from _grouped({"clocks": apart}, clocks(offsets), "clocks")
     yield from _grouped(passed, limits(machines), "open files", "shared memory", "memory")
     on = (
-        f"from {source}" if source else "off: this machine's Ray is reachable as its firewall allows (docs/security.md)"
+        f"from {source}"
+        if source
+        else f"off: this machine's Ray is reachable as its firewall allows ({page('security')})"
     )
     yield from _grouped({"tokens": on}, tokens(mode, source, wrong, len(machines)), "tokens")
     for folder in folders:

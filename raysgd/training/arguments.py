@@ -13,6 +13,7 @@ from raysgd.config import ElasticConfig, WorkerResources, at_least, is_real
 from raysgd.constants import BATCH_SIZE
 from raysgd.errors import ConfigError, close_to
 from raysgd.training.seeding import LARGEST_SEED
+from raysgd.version import page
 
 __all__ = ["check_call", "check_common", "check_config", "check_flags", "needs_ray", "refuse_unknown"]
 
@@ -34,7 +35,7 @@ def refuse_unknown(
             if value is None:
                 continue
             raise DeprecationWarning(
-                f"{trainer.__name__} takes no {name} any more: {removed[name]}. See docs/migrating.md"
+                f"{trainer.__name__} takes no {name} any more: {removed[name]}. See {page('migrating')}"
             )
         if name in owners:
             group, kind = owners[name]

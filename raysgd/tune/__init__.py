@@ -10,7 +10,7 @@ from __future__ import annotations
 try:
     import ray.tune
 except ImportError as error:  # pragma: no cover - depends on what is installed
-    raise RuntimeError("raysgd.tune needs Ray Tune: pip install 'raysgd[tune]'") from error
+    raise ImportError("raysgd.tune needs Ray Tune: pip install 'raysgd[tune]'") from error
 
 from raysgd.tune.functions import FunctionTrial, as_trainable, perform, placement, report
 from raysgd.tune.trials import BaseTorchTrainable, TFTrainable, torch_trainable

@@ -85,7 +85,7 @@ def test_removed_arguments_name_their_replacement(name: str, hint: str) -> None:
     with pytest.raises(DeprecationWarning, match=f"TorchTrainer takes no {name} any more") as caught:
         TorchTrainer(training_operator_cls=Line, **{name: 4})
     assert hint in str(caught.value)
-    assert "docs/migrating.md" in str(caught.value)
+    assert "/migrating.html" in str(caught.value)
     inline(**{name: None}).shutdown()
 
 

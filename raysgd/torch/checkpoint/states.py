@@ -165,7 +165,10 @@ def shaped(state: Any) -> dict[str, Any]:
     """Return a loaded state if raysgd or RaySGD v1 wrote it. Raise CheckpointError if not."""
     if not isinstance(state, dict) or not isinstance(state.get("models"), list):
         found = list(state)[:5] if isinstance(state, dict) else type(state).__name__
-        raise CheckpointError(f"{NOT_OURS}: it contains {found}, not models, optimizers and an epoch")
+        raise CheckpointError(
+            f"{NOT_OURS}: it contains {found}, not models, optimizers and an epoch. To start from the weights of a model, load "
+            "them in setup, before register(): model.load_state_dict(torch.load(path, weights_only=True))"
+        )
     optimizers = state.get("optimizers") or []
     listed = isinstance(optimizers, list)
     if not listed or not all(isinstance(part, Mapping) for part in [*state["models"], *optimizers]):
