@@ -374,6 +374,7 @@ def test_ray_has_the_names(ray_cluster: None, tmp_path: Path, monkeypatch: pytes
     (node,) = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
     assert "CPU" in ray_foreign.free_resources_by_node()[node] or ray_foreign.free_resources_by_node()[node]
     assert ray_foreign.draining_nodes() == {}
+    assert ray_foreign.gpus_here() >= 0
     logs = ray_foreign.logs_folder()
     assert logs is not None and logs.is_dir()
     ray_foreign.hide_deaths_of(node, 1)

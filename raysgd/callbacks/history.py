@@ -22,11 +22,20 @@ __all__ = ["History"]
 MAX_SHOWN = 10
 
 
+class Rows(list[dict[str, Any]]):
+    """Rows of a history."""
+
+    def column(self, name: str) -> list[Any]:
+        """Return the value `name` of each row that has one."""
+        return [row[name] for row in self if row.get(name) is not None]
+
+
 class History(Callback, Sequence[Mapping[str, Any]]):
     """Owns the rows of one trainer in this process: a list of dictionaries, oldest first. Automatic checkpoints
     contain it, so a resumed trainer has the earlier rows, too.
 
         trainer.history[-1]["train_loss"]
+        min(trainer.history.of("validate").column("val_loss"))
         trainer.history.to_dataframe()
         trainer.history.plot(["train_loss", "val_loss"], path="losses.png")
 
@@ -66,12 +75,13 @@ class History(Callback, Sequence[Mapping[str, Any]]):
         """Return copies of all rows."""
         return [dict(row) for row in self._rows]
 
-    def of(self, kind: str) -> list[dict[str, Any]]:
-        """Return copies of the rows of one `kind`: "train", "validate", "test" or "report"."""
-        return [dict(row) for row in self._rows if row["kind"] == kind]
+    def of(self, kind: str) -> Rows:
+        """Return copies of the rows of one `kind`: "train", "validate", "test" or "report". `of(kind).column(name)` returns
+        the values of those that have this one."""
+        return Rows(dict(row) for row in self._rows if row["kind"] == kind)
 
     def column(self, name: str) -> list[Any]:
-        """Return the value `name` of each row, or None where a row lacks it."""
+        """Return the value `name` of each row, or None where a row lacks it, as those of other kinds do: see `of`."""
         return [row.get(name) for row in self._rows]
 
     def __len__(self) -> int:

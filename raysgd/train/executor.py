@@ -133,7 +133,7 @@ class BackendExecutor:
         `train_cls_args` and `train_cls_kwargs`."""
         if self._engine is not None:
             raise TrainBackendError("the workers were started already: call shutdown() before you start them again")
-        ensure_cluster()
+        ensure_cluster(self._resources)
         hang_s = self._elastic.hang_timeout_s
         limits = limits_for(collective_s=min(self._config.collective_timeout_s, 0.9 * hang_s), hang_s=hang_s)
         backend = self._config.make_backend(

@@ -420,7 +420,7 @@ def make_engine(
     if settings.distributed:
         from raysgd.workers.cluster import driver_address, ensure_cluster
 
-        ensure_cluster()
+        ensure_cluster(resources)
         backend = make_backend(host=driver_address())
     group: Any = InlineGroup(backend)
     if settings.threads is not None:  # of a process of its own

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from raysgd.config import FUNCTION_START_LIMIT, START_LIMIT, WorkerResources
-from raysgd.errors import ClusterError, ConfigError, described
+from raysgd.errors import ClusterError, ConfigError, ResourceError, described
 from raysgd.workers import foreign
 from raysgd.workers.fork_server import start_fork_server
 from raysgd.workers.gcs import GcsQuery, ask
@@ -63,21 +63,23 @@ NOT_STARTED = (
 )
 
 
-def ensure_cluster() -> None:
-    """Connect to the cluster that RAY_ADDRESS names or that runs on this machine, or start one. Log which."""
+def ensure_cluster(resources: WorkerResources | None = None) -> None:
+    """Connect to the cluster that RAY_ADDRESS names or that runs on this machine, or start one. Log which. Raise ResourceError
+    instead of starting one on a machine without the GPUs that a worker needs."""
     import ray
 
     if ray.is_initialized():
         if ray.util.client.ray.is_connected():
             raise ConfigError(f"this script is connected through Ray Client (ray://), {THROUGH_CLIENT}")
         return
+    gpus = resources.gpus if resources is not None else 0
     if threading.current_thread() is threading.main_thread():
-        _connect()
+        _connect(gpus)
     else:
-        _connect_on_permanent_thread()
+        _connect_on_permanent_thread(gpus)
 
 
-def _connect_on_permanent_thread() -> None:
+def _connect_on_permanent_thread(gpus: float) -> None:
     """Connect on a thread that never ends, because the processes that Ray starts end with the thread that started
     them."""
     error: list[BaseException] = []
@@ -85,7 +87,7 @@ def _connect_on_permanent_thread() -> None:
 
     def connect() -> None:
         try:
-            _connect()
+            _connect(gpus)
         except BaseException as raised:  # raised again in the thread that needs the cluster
             error.append(raised)
             return
@@ -99,7 +101,7 @@ def _connect_on_permanent_thread() -> None:
         raise error[0]
 
 
-def _connect() -> None:
+def _connect(gpus: float) -> None:
     import ray
 
     given = _given_address()
@@ -108,6 +110,11 @@ def _connect() -> None:
     if address != "local":
         _join(address, found != "local")
         return
+    if gpus and (present := foreign.gpus_here()) < gpus:
+        raise ResourceError(
+            f"each worker needs {gpus:g} GPU, this machine has {present}, and no Ray cluster is running here: pass use_gpu=False, or "
+            "name a cluster with GPUs in the environment variable RAY_ADDRESS"
+        )
     # Without the dashboard Ray starts in half the time. Users who want the dashboard call ray.init() first.
     interpreter = start_fork_server() or sys.executable
     try:

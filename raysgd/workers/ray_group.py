@@ -76,7 +76,7 @@ class RayGroup:
     def __init__(self, backend: ProcessGroupBackend, resources: WorkerResources) -> None:
         import ray
 
-        cluster.ensure_cluster()
+        cluster.ensure_cluster(resources)
         self.listener: Callable[[Event], None] = lambda event: None
         self._backend, self._resources = backend, resources
         self._handles: dict[str, _Handle] = {}

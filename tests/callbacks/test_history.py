@@ -39,6 +39,8 @@ def test_rows_of_a_trainer() -> None:
     assert [row["kind"] for row in history] == ["train", "validate", "train"]
     assert [row["epoch"] for row in history] == [1, 1, 2]
     assert history.column("train_loss") == [returned[0]["train_loss"], None, returned[2]["train_loss"]]
+    assert history.of("train").column("train_loss") == [returned[0]["train_loss"], returned[2]["train_loss"]]
+    assert history.of("train").column("val_loss") == []
     assert [row["val_loss"] for row in history.of("validate")] == [returned[1]["val_loss"]]
     assert history[-1]["num_samples"] == 32
     assert set(history[0]) == {"kind", "epoch", "step", "world_size", "seconds", *returned[0]}

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from raysgd import ClusterError, ConfigError
+from raysgd import ClusterError, ConfigError, ResourceError
+from raysgd.config import WorkerResources
 from raysgd.workers import cluster, foreign
 
 
@@ -115,6 +116,18 @@ def test_a_wrong_switch_is_named_before_ray_starts(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("RAYSGD_FORK_WORKERS", "maybe")
     with pytest.raises(ConfigError, match="RAYSGD_FORK_WORKERS is 'maybe'; it must be 0 or 1"):
         cluster.ensure_cluster()
+    assert init == []
+
+
+def test_no_cluster_is_started_without_the_gpus_that_workers_need(
+    monkeypatch: pytest.MonkeyPatch, init: list[Any]
+) -> None:
+    found(monkeypatch, "")
+    monkeypatch.setattr(foreign, "gpus_here", lambda: 0)
+    with pytest.raises(
+        ResourceError, match=r"each worker needs 1 GPU, this machine has 0, .*pass use_gpu=False, or .*RAY_ADDRESS"
+    ):
+        cluster.ensure_cluster(WorkerResources(gpus=1))
     assert init == []
 
 
