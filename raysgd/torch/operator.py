@@ -230,6 +230,18 @@ class TrainingOperator(OperatorBase):
         window."""
         self._gradients.zero_grad(self._parts.optimizers if optimizer is None else [optimizer])
 
+    def unwrapped(self, model: Any = None) -> Any:
+        """Return the module inside a registered `model`, by default the only one, for its attributes and for a forward that only
+        this rank makes: with several workers, `self.model` is a DistributedDataParallel, whose forward and backward
+        synchronize the ranks."""
+        bare, wrapped = self._parts.models, self._parts.wrapped
+        if model is None and len(bare) != 1:
+            raise ConfigError(f"{len(bare)} models are registered: pass one of them, unwrapped(model)")
+        for inside, outside in zip(bare, wrapped, strict=True):
+            if model is None or model is outside or model is inside:
+                return inside
+        raise ConfigError(f"unwrapped() takes a model that register() returned, got {shown(model)}")
+
     def to_device(self, batch: Any) -> Any:
         """Return a `batch` on this worker's device; batches of the trainer's loaders are there already."""
         return move(batch, self.device)

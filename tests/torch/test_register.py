@@ -112,6 +112,22 @@ def test_parts_that_are_not_passed_are_not_returned(criterion: bool, scheduler: 
     assert list(answer[2:]) == [parts[name] for name in ("criterion", "schedulers") if name in parts]
 
 
+def test_the_module_inside_a_model() -> None:
+    class Two(TrainingOperator):
+        def setup(self, config: dict[str, Any]) -> None:
+            first, second = nn.Linear(1, 1), nn.Linear(1, 1)
+            optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (first, second)]
+            (self.first, self.second), _ = self.register(models=[first, second], optimizers=optimizers)
+            self.made = [first, second]
+
+    operator = Two({})
+    assert [operator.unwrapped(each) for each in (operator.first, operator.second)] == operator.made
+    with pytest.raises(ConfigError, match=r"2 models are registered: pass one of them, unwrapped\(model\)"):
+        operator.unwrapped()
+    with pytest.raises(ConfigError, match=r"takes a model that register\(\) returned, got Linear"):
+        operator.unwrapped(nn.Linear(1, 1))
+
+
 def test_a_criterion_may_be_any_function() -> None:
     one = model()
     assert registered(models=one, optimizers=sgd(one), criterion=torch.dist)[2] is torch.dist
