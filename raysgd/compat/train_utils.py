@@ -21,8 +21,8 @@ __all__ = [
 
 
 def construct_path(path: Path, parent_path: Path) -> Path:
-    """Return an absolute path as it is, and a relative one below `parent_path`."""
-    return path if path.expanduser().is_absolute() else parent_path.joinpath(path).expanduser().resolve()
+    """Return an absolute path, and a relative one below `parent_path`. "~" is the user's home folder."""
+    return parent_path.expanduser().joinpath(path.expanduser()).resolve()
 
 
 def construct_train_func(train_func: Callable[..., Any], config: Mapping[str, Any] | None) -> Callable[[], Any]:

@@ -12,16 +12,16 @@ __all__ = ["CreatorOperator", "TrainingOperator", "get_test_metrics_operator", "
 
 
 def get_test_operator(operator_cls: type[TrainingOperator]) -> type[TrainingOperator]:
-    """Return a subclass whose epochs do nothing and return `{"done": 1}`, or what `config["custom_func"](operator, iterator,
-    info)` returns. Its validations return `{"done": 1}`."""
+    """Return a subclass whose epochs and validations do nothing and return `{"done": 1}`, or what
+    `config["custom_func"](operator, iterator, info)` returns."""
 
     class _TestOperator(operator_cls):  # type: ignore[valid-type, misc]
         def train_epoch(self, iterator: Any, info: Any = None, **_: Any) -> Any:
             function = self.config.get("custom_func")
             return function(self, iterator, info) if callable(function) else {"done": 1}
 
-        def validate(self, val_iterator: Any, info: Any = None) -> dict[str, Any]:
-            return {"done": 1}
+        def validate(self, val_iterator: Any, info: Any = None) -> Any:
+            return self.train_epoch(val_iterator, info)
 
     return _TestOperator
 

@@ -16,7 +16,7 @@ def test_an_epoch_calls_the_configs_function() -> None:
     with inline(operator, config={"custom_func": counted, "rows": 8}) as trainer:
         result = trainer.train(info={"a": 1})
         assert (result["batches"], result["rows"], result["info"]) == (2, 8, {"a": 1})
-        assert trainer.validate()["done"] == 1
+        assert trainer.validate()["batches"] == 2
 
 
 def test_an_epoch_without_a_function_does_nothing() -> None:

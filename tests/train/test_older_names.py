@@ -186,6 +186,7 @@ def test_functions_of_train_utils(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert utils.construct_path(Path("a"), Path("/b")) == Path("/b/a")
     assert utils.construct_path(Path("/a"), Path("/b")) == Path("/a")
+    assert utils.construct_path(Path("~/a"), Path("/b")) == Path.home() / "a"
     assert utils.construct_train_func(lambda config: config["a"], {"a": 1})() == 1
     with pytest.raises(ValueError, match="takes 2"):
         utils.construct_train_func(lambda a, b: None, None)
