@@ -14,14 +14,14 @@ from typing import Any
 
 from raysgd.config import Limits
 from raysgd.core.messages import Interrupt
-from raysgd.core.outcomes import Failed, Ok, Outcome, WorkerFailed
+from raysgd.core.outcomes import Failed, Interrupted, Ok, Outcome, WorkerFailed
 from raysgd.core.progress import most_advanced
 from raysgd.core.protocols import Call, ProcessGroupBackend
 from raysgd.core.ranks import RankInfo, assign_ranks
 from raysgd.core.shard_copies import ShardedState, covered, layout, newest_complete
 from raysgd.core.snapshot import Snapshot
 from raysgd.engine.failure import no_room_error, raise_user_error, unfinished_error, warn_no_room
-from raysgd.engine.worker_table import WorkerTable
+from raysgd.engine.worker_table import WorkerInfo, WorkerTable
 from raysgd.errors import WorkerStartError
 from raysgd.workers.blob import Blob
 
@@ -29,7 +29,7 @@ __all__ = ["Generation"]
 
 logger = logging.getLogger("raysgd")
 
-ATTEMPTS = 3
+ATTEMPTS, MOST_CAUSES = 3, 8
 SLOW_S = 15.0
 # The phase of a recovery (`PHASES` of raysgd.core.policy) to which each question to the workers belongs.
 PHASE_OF = {"leave": "leave", "prepare": "setup", "build": "setup", "offer": "join", "join": "join"}
@@ -56,6 +56,7 @@ class Generation:
         self._up = False
         self._has_formed = False
         self._seconds: dict[str, float] = {}
+        self._failures: dict[str, Interrupted | WorkerFailed] = {}  # of the newest attempt
 
     def take_seconds(self) -> dict[str, float]:
         """Return how long the workers took to answer in each phase since the last call of this method."""
@@ -81,6 +82,15 @@ class Generation:
         for worker in workers:
             self._table.group.send(worker, message)
 
+    def causes(self) -> str:
+        """Return why the newest attempt to form a generation failed, with the ranks and their machines."""
+        causes = []
+        for worker, outcome in self._failures.items():
+            info = self._table.get(worker) or WorkerInfo(worker)
+            causes.append(f"rank {info.rank} on {info.machine or 'this machine'}: {outcome.cause}")
+        more = [f"and {len(causes) - MOST_CAUSES} more"] if len(causes) > MOST_CAUSES else []
+        return "; ".join(causes[:MOST_CAUSES] + more)
+
     # -- the first generation -------------------------------------------------------------------------
 
     def start(self, target: int, least: int) -> None:
@@ -89,17 +99,26 @@ class Generation:
             room = self._table.group.room()
             count = max(least, min(target, room))
             workers = self._table.launch(count)
-            if self._wait_for_start(workers, target, no_room=count > room) and self.form(workers):
-                return
-            causes = [self._table.failure_of(info).cause for info in self._table.failed() if info.worker in workers]
-            logger.warning(
-                "a worker failed during start-up (attempt %d of %d): %s", attempt, ATTEMPTS, "; ".join(causes)
-            )
+            if self._wait_for_start(workers, target, no_room=count > room):
+                if self.form(workers):
+                    return
+            else:
+                failed = [info for info in self._table.failed() if info.worker in workers]
+                self._failures = {info.worker: self._table.failure_of(info) for info in failed}
+            causes = self.causes()
+            logger.warning("workers failed during start-up (attempt %d of %d): %s", attempt, ATTEMPTS, causes)
             for worker in workers:
                 self._table.dismiss(worker)
+        if any(isinstance(failure, WorkerFailed) for failure in self._failures.values()):
+            raise WorkerStartError(
+                f"workers failed {ATTEMPTS} times during start-up, before or in `setup` ({causes}). The usual causes are too "
+                "little memory and crashes in native code: look for the workers' last output in Ray's logs"
+            )
         raise WorkerStartError(
-            f"workers failed {ATTEMPTS} times during start-up, before or in `setup` ({'; '.join(causes)}). The usual causes are "
-            "too little memory and crashes in native code: look for the workers' last output in Ray's logs"
+            f"the workers started {ATTEMPTS} times, but could not connect to each other ({causes}). Each worker must reach each "
+            "other one, on any TCP port. Check routes and firewalls between these machines. If they reach each other by "
+            "another network interface than the script's machine, set GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) to it "
+            "before `ray start` on each of them"
         )
 
     def _wait_for_start(self, workers: Sequence[str], target: int, *, no_room: bool) -> bool:
@@ -332,4 +351,7 @@ class Generation:
         for worker, outcome in outcomes.items():
             if isinstance(outcome, Failed):
                 raise_user_error(outcome, self._table[worker])
-        return all(isinstance(outcome, Ok) for outcome in outcomes.values())
+        broken = {worker: each for worker, each in outcomes.items() if isinstance(each, Interrupted | WorkerFailed)}
+        failed = {worker: each for worker, each in broken.items() if isinstance(each, WorkerFailed)}
+        self._failures = failed or broken  # the peers of a failed worker say only that they were interrupted
+        return not broken

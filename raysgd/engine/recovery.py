@@ -94,6 +94,8 @@ class RecoveryLoop:
                 case.revived = self._revive([*survivors, *joining], case.call.number)
             state = Blob(case.revived.content()) if case.revived and not self._in_place else None
             formed = self._generation.form([*survivors, *joining], state=state or None)
+            if not formed:
+                logger.warning("a new process group could not be formed: %s", self._generation.causes())
         finally:
             if not formed:
                 case.tries += 1
@@ -111,7 +113,9 @@ class RecoveryLoop:
             if replacements.unfinished:
                 raise unfinished_error([replacements.unfinished])
         if case.tries > self._elastic.max_attempts:
-            self._give_up(f"{case.tries} attempts in a row to form a new process group failed", case)
+            self._give_up(
+                f"{case.tries} attempts in a row to form a new process group failed ({self._generation.causes()})", case
+            )
 
     def _dismiss_failed(self, case: _Case) -> None:
         """Dismiss the workers that have failed, and log the failure once."""

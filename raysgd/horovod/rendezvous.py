@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import http.client
 import os
-import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from raysgd.core.ranks import RankInfo
 from raysgd.horovod.rendezvous_server import ENDED, RendezvousServer
+from raysgd.torch.interfaces import interface_towards
 
-__all__ = ["HorovodRendezvous", "end_rendezvous", "interface_towards", "rank_variables", "set_environment"]
+__all__ = ["HorovodRendezvous", "end_rendezvous", "rank_variables", "set_environment"]
 
 SINGLE_WORKER = {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}
 ADDRESS, PORT = "HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"
@@ -99,24 +99,7 @@ def set_environment(environment: Mapping[str, str], *, interface: str | None = N
     # The trainer reports failed peers. Horovod would print them again on every rank.
     os.environ.setdefault("HOROVOD_LOG_LEVEL", "fatal")
     if environment and (INTERFACE not in os.environ or interface is not None):
-        os.environ[INTERFACE] = interface or interface_towards(_host(environment), int(environment[PORT]))
-
-
-def interface_towards(host: str, port: int) -> str:
-    """Return the network interface that this machine uses to reach the driver. Peers reach it there too."""
-    import psutil  # Horovod needs it as well
-
-    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(address)  # sends nothing
-        own = probe.getsockname()[0]
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(each.family == family and each.address.split("%")[0] == own for each in addresses):
-            return str(name)
-    raise RuntimeError(
-        f"no network interface of this machine has the address {own}, which it uses to reach the driver at {host}: set the "
-        f"environment variable {INTERFACE} to the interface that the workers share"
-    )
+        os.environ[INTERFACE] = interface or interface_towards(_host(environment), variable=INTERFACE)
 
 
 def end_rendezvous(environment: Mapping[str, str]) -> None:

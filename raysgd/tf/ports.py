@@ -13,6 +13,7 @@ import socket
 from collections.abc import Sequence
 from typing import Any
 
+from raysgd.core.network import address_towards
 from raysgd.core.ranks import RankInfo
 
 __all__ = ["HeldPort", "HeldPortBackend", "NoFreePortError"]
@@ -46,10 +47,7 @@ class HeldPort:
     def address_towards(self, host: str) -> str:
         """Return this machine's address, as `host` reaches it, with the port."""
         try:
-            family, _, _, _, there = socket.getaddrinfo(host, self.number, type=socket.SOCK_DGRAM)[0]
-            with socket.socket(family, socket.SOCK_DGRAM) as probe:
-                probe.connect(there)  # sends nothing
-                own = str(probe.getsockname()[0])
+            own = address_towards(host)
         except OSError as error:
             self.release()
             raise NoFreePortError(f"this machine has no address towards {host}: {error}") from error

@@ -18,6 +18,7 @@ from raysgd.core.shard_copies import layout
 from raysgd.errors import causes_of
 from raysgd.torch.foreign import abort_default_group, collective_counter, groups, no_collectives, set_collective_limit
 from raysgd.torch.fsdp import MESH
+from raysgd.torch.interfaces import choose_interface
 from raysgd.torch.sockets import Connections, GlooConnections
 from raysgd.torch.store import addresses_of, connect, exchange_addresses, open_store, wait_for_all, without_secret
 
@@ -114,6 +115,8 @@ class TorchBackend:
                 rank_info.world_size, each=8
             )  # to each peer, also in one more group of the user, and for shards
             self._gloo.add_store(addresses_of(settings))
+        if not rank_info.solo:
+            choose_interface(rank_info, settings["host"])
         store = dist.HashStore() if rank_info.solo else self._connect(settings)  # type: ignore[attr-defined]
         store = dist.PrefixStore(f"generation-{rank_info.generation}", store)  # type: ignore[attr-defined]
         wait_for_all(store, rank_info, limit_s=self._join_s)

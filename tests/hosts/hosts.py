@@ -1,0 +1,314 @@
+"""Several hosts on one machine, made of Linux namespaces, with a Ray node in each.
+
+A host has a network of its own (one interface, connected to the others by a bridge), a host name, a hosts file, process
+ids, /tmp, /dev/shm and a home folder. It shares the kernel, the clock and the installed programs with the machine; the
+checkout and the environment are mounted read-only. All of it is inside an outer network, mount and process namespace,
+so that nothing reaches the machine's own network, and the end of one process ends everything.
+
+Needs Linux, root, and the commands of iproute2 and util-linux.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+__all__ = ["ROOT", "Host", "Hosts", "why_not"]
+
+ROOT = Path(__file__).resolve().parents[2]
+COMMANDS = ("ip", "tc", "unshare", "nsenter", "mount")
+GCS_PORT = 6379
+READY = "Ray runtime started."
+OBJECT_STORE_BYTES = 200_000_000
+
+# Each host's own mounts. What it shares with the machine is bound to a second place first, because it may be in /tmp.
+MOUNTS = """
+mount --make-rprivate /
+hostname {name}
+ip link set lo up
+mount -t tmpfs stash /mnt
+n=0
+for path in {shared}; do n=$((n + 1)); mkdir /mnt/$n; mount --bind "$path" /mnt/$n; done
+mkdir /mnt/etc
+touch /mnt/etc/hosts /mnt/etc/resolv.conf
+mount --bind /mnt/etc/hosts /etc/hosts
+mount --bind /mnt/etc/resolv.conf /etc/resolv.conf
+mount -t tmpfs tmp /tmp
+mount -t tmpfs -o size=1g shm /dev/shm
+n=0
+for path in {shared}; do
+  n=$((n + 1))
+  mkdir -p "$path"
+  mount --bind /mnt/$n "$path"
+  mount -o remount,bind,ro "$path"
+done
+mkdir /tmp/home
+echo ready
+exec sleep infinity
+"""
+
+
+def why_not() -> str:
+    """Return what this machine lacks for hosts, "" if nothing."""
+    if sys.platform != "linux" or os.geteuid() != 0:
+        return "hosts made of namespaces need Linux and root"
+    lacking = [command for command in COMMANDS if shutil.which(command) is None]
+    if lacking:
+        return f"hosts made of namespaces need these commands (iproute2, util-linux): {', '.join(lacking)}"
+    made = subprocess.run(
+        ["unshare", "-n", "-m", "-p", "-f", "--mount-proc", "ip", "link", "add", "v", "type", "veth"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return f"namespaces are not allowed here: {made.stderr.strip()}" if made.returncode else ""
+
+
+class _Namespace:
+    """Owns the first process of a set of namespaces. All other processes in them end with it."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self._starter = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
+        assert self._starter.stdout is not None
+        if self._starter.stdout.readline().strip() != "ready":
+            raise OSError(f"namespaces could not be made: status {self._starter.wait()}")
+        self.init = psutil.Process(self._starter.pid).children(recursive=True)[-1].pid
+
+    def kill(self) -> None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            psutil.Process(self.init).kill()
+        self._starter.wait()
+        assert self._starter.stdout is not None
+        self._starter.stdout.close()
+
+
+class Host:
+    """One host. Runs commands in it, and causes faults."""
+
+    def __init__(self, hosts: Hosts, name: str, address: str) -> None:
+        self._hosts, self.name, self.address = hosts, name, address
+        self._port = f"v-{name}"  # of the bridge
+        shared = {str(ROOT), os.path.realpath(sys.prefix), os.path.realpath(sys.base_prefix)}
+        script = MOUNTS.format(name=name, shared=" ".join(map(shlex.quote, sorted(shared))))
+        flags = ["-n", "-m", "-u", "-i", "-p", "-f", "--kill-child", "--mount-proc"]
+        self._namespace = _Namespace([*hosts.entering(), "unshare", *flags, "sh", "-ec", script])
+        hosts.run("ip", "link", "add", self._port, "type", "veth", "peer", "name", "eth0", "netns", str(self._pid()))
+        hosts.run("ip", "link", "set", self._port, "master", "bridge", "up")
+        self.call("ip", "address", "add", f"{address}/24", "dev", "eth0")
+        self.call("ip", "link", "set", "eth0", "up")
+        self.call("ip", "route", "add", "default", "via", hosts.gateway)  # without one, Ray ends itself
+
+    def _pid(self) -> int:
+        """Return the number of this host's first process in the outer namespace."""
+        status = Path(f"/proc/{self._namespace.init}/status").read_text(encoding="utf-8")
+        numbers = next(line for line in status.splitlines() if line.startswith("NSpid:")).split()
+        return int(numbers[-2])
+
+    def entering(self) -> list[str]:
+        return ["nsenter", "-t", str(self._namespace.init), "-n", "-m", "-u", "-i", "-p"]
+
+    def start(self, *command: str, **environment: str) -> subprocess.Popen[str]:
+        """Start a command, in a session of its own, with its error output in its output."""
+        return subprocess.Popen(
+            [*self.entering(), *command],
+            env={**self._hosts.environment, **environment},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd="/",
+            start_new_session=True,
+        )
+
+    def call(self, *command: str) -> str:
+        return _checked([*self.entering(), *command])
+
+    def start_ray(self, *, head: Host | None = None, cpus: int = 1) -> None:
+        """Start this host's Ray node, and return when it runs. Without `head`, it is the head."""
+        where = ["--head", f"--port={GCS_PORT}", "--include-dashboard=false"]
+        if head is not None:
+            where = [f"--address={head.address}:{GCS_PORT}"]
+        ray = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", f"--num-cpus={cpus}"]
+        memory = f"--object-store-memory={OBJECT_STORE_BYTES}"
+        process = self.start(*ray, *where, memory, f"--node-ip-address={self.address}")
+        lines = []
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.append(line)
+            if READY in line:
+                self._hosts.keep(process)
+                return
+        raise OSError(f"Ray did not start on {self.name}: {''.join(lines)}")
+
+    def processes(self, name: str) -> list[psutil.Process]:
+        """Return the running processes of this host whose command line contains `name`."""
+        found = []
+        for process in psutil.Process(self._namespace.init).parent().children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if name in " ".join(process.cmdline()) and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+        return found
+
+    # -- names ----------------------------------------------------------------------------------------
+
+    def set_names(self, names: dict[str, str]) -> None:
+        """Set the hosts file: which address each name has on this host."""
+        lines = "".join(f"{address} {name}\n" for name, address in {"localhost": "127.0.0.1", **names}.items())
+        self.call("sh", "-c", f"printf %s {shlex.quote(lines)} > /etc/hosts")
+
+    # -- faults ---------------------------------------------------------------------------------------
+
+    def kill(self) -> None:
+        """End every process of this host. Its connections do not end first, as when a machine loses its power."""
+        self.unplug()
+        self._namespace.kill()
+
+    def unplug(self) -> None:
+        self._hosts.run("ip", "link", "set", self._port, "nomaster")
+
+    def plug_in(self) -> None:
+        self._hosts.run("ip", "link", "set", self._port, "master", "bridge")
+
+    @contextlib.contextmanager
+    def without_route_to(self, *others: Host) -> Iterator[None]:
+        """Let nothing leave for these hosts. What they send still arrives."""
+        for other in others:
+            self.call("ip", "route", "add", "blackhole", f"{other.address}/32")
+        try:
+            yield
+        finally:
+            for other in others:
+                self.call("ip", "route", "del", "blackhole", f"{other.address}/32")
+
+    @contextlib.contextmanager
+    def firewall(self, port: int) -> Iterator[None]:
+        """Answer no connection to this TCP port of this host."""
+        rule = ["ipproto", "tcp", "sport", str(port), "blackhole"]
+        self.call("ip", "rule", "add", *rule)
+        try:
+            yield
+        finally:
+            self.call("ip", "rule", "del", *rule)
+
+    @contextlib.contextmanager
+    def rate(self, megabits_per_s: float) -> Iterator[None]:
+        """Limit what this host sends."""
+        queue = ["tbf", "rate", f"{megabits_per_s:g}mbit", "burst", "32kb", "latency", "400ms"]
+        self.call("tc", "qdisc", "add", "dev", "eth0", "root", *queue)
+        try:
+            yield
+        finally:
+            self.call("tc", "qdisc", "del", "dev", "eth0", "root")
+
+
+class Hosts:
+    """Owns the outer namespace, the hosts, and the cluster's token. A context manager, at whose end all is gone.
+
+    Hosts are named host-a, host-b and so on, at 10.9.0.1, 10.9.0.2 ..., and know each other by name."""
+
+    gateway = "10.9.0.254"
+
+    def __init__(self, count: int) -> None:
+        self.environment = {
+            **{name: os.environ[name] for name in ("PATH", "LANG") if name in os.environ},
+            "HOME": "/tmp/home",
+            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "examples" / "benchmarks")]),
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "PYTHONUNBUFFERED": "1",
+            "OMP_NUM_THREADS": "1",
+            "RAY_ADDRESS": f"10.9.0.1:{GCS_PORT}",
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": secrets.token_hex(32),
+            "RAY_DEDUP_LOGS": "0",
+            "RAY_USAGE_STATS_ENABLED": "0",
+        }
+        self._running: list[subprocess.Popen[str]] = []
+        script = "mount --make-rprivate / && ip link add bridge type bridge && ip link set bridge up && echo ready"
+        flags = ["-n", "-m", "-p", "-f", "--kill-child", "--mount-proc"]
+        self._namespace = _Namespace(["unshare", *flags, "sh", "-ec", f"{script} && exec sleep infinity"])
+        try:
+            self.all = [Host(self, f"host-{chr(97 + n)}", f"10.9.0.{n + 1}") for n in range(count)]
+            self.name_all()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Hosts:
+        return self
+
+    def __exit__(self, *problem: object) -> None:
+        self.close()
+
+    def __getitem__(self, index: int) -> Host:
+        return self.all[index]
+
+    def entering(self) -> list[str]:
+        return ["nsenter", "-t", str(self._namespace.init), "-n", "-m", "-p"]
+
+    def run(self, *command: str) -> str:
+        return _checked([*self.entering(), *command])
+
+    def keep(self, process: subprocess.Popen[str]) -> None:
+        """Wait for this process at the end."""
+        self._running.append(process)
+
+    def name_all(self) -> None:
+        """Let every host know the names of all."""
+        for host in self.all:
+            host.set_names({each.name: each.address for each in self.all})
+
+    def start_ray(self, *, head_cpus: int = 1) -> None:
+        """Start a Ray node on each host, one after another. The first host has the head."""
+        first, *others = self.all
+        first.start_ray(cpus=head_cpus)
+        for host in others:
+            host.start_ray(head=first)
+
+    def close(self) -> None:
+        self._namespace.kill()
+        for process in self._running:
+            process.wait()
+            if process.stdout is not None:
+                process.stdout.close()
+
+
+def run_script(host: Host, script: Path, *arguments: str, limit_s: float, **environment: str) -> tuple[int, str]:
+    """Run a Python script on a host. Return its status and its output."""
+    process = host.start(sys.executable, str(script), *arguments, **environment)
+    with process:
+        try:
+            output, _ = process.communicate(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            for each in host.processes(str(script)):
+                each.kill()
+            output, _ = process.communicate()
+            raise AssertionError(f"{script.name} did not end within {limit_s:g} s:\n{output}") from None
+    return process.returncode, output
+
+
+def wait_until(condition: Any, limit_s: float, what: str) -> float:
+    """Return after how many seconds the condition holds."""
+    began = time.monotonic()
+    while not condition():
+        if time.monotonic() - began > limit_s:
+            raise AssertionError(f"{what} within {limit_s:g} s")
+        time.sleep(0.1)
+    return time.monotonic() - began
+
+
+def _checked(command: Sequence[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise OSError(f"{shlex.join(command)}: {done.stderr.strip()}")
+    return done.stdout
