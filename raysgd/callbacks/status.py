@@ -7,8 +7,6 @@ import json
 import logging
 import math
 import os
-import stat
-import tempfile
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -18,6 +16,7 @@ from typing import Any
 from raysgd.callbacks.base import Callback, CallResult, Run, Underway
 from raysgd.core.metrics import SECONDS
 from raysgd.core.policy import Recovery
+from raysgd.storage.durable import private_folder, private_place
 
 __all__ = ["OFF", "StatusFile", "status_folder"]
 
@@ -31,7 +30,7 @@ SHOWN_METRICS, SHOWN_WORKERS, LONGEST_TEXT = 6, 100, 100
 
 def status_folder() -> Path:
     """Return the folder of this user's files. Only this user can read or write it."""
-    return Path(tempfile.gettempdir()) / f"raysgd-status-{os.getuid()}"
+    return private_place("status")
 
 
 class StatusFile(Callback):
@@ -134,7 +133,7 @@ class StatusFile(Callback):
         shown = enumerate(self._processes()[:SHOWN_WORKERS])
         processes = [(rank, machine, pid) for rank, (machine, pid) in shown if pid != os.getpid()]
         try:
-            folder = self._folder()
+            folder = private_folder(status_folder())
             path = self._path or folder / f"{os.getpid()}-{uuid.uuid4().hex[:8]}.json"
             draft = path.with_suffix(".draft")
             with open(draft, "w", encoding="ascii", opener=_private) as file:
@@ -146,16 +145,6 @@ class StatusFile(Callback):
         except OSError as error:
             self._writes = False
             logger.info("`raysgd top` cannot show this trainer: %s", error)
-
-    def _folder(self) -> Path:
-        """Return the folder, which is created unless it exists. Raise OSError if it belongs to somebody else."""
-        folder = status_folder()
-        with contextlib.suppress(FileExistsError):
-            folder.mkdir(mode=0o700)
-        found = folder.lstat()
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-            raise PermissionError(f"{folder} must be a folder of this user that no other user can open (mode 700)")
-        return folder
 
 
 def _private(path: str, flags: int) -> int:

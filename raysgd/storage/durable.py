@@ -1,4 +1,5 @@
-"""Write files that are on the disk once `sync` has returned, and delete drafts of killed processes. Both."""
+"""Write files that are on the disk once `sync` has returned, delete drafts of killed processes, and create folders that only
+this user can change. Both."""
 
 from __future__ import annotations
 
@@ -8,6 +9,8 @@ import io
 import logging
 import os
 import shutil
+import stat
+import tempfile
 import time
 import uuid
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,7 +22,15 @@ try:
 except ImportError:  # Windows, where drafts of killed processes are not removed
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["DurableFile", "host_mark", "open_locked", "own_folder", "remove_abandoned"]
+__all__ = [
+    "DurableFile",
+    "host_mark",
+    "open_locked",
+    "own_folder",
+    "private_folder",
+    "private_place",
+    "remove_abandoned",
+]
 
 logger = logging.getLogger("raysgd")
 
@@ -123,6 +134,39 @@ def own_folder(parent: Path, name: str) -> Path:
             if _locked(descriptor, folder):
                 return folder
             os.close(descriptor)
+
+
+def private_place(what: str) -> Path:
+    """Return the folder in the temporary folder that the processes of this user on this machine share for a purpose."""
+    return Path(tempfile.gettempdir()) / f"raysgd-{what}-{os.getuid()}"
+
+
+def private_folder(folder: Path) -> Path:
+    """Create a folder, unless it exists, and return it. Raise PermissionError unless it is a folder of this user that no
+    other user can open: in the temporary folder, everybody can create something with its name first."""
+    try:
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+        # What is open is what is checked. A link is not followed, because its owner could change it after the check.
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except FileNotFoundError:  # another process has just removed it
+        raise
+    except OSError as error:
+        raise PermissionError(_not_private(folder, str(error.strerror))) from error
+    try:
+        found = os.fstat(descriptor)
+    finally:
+        os.close(descriptor)
+    if found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise PermissionError(_not_private(folder, f"user {found.st_uid}, mode {stat.S_IMODE(found.st_mode):o}"))
+    return folder
+
+
+def _not_private(folder: Path, found: str) -> str:
+    return (
+        f"{folder} must be a folder of this user that no other user can open (mode 700), and is not ({found}): delete it, or set "
+        "TMPDIR to a folder of your own"
+    )
 
 
 def _locked(descriptor: int, path: Any) -> bool:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 from torch import nn
 
 from raysgd.errors import ConfigError
+from raysgd.storage.durable import private_folder, private_place
 from raysgd.torch.operator import TrainingOperator
 
 __all__ = ["CreatorOperator", "Creators", "operator_from_creators"]
@@ -135,9 +134,12 @@ def _one_at_a_time() -> Iterator[None]:
     the files."""
     import fcntl  # Windows does not have it
 
-    with open(Path(tempfile.gettempdir()) / f"raysgd-data-{os.getuid()}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    descriptor = os.open(private_folder(private_place("data")), os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
         try:
             yield
         finally:
-            fcntl.flock(lock, fcntl.LOCK_UN)
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # also for processes that the function has started
+    finally:
+        os.close(descriptor)

@@ -28,7 +28,9 @@ OWN_STATE: dict[str, Callable[[Any], bool]] = {
 def steps_of(scheduler: Any) -> Any:
     """Return a number that changes whenever the scheduler steps, None if it has none."""
     steps = getattr(scheduler, "last_epoch", None)
-    if steps is None and (inner := getattr(scheduler, "_schedulers", None)):  # a ChainedScheduler has no counter of its own
+    if steps is None and (
+        inner := getattr(scheduler, "_schedulers", None)
+    ):  # a ChainedScheduler has no counter of its own
         return steps_of(inner[0])
     return steps
 

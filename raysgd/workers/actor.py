@@ -21,7 +21,7 @@ from raysgd.core.connection import ControlAddress
 from raysgd.core.outcomes import Failed, Ok, Outcome
 from raysgd.core.protocols import ProcessGroupBackend
 from raysgd.errors import described
-from raysgd.storage.durable import own_folder
+from raysgd.storage.durable import own_folder, private_place
 from raysgd.workers.blob import unpickled
 from raysgd.workers.calls import ANSWER, CALL, CALL_HEAD, packed_outcome, seal, unseal
 from raysgd.workers.control_client import ControlClient
@@ -60,7 +60,7 @@ class WorkerActor:
     def install(self, code: UserCode) -> None:
         """Let this process import the user's modules, which this machine may not have."""
         # Not in Ray's session folder, in which every user may rename other users' folders.
-        install(code, Path(tempfile.gettempdir()) / f"raysgd-code-{os.getuid()}")
+        install(code, private_place("code"))
 
     def add_to_path(self, folders: list[str], first: int) -> None:
         """Let this process import modules from folders of this machine."""

@@ -18,6 +18,7 @@ from importlib.machinery import EXTENSION_SUFFIXES, SOURCE_SUFFIXES
 from pathlib import Path
 from typing import Any
 
+from raysgd.storage.durable import private_folder
 from raysgd.workers.serialization import is_installed
 
 __all__ = ["UserCode", "add_to_path", "install", "pack_modules", "user_folders"]
@@ -136,13 +137,9 @@ def _is_importable(entry: os.DirEntry[str]) -> bool:
 
 
 def install(code: UserCode, parent: Path) -> None:
-    """Let this process import the modules. All workers of a machine share one copy below `parent`."""
-    parent.mkdir(mode=0o700, exist_ok=True)
-    if parent.stat().st_uid != os.getuid() or parent.stat().st_mode & 0o022:
-        raise PermissionError(
-            f"other users can write to {parent}, so workers do not import modules from it: delete that folder"
-        )
-    folder = parent / hashlib.sha256(code.data).hexdigest()[:32]
+    """Let this process import the modules. All workers of a machine share one copy below `parent`, which is private: whoever
+    can write to it decides what a worker runs."""
+    folder = private_folder(parent) / hashlib.sha256(code.data).hexdigest()[:32]
     if not folder.is_dir():
         draft = Path(tempfile.mkdtemp(dir=parent))
         try:
