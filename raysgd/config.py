@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -10,6 +11,7 @@ from typing import Any, Literal
 from raysgd.errors import ConfigError, suggesting_fields
 
 __all__ = [
+    "CONTROL_PORT",
     "FUNCTION_START_LIMIT",
     "START_LIMIT",
     "ElasticConfig",
@@ -17,6 +19,7 @@ __all__ = [
     "WorkerResources",
     "at_least",
     "check_flag",
+    "control_ports",
     "flag_from_environment",
     "is_real",
     "refuse_rates",
@@ -29,6 +32,7 @@ __all__ = [
 JOIN_AT_MOST_S = 60.0
 START_LIMIT, FUNCTION_START_LIMIT = "SGD_PLACEMENT_GROUP_TIMEOUT_S", "TRAIN_PLACEMENT_GROUP_TIMEOUT_S"
 UNREACHABLE_AT_MOST_S = 60.0
+CONTROL_PORT, FIRST_PORT, LAST_PORT = "RAYSGD_CONTROL_PORT", 1024, 65535
 SILENT_AT_LEAST_S = 10.0  # an import can block all threads of its process for a while
 
 
@@ -61,6 +65,21 @@ def seconds_from_environment(name: str, default: int) -> int:
             f"Correct it, or unset it for the default of {default}."
         )
     return int(text)
+
+
+def control_ports() -> range | None:
+    """Return the ports of this machine on which the driver may listen, or None if the system is to choose them."""
+    text = os.environ.get(CONTROL_PORT, "").strip()
+    if not text:
+        return None
+    found = re.fullmatch(r"(\d{1,5})(?:-(\d{1,5}))?", text, re.ASCII)
+    first, last = (int(found[1]), int(found[2] or found[1])) if found is not None else (0, 0)
+    if not FIRST_PORT <= first <= last <= LAST_PORT:
+        raise ConfigError(
+            f"the environment variable {CONTROL_PORT} is {text!r}; it must be a port or a range of ports from {FIRST_PORT} to "
+            f"{LAST_PORT}, such as 7000 or 7000-7020. Correct it, or unset it so that the system chooses."
+        )
+    return range(first, last + 1)
 
 
 def flag_from_environment(name: str, *, default: bool = False) -> bool:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from raysgd import ConfigError, ElasticConfig
-from raysgd.config import Limits, WorkerResources
+from raysgd.config import CONTROL_PORT, Limits, WorkerResources, control_ports
 
 
 @pytest.mark.parametrize(
@@ -142,3 +142,19 @@ def test_worker_resources_refuse(arguments: dict[str, Any], says: str) -> None:
 )
 def test_how_many_workers_fit(wanted: dict[str, float], free: dict[str, float], fits: int) -> None:
     assert parse(resources=wanted).fits(free) == fits
+
+
+@pytest.mark.parametrize(
+    ("text", "ports"),
+    [("", None), (" 7000 ", range(7000, 7001)), ("7000-7010", range(7000, 7011)), ("1024-65535", range(1024, 65536))],
+)
+def test_the_control_port_can_be_chosen(text: str, ports: range | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CONTROL_PORT, text)
+    assert control_ports() == ports
+
+
+@pytest.mark.parametrize("text", ["80", "65536", "7010-7000", "7000,7001", "-7000", "7000-", "a", "7000-7010-7020"])
+def test_a_wrong_control_port_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CONTROL_PORT, text)
+    with pytest.raises(ConfigError, match=f"RAYSGD_CONTROL_PORT is {text!r}.* from 1024 to 65535, such as 7000"):
+        control_ports()

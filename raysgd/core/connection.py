@@ -61,11 +61,13 @@ UNREACHABLE = {errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ETI
 
 @dataclass(frozen=True)
 class ControlAddress:
-    """Where the driver listens, and the token that lets a worker in."""
+    """Where the driver listens, the token that lets a worker in, and how long the driver's machine may not answer before
+    its connections end."""
 
     host: str
     port: int
     token: str = field(repr=False)
+    unreachable_s: float = 60.0
 
 
 class RejectedError(ConnectionError):
@@ -85,6 +87,7 @@ def connect(
         try:
             connection.settimeout(SEND_S)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            detect_unreachable(connection, address.unreachable_s)
             connection.sendall(greeting)
             answer, _ = receive_message(connection)
             if isinstance(answer, Admitted):

@@ -1,12 +1,19 @@
-"""Find the address by which this machine reaches another one. Both."""
+"""Find the address by which this machine reaches another one, and listen for other machines. Both."""
 
 from __future__ import annotations
 
+import errno
 import socket
+from collections.abc import Iterable
 
-__all__ = ["address_towards"]
+from raysgd.config import CONTROL_PORT
+from raysgd.errors import ConfigError
 
+__all__ = ["LOOPBACK", "address_towards", "listen"]
+
+LOOPBACK = "127.0.0.1"
 ANY_PORT = 9
+BACKLOG = 1024
 
 
 def address_towards(host: str) -> str:
@@ -16,3 +23,19 @@ def address_towards(host: str) -> str:
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(there)
         return str(probe.getsockname()[0])
+
+
+def listen(host: str, ports: Iterable[int] | None) -> socket.socket:
+    """Return a socket that listens on `host`, at the first of these ports that is free, or at one that the system chooses.
+    Raise OSError if this machine does not have that address."""
+    family, _, _, _, (address, *_) = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    for port in (0,) if ports is None else ports:
+        try:
+            return socket.create_server((str(address), port), family=family, backlog=BACKLOG)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+    raise ConfigError(
+        f"every port that the environment variable {CONTROL_PORT} allows is in use on this machine, by another trainer or "
+        "another program: set a range such as 7000-7020. A trainer needs one port, and two for its process groups"
+    )

@@ -15,6 +15,7 @@ from raysgd.core.outcomes import CollectivePlace, Failed, Interrupted, Ok, Outco
 __all__ = [
     "OUT_OF_STEP",
     "PHASES",
+    "UNREACHABLE",
     "Decision",
     "GiveUp",
     "Observation",
@@ -34,6 +35,7 @@ __all__ = [
 ]
 
 OUT_OF_STEP = "out of step"
+UNREACHABLE = "unreachable"  # a worker that could not connect to the driver
 # The parts of a recovery, usually in this order.
 PHASES = ("stop", "wait", "leave", "state", "setup", "join")
 # A preempted machine usually has at least this long: the grace period of Google Cloud, and by default of Kubernetes.

@@ -15,6 +15,7 @@ from typing import Any
 from raysgd.config import Limits
 from raysgd.core.messages import Interrupt
 from raysgd.core.outcomes import Failed, Interrupted, Ok, Outcome, WorkerFailed
+from raysgd.core.policy import UNREACHABLE
 from raysgd.core.progress import most_advanced
 from raysgd.core.protocols import Call, ProcessGroupBackend
 from raysgd.core.ranks import RankInfo, assign_ranks
@@ -87,7 +88,8 @@ class Generation:
         causes = []
         for worker, outcome in self._failures.items():
             info = self._table.get(worker) or WorkerInfo(worker)
-            causes.append(f"rank {info.rank} on {info.machine or 'this machine'}: {outcome.cause}")
+            rank = f"rank {info.rank} on {info.machine or 'this machine'}" if info.started else "a new worker"
+            causes.append(f"{rank}: {outcome.cause}")
         more = [f"and {len(causes) - MOST_CAUSES} more"] if len(causes) > MOST_CAUSES else []
         return "; ".join(causes[:MOST_CAUSES] + more)
 
@@ -106,6 +108,10 @@ class Generation:
                 failed = [info for info in self._table.failed() if info.worker in workers]
                 self._failures = {info.worker: self._table.failure_of(info) for info in failed}
             causes = self.causes()
+            if any(failure.reason == UNREACHABLE for failure in self._failures.values()):
+                for worker in workers:
+                    self._table.dismiss(worker)
+                raise WorkerStartError(causes)  # now, because a further attempt would wait as long
             logger.warning("workers failed during start-up (attempt %d of %d): %s", attempt, ATTEMPTS, causes)
             for worker in workers:
                 self._table.dismiss(worker)
@@ -352,6 +358,8 @@ class Generation:
             if isinstance(outcome, Failed):
                 raise_user_error(outcome, self._table[worker])
         broken = {worker: each for worker, each in outcomes.items() if isinstance(each, Interrupted | WorkerFailed)}
-        failed = {worker: each for worker, each in broken.items() if isinstance(each, WorkerFailed)}
-        self._failures = failed or broken  # the peers of a failed worker say only that they were interrupted
+        has_failed = any(isinstance(each, WorkerFailed) for each in broken.values())
+        if has_failed:  # its peers say only that they were interrupted
+            broken = {worker: each for worker, each in broken.items() if isinstance(each, WorkerFailed)}
+        self._failures = broken
         return not broken

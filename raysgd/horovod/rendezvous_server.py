@@ -11,6 +11,9 @@ import threading
 from collections.abc import Mapping
 from http import HTTPStatus
 
+from raysgd.config import control_ports
+from raysgd.core.network import LOOPBACK, listen
+
 __all__ = ["ENDED", "RendezvousServer"]
 
 logger = logging.getLogger("raysgd")
@@ -153,7 +156,7 @@ class RendezvousServer:
 
 def _listen(host: str) -> socket.socket:
     try:
-        return socket.create_server((host, 0), backlog=1024)
+        return listen(host, None if host == LOOPBACK else control_ports())
     except OSError as error:  # behind NAT, this machine does not have the address that others use for it
         logger.info("Horovod's rendezvous server listens on all addresses, because it cannot bind %s: %s", host, error)
-        return socket.create_server(("", 0), backlog=1024)
+        return listen("0.0.0.0", control_ports())

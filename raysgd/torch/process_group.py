@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from raysgd.core.descriptors import allow_connections
+from raysgd.core.network import LOOPBACK
 from raysgd.core.ranks import RankInfo
 from raysgd.core.shard_copies import layout
 from raysgd.errors import causes_of
@@ -34,7 +35,6 @@ GLOO = re.compile(
 # A gloo rank that waits for a peer's connection cannot be interrupted, and the peer may have failed meanwhile. So this
 # wait is short; all ranks are in the store when it begins.
 FORM_S, RANKS_PER_S = 10.0, 10
-LOOPBACK = "127.0.0.1"
 
 
 class TorchBackend:

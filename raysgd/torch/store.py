@@ -16,6 +16,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from raysgd.config import control_ports
+from raysgd.core.network import LOOPBACK, listen
 from raysgd.core.ranks import RankInfo
 
 __all__ = ["addresses_of", "connect", "exchange_addresses", "open_store", "wait_for_all", "without_secret"]
@@ -23,7 +25,6 @@ __all__ = ["addresses_of", "connect", "exchange_addresses", "open_store", "wait_
 logger = logging.getLogger("raysgd")
 
 SECRET_BYTES = 16
-BACKLOG = 1024
 FIRST_TRY_S = 5.0
 MORE_CLIENTS_S = (1.0, 2.0)  # a second client starts after one second, a third one two seconds later
 
@@ -71,8 +72,7 @@ def _server(host: str, limit: datetime.timedelta, *, use_libuv: bool) -> Any:
 def _bound(host: str) -> socket.socket | None:
     """Return a socket that listens on `host`, or None if this machine has no such address (behind NAT, for example)."""
     try:
-        family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-        return socket.create_server(address, family=family, backlog=BACKLOG)
+        return listen(host, None if host == LOOPBACK else control_ports())
     except OSError as error:
         logger.info("the rendezvous store listens on all addresses, because %s cannot be bound: %s", host, error)
         return None

@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from raysgd.config import CONTROL_PORT
 from raysgd.constants import BATCH_COUNT, NUM_SAMPLES
 from raysgd.core.connection import SEND_S, Body, ControlAddress, connect, receive, receive_body, receive_message, send
 from raysgd.core.messages import (
@@ -48,13 +49,14 @@ from raysgd.core.messages import (
 from raysgd.core.metrics import COMMITTED, SKIPPED
 from raysgd.core.progress import Control, Progress
 
-__all__ = ["ControlClient", "brief"]
+__all__ = ["CANNOT_CONNECT", "ControlClient", "brief"]
 
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 1.0
 NO_BODY = bytearray()
 DRIVER_GONE = 78
+CANNOT_CONNECT = "cannot connect to the script's machine"
 DEEPEST = 100  # frames of a stack, of which an import alone can have dozens
 
 BULK_S = 600.0  # for the driver to take any few MB of a large message: it may be suspended for a while
@@ -79,7 +81,7 @@ class ControlClient:
         self._address, self._worker = address, worker
         self._abort, self._dismissed = abort, dismissed
         self._send_lock = threading.Lock()
-        self._socket = connect(address, Hello(worker, node, os.getpid()))
+        self._socket = _connected(address, Hello(worker, node, os.getpid()))
         self._socket.settimeout(SEND_S)
         self._bulk: socket.socket | None = None
         self._bulk_lock = threading.Lock()
@@ -217,6 +219,19 @@ class ControlClient:
         if self._open:
             self.on_end()
             os._exit(DRIVER_GONE)  # the driver has ended, and the main thread may be stuck in a collective
+
+
+def _connected(address: ControlAddress, hello: Hello) -> socket.socket:
+    """Return the control connection. Raise an error that says which machine cannot be reached from which."""
+    try:
+        return connect(address, hello)
+    except ConnectionAbortedError:  # the driver was reached
+        raise
+    except OSError as error:
+        raise ConnectionError(  # in one line, because Ray passes on only the text
+            f"{socket.gethostname()} {CANNOT_CONNECT} at {address.host}:{address.port} ({error}): a firewall? The environment "
+            f"variable {CONTROL_PORT} of the script chooses that port, or a range"
+        ) from error
 
 
 def _is_idle(connection: socket.socket) -> bool:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from raysgd.config import control_ports
 from raysgd.core.connection import (
     PREFIX,
     TOKEN_BYTES,
@@ -45,6 +46,7 @@ from raysgd.core.messages import (
     decode,
     encode,
 )
+from raysgd.core.network import listen
 from raysgd.workers.events import Event, MessageReceived, WorkerEnded, WorkerStarted
 
 __all__ = ["ControlServer"]
@@ -59,7 +61,6 @@ ENDED = "its process ended (its control connection was closed)"
 ADMISSION_S = 5.0
 UNADMITTED_AT_MOST = 128
 
-BACKLOG = 1024
 ACCEPT_PAUSE_S = 1.0
 CLOSE_S = 2.0
 NO_RESOURCES = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
@@ -115,7 +116,7 @@ class ControlServer:
         self._sending = threading.RLock()
         self._framed: tuple[Message | None, int, bytes] = None, 0, b""  # the newest one, which is usually sent to many
         self._refusals = _Refusals()
-        self._listener = _listen(host)
+        self._listener = _listen(host, control_ports())
         self._listener.setblocking(False)
         self.address: tuple[str, int] = (host, self._listener.getsockname()[1])
         self._short_of_resources = False  # logged once, until connections can be accepted again
@@ -126,7 +127,7 @@ class ControlServer:
 
     def address_for_workers(self) -> ControlAddress:
         """Return what a worker needs to connect."""
-        return ControlAddress(*self.address, self.token)
+        return ControlAddress(*self.address, self.token, self.unreachable_s)
 
     # -- any thread -----------------------------------------------------------------------------------
 
@@ -462,8 +463,8 @@ def _log_unexpected(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) ->
     )
 
 
-def _listen(host: str) -> socket.socket:
+def _listen(host: str, ports: range | None) -> socket.socket:
     try:
-        return socket.create_server((host, 0), backlog=BACKLOG)
+        return listen(host, ports)
     except OSError:  # behind NAT, the address that other machines use is not one of this machine: listen on all
-        return socket.create_server(("", 0), backlog=BACKLOG)
+        return listen("0.0.0.0", ports)

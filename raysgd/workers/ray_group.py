@@ -20,7 +20,7 @@ from raysgd.config import WorkerResources, flag_from_environment
 from raysgd.core.descriptors import allow_connections
 from raysgd.core.messages import KillProcess, Message, StartDealer
 from raysgd.core.outcomes import Failed, Outcome
-from raysgd.core.policy import OUT_OF_STEP
+from raysgd.core.policy import OUT_OF_STEP, UNREACHABLE
 from raysgd.core.protocols import ProcessGroupBackend
 from raysgd.errors import NotActiveError
 from raysgd.ray_data.reader import DEALER, RemoteDealer, RowReader, start_dealer
@@ -29,6 +29,7 @@ from raysgd.workers import cluster
 from raysgd.workers.actor import WorkerActor
 from raysgd.workers.blob import SMALL, Blob
 from raysgd.workers.calls import CALL_HEAD, CallChannel, with_value
+from raysgd.workers.control_client import CANNOT_CONNECT
 from raysgd.workers.control_server import ControlServer
 from raysgd.workers.events import CallEnded, Event, MessageReceived, WorkerEnded, WorkerStarted
 from raysgd.workers.foreign import draining_nodes, hide_deaths_of
@@ -194,7 +195,8 @@ class RayGroup:
     def _up(self, worker: str, done: Future[Any]) -> None:
         error = done.exception()
         if error is not None:
-            self._events.put(WorkerEnded(worker, _first_line(error)))
+            cause = _first_line(error)
+            self._events.put(WorkerEnded(worker, cause, UNREACHABLE if CANNOT_CONNECT in cause else "worker death"))
 
     def _served(self, worker: str, done: Future[tuple[int, Outcome] | None]) -> None:
         handle = self._handles.get(worker)
@@ -421,4 +423,7 @@ def _deaths() -> tuple[type[Exception], ...]:
 
 def _first_line(error: BaseException) -> str:
     error = getattr(error, "cause", error)  # of Ray's error about one in a worker
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+    lines = str(error).strip().splitlines() or [""]
+    if getattr(error, "actor_init_failed", False):  # Ray keeps only the text, which ends with the error
+        return lines[-1]
+    return f"{type(error).__name__}: {lines[0]}"

@@ -16,7 +16,17 @@ import numpy as np
 import pytest
 
 from raysgd.core import connection
-from raysgd.core.connection import PREFIX, ControlAddress, connect, framed, receive, receive_body, receive_message, send
+from raysgd.core.connection import (
+    PREFIX,
+    TOKEN_BYTES,
+    ControlAddress,
+    connect,
+    framed,
+    receive,
+    receive_body,
+    receive_message,
+    send,
+)
 from raysgd.core.messages import (
     Admitted,
     Alive,
@@ -45,6 +55,7 @@ from raysgd.core.outcomes import Ok
 from raysgd.core.progress import Control, Progress
 from raysgd.core.protocols import Call
 from raysgd.core.ranks import SingleWorkerBackend
+from raysgd.errors import ConfigError
 from raysgd.workers import control_server
 from raysgd.workers.blob import Blob
 from raysgd.workers.control_client import ControlClient, brief
@@ -706,3 +717,35 @@ def test_all_expected_workers_can_connect_at_once(expected: int, closed: bool) -
         for connection in connections:
             connection.close()
         server.close()
+
+
+def test_the_ports_of_the_driver_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each trainer in the script takes the next one. If there is none, the error says what to do."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        monkeypatch.setenv("RAYSGD_CONTROL_PORT", f"{port}")
+        with pytest.raises(ConfigError, match=r"RAYSGD_CONTROL_PORT allows is in use.*set a range"):
+            ControlServer(queue.SimpleQueue(), "127.0.0.1")
+        monkeypatch.setenv("RAYSGD_CONTROL_PORT", f"{port}-{port + 20}")
+        servers = [ControlServer(queue.SimpleQueue(), "127.0.0.1") for _ in range(2)]
+    numbers = [server.address[1] for server in servers]
+    for server in servers:
+        server.close()
+    assert port < numbers[0] < numbers[1] <= port + 20
+
+
+def test_a_worker_that_cannot_connect_says_to_which_port() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    where = f"cannot connect to the script's machine at 127.0.0.1:{port} .*a firewall.*RAYSGD_CONTROL_PORT"
+    with pytest.raises(ConnectionError, match=where):
+        ControlClient(ControlAddress("127.0.0.1", port, "t" * TOKEN_BYTES), "w", "node", lambda: None)
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="this system has no TCP_USER_TIMEOUT")
+def test_a_worker_notices_that_the_drivers_machine_is_cut_off(channel: Channel) -> None:
+    """After as long as the driver waits for a worker's machine. The end of the connection ends the worker."""
+    channel.server.unreachable_s = 7.0
+    with channel.greet() as opened:
+        assert opened.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 7000
+        assert opened.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)

@@ -153,10 +153,12 @@ class Host:
 
     def processes(self, name: str) -> list[psutil.Process]:
         """Return the running processes of this host whose command line contains `name`."""
+        namespace = os.readlink(f"/proc/{self._namespace.init}/ns/pid")
         found = []
-        for process in psutil.Process(self._namespace.init).parent().children(recursive=True):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                if name in " ".join(process.cmdline()) and process.status() != psutil.STATUS_ZOMBIE:
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.NoSuchProcess, OSError):
+                here = os.readlink(f"/proc/{process.pid}/ns/pid") == namespace
+                if here and name in " ".join(process.cmdline()) and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
         return found
 

@@ -3,13 +3,14 @@
 The script runs on the first host, which has no worker, and two workers run on the others, one on each."""
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.hosts.hosts import Hosts, run_script, why_not
+from tests.hosts.hosts import Hosts, run_script, wait_until, why_not
 
 pytestmark = [pytest.mark.slow, pytest.mark.elastic]
 
@@ -45,3 +46,29 @@ def test_training_does_not_need_the_names_of_the_hosts(hosts: Hosts) -> None:
         hosts.name_all()
     assert sorted(found["hosts"]) == [hosts[1].address, hosts[2].address]
     assert found["lost_and_doubled"] == [0, 0] and found["recoveries"] == []
+
+
+def test_a_firewall_before_the_control_port_is_named_at_once(hosts: Hosts) -> None:
+    with hosts[0].firewall(7000):
+        found = run(hosts, "train", RAYSGD_CONTROL_PORT="7000")
+    assert "cannot connect to the script's machine at 10.9.0.1:7000 (timed out): a firewall?" in found["error"]
+    assert "attempt" not in found["output"], "it can never succeed, so it is not tried again"
+
+
+def test_workers_end_if_the_host_of_the_script_is_cut_off(hosts: Hosts) -> None:
+    """After half of `hang_timeout_s`. Ray would end them with their nodes, after a minute. This is the last test, because Ray
+    counts the nodes as failed afterwards."""
+    driver = hosts[0].start(sys.executable, str(DRIVER), "wait")
+    hosts.keep(driver)
+    assert driver.stdout is not None
+    assert any("training" in line for line in driver.stdout)
+    assert workers(hosts)
+    hosts[0].unplug()
+    try:
+        wait_until(lambda: not workers(hosts), 40, "the workers did not end")
+    finally:
+        hosts[0].plug_in()
+
+
+def workers(hosts: Hosts) -> list[Any]:
+    return [process for host in hosts.all for process in host.processes("ray::WorkerActor")]
