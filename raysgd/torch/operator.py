@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from importlib import import_module
 from inspect import signature
@@ -17,14 +17,15 @@ from torch.utils.data import DataLoader
 from raysgd.constants import NUM_SAMPLES, NUM_STEPS, SCHEDULER_STEP_BATCH, SCHEDULER_STEP_EPOCH, USE_FP16
 from raysgd.core.meters import AverageMeterCollection
 from raysgd.core.ranks import RankInfo
-from raysgd.core.sampling_plan import optimizer_steps
+from raysgd.core.sampling_plan import SamplingPlan, optimizer_steps
+from raysgd.core.step_plan import StepPlan
 from raysgd.data.sharded_stream import ShardedStream
 from raysgd.errors import ConfigError, MissingPartError, shown, suggesting
 from raysgd.ray_data.columns import RayData
 from raysgd.torch import wrapping
 from raysgd.torch.averages import Averages
 from raysgd.torch.data.sample_seeds import seeded_for
-from raysgd.torch.data.sampling import batches_per_epoch
+from raysgd.torch.data.sampling import batches_per_epoch, is_planned, planned_epoch, unit_size
 from raysgd.torch.fsdp import Shards, shard_layers
 from raysgd.torch.gradients import Gradients, samples_in
 from raysgd.torch.guard import StepGuard
@@ -73,6 +74,10 @@ class TrainingOperator(OperatorBase):
         settings = settings or TorchSettings()
         super().__init__(config, settings, rank_info)
         self._device = torch.device("cuda:0" if settings.use_gpu else "cpu")
+        self._plan: StepPlan | None = None  # what `total_steps` has planned, if it depends on the number of workers
+        self._planned_steps: int | None = None  # what it has returned
+        # After a batch, or at the end of an epoch: how many steps are due of a scheduler that the default loop steps.
+        self._due_steps: Callable[..., int] = lambda ended=False: int(not ended)
         self._precision = make_precision(settings.options.precision or "fp32", self._device)
         averages = Averages(settings.ema_decay)
         self._parts = Parts(options=settings.options, exchange=settings.exchange(), averages=averages)
@@ -130,12 +135,14 @@ class TrainingOperator(OperatorBase):
             if (per_batch or per_epoch) and steps_of(scheduler) != steps:
                 raise stepped_twice(type(self).__name__, scheduler, str(self.scheduler_step_freq))
             whole = getattr(iterator, "whole", True)  # otherwise, another piece of the same batch follows
-            if per_batch and whole:
+            for _ in range(self._due_steps() if per_batch and whole else 0):
                 scheduler.step()
             self._count(iterator, metrics, meter, batch=batch)
             if whole:
                 self.global_step += 1
                 batch_idx += 1
+        for _ in range(self._due_steps(ended=True) if per_batch else 0):
+            scheduler.step()
         if per_epoch and getattr(iterator, "epoch_ended", True):
             scheduler.step()
         return dict(meter.summary())
@@ -378,6 +385,23 @@ class TrainingOperator(OperatorBase):
         divided = settings.add_dist_sampler or not settings.distributed
         return batches_per_epoch(loader, workers, divided=divided)
 
+    def _planned_epoch(self, workers: int) -> SamplingPlan | None:
+        """Return how this many workers divide an epoch, None if that is not known or does not depend on them."""
+        loader, settings = self._parts.train_loader, self._settings
+        divided = settings.add_dist_sampler or not settings.distributed
+        if not divided or not is_planned(loader) or self._batches_per_epoch(workers) is None:
+            return None
+        step = unit_size(loader) * settings.num_workers if settings.elastic.batch == "global" else None
+        return planned_epoch(loader, workers, step=step)
+
+    def _note_planned(self, steps: int, epochs: int, num_steps: int | None) -> None:
+        self._planned_steps = steps
+        epoch = self._planned_epoch(self._settings.num_workers) if num_steps is None else None
+        plan, known = None if epoch is None else StepPlan.of(epoch, steps=steps, epochs=epochs), self._plan
+        # A call for the epochs of a warm-up leaves the plan of the complete run as it is.
+        if plan is None or known is None or not plan.divides_like(known) or plan.epochs > known.epochs:
+            self._plan = plan
+
     def _steps_by_now(self, workers: int) -> int | None:
         """Return how many optimizer steps this many workers make until the end of the running epoch, None if that is not
         known."""
@@ -453,6 +477,13 @@ class TrainingOperator(OperatorBase):
         if self.scheduler_step_freq in (SCHEDULER_STEP_BATCH, SCHEDULER_STEP_EPOCH):
             check_steps_alone(own, self.scheduler_step_freq)
         return own if callable(getattr(own, "step", None)) else None
+
+    @property
+    def _steps_schedule(self) -> bool:
+        """Return whether the default loop steps a schedule, and not the user's code."""
+        own = type(self).train_epoch is not TrainingOperator.train_epoch
+        steps = self.scheduler_step_freq in (SCHEDULER_STEP_BATCH, SCHEDULER_STEP_EPOCH)
+        return steps and bool(self._parts.schedulers) and not own
 
     def _returns_items(self) -> bool:
         """Return whether the training loader returns each item of its data set as a batch."""

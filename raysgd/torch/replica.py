@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 
+from raysgd.constants import SCHEDULER_STEP_BATCH
 from raysgd.core.messages import SnapshotUpload
 from raysgd.core.metrics import COMMITTED, SECONDS, SKIPPED, for_all_ranks
 from raysgd.core.outcomes import OUT_OF_MEMORY, Interrupted
@@ -18,6 +20,7 @@ from raysgd.core.progress import Control
 from raysgd.core.ranks import RankInfo
 from raysgd.core.shard_copies import HeldSnapshot, ShardedState
 from raysgd.core.snapshot import Snapshot
+from raysgd.core.step_plan import StepPlan
 from raysgd.errors import TrainingFailedError, described
 from raysgd.torch.checkpoint import packing, states
 from raysgd.torch.checkpoint.checks import check_fits
@@ -32,6 +35,7 @@ from raysgd.torch.memory import exhausted, is_out_of_memory, make_room
 from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.precision import Precision
 from raysgd.torch.resharding import Resharding
+from raysgd.torch.schedules import has_length_in_code
 from raysgd.torch.settings import TorchSettings
 from raysgd.torch.wrapping import Exchange
 from raysgd.training.feed import Source
@@ -39,11 +43,19 @@ from raysgd.training.replica_base import Phase, ReplicaBase, ReplicaFactoryBase
 
 __all__ = ["TorchReplica", "TorchReplicaFactory"]
 
+logger = logging.getLogger("raysgd")
+
 PARTIAL_S = 10.0
 HALF_LOADED = "loading a checkpoint was interrupted while the models were being changed: load it again"
 IN_STEP = (
     "in the step of an optimizer, which has changed a part of the weights and cannot be repeated. Smaller batches do not help there. "
     "Load the newest checkpoint"
+)
+
+PLAN_CHANGED = (
+    "total_steps() planned %d optimizer steps with %d worker(s). With %d from now on, this run makes %d, so a schedule that your code "
+    "steps does not end with the run. ElasticConfig(batch='global') keeps the number of steps when the workers change; with "
+    "scheduler_step_freq='batch', the trainer steps the scheduler, and lets it follow the plan"
 )
 
 
@@ -99,6 +111,7 @@ class TorchReplica(ReplicaBase):
         self._after_batches: list[Callable[[], None]] = []
         self._partial_at = 0.0
         self._partial: dict[str, Any] | None = None
+        operator._due_steps = self._due_steps
         if type(operator).train_epoch is TrainingOperator.train_epoch:
             operator._own_scheduler()  # raises ConfigError for what it cannot step
         self._loaded_from = 0  # the number of workers of the group from which a state was loaded; 0 if none was
@@ -117,6 +130,8 @@ class TorchReplica(ReplicaBase):
         registered = dataset is None
         source = super()._train_source(None) if registered else self._opener.for_a_call(dataset, self._position)
         self._trains_on: Any = source
+        if registered:
+            self._check_plan()
         return source
 
     def _open_source(self, data: Any, phase: Phase) -> Source:
@@ -144,6 +159,55 @@ class TorchReplica(ReplicaBase):
         source, measured = self._trains_on, self.operator.timers.enabled or "seconds" in self._measures
         reads = isinstance(source, PlannedSource) and source.loader.num_workers == 0
         return self._overlaps and self._rank_info.world_size > 1 and reads and not measured
+
+    # -- schedules that `total_steps` has planned --------------------------------------------------------
+
+    def _due_steps(self, *, ended: bool = False) -> int:
+        """Return how many steps are due of a schedule that the default loop steps: after a batch, one, or as many as bring it to
+        where the plan has processed the same samples; with `ended`, those that are left when an epoch ends. The count is part of
+        the position, so survivors, replacement workers and restarts agree."""
+        plan, position = self.operator._plan, self._position
+        current = None if self._feed is None else self._feed.current
+        if plan is None or self._trains_on is not self._sources.get("train") or (current is None and not ended):
+            position.planned = 0
+            return int(not ended)
+        if ended and not position.ended:
+            return 0
+        if not position.planned or position.plan != plan:  # it begins here
+            position.plan, position.planned = tuple(plan), plan.steps_by(position.epoch, position.offset)
+        made = plan.steps_by(position.epoch, plan.units if current is None else current.offset)
+        due = max(made - position.planned, 0)
+        position.planned += due
+        return due
+
+    def _check_plan(self) -> None:
+        """Warn once if the rest of the run does not have the steps that were planned, and user code steps by them."""
+        operator, plan, position = self.operator, self.operator._plan, self._position
+        if plan is None or position.plan == () or operator._steps_schedule or position.planned:
+            return
+        now = operator._planned_epoch(self._rank_info.world_size)
+        if now is None:
+            return
+        place, window = (position.epoch, plan.units if position.ended else position.offset), self._options.accumulate
+        rest, planned = (plan.steps_left(each, *place, window=window) for each in (now, plan.epoch))
+        position.plan = tuple(plan) if rest == planned else ()
+        if rest != planned and self.rank == 0:
+            logger.warning(PLAN_CHANGED, plan.steps, plan.workers, now.world_size, plan.steps - planned + rest)
+
+    def _restore_plan(self) -> None:
+        """Follow the plan for which a loaded schedule was made. A function of the user's code has the length that this run
+        planned, so its step is changed to where this run's plan has processed the same samples."""
+        operator, position, plan = self.operator, self._position, self.operator._plan
+        if not position.plan or plan is None or plan.divides_like(saved := StepPlan(*position.plan)):
+            return
+        followed = position.planned and operator.scheduler_step_freq == SCHEDULER_STEP_BATCH
+        scheduler = operator._own_scheduler() if followed else None
+        if not has_length_in_code(scheduler):
+            operator._plan = saved
+            return
+        place = plan.units if position.ended else position.offset
+        position.plan, position.planned = tuple(plan), plan.steps_by(position.epoch, place)
+        scheduler.last_epoch = position.planned
 
     def _on_step(self, *_: Any) -> None:
         self._position.applied += 1
@@ -346,6 +410,7 @@ class TorchReplica(ReplicaBase):
         states.restore_rest(self.operator, state)
         self._damage = None
         self._adopt_positions(state)
+        self._restore_plan()
         loader, position = self.operator._parts.train_loader, state.get("loader")
         if loader is not None and position is not None:
             if "train" not in self._sources or self._sources["train"].loader is not loader:
@@ -370,6 +435,7 @@ class TorchReplica(ReplicaBase):
             self._damage = None
         if old is not None:
             old.close()
+        self._position.plan = self._position.plan or None  # a script that resumes a run gets a warning of its own
         self._end_load(state, loads, kept=kept)
 
     # -- membership -----------------------------------------------------------------------------------

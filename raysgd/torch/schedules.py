@@ -9,11 +9,11 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from raysgd.errors import ConfigError
 
-__all__ = ["OWN_STATE", "stepped_twice", "steps_of", "watch_schedule"]
+__all__ = ["OWN_STATE", "has_length_in_code", "stepped_twice", "steps_of", "watch_schedule"]
 
 logger = logging.getLogger("raysgd")
 
@@ -28,11 +28,13 @@ OWN_STATE: dict[str, Callable[[Any], bool]] = {
 def steps_of(scheduler: Any) -> Any:
     """Return a number that changes whenever the scheduler steps, None if it has none."""
     steps = getattr(scheduler, "last_epoch", None)
-    if steps is None and (
-        inner := getattr(scheduler, "_schedulers", None)
-    ):  # a ChainedScheduler has no counter of its own
-        return steps_of(inner[0])
-    return steps
+    inner = getattr(scheduler, "_schedulers", None)  # a ChainedScheduler has no counter of its own
+    return steps_of(inner[0]) if steps is None and inner else steps
+
+
+def has_length_in_code(scheduler: Any) -> bool:
+    """Return whether checkpoints do not have what determines the rates: LambdaLR's functions are those of the code that runs."""
+    return isinstance(scheduler, LambdaLR) and not any(scheduler.state_dict()["lr_lambdas"])
 
 
 def stepped_twice(operator: str, scheduler: Any, freq: str) -> ConfigError:

@@ -236,6 +236,11 @@ class Feed:
         return self._closing
 
     @property
+    def current(self) -> Drawn | None:
+        """Return the batch that the loop has, until it asks for the next one."""
+        return self._pending
+
+    @property
     def uncommitted(self) -> list[Drawn]:
         """Return the batches of the open window, with the current one last."""
         return self._window if self._pending is None else [*self._window, self._pending]

@@ -83,7 +83,6 @@ class OperatorBase:
         # Of the running loop, if there is one: how many epochs it has, and how many batches each call of `train`.
         self._run_length: tuple[int | None, int | None] = (None, None)
         self._last_epoch = 0  # with which the running call of `train` ends
-        self._planned_steps: int | None = None  # what `total_steps` has returned
 
     # -- what users override --------------------------------------------------------------------------
 
@@ -214,7 +213,7 @@ class OperatorBase:
                 "total_steps(epochs=..., num_steps=...), and train with the same num_steps"
             )
         steps = optimizer_steps(epochs, batches=batches, num_steps=num_steps, window=self._batches_per_step)
-        self._planned_steps = steps
+        self._note_planned(steps, epochs, num_steps)
         return steps
 
     # -- for the default methods ----------------------------------------------------------------------
@@ -227,6 +226,9 @@ class OperatorBase:
     @abstractmethod  # without ABC, whose metaclass a user's other base class may not have
     def _batches_per_epoch(self, workers: int) -> int | None:
         """Return how many batches an epoch has for each of these workers, None if that is not known in advance."""
+
+    def _note_planned(self, steps: int, epochs: int, num_steps: int | None) -> None:
+        """Note what `total_steps` returns."""
 
     def _train_data(self, name: str) -> Any:
         """Return the registered training data for `total_steps`."""

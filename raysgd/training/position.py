@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from raysgd.core.progress import Progress
+from raysgd.core.step_plan import StepPlan
 from raysgd.errors import CheckpointError
 
 __all__ = ["Position", "check_count"]
@@ -40,6 +41,8 @@ class Position:
     stream         the position in a data set passed to `train(dataset=...)`
     parked         the epoch's position while a call trains on such a data set
     left_out       batches in a row up to now whose step was left out (`StepGuard`)
+    plan           the `StepPlan` that schedules follow, as a tuple; empty once a warning said that their plan does not hold
+    planned        how many of its steps the schedules have made
     halvings       how often the ranks have halved their pieces, because one had run out of memory
     call           the number of the current call, or of the last one. The following belong to it:
     call_batches   batches committed
@@ -65,6 +68,8 @@ class Position:
     stream: int = 0
     left_out: int = 0
     halvings: int = 0
+    planned: int = 0
+    plan: Any = None
     parked: list[Any] | None = None
 
     def set_aside(self, *, restart: bool = False) -> None:
@@ -95,6 +100,7 @@ class Position:
     def adopt(self, values: Mapping[str, Any]) -> None:
         for each in fields(self):
             setattr(self, each.name, values.get(each.name, each.default))
+        self.plan = None if self.plan is None else tuple(self.plan)  # JSON makes a list of it
 
     @classmethod
     def check(cls, values: Any, name: str, *, tensorflow: bool = False) -> None:
@@ -111,6 +117,11 @@ class Position:
             value, where = values.get(each.name, each.default), f"{name}[{each.name!r}]"
             if isinstance(each.default, bool):
                 _check_flag(where, value)
+            elif each.name == "plan":
+                if value is not None and not StepPlan.fits(value):
+                    raise CheckpointError(
+                        f"{where} is {value!r:.60}, and must be None or a list of {len(StepPlan._fields)} counts"
+                    )
             elif each.name != "parked":
                 limited = tensorflow and each.name in ("epoch", "call_epoch")
                 check_count(where, value, -1 if each.name == "call" else 0, MOST_EPOCHS if limited else MOST)

@@ -38,6 +38,7 @@ __all__ = [
     "has_own_batches",
     "is_planned",
     "plan_of",
+    "planned_epoch",
     "random_sources",
     "set_epoch",
     "unit_size",
@@ -78,15 +79,20 @@ def plan_of(
     )
 
 
+def planned_epoch(loader: DataLoader[Any], workers: int, *, step: int | None = None) -> SamplingPlan:
+    """Return how this many workers divide an epoch of training, without drawing its order."""
+    units: Any = loader.batch_sampler if has_own_batches(loader) else loader.sampler
+    if isinstance(units, DistributedSampler):  # one for a single rank replaces it
+        units = units.dataset
+    return plan_of(loader, len(units), workers, pad=True, step=step)
+
+
 def batches_per_epoch(loader: Any, workers: int, *, divided: bool) -> int | None:
     """Return how many batches each of these workers has in an epoch of training, or None if data has no length. Data that is
     not `divided` belongs to one worker."""
     try:
         if divided and is_planned(loader):
-            units: Any = loader.batch_sampler if has_own_batches(loader) else loader.sampler
-            if isinstance(units, DistributedSampler):  # one for a single rank replaces it
-                units = units.dataset
-            return plan_of(loader, len(units), workers, pad=True).steps_left(0)
+            return planned_epoch(loader, workers).steps_left(0)
         in_parts = divided and workers > 1 and isinstance(loader, DataLoader)  # each worker finds its part by itself
         return None if in_parts else len(loader)
     except (TypeError, NotImplementedError):  # len() raises these

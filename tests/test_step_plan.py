@@ -1,0 +1,84 @@
+"""A schedule follows the plan of its steps by samples, over any changes of the group."""
+
+from itertools import accumulate
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raysgd.core.sampling_plan import SamplingPlan, optimizer_steps
+from raysgd.core.step_plan import StepPlan
+
+# (number of batches, world size during these batches); the last one makes the rest of the run
+CHANGES = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 7)), min_size=1, max_size=6)
+
+
+def plan_of(total: int, size: int, workers: int, epochs: int, *, drop_last: bool = False) -> StepPlan:
+    epoch = SamplingPlan(total, size * workers, workers, drop_last)
+    steps = optimizer_steps(epochs, batches=epoch.steps_left(0), num_steps=None, window=1)
+    return StepPlan.of(epoch, steps=steps, epochs=epochs)
+
+
+def followed(plan: StepPlan, changes: list[tuple[int, int]]) -> list[int]:
+    """Return how many steps the schedule has made after each batch of the run, and at the end of each epoch."""
+    size, made, stages = plan.step_size // plan.workers, [], list(changes)
+    for epoch in range(1, plan.epochs + 1):
+        offset = 0
+        while True:
+            while len(stages) > 1 and stages[0][0] == 0:
+                stages.pop(0)
+            count, world = stages[0]
+            now = SamplingPlan(plan.units, size * world, world, plan.drop_last)
+            if now.steps_left(offset) == 0:
+                break
+            stages[0] = (count - 1, world)
+            offset = now.offset_after(offset)
+            made.append(plan.steps_by(epoch, offset))
+        made.append(plan.steps_by(epoch, plan.units))
+    return made
+
+
+PLANS = st.tuples(st.integers(1, 90), st.integers(1, 6), st.integers(1, 6), st.integers(1, 3))
+
+
+@settings(max_examples=300, deadline=None)
+@given(PLANS, st.booleans(), CHANGES)
+def test_it_never_goes_back_and_ends_with_the_plan(
+    numbers: tuple[int, int, int, int], drop_last: bool, changes: list[tuple[int, int]]
+) -> None:
+    plan = plan_of(*numbers, drop_last=drop_last)
+    made = followed(plan, changes)
+    assert made == list(accumulate(made, max)) and made[-1] == plan.steps
+    each = plan.steps // plan.epochs
+    assert {each * epoch for epoch in range(1, plan.epochs + 1)} <= set(made)  # at the end of each epoch
+
+
+@settings(max_examples=200, deadline=None)
+@given(PLANS, st.booleans())
+def test_with_all_workers_it_is_one_step_for_each_batch(numbers: tuple[int, int, int, int], drop_last: bool) -> None:
+    plan = plan_of(*numbers, drop_last=drop_last)
+    made = followed(plan, [(0, plan.workers)])
+    assert sorted(set(made)) == list(range(min(1, plan.steps), plan.steps + 1))
+    assert len(made) == plan.steps + plan.epochs  # the ends of epochs add none
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ([(0, 1)], [0, 1, 1, 2, 2, 3, 3, 4, 4]),  # one of two workers
+        ([(0, 4)], [2, 4, 4]),
+        ([(2, 2), (0, 1)], [1, 2, 2, 3, 3, 4, 4]),
+        ([(1, 1), (0, 2)], [0, 1, 2, 3, 4, 4]),  # a worker returns in the middle of a planned step
+    ],
+)
+def test_some_changes_by_hand(changes: list[tuple[int, int]], expected: list[int]) -> None:
+    assert followed(plan_of(32, 4, 2, 1), changes) == expected
+
+
+def test_the_steps_that_are_left() -> None:
+    plan = plan_of(26, 4, 2, 3)
+    alone = SamplingPlan(26, 4, 1)
+    assert plan.steps == 12 and plan.steps_left(plan.epoch, 0, 26, window=1) == 12
+    assert plan.steps_left(plan.epoch, 2, 8, window=1) == 3 + 4 and plan.steps_left(alone, 2, 8, window=1) == 5 + 7
+    assert plan.steps_left(plan.epoch, 2, 8, window=3) == 1 + 2 and plan.steps_left(alone, 2, 8, window=3) == 2 + 3
+    assert plan.steps_left(alone, 5, 26, window=1) == 0  # after the planned epochs

@@ -1,0 +1,284 @@
+"""A schedule that the trainer steps has the planned learning rate for each sample, whatever happens to the workers.
+
+One replica stands for rank 0 of each group. The rates expected are those of a plain loop over all batches that were planned.
+"""
+
+import copy
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    CosineAnnealingLR,
+    LambdaLR,
+    LinearLR,
+    OneCycleLR,
+    SequentialLR,
+)
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
+
+from raysgd import ElasticConfig, TrainingOptions
+from raysgd.core.outcomes import Interrupted
+from raysgd.core.progress import Control
+from raysgd.core.protocols import Call
+from raysgd.core.ranks import RankInfo
+from raysgd.torch.checkpoint.checks import check_fits
+from raysgd.torch.replica import TorchReplica, TorchReplicaFactory
+from raysgd.torch.settings import TorchSettings
+from raysgd.training.replica_base import ReplicaBase
+from tests.torch.small import Line, rows
+
+EPOCHS, ROWS, BATCH = 3, 52, 4
+
+
+def cosine(optimizer: Any, steps: int) -> Any:
+    return CosineAnnealingLR(optimizer, T_max=steps)
+
+
+def linear(optimizer: Any, steps: int) -> Any:
+    return LinearLR(optimizer, 1.0, 0.0, total_iters=steps)
+
+
+def one_cycle(optimizer: Any, steps: int) -> Any:
+    return OneCycleLR(optimizer, max_lr=0.1, total_steps=steps)
+
+
+def in_sequence(optimizer: Any, steps: int) -> Any:
+    warm_up = LinearLR(optimizer, 0.1, total_iters=steps // 4)
+    return SequentialLR(optimizer, [warm_up, cosine(optimizer, steps - steps // 4)], milestones=[steps // 4])
+
+
+def chained(optimizer: Any, steps: int) -> Any:
+    return ChainedScheduler([LinearLR(optimizer, 0.1, total_iters=steps // 4), cosine(optimizer, steps)])
+
+
+def _warm_up(step: int, *, steps: int) -> float:
+    return min((step + 1) / (steps / 4), 1 - step / (steps + 1))
+
+
+def of_a_function(optimizer: Any, steps: int) -> Any:
+    return LambdaLR(optimizer, partial(_warm_up, steps=steps))  # as those of transformers
+
+
+KINDS = [cosine, linear, one_cycle, in_sequence, chained, of_a_function]
+
+
+class Planned(Line):
+    """Keeps the learning rate of each batch, and which planned step has its first sample. Steps the schedule itself if
+    `config["own"]` is set."""
+
+    position: Any = None
+
+    def setup(self, config: dict[str, Any]) -> None:
+        data, self.rates, self.places, self.batches = TensorDataset(*rows(ROWS)), [], [], 0
+        how: dict[str, Any] = {"batch_size": BATCH, "drop_last": config.get("drop_last", False)}
+        if config.get("own_batches"):
+            how = {"batch_sampler": BatchSampler(RandomSampler(data), BATCH, drop_last=False)}
+        self._parts.train_loader = DataLoader(data, **how)
+        super().setup({**config, "scheduler": self.scheduled})
+
+    def scheduled(self, optimizer: Any) -> Any:
+        self.total_steps(1)  # for a warm-up, for example
+        return self.config.get("kind", cosine)(optimizer, self.total_steps(EPOCHS, self.config.get("num_steps")))
+
+    def loaders(self, config: dict[str, Any]) -> dict[str, Any]:
+        return {"train_loader": self._parts.train_loader}
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        self.rates.append(self.optimizer.param_groups[0]["lr"])
+        if self.position is not None:
+            epoch = self._plan.epoch  # type: ignore[union-attr]
+            place = self.position.offset // epoch.step_size
+            self.places.append((self.position.epoch - 1) * epoch.steps_left(0) + place)
+        result = super().train_batch(batch, batch_info)
+        self.batches += 1
+        if self.config.get("own") and self.batches % self._settings.options.accumulate == 0:
+            self.scheduler.step()  # type: ignore[union-attr]
+        return result
+
+
+def replica_of(present: int, workers: int = 2, freq: str = "batch", **config: Any) -> TorchReplica:
+    how: dict[str, Any] = {"elastic": ElasticConfig(batch=config.pop("mode", "per_worker"))}
+    how["options"] = TrainingOptions(precision="fp32", accumulate=config.pop("accumulate", 1))
+    settings = TorchSettings(num_workers=workers, scheduler_step_freq=freq, **how)
+    return TorchReplicaFactory(Planned, config, settings)(RankInfo(world_size=present), Control())
+
+
+def train(replica: TorchReplica, call: int, num_steps: int | None = None, pause_at: int | None = None) -> Any:
+    arguments = {"call": call, "num_steps": num_steps, "profile": False, "info": None, "pause_at": pause_at}
+    return replica.run(Call(ReplicaBase.train, arguments))
+
+
+def undisturbed(kind: Any, steps: int) -> list[float]:
+    """Return the learning rates of a plain loop, also the one after its last step."""
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1, momentum=0.5)
+    scheduler, rates = kind(optimizer, steps), []
+    for _ in range(steps):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return [*rates, optimizer.param_groups[0]["lr"]]
+
+
+CHANGES = {
+    "undisturbed": [(None, 2)],
+    "one of two failed": [(9, 2), (None, 1)],
+    "one of two failed, and was replaced": [(2, 2), (5, 1), (None, 2)],
+    "growth": [(4, 2), (None, 5)],
+    "a resize": [(3, 2), (4, 4), (11, 1), (1, 3), (None, 2)],
+    "always fewer": [(None, 1)],
+}
+
+
+def run(changes: list[tuple[int | None, int]], *, restart: bool = False, **config: Any) -> TorchReplica:
+    """Train a run, one call for each epoch. Each entry is a number of batches (None: the rest) and the workers that make them. With
+    `restart`, another replica continues after each change."""
+    replica, call = replica_of(changes[0][1], **config), 1
+    for number, (count, world) in enumerate(changes):
+        if number and restart:
+            old, replica = replica, replica_of(world, **config)
+            replica.load(memoryview(bytes(old.state())))
+            replica.operator.rates, replica.operator.places = old.operator.rates, old.operator.places  # type: ignore[attr-defined]
+        replica.joined(RankInfo(world_size=world))
+        replica.operator.position = replica._position  # type: ignore[attr-defined]
+        until = None if count is None else replica._position.step + count
+        while call <= EPOCHS and not isinstance(train(replica, call, pause_at=until), Interrupted):
+            call += 1
+    return replica
+
+
+@pytest.mark.parametrize("restart", [False, True])
+@pytest.mark.parametrize("changes", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_batch_has_the_planned_rate_of_its_first_sample(kind: Any, changes: Any, restart: bool) -> None:
+    for drop_last in (False, True):
+        operator: Any = run(changes, restart=restart, kind=kind, drop_last=drop_last).operator
+        expected = undisturbed(kind, operator._plan.steps)
+        assert operator.rates == [expected[place] for place in operator.places]
+        assert operator.optimizer.param_groups[0]["lr"] == expected[-1]  # the schedule ends with the run
+
+
+@pytest.mark.parametrize("changes", CHANGES.values(), ids=CHANGES)
+def test_calls_of_whole_epochs_and_batches_of_the_users_sampler(changes: Any) -> None:
+    """The number of batches does not matter, nor in which calls they are trained."""
+    for how in ({}, {"own_batches": True}):
+        replica = run([(3, changes[0][1])], **how)
+        replica.joined(RankInfo(world_size=changes[-1][1]))
+        for call in range(10, 10 + EPOCHS):
+            train(replica, call)
+        rates = replica.operator.rates  # type: ignore[attr-defined]
+        assert (
+            rates == sorted(rates, reverse=True) and rates[-1] > replica.operator.optimizer.param_groups[0]["lr"] == 0
+        )
+
+
+def loaded(state: dict[str, Any], replica: TorchReplica) -> TorchReplica:
+    check_fits(replica.operator, state)
+    workers = replica._rank_info
+    replica.joined(RankInfo())  # there is no process group, in which several ranks would agree
+    replica.take_over(lambda: copy.deepcopy(state), 1)
+    replica.joined(workers)
+    return replica
+
+
+@pytest.mark.parametrize("workers", [1, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpoint_continues_on_another_number_of_workers(kind: Any, workers: int) -> None:
+    """A schedule continues with the length in its state. A function has the length that the new run has planned."""
+    replica = run([(10, 2)], kind=kind)
+    resumed = loaded(replica.full_state(), replica_of(workers, workers, kind=kind))
+    for call in range(100, 100 + EPOCHS - 1):
+        train(resumed, call)
+    operator: Any = resumed.operator
+    plan = operator._plan
+    assert plan.workers == (workers if kind is of_a_function else 2)
+    expected = undisturbed(kind, plan.steps)
+    offsets = range(3 * 8, ROWS, workers * BATCH), range(0, ROWS, workers * BATCH)  # of epochs 2 and 3
+    places = [
+        epoch * plan.steps // EPOCHS + offset // plan.step_size for epoch in (1, 2) for offset in offsets[epoch - 1]
+    ]
+    assert operator.rates[0] == undisturbed(kind, 21)[10]  # that of the state
+    assert operator.rates[1:] == [expected[place] for place in places[1:]]
+    assert operator.optimizer.param_groups[0]["lr"] == expected[-1]
+
+
+def test_a_checkpoint_without_a_plan_continues_where_it_is() -> None:
+    replica = run([(10, 2)])
+    state = replica.full_state()
+    for name in ("plan", "planned"):
+        del state["position"][name]
+    resumed = loaded(state, replica_of(1))
+    for call in range(100, 100 + EPOCHS - 1):
+        train(resumed, call)
+    assert resumed.operator._parts.schedulers[0].last_epoch == 21
+
+
+def test_schedules_of_epochs_and_of_a_number_of_steps_do_not_change() -> None:
+    by_epoch = replica_of(1, freq="epoch")
+    for call in range(EPOCHS):
+        train(by_epoch, call)
+    assert by_epoch.operator._parts.schedulers[0].last_epoch == EPOCHS
+    limited = replica_of(1, num_steps=5)
+    for call in range(EPOCHS):
+        train(limited, call, 5)
+    assert limited.operator.rates == undisturbed(cosine, 15)[:-1]  # type: ignore[attr-defined]
+
+
+# -- schedules that user code steps -------------------------------------------------------------------
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    found = [each for each in caplog.messages if "total_steps() planned" in each]
+    caplog.clear()
+    return found
+
+
+def test_one_warning_when_the_plan_of_the_users_steps_no_longer_holds(caplog: pytest.LogCaptureFixture) -> None:
+    replica = replica_of(2, freq="manual", own=True)
+    train(replica, 0)
+    train(replica, 1, 3)
+    assert not warnings(caplog)
+    replica.joined(RankInfo(world_size=1))
+    train(replica, 2)  # 10 steps were made, and 28 samples of this epoch and 52 of the last one are left
+    (warning,) = warnings(caplog)
+    assert "planned 21 optimizer steps with 2 worker(s). With 1 from now on, this run makes 30" in warning
+    assert "ElasticConfig(batch='global')" in warning and "scheduler_step_freq='batch'" in warning
+    other = replica_of(1, freq="manual", own=True)
+    other.load(memoryview(bytes(replica.state())))  # a replacement worker
+    for each in (replica, other):
+        each.joined(RankInfo(world_size=3))
+        train(each, 3)
+        assert not warnings(caplog)
+
+
+def test_a_run_that_is_resumed_gets_a_warning_of_its_own(caplog: pytest.LogCaptureFixture) -> None:
+    replica = replica_of(2, freq="manual", own=True)
+    train(replica, 0)
+    train(loaded(replica.full_state(), replica_of(2, freq="manual", own=True)), 1)
+    assert not warnings(caplog)
+    train(loaded(replica.full_state(), replica_of(1, 1, freq="manual", own=True)), 1)
+    (warning,) = warnings(caplog)
+    assert "planned 21 optimizer steps with 2 worker(s). With 1 from now on, this run makes 33" in warning
+
+
+def test_a_window_of_batches_is_a_step(caplog: pytest.LogCaptureFixture) -> None:
+    replica = replica_of(2, freq="manual", own=True, accumulate=3)
+    train(replica, 0)
+    assert not warnings(caplog)
+    replica.joined(RankInfo(world_size=1))
+    train(replica, 1)
+    assert "planned 9 optimizer steps with 2 worker(s). With 1 from now on, this run makes 13" in warnings(caplog)[0]
+
+
+@pytest.mark.parametrize(
+    "how",
+    [{"freq": "batch"}, {"freq": "epoch"}, {"freq": "manual", "mode": "global"}, {"freq": "manual", "num_steps": 5}],
+)
+def test_no_warning_where_the_plan_holds(how: Any, caplog: pytest.LogCaptureFixture) -> None:
+    replica = replica_of(2, **how)
+    train(replica, 0, how.get("num_steps"))
+    replica.joined(RankInfo(world_size=1))
+    train(replica, 1, how.get("num_steps"))
+    assert not warnings(caplog)
