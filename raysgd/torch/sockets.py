@@ -22,12 +22,13 @@ class GlooConnections:
     also during that call: then the peers' addresses are not known yet, and each rank shuts down the connections that
     its peers made.
 
-    gloo ends a collective call when it reads the end of a connection. But if its own thread cannot write what a peer has
-    asked for a moment ago, the call waits until its time limit. So no connection should refuse to be written to while a
-    rank of the group could be in a call: `shut` ends only what this rank receives. (gloo still loses a send in about one
-    of several hundred interruptions of a busy exchange, for a reason that is not known.) The copies keep a connection open
-    after gloo has closed it, because its peer could not write to a closed one. `end` ends what is sent, which the peers
-    read as the end, and `forget` closes the copies before the next group is formed.
+    gloo ends a collective call when it reads the end of a connection. But it forgets a message that it has not sent
+    completely, or has received in part: if a call waits for that message, it waits until its time limit
+    (docs/design/gloo-lost-send.md). So no connection should refuse to be written to while a rank of the group could be in
+    a call: `shut` ends only what this rank receives. The copies keep a connection open after gloo has closed it, because
+    its peer could not write to a closed one. What remains cannot be prevented here: the kernel ends the connections of a
+    killed peer, also in the middle of a message. `end` ends what is sent, which the peers read as the end, and `forget`
+    closes the copies before the next group is formed.
     """
 
     def __init__(self) -> None:
