@@ -74,6 +74,19 @@ def test_a_large_one_is_waited_for_before_the_next_is_taken(driver: Driver, uplo
     assert not waited.is_alive() and len(driver.received) == 1
 
 
+def test_one_in_the_middle_of_an_epoch_is_left_out_if_a_large_one_is_still_being_sent(
+    driver: Driver, uploads: Snapshotter, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The other ranks wait in a collective call meanwhile, whose limit would end the training."""
+    send(uploads, 1, size=snapshots.SMALL)
+    driver.begun.acquire()
+    assert [uploads.wait_for_room(0.01) for _ in range(2)] == [False, False]
+    assert caplog.text.count("a snapshot in the middle of an epoch was left out") == 1
+    driver.allowed.release()
+    uploads.wait()
+    assert uploads.wait_for_room(0.01)
+
+
 def test_a_wait_has_a_limit_and_one_thread_serves_all(driver: Driver, uploads: Snapshotter) -> None:
     uploads.wait()  # nothing was sent
     for call in (1, 2, 3):

@@ -8,7 +8,7 @@ from raysgd.core.messages import ProgressReport, StackReport, StackRequest
 from raysgd.core.progress import Control, Progress, report_interval_s
 from raysgd.engine.watchdog import Watchdog
 from raysgd.engine.worker_table import WorkerTable
-from raysgd.workers.events import Event, MessageReceived
+from raysgd.workers.events import Event, MessageReceived, PartReceived
 
 LIMIT_S = 10.0
 
@@ -208,3 +208,18 @@ def test_ranks_that_were_interrupted_a_moment_ago_are_not_blamed() -> None:
         watched._watchdog.tick(watched.running, interrupted_s=interrupted_s)
         watched.table.pump(0.0)
     assert watched.asked and watched.killed == []
+
+
+def test_a_transfer_that_moves_is_progress() -> None:
+    now, group = [1000.0], Silent({"a": 0.0})
+    events: list[Event] = []
+    group.poll = lambda timeout: [events.pop(0) for _ in list(events)]  # type: ignore[attr-defined]
+    table = WorkerTable(group, clock=lambda: now[0])  # type: ignore[arg-type]
+    table.launch(1)
+    watchdog = Watchdog(table, ["a"], LIMIT_S)
+    for _ in range(3):
+        now[0] += LIMIT_S - 1
+        events.append(PartReceived("a"))
+        table.pump(0)
+        watchdog.tick(["a"])
+    assert table["a"].moved_at == now[0] and group.killed == []

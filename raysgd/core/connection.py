@@ -15,6 +15,7 @@ import socket
 import struct
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -123,19 +124,24 @@ def framed(message: Message, size: int = 0) -> bytes:
 def send(connection: socket.socket, message: Message, *body: bytes | bytearray | memoryview) -> None:
     """Send a message, whose body are these buffers, one after another. Return when the kernel has it.
 
-    The body is sent in pieces, so that the socket's timeout limits a standstill and not the whole transfer."""
+    The socket's timeout limits a standstill, and not the whole transfer."""
     views = [memoryview(each).cast("B") for each in body if len(each)]
     small = bytearray(framed(message, sum(map(len, views))))  # and what follows, if that is small: one packet
     for view in views:
         if len(small) + len(view) <= JOINED:
             small += view
             continue
-        connection.sendall(small)
+        _send_all(connection, memoryview(bytes(small)))
         small.clear()
-        for start in range(0, len(view), PIECE):
-            connection.sendall(view[start : start + PIECE])
+        _send_all(connection, view)
     if small:
-        connection.sendall(small)
+        _send_all(connection, memoryview(small))
+
+
+def _send_all(connection: socket.socket, data: memoryview) -> None:
+    """Send all of it. (The timeout of `sendall` is for everything together.)"""
+    while data:
+        data = data[connection.send(data) :]
 
 
 def send_now(connection: socket.socket, frame: bytes) -> None:
@@ -168,19 +174,20 @@ def receive(connection: socket.socket, expected: type[MessageT]) -> MessageT:
     return message
 
 
-def receive_body(connection: socket.socket, size: int) -> Body:
-    """Return a message's body, read directly to where it stays."""
+def receive_body(connection: socket.socket, size: int, moved: Callable[[], None] = lambda: None) -> Body:
+    """Return a message's body, read directly to where it stays. Call `moved` whenever a part has arrived."""
     body = _room(size)
-    receive_into(connection, memoryview(body))
+    receive_into(connection, memoryview(body), moved)
     if isinstance(body, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
         body.madvise(mmap.MADV_DONTNEED)  # the system may keep it only in the file until it is read
     return body
 
 
-def receive_into(connection: socket.socket, room: memoryview) -> None:
-    """Fill the buffer."""
+def receive_into(connection: socket.socket, room: memoryview, moved: Callable[[], None] = lambda: None) -> None:
+    """Fill the buffer. Call `moved` whenever a part has arrived."""
     while room:
         room = room[receive_some(connection, room[:PIECE]) :]
+        moved()
 
 
 def receive_some(connection: socket.socket, room: memoryview) -> int:

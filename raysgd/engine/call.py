@@ -36,11 +36,13 @@ class Job:
     repeat   it starts over on the new generation (validation, reading state)
     keep     the survivors' answers are the result (user functions that should not run twice)
 
-    `prepare` is called whenever the call is fanned out, and returns arguments to add to it. `waits_for_user` says
-    whether the ranks wait for the user at the moment, which is not a hang. `paused` is called when all ranks have stopped
-    at a batch boundary. It may make other calls, and returns whether only the job wanted that stop. `lead` is how many
-    steps ahead of all ranks a planned stop is first proposed. `hurry_s` is how long ranks may continue after one of them
-    has stopped for a planned change; with None, all stop at the same step."""
+    `prepare` is called whenever the call is fanned out, and returns arguments to add to it. `is_waiting` says
+    whether the ranks wait at the moment for the user, or for a transfer that moves, which is not a hang. `paused` is
+    called when all ranks have stopped at a batch boundary. It may make other calls, and returns whether only the job
+    wanted that stop. `lead` is how many steps ahead of all ranks a planned stop is first proposed. `hurry_s` is how long
+    ranks may continue after one of them has stopped for a planned change; with None, all stop at the same step. With
+    `needs_state`, the call must find the state that the workers had when it began: if they all fail, it is not made again
+    on an older one."""
 
     call: Call
     again: Literal["resume", "repeat", "keep"] = "repeat"
@@ -49,7 +51,8 @@ class Job:
     prepare: Callable[[], Mapping[str, Any]] = dict
     paused: Callable[[], bool] = lambda: False
     hurry_s: float | None = None
-    waits_for_user: Callable[[], bool] = lambda: False
+    is_waiting: Callable[[], bool] = lambda: False
+    needs_state: bool = False
 
 
 @dataclass(frozen=True)
@@ -133,7 +136,7 @@ class FanOut:
         running = list(self._calls.running)
         if running and self._troubled_at is None and self._boundary is None and self._wants_boundary(self._job):
             self._boundary = Boundary(self._table, dict(self._calls.running), lead=self._job.lead)
-        if self._job.waits_for_user():
+        if self._job.is_waiting():
             self._table.note_progress(running)
         if self._evicts:
             self._evict()

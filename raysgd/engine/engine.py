@@ -33,7 +33,7 @@ from raysgd.core.shard_copies import ShardedState
 from raysgd.core.snapshot import Snapshot
 from raysgd.engine.call import CTRL_C_S, FanOut, Job, RunningCall
 from raysgd.engine.call_lock import CallLock, Claim
-from raysgd.engine.failure import check_can_fit, held_error, out_of_step_error, raise_user_error
+from raysgd.engine.failure import check_can_fit, held_error, older_state_error, out_of_step_error, raise_user_error
 from raysgd.engine.generation import Generation
 from raysgd.engine.membership import Membership
 from raysgd.engine.partial_results import PartialResults, partial_results_since
@@ -334,6 +334,7 @@ class Engine:
             if job.again == "resume" and self._is_change_due():
                 self._restore(Observation("paused"), running)
             parts: list[PartialResults] = []
+            began = self.progress
             network_at: Progress | None = None  # where the newest network fault was, with all workers alive
             while True:
                 call = self._prepared(job, running)  # first, because `prepare` may itself call and change the workers
@@ -356,6 +357,8 @@ class Engine:
                 if seen.kind == "paused" and self._is_own_pause(job, parts, running):
                     continue
                 revived = self._restore(seen, running, since=fan_out.troubled_at)
+                if job.needs_state and revived is not None and revived.call != running.number:
+                    self._check_is_newest(job, began)
                 if (
                     job.again == "keep"
                     and (revived is None or revived.call == running.number)
@@ -363,6 +366,11 @@ class Engine:
                 ):
                     return [kept]
                 parts = self._still_counting(parts, revived, running)
+
+    def _check_is_newest(self, job: Job, began: Progress) -> None:
+        """Raise an error if the snapshot from which new workers continue is older than the state when the job began."""
+        if self._snapshot_is_stale or self.progress.order < began.order:
+            raise older_state_error(job.call.name, began, self.progress)
 
     def _still_counting(
         self, parts: list[PartialResults], revived: Snapshot | None, running: RunningCall

@@ -13,6 +13,7 @@ from raysgd.core.policy import Recovery
 from raysgd.core.progress import Progress
 from raysgd.engine.worker_table import WorkerInfo
 from raysgd.errors import (
+    CheckpointError,
     OutOfStepError,
     RemoteTraceback,
     ResourceError,
@@ -27,6 +28,7 @@ __all__ = [
     "failed_error",
     "held_error",
     "no_room_error",
+    "older_state_error",
     "out_of_step_error",
     "raise_user_error",
     "unfinished_error",
@@ -165,3 +167,12 @@ def failed_error(why: str, recoveries: list[Recovery]) -> TrainingFailedError:
         "time, look for the cause in that batch or in the code."
     )
     return TrainingFailedError("\n".join(lines))
+
+
+def older_state_error(call: str, wanted: Progress, found: Progress) -> CheckpointError:
+    """Return the error of a call that needs a state which no worker has any more."""
+    return CheckpointError(
+        f"all workers failed during {call!r}, which needs their state of epoch {wanted.epoch}, batch {wanted.batches}. New "
+        f"workers continue from the newest snapshot (epoch {found.epoch}, batch {found.batches}), which lacks what happened since. "
+        "So nothing was saved, and an older file of that name is unchanged. Train again from here, and save then"
+    )

@@ -26,7 +26,7 @@ from raysgd.core.messages import (
 from raysgd.core.outcomes import Failed, Ok, Outcome, WorkerFailed
 from raysgd.core.progress import Progress
 from raysgd.core.snapshot import Snapshot, SnapshotStore
-from raysgd.workers.events import CallEnded, Event, MessageReceived, WorkerEnded, WorkerStarted
+from raysgd.workers.events import CallEnded, Event, MessageReceived, PartReceived, WorkerEnded, WorkerStarted
 from raysgd.workers.worker_group import WorkerGroupProtocol
 
 __all__ = ["SILENT_S", "OpenCalls", "WorkerInfo", "WorkerTable"]
@@ -435,6 +435,8 @@ class WorkerTable:
         elif isinstance(event, WorkerEnded):
             info.ended = event
             self._note_change(event.worker)
+        elif isinstance(event, PartReceived):
+            info.moved_at = self.clock()  # a slow transfer is no hang
         elif isinstance(event, CallEnded):
             self._call_ended(info, event)
         else:

@@ -14,6 +14,8 @@ import tensorflow as tf
 from raysgd.callbacks.base import Callback
 from raysgd.callbacks.monitors import Throughput, measures_in
 from raysgd.config import ElasticConfig, WorkerResources, at_least, check_flag, refuse_rates
+from raysgd.core.protocols import Call
+from raysgd.engine.engine import Job
 from raysgd.errors import CheckpointError, ConfigError, RemoteTraceback, shown
 from raysgd.storage import locations
 from raysgd.tf import states
@@ -284,7 +286,9 @@ class TFTrainer(TrainerBase):
 
     def _checkpoint(self) -> Any:
         ranks = self._values(TFReplica.random_state)
-        return self._first(TFReplica.checkpoint, ranks=ranks).data
+        self._raise_earlier_error()
+        job = Job(Call(TFReplica.checkpoint, {"ranks": ranks}), needs_state=True)
+        return self._engine.run(job)[-1].values[0].data
 
     def _restore(self, data: Any) -> None:
         """Check a state on every rank before any of them changes; then let all take it."""

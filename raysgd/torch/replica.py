@@ -356,10 +356,10 @@ class TorchReplica(ReplicaBase):
     def _dump(self, state: dict[str, Any]) -> memoryview:
         return packing.joined(packing.pack(state, copy=False))
 
-    def take_snapshot(self) -> None:
+    def take_snapshot(self, room_s: float | None = None) -> None:
         """Let the ranks keep a snapshot of their shards, for each other. The driver only gets to know that there is one."""
         kept = self._resharding is not None and self._rank_info.world_size > 1
-        super().take_snapshot() if not kept else self._keep_snapshot(self.partial())
+        super().take_snapshot(room_s) if not kept else self._keep_snapshot(self.partial())
 
     def _keep_snapshot(self, partial: dict[str, Any]) -> None:
         if self._resharding is None or self._rank_info.world_size == 1 or not self._snapshots.wanted:

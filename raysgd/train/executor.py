@@ -366,7 +366,7 @@ class BackendExecutor:
                 lead=1,  # a function's steps are checkpoints, which may be hours apart
                 prepare=lambda: self._prepare(engine, run),
                 hurry_s=HURRY_S,
-                waits_for_user=run.waits_for_user,
+                is_waiting=run.waits_for_user,
             )
             run.finish([pickle.loads(value) for value in engine.run(job)[-1].values])
         except TrainingFailedError as failed:

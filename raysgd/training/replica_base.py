@@ -36,7 +36,7 @@ from raysgd.training.operator_base import OperatorBase
 from raysgd.training.position import Position
 from raysgd.training.seeding import derived_seed
 from raysgd.training.settings import ReplicaSettings
-from raysgd.training.snapshots import LOADED_S, Snapshotter
+from raysgd.training.snapshots import LOADED_S, ROOM_S, Snapshotter
 
 __all__ = [
     "Phase",
@@ -309,7 +309,7 @@ class ReplicaBase(ABC):
             progress = self._position.progress("train")
             control.report(replace(progress, digest=digest) if digest else progress, self._partial_to_report())
         if self._snapshots.within_epochs and not last and self._snapshots.due_after_batch(self._position.step):
-            self.take_snapshot()
+            self.take_snapshot(room_s=ROOM_S)
 
     def _on_evaluated(self, phase: Phase, last: bool = False) -> None:
         if self._control.due(last=last):
@@ -479,13 +479,15 @@ class ReplicaBase(ABC):
 
     # -- state ----------------------------------------------------------------------------------------
 
-    def take_snapshot(self) -> None:
-        """Send a copy of the state to the driver, from rank 0. Training waits for the copy only."""
+    def take_snapshot(self, room_s: float | None = None) -> None:
+        """Send a copy of the state to the driver, from rank 0. Training waits for the copy, and until a large one before it
+        is sent. If that takes longer than `room_s`, take none."""
         if not self._snapshots.wanted:
             return
         if self.rank != 0:
             return
-        self._snapshots.wait_for_room()
+        if not self._snapshots.wait_for_room(room_s):
+            return
         state = self._state_for_peers()
         try:
             content = self._packed_copy(state)

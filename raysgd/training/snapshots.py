@@ -13,12 +13,13 @@ from raysgd.core.messages import SnapshotUpload
 from raysgd.core.progress import Control
 from raysgd.errors import described
 
-__all__ = ["LOADED_S", "Snapshotter"]
+__all__ = ["LOADED_S", "ROOM_S", "Snapshotter"]
 
 logger = logging.getLogger(__name__)
 
-# For the snapshot of a state that the user has loaded; a hang in the driver's eyes must take longer.
-LOADED_S = 5.0
+# For the snapshot of a state that the user has loaded, and for room for one in the middle of an epoch, while the other ranks
+# wait in a collective call; a hang in the driver's eyes must take longer.
+LOADED_S = ROOM_S = 5.0
 CLOSE_S = 5.0
 SMALL = 1 << 20
 
@@ -36,7 +37,7 @@ class Snapshotter:
         self._next: tuple[SnapshotUpload, Sequence[Any]] | None = None
         self._uploading = False
         self._size = 0
-        self._warned = False
+        self._warned = self._slow = False
         self._mark = 0
         self._due_at = time.monotonic() + every if isinstance(every, float) else 0.0
 
@@ -58,16 +59,25 @@ class Snapshotter:
         self._due_at = time.monotonic() + every
         return True
 
-    def wait(self, limit_s: float | None = None) -> None:
-        """Wait until the newest snapshot is uploaded."""
+    def wait(self, limit_s: float | None = None) -> bool:
+        """Wait until the newest snapshot is uploaded. Return whether it is."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._uploading, limit_s)
+            return self._changed.wait_for(lambda: not self._uploading, limit_s)
 
-    def wait_for_room(self) -> None:
+    def wait_for_room(self, limit_s: float | None = None) -> bool:
         """Wait, before a snapshot is taken, until an earlier one is uploaded, if it is so large that memory and network should
-        not have to hold both. Of small ones, only the newest is uploaded next."""
-        if self._size > SMALL:
-            self.wait()
+        not have to hold both. Of small ones, only the newest is uploaded next. Return False after the limit."""
+        if self._size <= SMALL or self.wait(limit_s):
+            return True
+        if not self._slow:
+            self._slow = True
+            logger.warning(
+                "a snapshot in the middle of an epoch was left out, because the one before it (%.0f MB) is still being sent to the "
+                "script's machine. Set a larger ElasticConfig(snapshot_every=...) for this network. Later ones are left out "
+                "without a message",
+                self._size / 1e6,
+            )
+        return False
 
     def warn(self, error: Exception) -> None:
         """Log once that the state cannot be packed. Training does not need that as long as a worker is left."""

@@ -47,7 +47,7 @@ from raysgd.core.messages import (
     encode,
 )
 from raysgd.core.network import listen
-from raysgd.workers.events import Event, MessageReceived, WorkerEnded, WorkerStarted
+from raysgd.workers.events import Event, MessageReceived, PartReceived, WorkerEnded, WorkerStarted
 
 __all__ = ["ControlServer"]
 
@@ -63,6 +63,7 @@ UNADMITTED_AT_MOST = 128
 
 ACCEPT_PAUSE_S = 1.0
 CLOSE_S = 2.0
+PART_EVERY_S = 1.0
 NO_RESOURCES = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 LOG_LINES, LOG_EVERY_S = 5, 30.0
 RECEIVED_AT_ONCE = 1 << 16
@@ -409,6 +410,19 @@ class ControlServer:
         connection.send(framed(Rejected("the save has ended")))
         self._end(peer)
 
+    def _noting(self, worker: str) -> Callable[[], None]:
+        """Return what reports now and then that a part of a message has arrived."""
+        noted = time.monotonic()
+
+        def note() -> None:
+            nonlocal noted
+            now = time.monotonic()
+            if now - noted >= PART_EVERY_S:
+                noted = now
+                self._events.put(PartReceived(worker))
+
+        return note
+
     def _receive(self, peer: _Peer, worker: str) -> None:
         """Receive the messages of a bulk connection, on its own thread."""
         connection = peer.connection
@@ -417,7 +431,7 @@ class ControlServer:
                 message, size = receive_message(connection)
                 if not isinstance(message, SnapshotUpload | FunctionReport | StartDealer):
                     raise ValueError(f"{type(message).__name__} on a bulk connection")
-                body = receive_body(connection, size)
+                body = receive_body(connection, size, self._noting(worker))
                 self._events.put(MessageReceived(worker, message, body))
                 send(connection, Received())
         except OSError as error:  # the worker's end is reported by its control connection

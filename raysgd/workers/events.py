@@ -8,7 +8,7 @@ from raysgd.core.connection import Body
 from raysgd.core.messages import Message
 from raysgd.core.outcomes import Outcome
 
-__all__ = ["CallEnded", "Event", "MessageReceived", "WorkerEnded", "WorkerStarted"]
+__all__ = ["CallEnded", "Event", "MessageReceived", "PartReceived", "WorkerEnded", "WorkerStarted"]
 
 
 @dataclass(frozen=True)
@@ -50,4 +50,11 @@ class MessageReceived:
     body: bytes | Body = b""
 
 
-Event = WorkerStarted | CallEnded | WorkerEnded | MessageReceived
+@dataclass(frozen=True)
+class PartReceived:
+    """A part of a large message of a worker has arrived. While a transfer moves, this is reported about once a second."""
+
+    worker: str
+
+
+Event = WorkerStarted | CallEnded | WorkerEnded | MessageReceived | PartReceived

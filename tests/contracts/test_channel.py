@@ -60,7 +60,7 @@ from raysgd.workers import control_server
 from raysgd.workers.blob import Blob
 from raysgd.workers.control_client import ControlClient, brief
 from raysgd.workers.control_server import ControlServer
-from raysgd.workers.events import Event, MessageReceived, WorkerEnded, WorkerStarted
+from raysgd.workers.events import Event, MessageReceived, PartReceived, WorkerEnded, WorkerStarted
 from raysgd.workers.replica_host import ReplicaHost
 
 REPORT = FunctionReport("report", run=1, attempt=2, rank=3, metrics_size=3, has_checkpoint=False)
@@ -749,3 +749,31 @@ def test_a_worker_notices_that_the_drivers_machine_is_cut_off(channel: Channel) 
     with channel.greet() as opened:
         assert opened.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 7000
         assert opened.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+
+
+def test_the_limit_of_a_large_message_is_for_a_standstill() -> None:
+    """The reader takes a part every 0.1 s, so that all of it takes longer than the limit."""
+    one, other = socket.socketpair()
+    one.settimeout(0.5)
+    body = bytes(8 << 20)
+
+    def read() -> None:
+        left = len(framed(Received(), len(body))) + len(body)
+        while left:
+            left -= len(other.recv(1 << 19))
+            time.sleep(0.1)
+
+    with one, other:
+        reader = threading.Thread(target=read)
+        reader.start()
+        send(one, Received(), body)
+        reader.join(60)
+        assert not reader.is_alive()
+
+
+def test_a_slow_snapshot_is_progress_of_its_worker(channel: Channel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control_server, "PART_EVERY_S", 0.0)
+    with connect(channel.address, OpenBulk("w")) as bulk:
+        frame = framed(SnapshotUpload(Progress(), 1), 2)
+        bulk.sendall(frame + b"x")  # the rest is on its way
+        assert channel.next(PartReceived) == PartReceived("w")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from raysgd import ElasticConfig
+from raysgd import CheckpointError, ElasticConfig
 from raysgd.callbacks import Callback, Underway
 from tests.faults import Fault, Ground, LedgerOperator
 
@@ -41,6 +41,30 @@ class MarksProgress(Callback):
     def on_progress(self, now: Underway) -> None:
         if now.progress.step >= 65:
             (self.marks / "seen").touch()
+
+
+class EndsInTheFirstSave(LedgerOperator):
+    """Ends its process once, when its state is saved."""
+
+    def state_dict(self) -> dict[str, Any]:
+        mark = Path(self.config["marks"], "saving")
+        if mark.exists():
+            mark.unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().state_dict()
+
+
+def test_an_older_state_is_not_saved_under_the_name_of_the_newer_one(ray_cluster: None, tmp_path: Path) -> None:
+    ground = alone(tmp_path / "marks", EndsInTheFirstSave, snapshot_every=None)
+    try:
+        ground.trainer.train()
+        (tmp_path / "marks" / "saving").touch()
+        with pytest.raises(CheckpointError, match=r"all workers failed during 'save'.*nothing was saved"):
+            ground.trainer.save(tmp_path / "new.pt")
+        assert os.listdir(tmp_path) == ["marks"] and ground.trainer.world_size == 1
+        ground.trainer.save(tmp_path / "old.pt")  # now the user knows what it is
+    finally:
+        ground.trainer.shutdown()
 
 
 def test_one_worker_resumes_from_the_end_of_the_last_epoch(ray_cluster: None, tmp_path: Path) -> None:

@@ -55,6 +55,21 @@ def test_a_firewall_before_the_control_port_is_named_at_once(hosts: Hosts) -> No
     assert "attempt" not in found["output"], "it can never succeed, so it is not tried again"
 
 
+def test_a_save_over_a_slow_connection_is_no_hang(hosts: Hosts) -> None:
+    """20 MB at 5 Mbit/s take 34 s, and the limit of a hang is 20 s."""
+    with hosts[1].rate(5), hosts[2].rate(5):
+        found = run(hosts, "save")
+    assert found["recoveries"] == [] and found["lost_and_doubled"] == [0, 0]
+    assert found["bytes"] > 20_000_000
+
+
+def test_the_hosts_of_the_workers_that_cannot_reach_each_other_are_named(hosts: Hosts) -> None:
+    with hosts[1].without_route_to(hosts[2]):
+        found = run(hosts, "train")
+    assert "could not connect to each other" in found["error"]
+    assert "rank 0 on 10.9.0." in found["error"] and "rank 1 on 10.9.0." in found["error"]
+
+
 def test_workers_end_if_the_host_of_the_script_is_cut_off(hosts: Hosts) -> None:
     """After half of `hang_timeout_s`. Ray would end them with their nodes, after a minute. This is the last test, because Ray
     counts the nodes as failed afterwards."""

@@ -37,7 +37,7 @@ __all__ = ["CheckpointServer", "FailedOnWorkerError", "Receiver"]
 
 logger = logging.getLogger("raysgd")
 
-TICK_S = 0.1
+TICK_S, MOVES_S = 0.1, 2.0
 CLOSE_S = 5.0
 MARK_BYTES = 16
 
@@ -81,6 +81,11 @@ class Receiver:
     def call_ended(self) -> None:
         """Note that the workers' call has succeeded, so that no other worker will connect."""
         self._call_ended_at = time.monotonic()
+
+    def moves(self) -> bool:
+        """Return whether the worker has made progress a moment ago: a slow transfer is no hang."""
+        writer = self._writer
+        return writer is not None and time.monotonic() - writer.moved_at < MOVES_S
 
     def close(self, error: BaseException) -> None:
         """Abandon the save with this error, unless it is complete, and return when its draft is deleted."""

@@ -113,7 +113,7 @@ class Checkpoints:
     def _send_to(self, destination: Destination, *, blocking: bool) -> None:
         arguments = {"sink": destination.sink, "ranks": self._random_states(), "blocking": blocking}
         try:
-            self._run(replica_calls.save, arguments)
+            self._run(replica_calls.save, arguments, needs_state=True, is_waiting=destination.moves)
         except CheckpointError:
             # If a worker failed after the last byte, another one repeated its call, and was rejected: the file is complete.
             if not destination.done.done() or destination.done.exception() is not None:
@@ -122,7 +122,7 @@ class Checkpoints:
 
     def content(self) -> Any:
         """Return the complete checkpoint as bytes."""
-        return self._run(replica_calls.checkpoint, {"ranks": self._random_states()})[0].data
+        return self._run(replica_calls.checkpoint, {"ranks": self._random_states()}, needs_state=True)[0].data
 
     def raise_failed(self) -> None:
         """Raise the first error of a background save that the user has not seen."""
@@ -170,7 +170,7 @@ class Checkpoints:
 
         try:
             call = Call(replica_calls.save_shards, {"ranks": self._random_states()})
-            written = self._engine.run(Job(call, prepare=prepare))[-1].values
+            written = self._engine.run(Job(call, prepare=prepare, needs_state=True))[-1].values
             if blocking:
                 save.complete({name: entry for files in written for name, entry in files.items()})
                 self._on_saved()
@@ -254,10 +254,10 @@ class Checkpoints:
                 self._engine.keep_state(partial(loaded.state, loads, self._engine.world_size))
 
     def _random_states(self) -> list[Any]:
-        return self._run(replica_calls.random_state, {})
+        return self._run(replica_calls.random_state, {}, needs_state=True)
 
-    def _run(self, method: Callable[..., Any], arguments: dict[str, Any]) -> list[Any]:
-        return self._engine.run(Job(Call(method, arguments)))[-1].values
+    def _run(self, method: Callable[..., Any], arguments: dict[str, Any], **job: Any) -> list[Any]:
+        return self._engine.run(Job(Call(method, arguments), **job))[-1].values
 
 
 class LoadedFile:

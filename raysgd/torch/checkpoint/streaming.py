@@ -113,6 +113,10 @@ class LocalSink:
 
     give_up = close
 
+    def moves(self) -> bool:
+        """Return False: nothing waits for the file but this thread."""
+        return False
+
     def call_ended(self) -> None:
         """Do nothing: no other worker could write the file."""
 
