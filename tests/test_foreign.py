@@ -87,10 +87,10 @@ def loader_iterators() -> None:
     iterator = iter(loader)
     assert torch_foreign.live_iterator(loader) is iterator
     (process,) = torch_foreign.processes_of(iterator)
-    assert process.is_alive()
+    assert process.is_alive() and torch_foreign.lost_processes(iterator) == []
     torch_foreign.end_processes(iterator)
     process.join(10)
-    assert process.exitcode is not None
+    assert process.exitcode is not None and torch_foreign.lost_processes(iterator) == []
     torch_foreign.forget_iterator(loader)
     assert torch_foreign.live_iterator(loader) is None
     torch_foreign.end_processes(None)

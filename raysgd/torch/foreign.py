@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data._utils import signal_handling
 from torch.utils.data._utils import worker as torch_worker
+from torch.utils.data.dataloader import _DatasetKind
 
 __all__ = [
     "abort_default_group",
@@ -36,6 +37,7 @@ __all__ = [
     "live_iterator",
     "loads_by_copying",
     "loads_without_parameters",
+    "lost_processes",
     "measure_communication",
     "module_versions",
     "multiply_all",
@@ -72,6 +74,20 @@ def processes_of(iterator: Any) -> Sequence[Any]:
     """Return the loader processes of one of torch's iterators; none if it is another iterator."""
     processes: Sequence[Any] = getattr(iterator, "_workers", ())
     return processes
+
+
+def lost_processes(iterator: Any) -> list[Any]:
+    """Return the loader processes of one of torch's iterators that have ended although it needs them. It does not need those of an
+    iterable data set that have sent all their batches."""
+    if getattr(iterator, "_shutdown", True):
+        return []
+    lost = [process for process in iterator._workers if process.exitcode is not None]
+    if lost and iterator._dataset_kind == _DatasetKind.Iterable:
+        needed = dict(
+            zip(iterator._workers, getattr(iterator, "_workers_status", ()), strict=False)
+        )  # which is empty while they start
+        lost = [process for process in lost if process.exitcode or needed.get(process, True)]
+    return lost
 
 
 def end_processes(iterator: Any) -> None:

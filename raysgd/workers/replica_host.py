@@ -21,6 +21,7 @@ from raysgd.core.protocols import Call, ProcessGroupBackend, Replica, ReplicaFac
 from raysgd.core.ranks import RankInfo
 from raysgd.errors import described, shown, text_of
 from raysgd.workers.blob import Blob, PickledObject, unpickled
+from raysgd.workers.serialization import is_installed
 
 __all__ = ["ReplicaHost"]
 
@@ -205,13 +206,15 @@ def exited(error: SystemExit, called: str, rank: int | None) -> RuntimeError:
 
 
 def _users_frame(error: BaseException) -> tuple[str, str]:
-    """Return the name of the user's function that was called, and the file and line at which it was."""
+    """Return the name of the user's function that was called, and the file and line at which it was. An installed library,
+    such as torch's DataLoader, may have called it."""
+    found = []
     for frame, line in traceback.walk_tb(error.__traceback__):
         file = frame.f_code.co_filename
         if not file.startswith("<frozen") and PACKAGE not in Path(file).parents:
             name = frame.f_code.co_qualname if sys.version_info >= (3, 11) else frame.f_code.co_name
-            return name.rpartition("<locals>.")[2], f"{file}:{line}"
-    return "", "at an unknown line"
+            found.append((is_installed(file), name.rpartition("<locals>.")[2], f"{file}:{line}"))
+    return min(found, key=lambda each: each[0], default=(False, "", "at an unknown line"))[1:]
 
 
 def _collective_of(error: BaseException, count: int, begun: tuple[tuple[int, int], ...]) -> CollectivePlace:

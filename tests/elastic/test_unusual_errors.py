@@ -3,6 +3,7 @@ an error that says what to do. Nothing is retried, and the trainer stays usable.
 
 import asyncio
 import os
+import re
 import signal
 import sys
 import threading
@@ -13,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.utils.data import DataLoader
 
 from raysgd.torch import TorchTrainer
 from raysgd.train import DataParallelTrainer, Result, RunConfig, ScalingConfig, Trainer, WorkerGroup
-from tests.torch.small import Line, inline
+from tests.torch.small import Line, Numbers, Recording, inline
 
 pytestmark = pytest.mark.elastic
 
@@ -179,6 +181,59 @@ def test_unusual_errors_in_the_drivers_process(make: Any, kind: type[BaseExcepti
     if kind is not KeyboardInterrupt:  # in this process, it can also come from Ctrl-C
         assert caught.value.raysgd_rank == 0  # type: ignore[attr-defined]
     assert trainer.train(num_steps=1)["batch_count"] == 1
+
+
+# -- in data sets -------------------------------------------------------------------------------------
+
+
+class Failing(Numbers):
+    """Loading one item raises an error, once."""
+
+    def __init__(self, mark: Path, make: Callable[[], BaseException]) -> None:
+        super().__init__(24)
+        self.mark, self.make = mark, make
+
+    def __getitem__(self, index: int) -> int:
+        if index == 17 and not self.mark.exists():
+            self.mark.touch()
+            raise self.make()
+        return super().__getitem__(index)
+
+
+def failing(mark: Path, make: Callable[[], BaseException], processes: int, **options: Any) -> DataLoader[int]:
+    return DataLoader(Failing(mark, make), batch_size=2, num_workers=processes, **options)
+
+
+ALONE = [
+    (StopIteration, RuntimeError, "raised StopIteration, as next"),
+    (lambda: SystemExit(3), RuntimeError, r"Failing.__getitem__ called sys.exit\(3\) on rank 0"),
+    (WithoutText, WithoutText, ""),
+]
+IN_PROCESSES = [
+    (StopIteration, RuntimeError, "raised StopIteration, as next"),
+    (lambda: SystemExit(3), RuntimeError, r"loader process \d+ ended with exit code 3\. Code that it ran"),
+    (SystemExit, RuntimeError, r"loader process \d+ ended with exit code 0\. Code that it ran"),
+    (KeyboardInterrupt, RuntimeError, r"loader process \d+ ended with exit code 0\. Code that it ran"),
+    (lambda: Own("own", code=3), RuntimeError, r"loader process \d+ ended with exit code 1\. Code that it ran"),
+    (WithoutText, WithoutText, ""),
+]
+
+
+@pytest.mark.parametrize(
+    ("processes", "make", "kind", "says"),
+    [*((0, *case) for case in ALONE), *((2, *case) for case in IN_PROCESSES)],
+)
+def test_unusual_errors_in_a_data_set(processes: int, make: Any, kind: Any, says: str, tmp_path: Path) -> None:
+    loader = failing(tmp_path / "mark", make, processes, persistent_workers=processes > 0)
+    with inline(Recording, config={"loader": lambda: loader}) as trainer:
+        with pytest.raises(kind) as caught:
+            trainer.train()
+        assert type(caught.value) is kind and (not says or re.search(says, str(caught.value)))
+        assert trainer.train()["epoch"] == 1, "the next call trains the rest of the epoch"
+        (seen,) = trainer.apply_all_operators(
+            lambda operator: sorted(item for batch in operator.seen for item in batch)
+        )
+        assert seen == list(range(24)) and trainer.recoveries == []
 
 
 # -- while workers start ------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ import torch
 
 from raysgd.core.protocols import Call
 from raysgd.engine.engine import Engine, Job
-from raysgd.errors import CheckpointError, ConfigError, RemoteTraceback
+from raysgd.errors import CheckpointError, ConfigError, RemoteTraceback, described
 from raysgd.storage import locations, remote
 from raysgd.storage.folders import FileEntry, entry_of_bytes
 from raysgd.torch import replica_calls
@@ -420,7 +420,7 @@ def _abandon(destination: Destination, error: BaseException) -> None:
     """Close the destination after this error of the workers' call, or of waiting for the file. If the driver failed first,
     the worker only noticed that its connection broke; raise the driver's error then."""
     first = destination.done.exception() if destination.done.done() else None
-    destination.close(CheckpointError(f"the save was abandoned: {type(error).__name__}: {error}"))
+    destination.close(CheckpointError(f"the save was abandoned: {described(error)}"))
     own = first is not None and not isinstance(first, FailedOnWorkerError)
     if own and first is not error and isinstance(error, Exception):
         raise first from error  # type: ignore[misc]

@@ -31,7 +31,7 @@ from raysgd.core.messages import (
     Message,
     OpenCheckpoint,
 )
-from raysgd.errors import CheckpointError
+from raysgd.errors import CheckpointError, described
 from raysgd.storage.digest import SealingWriter
 from raysgd.storage.durable import DurableFile
 from raysgd.storage.locations import Draft, Place, log_saved
@@ -206,7 +206,7 @@ class Stream:
         """Report the error to the driver, if it can be reached, and close the connection."""
         try:
             if not isinstance(error, Disconnected):
-                self._report(CheckpointFailed(f"{type(error).__name__}: {error}"[:LONGEST_ERROR]))
+                self._report(CheckpointFailed(described(error)[:LONGEST_ERROR]))
         except Disconnected as disconnected:
             logger.debug("could not report to the driver that a save failed: %s", disconnected)
         finally:

@@ -1,4 +1,4 @@
-"""Iterate over data loaders, and find out when one of a loader's processes was killed. Worker.
+"""Iterate over data loaders, and find out when one of a loader's processes has ended. Worker.
 
 torch reports such a death with an exception from its SIGCHLD handler, so it can be raised wherever the main thread is,
 even between the updates of two parameters. This module lets that exception through only while a loader is waiting for a
@@ -10,18 +10,20 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType, TracebackType
 from typing import Any
 
 from torch.utils.data import dataloader as torch_loader
 
 from raysgd.core.outcomes import DataLoaderFailure
+from raysgd.errors import text_of
 from raysgd.torch.foreign import (
     end_processes,
     forget_iterator,
     is_loaders_signal_handler,
     live_iterator,
+    lost_processes,
     processes_of,
 )
 
@@ -34,19 +36,31 @@ HINTS = {
     signal.SIGBUS: "the shared memory (/dev/shm) is usually too small then",
     signal.SIGSEGV: "a crash in native code",
 }
+EXITED = (
+    "Code that it ran (the data set, a transform, the collate_fn or the worker_init_fn) called sys.exit() or os._exit(), or raised an "
+    "error that is no Exception, such as KeyboardInterrupt, which torch does not pass on; the output of this worker shows its "
+    "traceback, if it has one. raysgd treats this as an error of that code, and does not retry it: raise an Exception there"
+)
 
 
 class LoaderIterator:
-    """Owns one pass over a loader. If a process of the loader died, ends the other ones and raises `DataLoaderFailure`; the
-    next pass starts new processes. Errors of the data set or the loader itself are raised unchanged."""
+    """Owns one pass over a loader. If a process of the loader was killed, ends the other ones and raises `DataLoaderFailure`;
+    the next pass starts new processes. If one has ended by itself, the user's code made it do so, so a RuntimeError is
+    raised instead. Errors of the data set or the loader itself are raised unchanged."""
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self._loader = loader
         self._live: Any = live_iterator(loader)  # its processes persist from one pass to the next
+        if _have_exited(lost_processes(self._live)):  # Ctrl-C has reached them, too, and no pass needs their batches
+            self._failed(self._live)
+            self._live = None
         self._has_processes = bool(processes_of(self._live))
         self._live = self._guarded(iter, loader)
         self._has_processes = bool(processes_of(self._live))
-        _delay_reports()
+        try:
+            _delay_reports()
+        except RuntimeError:  # torch's handler was not wrapped yet; the next batch shows which process has ended
+            _delay_reports()
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -55,7 +69,7 @@ class LoaderIterator:
         return self._guarded(next, self._live)
 
     def _guarded(self, step: Callable[[Any], Any], of: Any) -> Any:
-        if self._has_processes and _dead(self._live):
+        if self._has_processes and lost_processes(self._live):
             raise self._failed(self._live)
         try:
             return step(of)
@@ -66,25 +80,26 @@ class LoaderIterator:
             raise
 
     def _explain(self, error: Exception) -> None:
-        """Raise a `DataLoaderFailure` if the error is the death of a loader process, also of a loader inside the user's iterable."""
-        if "in DataLoader worker process" in str(error):  # the data set raised it there
+        """Raise another error if the end of a loader process has caused this one, also of a loader inside the user's iterable."""
+        if "in DataLoader worker process" in text_of(error):  # the data set raised it there
             return
         broken = _broken(error)
         if broken is not None:
             raise self._failed(broken) from error
 
-    def _failed(self, broken: Any) -> DataLoaderFailure:
-        """End the iterator of which a process died, and return the error about it."""
-        reason = "; ".join(_described(process) for process in _dead(broken))
+    def _failed(self, broken: Any) -> BaseException:
+        """End the iterator of which a process has ended, and return the error about it."""
+        lost = lost_processes(broken)
+        reason = "; ".join(_described(process) for process in lost)
         if live_iterator(self._loader) is broken:
             forget_iterator(self._loader)
         _end(broken)
-        return DataLoaderFailure(reason)
+        return RuntimeError(f"{reason}. {EXITED}") if _have_exited(lost) else DataLoaderFailure(reason)
 
 
-def _dead(iterator: Any) -> list[Any]:
-    """Return the processes of an iterator that were killed or exited with an error."""
-    return [process for process in processes_of(iterator) if process.exitcode not in (None, 0)]
+def _have_exited(processes: Sequence[Any]) -> bool:
+    """Return whether processes have ended, and none of them was killed."""
+    return bool(processes) and all(process.exitcode >= 0 for process in processes)
 
 
 def _broken(error: Exception) -> Any:
@@ -93,7 +108,7 @@ def _broken(error: Exception) -> Any:
     for iterator in _iterators_in(error.__traceback__):
         until = time.monotonic() + DYING_S
         while processes_of(iterator):
-            if _dead(iterator):
+            if lost_processes(iterator):
                 return iterator
             if time.monotonic() > until:
                 break
@@ -103,7 +118,7 @@ def _broken(error: Exception) -> Any:
 
 def _described(process: Any) -> str:
     code = process.exitcode
-    if code > 0:
+    if code >= 0:
         return f"loader process {process.pid} ended with exit code {code}"
     hint = HINTS.get(-code)
     return f"loader process {process.pid} was killed by {signal.Signals(-code).name}{f' ({hint})' if hint else ''}"
@@ -160,7 +175,7 @@ def _delay_reports() -> None:
 def _waits(frame: FrameType | None) -> bool:
     """Return whether a loader that has lost a process is running in this frame or in one of its callers."""
     while frame is not None:
-        if frame.f_code.co_filename == torch_loader.__file__ and _dead(frame.f_locals.get("self")):
+        if frame.f_code.co_filename == torch_loader.__file__ and lost_processes(frame.f_locals.get("self")):
             return True
         frame = frame.f_back
     return False

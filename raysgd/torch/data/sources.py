@@ -39,6 +39,13 @@ from raysgd.training.position import Position
 __all__ = ["END", "BatchSource", "LiveSource", "PlannedSource", "RowSource", "StreamSource"]
 
 
+ENDED_EARLY = (
+    "a DataLoader ended before its sampler did. Most likely the data set, a transform or the collate_fn raised StopIteration, as "
+    "next() does for an iterator without further items, and Python took it for the end of the loader: catch it there, or pass next() a "
+    "default"
+)
+
+
 class BatchSource:
     """What all sources have in common. By default the length of an epoch is not known, nothing happens when an epoch begins,
     and the position is the only state."""
@@ -164,11 +171,18 @@ class PlannedSource(BatchSource):
             self._twin.generator.manual_seed(self._seed)  # the processes of the loader get their seeds from it
         self._picker.follow(self.order, self._plan(rank_info), rank_info.world_rank, offset)
         try:
-            for (after, part), batch in zip(self._picker.steps(), LoaderIterator(self._twin), strict=True):
+            live = LoaderIterator(self._twin)
+            for after, part in self._picker.steps():
+                try:
+                    batch = next(live)
+                except StopIteration as error:
+                    raise RuntimeError(ENDED_EARLY) from error
                 assert self._open is not None
                 self._open = (rank_info, after, self._open[2])
                 units = (part.start, part.stop, 0)
                 yield Drawn(batch, after, part.fresh, part.rows, part.weight, part.whole, units)
+            if next(live, END) is not END:  # which also ends the loader's processes
+                raise RuntimeError("a DataLoader yields more batches than its sampler: its class must not add any")
         except (Exception, DataLoaderFailure):
             self._open = None  # a generator that raised has no more batches, but the epoch has
             raise
