@@ -29,6 +29,11 @@ class CallLock:
         held = self._held.get("call")
         return None if held is None or held.thread == threading.get_ident() else held
 
+    def held_here(self) -> Claim | None:
+        """Return the claim that this thread holds now, if there is one: then a callback or a signal handler is running."""
+        held = self._held.get("call")
+        return held if held is not None and held.thread == threading.get_ident() else None
+
 
 @dataclass(eq=False)
 class Claim:

@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn, TypeVar
 
 from raysgd.config import ElasticConfig, Limits
 from raysgd.core.messages import FunctionReport, Message
@@ -47,6 +47,8 @@ from raysgd.workers.worker_group import WorkerGroupProtocol
 __all__ = ["Engine", "Job", "PartialResults", "shutdown_all"]
 
 logger = logging.getLogger("raysgd")
+
+T = TypeVar("T")
 
 CLOSE_S = 10.0
 # How long a shutdown waits for a call in another thread, which it cancels. That call waits CTRL_C_S for its workers.
@@ -87,7 +89,7 @@ class Engine:
         self._table = table = WorkerTable(
             group, silent_s=limits.silent_s, clock=clock, on_progress=on_progress, on_message=on_message
         )
-        self._log, in_place = RecoveryLog(on_recovery, on_wait), backend.in_place
+        self._log, in_place = RecoveryLog(self._cancellable(on_recovery), self._cancellable(on_wait)), backend.in_place
         packed = _packed(group, factory, hook)
         self._generation = generation = Generation(
             table, backend, limits, factory=packed[0], hook=packed[1], sharded=sharded
@@ -168,6 +170,21 @@ class Engine:
             except KeyboardInterrupt:  # a worker that stayed would keep its resources
                 self._end_group()
                 raise
+
+        if (claim := self._call_lock.held_here()) is not None:
+            self.cancel(
+                NotActiveError(f"a callback or a signal handler shut the trainer down while {claim.describe()}")
+            )
+
+    def _cancellable(self, callback: Callable[[T], None]) -> Callable[[T], None]:
+        """Return the callback, for calls in which nothing waits after it: if it cancels the running call (by a shutdown,
+        for example), that call ends now, because it would miss its workers."""
+
+        def call(argument: T) -> None:
+            callback(argument)
+            self._table.raise_cancelled()
+
+        return call
 
     def _end_group(self) -> None:
         try:

@@ -411,10 +411,11 @@ class WorkerTable:
         count = len(self._inbox)
         while self._inbox:  # one by one, so that an error in between (a callback's, Ctrl-C) does not lose the others
             self._take(self._inbox.popleft())
-        self._raise_cancelled()
+        self.raise_cancelled()
         return count
 
-    def _raise_cancelled(self) -> None:
+    def raise_cancelled(self) -> None:
+        """Raise the error that ends the running call, if it was cancelled."""
         error, self._cancelled_by = self._cancelled_by, None
         if error is not None:
             raise error
@@ -463,7 +464,7 @@ class WorkerTable:
                 info.moved_at = self.clock()
             info.progress, info.partial = message.progress, message.partial
             self._on_progress(info)
-            self._raise_cancelled()  # also here, because `pump` is not called while the inline worker trains
+            self.raise_cancelled()  # also here, because `pump` is not called while the inline worker trains
         elif isinstance(message, FunctionReport):
             info.moved_at = self.clock()
         elif isinstance(message, PreemptionNotice):

@@ -13,6 +13,7 @@ import pytest
 from raysgd.core.audit import AuditError
 from raysgd.core.protocols import Call
 from raysgd.engine.call import Job
+from raysgd.errors import NotActiveError
 from tests.simulation import seeds
 from tests.simulation.checker import Checker
 from tests.simulation.mutants import MUTANTS, seeds_needed
@@ -221,6 +222,13 @@ def test_a_leaver_that_fails_while_it_hands_over_its_state_is_a_failure() -> Non
     result = run(Plan(seed=1, ranks=1, nodes=(1, 1), samples=12, step_s=0.3, snapshot_every=3, faults=faults))
     assert result.error is None and result.redone
     assert [(each.removed_ranks, each.batches_redone) for each in result.recoveries] == [((0,), result.redone)]
+
+
+def test_a_shutdown_in_a_callback_ends_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Checker, "recovered", lambda self, recovery: self.engine.stop())
+    error = run(Plan(seed=1, ranks=2, nodes=(2,), samples=12, faults=(Fault("kill", "applied", count=4),))).error
+    assert isinstance(error, NotActiveError)
+    assert "shut the trainer down while the call 'train' has been running" in str(error)
 
 
 AUDITED = Plan(ranks=3, nodes=(3, 1), samples=25, batch=2, audit=2, faults=(Fault("kill", "applied", count=4),))
