@@ -9,7 +9,7 @@
       CheckpointError (RuntimeError)      a file or state that cannot be loaded, and why
       TrainerBusyError (RuntimeError)     a call while another thread's call is running
       TrainingFailedError (RuntimeError)  more workers failed than the call allows, or none is left
-        HangError                         training made no progress for longer than the limit
+        HangError                         code hung twice in a row at the same place of a call
         OutOfStepError                    ranks made different collective calls
       NonFiniteError (FloatingPointError) gradients that are not finite: parameter, step, rank and samples
       WorkerStartError (RuntimeError)     a worker process ended or stalled before it was ready
@@ -91,7 +91,7 @@ class TrainingFailedError(RaysgdError, RuntimeError):
 
 
 class HangError(TrainingFailedError):
-    """Training made no progress for longer than the limit."""
+    """Code hung twice in a row at the same place of a call, each time for longer than the limit."""
 
 
 class OutOfStepError(TrainingFailedError):

@@ -95,6 +95,12 @@ def test_decisions(facts: dict, expected: object) -> None:
         assert decision == expected
 
 
+def test_code_that_hangs_again_at_the_same_place_is_given_up_whatever_the_limit_on_failures() -> None:
+    assert decide(situation(hangs=1, failures=1, max_failures=-1), wait_s=1) == Rejoin()
+    decision = decide(situation(hangs=2, failures=2, max_failures=-1), wait_s=1)
+    assert isinstance(decision, GiveUp) and "hung 2 times in a row" in decision.why
+
+
 def test_backoff_doubles_up_to_its_limit() -> None:
     assert [backoff(attempt, 1.0, 10.0, jitter=0.0) for attempt in range(6)] == [1, 2, 4, 8, 10, 10]
 

@@ -72,12 +72,15 @@ class Interrupted:
 
 @dataclass(frozen=True)
 class WorkerFailed:
-    """The process ended, or its node failed. `value` is the partial result in its last progress message."""
+    """The process ended, or its node failed. `value` is the partial result in its last progress message. `hung_at` is the
+    phase, and the batch of the call, in which code hung on it while its peers waited; None if its process was stopped, or
+    did not hang."""
 
     cause: str
     reason: str = "worker death"
     value: Any = None
     progress: Progress = field(default_factory=Progress)
+    hung_at: tuple[str, int] | None = None
 
 
 class DataLoaderFailure(BaseException):

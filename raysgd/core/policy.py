@@ -13,6 +13,7 @@ from typing import Literal
 from raysgd.core.outcomes import CollectivePlace, Failed, Interrupted, Ok, Outcome, WorkerFailed
 
 __all__ = [
+    "MAX_HANGS",
     "OUT_OF_STEP",
     "PHASES",
     "UNREACHABLE",
@@ -42,6 +43,8 @@ PHASES = ("stop", "wait", "leave", "state", "setup", "join")
 ASSUMED_NOTICE_S = 30.0
 # A worker leaves this long before its machine does, because all ranks must first finish their batch.
 LEAVE_BEFORE_S = 10.0
+# What hangs again at the same place, in another process, hangs because of the code or the data, not by chance.
+MAX_HANGS = 2
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,8 @@ class Observation:
     failed_workers  the workers that failed, in rank order
     culprit         the worker whose code raised the error, or whose data loader failed
     leaving_ranks   the ranks that leave in a planned change
+    hung_at         where code hung on a failed worker, as in its outcome
+    hangs           how many times in a row code has hung there in this call
     reason, detail  those of the `Recovery` that follows
     """
 
@@ -104,6 +109,8 @@ class Observation:
     leaving_ranks: tuple[int, ...] = ()
     reason: str = ""
     detail: str = ""
+    hung_at: tuple[str, int] | None = None
+    hangs: int = 0
 
 
 def classify(outcomes: Mapping[str, Outcome]) -> Observation:
@@ -124,7 +131,15 @@ def classify(outcomes: Mapping[str, Outcome]) -> Observation:
     if failed_workers:
         first = outcomes[failed_workers[0]]
         assert isinstance(first, WorkerFailed)
-        return Observation("broken", failed_workers=failed_workers, reason=first.reason, detail=first.cause)
+        hung = [o.hung_at for o in outcomes.values() if isinstance(o, WorkerFailed) and o.hung_at is not None]
+        return Observation(
+            "broken",
+            failed_workers=failed_workers,
+            reason=first.reason,
+            detail=first.cause,
+            hung_at=hung[0] if hung else None,
+            hangs=len(hung[:1]),
+        )
     interrupted = {worker: outcome for worker, outcome in outcomes.items() if isinstance(outcome, Interrupted)}
     for worker, outcome in interrupted.items():
         if outcome.reason:
@@ -207,7 +222,8 @@ def _nth(count: int) -> str:
 @dataclass(frozen=True)
 class Situation:
     """What `decide` needs to know after a failure, in numbers. `ready` and `starting` count replacement workers;
-    `gathered` is True if no more of them are expected soon."""
+    `gathered` is True if no more of them are expected soon. `hangs` is how many times in a row code has hung at the same
+    place of the call."""
 
     survivors: int
     ready: int
@@ -220,6 +236,7 @@ class Situation:
     attempts: int
     max_attempts: int
     gathered: bool = True
+    hangs: int = 0
 
 
 @dataclass(frozen=True)
@@ -261,6 +278,11 @@ def decide(now: Situation, *, wait_s: float) -> Decision:
     """Return what to do after a failure. `wait_s` is the next pause, in case the decision is to wait."""
     if now.max_failures >= 0 and now.failures > now.max_failures:
         return GiveUp(f"{now.failures} failure(s) in one call, and max_retries={now.max_failures} allows no more")
+    if now.hangs >= MAX_HANGS:
+        return GiveUp(
+            f"the code has hung {now.hangs} times in a row at the same place of the call, so it would probably do so again, and "
+            "each time for as long as hang_timeout_s"
+        )
     available = now.survivors + now.ready
     if available >= now.min_workers and available > 0 and (now.survivors >= now.min_workers or now.gathered):
         return Rejoin()

@@ -353,6 +353,7 @@ class Engine:
             parts: list[PartialResults] = []
             began = self.progress
             network_at: Progress | None = None  # where the newest network fault was, with all workers alive
+            hung: list[Any] = []  # where code hung, as often as it hung there in a row
             while True:
                 call = self._prepared(job, running)  # first, because `prepare` may itself call and change the workers
                 fan_out = self._fan_out(job)
@@ -367,6 +368,7 @@ class Engine:
                     network_at = self.progress
                 if seen.kind == "out_of_step":
                     self._raise_out_of_step(seen, fan_out.troubled_at)
+                seen = self._with_hangs(seen, hung)
                 part = PartialResults(tuple(outcomes.values()), self._generation.number)
                 parts = [*parts, part] if job.again == "resume" else [part]
                 if seen.kind == "done":
@@ -388,6 +390,18 @@ class Engine:
         """Raise an error if the snapshot from which new workers continue is older than the state when the job began."""
         if self._snapshot_is_stale or self.progress.order < began.order:
             raise older_state_error(job.call.name, began, self.progress)
+
+    def _with_hangs(self, seen: Observation, hung: list[Any]) -> Observation:
+        """Count in `hung` how many times in a row code has hung at the same place of the call: in the same batch, or, as
+        training functions count none, after the same commits."""
+        if seen.hung_at is None:
+            return seen
+        phase, batch = seen.hung_at
+        place = (phase, batch, self.progress.step if batch == 0 else 0)
+        if hung[-1:] != [place]:
+            hung.clear()
+        hung.append(place)
+        return replace(seen, hangs=len(hung))
 
     def _still_counting(
         self, parts: list[PartialResults], revived: Snapshot | None, running: RunningCall

@@ -14,6 +14,7 @@ from raysgd.core.progress import Progress
 from raysgd.engine.worker_table import WorkerInfo
 from raysgd.errors import (
     CheckpointError,
+    HangError,
     OutOfStepError,
     RemoteTraceback,
     ResourceError,
@@ -151,7 +152,9 @@ def out_of_step_error(detail: str, at: Progress) -> OutOfStepError:
     )
 
 
-def failed_error(why: str, recoveries: list[Recovery]) -> TrainingFailedError:
+def failed_error(
+    why: str, recoveries: list[Recovery], kind: type[TrainingFailedError] = TrainingFailedError
+) -> TrainingFailedError:
     """Return the error about a call that raysgd gave up, with each of its recoveries."""
     lines = [f"training failed: {why}."]
     for recovery in recoveries:
@@ -163,10 +166,13 @@ def failed_error(why: str, recoveries: list[Recovery]) -> TrainingFailedError:
     if any(recovery.reason == DATA_LOADER for recovery in recoveries):
         lines.append(LOADER_HINT)
     lines.append(
-        "If you expect such failures, pass train() a larger max_retries (-1 for no limit). If it is the same batch each "
+        "Look for the cause at the lines above, and in the batch. If the code only needs more time, raise the limit: "
+        "elastic=ElasticConfig(hang_timeout_s=...)."
+        if kind is HangError
+        else "If you expect such failures, pass train() a larger max_retries (-1 for no limit). If it is the same batch each "
         "time, look for the cause in that batch or in the code."
     )
-    return TrainingFailedError("\n".join(lines))
+    return kind("\n".join(lines))
 
 
 def older_state_error(call: str, wanted: Progress, found: Progress) -> CheckpointError:

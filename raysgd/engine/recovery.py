@@ -9,7 +9,18 @@ from typing import NoReturn
 
 from raysgd.config import ElasticConfig
 from raysgd.core.outcomes import DATA_LOADER, OUT_OF_MEMORY
-from raysgd.core.policy import PHASES, GiveUp, Observation, Recovery, Rejoin, Restart, Situation, backoff, decide
+from raysgd.core.policy import (
+    MAX_HANGS,
+    PHASES,
+    GiveUp,
+    Observation,
+    Recovery,
+    Rejoin,
+    Restart,
+    Situation,
+    backoff,
+    decide,
+)
 from raysgd.core.progress import Progress, most_advanced
 from raysgd.core.snapshot import Snapshot
 from raysgd.engine.call import RunningCall
@@ -19,6 +30,7 @@ from raysgd.engine.membership import Membership
 from raysgd.engine.recovery_log import NO_FAILURE, PLANNED, RecoveryLog
 from raysgd.engine.replacements import Replacements
 from raysgd.engine.worker_table import WorkerInfo, WorkerTable
+from raysgd.errors import HangError, TrainingFailedError
 from raysgd.workers.blob import Blob
 
 __all__ = ["RecoveryLoop"]
@@ -183,6 +195,7 @@ class RecoveryLoop:
             attempts=case.waits,
             max_attempts=self._elastic.max_attempts,
             gathered=self._replacements.gathered(target - len(survivors)),
+            hangs=case.seen.hangs,
         )
 
     def _revive(self, joining: list[str], call: int) -> Snapshot:
@@ -256,7 +269,10 @@ class RecoveryLoop:
 
     def _give_up(self, why: str, case: _Case) -> NoReturn:
         self._note(case, after=0)
-        raise failed_error(why, self._log.recoveries[case.call.recoveries_before :])
+        hangs = case.seen.hangs >= MAX_HANGS
+        raise failed_error(
+            why, self._log.recoveries[case.call.recoveries_before :], HangError if hangs else TrainingFailedError
+        )
 
 
 @dataclass

@@ -127,4 +127,6 @@ class Watchdog:
         for worker in blocking:
             story = describe_rank(reports[worker])
             logger.warning("no progress for %.0f s: killing %s", quiet, story)
-            self._table.kill(worker, "hang", story)
+            answer = self._stacks.get(worker)
+            hung_at = None if answer is None else (answer.phase, answer.batch)
+            self._table.kill(worker, "hang", story, hung_at=hung_at)

@@ -95,10 +95,11 @@ class WorkerInfo:
 
 @dataclass(frozen=True)
 class KillReason:
-    """Why the driver killed a worker."""
+    """Why the driver killed a worker, and where code hung on it."""
 
     reason: str
     why: str
+    hung_at: tuple[str, int] | None = None
 
 
 class WorkerTable:
@@ -163,10 +164,10 @@ class WorkerTable:
         self._note_change(worker)
         self.group.dismiss(worker)
 
-    def kill(self, worker: str, reason: str, why: str) -> None:
+    def kill(self, worker: str, reason: str, why: str, *, hung_at: tuple[str, int] | None = None) -> None:
         """End a worker that blocks the others. Its failure will have this reason."""
         if worker in self._workers:  # a call that was made from within the running one may have dismissed it
-            self._workers[worker].killed_for = KillReason(reason, why)
+            self._workers[worker].killed_for = KillReason(reason, why, hung_at)
             self.group.kill(worker)
 
     def cancel(self, error: BaseException | None) -> None:
@@ -264,15 +265,16 @@ class WorkerTable:
         """Return the outcome of a call to a worker that has failed."""
         if info is None or info.ended is None:
             return WorkerFailed("it was dismissed")
+        hung_at = None
         if info.killed_for is not None:
-            reason, why = info.killed_for.reason, info.killed_for.why
+            reason, why, hung_at = info.killed_for.reason, info.killed_for.why, info.killed_for.hung_at
         else:
             reason, why = info.ended.reason, info.ended.cause
             if info.node and not self.group.is_node_alive(info.node):
                 reason, why = "node failure", f"its node {info.machine} failed"
             elif info.notice:
                 reason = "preemption"
-        return WorkerFailed(why, reason, info.partial, info.progress)
+        return WorkerFailed(why, reason, info.partial, info.progress, hung_at)
 
     def ask(
         self,

@@ -13,9 +13,10 @@ import pytest
 from raysgd.core.audit import AuditError
 from raysgd.core.protocols import Call
 from raysgd.engine.call import Job
-from raysgd.errors import NotActiveError
+from raysgd.errors import HangError, NotActiveError
 from tests.simulation import seeds
 from tests.simulation.checker import Checker
+from tests.simulation.group import Worker
 from tests.simulation.mutants import MUTANTS, seeds_needed
 from tests.simulation.plan import Fault, Plan, plan_for
 from tests.simulation.replica import SimReplica
@@ -229,6 +230,33 @@ def test_a_shutdown_in_a_callback_ends_the_call(monkeypatch: pytest.MonkeyPatch)
     error = run(Plan(seed=1, ranks=2, nodes=(2,), samples=12, faults=(Fault("kill", "applied", count=4),))).error
     assert isinstance(error, NotActiveError)
     assert "shut the trainer down while the call 'train' has been running" in str(error)
+
+
+@pytest.mark.parametrize(("at", "failures"), [((5, 5), 2), ((5, 7), None)])
+def test_code_that_hangs_again_at_the_same_batch_is_not_tried_again(
+    at: tuple[int, ...], failures: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last rank hangs before these steps, and answers where it is."""
+    left, original = list(at), Worker.point
+
+    def point(self: Worker, name: str) -> None:
+        original(self, name)
+        group = self.backend.group
+        is_last = name == "forward" and group is not None and group.members[-1] is self
+        if left and is_last and self.replica is not None and len(self.replica.steps) == left[0]:
+            left.pop(0)
+            self.sleep(1e6)
+
+    monkeypatch.setattr(Worker, "point", point)
+    monkeypatch.setattr(Script, "_until_done", lambda self, *given: self._train())
+    faults = (Fault("slow", "applied", seconds=0.05),)  # otherwise the checks expect no failure at all
+    result = run(Plan(ranks=3, nodes=(4,), samples=40, faults=faults))
+    assert [each.reason for each in result.recoveries if each.reason != "growth"] == ["hang", "hang"] and not left
+    if failures is None:
+        assert result.error is None
+    else:
+        assert isinstance(result.error, HangError)
+        assert f"hung {failures} times in a row at the same place" in str(result.error)
 
 
 AUDITED = Plan(ranks=3, nodes=(3, 1), samples=25, batch=2, audit=2, faults=(Fault("kill", "applied", count=4),))
