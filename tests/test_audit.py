@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import platform
 import random
 import signal
 import time
@@ -527,3 +528,11 @@ def test_a_function_has_no_log(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match=r"ElasticConfig\(audit=...\) needs an operator"):
         Trainer(backend="torch", num_workers=1, elastic=ElasticConfig(audit=tmp_path))
+
+
+def test_a_folder_that_one_machine_cannot_write_to_is_named_with_the_machine(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    settings = AuditSettings(str(tmp_path / "file"), "run", 0.0)
+    with pytest.raises(ConfigError, match=f"on {platform.node()} it is not") as caught:
+        AuditLog(settings, lambda: None)
+    assert str(tmp_path / "file") in str(caught.value)

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from raysgd.compat.utils import check_for_failure, find_free_port
+from raysgd.core.network import own_address
 from raysgd.train.run import check_function
-from raysgd.train.run_session import own_address
 
 __all__ = [
     "check_for_failure",

@@ -9,10 +9,11 @@ from collections.abc import Iterable
 from raysgd.config import CONTROL_PORT
 from raysgd.errors import ConfigError
 
-__all__ = ["LOOPBACK", "address_towards", "listen"]
+__all__ = ["LOOPBACK", "address_towards", "listen", "own_address"]
 
 LOOPBACK = "127.0.0.1"
 ANY_PORT = 9
+OUTSIDE = "8.8.8.8"  # any address that is not in a network of this machine; nothing is sent there
 BACKLOG = 1024
 
 
@@ -23,6 +24,19 @@ def address_towards(host: str) -> str:
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(there)
         return str(probe.getsockname()[0])
+
+
+def own_address() -> str:
+    """Return the address of this machine on its default route; without one, that of its name, or the loopback address.
+    (A name may not resolve, or to an address that other machines have too.)"""
+    try:
+        return address_towards(OUTSIDE)
+    except OSError:
+        pass
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return LOOPBACK
 
 
 def listen(host: str, ports: Iterable[int] | None) -> socket.socket:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
+import socket
 import sys
 import threading
 import types
@@ -15,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from raysgd.core.ranks import RankInfo
-from raysgd.errors import causes_of
+from raysgd.errors import ConfigError, causes_of
 from raysgd.horovod import foreign
 from raysgd.horovod.rendezvous import HorovodRendezvous, end_rendezvous, set_environment
 from raysgd.torch.devices import see_gpus, shared_gpus, visible_gpus
@@ -145,11 +146,25 @@ class HorovodFunctionBackend:
 def _init() -> None:
     import horovod.torch as hvd
 
+    check_host_name()
     try:
         hvd.init()
     except ValueError:
         hvd.shutdown()  # ends its thread, so that the next generation can start one
         raise
+
+
+def check_host_name() -> None:
+    """Raise an error if this machine cannot resolve its own name: `hvd.init()` would end the process with SIGSEGV, also if its
+    interface is chosen."""
+    name = socket.gethostname()
+    try:
+        socket.getaddrinfo(name, None)
+    except OSError as error:
+        raise ConfigError(
+            f"Horovod cannot start on this machine, because its own name {name!r} does not resolve ({error}): add a line with the "
+            "machine's address and this name to its /etc/hosts"
+        ) from error
 
 
 def watch_init(connections: Connections) -> None:
@@ -160,6 +175,7 @@ def watch_init(connections: Connections) -> None:
 
     @functools.wraps(original)
     def init(self: Any, *args: Any, **kwargs: Any) -> Any:
+        check_host_name()
         connections.opening()
         try:
             return original(self, *args, **kwargs)

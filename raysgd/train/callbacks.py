@@ -19,7 +19,7 @@ from raysgd.callbacks.printing import PrintCallback
 from raysgd.callbacks.status import StatusFile
 from raysgd.callbacks.tensorboard import TensorBoardCallback as TBXLoggerCallback
 from raysgd.callbacks.torch_profiler import TorchProfilerCallback as TorchTensorboardProfilerCallback
-from raysgd.train.run_session import own_address
+from raysgd.core.network import own_address
 
 __path__: list[str] = []  # lets Python look for `raysgd.train.callbacks.logging`, which raysgd.compat provides
 __all__ = [

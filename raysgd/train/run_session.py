@@ -7,7 +7,6 @@ import logging
 import os
 import pickle
 import platform
-import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -18,6 +17,7 @@ from typing import Any, Literal, cast
 
 from raysgd.core.messages import FunctionReport
 from raysgd.core.metrics import check_metrics
+from raysgd.core.network import own_address
 from raysgd.core.progress import Control
 from raysgd.core.ranks import RankInfo
 from raysgd.errors import ConfigError, described
@@ -32,7 +32,6 @@ __all__ = [
     "Stopped",
     "TrainingResultType",
     "current",
-    "own_address",
     "running",
     "trial_functions",
 ]
@@ -282,11 +281,3 @@ def current(function: str) -> Session:
             function,
         )
     return OutsideSession()
-
-
-def own_address() -> str:
-    """Return this machine's IP address."""
-    try:
-        return socket.gethostbyname(socket.gethostname())
-    except OSError:
-        return "127.0.0.1"

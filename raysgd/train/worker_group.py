@@ -18,6 +18,7 @@ from raysgd.config import (
     seconds_from_environment,
     start_limit_s,
 )
+from raysgd.core.network import own_address
 from raysgd.core.protocols import Call
 from raysgd.core.ranks import SingleWorkerBackend
 from raysgd.engine.engine import Engine, Job
@@ -26,7 +27,6 @@ from raysgd.torch.devices import visible_gpus
 from raysgd.train.errors import InactiveWorkerGroupError, TrainingWorkerError
 from raysgd.train.fit.settings import HANG_S
 from raysgd.train.replica import FunctionReplica, FunctionReplicaFactory
-from raysgd.train.run_session import own_address
 from raysgd.workers.ray_group import RayGroup
 from raysgd.workers.serialization import dumps
 

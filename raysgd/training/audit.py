@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from raysgd.config import ElasticConfig
 from raysgd.core.audit import FIRST, Chain, new_file
 from raysgd.core.ranks import RankInfo
+from raysgd.errors import ConfigError
 from raysgd.training.feed import Drawn
 from raysgd.training.position import Position
 
@@ -50,7 +51,13 @@ class AuditLog:
         self._chain, self._joined, self._due = Chain(), (-1, -1), 0
         self._unwritten = b""
         worker = f"{platform.node() or 'node'}-{os.getpid()}-{uuid.uuid4().hex[:8]}".replace(" ", "_")
-        self._file = new_file(settings.folder, worker)
+        try:
+            self._file = new_file(settings.folder, worker)
+        except OSError as error:
+            raise ConfigError(
+                f"ElasticConfig(audit={settings.folder!r}) must be a folder that every worker can write to, and on {platform.node()} "
+                f"it is not ({error}): name another one"
+            ) from error
         self._write(f"{FIRST} {settings.run} {settings.began:.3f} {worker} {platform.node() or 'node'} {os.getpid()}")
 
     def begin(self, rank_info: RankInfo, position: Position) -> None:

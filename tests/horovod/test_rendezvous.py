@@ -76,6 +76,18 @@ def test_errors_of_failed_peers_are_interruptions(internal_error: type[Exception
     assert [backend.is_interruption(error) for error, _ in table] == [expected for _, expected in table]
 
 
+def test_a_host_whose_name_does_not_resolve_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`hvd.init()` would end the process with SIGSEGV."""
+    begun: list[bool] = []
+    horovod = types.SimpleNamespace(init=lambda: begun.append(True))
+    monkeypatch.setitem(sys.modules, "horovod", types.SimpleNamespace(torch=horovod))
+    monkeypatch.setitem(sys.modules, "horovod.torch", horovod)
+    monkeypatch.setattr(socket, "gethostname", lambda: "nowhere.invalid")
+    with pytest.raises(ConfigError, match=r"its own name 'nowhere\.invalid' does not resolve .*/etc/hosts"):
+        backend._init()
+    assert not begun
+
+
 def test_without_horovod_no_error_is_an_interruption(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "horovod.common.exceptions", raising=False)
     assert not backend.is_interruption(ValueError("Horovod initialization failed"))

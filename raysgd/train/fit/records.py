@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from raysgd.core.metrics import plain
+from raysgd.core.network import own_address
 from raysgd.errors import CheckpointError, described, shown
 from raysgd.storage import digest, folders, locations
 from raysgd.train import unpickling
-from raysgd.train.run_session import own_address
 
 __all__ = ["RunNames", "RunRecord", "StoredRun", "can_restore"]
 
