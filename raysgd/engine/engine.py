@@ -360,7 +360,7 @@ class Engine:
                 fan_out.run(call)
                 self._note_snapshot(running)
                 outcomes = fan_out.outcomes
-                seen = classify(outcomes)
+                seen = self._with_hangs(classify(outcomes), hung)
                 if seen.kind == "user_error":
                     self._raise_user_error(seen, outcomes)
                 if seen.reason == "network" and not seen.failed_workers:
@@ -368,7 +368,6 @@ class Engine:
                     network_at = self.progress
                 if seen.kind == "out_of_step":
                     self._raise_out_of_step(seen, fan_out.troubled_at)
-                seen = self._with_hangs(seen, hung)
                 part = PartialResults(tuple(outcomes.values()), self._generation.number)
                 parts = [*parts, part] if job.again == "resume" else [part]
                 if seen.kind == "done":
