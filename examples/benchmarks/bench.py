@@ -62,6 +62,7 @@ BENCHMARKS = (
         "chaos", "--state build/chaos.json --parts 1 --faults 120 --minutes 5", "--minutes 0.5", takes_longer=True
     ),
     Benchmark("schedules", "", "--steps 60", takes_longer=True),
+    Benchmark("learning_rates", "", "", takes_longer=True),
     Benchmark("driver_cost", "--workers 2 4 8 16", "--workers 2 4 8 --rounds 3", takes_longer=True),
     Benchmark("scale", "", "--parts engine control --ranks 100 1000 --seconds 5", takes_longer=True),
 )

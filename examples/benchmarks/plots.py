@@ -342,6 +342,37 @@ def recovery_phases(rows: Rows) -> dict[str, Figure]:
     return pictures
 
 
+def learning_rates(rows: Rows) -> dict[str, Figure]:
+    """Learning rates over the samples: a row for each schedule, a column for each change of the workers."""
+    names, changes = ordered(row["schedule"] for row in rows), ordered(row["change"] for row in rows)
+    pictures = {}
+    for mode, ink in INKS.items():
+        drawn = Figure(
+            figsize=(2.6 * len(changes) + 0.6, 1.5 * len(names) + 0.8), layout="constrained", facecolor="none"
+        )
+        axes = drawn.subplots(len(names), len(changes), squeeze=False, sharex=True, sharey="row")
+        for row in rows:
+            axis = axes[names.index(row["schedule"])][changes.index(row["change"])]
+            plan, first = row["planned"], row["samples"][1]  # all workers make the first step
+            steps = [first * place for place in range(len(plan))]
+            axis.plot(steps, plan, color="#8d96a0", linewidth=5, alpha=0.5, label="planned")
+            axis.plot(row["samples"], row["followed"], color=VIVID["raysgd"], label="stepped by the trainer")
+            axis.plot(row["samples"], row["by_batch"], "--", color=VIVID["Ray Train v2"], label="once for each batch")
+            axis.set_facecolor("none")
+            axis.spines[["top", "right"]].set_visible(False)
+            axis.spines[["left", "bottom"]].set_color(ink)
+            axis.tick_params(labelsize=8, colors=ink)
+        for axis, change in zip(axes[0], changes, strict=True):
+            axis.set_title(change, fontsize=9, color=ink)
+        for axis, name in zip(axes[:, 0], names, strict=True):
+            axis.set_ylabel(name, fontsize=9, color=ink)
+        drawn.supxlabel("samples", fontsize=9, color=ink)
+        handles, labels = axes[0][0].get_legend_handles_labels()
+        drawn.legend(handles, labels, loc="outside upper center", ncols=3, fontsize=9, frameon=False, labelcolor=ink)
+        pictures[f"learning_rates_{mode}"] = drawn
+    return pictures
+
+
 PHASE_COLOURS = ("#e0632b", "#e9a13b", "#4a90d9", "#4fa37a", "#8d96a0")
 
 
@@ -354,6 +385,7 @@ PLOTS: dict[str, Callable[[Rows], dict[str, Figure]]] = {
     "churn": churn,
     "saving": saving,
     "schedules": schedules,
+    "learning_rates": learning_rates,
     "driver_cost": driver_cost,
     "call_length": call_length,
     "gpu": gpu,
