@@ -69,9 +69,9 @@ class SharedSource:
 
     def _pass(self, epoch: int, offset: int) -> Iterator[Any]:
         """Return an iterator over the rest of the epoch. The order of a shuffle depends on how often the data set was
-        begun, so passes of earlier epochs are begun, too: no public function advances the seeds of all shuffles in
-        a data set otherwise. TensorFlow reads nothing for an iterator before its first batch is asked for, so this takes milliseconds for each
-        epoch."""
+        begun, so passes of earlier epochs are begun, too: no public function advances the seeds of all shuffles in a data
+        set otherwise. TensorFlow reads nothing for an iterator before its first batch is asked for, so this takes
+        milliseconds for each epoch."""
         while self._passes < epoch - 1:
             self._passes += 1
             if isinstance(self.loader, tf.data.Dataset):
