@@ -201,7 +201,7 @@ class TorchReplica(ReplicaBase):
         if not position.plan or plan is None or plan.divides_like(saved := StepPlan(*position.plan)):
             return
         followed = position.planned and operator.scheduler_step_freq == SCHEDULER_STEP_BATCH
-        scheduler = operator._own_scheduler() if followed else None
+        scheduler: Any = operator._own_scheduler() if followed else None
         if not has_length_in_code(scheduler):
             operator._plan = saved
             return
