@@ -79,18 +79,17 @@ class _Namespace:
     """Owns the first process of a set of namespaces. All other processes in them end with it."""
 
     def __init__(self, command: Sequence[str]) -> None:
-        self._starter = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
+        pipe = subprocess.PIPE
+        self._starter = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True)
         assert self._starter.stdout is not None
         if self._starter.stdout.readline().strip() != "ready":
-            raise OSError(f"namespaces could not be made: status {self._starter.wait()}")
+            raise OSError(f"namespaces could not be made: {self._starter.communicate()[1]}")
         self.init = psutil.Process(self._starter.pid).children(recursive=True)[-1].pid
 
     def kill(self) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
             psutil.Process(self.init).kill()
-        self._starter.wait()
-        assert self._starter.stdout is not None
-        self._starter.stdout.close()
+        self._starter.communicate()
 
 
 class Host:
@@ -174,6 +173,9 @@ class Host:
     def kill(self) -> None:
         """End every process of this host. Its connections do not end first, as when a machine loses its power."""
         self.unplug()
+        self.end()
+
+    def end(self) -> None:
         self._namespace.kill()
 
     def unplug(self) -> None:
@@ -236,11 +238,13 @@ class Hosts:
             "RAY_USAGE_STATS_ENABLED": "0",
         }
         self._running: list[subprocess.Popen[str]] = []
+        self.all: list[Host] = []
         script = "mount --make-rprivate / && ip link add bridge type bridge && ip link set bridge up && echo ready"
         flags = ["-n", "-m", "-p", "-f", "--kill-child", "--mount-proc"]
         self._namespace = _Namespace(["unshare", *flags, "sh", "-ec", f"{script} && exec sleep infinity"])
         try:
-            self.all = [Host(self, f"host-{chr(97 + n)}", f"10.9.0.{n + 1}") for n in range(count)]
+            for n in range(count):
+                self.all.append(Host(self, f"host-{chr(97 + n)}", f"10.9.0.{n + 1}"))
             self.name_all()
         except BaseException:
             self.close()
@@ -278,6 +282,8 @@ class Hosts:
             host.start_ray(head=first)
 
     def close(self) -> None:
+        for host in self.all:
+            host.end()
         self._namespace.kill()
         for process in self._running:
             process.wait()

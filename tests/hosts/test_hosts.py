@@ -63,6 +63,7 @@ def test_a_save_over_a_slow_connection_is_no_hang(hosts: Hosts) -> None:
     assert found["bytes"] > 20_000_000
 
 
+@pytest.mark.soak  # it is tried three times, for a minute each
 def test_the_hosts_of_the_workers_that_cannot_reach_each_other_are_named(hosts: Hosts) -> None:
     with hosts[1].without_route_to(hosts[2]):
         found = run(hosts, "train")
@@ -73,16 +74,17 @@ def test_the_hosts_of_the_workers_that_cannot_reach_each_other_are_named(hosts: 
 def test_workers_end_if_the_host_of_the_script_is_cut_off(hosts: Hosts) -> None:
     """After half of `hang_timeout_s`. Ray would end them with their nodes, after a minute. This is the last test, because Ray
     counts the nodes as failed afterwards."""
-    driver = hosts[0].start(sys.executable, str(DRIVER), "wait")
-    hosts.keep(driver)
-    assert driver.stdout is not None
-    assert any("training" in line for line in driver.stdout)
-    assert workers(hosts)
-    hosts[0].unplug()
-    try:
-        wait_until(lambda: not workers(hosts), 40, "the workers did not end")
-    finally:
-        hosts[0].plug_in()
+    with hosts[0].start(sys.executable, str(DRIVER), "wait") as driver:
+        try:
+            assert driver.stdout is not None
+            assert any("training" in line for line in driver.stdout)
+            assert workers(hosts)
+            hosts[0].unplug()
+            wait_until(lambda: not workers(hosts), 40, "the workers did not end")
+        finally:
+            hosts[0].plug_in()
+            for process in hosts[0].processes(str(DRIVER)):
+                process.kill()
 
 
 def workers(hosts: Hosts) -> list[Any]:
