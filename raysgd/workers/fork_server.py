@@ -16,6 +16,7 @@ import json
 import logging
 import os
 import runpy
+import selectors
 import shutil
 import signal
 import socket
@@ -23,7 +24,8 @@ import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from raysgd.config import flag_from_environment
@@ -38,6 +40,7 @@ logger = logging.getLogger("raysgd")
 FORK_WORKERS = "RAYSGD_FORK_WORKERS"
 REPLICAS = {"torch": "raysgd.torch.replica", "tensorflow": "raysgd.tf.replica"}
 LOOK_S = 0.2
+SILENT_S = 10.0  # how long a client may send nothing
 # Of machines with GPUs, also of Windows' Linux and of Jetsons.
 GPUS = ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dxg", "/dev/nvhost-gpu", "/dev/nvgpu")
 OOM_SCORE = "/proc/self/oom_score_adj"  # Ray lets the kernel end workers before other processes
@@ -121,27 +124,44 @@ def _start(folder: Path, python: str, modules: Sequence[str]) -> str:
 def serve(server: socket.socket, driver: LocalProcess, folder: str) -> None:
     """Fork for each request, until the driver or its raylet has ended. Return in the forks, which then are workers."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel removes children that ended
-    server.settimeout(LOOK_S)
     raylet = driver  # until it is known
+    clients = selectors.PollSelector()  # it has no descriptor, which the forks would share
+    clients.register(server, selectors.EVENT_READ)
     while not (driver.ended or raylet.ended):
-        try:
-            connection, _ = server.accept()
-        except TimeoutError:
-            continue
-        with connection:
-            head, descriptors, _, _ = socket.recv_fds(connection, HEAD.size, 3)
-            if len(head) == HEAD.size and len(descriptors) == 3:
-                length, starter = HEAD.unpack(head)
-                if raylet is driver:
-                    raylet = LocalProcess(starter)
-                if os.fork() == 0:
-                    server.close()
-                    _become(connection, length, descriptors)
-                    return
-            for each in descriptors:
-                os.close(each)
+        for connection in _with_requests(clients, server):
+            with connection:
+                head, descriptors, _, _ = socket.recv_fds(connection, HEAD.size, 3)
+                if len(head) == HEAD.size and len(descriptors) == 3:
+                    length, starter = HEAD.unpack(head)
+                    if raylet is driver:
+                        raylet = LocalProcess(starter)
+                    if os.fork() == 0:
+                        for each in list(clients.get_map().values()):
+                            each.fileobj.close()  # type: ignore[union-attr]
+                        _become(connection, length, descriptors)
+                        return
+                for each in descriptors:
+                    os.close(each)
     shutil.rmtree(folder, ignore_errors=True)
     sys.exit()
+
+
+def _with_requests(clients: selectors.BaseSelector, server: socket.socket) -> Iterator[socket.socket]:
+    """Yield the connections that have sent something, after at most LOOK_S. Close those that send nothing: a script may have
+    been stopped before it could, and the others must not wait for it."""
+    ready = [key.fileobj for key, _ in clients.select(LOOK_S)]
+    if server in ready:
+        clients.register(server.accept()[0], selectors.EVENT_READ, time.monotonic() + SILENT_S)
+    for key in list(clients.get_map().values()):
+        client = key.fileobj
+        assert isinstance(client, socket.socket)
+        if client is server or (client not in ready and time.monotonic() < key.data):
+            continue
+        clients.unregister(client)
+        if client in ready:
+            yield client
+        else:
+            client.close()
 
 
 def worker_paths(
@@ -160,8 +180,7 @@ def _become(connection: socket.socket, length: int, descriptors: list[int]) -> N
 
     for ignored in (signal.SIGCHLD, signal.SIGQUIT):  # the shell lets a process in the background ignore the latter
         signal.signal(ignored, signal.SIG_DFL)
-    with connection.makefile("rb") as stream:
-        arguments, environment, folder, priority, limits, score = json.loads(stream.read(length))
+    arguments, environment, folder, priority, limits, score = json.loads(_received(connection, length))
     os.setsid()
     os.nice(priority - os.nice(0))
     for name, limit in limits.items():  # Ray has raised some of the raylet's
@@ -181,6 +200,20 @@ def _become(connection: socket.socket, length: int, descriptors: list[int]) -> N
         sys.modules["numpy"].random.seed()  # or all forks would draw the same numbers
     connection.sendall(b"1")
     connection.close()
+
+
+def _received(connection: socket.socket, length: int) -> bytes:
+    """Return the rest of a request. End this process if the script ends or is stopped before it has sent everything; if the
+    script continues, it starts an interpreter."""
+    connection.settimeout(SILENT_S)
+    try:
+        with connection.makefile("rb") as stream:
+            request = stream.read(length)
+    except TimeoutError:
+        request = b""
+    if len(request) != length:
+        os._exit(1)
+    return request
 
 
 def main() -> None:

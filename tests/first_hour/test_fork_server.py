@@ -1,16 +1,21 @@
 """The workers of a cluster that raysgd starts are forks of a process that has imported torch, and behave like others."""
 
+import contextlib
 import json
 import os
+import signal
+import socket
 import stat
 import subprocess
 import sys
+import uuid
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from raysgd.workers import fork_server
+from raysgd.workers.processes import LocalProcess
 from tests.background import Background
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -131,6 +136,46 @@ def test_an_interpreter_starts_if_the_server_has_ended(tmp_path: Path, monkeypat
         name.write_text(script.read_text())
         ran = subprocess.run([launcher, name, "a b", "--c"], capture_output=True, text=True, timeout=60, check=True)
         assert ran.stdout == "['a b', '--c'] 0\n"
+
+
+@linux
+def test_a_client_that_sends_nothing_delays_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a script does that is stopped after it has connected, or in the middle of its request."""
+    address = os.path.join(os.environ["RAY_TMPDIR"], uuid.uuid4().hex[:8])  # the path of a socket must be short
+    monkeypatch.setattr(fork_server, "SILENT_S", 2.0, raising=False)
+    driver = os.getpid()
+    score = Path(fork_server.OOM_SCORE).read_text()
+    request = json.dumps([["worker.py"], {}, "/", os.nice(0), {}, score]).encode()
+
+    def connected(*, sends: bytes) -> socket.socket:
+        client = socket.socket(socket.AF_UNIX)
+        clients.enter_context(client)
+        client.settimeout(20)
+        client.connect(address)
+        if sends:
+            head = fork_server.HEAD.pack(len(request), driver)
+            with open(os.devnull, "r+b") as null:
+                socket.send_fds(client, [head], [null.fileno()] * 3)
+            client.sendall(sends)
+        return client
+
+    with socket.socket(socket.AF_UNIX) as listening, contextlib.ExitStack() as clients:
+        listening.bind(address)
+        listening.listen(64)
+        server = os.fork()
+        if server == 0:
+            try:
+                fork_server.serve(listening, LocalProcess(driver), str(tmp_path / "none"))
+            finally:
+                os._exit(0)  # the forks, too
+        try:
+            silent = [connected(sends=b""), connected(sends=request[:5])]
+            assert connected(sends=request).recv(1) == b"1", "a worker was forked"
+            assert [client.recv(1) for client in silent] == [b"", b""], "they start an interpreter then"
+        finally:
+            os.kill(server, signal.SIGKILL)
+            os.waitpid(server, 0)
+            os.unlink(address)
 
 
 def test_paths_of_a_worker_where_raysgd_is_installed_beside_ray() -> None:
