@@ -1,5 +1,4 @@
-"""Write files that are on the disk once `sync` has returned, delete drafts of killed processes, and create folders that only
-this user can change. Both."""
+"""Write files that are on the disk once `sync` has returned, delete drafts of killed processes, create private folders. Both."""
 
 from __future__ import annotations
 

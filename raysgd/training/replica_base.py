@@ -133,9 +133,8 @@ class ReplicaBase(ABC):
         self._waited = 0.0  # how long it has waited for data
         self._units_before = 0  # what the running call of `train` had committed before this part of it
         self._position, self._val_position, self._test_position = Position(), Position(), Position()
-        self._tested = (
-            Position()
-        )  # its `epoch` counts the passes of tests that have begun, its `call` is the newest of them
+        # Its `epoch` counts the passes of tests that have begun, its `call` is the newest of them.
+        self._tested = Position()
         self.operator._epochs_before = lambda: max(self._position.epoch - 1, 0)
         self._validation_began = self._val_position.as_dict()
         self._feed: Feed | None = None
@@ -208,21 +207,7 @@ class ReplicaBase(ABC):
             self.take_snapshot()
         own_loop = type(operator).train_epoch is not self.operator_class.train_epoch
         self._feed = feed = self._make_feed(source, "train", num_steps, unwind=own_loop, pause_at=pause_at)
-        given, named = accepted_arguments(
-            operator.train_epoch,
-            feed,
-            info=dict(info or {}),
-            num_steps=num_steps,
-            epoch_idx=(position.counted or position.call_epoch) - 1,
-        )
-        try:
-            with self._measuring_epoch():
-                result = operator.train_epoch(*given, **named)
-        except MembershipChange:
-            result = {}
-        except BaseException:
-            self._cut_short()  # what was applied must count before another rank takes this state
-            raise
+        result = self._run_epoch(feed, info, num_steps)
         if feed.leave():
             self._undo_batch()
         if feed.stopped:
@@ -232,6 +217,25 @@ class ReplicaBase(ABC):
         self._warn_of_no_training(unused=own_loop and feed.unused, skipped=SKIPPED in report)
         self._end_call()
         return report
+
+    def _run_epoch(self, feed: Feed, info: dict[str, Any] | None, num_steps: int | None) -> Any:
+        """Call the operator's `train_epoch`. Return its result, which is empty if the workers are about to change."""
+        position, operator = self._position, self.operator
+        given, named = accepted_arguments(
+            operator.train_epoch,
+            feed,
+            info=dict(info or {}),
+            num_steps=num_steps,
+            epoch_idx=(position.counted or position.call_epoch) - 1,
+        )
+        try:
+            with self._measuring_epoch():
+                return operator.train_epoch(*given, **named)
+        except MembershipChange:
+            return {}
+        except BaseException:
+            self._cut_short()  # what was applied must count before another rank takes this state
+            raise
 
     def _begin_audit(self, *, done: bool) -> None:
         """Note who trains from now on, also if nothing is left to do: a rank that was evicted is not among them."""
