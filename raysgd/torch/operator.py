@@ -425,7 +425,7 @@ class TrainingOperator(OperatorBase):
         return samples_in(batch)
 
     def _validating(self) -> AbstractContextManager[Any]:
-        return self._parts.validating()
+        return self._parts.validating(self.world_size)
 
     def _wrap(self, ddp_args: dict[str, Any]) -> None:
         parts, options = self._parts, self._parts.options

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from inspect import signature
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -24,6 +25,7 @@ from raysgd.training.operator_base import RegisteredParts
 
 __all__ = ["Parts", "check_parts", "check_steps_alone", "move"]
 
+LARGE = 1 << 20  # bytes of a buffer that is sent by itself, so that not all need memory a second time
 PREFIX = {"train": "train_", "validation": "val_", "test": "test_"}
 
 
@@ -82,11 +84,35 @@ class Parts(RegisteredParts):
         return {PREFIX[phase] + name: value}
 
     @contextmanager
-    def validating(self) -> Iterator[None]:
-        """Return a context in which no rank waits for another one, because they validate different numbers of
-        batches. The models have their averaged weights in it, if there are any."""
-        with self.averages.in_place(), self._quiet():
+    def validating(self, ranks: int) -> Iterator[None]:
+        """Return a context in which all ranks have the same models: the averaged weights, if there are any, and the buffers of
+        rank 0, whose models are saved. They all begin it together. In it no rank waits for another one, because they validate
+        different numbers of batches."""
+        with self._buffers_of_rank_0(ranks), self.averages.in_place(), self._quiet():
             yield
+
+    @contextmanager
+    def _buffers_of_rank_0(self, ranks: int) -> Iterator[None]:
+        """Return a context in which the buffers (such as the running statistics of BatchNorm layers) are those of rank 0, as DDP
+        makes them in each training step. Afterwards, models that the user has excepted from that have their own again."""
+        shared: dict[str, torch.Tensor] = {}
+        own: list[torch.Tensor] = []
+        for number, (model, wrapper) in enumerate(zip(self.models, self.wrapped, strict=True)):
+            ignored = getattr(wrapper, "parameters_to_ignore", ())
+            found = {f"{name} of model {number}": each for name, each in model.named_buffers() if name not in ignored}
+            shared |= found
+            if wrapper is not model and not wrapper.will_sync_module_buffers():
+                own += found.values()
+        if ranks == 1 or self.options.parallel is None or not shared:
+            yield
+            return
+        kept = [each.clone() for each in own]
+        broadcast(shared)
+        try:
+            yield
+        finally:
+            for buffer, before in zip(own, kept, strict=True):
+                buffer.copy_(before)
 
     @contextmanager
     def _quiet(self) -> Iterator[None]:
@@ -102,6 +128,31 @@ class Parts(RegisteredParts):
                 model.require_forward_param_sync = True  # type: ignore[assignment]
             if self.shards is not None:
                 self.shards.end_validation()
+
+
+@torch.no_grad()
+def broadcast(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Give rank 0's content of these tensors to all ranks, bit by bit. Small ones are sent together."""
+    layout = {name: (tuple(each.shape), str(each.dtype)) for name, each in tensors.items()}
+    first: list[Any] = [layout]
+    dist.broadcast_object_list(first, src=0)
+    if first[0] != layout:
+        differ = sorted(name for name, _ in first[0].items() ^ layout.items())
+        theirs, mine = (each.get(differ[0], "missing") for each in (first[0], layout))
+        raise ConfigError(
+            f"the buffer {differ[0]} is {mine} on rank {dist.get_rank()}, and {theirs} on rank 0. An evaluation computes with the "
+            "buffers of rank 0 on all ranks, so these need the same names, shapes and types: keep what differs in an attribute "
+            "that is no buffer"
+        )
+    large = [each for each in tensors.values() if each.nbytes >= LARGE]
+    small = [each for each in tensors.values() if each.nbytes < LARGE]
+    for together in (small, *([each] for each in large)):
+        if not together:
+            continue
+        content = torch.cat([each.reshape(-1).view(torch.uint8) for each in together])
+        dist.broadcast(content, src=0)
+        for each, part in zip(together, content.split([each.nbytes for each in together]), strict=True):
+            each.copy_(part.clone().view(each.dtype).view(each.shape))  # a clone, because a view must be aligned
 
 
 def check_parts(models: list[Any], optimizers: list[Any], criterion: Any, schedulers: list[Any]) -> None:
