@@ -216,12 +216,13 @@ class TorchReplica(ReplicaBase):
             self._feed.stepped()
 
     def _steps_made(self) -> Any:
-        """An optimizer that is not torch's cannot be watched, and weights may be changed without one."""
+        """An optimizer that is not torch's cannot be watched, weights may be changed without one, and all may be frozen."""
         optimizers = self.operator._parts.optimizers
         if not all(hasattr(each, "register_step_post_hook") for each in optimizers):
             return None
-        trained = [p for each in optimizers for group in each.param_groups for p in group["params"]]
-        return self._position.applied, sum(map(content_version, trained))
+        parameters = [p for each in optimizers for group in each.param_groups for p in group["params"]]
+        trained = [each for each in parameters if each.requires_grad]
+        return (self._position.applied, sum(map(content_version, trained))) if trained else None
 
     def _samples_of_step(self) -> list[int] | None:
         """Return the indices of this rank's samples in the running step, None if they are not known."""

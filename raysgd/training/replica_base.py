@@ -62,13 +62,13 @@ NOT_RESUMABLE = (
     "with __getitem__ and __len__, a loader with state_dict and load_state_dict, or a raysgd.data.ShardedStream"
 )
 UNUSED = (
-    "%s.train_epoch has not used the iterator that it got, so this call of train() counts no batch: the epoch stays %d, each of the "
-    "%d worker(s) uses all the data of its own loop, and after a worker failure the call begins again. Loop over the iterator: "
-    "`for batch in iterator:`"
+    "%s.train_epoch has not used the iterator that it got, so this call of train() counts no batches and no samples, and the epoch stays "
+    "%d. The data of its own loop is not divided among the workers, and after a worker failure the call begins again. Loop over the "
+    "iterator: `for batch in iterator:`"
 )
 NO_STEP = (
-    "this call of train() has processed %d batch(es), and no registered optimizer (%s) has made a step: %s. Nothing to do if the "
-    "weights are meant to stay as they are"
+    "no registered optimizer (%s) has made a step in this call of train(), so the weights are as they were before it (batches "
+    "processed: %d): %s. Nothing to do if they are meant to stay so, or if the batches of several calls share one step"
 )
 
 
@@ -249,10 +249,10 @@ class ReplicaBase(ABC):
         `skipped` are in the result."""
         position, made = self._position, self._steps_made()
         if unused:
-            self._warn_once(UNUSED, type(self.operator).__name__, position.epoch, self._rank_info.world_size)
+            self._warn_once(UNUSED, type(self.operator).__name__, position.epoch)
         elif position.call_batches and not skipped and made is not None and made == self._steps_before:
             optimizers = ", ".join(type(each).__name__ for each in self.operator._parts.optimizers)
-            self._warn_once(NO_STEP, position.call_batches, optimizers, self.how_to_step)
+            self._warn_once(NO_STEP, optimizers, position.call_batches, self.how_to_step)
 
     def _warn_once(self, text: str, *values: Any) -> None:
         """Log a warning of this kind, on the first rank and for the first time only."""

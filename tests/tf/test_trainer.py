@@ -141,7 +141,10 @@ def test_a_call_without_an_optimizer_step_warns_once(caplog: pytest.LogCaptureFi
         trainer.train(num_steps=2)
         trainer.train(num_steps=2)
     (message,) = caplog.messages
-    assert "2 batch(es), and no registered optimizer (Adam) has made a step: call self.step(tape, loss)" in message
+    assert (
+        "no registered optimizer (Adam) has made a step" in message
+        and "processed: 2): call self.step(tape, l" in message
+    )
 
 
 def test_class_weights_equal_those_of_keras() -> None:

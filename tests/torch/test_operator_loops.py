@@ -361,6 +361,14 @@ class Infinite(Line):
         return super().train_batch((batch[0] * torch.inf, batch[1]), batch_info)
 
 
+class Frozen(Line):
+    """Has nothing to train, as for the statistics of a trained model."""
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        self.model.requires_grad_(False)
+        return self.validate_batch(batch, batch_info)
+
+
 class OwnLoader(Line):
     """Loops over a loader of its own."""
 
@@ -374,18 +382,28 @@ def test_a_call_without_an_optimizer_step_warns_once(caplog: pytest.LogCaptureFi
         before = weights(trainer)
         trainer.train()
         assert caplog.messages == [
-            "this call of train() has processed 3 batch(es), and no registered optimizer (SGD) has made a step: call "
-            "self.backward(loss), and then self.step(optimizer) or optimizer.step(). Nothing to do if the weights are meant to stay "
-            "as they are"
+            "no registered optimizer (SGD) has made a step in this call of train(), so the weights are as they were before it "
+            "(batches processed: 3): call self.backward(loss), and then self.step(optimizer) or optimizer.step(). Nothing to do if "
+            "they are meant to stay so, or if the batches of several calls share one step"
         ]
         trainer.train()
         assert len(caplog.messages) == 1 and torch.equal(weights(trainer), before)
 
 
-@pytest.mark.parametrize("kind", [Line, ByHand, WithClosure, WithOther, Infinite])
-def test_steps_of_any_kind_are_noticed(kind: Any, caplog: pytest.LogCaptureFixture) -> None:
-    on_nonfinite: Any = "skip" if kind is Infinite else None
-    with inline(kind, options=TrainingOptions(on_nonfinite=on_nonfinite)) as trainer:
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (Line, {}),
+        (Line, {"accumulate": 8}),
+        (Infinite, {"on_nonfinite": "skip"}),
+        (Frozen, {}),
+        (ByHand, {}),
+        (WithClosure, {}),
+        (WithOther, {}),
+    ],
+)
+def test_steps_of_any_kind_are_noticed(kind: Any, options: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    with inline(kind, options=TrainingOptions(**options)) as trainer:
         result = trainer.train()
         trainer.train(num_steps=1)
     assert caplog.messages == [] and result.get("skipped_steps", 0) == (3 if kind is Infinite else 0)
@@ -399,6 +417,9 @@ def test_an_own_loop_that_leaves_the_iterator_warns_once(caplog: pytest.LogCaptu
         assert (
             "OwnLoader.train_epoch has not used the iterator that it got" in message and "`for batch in it" in message
         )
-        assert "the epoch stays 0, each of the 1 worker(s) uses all the data of its own loop" in message
+        assert (
+            "counts no batches and no samples, and the epoch stays 0. The data of its own loop is not divided"
+            in message
+        )
         trainer.train()
         assert len(caplog.messages) == 1
