@@ -18,7 +18,10 @@ from raysgd.errors import shown
 __all__ = [
     "COMMITTED",
     "COUNTED",
+    "FIRST",
+    "INTERNAL",
     "OWN_NAMES",
+    "ROWS",
     "SECONDS",
     "SKIPPED",
     "check_metric",
@@ -35,6 +38,9 @@ __all__ = [
 SKIPPED = "skipped_steps"
 # A key that users never see: how many samples all ranks together have committed, if the sampling plan knows it.
 COMMITTED = "__committed__"
+# Others are only in progress messages: what is known of a rank's rows without reading them, and of the first batch of its epoch.
+ROWS, FIRST = "__rows__", "__first_batch__"
+INTERNAL = (COMMITTED, ROWS, FIRST)
 LARGEST = sys.float_info.max
 DEEPEST = 100
 # What the callback Throughput measures in a worker: sums over a call.
@@ -73,7 +79,7 @@ def check_metric(name: Any, value: Any) -> None:
         raise TypeError(
             f"the name of a metric must be a string, got {shown(name)} of type {type(name).__name__}: {example}"
         )
-    if name == COMMITTED:
+    if name in INTERNAL:
         raise ValueError(f"the name {name!r} is reserved for raysgd: give this metric another name")
     if isinstance(value, Rational) and not is_in_range(value):
         raise out_of_range(f"the metric {name!r}", value)
@@ -185,7 +191,7 @@ def merge_parts(parts: Sequence[Mapping[str, Any]]) -> Result:
     if not busy:
         return {}
     merged: Result = {}
-    for key in dict.fromkeys(key for row in busy for key in row if key != COMMITTED):
+    for key in dict.fromkeys(key for row in busy for key in row if key not in INTERNAL):
         holders = [row for row in busy if key in row]
         numbers = [(row[key], _weight(row)) for row in holders if _is_number(row[key])]
         if len(numbers) < len(holders) or key.startswith("last_") or key == "epoch":

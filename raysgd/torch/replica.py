@@ -14,7 +14,7 @@ import torch
 
 from raysgd.constants import SCHEDULER_STEP_BATCH
 from raysgd.core.messages import SnapshotUpload
-from raysgd.core.metrics import COMMITTED, SECONDS, SKIPPED, for_all_ranks
+from raysgd.core.metrics import COMMITTED, FIRST, ROWS, SECONDS, SKIPPED, for_all_ranks
 from raysgd.core.outcomes import OUT_OF_MEMORY, Interrupted
 from raysgd.core.progress import Control
 from raysgd.core.ranks import RankInfo
@@ -27,6 +27,8 @@ from raysgd.torch.checkpoint.checks import check_fits
 from raysgd.torch.checkpoint.undo import on_all_ranks, undone_unless_all_succeed
 from raysgd.torch.data.opening import Opener
 from raysgd.torch.data.prefetch import make_carrier
+from raysgd.torch.data.rows import LoaderRows
+from raysgd.torch.data.sampling import is_planned
 from raysgd.torch.data.sources import PlannedSource
 from raysgd.torch.foreign import content_version
 from raysgd.torch.fsdp import gathered
@@ -114,6 +116,10 @@ class TorchReplica(ReplicaBase):
         operator._due_steps = self._due_steps
         if type(operator).train_epoch is TrainingOperator.train_epoch:
             operator._own_scheduler()  # raises ConfigError for what it cannot step
+        self._divided = settings.add_dist_sampler or not settings.distributed
+        self._described: dict[Phase, tuple[Any, LoaderRows]] = {}  # with the loaders
+        self.saved_rows: dict[str, str] = {}  # the part `rows` of the newest state that was loaded
+        self._measured: Phase = "train"
         self._loaded_from = 0  # the number of workers of the group from which a state was loaded; 0 if none was
         for optimizer in operator._parts.optimizers:
             if hasattr(optimizer, "register_step_post_hook"):
@@ -284,7 +290,28 @@ class TorchReplica(ReplicaBase):
         now = time.monotonic()
         if self.operator.device.type == "cpu" or now >= self._partial_at:
             self._partial_at, self._partial = now + PARTIAL_S, self.partial()
-        return self._partial
+        return {**(self._partial or {}), **self._own_data()} or None
+
+    def _own_data(self) -> dict[str, Any]:
+        """Return what the driver compares with the data of other ranks."""
+        if self._rank_info.world_size == 1:
+            return {}
+        own = {
+            ROWS: self.rows_of(self._measured).for_ranks,
+            FIRST: getattr(self._sources.get(self._measured), "first", ""),
+        }
+        return {name: value for name, value in own.items() if value}
+
+    def rows_of(self, phase: Phase) -> LoaderRows:
+        """Return what is known of the rows of the registered data, if raysgd divides it by index among the ranks."""
+        loader = getattr(self.operator._parts, self.data_names[phase])
+        known = self._described.get(phase)
+        if known is None or known[0] is not loader:
+            known = self._described[phase] = (
+                loader,
+                LoaderRows.of(loader) if self._divided and is_planned(loader) else LoaderRows(),
+            )
+        return known[1]
 
     def _counts(self) -> dict[str, Any]:
         skipped = self.operator._precision.skipped() + self.operator._gradients.guard.skipped
@@ -302,6 +329,7 @@ class TorchReplica(ReplicaBase):
         self.operator._gradients.in_step = False
         self.operator._precision.forget_skipped()
         self.operator._gradients.guard.skipped = 0
+        self._measured = phase
         monitor = self.operator._monitor
         monitor.begin(self.operator._parts.wrapped)
         if phase == "train":
@@ -340,7 +368,8 @@ class TorchReplica(ReplicaBase):
     def _loop_state(self) -> dict[str, Any]:
         """Return where this replica is in its data."""
         loaders = {"loader": self._sources["train"].state()} if "train" in self._sources else {}
-        return {**self._positions(), **loaders}
+        rows = {name: digest for phase, name in self.data_names.items() if (digest := self.rows_of(phase).indices)}
+        return {**self._positions(), **loaders, **({"rows": rows} if rows else {})}
 
     def _state_for_peers(self) -> dict[str, Any]:
         """Return the full state, and what a peer needs to repeat an interrupted validation. A checkpoint does not
@@ -410,6 +439,7 @@ class TorchReplica(ReplicaBase):
             states.restore_models(self.operator, state)
         states.restore_rest(self.operator, state)
         self._damage = None
+        self.saved_rows = dict(state.get("rows") or {})
         self._adopt_positions(state)
         self._restore_plan()
         loader, position = self.operator._parts.train_loader, state.get("loader")

@@ -39,6 +39,7 @@ __all__ = [
     "random_state",
     "restore",
     "restore_shards",
+    "rows_that_differ",
     "save",
     "save_shards",
     "update_scheduler",
@@ -169,6 +170,12 @@ def restore(replica: TorchReplica, source: Any, trusted: bool, loads: int, kept:
         return states.parse(source.data, trusted=trusted)
 
     return _or_refusal(lambda: replica.take_over(read, loads, kept=kept))
+
+
+def rows_that_differ(replica: TorchReplica) -> list[str]:
+    """Return the names of the loaders that are divided by other indices here than in the state that was loaded."""
+    here = {name: replica.rows_of(phase).indices for phase, name in replica.data_names.items()}
+    return [name for name, saved in replica.saved_rows.items() if saved and here.get(name) and here[name] != saved]
 
 
 def save_shards(

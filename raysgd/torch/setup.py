@@ -24,6 +24,7 @@ from raysgd.training.arguments import check_config, needs_ray
 
 __all__ = [
     "GROUPS",
+    "OTHER_ROWS",
     "REMOVED",
     "check_predicted",
     "needs_processes",
@@ -38,6 +39,11 @@ __all__ = [
 logger = logging.getLogger("raysgd")
 
 IN_SETUP = "make it in the setup of a TrainingOperator subclass, or use TrainingOperator.from_creators(...)"
+OTHER_ROWS = (
+    "the checkpoint was saved with other rows in the {}: the data is divided by other indices now, so rows that were trained on can be "
+    "in the validation. Divide it in the same way in each run, for example with random_split(..., "
+    "generator=torch.Generator().manual_seed(0))"
+)
 # The trainer's arguments that are settings objects.
 GROUPS = {"options": TrainingOptions, "elastic": ElasticConfig}
 REMOVED = {

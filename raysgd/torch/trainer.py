@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -14,7 +15,7 @@ from raysgd.callbacks.base import Callback
 from raysgd.config import ElasticConfig
 from raysgd.core.protocols import Call
 from raysgd.engine.engine import Job
-from raysgd.errors import ConfigError, suggesting
+from raysgd.errors import CheckpointError, ConfigError, suggesting
 from raysgd.ray_data.reader import SharedRowReaders, local_row_reader
 from raysgd.torch import replica_calls, setup
 from raysgd.torch.checkpoint import states
@@ -32,6 +33,8 @@ from raysgd.training.loops import opened_folder
 from raysgd.training.trainer_base import Metrics, TrainerBase, described_run, limits_of, make_engine
 
 __all__ = ["TorchTrainer"]
+
+logger = logging.getLogger("raysgd")
 
 
 class TorchTrainer(TrainerBase):
@@ -235,6 +238,17 @@ class TorchTrainer(TrainerBase):
     def _load_automatic(self, path: str) -> None:
         assert self._folder is not None
         self._checkpoints.load(path, trusted=self._folder.settings.trusted)
+        if differs := self._other_rows():
+            raise CheckpointError(f"{path}: {differs}")
+
+    def _other_rows(self) -> str:
+        """Say which loaders have other rows than those of the checkpoint that was loaded, if any have."""
+        names = sorted({name for each in self._values(replica_calls.rows_that_differ) for name in each})
+        return setup.OTHER_ROWS.format(" and the ".join(names)) if names else ""
+
+    def _warn_of_other_rows(self) -> None:
+        if differs := self._other_rows():
+            logger.warning("%s. Nothing to do if other data is meant", differs)
 
     # -- models and state -----------------------------------------------------------------------------
 
@@ -282,6 +296,7 @@ class TorchTrainer(TrainerBase):
         self._loops.refuse_load("load_state_dict()")
         self._raise_earlier_error()
         self._checkpoints.restore(states.dump_given(state_dict), trusted=True)
+        self._warn_of_other_rows()
 
     @overload
     def save(
@@ -318,6 +333,7 @@ class TorchTrainer(TrainerBase):
         self._loops.refuse_load("load()")
         self._raise_earlier_error()
         self._checkpoints.load(checkpoint, trusted=trusted)
+        self._warn_of_other_rows()
 
     def restore(self, *args: Any) -> None:
         """Raise a DeprecationWarning: the method is called `load`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -17,6 +18,7 @@ from raysgd.callbacks.status import StatusFile
 from raysgd.core import metrics
 from raysgd.core.policy import Recovery
 from raysgd.core.progress import Progress
+from raysgd.core.rows import RowsCheck
 from raysgd.engine.engine import Engine, Job, PartialResults
 from raysgd.engine.worker_table import WorkerInfo
 from raysgd.errors import check_arguments
@@ -24,6 +26,9 @@ from raysgd.workers.tracebacks import fold_frames
 
 __all__ = ["CallRunner", "exclusive"]
 
+logger = logging.getLogger("raysgd")
+
+LOADERS = {"train": "train_loader", "validate": "validation_loader", "test": "test_loader"}
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -53,7 +58,8 @@ class CallRunner:
         self.history, self.run = History(), replace(run, saved_at=lambda: self._saved_at)
         own = [*([ProgressBar()] if bar else []), StatusFile()]
         self._callbacks = CallbackList([self.history, *check_callbacks(callbacks), *own])
-        self._hidden = (metrics.COMMITTED, TRACES, *hidden)
+        self._hidden = (*metrics.INTERNAL, TRACES, *hidden)
+        self._rows = RowsCheck()
         self._kind: Kind | None = None
         self._failed = False
         self._open = False
@@ -85,10 +91,17 @@ class CallRunner:
 
     def on_progress(self, info: WorkerInfo) -> None:
         if self._kind is not None:
+            self._compare_rows(info)
             visible = {name: value for name, value in (info.partial or {}).items() if name not in self._hidden}
             now = Underway(kind=self._kind, worker=info.worker, progress=info.progress, metrics=visible)
             self._callbacks.progress(now)
             self._callbacks.raise_stop()
+
+    def _compare_rows(self, info: WorkerInfo) -> None:
+        if info.partial is not None and info.rank is not None and self._kind in LOADERS:
+            warning = self._rows.see(LOADERS[self._kind], info.worker, info.rank, info.partial)
+            if warning:
+                logger.warning("%s", warning)
 
     def on_recovery(self, recovery: Recovery) -> None:
         """Call the callbacks. One that stops training because of the recovery does so at the next progress message or
@@ -120,6 +133,7 @@ class CallRunner:
         """Run the job. Return one dict for all workers, and a list with each worker's own results, generation by
         generation."""
         began, self._kind, self._failed = time.monotonic(), kind, False
+        self._rows.begin()
         try:
             self._callbacks.progress(Underway(kind=kind, worker="", progress=Progress(phase=kind)))
             self._callbacks.raise_stop()

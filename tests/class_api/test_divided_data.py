@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset, random_split
 
 from raysgd import ConfigError
 from raysgd.data import Dataset
@@ -145,3 +145,28 @@ def test_uneven_streams_end_the_epoch_together(trainer: TorchTrainer) -> None:
     second = trainer.train(num_steps=10)
     assert (second["batch_count"], second["epoch"]) == (10, first["epoch"] + 2)
     assert trainer.train()["batch_count"] == 6
+
+
+class Whole(IterableDataset[Any]):
+    """Is not divided: it does not read worker info."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(data(40))
+
+
+def test_ranks_that_do_not_divide_one_data_set_are_named(
+    trainer: TorchTrainer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A split without a seed differs between ranks, and a stream that is not divided does not."""
+
+    def register(operator: Any) -> None:
+        train, _ = random_split(data(101), [61, 40], torch.Generator().manual_seed(operator.world_rank))
+        operator.register_data(train_loader=DataLoader(train, 8), validation_loader=DataLoader(Whole(), 8))
+
+    trainer.apply_all_operators(register)
+    caplog.clear()
+    assert trainer.train()["num_samples"] == 61 and trainer.validate()["num_samples"] == 80, "of 40"
+    trainer.train()
+    rows, batch = (each for each in caplog.messages if "rank 0" in each or "ranks 0" in each)
+    assert "the train_loader of rank 1 has other rows than that of rank 0 (61 rows with the indices " in rows
+    assert "ranks 0 and 1 have begun an epoch with the same batch of the validation_loader: each rank seems to" in batch

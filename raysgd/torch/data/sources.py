@@ -18,6 +18,7 @@ from raysgd.errors import ConfigError
 from raysgd.ray_data.columns import RayData
 from raysgd.torch.data.iterable import sharded_live
 from raysgd.torch.data.loading import LoaderIterator
+from raysgd.torch.data.rows import first_of
 from raysgd.torch.data.sampling import (
     Order,
     Picker,
@@ -52,6 +53,7 @@ class BatchSource:
 
     loader: Any
     counts_samples = False
+    first = ""  # of the newest epoch: its number, and a digest of its first batch, if ranks are to have different ones
     _epoch = 0
 
     @property
@@ -262,12 +264,18 @@ class LiveSource(BatchSource):
             else:
                 drawn = Drawn(self._next(), offset)
                 self._kept.append(drawn)  # before the vote, which fails if a peer has failed
+                if offset == 1 and self._shard and rank_info.world_size > 1:
+                    self._see_first(drawn.batch)
             if not self._all(rank_info, drawn.batch is not END):
                 self._end(finished=drawn.batch is END)
                 self._live = None
                 self._kept.clear()
                 return
             yield drawn
+
+    def _see_first(self, batch: Any) -> None:
+        digest = "" if batch is END else first_of(batch)
+        self.first = f"{self._epoch} {digest}" if digest else ""
 
     def _opened(self, rank_info: RankInfo) -> Iterator[Any]:
         """Return a new iterator. If the epoch has begun already, it continues after the batches that were returned."""

@@ -1,0 +1,49 @@
+"""Notice that the workers of a call do not divide one data set: they have other rows, or all have the same batches. Driver."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from raysgd.core.metrics import FIRST, ROWS
+
+__all__ = ["RowsCheck"]
+
+SEED = "random_split(..., generator=torch.Generator().manual_seed(0))"
+OTHER = (
+    "the {loader} of rank {high} has other rows than that of rank {low} ({theirs} and {ours}), so the ranks do not divide one data set: "
+    "some rows are used several times, and others never. Let setup() make the same data set on every worker, for example with "
+    f"{SEED}, or pass seed=... to the trainer. Data that you divide yourself needs add_dist_sampler=False"
+)
+SAME = (
+    "ranks {low} and {high} have begun an epoch with the same batch of the {loader}: each rank seems to read all of the data, so each "
+    "sample is used several times. Divide it: an IterableDataset can use torch.utils.data.get_worker_info(), in which raysgd counts the "
+    "ranks, or have a method shard(rank, world_size); other iterables can use self.world_rank and self.world_size in setup. Nothing to do "
+    "if each rank is meant to use all of it"
+)
+
+
+class RowsCheck:
+    """Owns what each worker has said about its data in the running call, and for which loaders there was a warning."""
+
+    def __init__(self) -> None:
+        self._said: dict[str, tuple[int, str, str]] = {}
+        self._warned: set[str] = set()
+
+    def begin(self) -> None:
+        """Forget what was said, because a call begins."""
+        self._said.clear()
+
+    def see(self, loader: str, worker: str, rank: int, partial: Mapping[str, Any]) -> str:
+        """Compare what a worker reports with what others have reported. Return a warning, for each loader once; or nothing."""
+        said = (rank, str(partial.get(ROWS, "")), str(partial.get(FIRST, "")))
+        if self._said.get(worker) == said or loader in self._warned:
+            return ""
+        self._said[worker] = said
+        for other in self._said.values():
+            (low, ours, first), (high, theirs, second) = sorted((said, other))
+            text = OTHER if ours and theirs and ours != theirs else SAME if first and first == second else ""
+            if text and low != high:
+                self._warned.add(loader)
+                return text.format(loader=loader, low=low, high=high, ours=ours, theirs=theirs)
+        return ""

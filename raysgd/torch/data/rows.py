@@ -1,0 +1,99 @@
+"""Short descriptions of the rows of a loader, by which ranks and checkpoints are compared. No sample is read for them. Worker."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler, Subset, SubsetRandomSampler
+
+from raysgd.torch.data.sampling import has_own_batches
+
+__all__ = ["LoaderRows", "first_of"]
+
+MOST_ELEMENTS = 1024  # of each tensor of a batch
+MOST_INDICES = 1_000_000  # of each list; from a longer one, that many are taken at equal distances
+
+
+@dataclass(frozen=True)
+class LoaderRows:
+    """What is known of a map-style loader's rows.
+
+    units    how many samples an epoch has, None if the user's batch sampler decides that
+    indices  a digest of the indices by which the data set was divided before, as `random_split` and `SubsetRandomSampler` do; an
+             empty string if it was not
+    """
+
+    units: int | None = None
+    indices: str = ""
+
+    @classmethod
+    def of(cls, loader: DataLoader[Any]) -> LoaderRows:
+        digest, found = 0, False
+        for indices in _index_lists([loader.dataset, loader.sampler, loader.batch_sampler], set()):
+            digest, found = zlib.crc32(indices.astype("int64").tobytes(), digest), True
+        sampler: Any = loader.sampler
+        counted = not has_own_batches(loader) and hasattr(type(sampler), "__len__")
+        return cls(len(sampler) if counted else None, f"{digest:08x}" if found else "")
+
+    @property
+    def for_ranks(self) -> str:
+        """Return what must be equal on all ranks, in words; an empty string if nothing is known."""
+        known = {f"{self.units} rows": self.units is not None, f"the indices {self.indices}": bool(self.indices)}
+        return " with ".join(name for name, is_known in known.items() if is_known)
+
+
+def _index_lists(parts: Any, seen: set[int]) -> Iterator[Any]:
+    """Yield the lists of indices of data sets and samplers, and of those inside them. Others than torch's classes may change theirs
+    in each epoch."""
+    for part in parts:
+        if not isinstance(part, (Dataset, Sampler)) or id(part) in seen:
+            continue
+        seen.add(id(part))
+        given: Any = part.indices if isinstance(part, (Subset, SubsetRandomSampler)) else ()
+        if isinstance(given, torch.Tensor):
+            given = given.cpu().numpy()
+        if isinstance(given, (list, tuple, range, numpy.ndarray)) and len(given):
+            some = given[:: max(len(given) // MOST_INDICES, 1)]
+            if isinstance(some[0], (int, numpy.integer)):
+                yield numpy.asarray(some)
+        for value in getattr(part, "__dict__", {}).values():
+            several = isinstance(value, (list, tuple)) and value and isinstance(value[0], Dataset)
+            yield from _index_lists(value if several else [value], seen)
+
+
+def first_of(batch: Any) -> str:
+    """Return a digest of a batch; an empty string if equal digests would not show that batches are equal: if it contains other
+    objects than tensors, numbers and text, or only constants."""
+    digest, varies = 0, False
+    for leaf in _leaves(batch):
+        if isinstance(leaf, numpy.ndarray) and leaf.dtype.kind in "biuf":
+            leaf = torch.from_numpy(leaf)
+        if isinstance(leaf, torch.Tensor):
+            if not leaf.is_cpu or leaf.layout != torch.strided or leaf.is_quantized:
+                return ""
+            flat = leaf.detach().reshape(-1)
+            flat = flat[:: max(flat.numel() // MOST_ELEMENTS, 1)].contiguous()
+            varies = varies or bool((flat != flat[:1]).any())
+            content = flat.view(torch.uint8).numpy().tobytes()
+        elif isinstance(leaf, (bool, int, float, str, bytes)):
+            varies = varies or isinstance(leaf, (str, bytes))
+            content = repr(leaf).encode()
+        else:
+            return ""
+        digest = zlib.crc32(content, digest)
+    return f"{digest:08x}" if varies else ""
+
+
+def _leaves(part: Any) -> Iterator[Any]:
+    if isinstance(part, Mapping):
+        part = list(part.values())
+    if isinstance(part, (list, tuple)):
+        for each in part:
+            yield from _leaves(each)
+    else:
+        yield part
