@@ -118,8 +118,8 @@ class TorchReplica(ReplicaBase):
             operator._own_scheduler()  # raises ConfigError for what it cannot step
         self._divided = settings.add_dist_sampler or not settings.distributed
         self._described: dict[Phase, tuple[Any, LoaderRows]] = {}  # with the loaders
-        self.saved_rows: dict[str, str] = {}  # the part `rows` of the newest state that was loaded
-        self._measured: Phase = "train"
+        self.saved_rows: dict[str, list[Any]] = {}  # the part `rows` of the newest state that was loaded
+        self._measured: Phase = "train"  # the running call's
         self._loaded_from = 0  # the number of workers of the group from which a state was loaded; 0 if none was
         for optimizer in operator._parts.optimizers:
             if hasattr(optimizer, "register_step_post_hook"):
@@ -296,22 +296,18 @@ class TorchReplica(ReplicaBase):
         """Return what the driver compares with the data of other ranks."""
         if self._rank_info.world_size == 1:
             return {}
-        own = {
-            ROWS: self.rows_of(self._measured).for_ranks,
-            FIRST: getattr(self._sources.get(self._measured), "first", ""),
-        }
+        phase = self._measured
+        own = {ROWS: self.rows_of(phase).for_ranks, FIRST: getattr(self._sources.get(phase), "first", "")}
         return {name: value for name, value in own.items() if value}
 
     def rows_of(self, phase: Phase) -> LoaderRows:
         """Return what is known of the rows of the registered data, if raysgd divides it by index among the ranks."""
         loader = getattr(self.operator._parts, self.data_names[phase])
-        known = self._described.get(phase)
-        if known is None or known[0] is not loader:
-            known = self._described[phase] = (
-                loader,
-                LoaderRows.of(loader) if self._divided and is_planned(loader) else LoaderRows(),
-            )
-        return known[1]
+        described, rows = self._described.get(phase, (None, LoaderRows()))
+        if loader is not described:
+            rows = LoaderRows.of(loader) if self._divided and is_planned(loader) else LoaderRows()
+            self._described[phase] = loader, rows
+        return rows
 
     def _counts(self) -> dict[str, Any]:
         skipped = self.operator._precision.skipped() + self.operator._gradients.guard.skipped
@@ -368,7 +364,8 @@ class TorchReplica(ReplicaBase):
     def _loop_state(self) -> dict[str, Any]:
         """Return where this replica is in its data."""
         loaders = {"loader": self._sources["train"].state()} if "train" in self._sources else {}
-        rows = {name: digest for phase, name in self.data_names.items() if (digest := self.rows_of(phase).indices)}
+        known = {name: self.rows_of(phase) for phase, name in self.data_names.items()}
+        rows = {name: [each.units, each.indices] for name, each in known.items() if each.indices}
         return {**self._positions(), **loaders, **({"rows": rows} if rows else {})}
 
     def _state_for_peers(self) -> dict[str, Any]:

@@ -173,9 +173,15 @@ def restore(replica: TorchReplica, source: Any, trusted: bool, loads: int, kept:
 
 
 def rows_that_differ(replica: TorchReplica) -> list[str]:
-    """Return the names of the loaders that are divided by other indices here than in the state that was loaded."""
-    here = {name: replica.rows_of(phase).indices for phase, name in replica.data_names.items()}
-    return [name for name, saved in replica.saved_rows.items() if saved and here.get(name) and here[name] != saved]
+    """Return the names of the loaders that have as many rows as in the state that was loaded, but others. If a loader has another
+    length, the user has changed the data on purpose."""
+    here = {name: replica.rows_of(phase) for phase, name in replica.data_names.items()}
+    pairs = [
+        (name, here[name], saved) for name, saved in replica.saved_rows.items() if name in here and here[name].indices
+    ]
+    if any(rows.units != units for _, rows, (units, _) in pairs):
+        return []
+    return [name for name, rows, (_, indices) in pairs if rows.indices != indices]
 
 
 def save_shards(

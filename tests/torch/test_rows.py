@@ -20,12 +20,14 @@ from torch.utils.data import (
 
 from raysgd import AutoCheckpoint, CheckpointError
 from raysgd.core.progress import Control
+from raysgd.core.protocols import Call
 from raysgd.core.ranks import RankInfo
 from raysgd.torch import TorchTrainer
 from raysgd.torch.data.rows import LoaderRows, first_of
 from raysgd.torch.data.sources import LiveSource
 from raysgd.torch.replica import TorchReplicaFactory
 from raysgd.torch.settings import TorchSettings
+from raysgd.training.replica_base import ReplicaBase
 from tests.torch.small import Line, Numbers, inline, rows
 
 
@@ -137,7 +139,7 @@ SAYS = "the checkpoint was saved with other rows in the train_loader and the val
     [
         ({"split": 1}, {"split": 1}, False),
         ({"split": 1}, {"split": 2}, True),
-        ({"split": 1}, {"split": 1, "rows": 24}, True),
+        ({"split": 1}, {"split": 1, "rows": 24}, False),
         ({"rows": 20}, {"rows": 24}, False),
         ({"rows": 20}, {"split": 1}, False),
     ],
@@ -173,10 +175,11 @@ def test_ranks_report_what_the_driver_compares() -> None:
     reports: list[Any] = []
     control = Control(lambda progress, partial: reports.append(partial))
     settings = TorchSettings(distributed=True, num_workers=2, wrap_ddp=False)
+    validation = Call(ReplicaBase.validate, {"num_steps": None, "profile": False, "info": None, "call": 1})
     replica = TorchReplicaFactory(Split, {"split": 1}, settings)(RankInfo(world_size=2), control)
-    replica.validate(None, False, None, call=1)
+    replica.run(validation)
     assert reports[-1]["__rows__"].startswith("4 rows with the indices ")
     control = Control(lambda progress, partial: reports.append(partial))
     replica = TorchReplicaFactory(Split, {"split": 1}, TorchSettings())(RankInfo(), control)
-    result = replica.validate(None, False, None, call=1)
+    result = replica.run(validation)
     assert "__rows__" not in reports[-1] and "__rows__" not in result
