@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -101,7 +102,7 @@ class Parts(RegisteredParts):
             ignored = getattr(wrapper, "parameters_to_ignore", ())
             found = {f"{name} of model {number}": each for name, each in model.named_buffers() if name not in ignored}
             shared |= found
-            if wrapper is not model and not wrapper.will_sync_module_buffers():
+            if isinstance(wrapper, DistributedDataParallel) and not wrapper.will_sync_module_buffers():
                 own += found.values()
         if ranks == 1 or self.options.parallel is None or not shared:
             yield

@@ -120,7 +120,7 @@ def add_hooks(wrapped: list[nn.Module], options: TrainingOptions) -> None:
 
 def unwrapped(model: Any) -> Any:
     """Return what is inside of torch's wrappers around a model, and of what `torch.compile(model)` returned."""
-    kinds: tuple[type, ...] = nn.DataParallel, DistributedDataParallel
+    kinds: tuple[Any, ...] = nn.DataParallel, DistributedDataParallel
     if "torch.distributed.fsdp" in sys.modules:  # otherwise nothing is wrapped in it, and the import is slow
         kinds += (sys.modules["torch.distributed.fsdp"].FullyShardedDataParallel,)
     while True:

@@ -246,5 +246,11 @@ class EpochLoops:
             return False
         self._per_s = (step - self._began[0]) / max(self._clock() - self._began[1], 1e-6)
         if self._is_due():
-            self._save()
+            try:
+                self._save()
+            except CheckpointError as error:
+                if self._step() >= step:
+                    raise
+                # All workers have failed, so the call continues from a snapshot, and comes here again.
+                logger.warning("no checkpoint was saved after step %d: %s", step, error)
         return True

@@ -174,7 +174,7 @@ def gpus_here() -> int:
     """Return how many GPUs a cluster that is started on this machine will have."""
     from ray._private.accelerators import get_accelerator_manager_for_resource
 
-    manager = get_accelerator_manager_for_resource("GPU")
+    manager: Any = get_accelerator_manager_for_resource("GPU")
     visible = manager.get_current_process_visible_accelerator_ids()
     present: int = manager.get_current_node_num_accelerators()
     return present if visible is None else min(present, len(visible))
