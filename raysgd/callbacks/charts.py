@@ -9,6 +9,7 @@ from html import escape
 from typing import Any
 
 from raysgd.errors import text_of
+from raysgd.storage.masking import mask_text
 
 __all__ = ["MOST_SERIES", "Point", "as_html", "line_chart", "ticks", "time_unit"]
 
@@ -22,8 +23,8 @@ COUNTS = ("epoch", "step", "report")  # axes of whole numbers
 
 
 def as_html(value: Any) -> str:
-    """Return a value as text that contains no HTML."""
-    text = text_of(value)
+    """Return a value as text that contains neither HTML nor the secrets of URIs."""
+    text = mask_text(text_of(value))
     text = text if len(text) <= MOST_TEXT else f"{text[:MOST_TEXT]}... ({len(text)} characters)"
     return escape(CONTROL.sub("\ufffd", text))
 

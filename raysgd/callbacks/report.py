@@ -13,7 +13,6 @@ from raysgd.callbacks.timeline import Timeline
 from raysgd.callbacks.writers import flat, measured_names, scalars
 from raysgd.core.metrics import SECONDS
 from raysgd.core.policy import PHASES, Recovery
-from raysgd.errors import text_of
 from raysgd.storage.masking import mask
 from raysgd.version import __version__
 
@@ -263,9 +262,18 @@ def _ranks(timeline: Timeline) -> str:
 
 
 def _config(config: Mapping[str, Any]) -> str:
-    rows = {name: mask(text_of(value)) for name, value in flat(config).items()}
-    lines = "".join(f"<tr><td>{as_html(name)}</td><td>{as_html(value)}</td></tr>" for name, value in rows.items())
+    rows = [(_masked(name), _masked(value)) for name, value in flat(config).items()]
+    lines = "".join(f"<tr><td>{as_html(name)}</td><td>{as_html(value)}</td></tr>" for name, value in rows)
     return f'<div class="wide"><table><tbody>{lines}</tbody></table></div>'
+
+
+def _masked(value: Any) -> Any:
+    """Return a value without the secrets of a URI that is all of it, or of its items. In a text, a URI ends at a space, which a
+    password can contain; so these are masked first."""
+    if isinstance(value, (list, tuple)):
+        items = [mask(each) if isinstance(each, str) else each for each in value]
+        return tuple(items) if isinstance(value, tuple) else items
+    return mask(value) if isinstance(value, str) else value
 
 
 def _results(rows: Sequence[Mapping[str, Any]]) -> str:

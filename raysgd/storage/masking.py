@@ -6,13 +6,14 @@ import re
 from collections.abc import Callable
 from urllib.parse import quote, unquote
 
-__all__ = ["cause_of", "mask", "mask_message", "split_query", "without_secrets"]
+__all__ = ["cause_of", "mask", "mask_message", "mask_text", "split_query", "without_secrets"]
 
 SHOWN = "***"
 CHAIN = re.compile(r"::(?=[A-Za-z][A-Za-z0-9+.-]*(?:://|::))")
 SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 PARAMETER = re.compile(r"([?&#;])([^=&#;?]*)=([^&#;]*)")
-IN_TEXT = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>]+")
+# The limit keeps the search linear. A password can contain what otherwise ends a URI.
+IN_TEXT = re.compile(r"[A-Za-z][A-Za-z0-9+.-]{0,40}://(?:[^\s/?#@]*@)?[^\s'\"<>]*")
 # Any other parameter may be a secret, because stores have many names for secrets.
 HARMLESS = {"versionid", "version_id", "generation", "region"}
 # With these, the part before "@" can be a token by itself. With others it is a user, or a container (abfs).
@@ -56,7 +57,21 @@ def mask_message(message: str, uri: str) -> str:
     for form in sorted(forms, key=len, reverse=True):
         if len(form) >= SHORTEST:
             message = message.replace(form, SHOWN)
-    return IN_TEXT.sub(lambda match: mask(match.group()), message)
+    return mask_text(message)
+
+
+def mask_text(text: str) -> str:
+    """Return a text with the secrets of all URIs in it masked."""
+    return IN_TEXT.sub(_masked, text)
+
+
+def _masked(match: re.Match[str]) -> str:
+    """Mask all URIs of a match: there are several if only commas separate them."""
+    done, left = "", match.group()
+    while found := IN_TEXT.search(left):
+        scheme, rest = _split(mask(left[found.start() :]))
+        done, left = done + left[: found.start()] + scheme, rest
+    return done + left
 
 
 def cause_of(error: BaseException, uri: str) -> BaseException | None:
