@@ -34,12 +34,13 @@ class CSVCallback(Callback):
             return
         self.folder.mkdir(parents=True, exist_ok=True)
         path, row = self.folder / f"{result.kind}.csv", _cells(flat(row_of(result)))
-        header = self._headers.get(path, [])
+        header = self._headers.pop(path, [])  # if writing fails, the next row is not appended to what was written
         if header and set(row) <= set(header):
             with open(path, "a", encoding="utf-8", newline="") as file:
                 csv.DictWriter(file, header).writerow(row)
         else:
-            self._headers[path] = _rewrite(path, row)
+            header = _rewrite(path, row)
+        self._headers[path] = header
 
 
 def _cells(row: dict[str, Any]) -> dict[str, Any]:
@@ -64,6 +65,9 @@ def _read(path: Path) -> tuple[list[str], list[dict[str, Any]]]:
     text = path.read_bytes().decode(errors="replace")
     header, *rows = list(csv.reader(io.StringIO(text, newline=""))) or [[]]
     lines = [dict(zip(header, row, strict=False)) for row in rows if row]
-    if text.endswith("\n"):
+    is_within_quotes = text.count('"') % 2 == 1
+    if text.endswith("\n") and not is_within_quotes:
         return header, lines
-    return (header, lines[:-1]) if rows else ([], [])  # the process that wrote it was killed in the middle of a line
+    return (
+        (header, lines[:-1]) if rows else ([], [])
+    )  # the process was killed, or the disk full, in the middle of a line

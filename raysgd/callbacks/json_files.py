@@ -26,21 +26,26 @@ class JsonLinesCallback(Callback):
     def __init__(self, path: str | Path | None = None) -> None:
         self._given = None if path is None else Path(path).expanduser()
         self.path = self._given
+        self._is_whole = False
 
     def on_start(self, run: Run) -> None:
         self.path = self._given or run.folder / "history.jsonl"
-        _end_last_line(self.path)
+        self._is_whole = False
 
     def on_result(self, result: CallResult) -> None:
         if self.path is None:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        if not self._is_whole:
+            _end_last_line(self.path)
+        self._is_whole = False  # if writing fails, for example because the disk is full
         with open(self.path, "a", encoding="utf-8") as file:
             file.write(json.dumps(for_json(row_of(result)), allow_nan=False) + "\n")
+        self._is_whole = True
 
 
 def _end_last_line(path: Path) -> None:
-    """Complete or remove the last line, because the process that wrote it may have been killed while writing it."""
+    """Complete or remove the last line, because the process that wrote it may have been killed, or the disk full."""
     written = path.read_bytes() if path.is_file() else b""
     if not written or written.endswith(b"\n"):
         return

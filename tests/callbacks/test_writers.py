@@ -1,6 +1,7 @@
 """What callbacks write is read back, where possible by the programs for which it is meant."""
 
 import csv
+import errno
 import io
 import json
 import math
@@ -25,6 +26,7 @@ from raysgd.callbacks import (
     TensorBoardCallback,
     WandbCallback,
     csv_files,
+    json_files,
 )
 from raysgd.callbacks.writers import flat, for_json, scalars
 from tests.callbacks.recording import Line
@@ -337,6 +339,49 @@ def test_a_line_that_was_cut_off_is_not_continued(tmp_path: Path) -> None:
                 ("4", "a, b"),
                 ("8", "c"),
             ]
+
+
+class FullDisk(io.StringIO):
+    """Stands for a file on a disk that becomes full: half of a row is written."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._path = path
+
+    def write(self, text: str) -> int:
+        with open(self._path, "a", newline="") as file:
+            file.write(text[: len(text) // 2])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize(
+    ("callback", "module", "name"),
+    [(JsonLinesCallback, json_files, "history.jsonl"), (CSVCallback, csv_files, "train.csv")],
+)
+def test_a_line_that_did_not_fit_on_the_disk_does_not_take_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, callback: type[Any], module: Any, name: str
+) -> None:
+    def write(*steps: int) -> None:
+        for step in steps:
+            writer.on_result(result(step=step, metrics={"text": 20 * "a\n"}))
+
+    writer = callback()
+    writer.on_start(Run(trainer="TorchTrainer", name="Line", num_workers=2, config={}, folder=tmp_path))
+    write(1, 2)
+    with monkeypatch.context() as full, pytest.raises(OSError, match="No space left"):
+        full.setattr(module, "open", lambda path, *_, **__: FullDisk(path), raising=False)
+        write(3)
+    write(4, 5)
+    with open(tmp_path / name, newline="") as file:
+        rows = [json.loads(line) for line in file] if name.endswith("jsonl") else list(csv.DictReader(file))
+    assert [(int(row["step"]), row["text"]) for row in rows] == [(step, 20 * "a\n") for step in (1, 2, 4, 5)]
+
+
+def test_a_cell_that_was_cut_off_after_a_newline_is_not_continued(tmp_path: Path) -> None:
+    (tmp_path / "train.csv").write_text('step,text\r\n3,whole\r\n7,"two\r\n', newline="")
+    run_callback(CSVCallback(), tmp_path, result(metrics={"text": "a"}))
+    with open(tmp_path / "train.csv", newline="") as file:
+        assert [(row["step"], row["text"]) for row in csv.DictReader(file)] == [("3", "whole"), ("4", "a")]
 
 
 def test_csv_does_not_read_what_it_has_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
