@@ -335,11 +335,17 @@ def test_a_damaged_checkpoint_that_cannot_be_deleted_is_left_out(
 
 
 @pytest.mark.parametrize("suffix", [".pt", ".json"])
-def test_a_link_to_itself_raises_no_error_of_the_system(tmp_path: Path, suffix: str) -> None:
+@pytest.mark.parametrize("kind", ["link to itself", "directory", "pipe"])
+def test_what_is_no_file_raises_no_error_of_the_system(tmp_path: Path, kind: str, suffix: str) -> None:
     lived_until(tmp_path, fitted, {"die_at": 12})
     older, newest = sorted(tmp_path.glob(f"*{suffix}"))
     newest.unlink()
-    newest.symlink_to(newest)
+    make = {
+        "link to itself": lambda: newest.symlink_to(newest),
+        "directory": newest.mkdir,
+        "pipe": lambda: os.mkfifo(newest),
+    }
+    make[kind]()
     if suffix == ".json":  # without its record, it is no checkpoint
         with started(tmp_path) as trainer:
             assert trainer.resumed_from == str(older.with_suffix(".pt"))
