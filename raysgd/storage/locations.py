@@ -306,12 +306,12 @@ def copy_logs(folder: Path, where: Place) -> None:
 
 def move_aside(where: Place) -> Place:
     """Rename a file or a folder to a new name beside it. Return its new place."""
-    kept = where.parent / f"{where.name}.kept-{uuid.uuid4().hex[:8]}"
+    name = f"{where.name}.kept-{uuid.uuid4().hex[:8]}"
     if isinstance(where, Uri):
-        remote.rename(where, where.parent / kept.name)
+        remote.rename(where, where.parent / name)
     else:
-        os.replace(where, kept)
-    return kept
+        os.replace(where, where.parent / name)
+    return where.parent / name
 
 
 def delete(where: Place) -> None:

@@ -136,8 +136,8 @@ def serve(server: socket.socket, driver: LocalProcess, folder: str) -> None:
                     if raylet is driver:
                         raylet = LocalProcess(starter)
                     if os.fork() == 0:
-                        for each in list(clients.get_map().values()):
-                            each.fileobj.close()  # type: ignore[union-attr]
+                        for key in list(clients.get_map().values()):
+                            key.fileobj.close()  # type: ignore[union-attr]
                         _become(connection, length, descriptors)
                         return
                 for each in descriptors:
