@@ -22,6 +22,7 @@ __all__ = [
     "control_ports",
     "flag_from_environment",
     "is_real",
+    "refuse_comparison",
     "refuse_rates",
     "seconds_from_environment",
     "start_limit_s",
@@ -156,8 +157,10 @@ class ElasticConfig:
     audit            a folder to which each worker writes what it did in each step; `raysgd verify FOLDER` checks that each
                      sample was used exactly once, and that the ranks' weights were equal. None: no log
     audit_weights_every  after how many steps a digest of the weights is added to that log
-    on_divergence    "evict": compare these digests while training, and treat a rank whose weights differ from those of most
-                     ranks as failed. None: only `raysgd verify` compares them
+    compare_weights  when the weights and the optimizers' settings of the ranks are compared: "call": after the first call of
+                     `train()`, and after each call when a second of training has passed; after every `n` steps; None: never
+    on_divergence    what happens if they differ. "warn": log a warning; "raise": `train()` raises DivergenceError; "evict":
+                     treat a rank whose weights differ from those of most ranks as failed
     hot_spares       additional workers that are set up and wait, and replace workers that fail or leave
     """
 
@@ -173,7 +176,8 @@ class ElasticConfig:
     hot_spares: int = 0
     audit: str | os.PathLike[str] | None = None
     audit_weights_every: int = 100
-    on_divergence: Literal["evict"] | None = None
+    compare_weights: Literal["call"] | int | None = "call"
+    on_divergence: Literal["warn", "raise", "evict"] = "warn"
 
     def __post_init__(self) -> None:
         at_least("min_workers", self.min_workers, 1, whole=True)
@@ -204,6 +208,7 @@ class ElasticConfig:
                 "leave one of them out"
             )
         self._check_audit()
+        self._check_comparison()
 
     def _check_audit(self) -> None:
         at_least("audit_weights_every", self.audit_weights_every, 1, whole=True)
@@ -216,10 +221,36 @@ class ElasticConfig:
                 f"audit must be a folder that the workers can write to, or None, got {self.audit!r}. It cannot be a URI, because "
                 "each line must be written before the step to which it belongs"
             )
-        if self.on_divergence not in (None, "evict"):
-            raise ConfigError(f"on_divergence must be 'evict' or None, got {self.on_divergence!r}")
-        if self.on_divergence is not None and self.audit is None:
-            raise ConfigError("on_divergence='evict' compares the digests of an audit log: pass audit=FOLDER, too")
+
+    def _check_comparison(self) -> None:
+        every = self.compare_weights
+        if not (
+            every is None or every == "call" or (isinstance(every, int) and not isinstance(every, bool) and every > 0)
+        ):
+            raise ConfigError(
+                f"compare_weights must be 'call', a whole number of steps of at least 1, or None, got {every!r}"
+            )
+        if self.on_divergence not in ("warn", "raise", "evict"):
+            raise ConfigError(f"on_divergence must be 'warn', 'raise' or 'evict', got {self.on_divergence!r}")
+        if every is None and self.on_divergence != "warn":
+            raise ConfigError(
+                f"on_divergence={self.on_divergence!r} needs a comparison, and compare_weights is None: set compare_weights to "
+                "'call' or a number of steps"
+            )
+
+    @property
+    def compare_every(self) -> int | None:
+        """Return after how many steps the ranks report a summary of their weights; None if they are asked after calls, or never."""
+        return self.compare_weights if isinstance(self.compare_weights, int) else None
+
+
+def refuse_comparison(elastic: ElasticConfig, why: str) -> None:
+    """Raise ConfigError if the user asks for a comparison of weights that cannot be made."""
+    if elastic.compare_every is not None or elastic.on_divergence != "warn":
+        raise ConfigError(
+            f"ElasticConfig(compare_weights={elastic.compare_weights!r}, on_divergence={elastic.on_divergence!r}) compares the weights of "
+            f"the ranks, and {why}. Leave both out"
+        )
 
 
 def refuse_rates(elastic: ElasticConfig, why: str) -> None:

@@ -11,6 +11,7 @@
       TrainingFailedError (RuntimeError)  more workers failed than the call allows, or none is left
         HangError                         code hung twice in a row at the same place of a call
         OutOfStepError                    ranks made different collective calls
+        DivergenceError                   the ranks' weights or settings differ: parameter, ranks and size
       NonFiniteError (FloatingPointError) gradients that are not finite: parameter, step, rank and samples
       WorkerStartError (RuntimeError)     a worker process ended or stalled before it was ready
 
@@ -30,6 +31,7 @@ __all__ = [
     "CheckpointError",
     "ClusterError",
     "ConfigError",
+    "DivergenceError",
     "HangError",
     "MissingPartError",
     "NonFiniteError",
@@ -96,6 +98,10 @@ class HangError(TrainingFailedError):
 
 class OutOfStepError(TrainingFailedError):
     """Some ranks made a collective call that others did not make. The message names them. The call is never retried."""
+
+
+class DivergenceError(TrainingFailedError):
+    """The ranks do not train the same model. The message names what differs. The trainer can be used again."""
 
 
 class NonFiniteError(RaysgdError, FloatingPointError):

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -326,13 +325,3 @@ def is_time_to_leave(*, missing: int, ready: int, starting: int, left_s: float, 
     have left in `left_s`; `missing` counts the places of all that are preempted. `grows` is whether replacements may join
     during a call."""
     return not grows or ready >= missing or starting == 0 or left_s <= 0
-
-
-def outliers(digests: Mapping[str, str]) -> list[str] | None:
-    """Return the workers whose digest differs from that of most workers; None if no digest is that of more than half of them.
-
-    >>> outliers({"a": "1", "b": "2", "c": "1"}), outliers({"a": "1", "b": "2"})
-    (['b'], None)
-    """
-    usual, count = Counter(digests.values()).most_common(1)[0]
-    return [worker for worker, digest in digests.items() if digest != usual] if 2 * count > len(digests) else None

@@ -31,7 +31,7 @@ class Progress:
     phase     what the rank is doing, for messages
     applied   optimizer steps since the start of training
     loads     how often the user has loaded a state
-    digest    of the weights after `step`, if it was just made for a comparison with the other ranks
+    summary   of the weights after `step`, if it was just made for a comparison with the other ranks: text of a `Summary`
     """
 
     step: int = 0
@@ -42,7 +42,7 @@ class Progress:
     phase: str = "idle"
     applied: int = 0
     loads: int = 0
-    digest: str = ""
+    summary: str = ""
 
     @property
     def order(self) -> tuple[int, int, int, int, bool]:

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from raysgd.core.hang import collective_name, is_user_frame
 from raysgd.core.messages import StackReport
 from raysgd.core.outcomes import CollectivePlace, Failed, Interrupted, Ok, Outcome, WorkerFailed
-from raysgd.core.policy import outliers
 from raysgd.core.protocols import Call
 from raysgd.engine.boundary import Boundary
+from raysgd.engine.comparison import Comparison
 from raysgd.engine.generation import Generation
 from raysgd.engine.watchdog import Watchdog
 from raysgd.engine.worker_table import WorkerTable
-from raysgd.errors import TrainingFailedError
 
 __all__ = ["FanOut", "Job", "RunningCall"]
 
@@ -42,7 +41,8 @@ class Job:
     wanted that stop. `lead` is how many steps ahead of all ranks a planned stop is first proposed. `hurry_s` is how long
     ranks may continue after one of them has stopped for a planned change; with None, all stop at the same step. With
     `needs_state`, the call must find the state that the workers had when it began: if they all fail, it is not made again
-    on an older one."""
+    on an older one. `compare` is the call that returns a rank's `Summary`, as text; with None, ranks are not compared after
+    this one."""
 
     call: Call
     again: Literal["resume", "repeat", "keep"] = "repeat"
@@ -53,6 +53,7 @@ class Job:
     hurry_s: float | None = None
     is_waiting: Callable[[], bool] = lambda: False
     needs_state: bool = False
+    compare: Call | None = None
 
 
 @dataclass(frozen=True)
@@ -71,8 +72,8 @@ class FanOut:
 
     When a rank fails, its peers are interrupted. `wants_boundary` is called several times a second, and returns whether
     all ranks should stop for a planned change. With `job.hurry_s`, ranks need not stop at the same boundary: that long
-    after one of them has stopped as asked, the others are interrupted where they are. With `evicts`, ranks whose weights
-    differ from those of most ranks are ended.
+    after one of them has stopped as asked, the others are interrupted where they are. If the ranks' weights are compared every
+    few steps, `comparison` gets what they report.
     """
 
     def __init__(
@@ -83,10 +84,10 @@ class FanOut:
         wants_boundary: Callable[[Job], bool],
         *,
         hang_s: float,
-        evicts: bool = False,
+        comparison: Comparison,
     ) -> None:
         self._table, self._generation, self._workers = table, generation, table.members()
-        self._job, self._wants_boundary, self._evicts = job, wants_boundary, evicts
+        self._job, self._wants_boundary, self._comparison = job, wants_boundary, comparison
         self._watchdog = Watchdog(table, self._workers, hang_s)
         self._boundary: Boundary | None = None
         self._stopped_at: float | None = None
@@ -138,8 +139,8 @@ class FanOut:
             self._boundary = Boundary(self._table, dict(self._calls.running), lead=self._job.lead)
         if self._job.is_waiting():
             self._table.note_progress(running)
-        if self._evicts:
-            self._evict()
+        if self._comparison.by_steps:
+            self.compare()
         self._end_extra_calls()
         self._watchdog.tick(
             running,
@@ -147,21 +148,21 @@ class FanOut:
             has_survivor=any(isinstance(outcome, Interrupted) for outcome in self._outcomes.values()),
         )
 
-    def _evict(self) -> None:
-        """Compare the digests that all ranks have sent of the same step, once."""
-        for step, digests in self._table.take_digests(self._workers):
-            differing = outliers(digests)
-            if differing is None:
-                raise TrainingFailedError(
-                    f"the weights of the ranks differ after step {step}, and no more than half of them are equal, so it is not "
-                    "known which are right: load a checkpoint that was saved before. `raysgd verify` names the first step "
-                    "after which they differed"
-                )
-            for worker in set(differing) - self._evicted:  # one that was evicted differs after later steps, too
-                self._evicted.add(worker)
-                why = f"its weights differ from those of most ranks after step {step}"
-                logger.error("rank %s on node %s: %s", self._table[worker].rank, self._table[worker].machine, why)
-                self._table.kill(worker, "divergence", why)
+    def compare(self) -> bool:
+        """Compare what all ranks have reported after the same steps. Return whether any of them was evicted."""
+        taken = self._table.take_summaries(self._workers)
+        return any([self.judge(step, [texts[worker] for worker in self._workers]) for step, texts in taken])
+
+    def judge(self, step: int, texts: Iterable[str]) -> bool:
+        """Compare the ranks' summaries, which are in rank order. Return whether any rank was evicted."""
+        ranks, why = self._comparison.judge(step, dict(enumerate(texts)))
+        # One that was evicted differs after later steps, too.
+        found = {self._workers[rank] for rank in ranks} - self._evicted
+        for worker in found:
+            self._evicted.add(worker)
+            logger.error("rank %s on node %s: %s", self._table[worker].rank, self._table[worker].machine, why)
+            self._table.kill(worker, "divergence", why)
+        return bool(found)
 
     def _collect(self) -> None:
         for worker, outcome in self._calls.ended():

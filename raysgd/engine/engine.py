@@ -5,7 +5,7 @@ run(job):
     repeat:
         fan the call out to all ranks           (call.py)
         classify the outcomes                   (policy.py, pure)
-        done       -> return what the ranks measured, one part for each generation
+        done       -> compare the ranks' weights, and return what they measured, one part for each generation
         user error -> raise it unchanged; the next call forms the group again
         paused     -> form a generation with the replacements, and without the workers that leave
         broken     -> recover: decide (policy.py, pure) to rejoin, restart, wait or give up
@@ -33,6 +33,7 @@ from raysgd.core.shard_copies import ShardedState
 from raysgd.core.snapshot import Snapshot
 from raysgd.engine.call import CTRL_C_S, FanOut, Job, RunningCall
 from raysgd.engine.call_lock import CallLock, Claim
+from raysgd.engine.comparison import Comparison
 from raysgd.engine.failure import check_can_fit, held_error, older_state_error, out_of_step_error, raise_user_error
 from raysgd.engine.generation import Generation
 from raysgd.engine.membership import Membership
@@ -111,7 +112,7 @@ class Engine:
         self._recovery = RecoveryLoop(
             table, generation, replacements, membership, self._log, elastic=elastic, in_place=in_place, jitter=jitter
         )
-        self._evicts = elastic.on_divergence is not None
+        self._comparison = Comparison(elastic)
         self._keeps_snapshots = elastic.snapshot_every is not None
         self._active, self._ended, self._reached = True, False, Progress()
         self._call_lock = CallLock()
@@ -351,7 +352,7 @@ class Engine:
             if job.again == "resume" and self._is_change_due():
                 self._restore(Observation("paused"), running)
             parts: list[PartialResults] = []
-            began = self.progress
+            began, began_at = self.progress, self._table.clock()
             network_at: Progress | None = None  # where the newest network fault was, with all workers alive
             hung: list[Any] = []  # where code hung, as often as it hung there in a row
             while True:
@@ -371,23 +372,22 @@ class Engine:
                 part = PartialResults(tuple(outcomes.values()), self._generation.number)
                 parts = [*parts, part] if job.again == "resume" else [part]
                 if seen.kind == "done":
-                    return parts
+                    if job.again != "resume" or not self._evicts(job, fan_out, self._table.clock() - began_at):
+                        return parts
+                    continue  # which finds that workers have failed
                 if seen.kind == "paused" and self._is_own_pause(job, parts, running):
                     continue
                 revived = self._restore(seen, running, since=fan_out.troubled_at)
-                if job.needs_state and revived is not None and revived.call != running.number:
+                goes_back = revived is not None and revived.call != running.number  # to a state from before this call
+                if goes_back:
                     self._check_is_newest(job, began)
-                if (
-                    job.again == "keep"
-                    and (revived is None or revived.call == running.number)
-                    and (kept := _kept(outcomes))
-                ):
+                if job.again == "keep" and not goes_back and (kept := _kept(outcomes)):
                     return [kept]
                 parts = self._still_counting(parts, revived, running)
 
     def _check_is_newest(self, job: Job, began: Progress) -> None:
         """Raise an error if the snapshot from which new workers continue is older than the state when the job began."""
-        if self._snapshot_is_stale or self.progress.order < began.order:
+        if job.needs_state and (self._snapshot_is_stale or self.progress.order < began.order):
             raise older_state_error(job.call.name, began, self.progress)
 
     def _with_hangs(self, seen: Observation, hung: list[Any]) -> Observation:
@@ -412,8 +412,27 @@ class Engine:
         return [part.until(self.progress.step) for part in parts]
 
     def _fan_out(self, job: Job) -> FanOut:
-        hang_s, evicts = self.limits.hang_s, self._evicts
-        return FanOut(self._table, self._generation, job, self._wants_boundary, hang_s=hang_s, evicts=evicts)
+        hang_s, comparison = self.limits.hang_s, self._comparison
+        return FanOut(self._table, self._generation, job, self._wants_boundary, hang_s=hang_s, comparison=comparison)
+
+    def _evicts(self, job: Job, fan_out: FanOut, seconds: float) -> bool:
+        """Compare the ranks after a call that all have finished, and that took so long. Return whether any of them was evicted. If a
+        worker fails now, the ranks are not compared, and the next call handles the failure."""
+        comparison, members = self._comparison, self._table.members()
+        if comparison.by_steps:
+            return fan_out.compare()
+        comparison.trained(seconds)
+        if job.compare is None or len(members) == 1 or not comparison.is_due:
+            return False
+        began, call = self._table.clock(), replace(job.compare, arguments={"turn": comparison.turn})
+        number, limit_s = self._generation.number, self.limits.hang_s
+        outcomes = self._table.ask(members, "run", {"call": call}, limit_s=limit_s, generation=number)
+        comparison.took(self._table.clock() - began)
+        seen = classify(outcomes)
+        if seen.kind == "user_error":
+            self._raise_user_error(seen, outcomes)
+        texts = [outcome.value for outcome in outcomes.values() if isinstance(outcome, Ok)]
+        return seen.kind == "done" and fan_out.judge(self.progress.step, texts)
 
     def _prepared(self, job: Job, running: RunningCall) -> Call:
         """Return the call with the arguments that are only known when it is fanned out."""

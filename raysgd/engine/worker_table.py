@@ -59,7 +59,7 @@ class WorkerInfo:
     ended        how it failed
     killed_for   why the driver killed it: the reason and the details of its failure
     unfinished   what it did not finish in time, with its stack; empty if its process is stopped and shows none
-    digests      of its weights after the newest steps that all ranks compare, in this generation, by (loads, step)
+    summaries    of its weights after the newest steps that all ranks compare, in this generation, by (loads, step)
     busy         the call that it has not answered yet
     last_call    the newest call that it was given
     is_exact     whether `progress` is that of its replica: it came with the answer to the newest call
@@ -82,7 +82,7 @@ class WorkerInfo:
     ended: WorkerEnded | None = None
     killed_for: KillReason | None = None
     unfinished: str = ""
-    digests: dict[tuple[int, int], str] = field(default_factory=dict)
+    summaries: dict[tuple[int, int], str] = field(default_factory=dict)
     busy: int | None = None
     last_call: int = -1
     is_exact: bool = False
@@ -194,7 +194,7 @@ class WorkerTable:
         for rank, worker in enumerate(workers):
             info = self._workers[worker]
             info.rank, info.in_group, info.built, info.holds_state = rank, True, True, True
-            info.digests = {}
+            info.summaries = {}
         self._members = None
 
     def set_built(self, worker: str) -> None:
@@ -205,16 +205,16 @@ class WorkerTable:
         """Note whether the worker has the group's weights."""
         self._workers[worker].holds_state = holds_state
 
-    def take_digests(self, workers: Sequence[str]) -> list[tuple[int, dict[str, str]]]:
-        """Return the digests of each step of which all these workers have sent one, and forget them and older ones. Those
+    def take_summaries(self, workers: Sequence[str]) -> list[tuple[int, dict[str, str]]]:
+        """Return the summaries of each step of which all these workers have sent one, and forget them and older ones. Those
         from before the user's newest load do not count, because it has replaced the weights."""
         infos = [self._workers[worker] for worker in workers]
         loads = max(info.progress.loads for info in infos)
-        places = sorted(set.intersection(*(set(info.digests) for info in infos)))
-        taken = [(p[1], {info.worker: info.digests[p] for info in infos}) for p in places if p[0] == loads]
+        places = sorted(set.intersection(*(set(info.summaries) for info in infos)))
+        taken = [(p[1], {info.worker: info.summaries[p] for info in infos}) for p in places if p[0] == loads]
         if places:
             for info in infos:
-                info.digests = {place: digest for place, digest in info.digests.items() if place > places[-1]}
+                info.summaries = {place: each for place, each in info.summaries.items() if place > places[-1]}
         return taken
 
     # -- calls ----------------------------------------------------------------------------------------
@@ -458,8 +458,8 @@ class WorkerTable:
 
     def _message_received(self, info: WorkerInfo, message: Message) -> None:
         if isinstance(message, ProgressReport):
-            if message.progress.digest:
-                info.digests[message.progress.loads, message.progress.step] = message.progress.digest
+            if message.progress.summary:
+                info.summaries[message.progress.loads, message.progress.step] = message.progress.summary
             if message.call < info.last_call or (message.call == info.last_call and info.busy is None):
                 return  # the call's answer arrived first, because a large one is sent through Ray
             if message.progress != info.progress:

@@ -12,12 +12,14 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from raysgd.core.comparison import Summary
 from raysgd.core.outcomes import Interrupted
 from raysgd.core.progress import Control
 from raysgd.core.ranks import RankInfo
 from raysgd.errors import CheckpointError, shown
 from raysgd.tf import states
 from raysgd.tf.channel import Channel
+from raysgd.tf.comparison import summary_of
 from raysgd.tf.data import SharedSource, make_source
 from raysgd.tf.operator import TrainingOperator
 from raysgd.tf.parts import as_tensor, assign, rows_in, seed_states
@@ -110,6 +112,9 @@ class TFReplica(ReplicaBase):
         for number, state in enumerate(seed_states(self.operator._parts.models)):
             drawn = derived_seed(own, number)
             state.assign(tf.cast([drawn >> 32, drawn & 0xFFFFFFFF], state.dtype))
+
+    def _summary(self, turn: int) -> Summary:
+        return summary_of(self.operator._parts, turn)
 
     def _weights_digest(self) -> str:
         digest = hashlib.sha256()

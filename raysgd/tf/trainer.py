@@ -41,6 +41,8 @@ SEED = 87654321
 # Part of a result by which a Keras callback ends `train`.
 STOP = "stop_training"
 
+OF_ALL_WORKERS = "a batch of a TensorFlow data set is that of all workers together, and does not change with them"
+
 
 class TFTrainer(TrainerBase):
     """Trains Keras models on workers that can fail, leave and join.
@@ -123,9 +125,7 @@ class TFTrainer(TrainerBase):
         check_flag("use_gpu", use_gpu)
         resources = WorkerResources.parse(num_cpus_per_worker, use_gpu, resources_per_worker, gpu_asked=use_gpu or None)
         remote, elastic = needs_ray(use_ray, number, resources), elastic or ElasticConfig()
-        refuse_rates(
-            elastic, "a batch of a TensorFlow data set is that of all workers together, and does not change with them"
-        )
+        refuse_rates(elastic, OF_ALL_WORKERS)
         fit, evaluate = checked_fit_config(self.config, FIT), checked_fit_config(self.config, EVALUATE)
         run = described_run(TFTrainer, operator_cls, self.config, number, logdir)
         calls = CallRunner(callbacks, run, bar=use_tqdm or bool(verbose or fit.get("verbose")), hidden=(STOP,))
@@ -140,6 +140,7 @@ class TFTrainer(TrainerBase):
             seed=seed,
             in_pieces=elastic.batch == "global" and number > 1,
             snapshot_every=elastic.snapshot_every,
+            elastic=elastic,
             audit=AuditSettings.of(elastic),
             measures=measures_in(calls.on_workers),
         )

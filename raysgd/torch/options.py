@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from raysgd.config import ElasticConfig, at_least, check_flag, is_real
+from raysgd.config import ElasticConfig, at_least, check_flag, is_real, refuse_comparison
 from raysgd.errors import ConfigError, suggesting_fields
 
 __all__ = ["TrainingOptions"]
@@ -198,11 +198,8 @@ class TrainingOptions:
                 "ElasticConfig(batch='global') keeps the gradients of steps the same when workers leave, which needs gradients "
                 f"that raysgd averages over samples, and {given} excludes that: leave one of them out"
             )
-        if elastic.on_divergence is not None and num_workers > 1 and self.parallel != "ddp":
-            raise ConfigError(
-                f"ElasticConfig(on_divergence='evict') compares the weights of the workers, and with parallel={self.parallel!r} each "
-                "has its own: leave it out"
-            )
+        if num_workers > 1:
+            self._check_comparison(elastic)
         if self.parallel == "fsdp" and isinstance(elastic.snapshot_every, float):
             raise ConfigError(
                 "with parallel='fsdp' all workers make a snapshot together, and their clocks differ: set "
@@ -212,6 +209,15 @@ class TrainingOptions:
             raise ConfigError(
                 f"replicas={self.replicas} needs a number of workers that is a multiple of it, got num_workers={num_workers}: each of the "
                 "copies of the model is divided among equally many workers"
+            )
+
+    def _check_comparison(self, elastic: ElasticConfig) -> None:
+        if self.parallel is None:
+            refuse_comparison(elastic, "with parallel=None raysgd does not know whether they should be equal")
+        if self.parallel == "fsdp" and elastic.on_divergence == "evict":
+            raise ConfigError(
+                "on_divergence='evict' needs ranks with equal weights, and with parallel='fsdp' each has its own shard: use 'warn' or "
+                "'raise'"
             )
 
     @staticmethod

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from raysgd.constants import SCHEDULER_STEP_BATCH
+from raysgd.core.comparison import Summary
 from raysgd.core.messages import SnapshotUpload
 from raysgd.core.metrics import COMMITTED, FIRST, ROWS, SECONDS, SKIPPED, for_all_ranks
 from raysgd.core.outcomes import OUT_OF_MEMORY, Interrupted
@@ -25,6 +26,7 @@ from raysgd.errors import TrainingFailedError, described
 from raysgd.torch.checkpoint import packing, states
 from raysgd.torch.checkpoint.checks import check_fits
 from raysgd.torch.checkpoint.undo import on_all_ranks, undone_unless_all_succeed
+from raysgd.torch.comparison import summary_of
 from raysgd.torch.data.opening import Opener
 from raysgd.torch.data.prefetch import make_carrier
 from raysgd.torch.data.rows import LoaderRows
@@ -272,6 +274,9 @@ class TorchReplica(ReplicaBase):
 
     def _seed_generators(self, alike: int, own: int) -> None:
         states.seed_generators(own)
+
+    def _summary(self, turn: int) -> Summary:
+        return summary_of(self.operator, turn)
 
     def _weights_digest(self) -> str | None:
         return None if self.in_shards or not self._averages else digest_of(self.operator._parts.models)

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from raysgd.config import ElasticConfig
 from raysgd.constants import VALID_SCHEDULER_STEP
 from raysgd.errors import ConfigError
 from raysgd.torch.options import TrainingOptions
@@ -22,7 +21,6 @@ class TorchSettings(ReplicaSettings):
 
     options   those of the trainer, resolved
     wrap_ddp  whether `register` wraps models in DistributedDataParallel
-    elastic   the trainer's: `batch` and `lr` are for replicas
     rows      `rows(name, dataset, deliver)` opens the rows of a Ray Dataset that was made in a worker
     exchange  makes the object that averages gradients if the models are not wrapped
     ema_decay the decay of the callback EMA; None: the weights are not averaged
@@ -32,7 +30,6 @@ class TorchSettings(ReplicaSettings):
     wrap_ddp: bool = True
     add_dist_sampler: bool = True
     scheduler_step_freq: str | None = None
-    elastic: ElasticConfig = field(default_factory=ElasticConfig)
     rows: Callable[..., Any] | None = None
     exchange: Callable[[], Exchange] = Exchange
     ema_decay: float | None = None

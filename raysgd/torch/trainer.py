@@ -153,7 +153,7 @@ class TorchTrainer(TrainerBase):
         engine = make_engine(
             self._factory, calls, resources, elastic, limits, initialization_hook, make_backend, strategy.sharded
         )
-        self._checkpoints = Checkpoints(engine, calls.note_saved)
+        self._checkpoints, self._compares = Checkpoints(engine, calls.note_saved), options.parallel is not None
         super().__init__(engine, calls, num_workers, folder, resume=resume is not None)
 
     # -- training -------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from raysgd.config import ElasticConfig, at_least, refuse_rates
+from raysgd.config import ElasticConfig, at_least, refuse_comparison, refuse_rates
 from raysgd.core.messages import AllowReports, FunctionReport
 from raysgd.core.policy import Recovery
 from raysgd.core.protocols import Call
@@ -105,6 +105,7 @@ class BackendExecutor:
         self._max_retries = max_retries
         self._elastic = elastic or ElasticConfig(hang_timeout_s=HANG_S)
         refuse_rates(self._elastic, "a training function owns its optimizers")
+        refuse_comparison(self._elastic, "a training function owns its models, so nothing else knows them")
         if self._elastic.batch != "per_worker":
             raise ConfigError(
                 "ElasticConfig(batch='global') needs an operator: a training function draws its own batches. Leave batch out, and "

@@ -23,15 +23,13 @@ __all__ = ["AuditLog", "AuditSettings"]
 class AuditSettings:
     """Where the log is written, and for which run. `began` is the time at which the trainer was created.
 
-    every         after how many steps the ranks write the digest of their weights
-    shows_driver  whether the driver compares the digests while training
+    every   after how many steps the ranks write the digest of their weights
     """
 
     folder: str
     run: str
     began: float
     every: int = 100
-    shows_driver: bool = False
 
     @classmethod
     def of(cls, elastic: ElasticConfig) -> AuditSettings | None:
@@ -39,8 +37,7 @@ class AuditSettings:
         if elastic.audit is None:
             return None
         folder = os.path.abspath(os.fspath(elastic.audit))
-        run, shows_driver = uuid.uuid4().hex[:12], elastic.on_divergence is not None
-        return cls(folder, run, time.time(), elastic.audit_weights_every, shows_driver)
+        return cls(folder, uuid.uuid4().hex[:12], time.time(), elastic.audit_weights_every)
 
 
 class AuditLog:
@@ -85,15 +82,14 @@ class AuditLog:
         """Note that this worker has read a shard of a stream to its end."""
         self._write(f"length {epoch} {shard} {shards} {length}")
 
-    def committed(self, step: int) -> str:
-        """Note a digest of the weights from time to time. Return it if the driver needs it, and otherwise an empty string."""
+    def committed(self, step: int) -> None:
+        """Note a digest of the weights from time to time."""
         if step < self._due:
-            return ""
+            return
         self._due = self._next_after(step)
-        digest = self._digest() or ""
+        digest = self._digest()
         if digest:
             self._write(f"weights {step} {digest}")
-        return digest if self._settings.shows_driver else ""
 
     def _next_after(self, step: int) -> int:
         """Return the next step after which the ranks compare their weights, which is the same for all of a generation."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 import pickle
 import time
 from abc import ABC, abstractmethod
@@ -13,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, ClassVar, Literal
 
+from raysgd.core.comparison import Summary
 from raysgd.core.messages import SnapshotUpload
 from raysgd.core.meters import AverageMeterCollection
 from raysgd.core.metrics import (
@@ -141,6 +143,7 @@ class ReplicaBase(ABC):
         self._sources: dict[Phase, Any] = {}
         self._snapshots = Snapshotter(settings.snapshot_every, control)
         self._audit = AuditLog(settings.audit, self._weights_digest) if settings.audit is not None else None
+        self._compare_every, self._compare_at = settings.elastic.compare_every, math.inf
         self._seed_place("train", 0, self.rank)
 
     @property
@@ -190,7 +193,7 @@ class ReplicaBase(ABC):
         done = not position.open_call(call)
         if new and (counts or (position.counted and num_steps is None)):
             position.count_call(num_steps or 1)
-        self._begin_audit(done=done)
+        self._begin_part(done=done)
         if done:
             self.take_snapshot()  # the rank that was the first when the call ended may have failed before it sent its own
             return {"epoch": position.users_epoch, COMMITTED: position.call_units}
@@ -237,8 +240,10 @@ class ReplicaBase(ABC):
             self._cut_short()  # what was applied must count before another rank takes this state
             raise
 
-    def _begin_audit(self, *, done: bool) -> None:
-        """Note who trains from now on, also if nothing is left to do: a rank that was evicted is not among them."""
+    def _begin_part(self, *, done: bool) -> None:
+        """Plan the next comparison, and note who trains from now on, also if nothing is left to do: a rank that was evicted is
+        not among them."""
+        self._plan_comparison()
         if self._audit is not None:
             self._audit.begin(self._rank_info, self._position)
             if done:
@@ -259,6 +264,22 @@ class ReplicaBase(ABC):
         if self.rank == 0 and text not in self._explained:
             self._explained.add(text)
             logger.warning(text, *values)
+
+    def _plan_comparison(self) -> None:
+        """Set the next step after which ranks report a summary, which is the same for all ranks that are at the same step."""
+        every = self._compare_every
+        if every is not None:
+            self._compare_at = (self._position.step // every + 1) * every
+
+    def _summary_of_steps(self) -> str:
+        """Return the summary that is due, and plan the next one."""
+        assert self._compare_every is not None
+        self._plan_comparison()
+        return self.summarize(self._position.step // self._compare_every)
+
+    def summarize(self, turn: int) -> str:
+        """Return a summary of the weights, as text. Of a large model, each `turn` looks at other elements."""
+        return self._summary(turn).as_text()
 
     def _end_call(self) -> None:
         """Note that a call of `train` is done."""
@@ -308,10 +329,14 @@ class ReplicaBase(ABC):
 
     def _on_commit(self, last: bool = False) -> None:
         control = self._control
-        digest = self._audit.committed(self._position.step) if self._audit is not None else ""
-        if digest or control.due(last=last):
+        if self._audit is not None:
+            self._audit.committed(self._position.step)
+        compares = self._position.step >= self._compare_at and self._rank_info.world_size > 1
+        if compares or control.due(last=last):
             progress = self._position.progress("train")
-            control.report(replace(progress, digest=digest) if digest else progress, self._partial_to_report())
+            if compares:
+                progress = replace(progress, summary=self._summary_of_steps())
+            control.report(progress, self._partial_to_report())
         if self._snapshots.within_epochs and not last and self._snapshots.due_after_batch(self._position.step):
             self.take_snapshot(room_s=ROOM_S)
 
@@ -575,6 +600,10 @@ class ReplicaBase(ABC):
     @abstractmethod
     def _steps_made(self) -> Any:
         """Return a value that changes with each step of a registered optimizer; None if steps cannot be noticed."""
+
+    @abstractmethod
+    def _summary(self, turn: int) -> Summary:
+        """Return what this rank reports for a comparison with the other ranks."""
 
     @abstractmethod
     def _weights_digest(self) -> str | None:

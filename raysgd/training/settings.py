@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from raysgd.config import ElasticConfig
 from raysgd.training.audit import AuditSettings
 
 __all__ = ["ReplicaSettings"]
@@ -18,6 +19,7 @@ class ReplicaSettings:
     threads         how many cores a worker may use; None: all
     snapshot_every  `ElasticConfig.snapshot_every`
     seed            the trainer's `seed`
+    elastic         the trainer's: `compare_every`, `batch` and `lr` are for replicas
     audit           where each worker writes its audit log; None: nowhere
     measures        what the workers measure for callbacks: `MEASURES` of raysgd.callbacks.monitors
     """
@@ -29,5 +31,6 @@ class ReplicaSettings:
     threads: int | None = None
     snapshot_every: Any = None
     seed: int | None = None
+    elastic: ElasticConfig = field(default_factory=ElasticConfig)
     audit: AuditSettings | None = None
     measures: frozenset[str] = frozenset()

@@ -46,6 +46,8 @@ class TrainerBase(ABC):
 
     # How many batches `validate` uses by default; None: all.
     _validation_steps: int | None = None
+    # Whether synchronous training keeps the ranks' weights equal.
+    _compares = True
 
     def __init__(
         self,
@@ -194,6 +196,7 @@ class TrainerBase(ABC):
             max_failures=max_retries,
             prepare=self._loops.next_pause,
             paused=self._loops.paused,
+            compare=Call(ReplicaBase.summarize) if self._compares else None,
         )
 
     @overload

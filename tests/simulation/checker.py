@@ -29,7 +29,7 @@ class Checker:
     discarded   the most steps of a healthy worker that the driver has dismissed since the last group began to train
     least       the steps in the state that the user has loaded, if the driver has a snapshot of it
     told        the workers that were told of their preemption
-    differing   the workers whose weights differ from those of most ranks, as the digests of a step have shown, and when
+    differing   the workers whose weights differ from those of most ranks, as their summaries of a step have shown, and when
     """
 
     def __init__(self, plan: Any) -> None:
@@ -140,9 +140,9 @@ class Checker:
             )
 
     def showed(self, worker: Any, step: int, weights: int) -> None:
-        """Note a digest that a worker sends. If those of most ranks are equal, the others must be evicted."""
+        """Note a summary that a worker sends. If those of most ranks are equal, the others must be evicted."""
         group = worker.backend.group
-        if not self._plan.evict or group is None or worker.given_up or worker.lost:
+        if not self._plan.compare or group is None or worker.given_up or worker.lost:
             return
         digests = self._digests.setdefault((group.generation, step), {})
         digests[worker.name] = weights

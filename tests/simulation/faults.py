@@ -224,7 +224,7 @@ class Schedule:
         self._world.at(min(seconds, LOSES_S), lambda: setattr(victim, "loses", False))
 
     def _corrupt(self, victim: Worker, seconds: float) -> None:
-        if victim.replica is not None and self._plan.evict:
+        if victim.replica is not None and self._plan.compare:
             victim.replica.weights += 1 << 70
             victim.replica.damaged = self.corrupted = True
 

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from raysgd.core import metrics, policy
+from raysgd.core import metrics
 from raysgd.core.messages import Interrupt, ProgressReport, ProposeBoundary
 from raysgd.core.policy import Observation, Recovery
 from raysgd.core.progress import Control, Progress
 from raysgd.core.sampling_plan import RankPart, SamplingPlan
 from raysgd.core.snapshot import Snapshot, SnapshotStore
-from raysgd.engine import boundary, call, engine, generation, membership, recovery, watchdog
+from raysgd.engine import boundary, comparison, engine, generation, membership, recovery, watchdog
 from raysgd.engine.engine import Engine
 from raysgd.engine.generation import Generation
 from raysgd.engine.membership import Leaver, Membership
@@ -458,22 +458,22 @@ def allow_one_failure_less(patch: Patch) -> None:
 
 @mutant
 def evict_the_majority(patch: Patch) -> None:
-    def outliers(digests: Any) -> list[str] | None:
-        found = policy.outliers(digests)
-        return [worker for worker in digests if worker not in found] if found else found
+    def compare(texts: Any) -> Any:
+        return [replace(each, outliers=texts.keys() - each.outliers) for each in original(texts) if each.outliers]
 
-    patch.setattr(call, "outliers", outliers)
+    original = comparison.compare
+    patch.setattr(comparison, "compare", compare)
 
 
 @mutant
-def compare_digests_of_different_steps(patch: Patch) -> None:
+def compare_different_steps(patch: Patch) -> None:
     def take(self: WorkerTable, workers: Any) -> Any:
         infos = [self._workers[worker] for worker in workers]
-        if not all(info.digests for info in infos):
+        if not all(info.summaries for info in infos):
             return []
-        return [(0, {info.worker: info.digests[max(info.digests)] for info in infos})]
+        return [(0, {info.worker: info.summaries[max(info.summaries)] for info in infos})]
 
-    patch.setattr(WorkerTable, "take_digests", take)
+    patch.setattr(WorkerTable, "take_summaries", take)
 
 
 @mutant

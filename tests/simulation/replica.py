@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from raysgd.core.audit import FIRST, Chain
+from raysgd.core.comparison import Summary
 from raysgd.core.messages import SnapshotUpload
 from raysgd.core.meters import AverageMeterCollection
 from raysgd.core.metrics import COMMITTED, for_all_ranks
@@ -56,8 +57,8 @@ def steps_of(state: bytes) -> list[Step]:
 class SimAudit(AuditLog):
     """Writes the lines of the audit log to a list. The library's own code decides what they are."""
 
-    def __init__(self, worker: str, every: int, shows_driver: bool, digest: Callable[[], str]) -> None:
-        self._settings, self._digest = AuditSettings("", "run", 0.0, every, shows_driver), digest
+    def __init__(self, worker: str, every: int, digest: Callable[[], str]) -> None:
+        self._settings, self._digest = AuditSettings("", "run", 0.0, every), digest
         self._chain, self._joined, self._due = Chain(), (-1, -1), 0
         self.lines: list[bytes] = []
         self._write(f"{FIRST} run 0.000 {worker} node 1")
@@ -110,8 +111,9 @@ class SimReplica:
         self.steps: list[Step] = []
         self.weights = 0
         self.damaged = False  # whether a fault has changed the weights, or those that they were taken from
-        self.audit = SimAudit(worker.name, plan.audit, plan.evict, lambda: f"{self.weights:x}") if plan.audit else None
+        self.audit = SimAudit(worker.name, plan.audit, lambda: f"{self.weights:x}") if plan.audit else None
         self._meter, self._units_before = AverageMeterCollection(), 0
+        self._compare_at: int | None = None
 
     @property
     def progress(self) -> Progress:
@@ -138,6 +140,7 @@ class SimReplica:
         done = not position.open_call(call)
         if self.audit is not None:
             self.audit.begin(self._rank_info, position)
+        self._compare_at = self._next_comparison()
         if done:
             self._snapshot()
             if self.audit is not None:
@@ -257,16 +260,30 @@ class SimReplica:
         self._worker.point("closing")
 
     def _on_commit(self, last: bool = False) -> None:
-        digest = self.audit.committed(self._position.step) if self.audit is not None else ""
-        if digest:
-            self._worker.checker.showed(self._worker, self._position.step, self.weights)
-        if digest or self._control.due(last=last):
+        if self.audit is not None:
+            self.audit.committed(self._position.step)
+        compares = self._compare_at is not None and self._position.step >= self._compare_at
+        if compares or self._control.due(last=last):
             progress = self._position.progress("train")
-            self._control.report(replace(progress, digest=digest) if digest else progress, self.partial())
+            if compares:
+                self._compare_at = self._next_comparison()
+                progress = replace(progress, summary=self.summarize(0))
+            self._control.report(progress, self.partial())
         every = self._plan.snapshot_every
         if not last and isinstance(every, int) and self._position.step // every > self._mark:
             self._snapshot()
             self._mark = self._position.step // every
+
+    def _next_comparison(self) -> int | None:
+        every = self._plan.elastic.compare_every
+        return None if every is None else (self._position.step // every + 1) * every
+
+    def summarize(self, turn: int) -> str:
+        """Return the weights as a summary, in numbers that a float holds."""
+        self._worker.checker.showed(self._worker, self._position.step, self.weights)
+        return Summary(
+            {"weights": [float(self.weights % (1 << 31)), 1.0 + (self.weights >> 70), 0.5]}, {}, {}
+        ).as_text()
 
     def _snapshot(self, *, wait_s: float = 0.0) -> None:
         if self._rank_info.world_rank == 0 and self._plan.snapshot_every is not None:

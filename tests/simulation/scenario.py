@@ -162,7 +162,7 @@ class Script:
                     raise Violation(f"{name} ended {took_s:.1f} s after Ctrl-C") from None
             except TrainingFailedError as error:
                 self.checker.raise_found()
-                self._over = "no more than half of them are equal" in str(error) and self.plan.evict
+                self._over = "no more than half of the ranks are equal" in str(error) and bool(self.plan.compare)
                 if self._over:
                     return
                 self.checker.gave_up(self._failures_since(recoveries))
@@ -184,7 +184,8 @@ class Script:
         checker.begins_at = before
         self.schedule.begin_call(2 * self.plan.step_s * (num_steps or self.plan.samples))
         call = Call(SimReplica.train, {"num_steps": num_steps})
-        parts = self.engine.run(Job(call, again="resume", max_failures=self.plan.retries, **job))
+        compare = Call(SimReplica.summarize)
+        parts = self.engine.run(Job(call, again="resume", max_failures=self.plan.retries, compare=compare, **job))
         truth, weights = checker.truth, checker.weights()
         for name in self.engine._table.members():
             replica = self.group.workers[name].replica

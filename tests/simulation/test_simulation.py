@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -149,8 +150,7 @@ FOUND = {
         step_s=0.01,
         late=0.1,
         snapshot_every=3,
-        audit=3,
-        evict=True,
+        compare=3,
         script=("save", "train 10", "load", "train 4"),
         faults=(Fault("corrupt", "build ended"),),
     ),
@@ -268,9 +268,10 @@ def test_the_verifier_accepts_what_the_replicas_wrote() -> None:
     assert (result.verdict.samples, result.verdict.epochs, result.verdict.generations) == (25, 1, 2)
 
 
-def test_the_verifier_sees_that_a_rank_was_evicted_when_no_step_was_left() -> None:
+@pytest.mark.parametrize("compare", ["call", 2])
+def test_the_verifier_sees_that_a_rank_was_evicted_when_no_step_was_left(compare: Any) -> None:
     """The log did not show who was left after the last step, so its verdict was that a rank with other weights stayed."""
-    plan = Plan(seed=6, ranks=3, nodes=(3,), samples=12, step_s=0.01, late=0.1, audit=2, evict=True)
+    plan = Plan(seed=6, ranks=3, nodes=(3,), samples=12, step_s=0.01, late=0.1, audit=2, compare=compare)
     result = run(replace(plan, faults=(Fault("corrupt", "applied", count=6),)))
     assert result.error is None and [each.reason for each in result.recoveries] == ["divergence"]
     assert result.verdict is not None and result.verdict.evicted == 1

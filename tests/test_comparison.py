@@ -1,0 +1,327 @@
+"""What ranks report of their weights and settings, how it is compared, and what follows. No processes."""
+
+import copy
+import logging
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from raysgd import ElasticConfig, TrainingOptions
+from raysgd.core.comparison import Summary, compare, describe
+from raysgd.engine.call import FanOut
+from raysgd.engine.comparison import Comparison
+from raysgd.errors import ConfigError, DivergenceError
+from raysgd.torch.comparison import summary_of
+from raysgd.training import comparison
+from raysgd.training.comparison import BLOCK, window
+
+
+def operator(model: nn.Module, *, lr: Any = 0.1, **attributes: Any) -> Any:
+    """Return what is read of an operator."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+    parts = SimpleNamespace(models=[model], wrapped=[model], optimizers=[optimizer], criterion=None)
+    return SimpleNamespace(model=model, optimizer=optimizer, _parts=parts, **attributes)
+
+
+def net(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(300, 200), nn.BatchNorm1d(200), nn.Linear(200, 3))
+
+
+def found(*operators: Any, turn: int = 0) -> list[Any]:
+    return compare({rank: summary_of(each, turn).as_text() for rank, each in enumerate(operators)})
+
+
+def changed(change: Callable[[Any], Any], model: nn.Module) -> nn.Module:
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        change(other)
+    return other
+
+
+# -- what is found ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model[0].weight[3, 5].neg_(),
+        lambda model: model[0].weight[7].copy_(model[0].weight[7].flip(0)),
+        lambda model: model[0].weight.copy_(model[0].weight.flip(0)),
+        lambda model: model[0].weight.mul_(1.001),
+        lambda model: model[0].weight.add_(1e-3),
+        lambda model: model[0].weight[0, 0].fill_(torch.nan),
+    ],
+    ids=["a sign", "values that change places", "rows that change places", "a factor", "a sum", "a value that is NaN"],
+)
+def test_a_parameter_that_differs_on_one_of_three_ranks(change: Callable[[Any], Any]) -> None:
+    model = net()
+    (difference,) = found(operator(model), operator(changed(change, model)), operator(copy.deepcopy(model)))
+    assert (difference.kind, difference.name) == ("weights", "0.weight of self.model")
+    assert difference.groups == ((0, 2), (1,))
+    assert difference.outliers == {1}
+    assert difference.others == 0
+
+
+def test_the_size_is_about_that_of_the_difference() -> None:
+    model = net()
+    (difference,) = found(operator(model), operator(changed(lambda model: model[0].weight.mul_(1.01), model)))
+    assert 0.005 < difference.size < 0.02
+    assert difference.outliers is None  # two ranks have no majority
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16, torch.complex64])
+def test_other_types(dtype: torch.dtype) -> None:
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.randn(5 * BLOCK + 7, generator=torch.Generator().manual_seed(0)).to(dtype))
+    assert found(operator(model), operator(copy.deepcopy(model))) == []
+    (difference,) = found(operator(model), operator(changed(lambda model: model.weight[BLOCK:].mul_(1.1), model)))
+    assert difference.name == "weight of self.model"
+
+
+def test_a_parameter_in_another_memory_format() -> None:
+    convolution = nn.Conv2d(64, 64, 3).to(memory_format=torch.channels_last)
+    assert not convolution.weight.is_contiguous()
+    other = changed(lambda model: model.weight[5, 6, 1, 2].neg_(), convolution)
+    assert [each.name for each in found(operator(convolution), operator(other))] == ["weight of self.model"]
+
+
+def test_buffers_are_not_compared() -> None:
+    model = net()
+    assert found(operator(model), operator(changed(lambda model: model[1].running_mean.add_(1.0), model))) == []
+
+
+def test_a_module_that_is_not_registered() -> None:
+    """Only what trains: a frozen module can be of one rank only."""
+    one, other = nn.Linear(4, 4), nn.Linear(4, 4)
+    frozen = [nn.Linear(2, 2).requires_grad_(False) for _ in range(2)]
+    first = operator(net(), heads={"a": one}, teacher=frozen[0], inner=nn.ReLU())
+    second = operator(net(), heads={"a": other}, teacher=frozen[1], inner=nn.ReLU())
+    (difference,) = found(first, second)
+    assert (difference.kind, difference.others) == ("alone", 1)
+    assert difference.name in ("weight of self.heads['a']", "bias of self.heads['a']")
+    assert "which belongs to no registered model and is therefore not averaged" in describe([difference], 3)
+
+
+def test_a_module_around_a_registered_one_is_not_another_one() -> None:
+    assert found(*(operator(model, both=nn.ModuleList([model])) for model in (net(), net()))) == []
+
+
+def test_settings() -> None:
+    first, second = operator(net()), operator(net(), lr=torch.tensor(0.2))
+    (difference,) = found(first, second)
+    assert difference.name == "lr of self.optimizer (SGD)"
+    assert [round(value, 4) for value in difference.values] == [0.1, 0.2]
+    text = describe([difference], 5)
+    assert text.startswith(
+        "after step 5 the ranks do not train the same model: lr of self.optimizer (SGD) is 0.1 on rank 0, 0.2"
+    )
+    for cause in ("self.model.module(x)", "not passed to register()", "a setting, or other code, depends on the rank"):
+        assert cause in text
+
+
+def test_settings_of_an_optimizer_that_is_not_registered() -> None:
+    head = nn.Linear(2, 2)
+    ranks = [
+        operator(net(), own=torch.optim.Adam(head.parameters(), betas=betas)) for betas in ((0.9, 0.99), (0.8, 0.99))
+    ]
+    (difference,) = found(*ranks)
+    assert difference.name == "betas of self.own (Adam, which is not registered)"
+    assert difference.values == ([0.9, 0.99], [0.8, 0.99])
+
+
+def test_objects_among_the_settings_are_not_compared() -> None:
+    ranks = [operator(net()), operator(net())]
+    for each in ranks:
+        each.optimizer.param_groups[0]["closure"] = object()
+    assert found(*ranks) == []
+
+
+def test_entries_that_only_some_ranks_have_are_compared_among_these() -> None:
+    """With FSDP, ranks with the same shard have equal weights."""
+    entries = [{"w, shard 0": [1.0, 1.0, 1e-4]}, {"w, shard 1": [5.0, 1.0, 1e-4]}, {"w, shard 0": [1.5, 1.0, 1e-4]}]
+    (difference,) = compare({rank: Summary(each, {}, {}).as_text() for rank, each in enumerate(entries)})
+    assert difference.groups == ((0,), (2,))
+
+
+# -- what is not --------------------------------------------------------------------------------------
+
+
+def test_processors_that_round_differently_do_not_reach_the_tolerance() -> None:
+    """One rounds after the multiplication and after the sum, the other one once, as a fused multiply-add does."""
+    generator = np.random.default_rng(0)
+    one, moment = generator.standard_normal(4096).astype(np.float32), np.zeros(4096, np.float32)
+    other = one.copy()
+    for _ in range(5000):
+        gradient = generator.standard_normal(4096).astype(np.float32)
+        moment = np.float32(0.9) * moment + gradient
+        one = one - np.float32(0.003) * moment
+        other = (other.astype(np.float64) - np.float64(np.float32(0.003)) * moment).astype(np.float32)
+    assert (one != other).mean() > 0.5
+    ranks = [operator(nn.Linear(64, 64, bias=False)) for _ in range(2)]
+    for each, weights in zip(ranks, (one, other), strict=True):
+        each.model.load_state_dict({"weight": torch.from_numpy(weights.reshape(64, 64))})
+    assert found(*ranks) == []
+
+
+def test_a_bias_near_zero_may_differ_by_the_rounding_of_larger_values() -> None:
+    ranks = [operator(net()) for _ in range(2)]
+    for each, value in zip(ranks, (1e-8, 4e-8), strict=True):
+        nn.init.constant_(each.model[2].bias, value)
+    assert found(*ranks) == []
+
+
+# -- large models -------------------------------------------------------------------------------------
+
+
+def test_every_element_is_read_after_enough_turns() -> None:
+    for elements, share in ((BLOCK + 1, 0.3), (10 * BLOCK, 0.25), (7 * BLOCK + 5, 0.5), (3, 0.1)):
+        read = np.zeros(elements, int)
+        for turn in range(-(-elements // BLOCK)):
+            start, stop = window(elements, share, turn)
+            assert stop - start <= max(share * elements + BLOCK, BLOCK)
+            read[start:stop] += 1
+        assert read.min() >= 1
+
+
+def test_a_part_of_a_large_model_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(comparison, "ALL_BYTES", 64 * BLOCK)
+    monkeypatch.setattr(comparison, "SOME_BYTES", 32 * BLOCK)
+    model = nn.Linear(BLOCK, 32, bias=False)  # four times SOME_BYTES
+    other = changed(lambda model: model.weight[31].neg_(), model)
+    turns = [found(operator(model), operator(other), turn=turn) for turn in range(4)]
+    assert [len(each) for each in turns] == [0, 0, 0, 1]
+
+
+# -- when, and what follows ---------------------------------------------------------------------------
+
+
+def texts(*sizes: float, rate: float = 0.1) -> dict[int, str]:
+    return {rank: Summary({"w": [size, 1.0, 1e-4]}, {}, {"lr": 0.1}).as_text() for rank, size in enumerate(sizes)}
+
+
+def test_calls_are_compared_first_and_after_each_second() -> None:
+    made = Comparison(ElasticConfig())
+    made.trained(0.01)
+    assert made.is_due
+    made.took(0.002)
+    for seconds, due in ((0.5, False), (0.4, False), (0.2, True)):
+        made.trained(seconds)
+        assert made.is_due is due
+
+
+def test_a_comparison_takes_at_most_half_a_percent_of_the_time() -> None:
+    made = Comparison(ElasticConfig())
+    made.took(0.05)
+    made.trained(9.9)
+    assert not made.is_due
+    made.trained(0.2)
+    assert made.is_due
+    made.took(30.0)  # the machine was busy, once
+    made.trained(20.1)
+    assert made.is_due
+
+
+@pytest.mark.parametrize("every", [None, 5])
+def test_calls_are_not_compared_without_it(every: int | None) -> None:
+    assert not Comparison(ElasticConfig(compare_weights=every)).is_due
+
+
+def test_a_difference_is_logged_once_until_it_grows(caplog: pytest.LogCaptureFixture) -> None:
+    made, logged = Comparison(ElasticConfig()), []
+    for other in (1.01, 1.02, 1.09, 1.2, 1.3, 1.0, 1.01):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "raysgd"):
+            assert made.judge(4, texts(1.0, other)) == (frozenset(), "")
+        logged.append(len(caplog.records))
+    assert logged == [1, 0, 0, 1, 0, 0, 1]
+
+
+def test_a_difference_is_raised() -> None:
+    with pytest.raises(
+        DivergenceError, match=r"after step 4 .* the parameter w differs between rank 0 and rank 1 by about 1.0e-01"
+    ):
+        Comparison(ElasticConfig(on_divergence="raise")).judge(4, texts(1.0, 1.1))
+
+
+def test_the_ranks_that_differ_from_most_are_evicted() -> None:
+    ranks, why = Comparison(ElasticConfig(on_divergence="evict")).judge(4, texts(1.0, 2.0, 1.0, 3.0, 1.0))
+    assert ranks == {1, 3}
+    assert why.startswith("its weights differ from those of most ranks after step 4")
+
+
+def test_nobody_is_evicted_without_a_majority() -> None:
+    with pytest.raises(
+        DivergenceError, match="no more than half of the ranks are equal, so it is not known which are right"
+    ):
+        Comparison(ElasticConfig(on_divergence="evict")).judge(4, texts(1.0, 1.1))
+
+
+def test_nobody_is_evicted_for_a_setting() -> None:
+    """The replacement would have the same setting."""
+    given = texts(1.0, 1.1, 1.0) | {1: Summary({"w": [1.1, 1.0, 1e-4]}, {}, {"lr": 0.2}).as_text()}
+    with pytest.raises(DivergenceError, match="because replacement workers would run the same code"):
+        Comparison(ElasticConfig(on_divergence="evict")).judge(4, given)
+
+
+def test_the_reason_of_an_eviction_is_the_first_step_after_which_the_rank_differed() -> None:
+    """The summaries of several steps can arrive at once."""
+    killed: list[tuple[str, ...]] = []
+    table = MagicMock()
+    table.members.return_value = ["a", "b", "c"]
+    given = dict(zip("abc", texts(1.0, 2.0, 1.0).values(), strict=True))
+    table.take_summaries.return_value = [(step, given) for step in (4, 6)]
+    table.kill = lambda *arguments: killed.append(arguments)
+    evicting = Comparison(ElasticConfig(compare_weights=2, on_divergence="evict"))
+    fan_out = FanOut(table, MagicMock(), MagicMock(), lambda job: False, hang_s=1.0, comparison=evicting)
+    assert fan_out.compare()
+    ((worker, reason, why),) = killed
+    assert (worker, reason) == ("b", "divergence")
+    assert why.startswith("its weights differ from those of most ranks after step 4: ")
+
+
+# -- arguments ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("given", [0, -1, True, 1.5, "epoch"])
+def test_compare_weights_is_checked(given: Any) -> None:
+    with pytest.raises(
+        ConfigError, match="compare_weights must be 'call', a whole number of steps of at least 1, or None, got"
+    ):
+        ElasticConfig(compare_weights=given)
+
+
+@pytest.mark.parametrize("given", [None, "log", True])
+def test_on_divergence_is_checked(given: Any) -> None:
+    with pytest.raises(ConfigError, match="on_divergence must be 'warn', 'raise' or 'evict', got"):
+        ElasticConfig(on_divergence=given)
+
+
+def test_a_reaction_needs_a_comparison() -> None:
+    with pytest.raises(ConfigError, match="on_divergence='raise' needs a comparison, and compare_weights is None"):
+        ElasticConfig(compare_weights=None, on_divergence="raise")
+
+
+@pytest.mark.parametrize("asked", [{"compare_weights": 5}, {"on_divergence": "raise"}, {"on_divergence": "evict"}])
+def test_it_is_refused_where_it_cannot_be_done(asked: Any) -> None:
+    from raysgd.train import Trainer
+
+    with pytest.raises(ConfigError, match="and a training function owns its models, so nothing else knows them"):
+        Trainer(backend="torch", num_workers=1, elastic=ElasticConfig(**asked))
+    unwrapped = TrainingOptions().resolved(wrap_ddp=False)
+    with pytest.raises(ConfigError, match="with parallel=None raysgd does not know whether they should be equal"):
+        unwrapped.check_with(num_workers=2, use_gpu=False, elastic=ElasticConfig(**asked))
+    unwrapped.check_with(num_workers=2, use_gpu=False, elastic=ElasticConfig(compare_weights=None))
+
+
+def test_no_rank_of_a_sharded_model_is_evicted() -> None:
+    options = TrainingOptions(parallel="fsdp")
+    options.check_with(num_workers=2, use_gpu=False, elastic=ElasticConfig(on_divergence="raise", compare_weights=3))
+    with pytest.raises(ConfigError, match="with parallel='fsdp' each has its own shard: use 'warn' or 'raise'"):
+        options.check_with(num_workers=2, use_gpu=False, elastic=ElasticConfig(on_divergence="evict"))
