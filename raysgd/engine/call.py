@@ -16,6 +16,7 @@ from raysgd.engine.comparison import Comparison
 from raysgd.engine.generation import Generation
 from raysgd.engine.watchdog import Watchdog
 from raysgd.engine.worker_table import WorkerTable
+from raysgd.errors import DivergenceError
 
 __all__ = ["FanOut", "Job", "RunningCall"]
 
@@ -155,7 +156,11 @@ class FanOut:
 
     def judge(self, step: int, texts: Iterable[str]) -> bool:
         """Compare the ranks' summaries, which are in rank order. Return whether any rank was evicted."""
-        ranks, why = self._comparison.judge(step, dict(enumerate(texts)))
+        try:
+            ranks, why = self._comparison.judge(step, dict(enumerate(texts)))
+        except DivergenceError:
+            self._generation.end()  # also after the last step: the next one begins with rank 0's weights on all ranks
+            raise
         # One that was evicted differs after later steps, too.
         found = {self._workers[rank] for rank in ranks} - self._evicted
         for worker in found:

@@ -101,10 +101,14 @@ def test_a_mistake_that_raises_no_error_is_logged_once(
     assert "not passed to register()" in text
 
 
-def test_an_error_is_raised_in_the_call_and_the_trainer_can_be_used_again(ray_cluster: None) -> None:
-    with trainer("a rate for each rank", compare_weights=2, on_divergence="raise") as training:
+@pytest.mark.parametrize(("when", "step"), [("call", STEPS), (2, 2)])
+def test_an_error_is_raised_in_the_call_and_the_trainer_can_be_used_again(
+    when: Any, step: int, ray_cluster: None
+) -> None:
+    """The next call begins with rank 0's weights on all ranks, also if the error was raised after the last step."""
+    with trainer("a rate for each rank", compare_weights=when, on_divergence="raise") as training:
         with pytest.raises(
-            DivergenceError, match=r"after step 2 .* lr of self.optimizer \(SGD\) is 0.05 on rank 0, 0.1 on"
+            DivergenceError, match=rf"after step {step} .* lr of self.optimizer \(SGD\) is 0.05 on rank 0, 0.1 on"
         ):
             training.train()
         training.apply_all_operators(lambda operator: operator.optimizer.param_groups[0].update(lr=0.05))
