@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from numbers import Real
+
 import numpy as np
 
 from raysgd.core.comparison import Summary
@@ -12,19 +14,20 @@ __all__ = ["summary_of"]
 
 
 def summary_of(parts: KerasParts, turn: int) -> Summary:
-    """Return what this rank reports: the variables that the registered models train, and the settings of their optimizers."""
+    """Return what this rank reports: the variables that the registered models train, and the numbers among the settings of their
+    optimizers. Names of layers and optimizers are left out, because Keras numbers them in each process."""
     variables = {
-        f"{variable.name} (variable {place}) of models[{number}]": variable
+        f"{variable.name.rpartition('/')[2].partition(':')[0]} (variable {place}) of models[{number}]": variable
         for number, model in enumerate(parts.models)
         for place, variable in enumerate(model.trainable_variables)
     }
     share = share_of(sum(int(np.prod(each.shape)) * as_tensor(each).dtype.size for each in variables.values()))
     read = {name: _read(as_tensor(each).numpy().reshape(-1), share, turn) for name, each in variables.items()}
     settings = {
-        f"{key} of optimizers[{number}] ({type(optimizer).__name__})": value
+        f"{key} of optimizers[{number}] ({type(optimizer).__name__})": float(value)
         for number, optimizer in enumerate(parts.optimizers)
         for key, value in optimizer.get_config().items()
-        if isinstance(value, (bool, int, float, str))
+        if isinstance(value, Real)
     }
     return Summary(numbers(read), {}, settings)
 

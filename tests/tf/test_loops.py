@@ -10,7 +10,9 @@ pytest.importorskip("tensorflow")
 
 from raysgd import AutoCheckpoint, ElasticConfig
 from raysgd.core.audit import verify
+from raysgd.core.comparison import compare
 from raysgd.tf import TFTrainer
+from raysgd.tf.comparison import summary_of
 from tests.tf.small import ROWS, Small, arrays
 
 
@@ -60,3 +62,25 @@ def test_the_audit_log_names_the_rows_of_each_batch(tmp_path: Path) -> None:
     assert (verdict.steps, verdict.epochs, verdict.samples) == (13, 1, ROWS + 20)
     (file,) = tmp_path.iterdir()
     assert file.read_bytes().count(b"weights ") == 6
+
+
+@pytest.mark.parametrize("library", ["keras", "tf_keras"])
+def test_a_variable_and_a_rate_that_differ_between_ranks_are_named(library: str) -> None:
+    pytest.importorskip(library)
+    ranks = [TFTrainer(training_operator_cls=Small, config={"library": library}) for _ in range(2)]
+    operators = [each.get_local_operator() for each in ranks]
+    for each in ranks:
+        each.train(num_steps=1)
+    equal = {rank: summary_of(each._parts, 0).as_text() for rank, each in enumerate(operators[:1] * 2)}
+    assert compare(equal) == []
+    operators[1].optimizer.learning_rate = 0.02
+    first = operators[1].model.trainable_variables[0]
+    first.assign(-operators[0].model.trainable_variables[0])
+    found = compare({rank: summary_of(each._parts, 0).as_text() for rank, each in enumerate(operators)})
+    assert {each.kind for each in found} == {"settings", "weights"}
+    (setting,) = [each for each in found if each.kind == "settings"]
+    assert setting.name == "learning_rate of optimizers[0] (Adam)"
+    (weights,) = [each for each in found if each.kind == "weights"]
+    assert weights.name == "kernel (variable 0) of models[0]"
+    for each in ranks:
+        each.shutdown()
