@@ -12,6 +12,7 @@ from typing import Any
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from raysgd.errors import ConfigError
+from raysgd.torch.foreign import nested_schedulers
 
 __all__ = ["OWN_STATE", "has_length_in_code", "stepped_twice", "steps_of", "watch_schedule"]
 
@@ -28,7 +29,7 @@ OWN_STATE: dict[str, Callable[[Any], bool]] = {
 def steps_of(scheduler: Any) -> Any:
     """Return a number that changes whenever the scheduler steps, None if it has none."""
     steps = getattr(scheduler, "last_epoch", None)
-    inner = getattr(scheduler, "_schedulers", None)  # a ChainedScheduler has no counter of its own
+    inner = nested_schedulers(scheduler)  # a ChainedScheduler has no counter of its own
     return steps_of(inner[0]) if steps is None and inner else steps
 
 
