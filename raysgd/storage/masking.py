@@ -14,6 +14,10 @@ SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 PARAMETER = re.compile(r"([?&#;])([^=&#;?]*)=([^&#;]*)")
 # The limit keeps the search linear. A password can contain what otherwise ends a URI.
 IN_TEXT = re.compile(r"[A-Za-z][A-Za-z0-9+.-]{0,40}://(?:[^\s/?#@]*@)?[^\s'\"<>]*")
+# HTTP libraries quote a path with its parameters, without the rest of the URI.
+IN_PATH = re.compile(
+    r"([?&][\w.-]{0,40}(?:sig|signature|token|secret|password|credential|key)=)[^\s&;#'\"<>]+", re.IGNORECASE
+)
 # Any other parameter may be a secret, because stores have many names for secrets.
 HARMLESS = {"versionid", "version_id", "generation", "region"}
 # With these, the part before "@" can be a token by itself. With others it is a user, or a container (abfs).
@@ -61,8 +65,8 @@ def mask_message(message: str, uri: str) -> str:
 
 
 def mask_text(text: str) -> str:
-    """Return a text with the secrets of all URIs in it masked."""
-    return IN_TEXT.sub(_masked, text)
+    """Return a text with the secrets of all URIs in it masked, also in parameters of a path without its host."""
+    return IN_PATH.sub(rf"\1{SHOWN}", IN_TEXT.sub(_masked, text))
 
 
 def _masked(match: re.Match[str]) -> str:

@@ -172,6 +172,7 @@ def test_secrets_of_uris_are_masked_wherever_they_are(tmp_path: Path) -> None:
         f"simplecache::{uri}?secret=hidden",
         "jdbc:postgresql://user:hid'den@host/db",
         "https://hidden@host/x",
+        "Max retries exceeded with url: /run?sv=1&X-Amz-Signature=hidden (Caused by ...)",
     ]
     config = {
         "text": texts[1],

@@ -320,7 +320,7 @@ def test_a_missing_package_names_the_extra(
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
     monkeypatch.setattr("raysgd.callbacks.writers.import_module", blocked)
-    with pytest.raises(ImportError, match=rf"{callback.__name__} needs {package}: pip install 'raysgd\[callbacks\]'"):
+    with pytest.raises(ImportError, match=rf"{callback.__name__} needs {package}: pip install 'raysgd\[{package}\]'"):
         callback().on_start(Run(trainer="T", name="n", num_workers=1, folder=tmp_path))
 
 
