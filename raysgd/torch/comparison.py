@@ -68,7 +68,8 @@ def _settings(label: str, optimizer: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for number, group in enumerate(optimizer.param_groups):
         of = label if len(optimizer.param_groups) == 1 else f"parameter group {number} of {label}"
-        found |= {f"{key} of {of}": value for key, each in group.items() if (value := _plain(each)) is not None}
+        options = {key: _plain(each) for key, each in group.items() if key != "params"}
+        found |= {f"{key} of {of}": value for key, value in options.items() if value is not None}
     return found
 
 

@@ -256,10 +256,8 @@ class Trainer:
         check_function(train_func, None)
         new_splits = functools.partial(make_splits, dataset, cpus_per_worker=self._worker.cpus)
         new_splits()  # raises an error now for something that is not a dataset, and reads no data
-        try:
-            from raysgd import tune
-        except RuntimeError as error:
-            raise ConfigError(str(error)) from error
+        from raysgd import tune
+
         make, bundles = self._make, [{"CPU": 1.0}, *[self._worker.as_dict()] * self._count]
         return tune.as_trainable(
             tune.FunctionTrial(

@@ -210,7 +210,10 @@ class ReplicaBase(ABC):
             self.take_snapshot()
         own_loop = type(operator).train_epoch is not self.operator_class.train_epoch
         self._feed = feed = self._make_feed(source, "train", num_steps, unwind=own_loop, pause_at=pause_at)
-        result = self._run_epoch(feed, info, num_steps)
+        result: Any = {}  # if the workers are about to change
+        given, named = self._epoch_arguments(feed, info, num_steps)
+        with self._running_epoch():
+            result = operator.train_epoch(*given, **named)
         if feed.leave():
             self._undo_batch()
         if feed.stopped:
@@ -221,21 +224,20 @@ class ReplicaBase(ABC):
         self._end_call()
         return report
 
-    def _run_epoch(self, feed: Feed, info: dict[str, Any] | None, num_steps: int | None) -> Any:
-        """Call the operator's `train_epoch`. Return its result, which is empty if the workers are about to change."""
-        position, operator = self._position, self.operator
-        given, named = accepted_arguments(
-            operator.train_epoch,
-            feed,
-            info=dict(info or {}),
-            num_steps=num_steps,
-            epoch_idx=(position.counted or position.call_epoch) - 1,
-        )
+    def _epoch_arguments(self, feed: Feed, info: dict[str, Any] | None, num_steps: int | None) -> Any:
+        """Return what the operator's `train_epoch` is called with."""
+        epoch_idx = (self._position.counted or self._position.call_epoch) - 1
+        named = {"info": dict(info or {}), "num_steps": num_steps, "epoch_idx": epoch_idx}
+        return accepted_arguments(self.operator.train_epoch, feed, **named)
+
+    @contextmanager
+    def _running_epoch(self) -> Iterator[None]:
+        """End the user's loop over an epoch when the workers are about to change."""
         try:
             with self._measuring_epoch():
-                return operator.train_epoch(*given, **named)
+                yield
         except MembershipChange:
-            return {}
+            pass
         except BaseException:
             self._cut_short()  # what was applied must count before another rank takes this state
             raise

@@ -112,7 +112,7 @@ def test_block_is_python(block: Block) -> None:
 
 
 def test_python_blocks_are_marked_as_python() -> None:
-    known = {"python", "text", "bash", "console", "toml", "json", "yaml", "ini", "make"}
+    known = {"python", "text", "bash", "console", "diff", "toml", "json", "yaml", "ini", "make"}
     directive = re.compile(r"\{(?!.*python)[\w-]+\}")
     odd = [b for b in ALL if b.language not in known and not directive.match(b.language)]
     places = [f"{b.page}:{b.line} ```{b.language}" for b in odd]

@@ -311,5 +311,5 @@ def test_to_tune_trainable_is_refused(ray_cluster: None, monkeypatch: pytest.Mon
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.delattr(raysgd, "tune", raising=False)
     monkeypatch.setitem(sys.modules, "ray.tune", None)
-    with pytest.raises(ValueError, match=r"raysgd\[tune\]"):
+    with pytest.raises(ImportError, match=r"raysgd\[tune\]"):
         Trainer("none").to_tune_trainable(lambda config: None)
