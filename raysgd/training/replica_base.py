@@ -9,7 +9,7 @@ import pickle
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, ClassVar, Literal
@@ -230,17 +230,18 @@ class ReplicaBase(ABC):
         named = {"info": dict(info or {}), "num_steps": num_steps, "epoch_idx": epoch_idx}
         return accepted_arguments(self.operator.train_epoch, feed, **named)
 
-    @contextmanager
-    def _running_epoch(self) -> Iterator[None]:
-        """End the user's loop over an epoch when the workers are about to change."""
-        try:
-            with self._measuring_epoch():
-                yield
-        except MembershipChange:
-            pass
-        except BaseException:
+    def _running_epoch(self) -> ExitStack:
+        """Return a context for the user's loop over an epoch, which ends it when the workers are about to change."""
+        stack = ExitStack()  # and no generator with @contextmanager, which would set the traceback of the user's error
+        stack.push(self._epoch_ended)
+        stack.enter_context(self._measuring_epoch())
+        return stack
+
+    def _epoch_ended(self, kind: Any, error: BaseException | None, traceback: Any) -> bool:
+        changes = isinstance(error, MembershipChange)
+        if error is not None and not changes:
             self._cut_short()  # what was applied must count before another rank takes this state
-            raise
+        return changes
 
     def _begin_part(self, *, done: bool) -> None:
         """Plan the next comparison, and note who trains from now on, also if nothing is left to do: a rank that was evicted is
