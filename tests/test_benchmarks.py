@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import re
 import sys
 from argparse import Namespace
 from collections.abc import Callable
@@ -43,15 +44,17 @@ Document = Callable[[], dict[str, Any]]
 
 
 def module(name: str) -> ModuleType:
-    """A benchmark's part that stands alone."""
+    """A part of the benchmarks, without the rest."""
     spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
     assert spec is not None and spec.loader is not None
     loaded = importlib.util.module_from_spec(spec)
     sys.modules[name] = loaded  # dataclasses look their module up
+    sys.path.insert(0, str(FOLDER))  # for the other parts that it imports
     try:
         spec.loader.exec_module(loaded)
     finally:
         del sys.modules[name]
+        sys.path.remove(str(FOLDER))
     return loaded
 
 
@@ -450,6 +453,17 @@ def test_the_pages_show_the_results(page: str) -> None:
         "kill_curve" in text
         and fill_page.filled(text, {each["benchmark"]: each for each in found}, ROOT / page) == text
     )
+
+
+def test_the_picture_of_a_kill_is_described_with_the_medians() -> None:
+    fill_page = module("fill_page")
+    recovery = json.loads((fill_page.RESULTS / "recovery.json").read_text(encoding="utf-8"))
+    gaps = {row["case"]: row["gap_s"]["median"] for row in recovery["rows"]}
+    said = [f"{gaps[case]:.2g} s without a step" for case in fill_page.REPEATED.values()]
+    shown = ["README.md", "docs/index.md", *(f"docs/benchmarks/kill_curve_{mode}.svg" for mode in ("light", "dark"))]
+    for path in shown:
+        text = (ROOT / path).read_text(encoding="utf-8")
+        assert re.findall(r"[\d.]+ s without a step", text)[:3] == said, path
 
 
 def test_a_page_shows_what_it_asks_for(tmp_path: Path) -> None:

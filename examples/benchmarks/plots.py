@@ -13,6 +13,7 @@ from typing import Any
 
 import matplotlib
 import matplotlib.patches
+from fill_page import as_drawn
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -396,10 +397,11 @@ PLOTS: dict[str, Callable[[Rows], dict[str, Figure]]] = {
 def plot_all(results: Path, into: Path) -> list[Path]:
     """Draws what there are results of; the files."""
     written = []
-    for path in sorted(results.glob("*.json")):
-        document = json.loads(path.read_text(encoding="utf-8"))
+    found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(results.glob("*.json"))]
+    documents = {each["benchmark"]: each for each in found}
+    for document in found:
         draw = PLOTS.get(document["benchmark"])
-        for name, drawn in (draw(document["rows"]) if draw else {}).items():
+        for name, drawn in (draw(as_drawn(document, documents)["rows"]) if draw else {}).items():
             into.mkdir(parents=True, exist_ok=True)
             vector = document["benchmark"] == "scale" or name.endswith(("_light", "_dark"))
             written.append(into / f"{name}.{'svg' if vector else 'png'}")
