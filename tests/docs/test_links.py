@@ -88,6 +88,25 @@ def test_wrong_links_are_found(tmp_path: Path) -> None:
     assert [each.partition(")")[0] for each in wrong_links(page)] == ["[](a.md", "[x](b.md", "[x](#no", "[x](a.md#no"]
 
 
+def strings(code: str) -> set[str]:
+    """Return the strings of a module that are not docstrings."""
+    nodes = list(ast.walk(ast.parse(code)))
+    docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    constants = [node for node in nodes if isinstance(node, ast.Constant) and id(node) not in docstrings]
+    return {node.value for node in constants if isinstance(node.value, str)}
+
+
+def test_errors_name_pages_of_the_site() -> None:
+    """An installed package has no folder docs/: its messages have addresses, of pages and sections that exist."""
+    for path in (ROOT / "raysgd").rglob("*.py"):
+        code = path.read_text(encoding="utf-8")
+        files = [text for text in strings(code) if re.search(r"\w\.md\b", text)]
+        assert not files, f"{path}: name a page with version.page() instead: {files}"
+        for name, section in re.findall(r"\{page\([\"'](\w+)[\"']\)\}(?:#([\w-]+))?", code):
+            page = ROOT / "docs" / f"{name}.md"
+            assert page.is_file() and (not section or section in sections(page)), f"{path}: {name}#{section}"
+
+
 def test_the_readmes_example_needs_only_what_its_pip_line_installs() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8").partition("## A first example")[2]
     line, code = re.findall(r"(?ms)^```bash\n(pip install .*?)\n```.*?^```python\n(.*?)^```", text)[0]
