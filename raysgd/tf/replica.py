@@ -26,7 +26,7 @@ from raysgd.tf.parts import as_tensor, assign, rows_in, seed_states
 from raysgd.tf.process_group import prepare_runtime
 from raysgd.tf.settings import TFSettings
 from raysgd.training.feed import Drawn, Source
-from raysgd.training.position import Position
+from raysgd.training.position import Position, at_its_epoch
 from raysgd.training.replica_base import Phase, Refusal, ReplicaBase, ReplicaFactoryBase
 from raysgd.training.seeding import derived_seed, seed_python_and_numpy
 
@@ -196,7 +196,8 @@ class TFReplica(ReplicaBase):
             state = states.parse(data.data)
             states.check(self.operator, state)
             states.check_random(state.get("rng"))
-            Position.check(state.get("position") or {"epoch": state.get("epoch", 0)}, "position", tensorflow=True)
+            for each in (state, at_its_epoch(state)):
+                Position.check(each.get("position") or {"epoch": each.get("epoch", 0)}, "position", tensorflow=True)
             for name in ("validation_position", "validation_began", "test_position"):
                 Position.check(state.get(name) or {}, name, tensorflow=True)
         except CheckpointError as error:
@@ -206,7 +207,7 @@ class TFReplica(ReplicaBase):
     def restore(self, data: Any, loads: int) -> Refusal | None:
         """Load a checked state, on all ranks or on none: the operator's own `load_state_dict` may still raise an error.
         `loads` is how often the user has loaded a state."""
-        state = states.parse(data.data)
+        state = at_its_epoch(states.parse(data.data))
         before = states.parse(states.dump({**self.full_state(), "rng": [states.random_state()]}))
         try:
             refused, trace = self._try(state)

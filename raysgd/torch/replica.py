@@ -43,6 +43,7 @@ from raysgd.torch.schedules import has_length_in_code
 from raysgd.torch.settings import TorchSettings
 from raysgd.torch.wrapping import Exchange
 from raysgd.training.feed import Source
+from raysgd.training.position import at_its_epoch
 from raysgd.training.replica_base import Phase, ReplicaBase, ReplicaFactoryBase
 
 __all__ = ["TorchReplica", "TorchReplicaFactory"]
@@ -456,6 +457,7 @@ class TorchReplica(ReplicaBase):
         with on_all_ranks(self.operator.world_size):
             state = read()
             check_fits(self.operator, state)
+        state = at_its_epoch(state)
         old = self._sources.get("train")
         models_last = states.loads_models_by_copying(self.operator)
         with undone_unless_all_succeed(self, models=not models_last):

@@ -10,7 +10,7 @@ from raysgd.core.progress import Progress
 from raysgd.core.step_plan import StepPlan
 from raysgd.errors import CheckpointError
 
-__all__ = ["Position", "check_count"]
+__all__ = ["Position", "at_its_epoch", "check_count"]
 
 # A TensorFlow data set is begun once for each epoch before this one, so that its shuffle continues.
 MOST_EPOCHS, MOST = 1_000_000, 1 << 62
@@ -21,6 +21,23 @@ def check_count(name: str, value: Any, least: int = 0, most: int = MOST) -> None
     if type(value) is not int or not least <= value <= most:
         allowed = f"of at least {least}" if most == MOST else f"from {least} to {most}"
         raise CheckpointError(f"{name} is {value!r:.60}, and must be an integer {allowed}")
+
+
+def at_its_epoch(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a state whose position agrees with its `epoch`. If a user has changed that number, so many epochs count as
+    trained, and the next one begins at its beginning. What is not a number of epochs is left to the checks."""
+    epoch, position = state.get("epoch"), state.get("position")
+    if type(epoch) is not int or epoch < 0 or not isinstance(position, Mapping):
+        return state
+    counted = position.get("counted")
+    if epoch == (counted or position.get("epoch", 0)):
+        return state
+    begins = {"epoch": epoch, "counted": epoch if counted else 0, "offset": 0, "ended": True, "parked": None}
+    changed = {**state, "position": {**position, **begins}}
+    loader = state.get("loader")
+    if isinstance(loader, Mapping):  # without its places in the epoch that it was in
+        changed["loader"] = {name: each for name, each in loader.items() if name not in ("marks", "places")}
+    return changed
 
 
 def _check_flag(name: str, value: Any) -> None:
@@ -148,8 +165,9 @@ class Position:
         return not self.call_done
 
     def count_call(self, steps: int) -> None:
-        """Note that the call that begins is an epoch of so many steps. Older checkpoints have not counted those before."""
-        self.counted = 1 + (self.counted or self.step // steps)
+        """Note that the call that begins is an epoch of so many steps. Older checkpoints have not counted those before; a state
+        whose epoch a user has set to 0 has none."""
+        self.counted = 1 + (self.counted or (self.step // steps if self.epoch else 0))
 
     def progress(self, phase: str) -> Progress:
         return Progress(

@@ -140,7 +140,6 @@ WRONG: dict[str, Callable[[Any], Any]] = {
     "global_step: true": put("global_step")(True),
     "epoch: text": put("epoch")("one"),
     "epoch: negative": put("epoch")(-2),
-    "epoch: another than the position's": put("epoch")(7),
     "world_size: nothing": put("world_size")(0),
     "position: a list": put("position")([1, 2]),
     "position: a number": put("position")(5),

@@ -123,6 +123,11 @@ def test_calls_of_steps_per_epoch_are_epochs_of_endless_data(tmp_path: Path) -> 
         assert trainer.resumed_from is not None and [trainer.train()["epoch"] for _ in trainer.epochs(3)] == [4]
         assert trainer.history.of("train")[-1]["epoch"] == 4 and "epoch 4" in repr(trainer)
     assert (state["epoch"], state["position"]["epoch"]) == (2, 1), "there is one pass over the data"
+    with TFTrainer(model_creator, endless, {"fit_config": {"steps_per_epoch": 4}}) as trainer:
+        for epoch in (0, 5):  # set by the user
+            trainer.load_state_dict({**state, "epoch": epoch})
+            assert [trainer.train()["epoch"] for _ in range(2)] == [epoch + 1, epoch + 2]
+    state["epoch"] = state["position"]["epoch"]
     del state["position"]["counted"]  # as in files of earlier versions
     with TFTrainer(model_creator, endless, {"fit_config": {"steps_per_epoch": 4}}) as trainer:
         trainer.load_state_dict(state)

@@ -92,6 +92,27 @@ def test_state_dict_does_the_same_without_a_file() -> None:
         assert second.train()["epoch"] == 2
 
 
+@pytest.mark.parametrize("within", [0, 1], ids=["after an epoch", "within an epoch"])
+@pytest.mark.parametrize("epoch", [0, 7])
+def test_a_changed_epoch_begins_with_the_next_call(epoch: int, within: int) -> None:
+    """Steps, weights and schedulers continue from where the state was taken."""
+    with inline(Noisy, **ARGUMENTS) as trainer:
+        trainer.train()
+        if within:
+            trainer.train(num_steps=within)
+        state, kept = trainer.state_dict(), weights(trainer)
+        trainer.train()
+        trainer.load_state_dict({**state, "epoch": epoch})
+        operator = operator_of(trainer)
+        assert torch.equal(weights(trainer), kept)
+        assert [each.state_dict() for each in operator._parts.schedulers] == state["schedulers"]
+        steps = state["position"]["step"]
+        first, second = trainer.train(), trainer.train()
+        assert [(each["epoch"], each["num_samples"]) for each in (first, second)] == [(epoch + 1, 12), (epoch + 2, 12)]
+        assert trainer.state_dict()["position"]["step"] == steps + 2 * first["batch_count"]
+        assert trainer.state_dict()["epoch"] == epoch + 2
+
+
 def test_state_is_a_copy() -> None:
     with inline() as trainer:
         kept = trainer.state_dict()

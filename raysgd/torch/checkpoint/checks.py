@@ -192,9 +192,6 @@ def _check_counters(state: dict[str, Any]) -> None:
     kinds = ([int, str], [type(None), str])
     if not isinstance(rows, Mapping) or not all(list(map(type, each)) in kinds for each in rows.values()):
         raise CheckpointError("rows must be a dictionary with a length and a digest for each loader")
-    position = state.get("position") or {}
-    if position and "epoch" in state and position.get("epoch", 0) != state["epoch"]:
-        raise CheckpointError(f"its epoch is {state['epoch']}, but its position is in epoch {position.get('epoch', 0)}")
 
 
 # -- the train_loader's order of samples --------------------------------------------------------------
