@@ -22,6 +22,7 @@ __all__ = [
     "draining_nodes",
     "free_resources_by_node",
     "hide_deaths_of",
+    "is_exit_of_actor",
     "logs_folder",
     "probe_gcs",
     "quick_start",
@@ -185,6 +186,12 @@ def started_here() -> bool:
     from ray._private.worker import _global_node
 
     return _global_node is not None and bool(_global_node.is_head())
+
+
+def is_exit_of_actor(error: BaseException) -> bool:
+    """Return whether `ray.actor.exit_actor()` raised this error, which ends the actor's process. `sys.exit()` raises the same
+    type, without Ray's message."""
+    return isinstance(error, SystemExit) and hasattr(error, "ray_terminate_msg")
 
 
 def logs_folder() -> Path | None:

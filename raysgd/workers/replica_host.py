@@ -21,6 +21,7 @@ from raysgd.core.protocols import Call, ProcessGroupBackend, Replica, ReplicaFac
 from raysgd.core.ranks import RankInfo
 from raysgd.errors import described, shown, text_of
 from raysgd.workers.blob import Blob, PickledObject, unpickled
+from raysgd.workers.foreign import is_exit_of_actor
 from raysgd.workers.serialization import is_installed
 
 __all__ = ["ReplicaHost"]
@@ -41,7 +42,8 @@ PACKAGE = Path(__file__).resolve().parent.parent
 
 
 class ReplicaHost:
-    """Owns one replica. `perform` returns an outcome for every call, and raises nothing.
+    """Owns one replica. `perform` returns an outcome for every call; it raises nothing but `ray.actor.exit_actor()`'s request
+    to end the process.
 
     A rank whose own code raised an error leaves the generation at once, so that the collective calls of its peers fail
     instead of waiting for it. `remote` is False if outcomes do not leave this process.
@@ -64,6 +66,10 @@ class ReplicaHost:
         except KeyboardInterrupt as error:
             if not self._remote:
                 raise  # Ctrl-C: this process is the driver
+            return self._outcome_of(error, _called(verb, arguments))
+        except SystemExit as error:
+            if is_exit_of_actor(error):
+                raise  # Ray ends this process, which is a worker failure
             return self._outcome_of(error, _called(verb, arguments))
         except BaseException as error:  # the user's code may also raise GeneratorExit, CancelledError, ...
             return self._outcome_of(error, _called(verb, arguments))

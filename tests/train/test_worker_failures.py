@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ray.actor import exit_actor
 
 from raysgd import ElasticConfig, train
 from raysgd.train import Checkpoint, Trainer, TrainingCallback, TrainingWorkerError
@@ -27,6 +28,8 @@ def once(marks: str, name: str) -> bool:
 
 def kill_once(config: dict[str, Any], name: str = "killed") -> None:
     if once(config["marks"], name):
+        if config.get("exits"):
+            exit_actor()
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -79,11 +82,12 @@ def epochs(config: dict[str, Any]) -> dict[str, Any]:
     return {"pid": os.getpid(), "rank": train.world_rank(), "size": train.world_size(), "start": start}
 
 
-@pytest.mark.parametrize(("rank", "when"), [(0, "before"), (0, "after"), (2, "after")])
-def test_the_survivors_run_the_function_again(made: Make, marks: str, rank: int, when: str) -> None:
+@pytest.mark.parametrize(("rank", "when", "exits"), [(0, "before", False), (0, "after", True), (2, "after", False)])
+def test_the_survivors_run_the_function_again(made: Make, marks: str, rank: int, when: str, exits: bool) -> None:
+    """Also if the function calls Ray's `exit_actor`, which ends its process on purpose."""
     trainer = made(elastic=NO_GROWTH)
     pids = trainer.worker_group.execute(os.getpid)
-    rounds = trainer.run_iterator(epochs, {"marks": marks, "rank": rank, "when": when})
+    rounds = trainer.run_iterator(epochs, {"marks": marks, "rank": rank, "when": when, "exits": exits})
     seen = [[row["epoch"] for row in rows] for rows in rounds]
     results = rounds.get_final_results()
     assert results is not None
