@@ -196,7 +196,8 @@ class TFTrainer(TrainerBase):
         check_call(num_steps, max_retries, info)
         steps = self._steps if num_steps is None else num_steps
         for _ in range(self._epochs if num_steps is None else 1):
-            job = self._train_job(steps, profile, info, max_retries, counts=num_steps is None and steps is not None)
+            counts = num_steps is None and steps is not None
+            job = self._train_job(steps, profile, info, max_retries, counts=counts, reduced=reduce_results)
             result, each = self._calls.measure(self._engine, "train", job)
             if result.pop(STOP, False):
                 break

@@ -196,12 +196,13 @@ class TorchTrainer(TrainerBase):
         `dataset` is used by this call instead of the registered data: a `raysgd.data.Dataset`, or a Ray Dataset (from its
         first row on). `max_retries` is how many worker failures this call may have (-1: any number). The operator's
         methods get `info`. With `profile=True`, the result has the seconds of each part of a batch. With
-        `reduce_results=False`, return a list with each worker's own results.
+        `reduce_results=False`, return a list with each worker's own results, or with what the operator's `train_epoch`
+        returned there if it is no dict.
         """
         check_call(num_steps, max_retries, info)
         check_flags(profile=profile, reduce_results=reduce_results)
         data = self._engine.pack(setup.opened(dataset, self._engine.group))
-        job = self._train_job(num_steps, profile, info, max_retries, dataset=data)
+        job = self._train_job(num_steps, profile, info, max_retries, dataset=data, reduced=reduce_results)
         result, each = self._calls.measure(self._engine, "train", job)
         return result if reduce_results else each
 

@@ -129,9 +129,9 @@ class CallRunner:
             fold_frames(error)
             raise
 
-    def measure(self, engine: Engine, kind: Kind, job: Job) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    def measure(self, engine: Engine, kind: Kind, job: Job) -> tuple[dict[str, Any], list[Any]]:
         """Run the job. Return one dict for all workers, and a list with each worker's own results, generation by
-        generation."""
+        generation: dicts, or the objects that the operator returned in place of them."""
         began, self._kind, self._failed = time.monotonic(), kind, False
         self._rows.begin()
         try:
@@ -149,7 +149,7 @@ class CallRunner:
             raise
         finally:
             self._kind = None
-        return result, rows
+        return result, _returned(kind, parts) or rows
 
     def end(self) -> None:
         """Call the callbacks after the workers have ended. A second call does nothing."""
@@ -211,6 +211,19 @@ def _by_worker(parts: Sequence[PartialResults]) -> list[dict[str, Any]]:
         else:  # some ranks failed before they measured anything
             rows += itertools.chain.from_iterable(values)
     return rows
+
+
+def _returned(kind: Kind, parts: Sequence[PartialResults]) -> list[Any]:
+    """Return the objects that operators returned in place of dicts. Warn if they cannot contain all of the call."""
+    values = list(itertools.chain.from_iterable(part.values for part in parts))
+    objects = [value[metrics.RETURNED] for value in values if metrics.RETURNED in value]
+    if objects and len(objects) < len(values):
+        logger.warning(
+            "the workers changed during %s(), so the objects that it returns lack the batches before that, which are not "
+            "repeated: return a dict, which raysgd merges, if all batches must count",
+            kind,
+        )
+    return objects
 
 
 def _without_traces(value: dict[str, Any]) -> dict[str, Any]:

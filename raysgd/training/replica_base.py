@@ -21,6 +21,7 @@ from raysgd.core.metrics import (
     COMMITTED,
     COUNTED,
     OWN_NAMES,
+    RETURNED,
     SECONDS,
     SKIPPED,
     check_metrics,
@@ -183,9 +184,11 @@ class ReplicaBase(ABC):
         pause_at: int | None = None,
         epochs: int | None = None,
         counts: bool = False,
+        reduced: bool = True,
     ) -> Any:
         """Train the rest of the epoch, or of `num_steps`, from the current position. With `pause_at`, pause after this step.
-        The call belongs to a loop over `epochs`, if there is one. With `counts`, its `num_steps` are an epoch."""
+        The call belongs to a loop over `epochs`, if there is one. With `counts`, its `num_steps` are an epoch. Unless
+        results are `reduced`, the operator may return any object."""
         position, operator = self._position, self.operator
         new = call != position.call
         if new and dataset is None:
@@ -219,7 +222,7 @@ class ReplicaBase(ABC):
         if feed.stopped:
             asked = not self._control.interrupted
             return Interrupted(self.partial(result), "stopped at a batch boundary", self.progress, asked=asked)
-        report = self._reported(result, profile, "train")
+        report = self._reported(result, profile, "train", reduced)
         self._warn_of_no_training(unused=own_loop and feed.unused, skipped=SKIPPED in report)
         self._end_call()
         return report
@@ -351,7 +354,9 @@ class ReplicaBase(ABC):
 
     # -- validation and test --------------------------------------------------------------------------
 
-    def validate(self, num_steps: int | None, profile: bool, info: dict[str, Any] | None, call: int) -> Any:
+    def validate(
+        self, num_steps: int | None, profile: bool, info: dict[str, Any] | None, call: int, reduced: bool = True
+    ) -> Any:
         """Validate on one pass over the validation data, or on `num_steps` batches. No rank waits for another one."""
         position = self._val_position
         self._registered_source("validation")
@@ -360,9 +365,11 @@ class ReplicaBase(ABC):
             self._validation_began = position.as_dict()
         else:
             position.adopt(self._validation_began)  # a peer failed: all repeat the call from where it began
-        return self._evaluate("validation", num_steps, profile, info, self._validation_began)
+        return self._evaluate("validation", num_steps, profile, info, self._validation_began, reduced)
 
-    def test(self, num_steps: int | None, profile: bool, info: dict[str, Any] | None, call: int) -> Any:
+    def test(
+        self, num_steps: int | None, profile: bool, info: dict[str, Any] | None, call: int, reduced: bool = True
+    ) -> Any:
         """Test on one pass over the test data, or on its first `num_steps` batches. Each call begins a pass, so of the position
         only the number of passes is part of the state."""
         self._registered_source("test")
@@ -373,10 +380,16 @@ class ReplicaBase(ABC):
         began = Position(epoch=tested.epoch - 1)
         began.open_call(call)
         self._test_position.adopt(began.as_dict())
-        return self._evaluate("test", num_steps, profile, info, began.as_dict())
+        return self._evaluate("test", num_steps, profile, info, began.as_dict(), reduced)
 
     def _evaluate(
-        self, phase: Phase, num_steps: int | None, profile: bool, info: dict[str, Any] | None, began: dict[str, Any]
+        self,
+        phase: Phase,
+        num_steps: int | None,
+        profile: bool,
+        info: dict[str, Any] | None,
+        began: dict[str, Any],
+        reduced: bool,
     ) -> Any:
         """Run the operator's loop over the data of this phase. If it does not reach its end, the position is what it was when
         the call `began`."""
@@ -395,7 +408,7 @@ class ReplicaBase(ABC):
         if feed.stopped:
             position.adopt(began)
             return Interrupted(None, "a peer failed", self.progress)
-        return self._reported(result, profile, phase)
+        return self._reported(result, profile, phase, reduced)
 
     # -- random numbers -------------------------------------------------------------------------------
 
@@ -448,7 +461,7 @@ class ReplicaBase(ABC):
 
     def partial(self, result: dict[str, Any] | None = None) -> dict[str, Any]:
         """Return what the running call has measured so far."""
-        own = result or self.operator._meter.summary()
+        own = result if result and isinstance(result, dict) else self.operator._meter.summary()
         own = self._named_for_test(own) if self.operator._testing else own
         return {"epoch": self._position.users_epoch, **own, **self._counts(), COMMITTED: self._position.call_units}
 
@@ -476,14 +489,18 @@ class ReplicaBase(ABC):
         timers.reset()
         (timers.enable if profile else timers.disable)()
 
-    def _reported(self, result: Any, profile: bool, phase: Phase) -> dict[str, Any]:
+    def _reported(self, result: Any, profile: bool, phase: Phase, reduced: bool) -> dict[str, Any]:
         """Return the result of a call on this rank."""
         method = "train_epoch" if phase == "train" else "validate"
         if not isinstance(result, dict):
-            raise TypeError(
-                f"{type(self.operator).__name__}.{method} must return a dict of results, got {shown(result)}"
-            )
-        check_metrics(result, of=f"{type(self.operator).__name__}.{method} returned an invalid result")
+            if reduced:
+                raise TypeError(
+                    f"{type(self.operator).__name__}.{method} must return a dict of results, got {shown(result)}. For a list "
+                    f"of what each worker returned, of any type, call trainer.{CALLS[phase]}(reduce_results=False)"
+                )
+            result = {RETURNED: result}
+        else:
+            check_metrics(result, of=f"{type(self.operator).__name__}.{method} returned an invalid result")
         report: dict[str, Any] = dict(result)
         if phase == "train":
             refuse_own_names(result, of=f"{type(self.operator).__name__}.train_epoch", names=OWN_NAMES - COUNTED)

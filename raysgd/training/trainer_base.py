@@ -228,8 +228,8 @@ class TrainerBase(ABC):
     ) -> Metrics | list[Metrics]:
         """Validate on one pass over the validation data, using every row once, or on `num_steps` batches.
 
-        Return what was measured; with `reduce_results=False`, a list with each worker's own results. `profile` and
-        `info` have the same meaning as in `train`.
+        Return what was measured; with `reduce_results=False`, a list with each worker's own results, or with what the
+        operator's `validate` returned there if it is no dict. `profile` and `info` have the same meaning as in `train`.
         """
         self._validations += 1
         num_steps = self._validation_steps if num_steps is None else num_steps
@@ -280,10 +280,11 @@ class TrainerBase(ABC):
         profile: bool,
         reduce_results: bool,
         info: Mapping[str, Any] | None,
-    ) -> tuple[Metrics, list[Metrics]]:
+    ) -> tuple[Metrics, list[Any]]:
         check_call(num_steps, 0, info)
         check_flags(profile=profile, reduce_results=reduce_results)
         arguments = {"num_steps": num_steps, "profile": profile, "info": self._packed(info), "call": call}
+        arguments["reduced"] = reduce_results
         self._raise_earlier_error()
         method = ReplicaBase.validate if kind == "validate" else ReplicaBase.test
         return self._calls.measure(self._engine, kind, Job(Call(method, arguments)))

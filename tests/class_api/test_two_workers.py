@@ -13,7 +13,7 @@ from torch import nn
 from raysgd import ConfigError, NotActiveError
 from raysgd.torch import TorchTrainer
 from raysgd.utils import BATCH_SIZE
-from tests.class_api.operators import Classes, Net, OwnError, weights
+from tests.class_api.operators import Classes, Net, OwnError, data, weights
 
 OWN_CONFIG: dict[str, Any] = {BATCH_SIZE: 17}
 
@@ -21,6 +21,16 @@ OWN_CONFIG: dict[str, Any] = {BATCH_SIZE: 17}
 def set_variable() -> None:
     """Set a variable as a user sets those of NCCL: before the process group is up, and before the operator is created."""
     os.environ["RAYSGD_TEST_HOOK"] = str(torch.distributed.is_initialized())
+
+
+class Confusion:
+    """How often each class was taken for each, as RaySGD's segmentation example counts it: no dict."""
+
+    def __init__(self) -> None:
+        self.counts = torch.zeros(2, 2, dtype=torch.int64)
+
+    def add(self, target: torch.Tensor, found: torch.Tensor) -> None:
+        self.counts += torch.bincount(2 * target + found, minlength=4).reshape(2, 2)
 
 
 class Hooked(Classes):
@@ -31,6 +41,14 @@ class Hooked(Classes):
         if self._is_distributed:
             torch.distributed.all_reduce(total)  # the process group is up before setup
         self.note["ranks"] = int(total)
+
+    def validate(self, val_iterator: Any, info: Any = None) -> Any:
+        if not info or "confusion" not in info:
+            return super().validate(val_iterator, info)
+        confusion = Confusion()
+        for features, target in val_iterator:
+            confusion.add(target, self.model(features).argmax(dim=1))
+        return confusion
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +121,24 @@ def test_without_reduction_each_rank_has_a_result(trainer: TorchTrainer) -> None
     assert sorted(each["num_samples"] for each in val) == [50, 51]
     assert train[0]["train_loss"] != train[1]["train_loss"]
     assert not [name for each in train for name in each if name.startswith("__")]
+
+
+def test_an_object_of_the_operators_own_and_a_changed_epoch(trainer: TorchTrainer) -> None:
+    """The shape of RaySGD's segmentation example: it merges the workers' confusion matrices, and starts its epochs again."""
+    each = trainer.validate(reduce_results=False, info={"confusion": True})
+    assert [type(matrix) for matrix in each] == [Confusion, Confusion]
+    with torch.no_grad():
+        features, target = data(101).tensors
+        expected = Confusion()
+        expected.add(target, trainer.get_model()(features).argmax(dim=1))
+    assert torch.equal(sum(matrix.counts for matrix in each), expected.counts)
+    with pytest.raises(TypeError, match=r"Hooked.validate must return a dict .*reduce_results=False"):
+        trainer.validate(info={"confusion": True})
+    state = trainer.state_dict()
+    state["epoch"] = 0
+    trainer.load_state_dict(state)
+    assert [trainer.train()["epoch"] for _ in range(2)] == [1, 2]
+    assert trainer.validate()["num_samples"] == 101
 
 
 def test_num_steps_continue_over_calls(trainer: TorchTrainer) -> None:

@@ -170,6 +170,45 @@ def test_without_reduction_the_result_is_a_list() -> None:
         assert [each["num_samples"] for each in trainer.validate(reduce_results=False)] == [12]
 
 
+class Counted:
+    """What an operator returns in place of a dict. It is truthy or not, as a user's class may be."""
+
+    def __init__(self, rows: int, *, true: bool = True) -> None:
+        self.rows, self.true = rows, true
+
+    def __bool__(self) -> bool:
+        return self.true
+
+
+class ReturnsItsOwn(Line):
+    """Returns an object from each loop, as RaySGD's segmentation example does with its confusion matrix."""
+
+    def train_epoch(self, iterator: Any, info: Any) -> Any:
+        return self.count(iterator, info)
+
+    def validate(self, val_iterator: Any, info: Any) -> Any:
+        return self.count(val_iterator, info)
+
+    def count(self, iterator: Any, info: Any) -> Any:
+        found = sum(len(features) for features, _ in iterator)
+        return info["made"] if "made" in info else Counted(found, true=info.get("true", True))
+
+
+def test_without_reduction_an_object_of_the_operators_own_is_returned() -> None:
+    with inline(ReturnsItsOwn) as trainer:
+        for call, name in ((trainer.train, "train_epoch"), (trainer.validate, "validate")):
+            for true in (True, False):
+                (found,) = call(reduce_results=False, info={"true": true})
+                assert type(found) is Counted and found.rows == 12
+            assert call(reduce_results=False, info={"made": None}) == [None]
+            assert call(reduce_results=False, info={"made": 2.5}) == [2.5]
+            remedy = rf"{name} must return a dict of results, got <.*Counted.*call trainer.{call.__name__}\(reduce_results=False\)"
+            with pytest.raises(TypeError, match=remedy):
+                call()
+        assert [row["epoch"] for row in trainer.history.of("train")] == [1, 2, 3, 4]
+        assert not [name for row in trainer.history for name in row if name.startswith("__")]
+
+
 def test_metrics_of_every_kind() -> None:
     class Various(Line):
         def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
