@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import pickle
 import platform
 import sys
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -35,8 +35,6 @@ __all__ = [
     "running",
     "trial_functions",
 ]
-
-logger = logging.getLogger("raysgd")
 
 
 UNLIMITED = 1 << 62
@@ -239,7 +237,6 @@ class OutsideSession(Session):
 # `train.report` and the other functions have no argument for the session, so it is a global variable. It is not
 # thread-local, because a training function may start threads that report.
 _running: list[Session] = []
-_warned: set[str] = set()
 
 
 class running:
@@ -267,17 +264,15 @@ def trial_functions() -> Any:
 
 def current(function: str) -> Session:
     """Return the session of the training function that is running in this process. `function` is the caller's name.
-    Outside one, warn once for each name, and return that of a single worker."""
+    Outside one, warn, and return that of a single worker."""
     if _running:
         return _running[-1]
     if (functions := trial_functions()) is not None:
         return cast(Session, functions.TrialSession())
-    if function not in _warned:
-        _warned.add(function)
-        logger.warning(
-            "train.%s() was called outside a training function that a trainer runs on its workers (Trainer.run, "
-            "run_iterator, fit): it acts as on a single worker, and reports and checkpoints are dropped. In the script itself, "
-            "use what the trainer returns",
-            function,
-        )
+    warnings.warn(
+        f"train.{function}() was called outside a training function that a trainer runs on its workers (Trainer.run, "
+        "run_iterator, fit): it acts as on a single worker, and reports and checkpoints are dropped. In the script itself, "
+        "use what the trainer returns",
+        stacklevel=3,
+    )
     return OutsideSession()

@@ -15,7 +15,6 @@ from raysgd.core.outcomes import Interrupted
 from raysgd.core.progress import Control
 from raysgd.core.protocols import Call
 from raysgd.core.ranks import RankInfo
-from raysgd.train import run_session
 from raysgd.train.backends import Backend
 from raysgd.train.replica import FunctionReplica, FunctionReplicaFactory
 from raysgd.train.run_session import Attempt
@@ -167,14 +166,10 @@ def test_dataset_shards() -> None:
         lambda: train.elastic({"a": 1}),
     ],
 )
-def test_calls_outside_a_training_function_warn_once(
-    call: Callable[[], Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(run_session, "_warned", set())
-    for _ in range(2):
+def test_calls_outside_a_training_function_warn(call: Callable[[], Any]) -> None:
+    with pytest.warns(UserWarning, match="outside a training function") as caught:
         call()
-    (warning,) = caplog.messages
-    assert "outside a training function" in warning
+    assert [Path(each.filename) for each in caught] == [Path(__file__)], "at the line of the call"
 
 
 def test_after_a_function_no_session_is_left() -> None:
