@@ -85,27 +85,23 @@ class WorkerGroup:
         self._resources = check_resources(
             num_workers, num_cpus_per_worker, num_gpus_per_worker, additional_resources_per_worker
         )
-        self._count, self._fresh = num_workers, False
+        self._count = num_workers
         make = None if actor_cls is None else functools.partial(actor_cls, *actor_cls_args, **(actor_cls_kwargs or {}))
         self._factory = FunctionReplicaFactory(dumps=dumps, make=make)
         self._has_object = actor_cls is not None
         self._engine: Engine | None = None
         self._guard: Callable[[], None] = lambda: None
         self.start()
-        self._fresh = True
 
     @classmethod
     def of(cls, engine: Engine, *, has_object: bool = False, guard: Callable[[], None]) -> WorkerGroup:
         """Return the worker group of a running engine. `guard` raises an error while a function is running."""
         group = cls.__new__(cls)
-        group._engine, group._has_object, group._guard, group._fresh = engine, has_object, guard, False
+        group._engine, group._has_object, group._guard = engine, has_object, guard
         return group
 
     def start(self) -> None:
-        """Start the workers again after `shutdown`. Right after the constructor, which has started them, do nothing."""
-        fresh, self._fresh = self._fresh, False
-        if fresh:
-            return
+        """Start the workers again after `shutdown`; the constructor has started them once."""
         if self._engine is not None:
             raise InactiveWorkerGroupError("this worker group was started already: call shutdown() first")
         limits = limits_for()  # checks environment variables, so call it before the group opens a port
@@ -123,7 +119,7 @@ class WorkerGroup:
 
     def shutdown(self, patience_s: float = PATIENCE_S) -> None:
         """End the workers after they have closed what they host; with `patience_s=0`, at once."""
-        engine, self._engine, self._fresh = self._engine, None, False
+        engine, self._engine = self._engine, None
         if engine is not None:
             engine.stop(force=patience_s <= 0)
 

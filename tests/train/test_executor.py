@@ -321,7 +321,6 @@ def test_a_worker_group_without_a_trainer(ray_cluster: None) -> None:
 
     group = WorkerGroup(num_workers=2)
     assert len(group) == 2
-    group.start()  # does nothing, because the constructor has just started the workers
     with pytest.raises(RuntimeError, match="started already"):
         group.start()
     known = [worker.metadata for worker in group.workers]
