@@ -89,7 +89,7 @@ class ProgressBar(Callback):
         self._close()
 
     def on_error(self, error: BaseException) -> None:
-        self._close()
+        self._close(f", then {type(error).__name__}")
 
     def on_end(self, failed: bool) -> None:
         self._close()
@@ -100,7 +100,7 @@ class ProgressBar(Callback):
         self._samples, self._parts = {}, {}
         self._started = time.monotonic()
 
-    def _close(self) -> None:
+    def _close(self, end: str = "") -> None:
         bar, self._bar = self._bar, None
         if bar is None:
             return
@@ -108,11 +108,9 @@ class ProgressBar(Callback):
         bar.close()
         if self._lines:
             bar.fp.close()
-            print(
-                f"{bar.desc.removesuffix(': ')}: {bar.n} {UNITS[bar.unit]}, {bar.postfix or ''}",
-                file=sys.stderr,
-                flush=True,
-            )
+            count = f"{bar.n} {bar.unit if bar.n == 1 else UNITS[bar.unit]}{end}"
+            line = ", ".join(filter(None, (count, bar.postfix)))
+            print(f"{bar.desc.removesuffix(': ')}: {line}", file=sys.stderr, flush=True)
 
     def _set_postfix(self, metrics: Mapping[str, Any], samples: float, epoch: int) -> None:
         parts: dict[str, str] = {"epoch": str(epoch)} if epoch else {}

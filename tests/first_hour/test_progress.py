@@ -95,6 +95,21 @@ class Fails(Callback):
             raise OSError("the disk is full")
 
 
+@pytest.mark.parametrize(("failing", "line"), [(0, "0 batches"), (1, "1 batch")])
+def test_a_call_that_fails_says_so(failing: int, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Failing(Line):
+        def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+            if batch_info["batch_idx"] == failing:
+                raise KeyError("planned")
+            return super().train_batch(batch, batch_info)
+
+    monkeypatch.setattr(sys, "stderr", stream := io.StringIO())
+    with inline(Failing, use_tqdm=True) as trainer, pytest.raises(KeyError):
+        trainer.train()
+    (written,) = stream.getvalue().splitlines()
+    assert written.startswith(f"train: {line}, then KeyError") and not written.endswith(", ")
+
+
 def test_a_failed_callback_is_visible_in_the_result_of_its_call(caplog: pytest.LogCaptureFixture) -> None:
     found = ["Fails.on_result: OSError: the disk is full"]
     with inline(Line, callbacks=[Fails()]) as trainer:
