@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import os
 import time
@@ -26,7 +27,16 @@ from raysgd.version import __version__
 __all__ = ["main"]
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+class _WithCompleteLines(click.Group):
+    """Lists commands with the complete first sentence of their help, which click would cut at the terminal's width."""
+
+    def add_command(self, cmd: click.Command, name: str | None = None) -> None:
+        first, _, _ = inspect.cleandoc(cmd.help or "").partition("\n")
+        cmd.short_help = cmd.short_help or first
+        super().add_command(cmd, name)
+
+
+@click.group(cls=_WithCompleteLines, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="raysgd")
 def main() -> None:
     """Tools for trainings with raysgd."""

@@ -57,6 +57,12 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path / "model.pt"
 
 
+def test_the_list_of_commands_is_not_cut() -> None:
+    text = " ".join(CliRunner().invoke(main, ["--help"], terminal_width=60).output.partition("Commands:")[2].split())
+    assert "..." not in text
+    assert text.endswith("verify Check the audit log in FOLDER, which ElasticConfig(audit=FOLDER) wrote.")
+
+
 def test_a_torch_checkpoint(saved: Path) -> None:
     done = info(saved)
     assert row(done, "digest") == "correct" and row(done, "written by").startswith("TorchTrainer.save()")
