@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import io
+import sys
 import warnings
 from collections.abc import Mapping
 from dataclasses import fields
@@ -11,7 +13,7 @@ from typing import Any
 
 from raysgd.config import ElasticConfig, WorkerResources, at_least, is_real
 from raysgd.constants import BATCH_SIZE
-from raysgd.errors import ConfigError, close_to
+from raysgd.errors import ConfigError, close_to, shown
 from raysgd.training.seeding import LARGEST_SEED
 from raysgd.version import page
 
@@ -156,6 +158,12 @@ def check_config(config: Any, num_workers: int) -> dict[str, Any]:
     if config is not None and not isinstance(config, Mapping):
         raise ConfigError(f"config must be a dict, got {config!r}")
     copied = dict(config or {})
+    for key, value in copied.items():
+        if isinstance(value, io.TextIOWrapper) and value not in (sys.stdin, sys.stdout, sys.stderr):
+            raise ConfigError(
+                f"config[{key!r}] is an open file, {shown(value)}, and each worker would read a copy of its own from memory: "
+                "pass its path, and open it in setup"
+            )
     total = copied.get(BATCH_SIZE, num_workers)
     if not isinstance(total, int) or isinstance(total, bool) or total < num_workers:
         raise ConfigError(

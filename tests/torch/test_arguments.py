@@ -240,6 +240,14 @@ def test_a_global_batch_size(total: int, workers: int, shown: int, each: int, wa
     assert own == {BATCH_SIZE: total, "more": 1}
 
 
+def test_an_open_file_in_the_config_is_refused() -> None:
+    with (
+        open(__file__, encoding="utf-8") as file,
+        pytest.raises(ConfigError, match=r"config\['words'\] is an open file, .*its path"),
+    ):
+        inline(config={"words": file})
+
+
 def test_the_callers_config_is_not_changed() -> None:
     class Changing(Line):
         def setup(self, config: dict[str, Any]) -> None:
