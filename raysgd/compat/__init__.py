@@ -35,9 +35,14 @@ MODULES: dict[str, dict[str, str]] = {
     },
     "raysgd.train.callbacks.print": {"raysgd.train.callbacks": "PrintCallback"},
     "raysgd.train.callbacks.profile": {"raysgd.train.callbacks": "TorchTensorboardProfilerCallback"},
-    "raysgd.train.constants": {"raysgd.compat.train_constants": "*"},
+    "raysgd.train.callbacks.results_preprocessors": {"raysgd.compat.without_effect": "*"},
+    "raysgd.train.constants": {
+        "raysgd.compat.train_constants": "*",
+        "raysgd.compat.without_effect": "ENABLE_SHARE_CUDA_VISIBLE_DEVICES_ENV TRAIN_ENABLE_WORKER_SPREAD_ENV "
+        "TUNE_CHECKPOINT_FILE_NAME",
+    },
     "raysgd.train.session": {"raysgd.compat.session": "*"},
-    "raysgd.train.utils": {"raysgd.compat.train_utils": "*"},
+    "raysgd.train.utils": {"raysgd.compat.train_utils": "*", "raysgd.compat.without_effect": "RayDataset"},
     # AIR
     "raysgd.air": {"raysgd.train": f"{CONFIGS} session"},
     "raysgd.air.checkpoint": {"raysgd.train": "Checkpoint"},

@@ -332,5 +332,9 @@ def _unpickled(data: bytes, where: str, trusted: bool) -> dict[str, Any]:
 
 def __getattr__(name: str) -> Any:
     """Support names of `ray.train.checkpoint` that are elsewhere, without importing their modules here."""
-    homes = {"CheckpointManager": "checkpoint_manager", "CheckpointStrategy": "fit.settings"}
-    return load("raysgd.train.checkpoint", name, {each: f"raysgd.train.{home}" for each, home in homes.items()})
+    homes = {
+        "CheckpointManager": "raysgd.train.checkpoint_manager",
+        "CheckpointStrategy": "raysgd.train.fit.settings",
+        "TuneCheckpointManager": "raysgd.compat.without_effect",
+    }
+    return load("raysgd.train.checkpoint", name, homes)

@@ -32,7 +32,13 @@ from raysgd.workers.tracebacks import folding
 
 __all__ = ["Trainer", "get_backend_config_cls", "in_order"]
 
-__getattr__ = lazy_names("raysgd.train.trainer", {"BaseTrainer": "raysgd.train.fit.trainer:DataParallelTrainer"})[0]
+__getattr__ = lazy_names(
+    "raysgd.train.trainer",
+    {
+        "BaseTrainer": "raysgd.train.fit.trainer:DataParallelTrainer",
+        "BACKEND_NAME_TO_CONFIG_CLS_NAME": "raysgd.compat.without_effect",
+    },
+)[0]
 
 
 class Trainer:

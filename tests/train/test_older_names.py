@@ -54,6 +54,31 @@ def test_older_names(module: str, name: str) -> None:
     assert getattr(importlib.import_module(module), name) is not None
 
 
+WITHOUT_EFFECT = {
+    "constants": "ENABLE_SHARE_CUDA_VISIBLE_DEVICES_ENV TRAIN_ENABLE_WORKER_SPREAD_ENV TUNE_CHECKPOINT_FILE_NAME",
+    "checkpoint": "TuneCheckpointManager",
+    "trainer": "BACKEND_NAME_TO_CONFIG_CLS_NAME",
+    "utils": "RayDataset",
+}
+
+
+@pytest.mark.parametrize(("module", "name"), [(m, n) for m, names in WITHOUT_EFFECT.items() for n in names.split()])
+def test_a_name_without_effect_warns_when_it_is_imported(module: str, name: str) -> None:
+    found: dict[str, Any] = {}
+    with pytest.warns(UserWarning, match=f"{name} of Ray Train 1.x has no effect in raysgd: .{{20}}") as caught:
+        exec(f"from raysgd.train.{module} import {name}", found)
+    assert len(caught) == 1 and found[name] is not None
+
+
+def test_results_preprocessors_warn_and_work_when_they_are_called() -> None:
+    from raysgd.train.callbacks import results_preprocessors as module  # type: ignore[attr-defined]
+
+    rows = [{"loss": 1, "rank": 0}, {"loss": 2, "rank": 1}]
+    with pytest.warns(UserWarning, match=r"do not call a .*: call its preprocess\(results\) in handle_result"):
+        made = [module.ExcludedKeysResultsPreprocessor(["rank"]), module.IndexedResultsPreprocessor([1])]
+    assert made[0].preprocess(rows) == [{"loss": 1}, {"loss": 2}] and made[1].preprocess(rows) == rows[1:]
+
+
 def test_old_modules_can_be_imported_in_every_way() -> None:
     """Before anything else is imported, and classes can be pickled by their old paths."""
     code = """

@@ -1,0 +1,84 @@
+"""Names of Ray Train 1.x for what has no effect here: importing one warns, and does not end the script. Both."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from raysgd.train.backends import CONFIGS
+from raysgd.train.checkpoint_manager import CheckpointManager
+
+__all__ = ["ExcludedKeysResultsPreprocessor", "IndexedResultsPreprocessor", "ResultsPreprocessor"]
+
+# The value of each name, and what to do in place of using it.
+NAMES: dict[str, tuple[Any, str]] = {
+    "ENABLE_SHARE_CUDA_VISIBLE_DEVICES_ENV": (
+        "TRAIN_ENABLE_SHARE_CUDA_VISIBLE_DEVICES",
+        "set share_cuda_visible_devices in the class of the backend",
+    ),
+    "TRAIN_ENABLE_WORKER_SPREAD_ENV": (
+        "TRAIN_ENABLE_WORKER_SPREAD",
+        "workers are always spread over the nodes, and the variable is not read",
+    ),
+    "TUNE_CHECKPOINT_FILE_NAME": (
+        "checkpoint",
+        "checkpoints reach Tune by themselves; open them with Checkpoint.to_dict()",
+    ),
+    "TuneCheckpointManager": (
+        CheckpointManager,
+        "checkpoints reach Tune by themselves; otherwise, use CheckpointManager",
+    ),
+    "BACKEND_NAME_TO_CONFIG_CLS_NAME": (
+        {name: each.__name__ for name, each in CONFIGS.items()},
+        "changing it adds no backend: pass a BackendConfig as backend, or call get_backend_config_cls(name)",
+    ),
+    "RayDataset": (Any, "use ray.data.Dataset in annotations"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in NAMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value, instead = NAMES[name]
+    warnings.warn(f"{name} of Ray Train 1.x has no effect in raysgd: {instead}", stacklevel=3)
+    return value
+
+
+class ResultsPreprocessor:
+    """Changes the rows of a round of reports when `preprocess` is called; raysgd's callbacks do not call it."""
+
+    def __init__(self) -> None:
+        warnings.warn(
+            f"raysgd's callbacks do not call a {type(self).__name__}: call its preprocess(results) in handle_result, or pass "
+            "workers_to_log to a writer",
+            stacklevel=2,
+        )
+
+    def preprocess(self, results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the rows, one for each worker."""
+        return results
+
+
+class ExcludedKeysResultsPreprocessor(ResultsPreprocessor):
+    """Leaves out the values with these keys."""
+
+    def __init__(self, excluded_keys: Iterable[str] | None = None) -> None:
+        super().__init__()
+        self.excluded_keys = frozenset(excluded_keys or ())
+
+    def preprocess(self, results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the rows without these keys."""
+        return [{key: value for key, value in row.items() if key not in self.excluded_keys} for row in results]
+
+
+class IndexedResultsPreprocessor(ResultsPreprocessor):
+    """Selects the rows of these workers; of all of them by default."""
+
+    def __init__(self, indices: Sequence[int] | None = None) -> None:
+        super().__init__()
+        self.indices = indices
+
+    def preprocess(self, results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the selected rows."""
+        return results if self.indices is None else [results[index] for index in self.indices]
