@@ -18,7 +18,7 @@ from typing import Any
 
 from raysgd.config import WorkerResources, flag_from_environment
 from raysgd.core.descriptors import allow_connections
-from raysgd.core.messages import KillProcess, Message, StartDealer
+from raysgd.core.messages import KillProcess, Message, PreemptionNotice, StartDealer
 from raysgd.core.outcomes import Failed, Outcome
 from raysgd.core.policy import OUT_OF_STEP, UNREACHABLE
 from raysgd.core.protocols import ProcessGroupBackend
@@ -244,6 +244,8 @@ class RayGroup:
 
     def _note(self, event: Event) -> bool:
         """Update what is known about the worker. Return whether to report the event."""
+        import ray
+
         handle = self._handles.get(event.worker)
         if handle is None:
             self.control.disconnect(event.worker)  # it started after it was dismissed
@@ -251,6 +253,8 @@ class RayGroup:
         if isinstance(event, MessageReceived) and isinstance(event.message, StartDealer):
             self._start_dealer(event.message.name, bytes(event.body))
             return False
+        if isinstance(event, MessageReceived) and isinstance(event.message, PreemptionNotice):
+            return bool(ray.is_initialized())  # `ray.shutdown()` sends SIGTERM to the workers, too
         if isinstance(event, WorkerStarted):
             handle.node, handle.pid = event.node, event.pid
             handle.process = LocalProcess(event.pid) if event.node == self._here else None
