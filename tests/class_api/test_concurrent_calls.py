@@ -184,7 +184,6 @@ def test_training_functions(ray_cluster: None, tmp_path: Path) -> None:
 
 def test_functions_on_a_group(ray_cluster: None) -> None:
     group = WorkerGroup(num_workers=1)
-    group.start()
     try:
         running = elsewhere(lambda: group.execute(time.sleep, 2))
         with pytest.raises(TrainerBusyError, match="has been running for"):

@@ -67,7 +67,6 @@ def test_after_a_function_trainers_shutdown_the_cpus_are_free() -> None:
     trainer.shutdown()
     assert free_cpus() == every
     group = WorkerGroup(num_workers=2)
-    group.start()
     group.shutdown(patience_s=0)
     assert free_cpus() == every
 
@@ -148,7 +147,7 @@ def test_an_invalid_limit_is_named(monkeypatch: pytest.MonkeyPatch, make: Any, t
         if make == "tf":
             tf_trainer()
         elif make == "group":
-            WorkerGroup().start()
+            WorkerGroup()
         elif make is small:
             small()
         else:

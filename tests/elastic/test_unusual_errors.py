@@ -306,7 +306,6 @@ def test_unusual_errors_in_functions_on_a_worker_group(ray_cluster: None) -> Non
     import ray
 
     group = WorkerGroup(num_workers=1)
-    group.start()
     try:
         with pytest.raises(KeyboardInterrupt) as caught:
             group.execute(raising, {"make": KeyboardInterrupt})
