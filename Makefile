@@ -22,15 +22,16 @@ TELL := awk '/Downloading .*[0-9][0-9]\.[0-9]+ [MG]B/ { print "  pip: downloadin
 PIP_INSTALL = set -o pipefail; $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off \
 	--constraint constraints.txt
 
-.PHONY: help demo test pure sim soak jobs versions check fix docs notebooks bench horovod clean
+.PHONY: help demo test more nightly pure sim jobs versions check fix docs notebooks bench horovod clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo   train on scikit-learn's digits with 2 workers (makes an environment first)"
 	@echo "make test   run every test; ARGS='-k name' picks some"
+	@echo "make more   the tests that take longer: every page, all faults, TensorFlow, Horovod and FSDP on workers"
+	@echo "make nightly  all tests, also those that take minutes, with larger numbers of cases (hours)"
 	@echo "make pure   those of them that only decide, in seconds"
 	@echo "make sim    simulate failures in virtual time; SEEDS=2000 says how many schedules of them, SEED=17 shows one"
-	@echo "make soak   run every test, also those that take minutes, with larger numbers of cases; ARGS='-k name' picks some"
 	@echo "make jobs   submit a real job to Ray's job server, in an environment that has one"
 	@echo "make versions  run the tests that depend on them with the oldest and the newest Python, torch and Ray (downloads several GB)"
 	@echo "make check  lint, format, types, docs"
@@ -48,6 +49,12 @@ demo: $(VENV)/demo.stamp
 test: $(VENV)/dev.stamp
 	@$(BIN)/python -m pytest -q -n 2 $(ARGS)
 
+more: $(VENV)/dev.stamp
+	@RAYSGD_TIER=more $(BIN)/python -m pytest -q -n 2 $(ARGS)
+
+nightly: $(VENV)/dev.stamp
+	@RAYSGD_TIER=nightly $(BIN)/python -m pytest -q --timeout 3600 $(ARGS)
+
 # No process is started in these.
 pure: $(VENV)/dev.stamp
 	@$(BIN)/python -m pytest -q $(PURE)
@@ -57,13 +64,9 @@ sim: $(VENV)/dev.stamp
 	@PYTHONPATH=. $(BIN)/python -m tests.simulation --seeds $(or $(SEEDS),2000) --first $(or $(FIRST),0) \
 		$(addprefix --seed ,$(SEED)) $(addprefix --state ,$(STATE)) $(addprefix --processes ,$(PROCESSES)) $(ARGS)
 
-# Those tests too that take minutes, and larger numbers in others (hours).
-soak: $(VENV)/dev.stamp
-	@RAYSGD_SOAK=1 $(BIN)/python -m pytest -q --timeout 3600 $(ARGS)
-
 # The job server is installed in an environment of its own: with it, each cluster of the tests would start a dashboard.
 jobs: $(VENV)/jobs.stamp
-	@RAYSGD_SOAK=1 $(BIN)/python -m pytest -q tests/first_hour/test_jobs.py
+	@RAYSGD_TIER=nightly $(BIN)/python -m pytest -q tests/first_hour/test_jobs.py
 
 # The interpreters must be installed. ARGS=oldest or ARGS=newest picks one combination.
 versions:

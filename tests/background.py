@@ -20,11 +20,12 @@ from typing import Any
 import pytest
 
 from tests.forked_workers import ForkServer
+from tests.tiers import NIGHTLY
 
 __all__ = ["LIMIT_S", "Background"]
 
 # The time after which a script hangs.
-LIMIT_S = 7200 if os.environ.get("RAYSGD_SOAK") else 900
+LIMIT_S = 7200 if NIGHTLY else 900
 # A cluster for all scripts that do not need their own, because starting one takes longer than most scripts.
 CLUSTER = """
 import sys, ray

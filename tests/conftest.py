@@ -17,8 +17,10 @@ from typing import Any
 import pytest
 
 from tests.background import LIMIT_S, Background
+from tests.durations import Durations
 from tests.forked_workers import ForkServer, forks_workers
 from tests.guards import Guard
+from tests.tiers import TIER, lacks, selects
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -136,6 +138,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Register the guard as a plugin, because the hooks of this file are not called for fixtures of the session."""
     config.stash[GUARD] = Guard()
     config.pluginmanager.register(config.stash[GUARD])
+    config.pluginmanager.register(Durations(TIER, worker=hasattr(config, "workerinput")))
     if not distributes(config):
         config.stash[FOLDER], config.stash[FORKS] = own_environment()
 
@@ -160,12 +163,10 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out tests that take minutes. Begin with scripts, and with files of slow tests, so that several processes
+    """Leave out the tests of other tiers. Begin with scripts, and with files of slow tests, so that several processes
     end at about the same time."""
-    if not os.environ.get("RAYSGD_SOAK"):
-        long = [item for item in items if item.get_closest_marker("soak")]
-        config.hook.pytest_deselected(items=long)
-        items[:] = [item for item in items if item not in long]
+    config.hook.pytest_deselected(items=[item for item in items if not selects(item)])
+    items[:] = [item for item in items if selects(item)]
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
     items.sort(key=lambda item: (item.get_closest_marker("script") is None, -slow[item.path]))
     for item in items:
@@ -194,4 +195,4 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         if not torch.cuda.is_available():
             pytest.skip("needs a CUDA device, and torch sees none")
     if item.get_closest_marker("horovod") and importlib.util.find_spec("horovod") is None:
-        pytest.skip("needs Horovod, which is not installed here: `make horovod` builds it")
+        lacks("horovod", "needs Horovod, which is not installed here: `make horovod` builds it")

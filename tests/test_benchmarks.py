@@ -78,7 +78,7 @@ PEERS = {"hand-written": "", "raysgd": "", "raysgd, collating": "", "torchrun": 
 PEERS |= {"Lightning": "lightning", "Accelerate": "accelerate", "Horovod": "horovod"}
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.script("throughput.py", "--workloads", "tiny", "--workers", "1", run=smoke)
 def test_throughput(outcome: Document, tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_throughput(outcome: Document, tmp_path: Path) -> None:
         )
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.script("stepping.py", run=smoke)
 def test_stepping(outcome: Document) -> None:
@@ -104,7 +104,7 @@ def test_stepping(outcome: Document) -> None:
     assert all(row["ratio"]["count"] == 2 and row["us_per_step"] > 0 for row in rows.values()), "a round of each start"
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.script("stepping.py", "--gradients", run=smoke)
 def test_stepping_with_unequal_shares(outcome: Document) -> None:
@@ -114,7 +114,7 @@ def test_stepping_with_unequal_shares(outcome: Document) -> None:
     assert all(row["ratio"]["count"] == 2 and row["us_per_step"] > 0 for row in rows)
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.script("schedules.py", run=smoke)
 def test_schedules(outcome: Document, tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_schedules(outcome: Document, tmp_path: Path) -> None:
     assert [each.name for each in module("plots").plot_all(tmp_path, tmp_path / "pictures")] == ["schedules.png"]
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.script("gpu.py", "--workloads", "gpt124m", "--contenders", "hand-written", "raysgd", run=smoke)
 def test_gpu(outcome: Document, tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ def saving_through_bench(background: Background) -> dict[str, Any]:
     return document
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.script(run=saving_through_bench)
 def test_saving_through_bench(outcome: Document, tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_saving_through_bench(outcome: Document, tmp_path: Path) -> None:
     shown(document, tmp_path)
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.script("driver_cost.py", run=smoke)
 def test_driver_cost(outcome: Document, tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ def test_driver_cost(outcome: Document, tmp_path: Path) -> None:
     shown(document, tmp_path)
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.script("scale.py", run=smoke)
 def test_scale(outcome: Document) -> None:
@@ -189,7 +189,7 @@ def test_scale(outcome: Document) -> None:
     assert all(rows["gloo", case]["joined_s"]["median"] > 0 for case in ("eager", "lazy"))
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.elastic
 @pytest.mark.script("chaos.py", "--minutes", "0.7", "--seed", "11", run=with_ray_own_workers)
@@ -234,7 +234,7 @@ def test_parts_of_a_chaos_run_accumulate(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert (kills["kind"], kills["torch, class"], kills["horovod, class"], kills["longest_wait_s"]) == ("kill", 4, 2, 6)
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.elastic
 @pytest.mark.script("churn.py", run=smoke)
@@ -251,7 +251,7 @@ def regressed(background: Background, *options: str) -> str:
     return done.stderr.splitlines()[-1]
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.script(run=regressed)
 def test_a_limit_that_is_exceeded_is_the_exit_status(outcome: Callable[[], str]) -> None:
@@ -259,7 +259,7 @@ def test_a_limit_that_is_exceeded_is_the_exit_status(outcome: Callable[[], str])
     assert line.startswith("slower than 0.001 times the hand-written loop: raysgd in tiny: ")
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.script("call_length.py", run=smoke)
 def test_call_length(outcome: Document, tmp_path: Path) -> None:
@@ -271,7 +271,7 @@ def test_call_length(outcome: Document, tmp_path: Path) -> None:
         assert [path.name for path in module("plots").plot_all(tmp_path, tmp_path)] == ["call_length.png"]
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.script("call_parts.py", run=smoke)
 def test_call_parts(outcome: Document) -> None:
@@ -281,7 +281,7 @@ def test_call_parts(outcome: Document) -> None:
     assert rows["one more step"]["wall_ms"]["median"] == pytest.approx(more / 10, abs=0.02)
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.script("saving_elsewhere.py", run=smoke)
 def test_saving_elsewhere(outcome: Document) -> None:
@@ -308,7 +308,7 @@ def test_the_summary_takes_the_best_peer_and_leaves_out_what_is_not_measured() -
     ]
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.script("startup.py", run=smoke)
 def test_startup(outcome: Document) -> None:
@@ -320,7 +320,7 @@ def test_startup(outcome: Document) -> None:
     assert all(row["exit_s"]["median"] >= row["first_epoch_s"]["median"] > 0 for row in rows.values())
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.elastic
 @pytest.mark.script("recovery.py", run=smoke)
@@ -330,7 +330,7 @@ def test_recovery(outcome: Document) -> None:
     assert (first["lost"], first["doubled"], first["batches_redone"]["median"]) == (0, 0, 0)
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.elastic
 @pytest.mark.script("kill_curve.py", run=smoke)
@@ -345,7 +345,7 @@ def test_kill_curve(outcome: Document, tmp_path: Path) -> None:
     assert [each.name for each in module("plots").plot_all(tmp_path, tmp_path / "pictures")] == names
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.elastic
 @pytest.mark.script(
@@ -390,7 +390,7 @@ def test_a_recording_shows_each_line_at_its_time(monkeypatch: pytest.MonkeyPatch
     assert '<text class="change"' in svg and '<text class="typed"' in svg
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.elastic
 @pytest.mark.script("rerun.py", run=smoke)

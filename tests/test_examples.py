@@ -277,7 +277,7 @@ def missing(name: str) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.script(run=run)
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == "quickstart.py" else pytest.mark.soak) for name in SCRIPTS]
+    "name", [pytest.param(name, marks=[] if name == "quickstart.py" else pytest.mark.nightly) for name in SCRIPTS]
 )
 def test_example(name: str, outcome: Callable[[], str]) -> None:
     if missing(name):

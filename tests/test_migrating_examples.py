@@ -67,7 +67,7 @@ def test_only_imports_name_raysgd(name: str) -> None:
     [
         ("train_example.py", 1),
         ("custom_batches.py", 1),
-        *(pytest.param(name, 2, marks=[pytest.mark.soak, pytest.mark.slow]) for name in NAMES),
+        *(pytest.param(name, 2, marks=[pytest.mark.nightly, pytest.mark.slow]) for name in NAMES),
     ],
 )
 def test_it_runs(name: str, workers: int, outcome: Callable[[], str]) -> None:

@@ -1,4 +1,4 @@
-"""The supported versions of Python, torch and Ray: stated alike everywhere, and tested at both ends in `make soak`."""
+"""The supported versions of Python, torch and Ray: stated alike everywhere, and tested at both ends in `make nightly`."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_missing_interpreter_is_named(tool: ModuleType, monkeypatch: pytest.Mo
     assert tool.interpreter(version) == sys.executable
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["oldest", "newest"])
 def test_the_ends_of_the_supported_range(name: str) -> None:
     done = subprocess.run([sys.executable, str(TOOL), name], capture_output=True, text=True, check=False)

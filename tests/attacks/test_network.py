@@ -1,7 +1,7 @@
 """Clients without a token attack every port that the library opens while it trains, without any effect.
 
 The ports are those on which the driver and the workers listen, except for Ray's, which were open before. One trainer
-goes through all attacks, one after the other and then all at once. With RAYSGD_SOAK=1, each single attack is followed
+goes through all attacks, one after the other and then all at once. In a nightly run, each single attack is followed
 by a save, a replacement and a change of the number of workers, and a table of all attacks is printed."""
 
 import functools
@@ -23,13 +23,13 @@ from raysgd.train import Trainer
 from tests.attacks.attackers import ATTACKS, Storm, listening, note_ports
 from tests.callbacks.recording import Heard
 from tests.faults import Fault, Ground
+from tests.tiers import NIGHTLY
 
 pytestmark = [
     pytest.mark.elastic,
     pytest.mark.skipif(sys.platform != "linux", reason="looks at processes through /proc and netlink"),
 ]
 
-SOAK = bool(os.environ.get("RAYSGD_SOAK"))
 SHUTDOWN_S = 30.0
 PLANNED = {"growth", "shrink", "resize"}
 # torch's store looks up the name of every client before it serves the next one. With hundreds of clients during a
@@ -88,7 +88,7 @@ def ready(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         return fields[-1]
 
     yield make
-    if SOAK:
+    if NIGHTLY:
         print("\n".join(["", *(field.table() for field in fields)]), file=sys.__stderr__)
 
 
@@ -161,7 +161,7 @@ def arena(ready: Callable[[str], Field], request: pytest.FixtureRequest) -> Iter
         use_gpu=False,
         elastic=PATIENT,
         initialization_hook=chosen.hook,
-        config={"samples": 80, "pace": 0.02 if SOAK else 0.005},
+        config={"samples": 80, "pace": 0.02 if NIGHTLY else 0.005},
     )
     chosen.workers = list(ground.trainer._engine.group._handles)  # type: ignore[attr-defined]
     yield Arena(chosen, ground)
@@ -185,20 +185,20 @@ def arena_pids(arena: Arena) -> list[int]:
     return list(arena.ground.trainer.apply_all_workers(os.getpid))
 
 
-# Horovod's rendezvous server is attacked by all clients at once, and by each kind separately only in soak runs.
+# Horovod's rendezvous server is attacked by all clients at once, and by each kind separately only in nightly runs.
 @pytest.mark.parametrize("attack", ATTACKS)
 @pytest.mark.parametrize(
-    "arena", ["gloo", pytest.param("horovod", marks=[pytest.mark.horovod, pytest.mark.soak])], indirect=True
+    "arena", ["gloo", pytest.param("horovod", marks=[pytest.mark.horovod, pytest.mark.nightly])], indirect=True
 )
 def test_one_attack(arena: Arena, attack: str) -> None:
     with arena.field.storm(attack):
         arena.epoch()
-        if SOAK:
+        if NIGHTLY:
             arena.save()
-        if SOAK and attack in GENTLE:
+        if NIGHTLY and attack in GENTLE:
             arena.replace()
     arena.check()
-    if SOAK and attack in FLOODS:
+    if NIGHTLY and attack in FLOODS:
         arena.replace()
 
 
@@ -212,7 +212,7 @@ def test_all_attacks_at_once(arena: Arena) -> None:
     arena.check()
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.xfail(
     reason="gloo and torch's store serve strangers too, and then a rendezvous can take longer than its limit"
 )
@@ -259,9 +259,9 @@ def test_functions(ready: Callable[[str], Field], tmp_path: Path) -> None:
     chosen = ready("functions")
     trainer = Trainer("torch", num_workers=2, logdir=tmp_path, elastic=replace(PATIENT, batch="per_worker"))
     trainer.start(initialization_hook=chosen.hook)
-    heard, config = Heard(), {"epochs": 20 if SOAK else 8, "pace": 0.01}
+    heard, config = Heard(), {"epochs": 20 if NIGHTLY else 8, "pace": 0.01}
     undisturbed = trainer.run(fit, {**config, "pace": 0.0})
-    for names in [[name] for name in ATTACKS] if SOAK else [list(ATTACKS)]:
+    for names in [[name] for name in ATTACKS] if NIGHTLY else [list(ATTACKS)]:
         with chosen.storm(*names):
             assert trainer.run(fit, config, callbacks=[heard]) == undisturbed
         chosen.check()
@@ -282,7 +282,7 @@ def tensorflow_trainer(config: dict[str, Any], **arguments: Any) -> Any:
     return TFTrainer(training_operator_cls=Small, config=config, elastic=PATIENT, **arguments)
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_tensorflow(ready: Callable[[str], Field], tmp_path: Path) -> None:
     """Keras models on two workers under all attacks: training, saving, loading, a worker failure and a replacement."""
     undisturbed = tensorflow_trainer({}, num_workers=2)

@@ -72,9 +72,9 @@ DDP = {
     [
         "helpers",
         "direct",
-        pytest.param("compiled", marks=pytest.mark.soak),
+        pytest.param("compiled", marks=pytest.mark.nightly),
         pytest.param("horovod", marks=pytest.mark.horovod),
-        pytest.param("horovod, direct", marks=[pytest.mark.horovod, pytest.mark.soak]),
+        pytest.param("horovod, direct", marks=[pytest.mark.horovod, pytest.mark.nightly]),
     ],
 )
 def test_the_second_epoch_on_one_worker_of_two(case: str) -> None:
@@ -98,7 +98,7 @@ def test_the_second_epoch_on_one_worker_of_two(case: str) -> None:
     torch.testing.assert_close(mine, by_hand(2 * BATCH, options.get("clip_norm")), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("direct", [False, pytest.param(True, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("direct", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_unequal_shares_of_sharded_models(direct: bool) -> None:
     options = TrainingOptions(parallel="fsdp", **({} if direct else {"clip_norm": 0.1, "accumulate": 2}))
     with TorchTrainer(

@@ -5,7 +5,6 @@ import fractions
 import io
 import logging
 import math
-import os
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,9 +19,10 @@ from raysgd import train
 from raysgd.callbacks import CSVCallback, JsonLinesCallback
 from raysgd.torch import TorchTrainer
 from raysgd.train import Trainer
+from tests.tiers import NIGHTLY
 from tests.torch.small import Line, inline
 
-EXAMPLES = 1500 if os.environ.get("RAYSGD_SOAK") else 60
+EXAMPLES = 1500 if NIGHTLY else 60
 
 
 class Measuring(Line):

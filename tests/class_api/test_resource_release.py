@@ -15,9 +15,10 @@ import pytest
 from raysgd import ConfigError, ElasticConfig, TorchTrainer
 from raysgd.data import RayData
 from raysgd.train import Trainer, WorkerGroup
+from tests.tiers import NIGHTLY
 from tests.torch.small import Line
 
-ROUNDS = 10 if os.environ.get("RAYSGD_SOAK") else 1
+ROUNDS = 10 if NIGHTLY else 1
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 

@@ -70,13 +70,13 @@ BROKEN = {
     "Dividing": ("samples", "has other samples at the same index than that of another"),
     "Drifting": ("weights", "the weights of the ranks differ"),
 }
-USUAL = ("Forgetful",)  # except in `make soak`
+USUAL = ("Forgetful",)  # except in `make nightly`
 
 
 @pytest.mark.slow
 @pytest.mark.elastic
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.soak] * (name not in USUAL)) for name in BROKEN]
+    "name", [pytest.param(name, marks=[pytest.mark.nightly] * (name not in USUAL)) for name in BROKEN]
 )
 def test_a_broken_operator(name: str, ray_cluster: None, own_path: None) -> None:
     done = drill(name, 0.15)
@@ -90,7 +90,7 @@ def test_a_broken_operator(name: str, ray_cluster: None, own_path: None) -> None
         assert " tests/cli/drilled.py:" in line and " train_batch caught" in line
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.elastic
 @pytest.mark.parametrize("name", ["Clean", "Looping", "WithoutHooks"])
 def test_a_clean_operator(name: str, ray_cluster: None, own_path: None) -> None:
@@ -116,7 +116,7 @@ READY_MADE = {
 }
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.elastic
 @pytest.mark.parametrize("place", READY_MADE)
 def test_ready_made_operators_are_clean(place: str, ray_cluster: None, own_path: None) -> None:

@@ -296,7 +296,7 @@ def check_abort(ranks: Ranks) -> None:
 # peers.
 @pytest.mark.parametrize(
     "name",
-    ["gloo", pytest.param("horovod", marks=pytest.mark.horovod), pytest.param("tensorflow", marks=pytest.mark.soak)],
+    ["gloo", pytest.param("horovod", marks=pytest.mark.horovod), pytest.param("tensorflow", marks=pytest.mark.nightly)],
 )
 def test_the_failure_of_a_peer_ends_a_ranks_wait(name: str) -> None:
     ranks = Ranks(name)

@@ -18,7 +18,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from raysgd import ElasticConfig, TorchTrainer
 from tests.torch.small import Recording
 
-pytestmark = pytest.mark.soak
+pytestmark = pytest.mark.nightly
 
 SAMPLES, BATCH, STEPS = 240, 4, 13
 

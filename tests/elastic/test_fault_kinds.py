@@ -134,6 +134,6 @@ def test_the_driver_is_stopped_for_longer_than_the_limit(ground: Ground) -> None
     pause_driver(ground, LIMIT_S * 1.25)
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_the_driver_is_stopped_for_half_a_minute(ground: Ground) -> None:
     pause_driver(ground, 30.0)

@@ -25,12 +25,12 @@ from raysgd import ElasticConfig, TrainingFailedError, train
 from raysgd.train import Trainer
 from raysgd.train.replica import _must_finish
 from tests.faults import Ground, LedgerOperator, Numbered
+from tests.tiers import NIGHTLY
 from tests.torch.small import Line, inline, rows
 
 pytestmark = pytest.mark.elastic
 
 SAMPLES = 96
-SOAK = bool(os.environ.get("RAYSGD_SOAK"))
 BY_SIGNAL = [(signal.SIGKILL, "SIGKILL"), (signal.SIGBUS, "shared memory"), (signal.SIGSEGV, "SIGSEGV")]
 
 
@@ -136,7 +136,7 @@ def kill_now_and_then(workers: list[int], kills: int, chance: random.Random, ove
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the processes in /proc")
 def test_killed_at_any_moment(ground: Ground) -> None:
     workers, over = ground.trainer.apply_all_workers(os.getpid), threading.Event()
-    arguments = (workers, 300 if SOAK else 3, random.Random(11), over)
+    arguments = (workers, 300 if NIGHTLY else 3, random.Random(11), over)
     killer = threading.Thread(target=kill_now_and_then, args=arguments, daemon=True)
     killer.start()
     try:

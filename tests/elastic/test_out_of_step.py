@@ -1,7 +1,6 @@
 """A collective call that only some ranks make is reported with ranks, lines and batch, and is not retried."""
 
 import logging
-import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch.distributed as dist
 from raysgd import ElasticConfig, OutOfStepError
 from raysgd.torch import TorchTrainer
 from raysgd.train import Trainer
+from tests.tiers import NIGHTLY
 from tests.torch.small import Line
 
 pytestmark = pytest.mark.elastic
@@ -35,9 +35,9 @@ EXTRA: dict[str, Callable[[], Any]] = {
     "a broadcast": lambda: dist.broadcast(torch.zeros(1), 0),
     "an all_gather_object": lambda: dist.all_gather_object([None, None], 1),
 }
-# Except in `make soak`, these are enough: one for each way in which the error shows.
+# Except in `make nightly`, these are enough: one for each way in which the error shows.
 USUAL = ("a smaller all_reduce", "an all_reduce of the same size", "a barrier")
-KINDS = list(EXTRA) if os.environ.get("RAYSGD_SOAK") else list(USUAL)
+KINDS = list(EXTRA) if NIGHTLY else list(USUAL)
 
 
 class Extra(Line):

@@ -201,7 +201,7 @@ def test_the_raylet_is_killed(outcome: Outcome) -> None:
     assert facts["left"] == [] and facts["at last"] == [] and facts["took"] < 30
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.script("raylet of another node", run=run)
 def test_workers_without_a_raylet_end_themselves(outcome: Outcome) -> None:
     facts = outcome()
@@ -209,7 +209,7 @@ def test_workers_without_a_raylet_end_themselves(outcome: Outcome) -> None:
 
 
 @pytest.mark.script("gcs", run=run)
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_the_control_service_is_killed(outcome: Outcome) -> None:
     facts = outcome()
     kind, text, seconds = facts["error"]
@@ -225,7 +225,7 @@ def test_the_control_service_is_killed(outcome: Outcome) -> None:
     assert facts["left"] == [] and facts["at last"] == []
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.script("gcs stopped", run=run)
 def test_the_control_service_pauses(outcome: Outcome) -> None:
     facts = outcome()
@@ -233,7 +233,7 @@ def test_the_control_service_pauses(outcome: Outcome) -> None:
     assert facts["ended"][0] == "" and facts["left"] == [] and facts["at last"] == []
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.script("gcs, then a worker", run=run)
 def test_a_worker_dies_after_the_control_service(outcome: Outcome) -> None:
     """Training continues with the others. Only what needs new workers raises an error."""
@@ -244,7 +244,7 @@ def test_a_worker_dies_after_the_control_service(outcome: Outcome) -> None:
     assert facts["ended"][0] == "" and facts["left"] == [] and facts["at last"] == []
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.script("ray.shutdown", run=run)
 def test_ray_is_shut_down_while_a_trainer_is_idle(outcome: Outcome) -> None:
     facts = outcome()
@@ -257,7 +257,7 @@ def test_ray_is_shut_down_while_a_trainer_is_idle(outcome: Outcome) -> None:
 
 
 @pytest.mark.script("ray.shutdown in a call", run=run)
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_ray_is_shut_down_during_a_call(outcome: Outcome) -> None:
     facts = outcome()
     assert facts["error"][0] == "NotActiveError" and facts["ended"][0] == ""

@@ -132,7 +132,7 @@ def until_over(config: dict[str, Any]) -> None:
         state.commit()
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_a_hang_of_a_replacement_does_not_stop_a_function(
     ray_cluster: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -178,7 +178,7 @@ class StuckReplacement(LedgerOperator):
         super().setup(config)
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_a_hang_of_a_replacement_does_not_stop_training(
     ray_cluster: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -135,7 +135,7 @@ def test_two_epochs_with_a_fault_of_each_kind(ground: Ground) -> None:
     assert happened == 5
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.timeout(3 * 3600)
 def test_a_hundred_random_faults(ground: Ground) -> None:
     choose, happened = random.Random(5), Counter[str]()

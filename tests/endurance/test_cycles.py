@@ -9,7 +9,7 @@ import pytest
 
 from tests.background import Background
 
-pytestmark = [pytest.mark.elastic, pytest.mark.soak]
+pytestmark = [pytest.mark.elastic, pytest.mark.nightly]
 
 SCRIPT = Path(__file__).with_name("cycles.py")
 # Cycles until everything that is created only once exists: Ray's connections, imports, the allocator's memory.

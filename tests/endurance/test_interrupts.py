@@ -9,7 +9,7 @@ import pytest
 
 from tests.background import Background
 
-pytestmark = [pytest.mark.elastic, pytest.mark.soak]
+pytestmark = [pytest.mark.elastic, pytest.mark.nightly]
 
 SCRIPT = Path(__file__).with_name("interrupts.py")
 COUNT, SEED = "300", "7"

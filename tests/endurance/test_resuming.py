@@ -100,7 +100,7 @@ def killed_again_and_again(folder: str, elsewhere: str, every: str, *, kills: in
     assert len({*resumed, last}) > 1 + kills // 5, "it has resumed from several checkpoints"
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_three_kills(ray_cluster: None, tmp_path: Path) -> None:
     killed_again_and_again(f"{tmp_path}/killed", f"{tmp_path}/undisturbed", "7", kills=3, epochs=10)
 
@@ -123,13 +123,13 @@ def test_a_stream_resumes_within_an_epoch_with_another_number_of_workers(ray_clu
     assert (verdict.runs, verdict.epochs, verdict.samples, verdict.shards) == (3, 2, 2 * SAMPLES, 2 * len(LENGTHS))
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.parametrize("every", ["'epoch'", "1", "0.1"])
 def test_twenty_kills_with_local_storage(ray_cluster: None, tmp_path: Path, every: str) -> None:
     killed_again_and_again(f"{tmp_path}/killed", f"{tmp_path}/undisturbed", every, kills=20, epochs=50)
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_twenty_kills_with_s3(ray_cluster: None, s3: str, tmp_path: Path) -> None:
     folder = f"{s3}/{tmp_path.name}"
     killed_again_and_again(f"{folder}/killed", f"{folder}/undisturbed", "7", kills=20, epochs=50)

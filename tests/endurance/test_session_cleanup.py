@@ -82,7 +82,7 @@ def listed(user: Path) -> set[str]:
     }
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.script(run=run)
 def test_a_users_cluster_is_found_after_a_test_run(outcome: Callable[[], Seen]) -> None:
     seen = outcome()

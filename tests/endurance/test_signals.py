@@ -8,7 +8,7 @@ import pytest
 from tests.background import Background
 from tests.endurance.signals import ENDS_WITHIN_S, RAY_AGENTS, Ended, Moment, disturb, moments
 
-pytestmark = [pytest.mark.elastic, pytest.mark.soak]
+pytestmark = [pytest.mark.elastic, pytest.mark.nightly]
 
 COUNT = 30
 MOMENTS = [*moments(signal.SIGINT, COUNT, seed=1), *moments(signal.SIGTERM, COUNT, seed=2)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -14,8 +13,6 @@ from typing import Any
 import pytest
 
 from raysgd import CheckpointError
-
-SOAK = bool(os.environ.get("RAYSGD_SOAK"))
 
 
 def flips(size: int, count: int, seed: int = 0) -> Iterator[tuple[int, int]]:

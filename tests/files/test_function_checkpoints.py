@@ -13,12 +13,13 @@ from raysgd import CheckpointError
 from raysgd.storage import digest, locations
 from raysgd.train import Checkpoint
 from raysgd.train.checkpoint_manager import CheckpointManager
-from tests.files.damage import SOAK, Tallies, flipped, flips, lengths, quiet, show
+from tests.files.damage import Tallies, flipped, flips, lengths, quiet, show
 from tests.files.function_cases import CONTENT, FOLDER_WAYS, LIST, files_of, is_content, make_source, read_folder
+from tests.tiers import NIGHTLY
 
 __all__ = ["quiet"]
 
-FLIPS = 2000 if SOAK else 300
+FLIPS = 2000 if NIGHTLY else 300
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +176,9 @@ def test_a_damaged_checkpoint_at_a_uri_is_refused_or_loaded_as_saved(
         for place in places:
             data = locations.read(place)
             damaged = [
-                flipped(data, p, b) for p, b in flips(len(data) or 1, FLIPS // 10 if not SOAK else FLIPS // 5) if data
+                flipped(data, p, b)
+                for p, b in flips(len(data) or 1, FLIPS // 10 if not NIGHTLY else FLIPS // 5)
+                if data
             ]
             for found in [*damaged, *(data[:length] for length in lengths(len(data)))]:
                 locations.write(place, found)

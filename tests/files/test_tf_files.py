@@ -16,7 +16,7 @@ from raysgd import CheckpointError  # noqa: E402
 from raysgd.cli import main  # noqa: E402
 from raysgd.storage import digest  # noqa: E402
 from raysgd.tf import TFTrainer  # noqa: E402
-from tests.files.damage import SOAK, Tallies, flipped, flips, lengths, megabytes_of, quiet, show  # noqa: E402
+from tests.files.damage import Tallies, flipped, flips, lengths, megabytes_of, quiet, show  # noqa: E402
 from tests.files.tf_cases import (  # noqa: E402
     WRONG,
     Bench,
@@ -32,10 +32,11 @@ from tests.files.tf_cases import (  # noqa: E402
     zipped,
 )
 from tests.tf.small import arrays  # noqa: E402
+from tests.tiers import NIGHTLY  # noqa: E402
 
 __all__ = ["quiet"]
 
-FLIPS = 2000 if SOAK else 600
+FLIPS = 2000 if NIGHTLY else 600
 
 
 @pytest.fixture(scope="module")

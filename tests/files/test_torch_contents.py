@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.files.torch_cases import SOAK, Bench, at, bench, leaves, replaced, stored
+from tests.files.torch_cases import Bench, at, bench, leaves, replaced, stored
+from tests.tiers import NIGHTLY
 
 
 @pytest.fixture(scope="module")
@@ -276,7 +277,7 @@ def mutated(state: Any, paths: list[tuple[Any, ...]], chance: random.Random) -> 
     return path, replaced(state, path, chance.choice(VALUES)(chance))
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_any_replaced_value_is_refused_or_loads(tmp_path_factory: pytest.TempPathFactory) -> None:
     """The file is refused without a change, or it loads. The next train() works."""
     for here in bench(tmp_path_factory.mktemp("fuzz")):
@@ -284,7 +285,7 @@ def test_any_replaced_value_is_refused_or_loads(tmp_path_factory: pytest.TempPat
         every = [path for path in leaves(here.start) if path]
         # The random states have so many numbers that almost nothing else would be tried.
         few = [path for path in every if path[0] != "rng" or len(path) < 5]
-        for _ in range(10_000 if SOAK else 400):
+        for _ in range(10_000 if NIGHTLY else 400):
             path, state = mutated(here.start, few if chance.random() < 0.95 else every, chance)
             if here.try_file(stored(state)) in ("identical", "silent difference"):
                 here.trainer.load(here.folder / "tried.pt")

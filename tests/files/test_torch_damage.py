@@ -15,9 +15,10 @@ import torch
 from raysgd import CheckpointError
 from raysgd.storage import digest
 from raysgd.torch import TorchTrainer
-from tests.files.torch_cases import SOAK, Bench, bench, complete, flipped, rich, same, seed_all, stored, weights
+from tests.files.torch_cases import Bench, bench, complete, flipped, rich, same, seed_all, stored, weights
+from tests.tiers import NIGHTLY
 
-FLIPS = 20_000 if SOAK else 2_000
+FLIPS = 20_000 if NIGHTLY else 2_000
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +59,7 @@ def test_any_truncation_is_detected(here: Bench) -> None:
     length, chance = len(here.good), random.Random(12)
     lengths = {*range(80), *range(length - digest.SEAL_BYTES - 140, length)}
     lengths |= {edge + off for edge in edges(here.good) for off in (-1, 0, 1)}
-    lengths |= {chance.randrange(length) for _ in range(1_000 if SOAK else 150)}
+    lengths |= {chance.randrange(length) for _ in range(1_000 if NIGHTLY else 150)}
     for cut in sorted(lengths):
         here.try_file(here.good[: max(cut, 0)])
     assert here.tally["rejected"] == here.tally["tried"]
@@ -67,7 +68,7 @@ def test_any_truncation_is_detected(here: Bench) -> None:
 
 def test_other_damage_is_detected(here: Bench) -> None:
     good, chance = here.good, random.Random(13)
-    for _ in range(500 if SOAK else 60):
+    for _ in range(500 if NIGHTLY else 60):
         first, second = sorted(chance.sample(range(len(good)), 2))
         piece = good[first:second]
         here.try_file(good[:first] + bytes(len(piece)) + good[second:] if any(piece) else good + b"\0")
@@ -80,8 +81,8 @@ def test_other_damage_is_detected(here: Bench) -> None:
     here.next_steps_are_right()
 
 
-@pytest.mark.timeout(1500 if SOAK else 300)  # half of the files load, and each of these takes 0.1 s
-@pytest.mark.soak
+@pytest.mark.timeout(1500 if NIGHTLY else 300)  # half of the files load, and each of these takes 0.1 s
+@pytest.mark.nightly
 def test_damage_of_a_file_without_a_digest_never_breaks_training(tmp_path: Path) -> None:
     """A file of an older version can load with other values, but training continues with them."""
     for here in bench(tmp_path):
@@ -92,10 +93,10 @@ def test_damage_of_a_file_without_a_digest_never_breaks_training(tmp_path: Path)
 def damaged_without_a_digest(here: Bench) -> None:
     old = stored(here.start, seal=False)
     chance, taken = random.Random(14), 0
-    for _ in range(5_000 if SOAK else 300):
+    for _ in range(5_000 if NIGHTLY else 300):
         if here.try_file(flipped(old, chance.randrange(8 * len(old)))) in ("identical", "silent difference"):
             taken += 1
-    for _ in range(200 if SOAK else 20):
+    for _ in range(200 if NIGHTLY else 20):
         (here.folder / "old.pt").write_bytes(flipped(old, chance.randrange(8 * len(old))))
         try:
             here.trainer.load(here.folder / "old.pt")

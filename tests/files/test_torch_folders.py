@@ -15,7 +15,8 @@ import torch
 from raysgd import CheckpointError, TrainingOptions
 from raysgd.storage import digest
 from tests.files.test_torch_contents import put, reshaped, without
-from tests.files.torch_cases import SOAK, Bench, bench, complete, flipped, rich, same, seed_all
+from tests.files.torch_cases import Bench, bench, complete, flipped, rich, same, seed_all
+from tests.tiers import NIGHTLY
 
 MANIFEST, OUTLINE, INDEX = "raysgd.json", "outline.pt", ".metadata"
 
@@ -63,7 +64,7 @@ def test_the_manifest_lists_every_file(here: Bench) -> None:
 def test_the_error_for_a_flipped_bit_names_the_file(here: Bench) -> None:
     chance = random.Random(4)
     for name in names(here):
-        for _ in range(700 if SOAK else 60):
+        for _ in range(700 if NIGHTLY else 60):
 
             def flip(folder: Path, name: str = name) -> None:
                 data = (folder / name).read_bytes()
@@ -79,7 +80,7 @@ def test_missing_truncated_and_unknown_files_are_refused(here: Bench) -> None:
     for name in names(here):
         assert name in tried(here, lambda folder, name=name: (folder / name).unlink())  # type: ignore[misc]
         assert name in tried(here, lambda folder, name=name: (folder / name).rename(folder / "x")) or name == MANIFEST  # type: ignore[misc]
-        for _ in range(20 if SOAK else 4):
+        for _ in range(20 if NIGHTLY else 4):
 
             def cut(folder: Path, name: str = name) -> None:
                 os.truncate(folder / name, chance.randrange((folder / name).stat().st_size))

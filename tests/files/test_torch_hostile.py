@@ -239,7 +239,7 @@ print(json.dumps(answers))
 """
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_refusing_hostile_files_needs_little_memory(tmp_path: Path) -> None:
     """Run in a separate process to measure its peak memory. The files have up to 2 MB."""
     paths = []

@@ -13,7 +13,6 @@ from raysgd import CheckpointError
 from raysgd.torch import TorchTrainer
 from tests.files.test_torch_contents import WRONG
 from tests.files.torch_cases import (
-    SOAK,
     Bench,
     Rich,
     bench,
@@ -26,6 +25,7 @@ from tests.files.torch_cases import (
     stored,
     weights,
 )
+from tests.tiers import NIGHTLY
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -69,7 +69,7 @@ def test_a_good_file_loads(pair: Bench) -> None:
 
 def test_the_driver_detects_damage(pair: Bench) -> None:
     chance = random.Random(3)
-    for _ in range(1_000 if SOAK else 30):
+    for _ in range(1_000 if NIGHTLY else 30):
         pair.try_file(flipped(pair.good, chance.randrange(8 * (len(pair.good) - 1))))
     for cut in (0, 1, 100, len(pair.good) // 2, len(pair.good) - 1):
         pair.try_file(pair.good[:cut])
@@ -82,7 +82,7 @@ SOME += ["torch: too short", "order: samples that are not here", "operator: half
 
 
 def test_wrong_contents_change_no_rank(pair: Bench) -> None:
-    for name in WRONG if SOAK else SOME:
+    for name in WRONG if NIGHTLY else SOME:
         pair.try_file(stored(WRONG[name](pair.start)))
     assert pair.tally["rejected"] == pair.tally["tried"]
     pair.next_steps_are_right()

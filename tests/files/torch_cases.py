@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import os
 import random
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -22,7 +21,6 @@ from raysgd import CheckpointError
 from raysgd.storage import digest
 from raysgd.torch import TorchTrainer, TrainingOperator
 
-SOAK = bool(os.environ.get("RAYSGD_SOAK"))
 STEPS = 5
 
 

@@ -114,7 +114,7 @@ def submit(background: Background) -> tuple[Path, subprocess.CompletedProcess[st
     return extracted, background.run("-c", SUBMIT, str(folder), str(extracted), connected=True)
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.script(run=submit)
 def test_a_job_with_a_working_directory(outcome: Callable[[], tuple[Path, subprocess.CompletedProcess[str]]]) -> None:
     extracted, done = outcome()
@@ -158,7 +158,7 @@ def submit_really(background: Background) -> tuple[Path, subprocess.CompletedPro
     return folder, done, refused.stdout + refused.stderr
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.skipif(not JOBS_PYTHON.exists(), reason="`make jobs` installs Ray's job server")
 @pytest.mark.script(run=submit_really)
 def test_ray_job_submit(outcome: Callable[[], tuple[Path, subprocess.CompletedProcess[str], str]]) -> None:

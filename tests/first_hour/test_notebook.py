@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.soak
+pytestmark = pytest.mark.nightly
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 CELL = """

@@ -156,7 +156,7 @@ def test_every_loop_gives_the_weights_of_ddp(by_ddp: Weights) -> None:
     assert max(differences(trained_with_each_loop("horovod"), by_ddp).values()) < 1e-5
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_accumulation_windows_give_the_weights_of_ddp(ray_cluster: None) -> None:
     options = TrainingOptions(precision="bf16", accumulate=2, clip_value=0.5)
     horovod, ddp = (trained("helpers", backend=backend, options=options) for backend in ("horovod", "gloo"))

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.hosts.hosts import Hosts, run_script, wait_until, why_not
+from tests.tiers import lacks
 
 pytestmark = [pytest.mark.slow, pytest.mark.elastic]
 
@@ -22,7 +23,7 @@ LIMIT_S = 240.0
 def hosts() -> Iterator[Hosts]:
     lacking = why_not()
     if lacking:
-        pytest.skip(lacking)
+        lacks("hosts", lacking)
     with Hosts(3) as hosts:
         hosts.start_ray(head_cpus=0)
         yield hosts
@@ -63,7 +64,7 @@ def test_a_save_over_a_slow_connection_is_no_hang(hosts: Hosts) -> None:
     assert found["bytes"] > 20_000_000
 
 
-@pytest.mark.soak  # it is tried three times, for a minute each
+@pytest.mark.nightly  # it is tried three times, for a minute each
 def test_the_hosts_of_the_workers_that_cannot_reach_each_other_are_named(hosts: Hosts) -> None:
     with hosts[1].without_route_to(hosts[2]):
         found = run(hosts, "train")

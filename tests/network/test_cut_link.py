@@ -15,7 +15,7 @@ def script() -> ModuleType:
     return module
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.elastic
 def test_the_first_host_continues_alone() -> None:

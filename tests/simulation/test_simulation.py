@@ -348,7 +348,7 @@ def test_a_broken_engine_is_detected(name: str) -> None:
     assert seeds_needed(name, 400)
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", MUTANTS)
 def test_each_broken_engine_is_detected_within_two_thousand_seeds(name: str) -> None:
     assert seeds_needed(name, 2000)

@@ -115,7 +115,7 @@ def test_a_data_set_whose_workers_have_their_own_data_is_refused() -> None:
 
 @pytest.mark.slow
 @pytest.mark.elastic
-@pytest.mark.parametrize("normalized", [False, pytest.param(True, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("normalized", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_two_workers_and_then_one(ray_cluster: None, normalized: bool) -> None:
     elastic = ElasticConfig(batch="global", hang_timeout_s=120)
     config = {"normalized": normalized}

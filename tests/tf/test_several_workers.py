@@ -31,7 +31,7 @@ def undisturbed(epochs: int) -> tuple[dict[str, Any], dict[str, Any]]:
         return trainer.state_dict(), result
 
 
-@pytest.mark.parametrize(("workers", "library"), [(2, "keras"), pytest.param(3, "tf_keras", marks=pytest.mark.soak)])
+@pytest.mark.parametrize(("workers", "library"), [(2, "keras"), pytest.param(3, "tf_keras", marks=pytest.mark.nightly)])
 def test_compiled_models_on_several_workers(ray_cluster: None, workers: int, library: str) -> None:
     pytest.importorskip(library)
     config = {"library": library}
@@ -52,7 +52,7 @@ def test_compiled_models_on_several_workers(ray_cluster: None, workers: int, lib
 
 
 @pytest.mark.elastic
-@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.nightly)])
 def test_a_worker_fails_in_the_middle_of_an_epoch(ray_cluster: None, tmp_path: Path, rank: int) -> None:
     config = {"fault": (rank, 15, "kill"), "marks": str(tmp_path), "normalized": rank == 1}
     both = ElasticConfig(min_workers=2)  # on a busy machine, one of the new processes can start much later
@@ -83,7 +83,7 @@ def test_a_user_error_leaves_the_trainer_usable(ray_cluster: None, tmp_path: Pat
 
 
 @pytest.mark.elastic
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_a_hang_and_a_resize(ray_cluster: None, tmp_path: Path) -> None:
     config = {"fault": (1, 5, "stop"), "marks": str(tmp_path)}
     elastic = ElasticConfig(hang_timeout_s=15)
@@ -110,7 +110,7 @@ class StuckInSetup(Small):
 
 
 @pytest.mark.elastic
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_a_setup_that_does_not_end_is_reported(ray_cluster: None) -> None:
     given = {"num_workers": 2, "timeout_s": 40.0, "elastic": ElasticConfig(hang_timeout_s=40)}
     with pytest.raises(WorkerStartError, match=r"rank 1 on node .* within 40 s") as caught:

@@ -135,7 +135,7 @@ def test_a_seed_repeats_every_bit_and_a_prediction_survives_a_worker(first: dict
         assert trainer.test() == pytest.approx(first["test"])
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_replacements_join_when_preempted_workers_leave(
     first: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

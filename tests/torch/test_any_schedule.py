@@ -47,7 +47,7 @@ def trained(setting: Setting, changes: Sequence[Change] = (), **more: Any) -> tu
 
 
 def seeds(quick: int, total: int) -> list[Any]:
-    return [*range(quick), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(quick, total))]
+    return [*range(quick), *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(quick, total))]
 
 
 @pytest.mark.parametrize("seed", seeds(QUICK, SEEDS))
@@ -66,7 +66,7 @@ def test_any_schedule(seed: int) -> None:
         torch.testing.assert_close(weights, undisturbed, rtol=1e-12, atol=1e-12, msg=lambda text: f"{text}\n{setting}")
 
 
-@pytest.mark.parametrize("count", [6, pytest.param(40, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("count", [6, pytest.param(40, marks=pytest.mark.nightly)])
 def test_single_precision_differs_as_other_orders_of_the_sums_do(count: int) -> None:
     disturbed, orders = [], []
     for seed in range(count):

@@ -34,7 +34,7 @@ for config in (SharingConfig(), BackendConfig()):
 """
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_share_cuda_visible_devices() -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr

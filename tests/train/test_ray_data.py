@@ -119,7 +119,7 @@ def kill_one(config: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.elastic
-@pytest.mark.parametrize("where", [pytest.param("before", marks=pytest.mark.soak), "within"])
+@pytest.mark.parametrize("where", [pytest.param("before", marks=pytest.mark.nightly), "within"])
 def test_a_split_with_a_failed_reader_blocks_no_rank(made: Make, where: str) -> None:
     trainer = made(elastic=STILL)
     survivor = trainer.worker_group.execute(os.getpid)[0]

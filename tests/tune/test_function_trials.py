@@ -128,7 +128,7 @@ class TrialRecorder(tune.Callback):  # type: ignore[misc, name-defined, unused-i
             (self.marks / "stored").touch()
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.elastic
 def test_a_trial_survives_a_worker_failure_and_a_killed_trial_is_restarted(ray_cluster: None, tmp_path: Path) -> None:
     recorder = TrialRecorder(tmp_path)
@@ -154,7 +154,7 @@ def test_a_trial_survives_a_worker_failure_and_a_killed_trial_is_restarted(ray_c
     wait_for_free_cpus()
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_an_experiment_of_a_trainable_can_be_restored(ray_cluster: None, tmp_path: Path) -> None:
     """The function fails in its first epoch, and the restored experiment resumes the trial from its checkpoint."""
     trainable = Trainer("none", num_workers=1, logdir=tmp_path / "logs").to_tune_trainable(failing_first)
@@ -222,7 +222,7 @@ def epochs_in_a_session(config: dict[str, Any]) -> None:
             raise RuntimeError("the session's trial fails")
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_checkpoints_of_a_users_function_reach_tune(ray_cluster: None, tmp_path: Path) -> None:
     """Each function fails once, and Tune restarts it from the checkpoint of its last report. A Trainer's checkpoints are
     added to reports that have none, and one that was saved after the last report is passed on, too."""

@@ -37,7 +37,7 @@ def step(trainer: Any, info: dict[str, Any]) -> dict[str, Any]:
     return {**trainer.train(max_retries=0), **trainer.validate(), "rates": rates}
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_a_trial_copies_another_one_and_keeps_its_own_rate(ray_cluster: None, tmp_path: Path) -> None:
     """One rate is too small. After two epochs its trial copies the other one's weights, and continues with a third rate."""
     trainable = TorchTrainer.as_trainable(training_operator_cls=Line, use_gpu=False, override_tune_step=step)

@@ -39,7 +39,7 @@ class KilledOnce(TFTrainable):
 
 
 @pytest.mark.elastic
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_a_grid_search_with_a_killed_trial(ray_cluster: None, tmp_path: Path) -> None:
     results = tune.Tuner(
         KilledOnce,
