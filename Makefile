@@ -22,12 +22,13 @@ TELL := awk '/Downloading .*[0-9][0-9]\.[0-9]+ [MG]B/ { print "  pip: downloadin
 PIP_INSTALL = set -o pipefail; $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off \
 	--constraint constraints.txt
 
-.PHONY: help demo test more nightly pure sim jobs versions check fix docs notebooks bench horovod clean
+.PHONY: help demo test quick more nightly pure sim jobs versions check fix docs notebooks bench horovod clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo   train on scikit-learn's digits with 2 workers (makes an environment first)"
 	@echo "make test   run every test; ARGS='-k name' picks some"
+	@echo "make quick  the tests that are nearest to what you changed, about a minute; SINCE=main compares with another commit"
 	@echo "make more   the tests that take longer: every page, all faults, TensorFlow, Horovod and FSDP on workers"
 	@echo "make nightly  all tests, also those that take minutes, with larger numbers of cases (hours)"
 	@echo "make pure   those of them that only decide, in seconds"
@@ -48,6 +49,9 @@ demo: $(VENV)/demo.stamp
 # Two processes at a time, as most tests wait for processes half of their time. ARGS="-n 0 ..." makes it one, for a debugger.
 test: $(VENV)/dev.stamp
 	@$(BIN)/python -m pytest -q -n 2 $(ARGS)
+
+quick: $(VENV)/dev.stamp
+	@$(BIN)/python -m pytest -q -n 2 $$($(BIN)/python tools/quick.py $(SINCE)) $(ARGS)
 
 more: $(VENV)/dev.stamp
 	@RAYSGD_TIER=more $(BIN)/python -m pytest -q -n 2 $(ARGS)
