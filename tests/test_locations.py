@@ -256,6 +256,40 @@ def test_a_writer_that_is_killed_leaves_the_old_file(tmp_path: Path) -> None:
     assert locations.read(where) == b"old"
 
 
+RENAMES = """
+calls, real = [], os.replace
+def replace(*given):
+    calls.append(given)
+    if len(calls) == {call}:
+        die()
+    real(*given)
+os.replace = replace
+folder()
+"""
+BETWEEN = pytest.mark.xfail(strict=True, reason="between the two renames, no folder has the name")
+
+
+@pytest.mark.parametrize(
+    ("code", "content"),
+    [
+        ("os.fsync = die; folder()", b"old"),
+        (RENAMES.format(call=1), b"old"),
+        pytest.param(RENAMES.format(call=2), b"old", marks=BETWEEN),
+        ("import shutil; shutil.rmtree = die; folder()", b"new " * 1000),
+    ],
+    ids=["before the first rename", "at the first", "between the two", "before the old one is deleted"],
+)
+def test_a_writer_that_is_killed_leaves_the_old_folder_or_the_new_one(
+    tmp_path: Path, code: str, content: bytes
+) -> None:
+    where = tmp_path / "target"
+    with locations.draft_folder(where) as draft:
+        for name in "abc":
+            (draft / name).write_bytes(b"old")
+    killed(code, str(where))
+    assert [(where / name).read_bytes() for name in "abc"] == [content] * 3
+
+
 @pytest.mark.parametrize("cut", REMOTE_CUTS)
 def test_a_writer_that_is_killed_leaves_no_folder_on_s3(s3: str, cut: str) -> None:
     where = Uri(f"{s3}/{uuid.uuid4().hex}")
