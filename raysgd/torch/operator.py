@@ -463,11 +463,12 @@ class TrainingOperator(OperatorBase):
         ]
 
     def _own_scheduler(self) -> Any:
-        """Return the scheduler that the default loop steps: `self.scheduler`, or the only one registered."""
+        """Return the scheduler that the default loop steps: `self.scheduler`, or the only one registered, also if `self.scheduler` is
+        the list in which it was registered."""
         own = getattr(self, "scheduler", None)
         schedulers = self._parts.schedulers
-        if own is None and len(schedulers) == 1:
-            own = schedulers[0]
+        if not callable(getattr(own, "step", None)):
+            own = schedulers[0] if len(schedulers) == 1 else None
         if own is None and schedulers and self.scheduler_step_freq in (SCHEDULER_STEP_BATCH, SCHEDULER_STEP_EPOCH):
             raise ConfigError(
                 f"{len(schedulers)} schedulers are registered, and scheduler_step_freq={self.scheduler_step_freq!r} would step "
@@ -476,7 +477,7 @@ class TrainingOperator(OperatorBase):
             )
         if self.scheduler_step_freq in (SCHEDULER_STEP_BATCH, SCHEDULER_STEP_EPOCH):
             check_steps_alone(own, self.scheduler_step_freq)
-        return own if callable(getattr(own, "step", None)) else None
+        return own
 
     @property
     def _steps_schedule(self) -> bool:

@@ -186,6 +186,21 @@ def test_a_scheduler_that_only_the_loop_steps_is_none(kind: Any) -> None:
     trained(replica_of(1, 1, freq="epoch", kind=kind), range(EPOCHS))
 
 
+class Listed(Line):
+    """Keeps its only scheduler in the list in which it was registered."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        super().setup({"scheduler": lambda optimizer: [ConstantLR(optimizer)]})
+
+
+@pytest.mark.parametrize(("freq", "steps"), [("batch", 3), ("epoch", 1)])
+def test_a_list_with_the_only_scheduler_is_stepped(freq: str, steps: int) -> None:
+    with inline(Listed, scheduler_step_freq=freq) as trainer:
+        trainer.train()
+        (scheduler,) = operator_of(trainer).scheduler
+        assert scheduler.last_epoch == steps
+
+
 class Stepping(Planned):
     """Steps its scheduler at the end of its own epochs."""
 
