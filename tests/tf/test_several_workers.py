@@ -12,7 +12,7 @@ tf = pytest.importorskip("tensorflow")
 
 from raysgd import ElasticConfig, WorkerStartError  # noqa: E402
 from raysgd.tf import TFTrainer  # noqa: E402
-from tests.tf.small import ROWS, Small, arrays, data_creator, model_creator  # noqa: E402
+from tests.tf.small import ROWS, Small, arrays, data_creator, make_data, model_creator  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
@@ -69,6 +69,23 @@ def test_a_worker_fails_in_the_middle_of_an_epoch(ray_cluster: None, tmp_path: P
     if expected is not None and whole is not None:
         same(state, expected)
         assert result["train_loss"] == pytest.approx(whole["train_loss"], rel=0.2)
+
+
+def weights(operator: Any) -> list[np.ndarray]:
+    return [np.asarray(variable) for variable in operator.model.weights]
+
+
+def test_an_evaluation_is_that_of_the_model_that_is_saved(ray_cluster: None) -> None:
+    """Each rank normalizes batches of its own. The moving averages are exchanged in each step."""
+    features, targets = make_data()
+    with TFTrainer(training_operator_cls=Small, config={"normalized": True}, num_workers=2) as trainer:
+        trainer.train()
+        first, second = trainer.apply_all_operators(weights)
+        assert len(first) == 8 and all(map(np.array_equal, first, second))
+        expected = trainer.get_model()(features, training=False)
+        np.testing.assert_allclose(trainer.predict(features), expected, atol=1e-6)
+        loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)(targets, expected)
+        assert trainer.validate()["val_loss"] == pytest.approx(float(loss), abs=1e-6)
 
 
 @pytest.mark.elastic
