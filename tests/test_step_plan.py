@@ -13,10 +13,10 @@ from raysgd.core.step_plan import StepPlan
 CHANGES = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 7)), min_size=1, max_size=6)
 
 
-def plan_of(total: int, size: int, workers: int, epochs: int, *, drop_last: bool = False) -> StepPlan:
+def plan_of(total: int, size: int, workers: int, epochs: int, window: int = 1, *, drop_last: bool = False) -> StepPlan:
     epoch = SamplingPlan(total, size * workers, workers, drop_last)
-    steps = optimizer_steps(epochs, batches=epoch.steps_left(0), num_steps=None, window=1)
-    return StepPlan.of(epoch, steps=steps, epochs=epochs)
+    steps = optimizer_steps(epochs, batches=epoch.steps_left(0), num_steps=None, window=window)
+    return StepPlan.of(epoch, steps, epochs, window)
 
 
 def followed(plan: StepPlan, changes: list[tuple[int, int]]) -> list[int]:
@@ -38,13 +38,13 @@ def followed(plan: StepPlan, changes: list[tuple[int, int]]) -> list[int]:
     return made
 
 
-PLANS = st.tuples(st.integers(1, 90), st.integers(1, 6), st.integers(1, 6), st.integers(1, 3))
+PLANS = st.tuples(st.integers(1, 90), st.integers(1, 6), st.integers(1, 6), st.integers(1, 3), st.integers(1, 4))
 
 
 @settings(max_examples=300, deadline=None)
 @given(PLANS, st.booleans(), CHANGES)
 def test_it_never_goes_back_and_ends_with_the_plan(
-    numbers: tuple[int, int, int, int], drop_last: bool, changes: list[tuple[int, int]]
+    numbers: tuple[int, int, int, int, int], drop_last: bool, changes: list[tuple[int, int]]
 ) -> None:
     plan = plan_of(*numbers, drop_last=drop_last)
     made = followed(plan, changes)
@@ -55,11 +55,14 @@ def test_it_never_goes_back_and_ends_with_the_plan(
 
 @settings(max_examples=200, deadline=None)
 @given(PLANS, st.booleans())
-def test_with_all_workers_it_is_one_step_for_each_batch(numbers: tuple[int, int, int, int], drop_last: bool) -> None:
+def test_with_all_workers_it_is_one_step_for_each_window(
+    numbers: tuple[int, int, int, int, int], drop_last: bool
+) -> None:
     plan = plan_of(*numbers, drop_last=drop_last)
     made = followed(plan, [(0, plan.workers)])
-    assert sorted(set(made)) == list(range(min(1, plan.steps), plan.steps + 1))
-    assert len(made) == plan.steps + plan.epochs  # the ends of epochs add none
+    assert sorted({0, *made}) == list(range(plan.steps + 1))
+    if plan.window == 1:
+        assert len(made) == plan.steps + plan.epochs  # the ends of epochs add none
 
 
 @pytest.mark.parametrize(
@@ -78,7 +81,8 @@ def test_some_changes_by_hand(changes: list[tuple[int, int]], expected: list[int
 def test_the_steps_that_are_left() -> None:
     plan = plan_of(26, 4, 2, 3)
     alone = SamplingPlan(26, 4, 1)
-    assert plan.steps == 12 and plan.steps_left(plan.epoch, 0, 26, window=1) == 12
-    assert plan.steps_left(plan.epoch, 2, 8, window=1) == 3 + 4 and plan.steps_left(alone, 2, 8, window=1) == 5 + 7
-    assert plan.steps_left(plan.epoch, 2, 8, window=3) == 1 + 2 and plan.steps_left(alone, 2, 8, window=3) == 2 + 3
-    assert plan.steps_left(alone, 5, 26, window=1) == 0  # after the planned epochs
+    assert plan.steps == 12 and plan.steps_left(plan.epoch, 0, 26) == 12
+    assert plan.steps_left(plan.epoch, 2, 8) == 3 + 4 and plan.steps_left(alone, 2, 8) == 5 + 7
+    windows = plan_of(26, 4, 2, 3, 3)
+    assert windows.steps_left(plan.epoch, 2, 8) == 1 + 2 and windows.steps_left(alone, 2, 8) == 2 + 3
+    assert plan.steps_left(alone, 5, 26) == 0  # after the planned epochs

@@ -10,7 +10,8 @@ __all__ = ["StepPlan"]
 
 
 class StepPlan(NamedTuple):
-    """A run of `epochs`, in each of which all `workers` together take `step_size` of its `units` in each step.
+    """A run of `epochs`, in each of which all `workers` together take `step_size` of its `units` in each batch, and `window` batches
+    share a step.
 
     Samples, and not steps, measure how far a run is, because a group of another size needs another number of steps for the
     same samples. If all workers take part, both are the same. Part of a replica's state, as a tuple.
@@ -22,17 +23,20 @@ class StepPlan(NamedTuple):
     units: int
     step_size: int
     drop_last: bool
+    window: int = 1
 
     @classmethod
-    def of(cls, epoch: SamplingPlan, *, steps: int, epochs: int) -> StepPlan:
-        return cls(steps, epochs, epoch.world_size, epoch.total, epoch.step_size, epoch.drop_last)
+    def of(cls, epoch: SamplingPlan, steps: int, epochs: int, window: int = 1) -> StepPlan:
+        return cls(steps, epochs, epoch.world_size, epoch.total, epoch.step_size, epoch.drop_last, window)
 
     @staticmethod
     def fits(value: Any) -> bool:
         """Return whether this can be the tuple of a plan, or an empty one."""
         if not isinstance(value, (list, tuple)) or len(value) not in (0, len(StepPlan._fields)):
             return False
-        return all(type(each) in (int, bool) and 0 <= each < 1 << 62 for each in value) and (not value or value[4] > 0)
+        return all(type(each) in (int, bool) and 0 <= each < 1 << 62 for each in value) and (
+            not value or value[4] * value[6] > 0
+        )
 
     @property
     def epoch(self) -> SamplingPlan:
@@ -49,10 +53,11 @@ class StepPlan(NamedTuple):
 
         The next batch begins at that offset. So it has the learning rate with which the plan trains its first sample.
         """
-        each = self.units // self.step_size if self.drop_last else -(-self.units // self.step_size)
-        return (epoch - 1) * each + (each if offset >= self.units else offset // self.step_size)
+        batches = self.units // self.step_size if self.drop_last else -(-self.units // self.step_size)
+        each, begun = -(-batches // self.window), offset // self.step_size
+        return (epoch - 1) * each + (each if offset >= self.units or begun >= batches else begun // self.window)
 
-    def steps_left(self, now: SamplingPlan, epoch: int, offset: int, *, window: int) -> int:
-        """Return how many steps the rest of the run has if `now` divides its epochs. `window` batches share a step."""
+    def steps_left(self, now: SamplingPlan, epoch: int, offset: int) -> int:
+        """Return how many steps the rest of the run has if `now` divides its epochs."""
         rest, each = now.steps_left(offset), now.steps_left(0)
-        return -(-rest // window) + max(self.epochs - epoch, 0) * -(-each // window)
+        return -(-rest // self.window) + max(self.epochs - epoch, 0) * -(-each // self.window)

@@ -70,7 +70,7 @@ class Gradients:
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
         clips = options.clip_norm is not None or options.clip_value is not None
         self._reads_gradients = clips or monitor.needs_gradients
-        self._stepping = False
+        self._stepping = self._made = False
         self._schedules: tuple[list[Any], list[Any]] = [], []
         self.abandon()
 
@@ -270,13 +270,13 @@ class Gradients:
             with torch.enable_grad():  # as in the loop
                 self.while_exchanging()
 
-    def step(self, optimizer: Any) -> None:
-        """Clip the gradients and apply the step, if the window ends with this batch."""
+    def step(self, optimizer: Any) -> bool:
+        """Clip the gradients and apply the step, if the window ends with this batch. Return whether it was made."""
         if not self._closing:
             if self._watching:
                 self._skip()
             self._choose_witness(optimizer)
-            return
+            return False
         if self._exchanges:
             self._parts.exchange.finish(optimizer)
         self._precision.check_step(optimizer, direct=False)
@@ -285,13 +285,15 @@ class Gradients:
             if self.guard.on and self.guard.refuses(optimizer):
                 self._precision.leave_out(optimizer)
                 self.stepped()
-                return
+                return False
             self._clip(optimizer)
-        self._stepping = True
+        # Without this hook, an optimizer cannot say whether a loss scaler has called it.
+        self._stepping, self._made = True, not hasattr(optimizer, "register_step_pre_hook")
         try:
             self._precision.step(optimizer)
         finally:
             self._stepping = False
+        return self._made
 
     def watch(self, optimizers: Sequence[Any]) -> None:
         """Let the options also hold for steps that user code makes with `optimizer.step()`: clip before them, and raise an
@@ -323,7 +325,7 @@ class Gradients:
 
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         prepared = None if self._stepping else self._prepared(optimizer, args, kwargs)
-        self.in_step = True
+        self.in_step = self._made = True
         return prepared
 
     def _prepared(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from raysgd.constants import NUM_SAMPLES, NUM_STEPS, SCHEDULER_STEP_BATCH, SCHEDULER_STEP_EPOCH, USE_FP16
+from raysgd.constants import NUM_SAMPLES, NUM_STEPS, SCHEDULER_STEP_EPOCH, STEPPED_BY_TRAINER, USE_FP16
 from raysgd.core.meters import AverageMeterCollection
 from raysgd.core.ranks import RankInfo
 from raysgd.core.sampling_plan import SamplingPlan, optimizer_steps
@@ -26,6 +26,7 @@ from raysgd.torch import wrapping
 from raysgd.torch.averages import Averages
 from raysgd.torch.data.sample_seeds import seeded_for
 from raysgd.torch.data.sampling import batches_per_epoch, is_planned, planned_epoch, unit_size
+from raysgd.torch.foreign import step_in_order
 from raysgd.torch.fsdp import Shards, shard_layers
 from raysgd.torch.gradients import Gradients, samples_in
 from raysgd.torch.guard import StepGuard
@@ -120,8 +121,9 @@ class TrainingOperator(OperatorBase):
 
         `info` is what was passed to `train`, `num_steps` the number of batches if it is limited, `epoch_idx` the epoch."""
         scheduler = self._own_scheduler()
-        per_batch = self.scheduler_step_freq == SCHEDULER_STEP_BATCH and scheduler is not None
-        per_epoch = self.scheduler_step_freq == SCHEDULER_STEP_EPOCH and scheduler is not None
+        steps_it = self.scheduler_step_freq in STEPPED_BY_TRAINER and scheduler is not None
+        per_epoch = self.scheduler_step_freq == SCHEDULER_STEP_EPOCH and steps_it
+        per_batch = steps_it and not per_epoch
         common = {**(info or {}), NUM_STEPS: num_steps, USE_FP16: self.use_fp16, "epoch_idx": epoch_idx}
         self._meter = meter = AverageMeterCollection()
         for model in self._parts.wrapped:
@@ -132,19 +134,19 @@ class TrainingOperator(OperatorBase):
             batch_info = {"batch_idx": batch_idx, "global_step": self.global_step, **common}
             steps = steps_of(scheduler)
             metrics = self.train_batch(batch, batch_info=batch_info) if named else self.train_batch(batch, batch_info)
-            if (per_batch or per_epoch) and steps_of(scheduler) != steps:
+            if steps_it and steps_of(scheduler) != steps:
                 raise stepped_twice(type(self).__name__, scheduler, str(self.scheduler_step_freq))
             whole = getattr(iterator, "whole", True)  # otherwise, another piece of the same batch follows
             for _ in range(self._due_steps() if per_batch and whole else 0):
-                scheduler.step()
+                step_in_order(scheduler)
             self._count(iterator, metrics, meter, batch=batch)
             if whole:
                 self.global_step += 1
                 batch_idx += 1
         for _ in range(self._due_steps(ended=True) if per_batch else 0):
-            scheduler.step()
+            step_in_order(scheduler)
         if per_epoch and getattr(iterator, "epoch_ended", True):
-            scheduler.step()
+            step_in_order(scheduler)
         return dict(meter.summary())
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
@@ -227,10 +229,10 @@ class TrainingOperator(OperatorBase):
         if its arguments have num_losses.)"""
         self._gradients.backward(loss, optimizer, loss_id)
 
-    def step(self, optimizer: Any = None) -> None:
+    def step(self, optimizer: Any = None) -> bool:
         """Clip the gradients, and apply the step of the `optimizer` (by default the only one). Do nothing before the last
-        batch of an accumulation window."""
-        self._gradients.step(self._only_optimizer() if optimizer is None else optimizer)
+        batch of an accumulation window. Return whether the step was made, and neither awaited nor left out."""
+        return self._gradients.step(self._only_optimizer() if optimizer is None else optimizer)
 
     def zero_grad(self, optimizer: Any = None) -> None:
         """Clear the gradients of one `optimizer`, or of all. Do nothing after the first batch of an accumulation
@@ -292,9 +294,9 @@ class TrainingOperator(OperatorBase):
         if schedulers is not None and self.scheduler_step_freq is None:
             raise ConfigError(
                 "register got schedulers, but the trainer does not say when they step: pass it "
-                "scheduler_step_freq='batch', 'epoch' or 'manual'"
+                "scheduler_step_freq='batch', 'step', 'epoch' or 'manual'"
             )
-        if schedulers is None and self.scheduler_step_freq in ("batch", "epoch") and self.world_rank == 0:
+        if schedulers is None and self.scheduler_step_freq in STEPPED_BY_TRAINER and self.world_rank == 0:
             logger.warning(
                 "scheduler_step_freq=%r has no effect, because register() got no schedulers: pass it schedulers=..., which are "
                 "then stepped, and saved in checkpoints",
@@ -397,7 +399,7 @@ class TrainingOperator(OperatorBase):
     def _note_planned(self, steps: int, epochs: int, num_steps: int | None) -> None:
         self._planned_steps = steps
         epoch = self._planned_epoch(self._settings.num_workers) if num_steps is None else None
-        plan, known = None if epoch is None else StepPlan.of(epoch, steps=steps, epochs=epochs), self._plan
+        plan, known = None if epoch is None else StepPlan.of(epoch, steps, epochs, self._batches_per_step), self._plan
         # A call for the epochs of a warm-up leaves the plan of the complete run as it is.
         if plan is None or known is None or not plan.divides_like(known) or plan.epochs > known.epochs:
             self._plan = plan
@@ -469,13 +471,13 @@ class TrainingOperator(OperatorBase):
         schedulers = self._parts.schedulers
         if not callable(getattr(own, "step", None)):
             own = schedulers[0] if len(schedulers) == 1 else None
-        if own is None and schedulers and self.scheduler_step_freq in (SCHEDULER_STEP_BATCH, SCHEDULER_STEP_EPOCH):
+        if own is None and schedulers and self.scheduler_step_freq in STEPPED_BY_TRAINER:
             raise ConfigError(
                 f"{len(schedulers)} schedulers are registered, and scheduler_step_freq={self.scheduler_step_freq!r} would step "
                 "none of them: set self.scheduler in setup to the one that the default loop steps, or pass "
                 "scheduler_step_freq='manual' and step them in your own methods"
             )
-        if self.scheduler_step_freq in (SCHEDULER_STEP_BATCH, SCHEDULER_STEP_EPOCH):
+        if self.scheduler_step_freq in STEPPED_BY_TRAINER:
             check_steps_alone(own, self.scheduler_step_freq)
         return own
 
@@ -483,7 +485,7 @@ class TrainingOperator(OperatorBase):
     def _steps_schedule(self) -> bool:
         """Return whether the default loop steps a schedule, and not the user's code."""
         own = type(self).train_epoch is not TrainingOperator.train_epoch
-        steps = self.scheduler_step_freq in (SCHEDULER_STEP_BATCH, SCHEDULER_STEP_EPOCH)
+        steps = self.scheduler_step_freq in STEPPED_BY_TRAINER
         return steps and bool(self._parts.schedulers) and not own
 
     def _returns_items(self) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from raysgd.constants import SCHEDULER_STEP_BATCH
+from raysgd.constants import SCHEDULER_STEP_STEP
 from raysgd.core.comparison import Summary
 from raysgd.core.messages import SnapshotUpload
 from raysgd.core.metrics import COMMITTED, FIRST, ROWS, SECONDS, SKIPPED, for_all_ranks
@@ -60,7 +60,7 @@ IN_STEP = (
 PLAN_CHANGED = (
     "total_steps() planned %d optimizer steps with %d worker(s). With %d from now on, this run makes %d, so a schedule that your code "
     "steps does not end with the run. ElasticConfig(batch='global') keeps the number of steps when the workers change; with "
-    "scheduler_step_freq='batch', the trainer steps the scheduler, and lets it follow the plan"
+    "scheduler_step_freq='step', the trainer steps the scheduler, and lets it follow the plan"
 )
 
 
@@ -172,11 +172,13 @@ class TorchReplica(ReplicaBase):
     # -- schedules that `total_steps` has planned --------------------------------------------------------
 
     def _due_steps(self, *, ended: bool = False) -> int:
-        """Return how many steps are due of a schedule that the default loop steps: after a batch, one, or as many as bring it to
-        where the plan has processed the same samples; with `ended`, those that are left when an epoch ends. The count is part of
-        the position, so survivors, replacement workers and restarts agree."""
+        """Return how many steps are due of a schedule that the default loop steps: after a batch (or after the last one of a window,
+        with "step"), one, or as many as bring it to where the plan has processed the same samples; with `ended`, those that are left
+        when an epoch ends. The count is part of the position, so survivors, replacement workers and restarts agree."""
         plan, position = self.operator._plan, self._position
         current = None if self._feed is None else self._feed.current
+        if self.operator.scheduler_step_freq == SCHEDULER_STEP_STEP and not (self._feed is None or self._feed.closing):
+            return 0
         if plan is None or self._trains_on is not self._sources.get("train") or (current is None and not ended):
             position.planned = 0
             return int(not ended)
@@ -197,8 +199,8 @@ class TorchReplica(ReplicaBase):
         now = operator._planned_epoch(self._rank_info.world_size)
         if now is None:
             return
-        place, window = (position.epoch, plan.units if position.ended else position.offset), self._options.accumulate
-        rest, planned = (plan.steps_left(each, *place, window=window) for each in (now, plan.epoch))
+        place = position.epoch, plan.units if position.ended else position.offset
+        rest, planned = (plan.steps_left(each, *place) for each in (now, plan.epoch))
         position.plan = tuple(plan) if rest == planned else ()
         if rest != planned and self.rank == 0:
             logger.warning(PLAN_CHANGED, plan.steps, plan.workers, now.world_size, plan.steps - planned + rest)
@@ -209,8 +211,7 @@ class TorchReplica(ReplicaBase):
         operator, position, plan = self.operator, self._position, self.operator._plan
         if not position.plan or plan is None or plan.divides_like(saved := StepPlan(*position.plan)):
             return
-        followed = position.planned and operator.scheduler_step_freq == SCHEDULER_STEP_BATCH
-        scheduler: Any = operator._own_scheduler() if followed else None
+        scheduler: Any = operator._own_scheduler() if position.planned and operator._steps_schedule else None
         if not has_length_in_code(scheduler):
             operator._plan = saved
             return

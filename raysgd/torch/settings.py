@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from raysgd.constants import VALID_SCHEDULER_STEP
+from raysgd.constants import SCHEDULER_STEP_MANUAL, STEPPED_BY_TRAINER
 from raysgd.errors import ConfigError
 from raysgd.torch.options import TrainingOptions
 from raysgd.torch.wrapping import Exchange
@@ -35,8 +35,6 @@ class TorchSettings(ReplicaSettings):
     ema_decay: float | None = None
 
     def __post_init__(self) -> None:
-        freq = self.scheduler_step_freq
-        if freq is not None and freq not in VALID_SCHEDULER_STEP:
-            raise ConfigError(
-                f"scheduler_step_freq must be one of {sorted(VALID_SCHEDULER_STEP)} or None, got {freq!r}"
-            )
+        freq, known = self.scheduler_step_freq, {*STEPPED_BY_TRAINER, SCHEDULER_STEP_MANUAL}
+        if freq is not None and freq not in known:
+            raise ConfigError(f"scheduler_step_freq must be one of {sorted(known)} or None, got {freq!r}")

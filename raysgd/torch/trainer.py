@@ -69,7 +69,7 @@ class TorchTrainer(TrainerBase):
         backend                  "auto": "nccl" on GPUs, else "gloo"; or "horovod"
         horovod_args             arguments of Horovod, for backend="horovod"
 
-        scheduler_step_freq      when the default loop steps the schedulers: "batch", "epoch", or "manual" (never)
+        scheduler_step_freq      when the default loop steps the schedulers: after each "batch", "step" or "epoch", or "manual" (never)
         add_dist_sampler         divide the registered data among the workers
         seed                     seeds the random generators of every worker, for runs that can be repeated exactly
         wrap_ddp                 RaySGD's name for `options.parallel`: True is "ddp", False is None
@@ -102,7 +102,7 @@ class TorchTrainer(TrainerBase):
         timeout_s: float = 1800,
         backend: Literal["auto", "gloo", "nccl", "horovod"] = "auto",
         horovod_args: Mapping[str, Any] | None = None,
-        scheduler_step_freq: Literal["batch", "epoch", "manual"] | None = None,
+        scheduler_step_freq: Literal["batch", "step", "epoch", "manual"] | None = None,
         add_dist_sampler: bool = True,
         seed: int | None = None,
         wrap_ddp: bool | None = None,

@@ -200,8 +200,8 @@ class OperatorBase:
         if self._batches_per_step > 1 and getattr(self, "scheduler_step_freq", None) == "batch":
             raise ConfigError(
                 "total_steps() counts optimizer steps, but with scheduler_step_freq='batch' the schedulers step after each of "
-                f"the {self._batches_per_step} batches of an optimizer step: pass scheduler_step_freq='manual', and step them "
-                "yourself, once for each optimizer step"
+                f"the {self._batches_per_step} batches of an optimizer step: pass scheduler_step_freq='step', or 'manual' and "
+                "step them yourself, after a self.step() that returns True"
             )
         if num_steps is not None:
             at_least("num_steps", num_steps, 1, whole=True)

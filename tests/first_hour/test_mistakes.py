@@ -140,7 +140,10 @@ ARGUMENTS: dict[str, Case] = {
     "options as a dict": (made(options={"precision": "bf16"}), ["raysgd.TrainingOptions", "{'precision': 'bf16'}"]),
     "elastic as a dict": (made(elastic={"min_workers": 1}), ["raysgd.ElasticConfig", "{'min_workers': 1}"]),
     "a backend that does not exist": (made(backend="mpi"), ["'auto', 'gloo', 'nccl' or 'horovod'", "got 'mpi'"]),
-    "a schedule that does not exist": (made(scheduler_step_freq="step"), ["'batch', 'epoch', 'manual'", "got 'step'"]),
+    "a schedule that does not exist": (
+        made(scheduler_step_freq="steps"),
+        ["'batch', 'epoch', 'manual', 'step'", "got 'steps'"],
+    ),
     "a hook that is not a function": (made(initialization_hook=3), ["initialization_hook", "a function", "got 3"]),
     "a callback that is a function": (made(callbacks=[print]), ["raysgd.callbacks.Callback objects", "print"]),
     "a callback that is a class": (made(callbacks=[Callback]), ["got the class Callback", "pass Callback()"]),
@@ -242,7 +245,7 @@ PARTS: dict[str, Case] = {
     "a loss's name": (made(operator=registering(criterion="mse")), ["criterion must be", "'mse'"]),
     "a schedule without its frequency": (
         made(operator=registering(schedulers=lambda model, optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1))),
-        ["register got schedulers", "scheduler_step_freq='batch', 'epoch' or 'manual'"],
+        ["register got schedulers", "scheduler_step_freq='batch', 'step', 'epoch' or 'manual'"],
     ),
     "a schedule of another optimizer": (
         scheduled(registering(schedulers=other_schedule), "epoch"),

@@ -35,8 +35,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "an instance": ({"training_operator_cls": Line({})}, "Pass the class itself, not an instance"),
     "a model": ({"training_operator_cls": torch.nn.Linear}, "TrainingOperator"),
     "scheduler_step_freq": (
-        {"scheduler_step_freq": "step"},
-        "one of ['batch', 'epoch', 'manual'] or None, got 'step'",
+        {"scheduler_step_freq": "steps"},
+        "one of ['batch', 'epoch', 'manual', 'step'] or None, got 'steps'",
     ),
     "backend": ({"backend": "mpi"}, "backend must be 'auto', 'gloo', 'nccl' or 'horovod', got 'mpi'"),
     "hook": ({"initialization_hook": 3}, "initialization_hook must be a function without arguments, got 3"),

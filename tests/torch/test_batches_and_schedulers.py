@@ -1,5 +1,6 @@
 """Kinds of batches, how they reach the device, and when schedulers step."""
 
+import warnings
 from collections import UserDict, namedtuple
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
-from raysgd import ConfigError
+from raysgd import ConfigError, TrainingOptions
 from raysgd.torch.parts import move
 from tests.torch.small import Line, inline, operator_of
 
@@ -101,7 +102,7 @@ def test_update_scheduler() -> None:
 
 
 def test_a_scheduler_without_a_frequency_is_refused() -> None:
-    with pytest.raises(ConfigError, match="scheduler_step_freq='batch', 'epoch' or 'manual'"):
+    with pytest.raises(ConfigError, match="scheduler_step_freq='batch', 'step', 'epoch' or 'manual'"):
         inline(config={"scheduler": decaying})
 
 
@@ -159,3 +160,49 @@ def test_a_dict_with_a_to_method_is_moved_by_it() -> None:
 
     device = torch.device("meta")
     assert move(Encoding(), device) == move(Strict(rows=1), device) == "to meta"
+
+
+def test_step_returns_whether_it_was_made() -> None:
+    class Own(Line):
+        def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+            features, target = batch
+            self.zero_grad()
+            with self.autocast():
+                loss = self.criterion(self.model(features), target)
+            # Small, because fp16 would leave out steps at the first scale otherwise.
+            self.backward(loss * (float("nan") if batch_info["batch_idx"] in self.config["bad"] else 1e-4))
+            self.made.append(self.step())
+            return {"num_samples": len(target)}
+
+    def made(bad: tuple[int, ...] = (), **options: Any) -> list[bool]:
+        with inline(Own, config={"bad": bad}, options=TrainingOptions(**options)) as trainer:
+            operator_of(trainer).made = found = []
+            trainer.train()
+            return found
+
+    assert made() == [True] * 3 and made(accumulate=2) == [False, True, True]
+    assert made((1,), on_nonfinite="skip") == [True, False, True]
+    assert made((1,), precision="fp16") == [True, False, True]
+
+
+@pytest.mark.parametrize("freq", ["batch", "step"])
+def test_torch_does_not_warn_about_the_order_of_steps(freq: str) -> None:
+    """It would if a scheduler steps before its optimizer has: in a window, or after a step that was left out."""
+
+    class Bad(Line):
+        def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+            features, target = batch
+            return super().train_batch(
+                (features * float("nan"), target) if batch_info["batch_idx"] == 0 else batch, batch_info
+            )
+
+    given: list[tuple[type[Line], dict[str, Any]]] = [(Line, {"accumulate": 2}), (Bad, {"on_nonfinite": "skip"})]
+    for operator, options in given:
+        config, settings = {"scheduler": decaying}, TrainingOptions(**options)
+        with (
+            warnings.catch_warnings(),
+            inline(operator, config=config, scheduler_step_freq=freq, options=settings) as trainer,
+        ):
+            warnings.simplefilter("error")
+            trainer.train()
+            assert operator_of(trainer).scheduler.last_epoch == (2 if freq == "step" and "accumulate" in options else 3)

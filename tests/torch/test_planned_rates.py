@@ -226,6 +226,40 @@ def test_schedules_of_epochs_and_of_a_number_of_steps_do_not_change() -> None:
     assert limited.operator.rates == undisturbed(cosine, 15)[:-1]  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("restart", [False, True])
+@pytest.mark.parametrize("changes", CHANGES.values(), ids=CHANGES)
+def test_with_accumulation_a_schedule_of_steps_makes_one_for_each_window(changes: Any, restart: bool) -> None:
+    operator: Any = run(changes, restart=restart, freq="step", accumulate=3).operator
+    expected = undisturbed(cosine, 9)
+    assert operator._plan.steps == 9 and operator._parts.schedulers[0].last_epoch == 9
+    assert operator.optimizer.param_groups[0]["lr"] == expected[-1]
+    assert operator.rates == sorted(operator.rates, reverse=True) and set(operator.rates) <= set(expected)
+    if changes == CHANGES["undisturbed"]:
+        assert operator.rates == [expected[3 * epoch + batch // 3] for epoch in range(EPOCHS) for batch in range(7)]
+
+
+def test_a_schedule_of_steps_after_a_failure_within_a_window() -> None:
+    replica = replica_of(2, freq="step", accumulate=3)
+    operator: Any = replica.operator
+    original = operator.train_batch
+
+    def failing(batch: Any, batch_info: dict[str, Any]) -> Any:
+        if operator.batches == 4:
+            replica._control.interrupt()
+        return original(batch, batch_info)
+
+    operator.train_batch = failing
+    assert isinstance(train(replica, 0), Interrupted)
+    replica._control.clear()
+    replica.joined(RankInfo(world_size=2))
+    for call in range(EPOCHS):
+        train(replica, call)
+    expected, (first, *others) = undisturbed(cosine, 9), [[0] * 3 + [1] * 3 + [2], [3] * 3 + [4] * 3 + [5]]
+    places = [*first[:5], *first[3:], *others[0], *(each + 3 for each in others[0])]  # two batches are processed again
+    assert operator.rates == [expected[place] for place in places]
+    assert operator._parts.schedulers[0].last_epoch == 9
+
+
 # -- schedules that user code steps -------------------------------------------------------------------
 
 
@@ -244,7 +278,7 @@ def test_one_warning_when_the_plan_of_the_users_steps_no_longer_holds(caplog: py
     train(replica, 2)  # 10 steps were made, and 28 samples of this epoch and 52 of the last one are left
     (warning,) = warnings(caplog)
     assert "planned 21 optimizer steps with 2 worker(s). With 1 from now on, this run makes 30" in warning
-    assert "ElasticConfig(batch='global')" in warning and "scheduler_step_freq='batch'" in warning
+    assert "ElasticConfig(batch='global')" in warning and "scheduler_step_freq='step'" in warning
     other = replica_of(1, freq="manual", own=True)
     other.load(memoryview(bytes(replica.state())))  # a replacement worker
     for each in (replica, other):

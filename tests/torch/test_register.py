@@ -143,7 +143,7 @@ def test_a_criterion_may_be_any_function() -> None:
         ({"models": [nn.Linear(1, 1), 3]}, "list or tuple"),
         ({"ddp_args": [1]}, "ddp_args must be a dict"),
         ({"apex_args": "O1"}, "apex_args must be a dict"),
-        ({"schedulers": [], "freq": None}, "scheduler_step_freq='batch', 'epoch' or 'manual'"),
+        ({"schedulers": [], "freq": None}, "scheduler_step_freq='batch', 'step', 'epoch' or 'manual'"),
     ],
 )
 def test_register_refuses(parts: dict[str, Any], says: str) -> None:
