@@ -288,5 +288,12 @@ def test_raysgds_names_for_the_parts():
         assert operator.get_model() is operator.model is operator.module
         assert [type(each).__name__ for each in operator.optimizers] == ["AdamW"]
         assert [type(each).__name__ for each in operator.schedulers] == ["ExponentialLR", "LambdaLR"]
+        first, second = operator.scheduler_dicts
+        assert [first["scheduler"], second["scheduler"]] == operator.schedulers
+        keys = ("interval", "frequency", "reduce_on_plateau", "monitor")
+        assert [[each[key] for key in keys] for each in (first, second)] == [
+            ["epoch", 1, False, None],
+            ["step", 3, False, None],
+        ]
         with pytest.raises(AttributeError):
             operator.model = None

@@ -18,7 +18,7 @@ from raysgd.errors import CheckpointError, ConfigError
 from raysgd.torch.gradients import samples_in
 from raysgd.torch.lightning import module as modules
 from raysgd.torch.lightning.logging import LoggedValues
-from raysgd.torch.lightning.schedulers import Schedules, read_configuration
+from raysgd.torch.lightning.schedulers import KEYS, Schedules, read_configuration
 from raysgd.torch.lightning.trainer_stub import StepServices, TrainerStub
 from raysgd.torch.operator import TrainingOperator
 
@@ -139,6 +139,14 @@ class LightningOperator(TrainingOperator):
     @property
     def schedulers(self) -> list[Any]:
         return self._parts.schedulers
+
+    @property
+    def scheduler_dicts(self) -> list[dict[str, Any]]:
+        """Return what says when each scheduler steps, with the keys of Lightning's `lr_scheduler` dictionaries."""
+        return [
+            {**{name: getattr(each, name, None) for name in KEYS}, "reduce_on_plateau": each.plateau}
+            for each in self._schedules.all
+        ]
 
     # -- training -------------------------------------------------------------------------------------
 
