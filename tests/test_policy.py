@@ -1,11 +1,14 @@
 """What a set of outcomes means, and what to do about it, as tables, because both functions are pure."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raysgd.core.outcomes import CollectivePlace, Failed, Interrupted, Ok, WorkerFailed
 from raysgd.core.policy import (
+    OUT_OF_STEP,
     GiveUp,
     Recovery,
     Rejoin,
@@ -17,6 +20,7 @@ from raysgd.core.policy import (
     count_to_launch,
     decide,
     different_calls,
+    drift,
     is_time_to_join,
     is_time_to_leave,
     leave_within_s,
@@ -135,6 +139,7 @@ DIFFERENT = {
     "one received data of another size": [cut(9, "backward"), WorkerFailed("preamble", "out of step")],
     "the same call, and one call too many before": [begun((7, 12), (8, 14)), begun((8, 15), (9, 16))],
     "one call more in this batch": [made(1), made(2)],
+    "in a call of a batch that the other one has ended": [begun((7, 12), (8, 14), (9, 8)), begun((7, 12), (8, 14))],
     "one of three": [cut(9, "all_reduce"), cut(9, "all_reduce"), cut(9, "broadcast")],
 }
 SAME = {
@@ -161,6 +166,26 @@ def test_ranks_that_made_different_collective_calls(outcomes: list) -> None:
 @pytest.mark.parametrize("outcomes", SAME.values(), ids=SAME)
 def test_ranks_that_may_have_made_the_same_calls(outcomes: list) -> None:
     assert classify({f"w{rank}": outcome for rank, outcome in enumerate(outcomes)}).kind in ("broken", "paused")
+
+
+def test_the_lines_at_which_only_one_rank_called_a_model() -> None:
+    usual, own = "gan.py:20 train_batch", "gan.py:27 train_batch"
+    one = CollectivePlace(9, "forward", usual, ((6, 4), (7, 8)), ((6, usual), (6, own), (7, usual)))
+    other = CollectivePlace(8, "backward", usual, ((6, 4), (7, 6)), ((6, usual), (7, usual)))
+    text = "before step 7 there had been 8 on rank 0, 6 on rank 1 collective calls"
+    assert drift({0: one, 1: other}) == f"{text}; in step 6 rank 0, and not rank 1, called a model at {own}"
+    still = CollectivePlace(7, "forward", own, ((6, 4),), ((6, usual), (6, own)))
+    text = "rank 1 has ended step 6 after 6 collective calls, and rank 0 is still in it; in step 6 rank 0, and not rank 1, called a model"
+    assert text in drift({0: still, 1: other})
+    assert drift({0: replace(still, name=""), 1: other}) == drift({0: replace(still, count=6), 1: other}) == ""
+
+    died = WorkerFailed("its process was ended by gloo", OUT_OF_STEP)
+    text = f"in step 6, and not in the one before, rank 0 called a model at {own}"
+    for called in (((5, usual), (6, usual), (6, own)), ((5, usual), (6, usual), (6, own), (7, usual))):
+        assert text in different_calls({"a": Interrupted(place=replace(one, called=called)), "b": died})
+    assert "called a model" not in different_calls(
+        {"a": Interrupted(place=replace(one, called=((6, own),))), "b": died}
+    )
 
 
 def test_at_the_second_time_different_lines_are_enough() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from raysgd.core.outcomes import CollectivePlace
 
 __all__ = [
     "RankReport",
@@ -14,6 +16,7 @@ __all__ = [
     "describe_unfinished",
     "is_in_collective",
     "is_user_frame",
+    "place_of",
 ]
 
 # Frames of a rank that is waiting for its peers: (end of the file's path, function; "" for any function).
@@ -28,7 +31,7 @@ COLLECTIVE_FRAMES = (
     ("tensorflow/python/ops/gen_collective_ops.py", ""),
 )
 # The modules of these frames that users call, whose functions call each other.
-LIBRARIES = ("torch/distributed/distributed_c10d.py", "horovod/torch/mpi_ops.py")
+LIBRARIES = ("torch/distributed/distributed_c10d.py", "torch/nn/parallel/distributed.py", "horovod/torch/mpi_ops.py")
 # A collective's frame can call other functions of these packages (logging and timing wrappers). If it calls any other
 # code (a hook in the backward pass), the rank is busy in that code.
 FRAMEWORKS = ("/torch/", "/tensorflow/", "/horovod/")
@@ -96,6 +99,14 @@ def collective_name(stack: Sequence[str]) -> str:
         elif is_user_frame(frame):
             break
     return "" if found in UNORDERED else found
+
+
+def place_of(
+    frames: Sequence[str], count: int, begun: Iterable[tuple[int, int]], called: Iterable[tuple[int, str]]
+) -> CollectivePlace:
+    """Return which collective call a stack is in, and the line of the user's code that made it."""
+    line = next(filter(is_user_frame, frames), "")
+    return CollectivePlace(count, collective_name(frames), line, tuple(begun), tuple(called))
 
 
 def _path_and_function(frame: str) -> tuple[str, str]:

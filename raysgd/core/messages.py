@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from raysgd.core.outcomes import CollectivePlace
 from raysgd.core.progress import Progress
 
 __all__ = [
@@ -150,13 +151,13 @@ class BoundaryAnswer(Message):
 @dataclass(frozen=True)
 class StackReport(Message):
     """A worker answers `StackRequest` with this: the training thread's stack (innermost frame first), phase and
-    batch, and how many collective calls this process has made (-1: not counted)."""
+    batch, and what is known of its collective calls."""
 
     round: int
     frames: tuple[str, ...]
     phase: str = ""
     batch: int = 0
-    collectives: int = -1
+    place: CollectivePlace = field(default_factory=CollectivePlace)
 
 
 @dataclass(frozen=True)
@@ -375,7 +376,9 @@ def _checked(value: Any, hint: Any, where: str) -> Any:
     if is_dataclass(hint) and isinstance(value, dict):
         return _built(hint, value)
     if origin is tuple and isinstance(value, list):
-        return tuple(_checked(each, arguments[0], where) for each in value)
+        hints = arguments[:1] * len(value) if arguments[-1] is ... else arguments
+        if len(hints) == len(value):
+            return tuple(_checked(each, hint, where) for each, hint in zip(value, hints, strict=True))
     if origin is dict and isinstance(value, dict):
         return value
     if isinstance(hint, type) and type(value) is hint:

@@ -31,12 +31,14 @@ class CollectivePlace:
     name     the collective call that it was in, such as "barrier"; empty if it was in none
     line     the line of the user's code that made this call: "file:line function"
     begun    (step, number of collective calls made before it), for the newest steps
+    called   (step, line), for each call of a wrapped model in them
     """
 
     count: int = -1
     name: str = ""
     line: str = ""
     begun: tuple[tuple[int, int], ...] = ()
+    called: tuple[tuple[int, str], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -29,6 +30,7 @@ __all__ = [
     "count_to_launch",
     "decide",
     "different_calls",
+    "drift",
     "is_time_to_join",
     "is_time_to_leave",
     "leave_within_s",
@@ -160,7 +162,8 @@ def different_calls(outcomes: Mapping[str, Outcome], *, again: bool = False) -> 
     -   the backend received data of an unexpected size
     -   a rank is in a call beyond the last call of a rank that has finished
     -   two ranks are in their n-th call, and the calls differ
-    -   two ranks began the same batch after different numbers of calls
+    -   two ranks began the same batch after different numbers of calls, or one is in a call beyond those with which another
+        one has ended that batch
     -   two ranks are at the same line in the same batch, and one of them has made more calls in it than in the batch
         before (not for a call about objects, such as broadcast_object_list, which makes several collective calls itself)
     -   with `again` (no worker failed, for the second time at this place): the ranks are at different lines
@@ -175,7 +178,8 @@ def different_calls(outcomes: Mapping[str, Outcome], *, again: bool = False) -> 
         one.count == other.count and one.name != other.name for one in counted.values() for other in counted.values()
     )
     lines = {(place.name, place.line) for place in waiting.values()}
-    drifted = _drifted({r: o.place for r, o in ranks if isinstance(o, Interrupted)}) or _more_calls(counted)
+    places = {r: o.place for r, o in ranks if isinstance(o, Interrupted)}
+    drifted = drift(places) or _more_calls(counted) or (_unusual(places) if mismatched else "")
     if not (mismatched or beyond or same or drifted or (again and len(lines) > 1)):
         return ""
     stories = [
@@ -186,6 +190,11 @@ def different_calls(outcomes: Mapping[str, Outcome], *, again: bool = False) -> 
     return "; ".join([*mismatched, *stories, *([drifted] if drifted else [])])
 
 
+def drift(places: Mapping[int, CollectivePlace]) -> str:
+    """Return the evidence that ranks did not make the same number of collective calls in a step, "" if there is none."""
+    return _drifted(places) or _ahead(places)
+
+
 def _drifted(places: Mapping[int, CollectivePlace]) -> str:
     """Return which ranks began a batch after different numbers of collective calls: the first such batch among those
     that all ranks remember."""
@@ -194,8 +203,39 @@ def _drifted(places: Mapping[int, CollectivePlace]) -> str:
         counts = {rank: begun[step] for rank, begun in zip(places, known, strict=True)}
         if len(set(counts.values())) > 1 and min(counts.values()) >= 0:
             counted = ", ".join(f"{count} on rank {rank}" for rank, count in counts.items())
-            return f"before step {step} there had been {counted} collective calls"
+            most, least = max(counts, key=counts.__getitem__), min(counts, key=counts.__getitem__)
+            only = _only(places, most, least, step - 1)
+            return f"before step {step} there had been {counted} collective calls{only}"
     return ""
+
+
+def _ahead(waiting: Mapping[int, CollectivePlace]) -> str:
+    """Return which rank is in a call of a step that another rank has ended with fewer calls."""
+    for rank, place in ((rank, place) for rank, place in waiting.items() if place.name):
+        step = place.begun[-1][0] if place.begun else -2
+        for other, theirs in waiting.items():
+            made = dict(theirs.begun).get(step + 1, -1)
+            if 0 <= made < place.count:
+                only = _only(waiting, rank, other, step)
+                return f"rank {other} has ended step {step} after {made} collective calls, and rank {rank} is still in it{only}"
+    return ""
+
+
+def _unusual(places: Mapping[int, CollectivePlace]) -> str:
+    """Return at which lines a rank called a model in a step, and not in the step before: the newest such step."""
+    for rank, place in places.items():
+        for step in sorted({at for at, _ in place.called}, reverse=True):
+            now, before = (Counter(line for at, line in place.called if at == each) for each in (step, step - 1))
+            if before and (lines := ", ".join(now - before)):
+                return f"in step {step}, and not in the one before, rank {rank} called a model at {lines}"
+    return ""
+
+
+def _only(places: Mapping[int, CollectivePlace], rank: int, other: int, step: int) -> str:
+    """Return at which lines only one of these ranks called a model in this step."""
+    mine, theirs = (Counter(line for at, line in places[each].called if at == step) for each in (rank, other))
+    lines = ", ".join(mine - theirs)
+    return f"; in step {step} rank {rank}, and not rank {other}, called a model at {lines}" if lines else ""
 
 
 def _more_calls(waiting: Mapping[int, CollectivePlace]) -> str:

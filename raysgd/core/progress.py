@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -100,7 +100,8 @@ class Control:
     Owns the stop requests of one worker, its phase (for reports of hangs) and the last published progress. `upload`
     sends a snapshot to the driver; it is None if the driver takes no snapshots. `deliver` sends a message that must not
     get lost, and returns when the driver has received it. `on_interrupt` is called on the control thread. `begun_after`
-    holds, for the newest steps, how many collective calls (`collectives`) had been made when each began. Never blocks
+    holds, for the newest steps, how many collective calls (`collectives`) had been made when each began; `called` returns the steps
+    and lines of the newest calls of models, which make some of them. Never blocks
     the control thread, and costs the training thread one attribute read per batch while there is no request.
 
     The ranks agree on a planned stop in two phases. The control thread writes `stop_at` and then reads `begun`; the
@@ -126,6 +127,7 @@ class Control:
         self.deliver: Deliverer = lambda message, body: None
         self.on_interrupt: Callable[[], None] = lambda: None
         self.collectives: Callable[[], int] = lambda: -1
+        self.called: Callable[[], Sequence[tuple[int, str]]] = lambda: ()
         self.begun_after: deque[tuple[int, int]] = deque(maxlen=REMEMBERED_STEPS)
         self._publish = publish
         self._interval_s, self._next_publish = interval_s, clock()

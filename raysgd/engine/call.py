@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from raysgd.core.hang import collective_name, is_user_frame
 from raysgd.core.messages import StackReport
 from raysgd.core.outcomes import CollectivePlace, Failed, Interrupted, Ok, Outcome, WorkerFailed
+from raysgd.core.policy import drift
 from raysgd.core.protocols import Call
 from raysgd.engine.boundary import Boundary
 from raysgd.engine.comparison import Comparison
@@ -99,6 +99,7 @@ class FanOut:
         self._troubled_at: float | None = None
         self._asked, self._asked_at = -1, 0.0
         self._extra: dict[str, CollectivePlace] = {}
+        self._answered: dict[str, CollectivePlace] = {}
 
     @property
     def outcomes(self) -> dict[str, Outcome]:
@@ -184,24 +185,28 @@ class FanOut:
                 self._generation.interrupt(self._workers)
 
     def _end_extra_calls(self) -> None:
-        """Interrupt the ranks if one of them waits in a collective call that a rank which has finished did not make, which
-        only that call's time limit would end."""
-        made = [o.collectives for o in self._outcomes.values() if isinstance(o, Ok) and o.collectives >= 0]
-        now = self._table.clock()
-        if not (made and self._calls.running) or self._troubled_at is not None:
+        """Interrupt the ranks if some wait in a collective call that others do not make, which only that call's time limit would
+        end: one of them is beyond the last call of a rank that has finished, or all wait, after different numbers of calls."""
+        now, running = self._table.clock(), self._calls.running
+        if not running or len(self._workers) < 2 or self._troubled_at is not None:
             self._asked_at = now
             return
-        for worker, answer in self._table.take_answers(StackReport, self._asked):
-            name = collective_name(answer.frames)
-            if answer.collectives > min(made) and name:
-                line = next(filter(is_user_frame, answer.frames), "")
-                self._extra[worker] = CollectivePlace(answer.collectives, name, line)
-        if self._extra:
-            self._troubled_at = now
+        answers = self._table.take_answers(StackReport, self._asked)
+        self._answered |= {worker: answer.place for worker, answer in answers}
+        waiting = {worker: place for worker, place in self._answered.items() if worker in running and place.name}
+        made = [o.collectives for o in self._outcomes.values() if isinstance(o, Ok) and o.collectives >= 0]
+        beyond = {worker: place for worker, place in waiting.items() if made and place.count > min(made)}
+        places = {rank: waiting[worker] for rank, worker in enumerate(self._workers) if worker in waiting}
+        if beyond or (len(waiting) == len(running) and drift(places)):
+            self._extra, self._troubled_at = beyond or waiting, now
             self._generation.interrupt(self._workers)
-        elif now - self._asked_at > ASK_EVERY_S:
-            still = [worker for worker in self._calls.running if self._table[worker].moved_at < self._asked_at]
-            self._asked, self._asked_at = self._table.request_stacks(still) if still else -1, now
+            return
+        moved_at = {worker: self._table[worker].moved_at for worker in running}
+        if now - self._asked_at > max(ASK_EVERY_S, (now - max(moved_at.values())) / 2):  # later and later
+            still = [worker for worker, moved in moved_at.items() if moved < self._asked_at]
+            wanted = still if made or len(still) == len(running) else []
+            self._answered = {}
+            self._asked, self._asked_at = self._table.request_stacks(wanted) if wanted else -1, now
 
     def _hurry(self) -> None:
         """Interrupt the ranks that are still running `hurry_s` after another one has stopped. They may be waiting for

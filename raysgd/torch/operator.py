@@ -443,7 +443,7 @@ class TrainingOperator(OperatorBase):
         elif self._settings.wrap_ddp:
             parts.ddp_args = wrapping.ddp_arguments(options, ddp_args, self.device_ids)
             parts.wrapped = self._configure_ddp(parts.models, self.device_ids, ddp_args)
-            wrapping.add_hooks(parts.wrapped, options)
+            wrapping.add_hooks(parts.wrapped, options, parts.calls)
         parts.exchange.prepare(parts.models, parts.optimizers)
         if not self._rank_info.solo:
             parts.exchange.joined()

@@ -21,7 +21,7 @@ from raysgd.torch import wrapping
 from raysgd.torch.averages import Averages
 from raysgd.torch.fsdp import Shards
 from raysgd.torch.options import TrainingOptions
-from raysgd.torch.wrapping import Exchange
+from raysgd.torch.wrapping import Exchange, ModelCalls
 from raysgd.training.operator_base import RegisteredParts
 
 __all__ = ["Parts", "check_parts", "check_steps_alone", "move"]
@@ -45,6 +45,7 @@ class Parts(RegisteredParts):
     options: TrainingOptions = field(default_factory=TrainingOptions)
     shards: Shards | None = None
     exchange: Exchange = field(default_factory=Exchange)
+    calls: ModelCalls = field(default_factory=ModelCalls)
     averages: Averages = field(default_factory=Averages)
 
     @staticmethod
@@ -65,7 +66,7 @@ class Parts(RegisteredParts):
             optimizer.zero_grad(set_to_none=True)
         if self.shards is not None:
             self.shards.joined()
-        wrapping.rewrap(self.wrapped, self.ddp_args, self.options)
+        wrapping.rewrap(self.wrapped, self.ddp_args, self.options, self.calls)
         self.exchange.joined()
 
     def begin_measuring(self, phase: str) -> None:

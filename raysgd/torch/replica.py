@@ -110,6 +110,7 @@ class TorchReplica(ReplicaBase):
         self._carrier = make_carrier(operator.device, channels_last=settings.options.channels_last)
         on_cpu = settings.wrap_ddp and operator.device.type == "cpu" and self._options.accumulate == 1
         self._overlaps = on_cpu and _makes_usual_steps(operator)
+        operator._parts.calls.step, control.called = lambda: control.begun, operator._parts.calls.newest
         guard = operator._gradients.guard
         guard.position, guard.samples = self._position, self._samples_of_step
         self._damage: TrainingFailedError | None = None  # memory ran out while the weights were being changed

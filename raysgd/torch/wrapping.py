@@ -8,8 +8,10 @@ generation replaces only DDP, and the compiled code stays valid.
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
+from types import CodeType
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ from raysgd.torch.options import TrainingOptions
 
 __all__ = [
     "Exchange",
+    "ModelCalls",
     "add_hooks",
     "compile_models",
     "ddp_arguments",
@@ -34,7 +37,30 @@ __all__ = [
 # one gains time, and the most bytes for which it is used: it keeps intermediate results of that size.
 TOGETHER, EXACT = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW), (torch.float32, torch.float64)
 FEWEST_TOGETHER, LARGEST_TOGETHER = 8, 64 << 20
+CALLER, MOST_CALLS = nn.Module.__call__.__code__.co_filename, 64
 HOOKS = "torch.distributed.algorithms.ddp_comm_hooks"
+
+
+class ModelCalls:
+    """Remembers in which steps, and at which lines, wrapped models were called. Their copies remember nothing. `step` returns the
+    number of the running step."""
+
+    def __init__(self) -> None:
+        self.step: Callable[[], int] = lambda: -1
+        self._newest: deque[tuple[int, CodeType, int]] = deque(maxlen=MOST_CALLS)
+
+    def __call__(self, *_: Any) -> None:
+        frame: Any = sys._getframe(1)
+        while frame.f_code.co_filename == CALLER:
+            frame = frame.f_back
+        self._newest.append((self.step(), frame.f_code, frame.f_lineno))
+
+    def __reduce__(self) -> Any:
+        return ModelCalls, ()
+
+    def newest(self) -> list[tuple[int, str]]:
+        """Return the steps and lines ("file:line function") of the newest calls."""
+        return [(step, f"{code.co_filename}:{line} {code.co_name}") for step, code, line in tuple(self._newest)]
 
 
 class Exchange:
@@ -91,7 +117,7 @@ def ddp_arguments(
     }
 
 
-def rewrap(wrapped: list[nn.Module], arguments: dict[str, Any], options: TrainingOptions) -> None:
+def rewrap(wrapped: list[nn.Module], arguments: dict[str, Any], options: TrainingOptions, calls: ModelCalls) -> None:
     """Initialize every DDP wrapper again, in place, for the process group of a new generation. References to the
     wrappers stay valid.
 
@@ -104,18 +130,18 @@ def rewrap(wrapped: list[nn.Module], arguments: dict[str, Any], options: Trainin
                 wrapper.__dict__.pop(name, None)
             DistributedDataParallel.__init__(wrapper, inside, **arguments)
             wrapper.training = mode  # not train(mode): submodules that were frozen in eval mode stay in it
-    add_hooks(wrapped, options)
+    add_hooks(wrapped, options, calls)
 
 
-def add_hooks(wrapped: list[nn.Module], options: TrainingOptions) -> None:
-    """Register the communication hook of the options on new DDP wrappers. PowerSGD starts without past errors, because
+def add_hooks(wrapped: list[nn.Module], options: TrainingOptions, calls: ModelCalls) -> None:
+    """Register `calls`, and the communication hook of the options, on new DDP wrappers. PowerSGD starts without past errors, because
     these belong to one rank of one generation."""
-    if options.hook_name is None:
-        return
     for wrapper in wrapped:
         if isinstance(wrapper, DistributedDataParallel):
-            state, hook = _hook(options.hook_name, options.hook_args)
-            wrapper.register_comm_hook(state, hook)
+            wrapper.register_forward_pre_hook(calls)
+            if options.hook_name is not None:
+                state, hook = _hook(options.hook_name, options.hook_args)
+                wrapper.register_comm_hook(state, hook)
 
 
 def unwrapped(model: Any) -> Any:

@@ -23,6 +23,7 @@ from typing import Any
 from raysgd.config import CONTROL_PORT
 from raysgd.constants import BATCH_COUNT, NUM_SAMPLES
 from raysgd.core.connection import SEND_S, Body, ControlAddress, connect, receive, receive_body, receive_message, send
+from raysgd.core.hang import place_of
 from raysgd.core.messages import (
     Alive,
     AllowReports,
@@ -194,7 +195,8 @@ class ControlClient:
         elif isinstance(message, StackRequest):
             frames = tuple(self._stack())
             control = self.control
-            self._send(StackReport(message.round, frames, control.phase, control.batch, control.collectives()))
+            place = place_of(frames, control.collectives(), control.begun_after, control.called())
+            self._send(StackReport(message.round, frames, control.phase, control.batch, place))
         elif isinstance(message, KillProcess):
             self._kill(message.pid)
         elif isinstance(message, Bye):

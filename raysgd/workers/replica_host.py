@@ -14,8 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from raysgd.core.hang import collective_name, is_user_frame
-from raysgd.core.outcomes import CollectivePlace, Failed, Interrupted, Ok, Outcome
+from raysgd.core.hang import place_of
+from raysgd.core.outcomes import Failed, Interrupted, Ok, Outcome
 from raysgd.core.progress import Control, Progress
 from raysgd.core.protocols import Call, ProcessGroupBackend, Replica, ReplicaFactory
 from raysgd.core.ranks import RankInfo
@@ -89,7 +89,7 @@ class ReplicaHost:
 
     def _outcome_of(self, error: BaseException, called: str) -> Outcome:
         interrupted = self._is_interruption(error)
-        place = _collective_of(error, self._collectives(), tuple(self._control.begun_after))
+        place = place_of(_frames(error), self._collectives(), self._control.begun_after, self._control.called())
         self._backend.leave()
         if interrupted:
             try:
@@ -223,14 +223,10 @@ def _users_frame(error: BaseException) -> tuple[str, str]:
     return min(found, key=lambda each: each[0], default=(False, "", "at an unknown line"))[1:]
 
 
-def _collective_of(error: BaseException, count: int, begun: tuple[tuple[int, int], ...]) -> CollectivePlace:
-    """Return which collective call raised the error, and the line of the user's code that made it."""
-    frames = [
-        f"{frame.f_code.co_filename}:{line} {frame.f_code.co_name}"
-        for frame, line in traceback.walk_tb(error.__traceback__)
-    ][::-1]
-    user_frames = [frame for frame in frames if is_user_frame(frame)]
-    return CollectivePlace(count, collective_name(frames), user_frames[0] if user_frames else "", begun)
+def _frames(error: BaseException) -> list[str]:
+    """Return the frames that the error passed, innermost first."""
+    found = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    return [f"{code.co_filename}:{line} {code.co_name}" for code, line in reversed(found)]
 
 
 def _formatted(error: BaseException) -> str:

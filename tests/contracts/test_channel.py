@@ -51,7 +51,7 @@ from raysgd.core.messages import (
     decode,
     encode,
 )
-from raysgd.core.outcomes import Ok
+from raysgd.core.outcomes import CollectivePlace, Ok
 from raysgd.core.progress import Control, Progress
 from raysgd.core.protocols import Call
 from raysgd.core.ranks import SingleWorkerBackend
@@ -78,6 +78,7 @@ REPORT = FunctionReport("report", run=1, attempt=2, rank=3, metrics_size=3, has_
         ProgressReport(1, Progress(), None),
         SnapshotUpload(Progress(batches=2), 7, {}),
         StackReport(1, ("a.py:1 f", "b.py:2 g"), "train", 3),
+        StackReport(1, (), "train", 3, CollectivePlace(4, "forward", "a.py:1 f", ((1, 2), (2, 4)), ((2, "a.py:1 f"),))),
         StackReport(1, ()),
         REPORT,
         Alive(),

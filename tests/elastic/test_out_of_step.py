@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import ElasticConfig, OutOfStepError
 from raysgd.torch import TorchTrainer
 from raysgd.train import Trainer
 from tests.tiers import NIGHTLY
-from tests.torch.small import Line
+from tests.torch.small import Line, rows
 
 pytestmark = pytest.mark.elastic
 
@@ -78,6 +80,43 @@ def test_an_extra_call_on_one_rank(trainer: TorchTrainer, kind: str, caplog: pyt
     assert any("out of step: the call ends" in message for message in caplog.messages)
     trainer.train()
     assert trainer.train()["num_samples"] == 64, "the trainer stays usable"
+
+
+class Pictures(Line):
+    """Rank 0 alone draws a picture with the model that is trained, in whose forward DDP exchanges the buffers of BatchNorm."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        models = [nn.Sequential(nn.Linear(2, size), nn.BatchNorm1d(size), nn.Linear(size, 1)) for size in (4, 64)]
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in models]
+        (self.model, self.other), (self.optimizer, _), self.criterion = self.register(
+            models=models, optimizers=optimizers, criterion=nn.MSELoss()
+        )
+        self.register_data(train_loader=DataLoader(TensorDataset(*rows(64)), batch_size=4))
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        self.other(batch[0]).mean().backward()
+        result = super().train_batch(batch, batch_info)
+        if self.world_rank == 0 and batch_info["batch_idx"] == AT and "picture" in batch_info:
+            with torch.set_grad_enabled(batch_info["picture"] == "with gradients"):
+                self.model(batch[0])  # the picture
+        return result
+
+
+@pytest.mark.parametrize("how", ["with gradients", "without"])
+def test_a_model_that_only_rank_0_calls(ray_cluster: None, how: str) -> None:
+    """This is noticed within seconds, too, and the line is named."""
+    lines = Path(__file__).read_text().splitlines()
+    line = next(number for number, text in enumerate(lines, 1) if text.endswith("# the picture"))
+    elastic = ElasticConfig(hang_timeout_s=600, grow=False)
+    with TorchTrainer(training_operator_cls=Pictures, num_workers=2, elastic=elastic) as trainer:
+        began = time.monotonic()
+        with pytest.raises(OutOfStepError) as caught:
+            trainer.train(info={"picture": how})
+        assert time.monotonic() - began < 15
+        text = str(caught.value)
+        assert f"in step {AT + 1}" in text and f"called a model at {__file__}:{line} train_batch" in text
+        trainer.train()
+        assert trainer.train()["num_samples"] == 64, "the trainer stays usable"
 
 
 def uneven(config: dict[str, Any]) -> int:
