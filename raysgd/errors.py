@@ -45,7 +45,9 @@ __all__ = [
     "WorkerStartError",
     "causes_of",
     "close_to",
+    "counted",
     "described",
+    "ranked",
     "shown",
     "suggesting",
     "suggesting_fields",
@@ -119,6 +121,25 @@ def shown(value: Any, most: int = 200) -> str:
     except Exception as error:
         return f"<{type(value).__name__} whose repr raises {type(error).__name__}>"
     return text if len(text) <= most else f"{text[:most]}... ({len(text)} characters)"
+
+
+def counted(number: int, one: str, many: str = "") -> str:
+    """Return a number with its noun.
+
+    >>> counted(1, "batch", "batches"), counted(2000, "worker")
+    ('1 batch', '2,000 workers')
+    """
+    return f"{number:,} {one if number == 1 else many or one + 's'}"
+
+
+def ranked(ranks: Iterable[int]) -> str:
+    """Return ranks with their noun.
+
+    >>> ranked([1]), ranked([0, 2])
+    ('rank 1', 'ranks 0, 2')
+    """
+    names = [str(rank) for rank in ranks]
+    return f"rank{'' if len(names) == 1 else 's'} {', '.join(names)}"
 
 
 def text_of(value: Any) -> str:

@@ -117,7 +117,7 @@ def test_jitter_shortens_the_pause_by_up_to_half() -> None:
 def test_giving_up_has_the_reason() -> None:
     decision = decide(situation(survivors=1, min_workers=3, attempts=10), wait_s=1)
     assert isinstance(decision, GiveUp)
-    assert all(word in decision.why for word in ("10 waits", "min_workers=3", "1 worker(s) are available"))
+    assert all(word in decision.why for word in ("10 waits", "min_workers=3", "1 worker is available"))
 
 
 def cut(count: int, name: str = "", line: str = "model.py:3 train_batch") -> Interrupted:

@@ -10,7 +10,7 @@ from typing import Any
 from raysgd.callbacks.base import CallResult
 from raysgd.core.metrics import plain
 from raysgd.core.policy import Recovery
-from raysgd.errors import ConfigError, text_of
+from raysgd.errors import ConfigError, ranked, text_of
 
 __all__ = [
     "COUNTS",
@@ -108,7 +108,7 @@ def recovery_scalars(recovery: Recovery) -> dict[str, float]:
 
 def recovery_text(recovery: Recovery) -> str:
     """Return a recovery in one line, without its detail."""
-    ranks = f"rank(s) {', '.join(map(str, recovery.removed_ranks))} removed, " if recovery.removed_ranks else ""
+    ranks = f"{ranked(recovery.removed_ranks)} removed, " if recovery.removed_ranks else ""
     phases = ", ".join(f"{name} {took:.3g}" for name, took in recovery.phases.items())
     return (
         f"{recovery.reason}: {recovery.world_size_before} -> {recovery.world_size_after} workers, {ranks}"

@@ -33,7 +33,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
-from raysgd.errors import RaysgdError
+from raysgd.errors import RaysgdError, counted, ranked
 
 __all__ = ["SUFFIX", "AuditError", "Batch", "Chain", "Verdict", "verify"]
 
@@ -41,10 +41,6 @@ SUFFIX = ".audit"
 FIRST = "raysgd-audit 1"
 HASH_LENGTH = 32
 LINE_AT_MOST = 1000
-
-
-def counted(number: int, one: str, many: str = "") -> str:
-    return f"{number:,} {one if number == 1 else many or one + 's'}"
 
 
 class AuditError(RaysgdError):
@@ -332,7 +328,7 @@ class CountedSteps:
             absent = [each.rank for each in members if step not in each.batches]
             if absent:
                 raise AuditError(
-                    f"step {step} counts, but in generation {first.generation} rank(s) {absent} had no part of it"
+                    f"step {step} counts, but in generation {first.generation} {ranked(absent)} had no part of it"
                 )
             self._steps[step] = [part for each in members for part in each.batches[step]]
             self._parts[step] = [part for each in members for part in each.parts[step]]
@@ -360,11 +356,11 @@ class CountedSteps:
                 self._verdict.evicted = len(self._evicted)
                 continue
             ranks = [each.rank for each in members if each.digests[step] != usual]
-            named = f"rank(s) {ranks} differ from the {count} others" if count > len(ranks) else "no majority is equal"
+            named = f"the {count} others differ from {ranked(ranks)}" if count > len(ranks) else "no majority is equal"
             workers = [each.worker for each in members if each.rank in ranks]
             raise AuditError(
-                f"after step {step}, in generation {members[0].generation}, the weights of the ranks differ: {named} (worker "
-                f"process(es) {', '.join(workers)})"
+                f"after step {step}, in generation {members[0].generation}, the weights of the ranks differ: {named} (their "
+                f"workers: {', '.join(workers)})"
             )
 
     def check(self) -> None:

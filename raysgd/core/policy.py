@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from raysgd.core.outcomes import CollectivePlace, Failed, Interrupted, Ok, Outcome, WorkerFailed
+from raysgd.errors import counted
 
 __all__ = [
     "MAX_HANGS",
@@ -171,22 +172,24 @@ def different_calls(outcomes: Mapping[str, Outcome], *, again: bool = False) -> 
     ranks = list(enumerate(outcomes.values()))
     mismatched = [f"rank {r}: {o.cause}" for r, o in ranks if isinstance(o, WorkerFailed) and o.reason == OUT_OF_STEP]
     waiting = {r: o.place for r, o in ranks if isinstance(o, Interrupted) and not o.asked and o.place.name}
-    counted = {r: place for r, place in waiting.items() if place.count >= 0}
+    numbered = {r: place for r, place in waiting.items() if place.count >= 0}
     finished = {r: o.collectives for r, o in ranks if isinstance(o, Ok) and o.collectives >= 0}
-    beyond = max((place.count for place in counted.values()), default=-1) > min(finished.values(), default=1 << 62)
+    beyond = max((place.count for place in numbered.values()), default=-1) > min(finished.values(), default=1 << 62)
     same = any(
-        one.count == other.count and one.name != other.name for one in counted.values() for other in counted.values()
+        one.count == other.count and one.name != other.name for one in numbered.values() for other in numbered.values()
     )
     lines = {(place.name, place.line) for place in waiting.values()}
     places = {r: o.place for r, o in ranks if isinstance(o, Interrupted)}
-    drifted = drift(places) or _more_calls(counted) or (_unusual(places) if mismatched else "")
+    drifted = drift(places) or _more_calls(numbered) or (_unusual(places) if mismatched else "")
     if not (mismatched or beyond or same or drifted or (again and len(lines) > 1)):
         return ""
     stories = [
         f"rank {rank} is in {place.name}, {_nth(place.count)}called at {place.line or 'an unknown line'}"
         for rank, place in waiting.items()
     ]
-    stories += [f"rank {rank} has finished, after {count} collective call(s)" for rank, count in finished.items()]
+    stories += [
+        f"rank {rank} has finished, after {counted(count, 'collective call')}" for rank, count in finished.items()
+    ]
     return "; ".join([*mismatched, *stories, *([drifted] if drifted else [])])
 
 
@@ -202,10 +205,10 @@ def _drifted(places: Mapping[int, CollectivePlace]) -> str:
     for step in sorted(set.intersection(*map(set, known))) if known else []:
         counts = {rank: begun[step] for rank, begun in zip(places, known, strict=True)}
         if len(set(counts.values())) > 1 and min(counts.values()) >= 0:
-            counted = ", ".join(f"{count} on rank {rank}" for rank, count in counts.items())
+            listed = ", ".join(f"{count} on rank {rank}" for rank, count in counts.items())
             most, least = max(counts, key=counts.__getitem__), min(counts, key=counts.__getitem__)
             only = _only(places, most, least, step - 1)
-            return f"before step {step} there had been {counted} collective calls{only}"
+            return f"before step {step} there had been {listed} collective calls{only}"
     return ""
 
 
@@ -249,8 +252,8 @@ def _more_calls(waiting: Mapping[int, CollectivePlace]) -> str:
             found.setdefault((step, usual, place.name, place.line), {})[rank] = place.count - at
     for (step, usual, name, _), counts in found.items():
         if len(set(counts.values())) > 1 and max(counts.values()) > usual:
-            counted = ", ".join(f"{count} on rank {rank}" for rank, count in counts.items())
-            return f"in step {step} there were, up to this {name}, {counted} collective calls, and {usual} in the step before"
+            listed = ", ".join(f"{count} on rank {rank}" for rank, count in counts.items())
+            return f"in step {step} there were, up to this {name}, {listed} collective calls, and {usual} in the step before"
     return ""
 
 
@@ -316,7 +319,9 @@ def backoff(attempt: int, first_s: float, max_s: float, jitter: float) -> float:
 def decide(now: Situation, *, wait_s: float) -> Decision:
     """Return what to do after a failure. `wait_s` is the next pause, in case the decision is to wait."""
     if now.max_failures >= 0 and now.failures > now.max_failures:
-        return GiveUp(f"{now.failures} failure(s) in one call, and max_retries={now.max_failures} allows no more")
+        return GiveUp(
+            f"{counted(now.failures, 'failure')} in one call, and max_retries={now.max_failures} allows no more"
+        )
     if now.hangs >= MAX_HANGS:
         return GiveUp(
             f"the code has hung {now.hangs} times in a row at the same place of the call, so it would probably do so again, and "
@@ -334,7 +339,7 @@ def decide(now: Situation, *, wait_s: float) -> Decision:
     if now.starting == 0 and now.attempts >= now.max_attempts:
         return GiveUp(
             f"after {now.max_attempts} waits in a row there were still not enough resources: min_workers={now.min_workers}, "
-            f"{available} worker(s) are available, and the cluster has room for {now.free} more"
+            f"{counted(available, 'worker is', 'workers are')} available, and the cluster has room for {now.free} more"
         )
     return Wait(wait_s)
 

@@ -16,7 +16,7 @@ from raysgd.engine.comparison import Comparison
 from raysgd.engine.generation import Generation
 from raysgd.engine.watchdog import Watchdog
 from raysgd.engine.worker_table import WorkerTable
-from raysgd.errors import DivergenceError
+from raysgd.errors import DivergenceError, counted
 
 __all__ = ["FanOut", "Job", "RunningCall"]
 
@@ -229,7 +229,7 @@ class FanOut:
     def _cut_short(self, error: BaseException) -> None:
         """Stop the call at the next batch. The trainer stays usable. Ranks that do not stop in time are killed."""
         what = "interrupted" if isinstance(error, KeyboardInterrupt) else f"stopped by {type(error).__name__}"
-        logger.warning("%s: asking %d worker(s) to stop at their next batch", what, len(self._workers))
+        logger.warning("%s: asking %s to stop at the next batch", what, counted(len(self._workers), "worker"))
         self._generation.end()
         self._generation.interrupt(self._workers)
         deadline = self._table.clock() + CTRL_C_S

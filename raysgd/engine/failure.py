@@ -20,6 +20,7 @@ from raysgd.errors import (
     ResourceError,
     TrainingFailedError,
     WorkerStartError,
+    counted,
 )
 from raysgd.workers.tracebacks import readable
 from raysgd.workers.worker_group import WorkerGroupProtocol
@@ -110,7 +111,7 @@ def check_can_fit(group: WorkerGroupProtocol, count: int) -> None:
 
 def _sizes(group: WorkerGroupProtocol, count: int) -> str:
     capacity = group.capacity()
-    return f"they need {group.demand(count)}, and an empty cluster could hold {capacity} such worker(s)"
+    return f"they need {group.demand(count)}, and an empty cluster could hold {counted(capacity, 'such worker')}"
 
 
 def held_error(group: WorkerGroupProtocol, count: int, holders: Mapping[Any, str]) -> ResourceError:
@@ -137,7 +138,8 @@ def warn_no_room(group: WorkerGroupProtocol, missing: int, waited_s: float, limi
     """Log what workers are waiting for, unless the wait has only begun. Return whether it was logged."""
     if waited_s < QUIET_S:
         return False
-    logger.warning("%d worker(s) are waiting for %s, for at most %.0f s", missing, group.demand(missing), limit_s)
+    waiting = counted(missing, "worker is", "workers are")
+    logger.warning("%s waiting for %s, for at most %.0f s", waiting, group.demand(missing), limit_s)
     return True
 
 

@@ -23,7 +23,7 @@ from raysgd.core.shard_copies import ShardedState, covered, layout, newest_compl
 from raysgd.core.snapshot import Snapshot
 from raysgd.engine.failure import no_room_error, raise_user_error, unfinished_error, warn_no_room
 from raysgd.engine.worker_table import WorkerInfo, WorkerTable
-from raysgd.errors import WorkerStartError
+from raysgd.errors import WorkerStartError, counted
 from raysgd.workers.blob import Blob
 
 __all__ = ["Generation"]
@@ -144,7 +144,8 @@ class Generation:
                 warned = warned or warn_no_room(self._table.group, len(missing), waited, self._limits.start_s)
             elif waited > SLOW_S and not warned:
                 warned = True
-                logger.warning("%d worker process(es) are still starting after %.0f s", len(missing), waited)
+                processes = counted(len(missing), "worker process is", "worker processes are")
+                logger.warning("%s still starting after %.0f s", processes, waited)
         return True
 
     def warm_up_arguments(self) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from raysgd.engine.membership import Membership
 from raysgd.engine.recovery_log import NO_FAILURE, PLANNED, RecoveryLog
 from raysgd.engine.replacements import Replacements
 from raysgd.engine.worker_table import WorkerInfo, WorkerTable
-from raysgd.errors import HangError, TrainingFailedError
+from raysgd.errors import HangError, TrainingFailedError, counted, ranked
 from raysgd.workers.blob import Blob
 
 __all__ = ["RecoveryLoop"]
@@ -150,8 +150,8 @@ class RecoveryLoop:
             logger.info("%s in %s: %s", seen.reason, where, seen.detail)
         else:
             on = f" on node {', '.join(sorted(case.failed_on))}" if case.failed_on else ""
-            ranks = f"{sorted(case.failed_ranks) or 'none'} of {case.world}{on}"
-            logger.warning("%s in %s: failed rank(s) %s (%s)", seen.reason, where, ranks, seen.detail)
+            ranks = ranked(sorted(case.failed_ranks)) if case.failed_ranks else "no rank"
+            logger.warning("%s in %s: %s of %d failed%s (%s)", seen.reason, where, ranks, case.world, on, seen.detail)
 
     def _survivors(self, case: _Case) -> list[str]:
         """Return the members that can continue in place. With a backend whose processes cannot rejoin, there are none:
@@ -225,7 +225,7 @@ class RecoveryLoop:
         if now.starting == 0:
             missing = max(now.min_workers - now.survivors, 1)
             demand = self._table.group.demand(missing)
-            self._log.on_wait(f"{missing} more worker(s), which need {demand}")
+            self._log.on_wait(f"{counted(missing, 'more worker')}, which need {demand}")
             logger.warning(
                 "not enough workers to continue (%d of at least %d): waiting %.1f s for %s, attempt %d of %d",
                 now.survivors,
@@ -238,8 +238,8 @@ class RecoveryLoop:
         elif now.survivors == 0 and not case.awaits:
             case.awaits = True
             demand = self._table.group.demand(now.starting)
-            self._log.on_wait(f"{now.starting} new worker(s) to start")
-            logger.warning("waiting for %d new worker(s) to start; they need %s", now.starting, demand)
+            self._log.on_wait(f"{counted(now.starting, 'new worker')} to start")
+            logger.warning("waiting for %s to start; they need %s", counted(now.starting, "new worker"), demand)
         while self._table.clock() < deadline:
             self._table.pump(LOOK_S)
             self._replacements.tick()

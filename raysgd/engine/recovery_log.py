@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from raysgd.core.outcomes import OUT_OF_MEMORY
 from raysgd.core.policy import PHASES, Recovery
+from raysgd.errors import counted, ranked
 
 __all__ = ["NO_FAILURE", "PLANNED", "RecoveryLog"]
 
@@ -42,19 +43,21 @@ class RecoveryLog:
         if continues:
             change = ""
             if recovery.reason in ("preemption", "shrink"):
-                change = f"rank(s) {list(recovery.removed_ranks)} left, "
+                change = f"{ranked(recovery.removed_ranks)} left, "
             elif recovery.reason == "growth":
-                change = f"{after - before} new worker(s) joined, "
+                change = f"{counted(after - before, 'new worker')} joined, "
             logger.warning(
-                "%s: %straining continues with %d worker(s) (%d before), %s, %d batch(es) redone, after %.2f s",
+                "%s: %straining continues with %s (%d before), %s, %s redone, after %.2f s",
                 recovery.reason,
                 change,
-                after,
+                counted(after, "worker"),
                 before,
                 "in place" if recovery.in_place else "from a snapshot",
-                recovery.batches_redone,
+                counted(recovery.batches_redone, "batch", "batches"),
                 recovery.seconds,
             )
         else:
-            logger.error("%s: the call ends with an error; %d of %d worker(s) stay", recovery.reason, after, before)
+            logger.error(
+                "%s: the call ends with an error; %d of %s stay", recovery.reason, after, counted(before, "worker")
+            )
         self._on_recovery(recovery)

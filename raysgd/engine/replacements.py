@@ -10,6 +10,7 @@ from raysgd.config import Limits
 from raysgd.core.outcomes import Failed, Ok
 from raysgd.core.policy import count_to_launch, is_time_to_join
 from raysgd.engine.worker_table import WorkerTable
+from raysgd.errors import counted
 
 __all__ = ["Replacements"]
 
@@ -109,9 +110,9 @@ class Replacements:
             self._said_no_room = True
             without = min(lacking - count, self._spares)
             logger.warning(
-                "training runs without %d of %d hot spare(s), because they need %s; they start when there is room",
+                "training runs without %d of %s, because they need %s; they start when there is room",
                 without,
-                self._spares,
+                counted(self._spares, "hot spare"),
                 self._table.group.demand(without),
             )
 
@@ -124,7 +125,8 @@ class Replacements:
         self._failure, self._unfinished = None, ""
 
     def launch(self, count: int) -> None:
-        logger.warning("starting %d replacement worker(s)%s", count, " or hot spare(s)" if self._spares else "")
+        kinds = ("replacement worker or hot spare", "replacement workers or hot spares")
+        logger.warning("starting %s", counted(count, *kinds) if self._spares else counted(count, "replacement worker"))
         for worker in self._table.launch(count):
             self._launched[worker] = self._table.clock()
         if not self._in_place:

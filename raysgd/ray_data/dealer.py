@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from raysgd.core.sampling_plan import SamplingPlan
+from raysgd.errors import counted
 
 __all__ = ["BlockBuffer", "BlockSlice", "Dealer", "PartRequest", "RankRows"]
 
@@ -150,9 +151,9 @@ class Dealer:
         """Begin a pass. If it does not begin at its first row, another dealer had begun it: read up to that row."""
         if request.start > 0:
             logger.warning(
-                "raysgd reads the data set again, and skips its first %d row(s), which have been used. These are the same rows "
+                "raysgd reads the data set again, and skips %s, which have been used. These are the same rows "
                 "only if the order is the same: set execution_options.preserve_order of ray.data.DataContext",
-                request.start,
+                counted(request.start, "row"),
             )
         self._number, self._floors = request.number, {}
         self._buffer = BlockBuffer(_blocks(self._dataset))

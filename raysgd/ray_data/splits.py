@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from raysgd.errors import counted
 from raysgd.ray_data.datasets import DataConfig, named_datasets, parse_data_config
 from raysgd.workers import cluster
 from raysgd.workers.foreign import split_coordinator
@@ -80,12 +81,12 @@ def no_room_for_data(nodes: Sequence[str], cpus_per_worker: float, names: str) -
     if not nodes or any(total[node] - cpus_per_worker * held[node] >= 1 for node in total):
         return False
     logger.warning(
-        "no CPU is left to read the data (%s): %d worker(s) with %g CPU each hold nearly all of the cluster's %g. Ray "
+        "no CPU is left to read the data (%s): nearly all of the cluster's %g are held by %s with %g CPU each. Ray "
         "Data's tasks wait until one is free, and training waits for them. Use fewer workers or smaller ones "
         "(resources_per_worker={'CPU': 0.5}), add nodes, or start Ray with more logical CPUs: ray.init(num_cpus=...)",
         names,
-        len(nodes),
-        cpus_per_worker,
         sum(total.values()),
+        counted(len(nodes), "worker"),
+        cpus_per_worker,
     )
     return True

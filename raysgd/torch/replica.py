@@ -58,7 +58,7 @@ IN_STEP = (
 )
 
 PLAN_CHANGED = (
-    "total_steps() planned %d optimizer steps with %d worker(s). With %d from now on, this run makes %d, so a schedule that your code "
+    "total_steps() planned %d optimizer steps with num_workers=%d. With %d from now on, this run makes %d, so a schedule that your code "
     "steps does not end with the run. ElasticConfig(batch='global') keeps the number of steps when the workers change; with "
     "scheduler_step_freq='step', the trainer steps the scheduler, and lets it follow the plan"
 )

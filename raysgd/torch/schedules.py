@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from raysgd.errors import ConfigError
+from raysgd.errors import ConfigError, counted
 from raysgd.torch.foreign import nested_schedulers
 
 __all__ = ["OWN_STATE", "has_length_in_code", "stepped_twice", "steps_of", "watch_schedule"]
@@ -85,7 +85,7 @@ def watch_schedule(
                 raise
             if not warned:
                 warned = True
-                made = f"it was made for {steps} steps with {self._made_for_workers} worker(s)"
+                made = f"it was made for {steps} steps with {counted(self._made_for_workers, 'worker')}"
                 why = (
                     f"and this run, which was resumed with more epochs, has {planned()}. Training continues with the current "
                     "learning rate. To change the schedule, start a new run in another folder"

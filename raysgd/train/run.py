@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol
 
 from raysgd.config import flag_from_environment
 from raysgd.core.messages import FunctionReport
-from raysgd.errors import ConfigError
+from raysgd.errors import ConfigError, ranked
 from raysgd.storage.locations import Uri, place
 from raysgd.train.checkpoint import Checkpoint
 from raysgd.train.checkpoint_manager import BackgroundWriter, CheckpointManager
@@ -90,7 +90,7 @@ class Rounds:
             fewer = [rank for rank, queue in enumerate(self._waiting) if not queue]
             kinds = " and ".join(sorted({CALLS[self._waiting[rank][0].kind] for rank in more}))
             raise ReportMismatchError(
-                f"rank(s) {_names(more)} called {kinds} more often than rank(s) {_names(fewer)}. Every rank must "
+                f"{ranked(more)} called {kinds} more often than {ranked(fewer)}. Every rank must "
                 "call it equally often: do not put it under `if world_rank() == 0`"
             )
 
@@ -103,15 +103,11 @@ def checkpoint_of(round_: Round) -> bytes | None:
 
 def _different_kinds(reports: list[Report]) -> str:
     calls = "; ".join(
-        f"rank(s) {_names([r.rank for r in reports if r.kind == kind])} called {call}"
+        f"{ranked(sorted(r.rank for r in reports if r.kind == kind))} called {call}"
         for kind, call in CALLS.items()
         if any(r.kind == kind for r in reports)
     )
     return f"the ranks made different calls: {calls}. Every rank must make the same calls in the same order"
-
-
-def _names(ranks: list[int]) -> str:
-    return ", ".join(map(str, sorted(ranks)))
 
 
 class ShardMaker(Protocol):

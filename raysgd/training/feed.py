@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 from raysgd.core.outcomes import DataLoaderFailure
 from raysgd.core.progress import Control
 from raysgd.core.ranks import RankInfo
-from raysgd.errors import ConfigError
+from raysgd.errors import ConfigError, counted
 from raysgd.training.position import Position
 
 __all__ = ["Audit", "Carrier", "Drawn", "Feed", "LookAhead", "MembershipChange", "Source"]
@@ -371,7 +371,7 @@ class Feed:
             return
         raise ConfigError(
             f"{self._name} returned no batch: its data set is empty, or drop_last=True leaves less than one step for "
-            f"{self._rank_info.world_size} worker(s), or it is a generator that an earlier epoch used up. "
+            f"{counted(self._rank_info.world_size, 'worker')}, or it is a generator that an earlier epoch used up. "
             f"Register data with at least one batch: self.register_data({self._name}=...)"
         )
 

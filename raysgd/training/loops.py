@@ -151,7 +151,7 @@ class EpochLoops:
         before = {name: self._record.get(name, number) for name, number in now.items()}
         if before != now and self._scheduled():
             logger.warning(
-                "training resumes from a run with %d epoch(s) and num_workers=%d, and this one has %d epoch(s) and "
+                "training resumes from a run with epochs=%d and num_workers=%d, and this one has epochs=%d and "
                 "num_workers=%d. The schedulers continue as they were saved, with the length of the earlier run: to change them, "
                 "call trainer.apply_all_operators(...) before the loop, or start a new run in another folder",
                 *before.values(),

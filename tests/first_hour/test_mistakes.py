@@ -444,7 +444,7 @@ def test_a_resumed_run_with_another_schedule_warns(
             trainer._loops._workers = workers
             trainer.fit(epochs, 0)
             trainer.fit(epochs + 1, 0)
-    expected = f"a run with 2 epoch(s) and num_workers=1, and this one has {epochs} epoch(s) and num_workers={workers}"
+    expected = f"a run with epochs=2 and num_workers=1, and this one has epochs={epochs} and num_workers={workers}"
     warnings = [message for message in caplog.messages if "continue as they were saved" in message]
     assert len(warnings) == ((epochs, workers) != (2, 1)), warnings
     assert all(expected in warning and "apply_all_operators" in warning for warning in warnings)

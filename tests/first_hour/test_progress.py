@@ -69,9 +69,9 @@ def test_the_bar_says_what_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> None
     bar.on_progress(Underway(kind="train", worker="", progress=Progress(phase="train")))
     now = Underway(kind="train", worker="a", progress=Progress(epoch=3, batches=1, expected=2), metrics=METRICS)
     bar.on_progress(now)
-    bar.on_wait("2 more worker(s), which need 2 CPU (1 free)")
+    bar.on_wait("2 more workers, which need 2 CPU (1 free)")
     waiting = terminal.getvalue()
-    assert "waiting for=2 more worker(s), which need 2 CPU (1 free), epoch=3, " in waiting
+    assert "waiting for=2 more workers, which need 2 CPU (1 free), epoch=3, " in waiting
     assert "f1=0.25" in waiting and "workers=4/4" in waiting
     bar.on_recovery(Recovery("worker death", (3,), 4, 3, True, 0, 0.1))
     bar.on_progress(now)

@@ -127,9 +127,9 @@ def test_the_lines_name_rank_address_and_cause(
     lines = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     expected = [
         rf"preemption: rank 2 on node {here} received SIGTERM, so its machine will be stopped",
-        r"preemption: rank\(s\) \[2\] left, training continues with 2 worker\(s\) \(3 before\), in place, .*",
-        rf"worker death in epoch 2, batch \d+: failed rank\(s\) \[1\] of 2 on node {here} \(its process (was )?ended .*\)",
-        r"worker death: training continues with 1 worker\(s\) \(2 before\), in place, .*",
+        r"preemption: rank 2 left, training continues with 2 workers \(3 before\), in place, .*",
+        rf"worker death in epoch 2, batch \d+: rank 1 of 2 failed on node {here} \(its process (was )?ended .*\)",
+        r"worker death: training continues with 1 worker \(2 before\), in place, .*",
     ]
     found = [line for line in lines if line.startswith(("preemption", "worker death"))]
     assert len(found) == len(expected), found
@@ -159,9 +159,9 @@ def test_the_system_tells_how_a_process_has_ended(end: str, how: str) -> None:
 @pytest.mark.parametrize(
     ("reason", "says"),
     [
-        ("worker death", "worker death: training continues with 1 worker(s) (2 before)"),
-        ("preemption", "preemption: rank(s) [1] left, training continues with 1 worker(s) (2 before)"),
-        ("growth", "growth: 1 new worker(s) joined, training continues with 2 worker(s) (1 before)"),
+        ("worker death", "worker death: training continues with 1 worker (2 before)"),
+        ("preemption", "preemption: rank 1 left, training continues with 1 worker (2 before)"),
+        ("growth", "growth: 1 new worker joined, training continues with 2 workers (1 before)"),
     ],
 )
 def test_what_happens_next_is_logged(reason: str, says: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -189,4 +189,4 @@ def test_waiting_for_new_workers_is_logged_once(caplog: pytest.LogCaptureFixture
     case = _Case(parts, parts, Progress(), 4, 0.0)
     for _ in range(3):
         loop._wait(0.0, seen, case)
-    assert caplog.messages == ["waiting for 4 new worker(s) to start; they need 4 CPU (0 free)"]
+    assert caplog.messages == ["waiting for 4 new workers to start; they need 4 CPU (0 free)"]

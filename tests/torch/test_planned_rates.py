@@ -277,7 +277,7 @@ def test_one_warning_when_the_plan_of_the_users_steps_no_longer_holds(caplog: py
     replica.joined(RankInfo(world_size=1))
     train(replica, 2)  # 10 steps were made, and 28 samples of this epoch and 52 of the last one are left
     (warning,) = warnings(caplog)
-    assert "planned 21 optimizer steps with 2 worker(s). With 1 from now on, this run makes 30" in warning
+    assert "planned 21 optimizer steps with num_workers=2. With 1 from now on, this run makes 30" in warning
     assert "ElasticConfig(batch='global')" in warning and "scheduler_step_freq='step'" in warning
     other = replica_of(1, freq="manual", own=True)
     other.load(memoryview(bytes(replica.state())))  # a replacement worker
@@ -294,7 +294,7 @@ def test_a_run_that_is_resumed_gets_a_warning_of_its_own(caplog: pytest.LogCaptu
     assert not warnings(caplog)
     train(loaded(replica.full_state(), replica_of(1, 1, freq="manual", own=True)), 1)
     (warning,) = warnings(caplog)
-    assert "planned 21 optimizer steps with 2 worker(s). With 1 from now on, this run makes 33" in warning
+    assert "planned 21 optimizer steps with num_workers=2. With 1 from now on, this run makes 33" in warning
 
 
 def test_a_window_of_batches_is_a_step(caplog: pytest.LogCaptureFixture) -> None:
@@ -303,7 +303,7 @@ def test_a_window_of_batches_is_a_step(caplog: pytest.LogCaptureFixture) -> None
     assert not warnings(caplog)
     replica.joined(RankInfo(world_size=1))
     train(replica, 1)
-    assert "planned 9 optimizer steps with 2 worker(s). With 1 from now on, this run makes 13" in warnings(caplog)[0]
+    assert "planned 9 optimizer steps with num_workers=2. With 1 from now on, this run makes 13" in warnings(caplog)[0]
 
 
 @pytest.mark.parametrize(

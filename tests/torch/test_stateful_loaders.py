@@ -116,4 +116,4 @@ def test_each_of_two_workers_continues(ray_cluster: None, caplog: pytest.LogCapt
         alone.load_state_dict(state)
         alone.train()
         assert seen(operator_of(alone)) == numbers(1, 1, 40)
-        assert "that of 2 worker(s), and there are 1 now" in caplog.text
+        assert "that of 2 workers, and there are 1 now" in caplog.text

@@ -220,4 +220,4 @@ def test_a_warning_if_workers_leave_no_cpu_for_the_data(ray_cluster: None, caplo
         assert not no_room_for_data([node] * 7, 1, "train")
         assert not caplog.records
         assert no_room_for_data([node] * 4, 2, "train")
-    assert "no CPU is left to read the data (train): 4 worker(s) with 2 CPU each" in caplog.text
+    assert "are held by 4 workers with 2 CPU each" in caplog.text

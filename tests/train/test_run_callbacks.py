@@ -193,7 +193,7 @@ def test_fit_accepts_the_same_callbacks(ray_cluster: None, tmp_path: Path) -> No
         scaling_config=ScalingConfig(num_workers=2),
         run_config=RunConfig(name="run", storage_path=tmp_path, callbacks=[logging, other, heard]),
     )
-    assert repr(made) == "DataParallelTrainer(epochs, 2 worker(s), 0 reports so far)"
+    assert repr(made) == "DataParallelTrainer(epochs, 2 workers, 0 reports so far)"
     result = made.fit()
     assert [row["epoch"] for row in logging.results] == [row["epoch"] for row in other.results] == [0, 1]
     assert logging.trial is not None

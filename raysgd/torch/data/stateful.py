@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from raysgd.core.ranks import RankInfo
+from raysgd.errors import counted
 from raysgd.torch.data.loading import LoaderIterator
 from raysgd.torch.data.sources import END, LiveSource
 from raysgd.torch.foreign import forget_iterator, live_iterator
@@ -81,7 +82,7 @@ class StatefulSource(LiveSource):
         elif mark is not None or offset:
             reason = "workers had failed or joined in that epoch"
             if mark is not None:
-                reason = f"the position is that of {len(mark[1])} worker(s), and there are {rank_info.world_size} now"
+                reason = f"the position is that of {counted(len(mark[1]), 'worker')}, and there are {rank_info.world_size} now"
             logger.warning(
                 "rank %d: the %s begins %s from its beginning, so some samples are used twice, because %s",
                 rank_info.world_rank,

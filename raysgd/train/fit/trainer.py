@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from raysgd.callbacks.history import History
-from raysgd.errors import ConfigError
+from raysgd.errors import ConfigError, counted
 from raysgd.ray_data.splits import make_splits
 from raysgd.storage.locations import Uri, place, text_of
 from raysgd.train.backends import parse_backend
@@ -228,7 +228,7 @@ class DataParallelTrainer:
     def __repr__(self) -> str:
         name = function_name(self.train_loop_per_worker)
         count = self.scaling_config.num_workers
-        workers = f"{count[0]} to {count[1]} workers" if isinstance(count, tuple) else f"{count} worker(s)"
+        workers = f"{count[0]} to {count[1]} workers" if isinstance(count, tuple) else counted(count, "worker")
         return f"{type(self).__name__}({name}, {workers}, {len(self.history)} reports so far)"
 
     # -- restoring ------------------------------------------------------------------------------------
