@@ -154,9 +154,6 @@ class ElasticConfig:
     lr               with "per_worker", how learning rates follow the number of workers: "linear", "sqrt" or None (not at all)
     snapshot_every   how often to take the snapshot that new processes start from when no worker is left: "epoch", a
                      number of batches, seconds as a float, or None
-    audit            a folder to which each worker writes what it did in each step; `raysgd verify FOLDER` checks that each
-                     sample was used exactly once, and that the ranks' weights were equal. None: no log
-    audit_weights_every  after how many steps a digest of the weights is added to that log
     compare_weights  when the weights and the optimizers' settings of the ranks are compared: "call": after the first call of
                      `train()`, and after each call when a second of training has passed; after every `n` steps; None: never
     on_divergence    what happens if they differ. "warn": log a warning; "raise": `train()` raises DivergenceError; "evict":
@@ -174,8 +171,6 @@ class ElasticConfig:
     lr: Literal["linear", "sqrt"] | None = None
     snapshot_every: Literal["epoch"] | int | float | None = "epoch"
     hot_spares: int = 0
-    audit: str | os.PathLike[str] | None = None
-    audit_weights_every: int = 100
     compare_weights: Literal["call"] | int | None = "call"
     on_divergence: Literal["warn", "raise", "evict"] = "warn"
 
@@ -207,20 +202,7 @@ class ElasticConfig:
                 f"hot_spares={self.hot_spares} needs grow=True or 'epoch', because with grow=False no worker is replaced: "
                 "leave one of them out"
             )
-        self._check_audit()
         self._check_comparison()
-
-    def _check_audit(self) -> None:
-        at_least("audit_weights_every", self.audit_weights_every, 1, whole=True)
-        if self.audit is not None and (
-            not isinstance(self.audit, (str, os.PathLike))
-            or not os.fspath(self.audit)
-            or "://" in os.fspath(self.audit)
-        ):
-            raise ConfigError(
-                f"audit must be a folder that the workers can write to, or None, got {self.audit!r}. It cannot be a URI, because "
-                "each line must be written before the step to which it belongs"
-            )
 
     def _check_comparison(self) -> None:
         every = self.compare_weights

@@ -7,7 +7,6 @@ weights; what it holds at the end of an epoch is what the weights have seen.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import time
@@ -29,9 +28,8 @@ from raysgd.torch import TrainingOperator
 @dataclass(frozen=True)
 class Fault:
     """At global step `step`, the worker with `rank` does `kind`: kill, stop, term, raise, sleep, slow (it pauses in every
-    batch from now on, `seconds` each), cut (its connections to the other ranks end: a collective fails without a death),
-    full (it fills the disk on which the folder `disk` is, until somebody removes the file), or one of those of
-    `examples/benchmarks/harming.py`, with the same names. `others` are processes that a kill takes along.
+    batch from now on, `seconds` each), cut (its connections to the other ranks end: a collective fails without a death), or one
+    of those of `examples/benchmarks/harming.py`, with the same names. `others` are processes that a kill takes along.
 
     Of the faults that a process cannot do to itself, test_fault_kinds.py stops the driver, test_node_failures.py removes
     nodes, test_ray_failures.py kills raylets, and test_loader_processes.py kills the processes of a DataLoader."""
@@ -43,7 +41,6 @@ class Fault:
     seconds: float = 3600.0
     tag: str = ""
     others: tuple[int, ...] = ()
-    disk: str = ""
 
     @property
     def name(self) -> str:
@@ -66,19 +63,8 @@ class Fault:
             raise ZeroDivisionError(f"planned in {self.name}")
         elif self.kind == "sleep":
             time.sleep(self.seconds)
-        elif self.kind == "full":
-            fill(Path(self.disk))
         elif self.kind != "slow":
             harm({"cut": "collective"}.get(self.kind, self.kind), self.seconds)
-
-
-def fill(disk: Path) -> None:
-    """Leave no byte free on the file system of this folder."""
-    with (disk / "filler").open("ab", buffering=0) as file:
-        for size in (1 << 16, 1):
-            with contextlib.suppress(OSError):
-                while file.write(b"x" * size) == size:
-                    pass
 
 
 def fired(marks: Path) -> list[str]:

@@ -13,9 +13,7 @@ from typing import Any
 
 import pytest
 
-from raysgd.core.audit import verify
 from tests.background import Background
-from tests.test_audit import disturbed
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "examples" / "benchmarks"
@@ -198,17 +196,7 @@ def test_chaos(outcome: Document) -> None:
     (row,) = outcome()["rows"]
     assert row["faults"] == sum(row["faults_by_kind"].values()) > 3
     assert (row["lost"], row["doubled"], row["left_behind"], row["broken"]) == (0, 0, 0, [])
-    assert row["audited"]["samples"] >= row["samples"]
-
-
-def test_a_changed_line_is_refused_in_a_chaos_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.syspath_prepend(str(FOLDER))
-    subjects = module("subjects")
-    folder = disturbed(tmp_path / "log").save()
-    assert subjects.changed_line_is_refused(folder)
-    verify(folder)  # what was changed is a copy
-    monkeypatch.setattr(subjects, "verify", lambda folder: None)
-    assert not subjects.changed_line_is_refused(folder)
+    assert row["differing"] == 0
 
 
 def test_parts_of_a_chaos_run_accumulate(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 A small model trains while processes, connections, nodes, a disk and the driver itself are disturbed, on a schedule that the
 seed gives (`disturbing.py` lists the kinds). After each epoch the samples that the weights have seen are compared with the
-data set, and at the end the audit log is verified, as `raysgd verify` does it.
+data set, and the weights of the ranks with each other.
 
     python examples/benchmarks/chaos.py --minutes 2 --seed 1
     python examples/benchmarks/chaos.py --faults 200 --backend horovod --api function
@@ -11,8 +11,8 @@ data set, and at the end the audit log is verified, as `raysgd verify` does it.
 With --state, parts with one seed each accumulate in a file, each a program of its own, and the table is of all of them. Where
 the system allows it, each part has its own processes, network, /tmp and /dev/shm, so that nothing it leaves can hide.
 
-Exit status 1: a sample was lost or used twice, weights differed, the audit log was refused, no worker took a step for too long,
-training failed, or something was left behind.
+Exit status 1: a sample was lost or used twice, weights differed, no worker took a step for too long, training failed, or
+something was left behind.
 """
 
 import argparse
@@ -36,7 +36,7 @@ from disturbing import Disk, Disturber, Fault, LocalNodes, alive, state
 from harming import forget_memory_limits
 from parts import ISOLATED, NO_CLUSTER, accumulate, presented
 from report import claim_stdout, emit
-from subjects import SUBJECTS, Subject, Training, changed_line_is_refused, injected
+from subjects import SUBJECTS, Subject, Training, injected
 
 COLUMNS = (
     "run",
@@ -225,12 +225,6 @@ def chaos(args: argparse.Namespace, nodes: LocalNodes, disk: Disk, trace: str) -
         result["ended_untouched"] = len(untouched(disturber, trace))
         disk.make_room()
         subject.trainer.shutdown()
-    try:
-        result["audited"] = subject.audited()
-        if result["audited"] and not changed_line_is_refused(disk.folder / "audit"):
-            broken.append("the audit log was accepted with a changed line")
-    except Exception as error:
-        broken.append(f"the audit log was refused: {error}")
     broken += [f"{name}: {result[name]}" for name in ("lost", "doubled", "differing") if result[name]]
     result["wait_limit_s"] = args.hang_timeout_s + RENDEZVOUS_S
     if result["longest_wait_s"] > result["wait_limit_s"]:

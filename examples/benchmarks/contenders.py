@@ -7,7 +7,6 @@ A contender has `name`, `epoch()` (one epoch, seen from the driver), `processes(
 import contextlib
 import importlib.util
 import os
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +26,6 @@ __all__ = [
     "BASE",
     "ENTRIES",
     "USUAL",
-    "Audited",
     "BenchmarkOperator",
     "Contender",
     "Entry",
@@ -126,20 +124,6 @@ class Collating(RaySGD):
     operator = CollatingOperator
 
 
-class Audited(RaySGD):
-    """raysgd with an audit log on the local disk, which is removed in the end."""
-
-    name = "raysgd, audit"
-
-    def __init__(self, setting: Setting) -> None:
-        self._folder = tempfile.TemporaryDirectory()
-        super().__init__(setting, elastic=ElasticConfig(audit=self._folder.name))
-
-    def stop(self) -> None:
-        super().stop()
-        self._folder.cleanup()
-
-
 class OfRanks(RaySGD):
     """Averages the means of the workers, as DDP does: what steps cost before gradients were weighted."""
 
@@ -223,7 +207,6 @@ ENTRIES = {
         Entry(BASE, HandWritten),
         Entry(RaySGD.name, RaySGD),
         Entry(Collating.name, Collating),
-        Entry(Audited.name, Audited),
         *(Entry(each.name, each) for each in (OfRanks, Unequal, UnequalOfRanks)),
         peer("torchrun", "with_torchrun.py"),
         peer("Ray Train v2", "with_ray_train.py", "pandas", "pyarrow", launcher=None),
@@ -232,7 +215,7 @@ ENTRIES = {
         peer("Horovod", "with_horovod.py", "horovod", launcher="horovodrun"),
     )
 }
-SPECIAL = (Audited, OfRanks, Unequal, UnequalOfRanks)  # only stepping.py has them
+SPECIAL = (OfRanks, Unequal, UnequalOfRanks)  # only stepping.py has them
 USUAL = [name for name in ENTRIES if name not in {each.name for each in SPECIAL}]
 
 

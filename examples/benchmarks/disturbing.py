@@ -112,7 +112,7 @@ def raylet(node: Any) -> int:
 
 
 class Disk:
-    """A small file system for the audit log and checkpoints, which can be filled. Without the right to mount one, it is a
+    """A small file system for logs and checkpoints, which can be filled. Without the right to mount one, it is a
     folder that cannot."""
 
     def __init__(self, folder: Path, megabytes: int = 64) -> None:

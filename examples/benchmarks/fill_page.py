@@ -92,7 +92,6 @@ COLUMNS: dict[str, tuple[str, ...]] = {
         "errors_raised",
         "epochs",
         "samples",
-        "audited_samples",
         "lost",
         "doubled",
         "differing",

@@ -102,8 +102,6 @@ def together(name: str, parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "parts": len(parts),
         **sums,
         "recoveries_by_reason": dict(reasons.most_common()),
-        "audited_steps": total("audited", "steps", parts),
-        "audited_samples": total("audited", "samples", parts),
         "longest_wait_s": max((part.get("longest_wait_s", 0.0) for part in parts), default=0.0),
         "wait_limit_s": min((part["wait_limit_s"] for part in parts if "wait_limit_s" in part), default=None),
         "faults_per_10s": round(10 * sums["faults"] / max(busy, 1e-9), 2),

@@ -6,25 +6,20 @@ started anew several times: of the same program, one process is faster than anot
 memory happens to lie.
 
     python examples/benchmarks/stepping.py
-    python examples/benchmarks/stepping.py --audit --workloads tiny
     python examples/benchmarks/stepping.py --starts 3 --workloads tiny --at-most 1.25     a check for CI: its exit status
     python examples/benchmarks/stepping.py --gradients     instead: what the weighting of unequal shares costs
-
-With --audit, raysgd runs without and with an audit log, in turn with the base; `raysgd_ratio` of that row is the time without the
-log divided by the time with it, turn by turn.
 """
 
 import argparse
 import sys
 from typing import Any
 
-from contenders import BASE, Audited, Collating, OfRanks, RaySGD, Unequal, UnequalOfRanks, cluster
+from contenders import BASE, Collating, OfRanks, RaySGD, Unequal, UnequalOfRanks, cluster
 from report import claim_stdout, emit
 from throughput import measure
 from workloads import WORKLOADS, Setting
 
 CONTENDERS = (BASE, RaySGD.name, Collating.name)
-AUDIT = (BASE, RaySGD.name, Audited.name)
 # The mean over samples after the mean over ranks, with which it is compared.
 GRADIENTS = ((OfRanks.name, RaySGD.name), (UnequalOfRanks.name, Unequal.name))
 LONGER = 3
@@ -48,7 +43,6 @@ def main() -> None:
     parser.add_argument("--starts", type=int, default=6, help="how often everything is started anew")
     parser.add_argument("--rounds", type=int, default=1, help="rounds of each start")
     parser.add_argument("--steps", type=int, help="batches per worker and epoch (default: three times the workload's)")
-    parser.add_argument("--audit", action="store_true", help="only raysgd without and with an audit log, and the base")
     parser.add_argument("--gradients", action="store_true", help="compare gradients='samples' with 'ranks'")
     parser.add_argument(
         "--at-most",
@@ -62,7 +56,7 @@ def main() -> None:
         args.workloads, args.starts, args.steps = ["tiny"], 2, 3
 
     rows: list[dict[str, Any]] = []
-    compared = GRADIENTS if args.gradients else (AUDIT if args.audit else CONTENDERS,)
+    compared = GRADIENTS if args.gradients else (CONTENDERS,)
     with cluster(max(map(len, compared)) * args.workers):
         for name in args.workloads:
             workload = WORKLOADS[name]

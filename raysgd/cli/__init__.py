@@ -19,8 +19,6 @@ from raysgd.cli.drill import Drill, checked_config, findings, load_operator
 from raysgd.cli.findings import Finding, lines
 from raysgd.cli.info import describe
 from raysgd.cli.top import read, table
-from raysgd.core.audit import AuditError
-from raysgd.core.audit import verify as verified
 from raysgd.errors import CheckpointError, RaysgdError
 from raysgd.version import __version__
 
@@ -40,20 +38,6 @@ class _WithCompleteLines(click.Group):
 @click.version_option(__version__, prog_name="raysgd")
 def main() -> None:
     """Tools for trainings with raysgd."""
-
-
-@main.command()
-@click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
-def verify(folder: Path) -> None:
-    """Check the audit log in FOLDER, which ElasticConfig(audit=FOLDER) wrote.
-
-    Print what it shows, and exit with 0, if the log is complete and unchanged, each sample of each epoch was used exactly once,
-    and the weights of all ranks were equal. Otherwise name the first violation, and exit with 1."""
-    try:
-        verdict = verified(folder)
-    except AuditError as error:
-        raise click.ClickException(str(error)) from error
-    click.echo("\n".join(verdict.lines()))
 
 
 @main.command()

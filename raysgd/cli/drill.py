@@ -21,9 +21,8 @@ from typing import Any
 from raysgd.callbacks.base import Callback
 from raysgd.cli.findings import Finding
 from raysgd.config import ElasticConfig
-from raysgd.core.audit import SUFFIX, AuditError, Verdict, verify
 from raysgd.core.policy import Recovery
-from raysgd.errors import ConfigError, causes_of, described
+from raysgd.errors import ConfigError, DivergenceError, causes_of, described
 
 __all__ = ["KINDS", "NAMES", "Drill", "Record", "findings", "load_operator"]
 
@@ -90,6 +89,7 @@ class Record:
     replaced, unrestored  for each attribute: how many replacement workers should have received it, and how many did not
     swallowed             errors of peers that the operator did not pass on
     hangs                 what raysgd says about ranks that it killed although no fault made them hang
+    differing             how the ranks' weights differ
     given_up              for each kind: how often no process got it in several attempts
     data                  for each look: of each worker, the epoch, the length of its training data, and a digest of some samples
     """
@@ -106,8 +106,7 @@ class Record:
     longest_s: float = 0.0
     data: list[list[tuple[int, int, str]]] = field(default_factory=list)
     error: str = ""
-    audit: Verdict | None = None
-    audit_error: str = ""
+    differing: str = ""
     given_up: Counter[str] = field(default_factory=Counter)
 
 
@@ -195,32 +194,13 @@ def _hangs(record: Record) -> Iterator[Finding]:
 
 
 def _samples(record: Record) -> Iterator[Finding]:
-    problems = 0
     what = _differing_data(record)
     if what:
-        problems += 1
         todo = "Register all data on every rank: raysgd divides it. setup() must not depend on world_rank or world_size"
         text = f"the training data of one worker {what} than that of another, so samples are used twice, or not at all"
         yield Finding("samples", text, todo)
-    if record.audit_error and "weights" not in record.audit_error:
-        problems += 1
-        todo = "Use the iterator that train_epoch gets, and no other order"
-        follows = bool(record.swallowed)  # a rank that has continued alone had no part of the others' steps
-        todo = "Correct the errors above first" if follows else todo
-        yield Finding("samples", record.audit_error, todo, fails=not follows)
-    if problems or record.audit is None:
-        if not problems and not record.audit_error:
-            yield Finding("samples", "not checked", "Correct what ended the training", fails=False)
-        return
-    if record.audit.unnumbered and not record.audit.samples:
-        todo = "Register a DataLoader of a data set with a length, if each sample must be used once"
-        yield Finding("samples", "not checked, because the operator divides its data itself", todo, fails=False)
-        return
-    left = (
-        f"; {record.audit.left_out:,} left out, by drop_last=True or by the operator" if record.audit.left_out else ""
-    )
-    text = f"{record.audit.samples:,} in {record.audit.steps:,} steps, each used once in its epoch{left}"
-    yield Finding("samples", text)
+    else:
+        yield Finding("samples", f"the workers' training data was equal in {len(record.data)} comparison(s)")
 
 
 def _differing_data(record: Record) -> str:
@@ -237,16 +217,13 @@ def _differing_data(record: Record) -> str:
 
 
 def _weights(record: Record) -> Iterator[Finding]:
-    if "weights" in record.audit_error:
-        follows = bool(record.swallowed)
+    if record.differing:
+        follows = bool(record.swallowed)  # a rank that has continued alone had no part of the others' steps
         todo = "Change parameters only in the optimizer's step, alike on all ranks, and never depending on world_rank"
         todo = "Correct the errors above first" if follows else todo
-        yield Finding("weights", record.audit_error, todo, fails=not follows)
-    elif record.audit is None or not record.audit.compared:
-        todo = "Train for longer, with two or more workers" if not record.error else "Correct what ended the training"
-        yield Finding("weights", "never compared", todo, fails=False)
+        yield Finding("weights", record.differing, todo, fails=not follows)
     else:
-        yield Finding("weights", f"equal on all ranks in {record.audit.compared:,} comparisons")
+        yield Finding("weights", f"equal on all ranks, after every {COMPARED_EVERY} steps")
 
 
 # -- the drill ----------------------------------------------------------------------------------------
@@ -283,8 +260,8 @@ class Drill(Callback):
             hang_timeout_s=record.hang_s,
             backoff_s=0.5,
             backoff_max_s=4.0,
-            audit=self._folder / "audit",
-            audit_weights_every=COMPARED_EVERY,
+            compare_weights=COMPARED_EVERY,
+            on_divergence="raise",
         )
         with self._made:
             try:
@@ -298,6 +275,8 @@ class Drill(Callback):
                     callbacks=[self],
                 ) as trainer:
                     self._train(trainer)
+            except DivergenceError as error:
+                record.differing = str(error).partition("\n")[0]
             except Exception as error:  # the user's code may raise anything
                 record.error = described(error).partition("\n")[0]
             self._read_files()
@@ -372,18 +351,11 @@ class Drill(Callback):
         self._changed = {each["pid"]: set(each["changed"]) for each in begun} or self._changed
 
     def _read_files(self) -> None:
-        record, audit = self.record, self._folder / "audit"
         for path in sorted(self._folder.glob("*.swallowed")):
             for line in path.read_text(encoding="utf-8").splitlines():
                 found = json.loads(line)
                 where = found["where"].removeprefix(f"{Path.cwd()}{os.sep}")
-                record.swallowed.append({"where": where, "error": found["error"][:LONGEST_ERROR]})
-        if not list(audit.glob("*" + SUFFIX)):
-            return
-        try:
-            record.audit = verify(audit)
-        except AuditError as error:
-            record.audit_error = str(error)
+                self.record.swallowed.append({"where": where, "error": found["error"][:LONGEST_ERROR]})
 
 
 class FaultSchedule:

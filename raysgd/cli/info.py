@@ -97,8 +97,6 @@ def _folder(path: Path) -> Rows:
         yield from _shards(path)
     elif names & {folders.MARKER, DICT_FILE}:
         yield from _listed_folder(path)
-    elif any(name.endswith(".audit") for name in names):
-        raise CheckpointError(f"{path} has an audit log: raysgd verify {path} checks it")
     else:
         yield from _automatic(path)
 

@@ -116,8 +116,6 @@ class ShardStep(NamedTuple):
 
     fresh    whether they are its own
     total    how many samples all ranks have together
-    start    where this rank's samples are among these
-    numbers  for each of its samples the shard, and the sample's number in the shard's order
     largest  how many samples the rank has that has most
     taken    how many samples all ranks have of each shard
     over     the shards that end with this step
@@ -126,8 +124,6 @@ class ShardStep(NamedTuple):
     samples: list[Any]
     fresh: bool
     total: int
-    start: int = 0
-    numbers: Sequence[tuple[int, int]] = ()
     largest: int = 0
     taken: Mapping[int, int] = MappingProxyType({})
     over: Set[int] = frozenset()
@@ -138,8 +134,7 @@ class ShardFeed:
 
     In each step, every rank passes what `propose` returns to a sum over all ranks, and `settle` takes the sum. So all of
     them know what is used of each shard, and assign shards in the same way. `counts` are the samples that were used of each
-    shard, and `ended` are the shards that have no more. `on_end` is called with a shard and its number of samples when this
-    rank has read it to its end.
+    shard, and `ended` are the shards that have no more.
 
     The sum has a slot for each team, with room for the shards of which the team used something. If that is too small, it
     grows, and all ranks propose again. So the work of a step does not depend on the number of shards.
@@ -155,18 +150,16 @@ class ShardFeed:
         *,
         step: int | None = None,
         pad: bool = True,
-        on_end: Callable[[int, int], None] = lambda shard, length: None,
     ) -> None:
         self._stream, self._epoch, self._rank, self._pad = stream, epoch, rank_info.world_rank, pad
-        self.counts, self.ended, self._on_end = list(counts), set(ended), on_end
+        self.counts, self.ended = list(counts), set(ended)
         ranks = rank_info.world_size
         base, more = divmod(max(step or stream.batch_size * ranks, ranks), ranks)
         self._sizes = [base + (rank < more) for rank in range(ranks)]
         self._teams = make_teams([shard for shard in stream.order(epoch) if shard not in self.ended], ranks)
         self._room = self._least_room = stream.readers + 1
-        self._rows: list[tuple[int, int, Any]] = []  # shard, number in its order, sample
+        self._rows: list[tuple[int, Any]] = []  # shard, sample
         self._readers: deque[tuple[int, ReadAhead[list[Any]], list[Any]]] = deque()
-        self._lengths: dict[int, int] = {}  # how many samples are known of each shard that this rank has opened
         self._read_out: set[int] = set()  # shards that have ended here, and not yet on all ranks
         self._meet_team()
 
@@ -217,7 +210,7 @@ class ShardFeed:
             if not self._rows:
                 return
             part = self._part(self._team)
-            samples = [row[2] for row in self._rows[part.start : part.stop]]
+            samples = [sample for _, sample in self._rows[part.start : part.stop]]
             self._rows = []
             if samples:
                 yield ShardStep(samples, part.fresh, len(samples))
@@ -233,15 +226,13 @@ class ShardFeed:
         """Note that these samples were used, and return this rank's part of them."""
         assert self._team is not None
         part = self._part(self._team)
-        rows, self._rows = self._rows[part.start : part.stop], []
+        samples, self._rows = [sample for _, sample in self._rows[part.start : part.stop]], []
         for shard, count in taken.items():
             self.counts[shard] += count
         self.ended |= over
         self._read_out -= over
-        start, fresh = sum(totals[: self._place]) + part.start, part.fresh
         largest = max(-(-total // len(team.ranks)) for total, team in zip(totals, self._teams, strict=True))
-        numbers, samples = [row[:2] for row in rows], [row[2] for row in rows]
-        return ShardStep(samples, fresh, sum(totals), start, numbers, largest, taken, over)
+        return ShardStep(samples, part.fresh, sum(totals), largest, taken, over)
 
     def _part(self, team: ShardTeam) -> RankPart:
         """Return this rank's part of its team's samples."""
@@ -262,18 +253,15 @@ class ShardFeed:
             shard, reader, block = self._readers[0]  # it stays there if it raises an error, so that `close` finds it
             if not block:
                 block = (reader.next() or [])[::-1]  # the samples are taken from its end
-                self._lengths[shard] += len(block)
             self._readers.popleft()
             if block:
-                self._rows.append((shard, self._lengths[shard] - len(block), block.pop()))
+                self._rows.append((shard, block.pop()))
                 self._readers.append((shard, reader, block))
             else:
                 self._read_out.add(shard)
-                self._on_end(shard, self._lengths[shard])
 
     def _open(self, shard: int) -> None:
         blocks = self._stream.blocks(shard, self._epoch, self.counts[shard])
-        self._lengths[shard] = self.counts[shard]
         self._readers.append((shard, ReadAhead(blocks, ahead=AHEAD, name=f"raysgd-shard-{shard}"), []))
 
     def _meet_team(self) -> None:

@@ -64,9 +64,6 @@ class SharedSource:
     def steps_left(self, rank_info: RankInfo, offset: int) -> int | None:
         return _length(self.loader, offset)
 
-    def total(self) -> None:
-        """Return None: offsets count batches, of which a data set can have any number."""
-
     def _pass(self, epoch: int, offset: int) -> Iterator[Any]:
         """Return an iterator over the rest of the epoch. The order of a shuffle depends on how often the data set was
         begun, so passes of earlier epochs are begun, too: no public function advances the seeds of all shuffles in a data
@@ -86,14 +83,13 @@ class SharedSource:
         rows, ranks = rows_in(batch), rank_info.world_size
         most = -(-rows // self._workers) if self._workers else None
         if ranks == 1 and (most is None or rows < 2):
-            yield Drawn(batch, offset, rows=rows, units=(0, rows, rows))
+            yield Drawn(batch, offset, rows=rows)
             return
         plan = SamplingPlan(total=rows, step_size=rows, world_size=ranks, pad=self._pad, most=most)
         for part in plan.parts_of(rank_info.world_rank, 0):
             if part.stop > part.start:
-                units = (part.start, part.stop, rows)
                 cut = _cut(batch, part.start, part.stop)
-                yield Drawn(cut, offset, part.fresh, rows, part.weight, part.whole, units)
+                yield Drawn(cut, offset, part.fresh, rows, part.weight, part.whole)
 
 
 class OwnSource:
@@ -124,9 +120,6 @@ class OwnSource:
 
     def steps_left(self, rank_info: RankInfo, offset: int) -> int | None:
         return None if self._channel.size > 1 else _length(self.data, offset)
-
-    def total(self) -> None:
-        """Return None: each rank has data of its own."""
 
 
 def make_source(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -115,13 +114,6 @@ class TFReplica(ReplicaBase):
 
     def _summary(self, turn: int) -> Summary:
         return summary_of(self.operator._parts, turn)
-
-    def _weights_digest(self) -> str:
-        digest = hashlib.sha256()
-        for model in self.operator._parts.models:
-            for variable in model.trainable_variables:
-                digest.update(as_tensor(variable).numpy().tobytes())
-        return digest.hexdigest()[:16]
 
     def _random_state(self) -> dict[str, Any]:
         return states.random_state()

@@ -25,7 +25,6 @@ from raysgd.tf.process_group import TensorFlowBackend
 from raysgd.tf.replica import TFReplica, TFReplicaFactory
 from raysgd.tf.settings import TFSettings
 from raysgd.training.arguments import check_call, check_common, check_config, needs_ray, refuse_unknown
-from raysgd.training.audit import AuditSettings
 from raysgd.training.auto_checkpoint import AutoCheckpoint
 from raysgd.training.call_runner import CallRunner, exclusive
 from raysgd.training.loops import opened_folder
@@ -141,7 +140,6 @@ class TFTrainer(TrainerBase):
             in_pieces=elastic.batch == "global" and number > 1,
             snapshot_every=elastic.snapshot_every,
             elastic=elastic,
-            audit=AuditSettings.of(elastic),
             measures=measures_in(calls.on_workers),
         )
         self._epochs, self._steps = fit.get("epochs", 1), fit.get("steps_per_epoch")

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
@@ -41,7 +40,6 @@ from raysgd.torch.precision import Precision
 from raysgd.torch.resharding import Resharding
 from raysgd.torch.schedules import has_length_in_code
 from raysgd.torch.settings import TorchSettings
-from raysgd.torch.wrapping import Exchange
 from raysgd.training.feed import Source
 from raysgd.training.position import at_its_epoch
 from raysgd.training.replica_base import Phase, ReplicaBase, ReplicaFactoryBase
@@ -105,8 +103,7 @@ class TorchReplica(ReplicaBase):
     ) -> None:
         super().__init__(operator, settings, rank_info, control)
         self._options = settings.options
-        self._opener = Opener(operator, settings, control, self._audit)
-        self._averages = settings.wrap_ddp or settings.exchange is not Exchange or not settings.distributed
+        self._opener = Opener(operator, settings, control)
         self._carrier = make_carrier(operator.device, channels_last=settings.options.channels_last)
         on_cpu = settings.wrap_ddp and operator.device.type == "cpu" and self._options.accumulate == 1
         self._overlaps = on_cpu and _makes_usual_steps(operator)
@@ -241,7 +238,7 @@ class TorchReplica(ReplicaBase):
         units = [] if self._feed is None else [each.units for each in self._feed.uncommitted]
         if order is None or self._position.parked is not None or None in units:
             return None
-        found = [order[place] for start, stop, _ in filter(None, units) for place in range(start, stop)]
+        found = [order[place] for start, stop in filter(None, units) for place in range(start, stop)]
         return [int(index) for each in found for index in (each if isinstance(each, (list, tuple)) else [each])]
 
     def _on_commit(self, last: bool = False) -> None:
@@ -280,9 +277,6 @@ class TorchReplica(ReplicaBase):
 
     def _summary(self, turn: int) -> Summary:
         return summary_of(self.operator, turn)
-
-    def _weights_digest(self) -> str | None:
-        return None if self.in_shards or not self._averages else digest_of(self.operator._parts.models)
 
     def _random_state(self) -> dict[str, Any]:
         return states.random_state()
@@ -422,8 +416,6 @@ class TorchReplica(ReplicaBase):
         """Let the next generation begin with a full state, or with a snapshot that its ranks hold."""
         assert self._resharding is not None
         self._resharding.give(given)
-        if self._audit is not None and self.operator._parts.shards_made:
-            self._audit = self._audit.reopened()
 
     def load(self, data: Any) -> None:
         """Load the state of another replica of this trainer. It is trusted, and it fits. Shards are made of it in the next generation."""
@@ -514,18 +506,3 @@ class TorchReplica(ReplicaBase):
         for source in self._sources.values():
             source.close()
         super().close()
-
-
-def digest_of(models: Iterable[torch.nn.Module]) -> str:
-    """Return a digest of the parameters. A single bit that differs changes it. It is made of a sum of integers for each
-    parameter, which a GPU calculates without copying the parameter; values that change places are not noticed."""
-    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    sums: dict[torch.device, list[torch.Tensor]] = {}
-    with torch.no_grad():
-        for model in models:
-            for parameter in model.parameters():
-                real = torch.view_as_real(parameter) if parameter.is_complex() else parameter
-                bits = real.view(integers[real.element_size()])
-                sums.setdefault(bits.device, []).append(bits.sum(dtype=torch.int64))
-    numbers = [torch.stack(found).tolist() for found in sums.values()]
-    return hashlib.sha256(repr(numbers).encode()).hexdigest()[:16]

@@ -26,7 +26,6 @@ from raysgd.torch.settings import TorchSettings
 from raysgd.torch.strategies import choose_strategy
 from raysgd.torch.wrapping import Exchange
 from raysgd.training.arguments import check_call, check_common, check_flags, refuse_unknown
-from raysgd.training.audit import AuditSettings
 from raysgd.training.auto_checkpoint import AutoCheckpoint
 from raysgd.training.call_runner import CallRunner, exclusive
 from raysgd.training.loops import opened_folder
@@ -143,7 +142,6 @@ class TorchTrainer(TrainerBase):
             scheduler_step_freq=scheduler_step_freq,
             elastic=elastic,
             snapshot_every=elastic.snapshot_every,
-            audit=AuditSettings.of(elastic),
             rows=SharedRowReaders(uuid4().hex[:8]) if remote else local_row_reader,
         )
         run = described_run(TorchTrainer, training_operator_cls, self.config, num_workers, logdir)

@@ -96,11 +96,6 @@ class BackendExecutor:
         )
         check_failure_limit("max_retries", max_retries)
         at_least("max_reports_ahead", max_reports_ahead, 1, whole=True)
-        if elastic is not None and elastic.audit is not None:
-            raise ConfigError(
-                "ElasticConfig(audit=...) needs an operator: a training function draws its own batches, so nothing knows which "
-                "samples they contain. Leave it out"
-            )
         self._reports_ahead = max_reports_ahead
         self._max_retries = max_retries
         self._elastic = elastic or ElasticConfig(hang_timeout_s=HANG_S)

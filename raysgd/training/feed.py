@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 from raysgd.core.outcomes import DataLoaderFailure
@@ -18,7 +18,7 @@ from raysgd.core.ranks import RankInfo
 from raysgd.errors import ConfigError, counted
 from raysgd.training.position import Position
 
-__all__ = ["Audit", "Carrier", "Drawn", "Feed", "LookAhead", "MembershipChange", "Source"]
+__all__ = ["Carrier", "Drawn", "Feed", "LookAhead", "MembershipChange", "Source"]
 
 
 class MembershipChange(BaseException):
@@ -36,9 +36,7 @@ class Drawn(NamedTuple):
     rows    the samples of all ranks' batches together, if the source counts them
     weight  this rank's part of these samples, relative to an equal share (`RankPart`)
     whole   False if this is one of several pieces of the rank's batch, and not the last one
-    units   this rank's samples, as (start, stop, rows): of a batch of so many rows, or, with rows 0, of the epoch's order.
-            None if each rank has data of its own
-    shards  the same samples as (shard, start, stop), if they are those of shards
+    units   this rank's samples, as (start, stop) of the epoch's order; None if the source has no order
     """
 
     batch: Any
@@ -47,8 +45,7 @@ class Drawn(NamedTuple):
     rows: int | None = None
     weight: float = 1.0
     whole: bool = True
-    units: tuple[int, int, int] | None = None
-    shards: tuple[tuple[int, int, int], ...] = ()
+    units: tuple[int, int] | None = None
 
 
 class Source(Protocol):
@@ -69,16 +66,6 @@ class Source(Protocol):
 
     def steps_left(self, rank_info: RankInfo, offset: int) -> int | None:
         """Return how many steps of the epoch are left after `offset`, or None if that is not known."""
-
-    def total(self) -> tuple[int, bool] | None:
-        """Return how many units the epoch has, and whether a last, smaller step is left out; None if that is not known."""
-
-
-class Audit(Protocol):
-    """What a feed tells the audit log: `AuditLog`."""
-
-    def drew(self, position: Position, window: Sequence[Drawn], drawn: Drawn) -> None: ...
-    def epoch_ended(self, position: Position, total: int, why: str) -> None: ...
 
 
 class Carrier:
@@ -148,7 +135,6 @@ class Feed:
     on_commit  called after each commit, with `last` True when the loop ends with it
     seed       called before and after an epoch begins: `seed(epoch)`, and then `seed(epoch, rank)`
     on_wait    called with the seconds that each batch was waited for
-    audit      gets each batch before it is returned, and the ends of epochs
     unwind     whether a planned stop raises MembershipChange (in a user's loop) instead of ending the iteration
     """
 
@@ -168,7 +154,6 @@ class Feed:
         on_wait: Callable[[float], None] | None = None,
         carrier: Carrier | None = None,
         window: int = 1,
-        audit: Audit | None = None,
         unwind: bool = False,
         training: bool = True,
         name: str = "train_loader",
@@ -180,7 +165,7 @@ class Feed:
         self._carries = type(self._carrier) is not Carrier
         # A window must know which batch is its last.
         self._looks_ahead = self._carrier.ahead or window > 1
-        self._window_size, self._seed, self._on_wait, self._audit = window, seed, on_wait, audit
+        self._window_size, self._seed, self._on_wait = window, seed, on_wait
         self._usual = math.nan  # the weight of batches for which `on_batch` is not called
         self._drawn: Any = None  # a LookAhead, or an iterator
         self._ahead: Drawn | BaseException | None = None  # what `draw_ahead` drew, or the error that it got
@@ -278,7 +263,7 @@ class Feed:
         """Skip the current batch and the rest of this epoch. All ranks must call this at the same batch."""
         self._pending = self._drawn = self._ahead = None
         self._window.clear()
-        self._end_epoch("operator")
+        self._end_epoch()
 
     def stepped(self, *_: Any) -> None:
         """Note that an optimizer has applied its step: the current batch counts, whatever happens next."""
@@ -324,8 +309,6 @@ class Feed:
             raise StopIteration
         self._empty_epochs = 0
         control.phase = "a batch"
-        if self._audit is not None:
-            self._audit.drew(self._position, self._window, drawn)
         return drawn
 
     def _taken_ahead(self) -> Drawn | None:
@@ -388,11 +371,8 @@ class Feed:
         if not position.ended and self._source.steps_left(self._rank_info, position.offset) == 0:
             self._end_epoch()
 
-    def _end_epoch(self, why: str = "all") -> None:
+    def _end_epoch(self) -> None:
         self._position.ended = self.epoch_ended = True
-        if self._audit is not None:
-            total, drops = self._source.total() or (-1, False)
-            self._audit.epoch_ended(self._position, total, "drop_last" if drops and why == "all" else why)
 
     def _expect(self) -> None:
         """Note how many batches this call will have, if that is known, for progress messages."""

@@ -33,7 +33,6 @@ from raysgd.core.progress import Control, Progress
 from raysgd.core.protocols import Call
 from raysgd.core.ranks import RankInfo
 from raysgd.errors import ConfigError, shown
-from raysgd.training.audit import AuditLog
 from raysgd.training.feed import Feed, MembershipChange, Source
 from raysgd.training.operator_base import OperatorBase
 from raysgd.training.position import Position
@@ -143,7 +142,6 @@ class ReplicaBase(ABC):
         self._feed: Feed | None = None
         self._sources: dict[Phase, Any] = {}
         self._snapshots = Snapshotter(settings.snapshot_every, control)
-        self._audit = AuditLog(settings.audit, self._weights_digest) if settings.audit is not None else None
         self._compare_every, self._compare_at = settings.elastic.compare_every, math.inf
         self._seed_place("train", 0, self.rank)
 
@@ -196,7 +194,7 @@ class ReplicaBase(ABC):
         done = not position.open_call(call)
         if new and (counts or (position.counted and num_steps is None)):
             position.count_call(num_steps or 1)
-        self._begin_part(done=done)
+        self._plan_comparison()
         if done:
             self.take_snapshot()  # the rank that was the first when the call ended may have failed before it sent its own
             return {"epoch": position.users_epoch, COMMITTED: position.call_units}
@@ -246,15 +244,6 @@ class ReplicaBase(ABC):
             self._cut_short()  # what was applied must count before another rank takes this state
         return changes
 
-    def _begin_part(self, *, done: bool) -> None:
-        """Plan the next comparison, and note who trains from now on, also if nothing is left to do: a rank that was evicted is
-        not among them."""
-        self._plan_comparison()
-        if self._audit is not None:
-            self._audit.begin(self._rank_info, self._position)
-            if done:
-                self._audit.done(self._position.step)
-
     def _warn_of_no_training(self, *, unused: bool, skipped: bool) -> None:
         """Warn, once, if the call has left the iterator `unused`, or if no optimizer has made a step in it. Steps that were
         `skipped` are in the result."""
@@ -291,8 +280,6 @@ class ReplicaBase(ABC):
         """Note that a call of `train` is done."""
         self._feed = None
         self._position.call_done = True
-        if self._audit is not None:
-            self._audit.done(self._position.step)
         self._position.resume_epoch()
         self.take_snapshot()
 
@@ -318,7 +305,6 @@ class ReplicaBase(ABC):
             pause_at=pause_at,
             on_wait=self._on_wait if "seconds" in self._measures else None,
             training=training,
-            audit=self._audit if training else None,
             name=self.data_names[phase],
             seed=partial(self._seed_place, phase),
             **self._feed_options(phase),
@@ -335,8 +321,6 @@ class ReplicaBase(ABC):
 
     def _on_commit(self, last: bool = False) -> None:
         control = self._control
-        if self._audit is not None:
-            self._audit.committed(self._position.step)
         compares = self._position.step >= self._compare_at and self._rank_info.world_size > 1
         if compares or control.due(last=last):
             progress = self._position.progress("train")
@@ -598,8 +582,6 @@ class ReplicaBase(ABC):
 
     def close(self) -> None:
         self._snapshots.close()
-        if self._audit is not None:
-            self._audit.close()
 
     # -- what frameworks do differently ---------------------------------------------------------------
 
@@ -624,11 +606,6 @@ class ReplicaBase(ABC):
     @abstractmethod
     def _summary(self, turn: int) -> Summary:
         """Return what this rank reports for a comparison with the other ranks."""
-
-    @abstractmethod
-    def _weights_digest(self) -> str | None:
-        """Return a digest of the parameters, which is equal on ranks whose parameters are equal; None if ranks have
-        different parameters."""
 
     @abstractmethod
     def _seed_generators(self, alike: int, own: int) -> None:

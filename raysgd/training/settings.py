@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from raysgd.config import ElasticConfig
-from raysgd.training.audit import AuditSettings
 
 __all__ = ["ReplicaSettings"]
 
@@ -20,7 +19,6 @@ class ReplicaSettings:
     snapshot_every  `ElasticConfig.snapshot_every`
     seed            the trainer's `seed`
     elastic         the trainer's: `compare_every`, `batch` and `lr` are for replicas
-    audit           where each worker writes its audit log; None: nowhere
     measures        what the workers measure for callbacks: `MEASURES` of raysgd.callbacks.monitors
     """
 
@@ -32,5 +30,4 @@ class ReplicaSettings:
     snapshot_every: Any = None
     seed: int | None = None
     elastic: ElasticConfig = field(default_factory=ElasticConfig)
-    audit: AuditSettings | None = None
     measures: frozenset[str] = frozenset()

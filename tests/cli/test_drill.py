@@ -31,7 +31,6 @@ from raysgd.cli.drill import (
     findings,
     load_operator,
 )
-from raysgd.core.audit import Verdict
 from raysgd.errors import ConfigError
 from raysgd.torch import TrainingOperator
 from raysgd.torch.drilled import COLLECTIVES, INJECTED, _data, _digest, drilled
@@ -68,7 +67,7 @@ BROKEN = {
     "Swallowing": ("errors", "train_batch caught a peer's failure"),
     "Slow": ("hang limit", "a batch took longer than 6 s"),
     "Dividing": ("samples", "has other samples at the same index than that of another"),
-    "Drifting": ("weights", "the weights of the ranks differ"),
+    "Drifting": ("weights", "the ranks do not train the same model"),
 }
 USUAL = ("Forgetful",)  # except in `make nightly`
 
@@ -131,8 +130,7 @@ def test_ready_made_operators_are_clean(place: str, ray_cluster: None, own_path:
 
 def record(**more: Any) -> Record:
     faults = [Fault(0.0, kind, 1) for kind in ("kill", "notice", "memory", "stop", "gil")]
-    audit = Verdict(samples=10, steps=5, compared=2)
-    return Record(**{"hang_s": 10.0, "workers": 2, "faults": faults, "replacements": 1, "audit": audit, **more})
+    return Record(**{"hang_s": 10.0, "workers": 2, "faults": faults, "replacements": 1, **more})
 
 
 def judged(made: Record, *ignored: str) -> dict[str, str]:
@@ -152,17 +150,10 @@ def test_what_a_record_means() -> None:
     # Samples may depend on the epoch: neither an earlier look nor a worker that has begun the next epoch is comparable.
     assert judged(record(data=[[(1, 10, "a")] * 2, [(2, 10, "b")] * 2]))["samples"] == "ok"
     assert judged(record(data=[[(1, 10, "a"), (2, 10, "b")]]))["samples"] == "ok"
-    assert (
-        judged(record(audit=None, audit_error="in step 3, samples 1 to 2 of the epoch were lost"))["samples"] == "FAIL"
-    )
-    follows = judged(
-        record(audit=None, audit_error="step 5 counts, but", swallowed=[{"where": "a.py:1", "error": "x"}])
-    )
-    assert (follows["errors"], follows["samples"]) == ("FAIL", "note")
-    unnumbered = judged(record(audit=Verdict(unnumbered=5, compared=1)))
-    assert (unnumbered["samples"], unnumbered["weights"]) == ("note", "ok")
-    failed = judged(record(error="ValueError: x", audit=None))
-    assert (failed["training"], failed["samples"], failed["weights"]) == ("FAIL", "note", "note")
+    assert judged(record(differing="after step 5 the ranks do not"))["weights"] == "FAIL"
+    follows = judged(record(differing="after step 5 the ranks do not", swallowed=[{"where": "a.py:1", "error": "x"}]))
+    assert (follows["errors"], follows["weights"]) == ("FAIL", "note")
+    assert judged(record(error="ValueError: x"))["training"] == "FAIL"
     assert judged(record(faults=[]))["faults"] == "note"
 
 

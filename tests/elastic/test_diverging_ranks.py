@@ -120,7 +120,7 @@ def test_an_error_is_raised_in_the_call_and_the_trainer_can_be_used_again(
 
 @pytest.mark.parametrize("when", ["call", 2])
 def test_a_rank_that_differs_from_most_is_evicted(when: Any, ray_cluster: None, tmp_path: Path) -> None:
-    """Without an audit log. Its replacement has the weights of the others."""
+    """Its replacement has the weights of the others."""
     mark = str(tmp_path / "flipped")
     with trainer("a flipped bit", workers=3, mark=mark, compare_weights=when, on_divergence="evict") as training:
         training.train()

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from raysgd import CheckpointError, ElasticConfig
-from raysgd.core.audit import verify
 from raysgd.data import ShardedStream
 from tests.faults import Fault, Ground, LedgerOperator, Numbered
 from tests.torch.small import inline, operator_of
@@ -49,13 +48,10 @@ def ground(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Itera
         operator=Sharded,
         num_workers=3,
         config={"samples": SAMPLES},
-        elastic=ElasticConfig(hang_timeout_s=5, audit=folder / "log"),
+        elastic=ElasticConfig(hang_timeout_s=5),
     )
     yield made
     made.trainer.shutdown()
-    verdict = verify(folder / "log")
-    assert verdict.epochs > 0 and verdict.unnumbered == 0
-    assert (verdict.samples, verdict.shards) == (verdict.epochs * SAMPLES, verdict.epochs * len(LENGTHS))
 
 
 def test_two_epochs_in_which_workers_fail(ground: Ground) -> None:

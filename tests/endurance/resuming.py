@@ -1,5 +1,5 @@
 """A script that trains with `fit` and automatic checkpoints: `python resuming.py FOLDER EVERY EPOCHS [WORKERS]`. A test kills it, and
-starts it again. With a number of workers, it trains on a stream in shards, and writes an audit log."""
+starts it again. With a number of workers, it trains on a stream in shards, and prints which samples its weights have seen."""
 
 import hashlib
 import json
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from raysgd import AutoCheckpoint, ElasticConfig, TorchTrainer, TrainingOperator
+from raysgd import AutoCheckpoint, TorchTrainer, TrainingOperator
 from raysgd.callbacks import Callback, Underway
 from tests.elastic.test_sharded_stream import SAMPLES, Sharded
 
@@ -57,7 +57,7 @@ def main() -> None:
     digits: dict[str, Any] = {"training_operator_cls": Digits, "num_workers": 2}
     for workers in map(int, sys.argv[4:]):
         digits = {"training_operator_cls": Sharded, "num_workers": workers}
-        digits |= {"config": {"samples": SAMPLES, "pace": 0.05}, "elastic": ElasticConfig(audit=f"{folder}/log")}
+        digits |= {"config": {"samples": SAMPLES, "pace": 0.05}}
     with TorchTrainer(
         **digits,
         use_gpu=False,

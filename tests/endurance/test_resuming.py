@@ -15,8 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from raysgd.core.audit import verify
-from tests.elastic.test_sharded_stream import LENGTHS, SAMPLES
+from tests.elastic.test_sharded_stream import SAMPLES
 from tests.endurance import resuming
 
 pytestmark = [pytest.mark.elastic, pytest.mark.slow]
@@ -119,8 +118,6 @@ def test_a_stream_resumes_within_an_epoch_with_another_number_of_workers(ray_clu
         script.words("DONE")
         assert script.end() == 0
     assert [Counter(ledger[:SAMPLES]), Counter(ledger[SAMPLES:])] == [Counter(range(SAMPLES))] * 2
-    verdict = verify(Path(folder, "log"))
-    assert (verdict.runs, verdict.epochs, verdict.samples, verdict.shards) == (3, 2, 2 * SAMPLES, 2 * len(LENGTHS))
 
 
 @pytest.mark.nightly

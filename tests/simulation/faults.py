@@ -57,7 +57,6 @@ class Schedule:
         self.first_call = 0
         self.struck: Counter[tuple[str, str]] = Counter()
         self.slowest_s = 0.0
-        self.corrupted = False
 
     @property
     def now(self) -> float:
@@ -226,7 +225,7 @@ class Schedule:
     def _corrupt(self, victim: Worker, seconds: float) -> None:
         if victim.replica is not None and self._plan.compare:
             victim.replica.weights += 1 << 70
-            victim.replica.damaged = self.corrupted = True
+            victim.replica.damaged = True
 
     def _disconnect(self, victim: Worker, seconds: float) -> None:
         victim.lose_connection("its control connection was reset", "worker death", dies_in_s=min(seconds, 2.0))

@@ -117,9 +117,8 @@ class Fault(Printed):
 class Plan(Printed):
     """Everything that decides a run. `seed` decides the delays, `later` when nodes are added and how large they are,
     `late` how many of the messages arrive up to half a second late, and `script` the calls of the user's script, such as
-    "train" (an epoch), "train 7" and "resize 2". `audit` is after how many steps a digest of the weights is written to
-    the audit log (0: no log), `compare` when the driver compares the ranks' weights and evicts those that differ ("call", a
-    number of steps, or None), and `retries` how many failures a call may survive."""
+    "train" (an epoch), "train 7" and "resize 2". `compare` is when the driver compares the ranks' weights and evicts those that
+    differ ("call", a number of steps, or None), and `retries` how many failures a call may survive."""
 
     seed: int = 0
     ranks: int = 2
@@ -135,7 +134,6 @@ class Plan(Printed):
     grow: Any = True
     spares: int = 0
     snapshot_every: Any = "epoch"
-    audit: int = 0
     compare: Any = None
     retries: int = -1
     script: tuple[str, ...] = ("train",)
@@ -152,8 +150,6 @@ class Plan(Printed):
             grow=self.grow,
             snapshot_every=self.snapshot_every,
             hot_spares=self.spares,
-            audit="." if self.audit else None,
-            audit_weights_every=self.audit or 100,
             compare_weights=self.compare,
             on_divergence="evict" if self.compare else "warn",
         )
@@ -195,7 +191,6 @@ def plan_for(seed: int) -> Plan:
         grow=grow,
         spares=draw.choice([0, 0, 1, 2]) if grow else 0,
         snapshot_every=draw.choice(["epoch", "epoch", 1, 3, None]),
-        audit=draw.choice([2, 3, 5]) if draw.random() < 0.3 else 0,
         compare=draw.choice(["call", 2, 3, 5]) if evict else None,
         retries=draw.choice([-1, -1, -1, -1, -1, 0, 1, 2]),
         script=_script(draw, ranks, places),

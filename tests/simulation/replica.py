@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from raysgd.core.audit import FIRST, Chain
 from raysgd.core.comparison import Summary
 from raysgd.core.messages import SnapshotUpload
 from raysgd.core.meters import AverageMeterCollection
@@ -17,7 +16,6 @@ from raysgd.core.progress import Control, Progress
 from raysgd.core.protocols import Call
 from raysgd.core.ranks import RankInfo
 from raysgd.core.sampling_plan import SamplingPlan
-from raysgd.training.audit import AuditLog, AuditSettings
 from raysgd.training.feed import Drawn, Feed, Source
 from raysgd.training.position import Position
 from raysgd.training.snapshots import LOADED_S
@@ -54,19 +52,6 @@ def steps_of(state: bytes) -> list[Step]:
     return steps
 
 
-class SimAudit(AuditLog):
-    """Writes the lines of the audit log to a list. The library's own code decides what they are."""
-
-    def __init__(self, worker: str, every: int, digest: Callable[[], str]) -> None:
-        self._settings, self._digest = AuditSettings("", "run", 0.0, every), digest
-        self._chain, self._joined, self._due = Chain(), (-1, -1), 0
-        self.lines: list[bytes] = []
-        self._write(f"{FIRST} run 0.000 {worker} node 1")
-
-    def _write(self, text: str) -> None:
-        self.lines.append(self._chain.line(text))
-
-
 class SimSource(Source):
     """A dataset of `total` samples, read in order. `draws` is called before each batch."""
 
@@ -86,13 +71,10 @@ class SimSource(Source):
         for part in plan.parts_of(rank_info.world_rank, offset):
             before, offset = offset, plan.offset_after(offset)
             self._draws()
-            yield Drawn((before, offset, part), offset, part.fresh, units=(part.start, part.stop, 0))
+            yield Drawn((before, offset, part), offset, part.fresh)
 
     def steps_left(self, rank_info: RankInfo, offset: int) -> int:
         return self._plan(rank_info).steps_left(offset)
-
-    def total(self) -> tuple[int, bool]:
-        return self._total, False
 
     def _plan(self, rank_info: RankInfo) -> SamplingPlan:
         step = self._global or self._batch_size * rank_info.world_size
@@ -111,7 +93,6 @@ class SimReplica:
         self.steps: list[Step] = []
         self.weights = 0
         self.damaged = False  # whether a fault has changed the weights, or those that they were taken from
-        self.audit = SimAudit(worker.name, plan.audit, lambda: f"{self.weights:x}") if plan.audit else None
         self._meter, self._units_before = AverageMeterCollection(), 0
         self._compare_at: int | None = None
 
@@ -138,13 +119,9 @@ class SimReplica:
     def train(self, call: int, num_steps: int | None, snapshot_first: bool = False, pause_at: int | None = None) -> Any:
         position = self._position
         done = not position.open_call(call)
-        if self.audit is not None:
-            self.audit.begin(self._rank_info, position)
         self._compare_at = self._next_comparison()
         if done:
             self._snapshot()
-            if self.audit is not None:
-                self.audit.done(position.step)
             return {"epoch": position.epoch, COMMITTED: position.call_units}
         self._meter, self._units_before = AverageMeterCollection(), position.call_units
         if snapshot_first:
@@ -158,7 +135,6 @@ class SimReplica:
             shared=True,
             pause_at=pause_at,
             on_commit=self._on_commit,
-            audit=self.audit,
         )
         try:
             for batch in feed:
@@ -172,8 +148,6 @@ class SimReplica:
             return Interrupted(self.partial(), "stopped at a batch boundary", self.progress, asked=asked)
         self._feed = None
         position.call_done = True
-        if self.audit is not None:
-            self.audit.done(position.step)
         self._snapshot()
         return self.partial()
 
@@ -260,8 +234,6 @@ class SimReplica:
         self._worker.point("closing")
 
     def _on_commit(self, last: bool = False) -> None:
-        if self.audit is not None:
-            self.audit.committed(self._position.step)
         compares = self._compare_at is not None and self._position.step >= self._compare_at
         if compares or self._control.due(last=last):
             progress = self._position.progress("train")

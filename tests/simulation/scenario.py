@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import math
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from greenlet import getcurrent
 
 from raysgd.constants import NUM_SAMPLES
 from raysgd.core import metrics
-from raysgd.core.audit import SUFFIX, AuditError, Verdict, verify
 from raysgd.core.policy import Recovery
 from raysgd.core.protocols import Call
 from raysgd.engine.engine import Engine, Job
@@ -47,7 +44,6 @@ class Result:
     slowest_s: float = 0.0
     struck: Counter[tuple[str, str]] = field(default_factory=Counter)
     recoveries: list[Recovery] = field(default_factory=list)
-    verdict: Verdict | None = None
 
 
 class Script:
@@ -288,24 +284,6 @@ class Script:
             self.schedule.driver_waits()
             self.world.run(2.0, lambda: False)
 
-    # -- its audit log --------------------------------------------------------------------------------
-
-    def verified(self) -> Verdict | None:
-        """Let the library's verifier read what the workers wrote."""
-        replicas = [each.replica for each in self.group.workers.values() if each.replica is not None]
-        if not any(replica.audit for replica in replicas):
-            return None
-        with tempfile.TemporaryDirectory(prefix="raysgd-simulation-") as folder:
-            for number, replica in enumerate(replicas):
-                assert replica.audit is not None
-                Path(folder, f"{number}{SUFFIX}").write_bytes(b"".join(replica.audit.lines))
-            try:
-                return verify(Path(folder))
-            except AuditError as error:
-                if "the weights of the ranks differ" in str(error) and self.schedule.corrupted:
-                    return None  # which is true, if a rank was not evicted at once
-                raise
-
 
 def run(plan: Plan, *, tracing: bool = False) -> Result:
     """Run a plan."""
@@ -313,7 +291,6 @@ def run(plan: Plan, *, tracing: bool = False) -> Result:
     script, result = Script(plan, world), Result(plan, trace=world.trace)
     try:
         script.run()
-        result.verdict = script.verified()
     except (Exception, KeyboardInterrupt, Violation) as error:
         result.error = error
     finally:

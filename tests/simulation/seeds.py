@@ -34,7 +34,6 @@ SOURCES = (
     "raysgd/config.py",
     "raysgd/core/*.py",
     "raysgd/engine/*.py",
-    "raysgd/training/audit.py",
     "raysgd/training/feed.py",
     "raysgd/training/position.py",
     "raysgd/workers/control_client.py",
@@ -49,13 +48,11 @@ SOURCES = (
 @dataclass
 class Summary:
     """The results of several seeds. Summaries can be added. `cpu_s` is processor time, `slowest_s` the longest that a
-    call took in virtual time after the last fault. `faults` counts each kind in each phase of the driver, and `verified`
-    the runs whose audit log the verifier has read."""
+    call took in virtual time after the last fault. `faults` counts each kind in each phase of the driver."""
 
     seeds: int = 0
     steps: int = 0
     redone: int = 0
-    verified: int = 0
     cpu_s: float = 0.0
     slowest_s: float = 0.0
     faults: Counter[str] = field(default_factory=Counter)
@@ -73,8 +70,8 @@ class Summary:
         return "\n".join(
             [
                 f"{self.seeds} seeds, {self.cpu_s:.1f} s of processor time, {len(self.failed)} failed",
-                f"  {self.steps} steps, {self.redone} of them redone; {self.verified} audit logs were verified; a call ended at most "
-                f"{self.slowest_s:.0f} s (virtual) after the last fault",
+                f"  {self.steps} steps, {self.redone} of them redone; a call ended at most {self.slowest_s:.0f} s (virtual) after the last "
+                "fault",
                 f"  {self.recoveries.total()} recoveries: {recoveries}",
                 f"  {self.faults.total()} faults, by kind and by what the driver did:",
                 *self.coverage(),
@@ -150,8 +147,7 @@ def simulate(first: int, count: int, *, tracing: bool = False) -> Summary:
             result = run(plan_for(seed), tracing=tracing)
             faults = Counter({f"{kind} in {phase}": count for (kind, phase), count in result.struck.items()})
             recovered = Counter(each.reason for each in result.recoveries)
-            verified = int(result.verdict is not None)
-            summary.add(Summary(1, result.steps, result.redone, verified, 0.0, result.slowest_s, faults, recovered, []))
+            summary.add(Summary(1, result.steps, result.redone, 0.0, result.slowest_s, faults, recovered, []))
             if tracing:
                 print(result.plan, *result.trace, sep="\n")
             if result.error is not None:

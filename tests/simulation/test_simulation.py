@@ -5,22 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from raysgd.core.audit import AuditError
-from raysgd.core.protocols import Call
-from raysgd.engine.call import Job
 from raysgd.errors import HangError, NotActiveError
 from tests.simulation import seeds
 from tests.simulation.checker import Checker
 from tests.simulation.group import Worker
 from tests.simulation.mutants import MUTANTS, seeds_needed
 from tests.simulation.plan import Fault, Plan, plan_for
-from tests.simulation.replica import SimReplica
 from tests.simulation.scenario import Script, run
 from tests.simulation.seeds import State, simulate
 from tests.simulation.shrink import kind_of, shrink
@@ -136,7 +130,6 @@ FOUND = {
         global_batch=6,
         step_s=0.3,
         spares=2,
-        audit=2,
         retries=0,
         script=("train", "remove", "save", "train", "load", "fit 1"),
         faults=(Fault("stop", "applied", count=15, seconds=25.0), Fault("kill", "data", count=21)),
@@ -257,50 +250,6 @@ def test_code_that_hangs_again_at_the_same_batch_is_not_tried_again(
     else:
         assert isinstance(result.error, HangError)
         assert f"hung {failures} times in a row at the same place" in str(result.error)
-
-
-AUDITED = Plan(ranks=3, nodes=(3, 1), samples=25, batch=2, audit=2, faults=(Fault("kill", "applied", count=4),))
-
-
-def test_the_verifier_accepts_what_the_replicas_wrote() -> None:
-    result = run(AUDITED)
-    assert result.error is None and result.recoveries and result.verdict is not None
-    assert (result.verdict.samples, result.verdict.epochs, result.verdict.generations) == (25, 1, 2)
-
-
-@pytest.mark.parametrize("compare", ["call", 2])
-def test_the_verifier_sees_that_a_rank_was_evicted_when_no_step_was_left(compare: Any) -> None:
-    """The log did not show who was left after the last step, so its verdict was that a rank with other weights stayed."""
-    plan = Plan(seed=6, ranks=3, nodes=(3,), samples=12, step_s=0.01, late=0.1, audit=2, compare=compare)
-    result = run(replace(plan, faults=(Fault("corrupt", "applied", count=6),)))
-    assert result.error is None and [each.reason for each in result.recoveries] == ["divergence"]
-    assert result.verdict is not None and result.verdict.evicted == 1
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("assign_a_shard_twice", "were used twice"),
-        ("skip_a_sample", "were lost"),
-        ("repeat_a_sample_after_loading", "1 samples were used twice"),
-        ("lose_a_sample_after_loading", "1 samples were lost"),
-        ("end_epochs_early", "were lost"),
-    ],
-)
-def test_the_verifier_names_a_sample_that_is_lost_or_used_twice(
-    name: str, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The simulation's own checks, which would end the run at once, are left out."""
-    monkeypatch.setattr(Checker, "fail", lambda self, text: None)
-    monkeypatch.setattr(Script, "_train", unchecked)
-    MUTANTS[name](monkeypatch)
-    alone = replace(AUDITED, ranks=1, nodes=(1,), snapshot_every=1, step_s=0.3)  # its replacement loads a snapshot
-    error = run(alone if name.endswith("after_loading") else AUDITED).error
-    assert isinstance(error, AuditError) and message in str(error)
-
-
-def unchecked(script: Script, num_steps: int | None = None) -> None:
-    script.engine.run(Job(Call(SimReplica.train, {"num_steps": num_steps}), again="resume", max_failures=-1))
 
 
 def test_a_seed_always_gives_the_same_run(capsys: pytest.CaptureFixture[str]) -> None:

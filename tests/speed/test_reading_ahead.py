@@ -231,9 +231,6 @@ class Counted:
     def steps_left(self, rank_info: RankInfo, offset: int) -> int | None:
         return 4 - offset
 
-    def total(self) -> tuple[int, bool] | None:
-        return 4, False
-
 
 def made(control: Control | None = None, **options: Any) -> tuple[Feed, Counted]:
     source, committed = Counted(), lambda last=False: None

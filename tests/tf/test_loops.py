@@ -8,12 +8,11 @@ import pytest
 
 pytest.importorskip("tensorflow")
 
-from raysgd import AutoCheckpoint, ElasticConfig
-from raysgd.core.audit import verify
+from raysgd import AutoCheckpoint
 from raysgd.core.comparison import compare
 from raysgd.tf import TFTrainer
 from raysgd.tf.comparison import summary_of
-from tests.tf.small import ROWS, Small, arrays
+from tests.tf.small import Small, arrays
 
 
 class Killed(BaseException):
@@ -51,17 +50,6 @@ def test_a_killed_script_ends_as_if_it_never_was(tmp_path: Path, every: Any, fil
         found = arrays(trainer.state_dict())
         assert all(np.array_equal(one, other) for one, other in zip(found, state, strict=True))
         assert trainer.best_checkpoint is not None and trainer.best_checkpoint.endswith(".ckpt")
-
-
-def test_the_audit_log_names_the_rows_of_each_batch(tmp_path: Path) -> None:
-    elastic = ElasticConfig(audit=tmp_path, audit_weights_every=2)
-    with TFTrainer(training_operator_cls=Small, elastic=elastic) as trainer:
-        trainer.train()
-        trainer.train(num_steps=2)
-    verdict = verify(tmp_path)
-    assert (verdict.steps, verdict.epochs, verdict.samples) == (13, 1, ROWS + 20)
-    (file,) = tmp_path.iterdir()
-    assert file.read_bytes().count(b"weights ") == 6
 
 
 @pytest.mark.parametrize("library", ["keras", "tf_keras"])

@@ -20,7 +20,6 @@ from raysgd.torch.data.sources import BatchSource, LiveSource, PlannedSource, Ro
 from raysgd.torch.data.stateful import StatefulSource, has_state
 from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.settings import TorchSettings
-from raysgd.training.audit import AuditLog
 from raysgd.training.position import Position
 
 __all__ = ["Opener"]
@@ -39,7 +38,6 @@ class Opener:
     operator: TrainingOperator
     settings: TorchSettings
     control: Control
-    audit: AuditLog | None = None
     _seen: list[tuple[str, Any]] = field(default_factory=list)
 
     def registered(self, loader: Any, position: Position, phase: str) -> BatchSource:
@@ -56,7 +54,7 @@ class Opener:
                 raise ConfigError(CANNOT_HALVE)
             step = loader.batch_size * settings.num_workers if training and settings.elastic.batch == "global" else None
             pieces = step is not None and self._in_pieces
-            return ShardSource(loader, training=training, step=step, keep=self._keep, pieces=pieces, audit=self.audit)
+            return ShardSource(loader, training=training, step=step, keep=self._keep, pieces=pieces)
         shared = settings.distributed and settings.add_dist_sampler
         if is_planned(loader) and (shared or not settings.distributed):
             if training and shared and self.operator.world_rank == 0:

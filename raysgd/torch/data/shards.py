@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 import torch
@@ -14,7 +14,6 @@ from raysgd.core.ranks import RankInfo
 from raysgd.core.sampling_plan import RankPart
 from raysgd.data.sharded_stream import AGAIN, ShardedStream, ShardFeed, ShardStep
 from raysgd.torch.data.sources import BatchSource, Votes
-from raysgd.training.audit import AuditLog
 from raysgd.training.feed import Drawn
 
 __all__ = ["ShardSource"]
@@ -29,7 +28,7 @@ class ShardSource(BatchSource):
     it, so that a step's work does not depend on the number of shards.
 
     `step` is the number of samples of all ranks in a step (None: `batch_size` on each rank). With `pieces`, a rank gets at
-    most `batch_size` of them at once. All ranks take part in each step of `training`; `audit` gets the lengths of shards.
+    most `batch_size` of them at once. All ranks take part in each step of `training`.
     """
 
     counts_samples = True
@@ -42,10 +41,8 @@ class ShardSource(BatchSource):
         step: int | None,
         keep: int,
         pieces: bool = False,
-        audit: AuditLog | None = None,
     ) -> None:
         self.loader, self._training, self._step, self._pieces = stream, training, step, pieces
-        self._audit = audit if training else None
         self._votes = Votes()
         self._keep = keep
         self._places: list[Place] = [self._beginning()]
@@ -70,8 +67,8 @@ class ShardSource(BatchSource):
             _, counts, ended = next((place for place in self._known() if place[0] == offset), self._beginning())
             # Later places are those of steps that were not committed. The new ranks may take other samples in them.
             self._reset([(offset, counts, ended)])
-            options: dict[str, Any] = {"step": self._step, "pad": self._training, "on_end": self._on_end}
-            self._feed = ShardFeed(self.loader, self._epoch, rank_info, counts, ended, **options)
+            how: dict[str, Any] = {"step": self._step, "pad": self._training}
+            self._feed = ShardFeed(self.loader, self._epoch, rank_info, counts, ended, **how)
             self._open = (rank_info, offset, self._generate(self._feed, rank_info, offset))
         return self._open[2]
 
@@ -81,35 +78,25 @@ class ShardSource(BatchSource):
     def _generate(self, feed: ShardFeed, rank_info: RankInfo, offset: int) -> Iterator[Drawn]:
         try:
             for step in self._steps(feed, rank_info) if self._training else feed.alone():
-                before, offset = offset, offset + step.total
+                offset += step.total
                 self._note(offset, step)
                 assert self._feed is feed and self._open is not None, "only the newest iterator is used"
                 self._open = (rank_info, offset, self._open[2])
-                yield from self._drawn(step, before, rank_info.world_size if self._training else 1)
+                yield from self._drawn(step, offset, rank_info.world_size if self._training else 1)
         finally:
             feed.close()
             if self._feed is feed:  # otherwise this is an older iterator, which Python deletes when it likes
                 self._feed = self._open = None
 
-    def _drawn(self, step: ShardStep, before: int, ranks: int) -> Iterator[Drawn]:
-        """Yield the batch of a step that begins at `before`, or the pieces of it, of which all ranks have equally many."""
+    def _drawn(self, step: ShardStep, after: int, ranks: int) -> Iterator[Drawn]:
+        """Yield the batch of a step that ends at `after`, or the pieces of it, of which all ranks have equally many."""
         collate = self.loader.collate_fn or default_collate
         count = len(step.samples)
         whole = RankPart(0, count, step.fresh, step.total, count * ranks / step.total if step.fresh else 0.0)
         pieces = max(-(-step.largest // self.loader.batch_size), 1) if self._pieces else 1
         for part in whole.pieces(pieces) if pieces > 1 else (whole,):
-            samples, numbers = step.samples[part.start : part.stop], step.numbers[part.start : part.stop]
-            first = before + step.start + part.start
-            yield Drawn(
-                collate(samples),
-                before + step.total,
-                part.fresh,
-                step.total,
-                part.weight,
-                part.whole,
-                (first, first + len(samples), 0) if self._training else None,
-                _ranges(numbers) if self._audit is not None else (),
-            )
+            batch = collate(step.samples[part.start : part.stop])
+            yield Drawn(batch, after, part.fresh, step.total, part.weight, part.whole)
 
     def _steps(self, feed: ShardFeed, rank_info: RankInfo) -> Iterator[ShardStep]:
         while True:
@@ -124,10 +111,6 @@ class ShardSource(BatchSource):
             if step is not AGAIN:
                 assert isinstance(step, ShardStep)
                 yield step
-
-    def _on_end(self, shard: int, length: int) -> None:
-        if self._audit is not None:
-            self._audit.read_out(self._epoch + 1, shard, self.loader.num_shards, length)
 
     def _beginning(self) -> Place:
         return 0, [0] * self.loader.num_shards, []
@@ -165,11 +148,3 @@ def _after(place: Place, offset: int, taken: Mapping[int, int], over: Set[int]) 
     for shard, count in taken.items():
         counts[shard] += count
     return offset, counts, sorted({*place[2], *over})
-
-
-def _ranges(numbers: Sequence[tuple[int, int]]) -> tuple[tuple[int, int, int], ...]:
-    """Return these samples as (shard, start, stop): a rank has the samples of each shard in their order."""
-    found: dict[int, tuple[int, int]] = {}
-    for shard, number in numbers:
-        found[shard] = (found.get(shard, (number,))[0], number + 1)
-    return tuple((shard, *each) for shard, each in found.items())

@@ -74,10 +74,6 @@ class BatchSource:
         """Return how many more batches the epoch has for every rank, or None if that is not known."""
         return None
 
-    def total(self) -> tuple[int, bool] | None:
-        """Return how many units the epoch has, and whether a last, smaller step is left out; None if that is not known."""
-        return None
-
     def state(self) -> dict[str, Any]:
         """Return what another process needs, in addition to the position, to continue this epoch."""
         return {"epoch": self._epoch}
@@ -181,8 +177,7 @@ class PlannedSource(BatchSource):
                     raise RuntimeError(ENDED_EARLY) from error
                 assert self._open is not None
                 self._open = (rank_info, after, self._open[2])
-                units = (part.start, part.stop, 0)
-                yield Drawn(batch, after, part.fresh, part.rows, part.weight, part.whole, units)
+                yield Drawn(batch, after, part.fresh, part.rows, part.weight, part.whole, (part.start, part.stop))
             if next(live, END) is not END:  # which also ends the loader's processes
                 raise RuntimeError("a DataLoader yields more batches than its sampler: its class must not add any")
         except (Exception, DataLoaderFailure):
@@ -204,9 +199,6 @@ class PlannedSource(BatchSource):
     @property
     def at_once(self) -> int | None:
         return halved(unit_size(self.loader), self._halvings()) if self._pieces else None
-
-    def total(self) -> tuple[int, bool]:
-        return len(self.order), bool(getattr(self.loader, "drop_last", False))
 
     def _plan(self, rank_info: RankInfo) -> SamplingPlan:
         ranks = rank_info.world_size
