@@ -9,7 +9,6 @@ from raysgd.core.progress import Progress
 
 __all__ = [
     "DATA_LOADER",
-    "OUT_OF_MEMORY",
     "CollectivePlace",
     "DataLoaderFailure",
     "Failed",
@@ -20,7 +19,6 @@ __all__ = [
 ]
 
 DATA_LOADER = "data loader"
-OUT_OF_MEMORY = "out of memory"
 
 
 @dataclass(frozen=True)

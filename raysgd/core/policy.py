@@ -53,7 +53,7 @@ MAX_HANGS = 2
 class Recovery:
     """One change of the workers, as users see it in `trainer.recoveries`.
 
-    reason          "worker death", "node failure", "hang", "divergence", "network", "data loader", "out of memory" or "out of step"; for a
+    reason          "worker death", "node failure", "hang", "divergence", "network", "data loader" or "out of step"; for a
                     planned change, "preemption", "growth", "shrink" or "restart"
     removed_ranks   the ranks that failed, or that left in a planned change
     world_size_before, world_size_after  how many workers there were and are

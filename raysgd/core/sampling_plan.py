@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = ["RankPart", "SamplingPlan", "halved", "optimizer_steps"]
+__all__ = ["RankPart", "SamplingPlan", "optimizer_steps"]
 
 
 class RankPart(NamedTuple):
@@ -114,15 +114,6 @@ class SamplingPlan:
             part = self.parts(offset)[rank]
             yield from part.pieces(self.pieces_of(part.rows)) if self.most else (part,)
             offset = self.offset_after(offset)
-
-
-def halved(size: int, times: int) -> int:
-    """Return the size of a piece after it was halved, which is never less than one unit.
-
-    >>> [halved(6, times) for times in range(5)]
-    [6, 3, 2, 1, 1]
-    """
-    return max(-(-size >> times), 1)
 
 
 def optimizer_steps(calls: int, *, batches: int | None, num_steps: int | None, window: int) -> int:

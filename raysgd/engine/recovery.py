@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
 from raysgd.config import ElasticConfig
-from raysgd.core.outcomes import DATA_LOADER, OUT_OF_MEMORY
+from raysgd.core.outcomes import DATA_LOADER
 from raysgd.core.policy import (
     MAX_HANGS,
     PHASES,
@@ -27,7 +27,7 @@ from raysgd.engine.call import RunningCall
 from raysgd.engine.failure import failed_error, raise_user_error, unfinished_error
 from raysgd.engine.generation import Generation
 from raysgd.engine.membership import Membership
-from raysgd.engine.recovery_log import NO_FAILURE, PLANNED, RecoveryLog
+from raysgd.engine.recovery_log import PLANNED, RecoveryLog
 from raysgd.engine.replacements import Replacements
 from raysgd.engine.worker_table import WorkerInfo, WorkerTable
 from raysgd.errors import HangError, TrainingFailedError, counted, ranked
@@ -144,8 +144,6 @@ class RecoveryLoop:
         if seen.reason == DATA_LOADER:
             action = "Restarting this loader and continuing after the last committed batch"
             logger.warning("data loader failure in %s: %s. %s", where, seen.detail, action)
-        elif seen.reason == OUT_OF_MEMORY:
-            logger.warning("out of memory in %s: %s", where, seen.detail)
         elif seen.reason in PLANNED and not case.failed_ranks:
             logger.info("%s in %s: %s", seen.reason, where, seen.detail)
         else:
@@ -190,7 +188,7 @@ class RecoveryLoop:
             free=self._table.group.room() if short else 0,
             target=target,
             min_workers=least,
-            failures=self._log.failures_since(case.call.recoveries_before) + (case.seen.reason not in NO_FAILURE),
+            failures=self._log.failures_since(case.call.recoveries_before) + (case.seen.reason not in PLANNED),
             max_failures=case.call.max_failures,
             attempts=case.waits,
             max_attempts=self._elastic.max_attempts,

@@ -7,20 +7,18 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from raysgd.core.outcomes import OUT_OF_MEMORY
 from raysgd.core.policy import PHASES, Recovery
 from raysgd.errors import counted, ranked
 
-__all__ = ["NO_FAILURE", "PLANNED", "RecoveryLog"]
+__all__ = ["PLANNED", "RecoveryLog"]
 
 logger = logging.getLogger("raysgd")
 
 PLANNED = ("growth", "shrink", "preemption", "restart")
-NO_FAILURE = (*PLANNED, OUT_OF_MEMORY)  # the latter ends by itself, with pieces of one sample
 
 
 class RecoveryLog:
-    """Owns the list of recoveries. A reason in PLANNED is a planned change; one in NO_FAILURE does not count as a failure.
+    """Owns the list of recoveries. A reason in PLANNED is a planned change, which does not count as a failure.
     `on_wait` is called with what a recovery waits for."""
 
     def __init__(
@@ -31,7 +29,7 @@ class RecoveryLog:
 
     def failures_since(self, count: int) -> int:
         """Return how many failures there were after the first `count` recoveries."""
-        return sum(recovery.reason not in NO_FAILURE for recovery in self.recoveries[count:])
+        return sum(recovery.reason not in PLANNED for recovery in self.recoveries[count:])
 
     def record(self, recovery: Recovery, *, continues: bool = True) -> None:
         """Add a recovery to the list, and report it. With `continues` the call continues, otherwise an error ends

@@ -65,9 +65,6 @@ class Gradients:
         self._replaced: list[tuple[Any, str, Any]] = []
         self._seen: list[int] = []
         self._arrived = self._here = self._skipped = self._in_backward = False
-        # Copies of the models' buffers from before the open window, and whether a step of an optimizer is running.
-        self._keeps, self.in_step = options.on_oom == "halve", False
-        self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
         clips = options.clip_norm is not None or options.clip_value is not None
         self._reads_gradients = clips or monitor.needs_gradients
         self._stepping = self._made = False
@@ -97,22 +94,13 @@ class Gradients:
         if position == 0:
             self._arrived, self._witness = False, None
             self._schedules = self._of_schedules() if self._accumulates else ([], [])
-            if self._keeps:
-                live = [buffer for model in self._parts.models for buffer in model.buffers()]
-                self._kept = [(each, each.detach().clone()) for each in live]
         if self._accumulates:
             self._measure(drawn)
         if self._replaced or pieces:
             self._replace_methods(pieces=pieces)
         if self._held or not closing:
             self._exchange_gradients(closing)
-        return closing and not (self._hooks or self._accumulates or self._kept)
-
-    def restore_buffers(self) -> None:
-        """Give the models' buffers (the statistics of BatchNorm layers) the content from before the open window."""
-        with torch.no_grad():
-            for buffer, before in self._kept:
-                buffer.copy_(before)
+        return closing and not (self._hooks or self._accumulates)
 
     def _of_schedules(self) -> tuple[list[Any], list[Any]]:
         """Return copies of what schedulers change: their own states, and the values of parameter groups."""
@@ -325,7 +313,7 @@ class Gradients:
 
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         prepared = None if self._stepping else self._prepared(optimizer, args, kwargs)
-        self.in_step = self._made = True
+        self._made = True
         return prepared
 
     def _prepared(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -374,7 +362,7 @@ class Gradients:
                 "every batch: use self.zero_grad(), self.backward(loss) and self.step(optimizer), which take the "
                 "accumulation into account, or leave accumulate out"
             )
-        self._skipped, self._arrived, self.in_step = True, False, False
+        self._skipped, self._arrived = True, False
 
     def _exchange_gradients(self, on: bool) -> None:
         """Let the next backward pass average the gradients over the ranks, or not. It does so once for each window."""

@@ -84,23 +84,22 @@ class TrainingOperator(OperatorBase):
         self._parts = Parts(options=settings.options, exchange=settings.exchange(), averages=averages)
         self._monitor = Monitor(settings.measures)
         averages_gradients = settings.distributed and settings.options.parallel is not None
-        halves = settings.options.on_oom == "halve"
-        self._exact = halves or (averages_gradients and settings.options.gradients == "samples")
+        self._exact = averages_gradients and settings.options.gradients == "samples"
         self._gradients = Gradients(
             settings.options,
             self._precision,
             self._parts,
             self._monitor,
             exact=self._exact,
-            in_pieces=halves or (self._exact and settings.elastic.batch == "global" and not self._has_own_steps),
+            in_pieces=self._exact and settings.elastic.batch == "global" and not self._has_own_steps,
             guard=self._make_guard(settings),
         )
         self.setup(self._config)
 
     def _make_guard(self, settings: TorchSettings) -> StepGuard:
         own, options = type(self).skip_step is not TrainingOperator.skip_step, settings.options
-        named = "skip_step()" if own else f"on_nonfinite={options.on_nonfinite!r}, on_oom={options.on_oom!r}"
-        if (own or options.on_nonfinite or options.on_oom == "halve") and self._has_own_steps:
+        if (own or options.on_nonfinite) and self._has_own_steps:
+            named = "skip_step()" if own else f"on_nonfinite={options.on_nonfinite!r}"
             raise ConfigError(
                 f"{named} is for operators, and {type(self).__name__} makes its steps itself: leave it out"
             )
@@ -326,8 +325,8 @@ class TrainingOperator(OperatorBase):
     def _check_arguments(self, criterion: Any, ddp_args: Any, apex_args: Any) -> None:
         if self._exact and getattr(criterion, "reduction", None) == "sum":
             raise ConfigError(
-                f"the criterion {type(criterion).__name__} sums over the batch, and with several workers, or in pieces (on_oom), a step's "
-                "gradient is the mean over its samples: use reduction='mean', or pass TrainingOptions(gradients='ranks') for the "
+                f"the criterion {type(criterion).__name__} sums over the batch, and with several workers a step's gradient "
+                "is the mean over its samples: use reduction='mean', or pass TrainingOptions(gradients='ranks') for the "
                 "mean of the workers' sums"
             )
         for name, given in {"ddp_args": ddp_args, "apex_args": apex_args}.items():

@@ -20,7 +20,6 @@ PrecisionName = Literal["fp32", "fp16", "bf16", "apex"]
 ParallelName = Literal["auto", "ddp", "fsdp"]
 GradientsName = Literal["samples", "ranks"]
 NonFiniteName = Literal["skip", "raise"]
-OutOfMemoryName = Literal["halve", "raise"]
 HookName = Literal["fp16", "bf16", "powersgd", "batched_powersgd"]
 # What raysgd passes to DistributedDataParallel and PowerSGD itself.
 SUPPLIED = {"self", "module", "device_ids", "process_group"}
@@ -47,8 +46,6 @@ class TrainingOptions:
         clip_value      largest absolute value of each gradient; None: no clipping
         on_nonfinite    what to do with a step whose gradients are infinite or NaN: "skip": no rank makes it; "raise": all ranks
                         raise NonFiniteError; None (the default): it is not checked
-        on_oom          what to do if a worker runs out of memory in a batch: "raise"; or "halve": all workers process a step in
-                        pieces of at most half as many samples from now on, and repeat it
         compile         True, or arguments of `torch.compile`, such as {"mode": "max-autotune"}; compiles each model
         channels_last   keep models and batches of images in the memory format that GPUs prefer for convolutions
         sync_batchnorm  BatchNorm layers use the statistics of all workers (on GPUs only)
@@ -67,7 +64,6 @@ class TrainingOptions:
     clip_norm: float | None = None
     clip_value: float | None = None
     on_nonfinite: NonFiniteName | None = None
-    on_oom: OutOfMemoryName = "raise"
     compile: bool | Mapping[str, Any] = False
     channels_last: bool = False
     sync_batchnorm: bool = False
@@ -83,8 +79,6 @@ class TrainingOptions:
             raise ConfigError(f"gradients must be 'samples' or 'ranks', got {self.gradients!r}")
         if self.on_nonfinite is not None and self.on_nonfinite not in get_args(NonFiniteName):
             raise ConfigError(f"on_nonfinite must be 'skip', 'raise' or None, got {self.on_nonfinite!r}")
-        if self.on_oom not in get_args(OutOfMemoryName):
-            raise ConfigError(f"on_oom must be 'halve' or 'raise', got {self.on_oom!r}")
         at_least("accumulate", self.accumulate, 1, whole=True)
         at_least("replicas", self.replicas, 1, whole=True)
         if self.replicas > 1 and self.parallel != "fsdp":
@@ -123,14 +117,6 @@ class TrainingOptions:
         if self.precision == "apex" and self.compile:
             raise ConfigError("precision='apex' replaces functions that compile needs to read: use 'fp16' or 'bf16'")
         self._check_nonfinite()
-        reasons = {
-            "parallel='fsdp'": (self.parallel == "fsdp", "whose shards are lost with an interrupted step"),
-            "gradients='ranks'": (self.gradients == "ranks", "because the pieces of a batch count by their samples"),
-            "precision='apex'": (self.precision == "apex", "which cannot hold back the gradients of a piece"),
-        }
-        for given, (cannot, why) in reasons.items():
-            if self.on_oom == "halve" and cannot:
-                raise ConfigError(f"on_oom='halve' cannot be combined with {given}, {why}: leave one of them out")
         if self.parallel in ("auto", "ddp"):
             return
         for name in ("ddp_args", "comm_hook"):
@@ -163,10 +149,8 @@ class TrainingOptions:
     def check_ddp(self, arguments: Mapping[str, Any], *, pieces: bool = False) -> None:
         """Raise ConfigError for arguments of DistributedDataParallel that these options cannot be combined with. `pieces` is
         whether a batch may be processed in several pieces."""
-        halves = self.on_oom == "halve"
-        if arguments.get("static_graph") and (self.accumulate > 1 or pieces or halves):
-            other = "on_oom='halve'" if halves else "ElasticConfig(batch='global')"
-            other = "accumulate" if self.accumulate > 1 else other
+        if arguments.get("static_graph") and (self.accumulate > 1 or pieces):
+            other = "accumulate" if self.accumulate > 1 else "ElasticConfig(batch='global')"
             raise ConfigError(
                 f"ddp_args={{'static_graph': True}} cannot be combined with {other}: DDP learns the graph from the first batch, and "
                 "must exchange gradients in it. Leave one of them out"
@@ -181,11 +165,10 @@ class TrainingOptions:
             )
         if self.hook_name == "bf16" and num_workers > 1 and not use_gpu:
             raise ConfigError("comm_hook='bf16' needs GPUs (torch has it for NCCL only): use 'fp16', or leave it out")
-        if self.parallel is None and num_workers > 1 and (self.on_nonfinite is not None or self.on_oom == "halve"):
-            name = f"on_nonfinite={self.on_nonfinite!r}" if self.on_nonfinite else "on_oom='halve'"
+        if self.parallel is None and num_workers > 1 and self.on_nonfinite is not None:
             raise ConfigError(
-                f"{name} cannot be combined with parallel=None: raysgd does not know when you have averaged the gradients. Leave it "
-                "out, or let raysgd average them"
+                f"on_nonfinite={self.on_nonfinite!r} cannot be combined with parallel=None: raysgd does not know when you have averaged "
+                "the gradients. Leave it out, or let raysgd average them"
             )
         if self.precision == "apex" and self.accumulate > 1 and num_workers > 1:
             raise ConfigError(

@@ -15,13 +15,12 @@ from raysgd.constants import SCHEDULER_STEP_STEP
 from raysgd.core.comparison import Summary
 from raysgd.core.messages import SnapshotUpload
 from raysgd.core.metrics import COMMITTED, FIRST, ROWS, SECONDS, SKIPPED, for_all_ranks
-from raysgd.core.outcomes import OUT_OF_MEMORY, Interrupted
 from raysgd.core.progress import Control
 from raysgd.core.ranks import RankInfo
 from raysgd.core.shard_copies import HeldSnapshot, ShardedState
 from raysgd.core.snapshot import Snapshot
 from raysgd.core.step_plan import StepPlan
-from raysgd.errors import TrainingFailedError, described
+from raysgd.errors import TrainingFailedError
 from raysgd.torch.checkpoint import packing, states
 from raysgd.torch.checkpoint.checks import check_fits
 from raysgd.torch.checkpoint.undo import on_all_ranks, undone_unless_all_succeed
@@ -33,8 +32,6 @@ from raysgd.torch.data.sampling import is_planned
 from raysgd.torch.data.sources import PlannedSource
 from raysgd.torch.foreign import content_version
 from raysgd.torch.fsdp import gathered
-from raysgd.torch.guard import gathered_objects
-from raysgd.torch.memory import exhausted, is_out_of_memory, make_room
 from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.precision import Precision
 from raysgd.torch.resharding import Resharding
@@ -50,11 +47,6 @@ logger = logging.getLogger("raysgd")
 
 PARTIAL_S = 10.0
 HALF_LOADED = "loading a checkpoint was interrupted while the models were being changed: load it again"
-IN_STEP = (
-    "in the step of an optimizer, which has changed a part of the weights and cannot be repeated. Smaller batches do not help there. "
-    "Load the newest checkpoint"
-)
-
 PLAN_CHANGED = (
     "total_steps() planned %d optimizer steps with num_workers=%d. With %d from now on, this run makes %d, so a schedule that your code "
     "steps does not end with the run. ElasticConfig(batch='global') keeps the number of steps when the workers change; with "
@@ -110,7 +102,7 @@ class TorchReplica(ReplicaBase):
         operator._parts.calls.step, control.called = lambda: control.begun, operator._parts.calls.newest
         guard = operator._gradients.guard
         guard.position, guard.samples = self._position, self._samples_of_step
-        self._damage: TrainingFailedError | None = None  # memory ran out while the weights were being changed
+        self._damage: TrainingFailedError | None = None  # a load has stopped in the middle
         self._after_batches: list[Callable[[], None]] = []
         self._partial_at = 0.0
         self._partial: dict[str, Any] | None = None
@@ -248,29 +240,7 @@ class TorchReplica(ReplicaBase):
 
     def _undo_batch(self) -> None:
         self.operator._gradients.guard.abandon()
-        self.operator._gradients.restore_buffers()
         self.operator._gradients.undo_schedules()
-
-    def _interruption(self, error: Exception) -> Interrupted | None:
-        """Return the outcome of a call in which memory ran out, if the ranks halve their pieces then. They agree on their size
-        when they join again."""
-        if self._options.on_oom != "halve" or self._control.phase != "a batch" or not is_out_of_memory(error):
-            return None
-        source, gradients = self._trains_on, self.operator._gradients
-        before = source.at_once
-        if gradients.in_step:
-            self._damage, gradients.in_step = exhausted(IN_STEP, error), False
-            if self._rank_info.world_size == 1:
-                raise self._damage from error
-        elif before == 1:
-            raise exhausted(
-                "with on_oom='halve', in a batch of which each worker processes one sample at once", error
-            ) from error
-        self._position.halvings += before > 1
-        make_room(error)
-        now = f"{described(error).splitlines()[0]}. From now on, no worker processes more than {source.at_once} samples at once"
-        detail = f"{now} ({before} before), in the same steps. The step is repeated"
-        return Interrupted(self.partial(), detail, self.progress, reason=OUT_OF_MEMORY)
 
     def _seed_generators(self, alike: int, own: int) -> None:
         states.seed_generators(own)
@@ -324,7 +294,6 @@ class TorchReplica(ReplicaBase):
             self.operator._parts.begin_measuring(self._metric_of(phase))
         if phase == "train" and self._damage is not None:
             raise self._damage
-        self.operator._gradients.in_step = False
         self.operator._precision.forget_skipped()
         self.operator._gradients.guard.skipped = 0
         self._measured = phase
@@ -483,8 +452,6 @@ class TorchReplica(ReplicaBase):
         self._seed_rest_of_epoch()
         self.operator._precision.abandon()
         self.operator._parts.rewrap()
-        if self._options.on_oom == "halve":
-            self._position.halvings = max(gathered_objects(self._position.halvings))
         # A replacement worker has the state of the old group, and `resized` must change it on every rank.
         before = self._loaded_from if old.solo else old.world_size
         if before and before != rank_info.world_size:

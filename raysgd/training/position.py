@@ -60,7 +60,6 @@ class Position:
     left_out       batches in a row up to now whose step was left out (`StepGuard`)
     plan           the `StepPlan` that schedules follow, as a tuple; empty once a warning said that their plan does not hold
     planned        how many of its steps the schedules have made
-    halvings       how often the ranks have halved their pieces, because one had run out of memory
     call           the number of the current call, or of the last one. The following belong to it:
     call_batches   batches committed
     call_expected  batches that the call will have, if that is known
@@ -84,7 +83,6 @@ class Position:
     call_epoch: int = 0
     stream: int = 0
     left_out: int = 0
-    halvings: int = 0
     planned: int = 0
     plan: Any = None
     parked: list[Any] | None = None

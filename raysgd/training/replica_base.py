@@ -161,11 +161,6 @@ class ReplicaBase(ABC):
         except DataLoaderFailure as failure:
             name = self.data_names[PHASES.get(call.name, "train")]
             return failure.interrupted(name, self.partial(), self.progress)
-        except Exception as error:
-            interrupted = self._interruption(error) if call.name == "train" else None
-            if interrupted is None:
-                raise
-            return interrupted
         finally:
             self._control.phase = "idle"
 
@@ -591,10 +586,6 @@ class ReplicaBase(ABC):
 
     def _begin_call(self) -> None:  # noqa: B027 - it is optional
         """Prepare for a call. That the driver makes one shows that the generation is complete on all ranks."""
-
-    def _interruption(self, error: Exception) -> Interrupted | None:
-        """Return the outcome of a training call that ended in this error, if all ranks continue after it."""
-        return None
 
     def _undo_batch(self) -> None:  # noqa: B027 - it is optional
         """Undo what a batch has changed that was not applied. By default, that is nothing."""

@@ -196,7 +196,7 @@ def test_every_field_reaches_the_operator() -> None:
         comm_hook="fp16",
     )
     set_here: set[str] = set()
-    for given in (common, TrainingOptions(precision="fp32", parallel="ddp", on_oom="halve", on_nonfinite="skip")):
+    for given in (common, TrainingOptions(precision="fp32", parallel="ddp", on_nonfinite="skip")):
         set_here |= {
             each.name for each in fields(given) if getattr(given, each.name) != getattr(TrainingOptions(), each.name)
         }

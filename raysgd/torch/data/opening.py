@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +11,6 @@ from torch.utils.data import DataLoader, SequentialSampler
 from raysgd.constants import BATCH_SIZE
 from raysgd.core.progress import Control
 from raysgd.data.sharded_stream import ShardedStream
-from raysgd.errors import ConfigError
 from raysgd.ray_data.columns import RayData
 from raysgd.torch.data.sampling import has_own_batches, is_planned, unit_size
 from raysgd.torch.data.shards import ShardSource
@@ -23,12 +21,6 @@ from raysgd.torch.settings import TorchSettings
 from raysgd.training.position import Position
 
 __all__ = ["Opener"]
-
-CANNOT_HALVE = (
-    "on_oom='halve' divides a worker's batch of samples, so it needs a DataLoader of a data set with __getitem__ and __len__ that the "
-    "workers share, with batch_size=n, or a Ray Dataset. Batches of a batch sampler, of a ShardedStream, of other iterable data and of "
-    "loaders with add_dist_sampler=False cannot be divided: use such a loader, or on_oom='raise'"
-)
 
 
 @dataclass(frozen=True)
@@ -50,8 +42,6 @@ class Opener:
             return self._row_source(loader, rows, data, position, training=training, own_call=False)
         settings = self.settings
         if isinstance(loader, ShardedStream):
-            if training and self._halves:
-                raise ConfigError(CANNOT_HALVE)
             step = loader.batch_size * settings.num_workers if training and settings.elastic.batch == "global" else None
             pieces = step is not None and self._in_pieces
             return ShardSource(loader, training=training, step=step, keep=self._keep, pieces=pieces)
@@ -61,12 +51,7 @@ class Opener:
                 _warn_without_shuffling(loader)
             constant = training and settings.elastic.batch == "global"
             step = unit_size(loader) * settings.num_workers if constant else None
-            cuts = constant or (training and self._halves)
-            if not (self._halves and training and (has_own_batches(loader) or loader.batch_size is None)):
-                how: dict[str, Any] = {"pad": training, "global_batch": step, "halvings": self._halvings(position)}
-                return PlannedSource(loader, pieces=cuts and self._in_pieces, **how)
-        if training and self._halves:
-            raise ConfigError(CANNOT_HALVE)
+            return PlannedSource(loader, pad=training, global_batch=step, pieces=constant and self._in_pieces)
         if training and has_state(loader):
             return StatefulSource(loader, shard=shared, keep=self._keep)
         return LiveSource(loader, shard=shared, together=training, keep=self._keep)
@@ -75,8 +60,6 @@ class Opener:
         """Return a source for the argument of `train(dataset=...)`. The driver has replaced a Ray Dataset with a reader of its
         rows."""
         if not isinstance(dataset, RayData):
-            if self._halves:
-                raise ConfigError(CANNOT_HALVE)
             position.set_aside()
             return StreamSource(dataset)
         position.set_aside(restart=True)
@@ -89,9 +72,7 @@ class Opener:
         global_batch = (data.batch_size or 1) * self.settings.num_workers
         step = global_batch if training and self.settings.elastic.batch == "global" else None
         how: dict[str, Any] = {"own_call": own_call, "pad": training, "step": step, "keep": self._keep}
-        cuts = step is not None or (training and self._halves)
-        how["halvings"] = self._halvings(position)
-        return RowSource(loader, rows, data, position, **how, pieces=cuts and self._in_pieces)
+        return RowSource(loader, rows, data, position, **how, pieces=step is not None and self._in_pieces)
 
     def _name(self, loader: Any, kind: str) -> str:
         """Return the data set's name, which is the same on all ranks because they register the same data sets in the same
@@ -100,14 +81,6 @@ class Opener:
             number = sum(name.startswith(kind) for name, _ in self._seen)
             self._seen.append((f"{kind}-{number}", loader))
         return next(name for name, each in self._seen if each is loader)
-
-    @property
-    def _halves(self) -> bool:
-        return self.settings.options.on_oom == "halve"
-
-    def _halvings(self, position: Position) -> Callable[[], int]:
-        """Return the function that returns how often pieces were halved."""
-        return lambda: position.halvings if self._halves else 0
 
     @property
     def _in_pieces(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from raysgd.core.outcomes import DataLoaderFailure
 from raysgd.core.ranks import RankInfo
-from raysgd.core.sampling_plan import RankPart, SamplingPlan, halved
+from raysgd.core.sampling_plan import RankPart, SamplingPlan
 from raysgd.errors import ConfigError
 from raysgd.ray_data.columns import RayData
 from raysgd.torch.data.iterable import sharded_live
@@ -55,11 +55,6 @@ class BatchSource:
     counts_samples = False
     first = ""  # of the newest epoch: its number, and a digest of its first batch, if ranks are to have different ones
     _epoch = 0
-
-    @property
-    def at_once(self) -> int | None:
-        """Return how many units a rank processes at once, if it gets a larger part in pieces."""
-        return None
 
     def begin(self, epoch: int, rank_info: RankInfo, shared: bool) -> None:
         """Prepare a new epoch."""
@@ -104,10 +99,9 @@ class PlannedSource(BatchSource):
         pad: bool,
         global_batch: int | None = None,
         pieces: bool = False,
-        halvings: Callable[[], int] = lambda: 0,
     ) -> None:
         self.loader, self._pad = loader, pad
-        self._global_batch, self._pieces, self._halvings = global_batch, pieces, halvings
+        self._global_batch, self._pieces = global_batch, pieces
         self._own_batches = own = has_own_batches(loader)
         if global_batch is not None and not own and loader.batch_size is None:
             raise ConfigError(
@@ -196,14 +190,10 @@ class PlannedSource(BatchSource):
     def steps_left(self, rank_info: RankInfo, offset: int) -> int:
         return self._plan(rank_info).steps_left(offset)
 
-    @property
-    def at_once(self) -> int | None:
-        return halved(unit_size(self.loader), self._halvings()) if self._pieces else None
-
     def _plan(self, rank_info: RankInfo) -> SamplingPlan:
         ranks = rank_info.world_size
-        how: dict[str, Any] = {"pad": self._pad, "step": self._global_batch, "most": self.at_once}
-        return plan_of(self.loader, len(self.order), ranks, **how)
+        most = unit_size(self.loader) if self._pieces else None
+        return plan_of(self.loader, len(self.order), ranks, pad=self._pad, step=self._global_batch, most=most)
 
 
 class Votes:
@@ -361,16 +351,10 @@ class RowSource(BatchSource):
         step: int | None,
         keep: int,
         pieces: bool = False,
-        halvings: Callable[[], int] = lambda: 0,
     ) -> None:
-        self._pieces, self._halvings = pieces, halvings
         self.loader, self._rows, self._data, self._position = loader, rows, data, position
-        self._pad, self._step, self._keep = pad, step, keep
+        self._pad, self._step, self._keep, self._pieces = pad, step, keep, pieces
         self._number = (position.call if own_call else -1, position.epoch)
-
-    @property
-    def at_once(self) -> int | None:
-        return halved(self._data.batch_size or 1, self._halvings()) if self._pieces else None
 
     def begin(self, epoch: int, rank_info: RankInfo, shared: bool) -> None:
         self._number = (self._number[0], epoch + 1)
@@ -383,7 +367,7 @@ class RowSource(BatchSource):
 
     def batches(self, rank_info: RankInfo, offset: int) -> Iterator[Drawn]:
         ranks, size = rank_info.world_size, self._data.batch_size or 1
-        step, most = self._step or size * ranks, self.at_once
+        step, most = self._step or size * ranks, size if self._pieces else None
         place: dict[str, Any] = {"call": self._position.call, "number": self._number, "start": offset}
         for columns, after, fresh in self._rows.read(rank_info, **place, step=step, pad=self._pad, keep=self._keep):
             plan = SamplingPlan(total=after, step_size=step, world_size=ranks, pad=self._pad, most=most)
