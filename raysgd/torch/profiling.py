@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +12,8 @@ import torch
 
 from raysgd.callbacks.base import TRACES
 from raysgd.callbacks.torch_profiler import ProfilerSettings
-from raysgd.core.progress import Control
-from raysgd.core.ranks import RankInfo
-from raysgd.torch.operator import TrainingOperator
-from raysgd.torch.replica import TorchReplica, TorchReplicaFactory
-from raysgd.torch.settings import TorchSettings
 
-__all__ = ["ProfiledReplica", "ProfiledReplicaFactory", "TraceKeeper"]
+__all__ = ["Profiler", "TraceKeeper"]
 
 
 class TraceKeeper:
@@ -46,66 +40,26 @@ class TraceKeeper:
         return {TRACES: traces} if traces else {}
 
 
-class ProfiledReplica(TorchReplica):
-    """A replica that records some batches of its first calls of `train`."""
+class Profiler(TraceKeeper):
+    """Observes the batches of `train`. Owns the profiler while it runs."""
 
-    def __init__(
-        self,
-        operator: TrainingOperator,
-        settings: TorchSettings,
-        rank_info: RankInfo,
-        control: Control,
-        wanted: ProfilerSettings,
-    ) -> None:
-        super().__init__(operator, settings, rank_info, control)
-        self._wanted, self._traces = wanted, TraceKeeper(rank_info.world_rank)
-        self._profiler: Any = None
-        self._calls: set[int] = set()
+    def __init__(self, wanted: ProfilerSettings) -> None:
+        super().__init__(rank=0)
+        self._wanted, self._calls = wanted, set[int]()
+        self._profile: Any = None
 
-    @contextmanager
-    def _measuring_epoch(self) -> Iterator[None]:
-        with self._recording(), super()._measuring_epoch():
-            yield
+    def begin(self, call: int, rank: int) -> ExitStack:
+        """Return the context of an epoch, which is recorded if this rank is to be, in one of the first calls."""
+        wanted, epoch = self._wanted, ExitStack()
+        self._calls.add(call)
+        self.rank = rank
+        if len(self._calls) <= wanted.calls and (wanted.ranks is None or rank in wanted.ranks):
+            batches = torch.profiler.schedule(wait=wanted.wait, warmup=wanted.warmup, active=wanted.active, repeat=1)
+            profile = torch.profiler.profile(schedule=batches, on_trace_ready=self.keep, **wanted.arguments)
+            self._profile = epoch.enter_context(profile)
+            epoch.callback(setattr, self, "_profile", None)
+        return epoch
 
-    @contextmanager
-    def _recording(self) -> Iterator[None]:
-        wanted = self._wanted
-        self._calls.add(self._position.call)
-        if len(self._calls) > wanted.calls or (wanted.ranks is not None and self.rank not in wanted.ranks):
-            yield
-            return
-        self._traces.rank = self.rank
-        with torch.profiler.profile(
-            schedule=torch.profiler.schedule(wait=wanted.wait, warmup=wanted.warmup, active=wanted.active, repeat=1),
-            on_trace_ready=self._traces.keep,
-            **wanted.arguments,
-        ) as self._profiler:
-            try:
-                yield
-            finally:
-                self._profiler = None
-
-    def _on_commit(self, last: bool = False) -> None:
-        super()._on_commit(last)
-        if self._profiler is not None:
-            self._profiler.step()
-
-    def _reported(self, *arguments: Any) -> dict[str, Any]:
-        return {**super()._reported(*arguments), **self._traces.taken()}
-
-
-class ProfiledReplicaFactory(TorchReplicaFactory):
-    """Makes replicas that are profiled."""
-
-    def __init__(
-        self,
-        operator_cls: type[TrainingOperator],
-        config: dict[str, Any],
-        settings: TorchSettings,
-        wanted: ProfilerSettings,
-    ) -> None:
-        super().__init__(operator_cls, config, settings)
-        self.wanted = wanted
-
-    def _replica(self, operator: TrainingOperator, rank_info: RankInfo, control: Control) -> TorchReplica:
-        return ProfiledReplica(operator, self.settings, rank_info, control, self.wanted)
+    def batch_done(self) -> None:
+        if self._profile is not None:
+            self._profile.step()

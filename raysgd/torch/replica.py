@@ -34,6 +34,7 @@ from raysgd.torch.foreign import content_version
 from raysgd.torch.fsdp import gathered
 from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.precision import Precision
+from raysgd.torch.profiling import Profiler
 from raysgd.torch.resharding import Resharding
 from raysgd.torch.schedules import has_length_in_code
 from raysgd.torch.settings import TorchSettings
@@ -63,9 +64,6 @@ class TorchReplicaFactory(ReplicaFactoryBase):
         if self.settings.seed is not None:
             states.seed_generators(self.settings.seed)
         operator = self.operator_cls(self.config, settings=self.settings, rank_info=rank_info)
-        return self._replica(operator, rank_info, control)
-
-    def _replica(self, operator: TrainingOperator, rank_info: RankInfo, control: Control) -> TorchReplica:
         return TorchReplica(operator, self.settings, rank_info, control)
 
 
@@ -104,6 +102,7 @@ class TorchReplica(ReplicaBase):
         guard.position, guard.samples = self._position, self._samples_of_step
         self._damage: TrainingFailedError | None = None  # a load has stopped in the middle
         self._after_batches: list[Callable[[], None]] = []
+        self._profiler = None if settings.profiler is None else Profiler(settings.profiler)
         self._partial_at = 0.0
         self._partial: dict[str, Any] | None = None
         operator._due_steps = self._due_steps
@@ -149,6 +148,8 @@ class TorchReplica(ReplicaBase):
         gradients = self.operator._gradients
         stack.callback(gradients.abandon)
         gradients.while_exchanging = self._feed.draw_ahead if self._feed is not None and self._draws_ahead() else None
+        if self._profiler is not None:
+            stack.enter_context(self._profiler.begin(self._position.call, self.rank))
         stack.enter_context(super()._measuring_epoch())
         return stack
 
@@ -304,11 +305,14 @@ class TorchReplica(ReplicaBase):
             counts = type(precision).batch_done is not Precision.batch_done
             measure = functools.partial(monitor.batch_done, self.operator._parts.wrapped)
             notes = ((precision.batch_done, counts), (guard.committed, guard.on), (measure, monitor.follows_batches))
-            self._after_batches = [note for note, needed in notes if needed]
+            profiled = [] if self._profiler is None else [self._profiler.batch_done]
+            self._after_batches = [*(note for note, needed in notes if needed), *profiled]
         self._partial_at, self._partial = time.monotonic() + PARTIAL_S, None
 
     def _add_metrics(self, report: dict[str, Any], phase: Phase) -> None:
         report.update(self.operator._parts.measured(self._metric_of(phase)))
+        if self._profiler is not None:
+            report.update(self._profiler.taken())
 
     def _metric_of(self, phase: Phase) -> Phase:
         """Return the phase of the registered metric that the methods of this phase update."""

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from raysgd.callbacks.torch_profiler import ProfilerSettings
 from raysgd.constants import SCHEDULER_STEP_MANUAL, STEPPED_BY_TRAINER
 from raysgd.errors import ConfigError
 from raysgd.torch.options import TrainingOptions
@@ -24,6 +25,7 @@ class TorchSettings(ReplicaSettings):
     rows      `rows(name, dataset, deliver)` opens the rows of a Ray Dataset that was made in a worker
     exchange  makes the object that averages gradients if the models are not wrapped
     ema_decay the decay of the callback EMA; None: the weights are not averaged
+    profiler  what TorchProfilerCallback wants to be recorded; None: nothing
     """
 
     options: TrainingOptions = field(default_factory=TrainingOptions)
@@ -33,6 +35,7 @@ class TorchSettings(ReplicaSettings):
     rows: Callable[..., Any] | None = None
     exchange: Callable[[], Exchange] = Exchange
     ema_decay: float | None = None
+    profiler: ProfilerSettings | None = None
 
     def __post_init__(self) -> None:
         freq, known = self.scheduler_step_freq, {*STEPPED_BY_TRAINER, SCHEDULER_STEP_MANUAL}

@@ -17,7 +17,6 @@ from raysgd.constants import BATCH_SIZE
 from raysgd.errors import ConfigError, shown
 from raysgd.ray_data.columns import RayData
 from raysgd.torch.options import TrainingOptions
-from raysgd.torch.profiling import ProfiledReplicaFactory
 from raysgd.torch.replica import TorchReplicaFactory
 from raysgd.torch.settings import TorchSettings
 from raysgd.training.arguments import check_config, needs_ray
@@ -116,15 +115,14 @@ def replica_factory(
     operator_cls: Any, config: dict[str, Any], settings: TorchSettings, on_workers: list[Any]
 ) -> TorchReplicaFactory:
     """Return the factory of replicas, which average their weights, measure and profile themselves if callbacks want that."""
-    settings = replace(settings, ema_decay=averaging_in(on_workers), measures=measures_in(on_workers))
     profilers = [each for each in on_workers if not isinstance(each, (Averaging, Measure))]
-    if not profilers:
-        return TorchReplicaFactory(operator_cls, config, settings)
-    if len(profilers) > 1 or not isinstance(profilers[0], ProfilerSettings):
+    if len(profilers) > 1 or not all(isinstance(each, ProfilerSettings) for each in profilers):
         raise ConfigError(
             f"callbacks can have one TorchProfilerCallback, and no on_workers of their own, got {profilers}"
         )
-    return ProfiledReplicaFactory(operator_cls, config, settings, profilers[0])
+    decay, measures, profiler = averaging_in(on_workers), measures_in(on_workers), next(iter(profilers), None)
+    settings = replace(settings, ema_decay=decay, measures=measures, profiler=profiler)
+    return TorchReplicaFactory(operator_cls, config, settings)
 
 
 def check_predicted(data: Any, batch_size: Any) -> None:
