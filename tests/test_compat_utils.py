@@ -17,8 +17,6 @@ NAMES = {
     "BATCH_COUNT",
     "NUM_SAMPLES",
     "BATCH_SIZE",
-    "TimerStat",
-    "TimerCollection",
     "AverageMeter",
     "AverageMeterCollection",
     "find_free_port",

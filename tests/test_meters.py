@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import pickle
-import random
 import subprocess
 import sys
 from fractions import Fraction
@@ -187,29 +186,6 @@ def test_a_tensor_that_changes_later_counts_with_its_old_value():
     running += 5
     device.value = 6.0
     assert (meters.summary()["a"], meters.summary()["b"]) == (1.0, 1.0)
-
-
-def test_states_are_plain_numbers_that_can_be_summed():
-    batches = [(random.Random(k).random(), k % 5) for k in range(40)]
-    total_state = collected(*batches, ("text", 1), name="m").state()
-    parts = [collected(*batches[:13]).state(), collected(*batches[13:], ("text", 1)).state()]
-    assert total_state["batch_count"] == sum(part["batch_count"] for part in parts) == 41
-    assert total_state["num_samples"] == sum(part["num_samples"] for part in parts) == 81
-    for key in ("weight", "sum"):
-        total = sum(part["metrics"]["m"][key] for part in parts)
-        assert total == pytest.approx(total_state["metrics"]["m"][key], rel=1e-12)
-    assert total_state["metrics"]["m"]["last"] == batches[-1][0]
-
-
-@pytest.mark.parametrize("value", [1, np.float32(1), torch.tensor(1), DeviceTensor(1)])
-def test_state_holds_floats(value):
-    state = collected((value, 2)).state()
-    assert state == {
-        "batch_count": 1,
-        "num_samples": 2,
-        "metrics": {"m": {"weight": 2.0, "sum": 2.0, "last": 1.0}},
-    }
-    assert {type(figure) for figure in state["metrics"]["m"].values()} == {float}
 
 
 def test_a_collection_can_be_pickled_and_updated_afterwards():

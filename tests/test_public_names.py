@@ -21,8 +21,8 @@ V1_NAMES = {
     "raysgd.torch": "TorchTrainer TrainingOperator CreatorOperator BaseTorchTrainable",
     "raysgd.tf": "TFTrainer TFTrainable",
     "raysgd.data": "Dataset",
-    "raysgd.utils": "BATCH_COUNT NUM_SAMPLES BATCH_SIZE TimerStat TimerCollection AverageMeter "
-    "AverageMeterCollection find_free_port check_for_failure override",
+    "raysgd.utils": "BATCH_COUNT NUM_SAMPLES BATCH_SIZE AverageMeter AverageMeterCollection "
+    "find_free_port check_for_failure override",
     "raysgd.torch.constants": "USE_FP16 NUM_STEPS SCHEDULER_STEP SCHEDULER_STEP_BATCH SCHEDULER_STEP_EPOCH "
     "SCHEDULER_STEP_MANUAL VALID_SCHEDULER_STEP NCCL_TIMEOUT_S SGD_PLACEMENT_GROUP_TIMEOUT_S",
     "raysgd.torch.resnet": "ResNet18 ResNet34 ResNet50 ResNet101 ResNet152",

@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 
 from raysgd.constants import BATCH_COUNT, BATCH_SIZE, NUM_SAMPLES
 from raysgd.core.meters import AverageMeter, AverageMeterCollection
-from raysgd.core.timers import TimerCollection, TimerStat
 
 __all__ = [
     "BATCH_COUNT",
@@ -17,8 +16,6 @@ __all__ = [
     "NUM_SAMPLES",
     "AverageMeter",
     "AverageMeterCollection",
-    "TimerCollection",
-    "TimerStat",
     "check_for_failure",
     "find_free_port",
     "override",

@@ -134,17 +134,6 @@ class AverageMeterCollection:
                 result.setdefault(name, value.cpu() if _is_tensor(value) else value)
         return result
 
-    def state(self) -> dict[str, Any]:
-        """Return what can be summed over workers, as plain numbers.
-
-        `{"batch_count": int, "num_samples": number, "metrics": {name: {"weight", "sum", "last"}}}`, where the last
-        three are floats. Values that are not numbers are only in `summary`."""
-        metrics = {
-            name: {"weight": float(meter.count), "sum": float(meter.sum), "last": float(meter.val)}
-            for name, meter in self._meters.items()
-        }
-        return {BATCH_COUNT: self.batch_count, NUM_SAMPLES: self.num_samples, "metrics": metrics}
-
     def _update_one(self, name: str, value: Any, n: float) -> None:
         number = _number(value, name)
         if name not in self._meters and name not in self._others:

@@ -14,7 +14,7 @@ from raysgd.core.meters import AverageMeterCollection
 from raysgd.core.metrics import OWN_NAMES, refuse_own_names
 from raysgd.core.ranks import RankInfo
 from raysgd.core.sampling_plan import optimizer_steps
-from raysgd.core.timers import TimerCollection
+from raysgd.core.timers import Timers
 from raysgd.errors import ConfigError, MissingPartError, shown
 from raysgd.training.settings import ReplicaSettings
 
@@ -76,7 +76,7 @@ class OperatorBase:
         self._meter = AverageMeterCollection()
         self._uncounted: list[tuple[dict[str, Any], Any, bool]] = []  # metrics, weight, and whether no piece follows
         self._complete_for: set[str] = set()
-        self.timers = TimerCollection()
+        self.timers = Timers()
         self.global_step = 0
         self._testing = False  # whether `validate` runs for a test
         self._epochs_before: Callable[[], int] = lambda: 0  # how many epochs were begun before the current one

@@ -32,6 +32,7 @@ from raysgd.core.outcomes import DataLoaderFailure, Interrupted
 from raysgd.core.progress import Control, Progress
 from raysgd.core.protocols import Call
 from raysgd.core.ranks import RankInfo
+from raysgd.core.timers import Timers
 from raysgd.errors import ConfigError, shown
 from raysgd.training.feed import Feed, MembershipChange, Source
 from raysgd.training.operator_base import OperatorBase
@@ -280,8 +281,8 @@ class ReplicaBase(ABC):
 
     def _measuring_epoch(self) -> AbstractContextManager[Any]:
         """Return a context for the user's loop over an epoch."""
-        timer: AbstractContextManager[Any] = self.operator.timers.record("train_epoch")
-        return timer
+        timers: Timers = self.operator.timers
+        return timers.record("train_epoch")
 
     def _make_feed(
         self, source: Source, phase: Phase, limit: int | None, *, unwind: bool = False, pause_at: int | None = None
@@ -464,9 +465,8 @@ class ReplicaBase(ABC):
         operator._meter, operator._testing = AverageMeterCollection(), phase == "test"
         operator._uncounted.clear()
         self._began, self._waited = time.perf_counter() if phase == "train" else None, 0.0
-        timers = operator.timers
-        timers.reset()
-        (timers.enable if profile else timers.disable)()
+        operator.timers.reset()
+        operator.timers.enabled = profile
 
     def _reported(self, result: Any, profile: bool, phase: Phase, reduced: bool) -> dict[str, Any]:
         """Return the result of a call on this rank."""
