@@ -35,7 +35,7 @@ help:
 	@echo "make sim    simulate failures in virtual time; SEEDS=2000 says how many schedules of them, SEED=17 shows one"
 	@echo "make jobs   submit a real job to Ray's job server, in an environment that has one"
 	@echo "make versions  run the tests that depend on them with the oldest and the newest Python, torch and Ray (downloads several GB)"
-	@echo "make check  lint, format, types, docs"
+	@echo "make check  lint, format, types, layers, pages, docs"
 	@echo "make fix    repair lint and format where that is mechanical"
 	@echo "make docs   build the documentation into docs/_build/html"
 	@echo "make notebooks  execute the notebooks of examples/notebooks, and store their outputs in them"
@@ -80,6 +80,8 @@ check: $(VENV)/dev.stamp
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+	@$(BIN)/python tools/check_code.py
+	@$(BIN)/python tools/check_pages.py
 	@$(MAKE) --no-print-directory docs
 
 fix: $(VENV)/dev.stamp

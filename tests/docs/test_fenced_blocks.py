@@ -6,50 +6,16 @@ points into the page. A block that cannot run here says why, in a comment above 
 """
 
 import importlib.util
-import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from textwrap import dedent
 
 import pytest
 
 from tests.background import Background
+from tools.check_pages import Block, blocks
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PAGES = sorted([ROOT / "README.md", *(p for p in (ROOT / "docs").rglob("*.md") if "_build" not in p.parts)])
-FENCE = re.compile(r"^ *(?P<ticks>`{3,}|~{3,}) *(?P<language>[^`]*?) *$")
-NOT_RUN = re.compile(r"<!-- not run: (?P<reason>.+?) -->")
-
-
-@dataclass(frozen=True)
-class Block:
-    page: str
-    line: int  # the line number of the block's first line of code
-    language: str
-    code: str
-    not_run: str  # the reason, or an empty string
-
-
-def blocks(text: str, page: str) -> list[Block]:
-    found: list[Block] = []
-    opening: re.Match[str] | None = None
-    start, reason = 0, ""
-    lines = text.splitlines()
-    for number, line in enumerate(lines, start=1):
-        fence = FENCE.match(line)
-        if opening is None:
-            if fence:
-                opening, start = fence, number + 1
-            elif line.strip():  # a reason is only for the next block
-                mark = NOT_RUN.search(line)
-                reason = mark["reason"] if mark else ""
-        elif fence and not fence["language"] and fence["ticks"].startswith(opening["ticks"]):
-            code = dedent("\n".join(lines[start - 1 : number - 1])) + "\n"
-            found.append(Block(page, start, opening["language"], code, reason))
-            opening, reason = None, ""
-    assert opening is None, f"{page}:{start - 1} opens a block that nothing closes"
-    return found
 
 
 def script(page_blocks: list[Block]) -> str:
@@ -101,22 +67,6 @@ def test_page_runs(page: str, outcome: Callable[[], str]) -> None:
     if missing(page):
         pytest.skip(f"without {', '.join(missing(page))}")
     outcome()
-
-
-@pytest.mark.parametrize("block", PYTHON, ids=lambda b: f"{b.page}:{b.line}")
-def test_block_is_python(block: Block) -> None:
-    """Blocks that are not run are checked, too. They appear as skipped tests with their reason."""
-    compile(block.code, f"{block.page}:{block.line}", "exec")
-    if block.not_run:
-        pytest.skip(f"{block.page}:{block.line} is not run: {block.not_run}")
-
-
-def test_python_blocks_are_marked_as_python() -> None:
-    known = {"python", "text", "bash", "console", "diff", "toml", "json", "yaml", "ini", "make"}
-    directive = re.compile(r"\{(?!.*python)[\w-]+\}")
-    odd = [b for b in ALL if b.language not in known and not directive.match(b.language)]
-    places = [f"{b.page}:{b.line} ```{b.language}" for b in odd]
-    assert not odd, f"a block is ```python (and run) or one of {sorted(known)}: {places}"
 
 
 def test_blocks_are_found_with_their_lines() -> None:

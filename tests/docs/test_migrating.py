@@ -8,7 +8,8 @@ from collections.abc import Callable
 import pytest
 
 from tests.background import Background
-from tests.docs.test_fenced_blocks import ROOT, blocks
+from tests.docs.test_fenced_blocks import ROOT
+from tools.check_pages import blocks
 
 PAGES = ("migrating_ray_train_v1.md", "migrating_ray_train.md")
 # More CPUs than a small machine has, so that no worker waits for one.

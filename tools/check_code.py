@@ -1,13 +1,19 @@
-"""A file imports only files of lower layers, and those of its own layer that the table allows (docs/structure.md)."""
+"""Check how the code is built: `python tools/check_code.py`, a part of `make check`.
+
+A file imports only files of lower layers, and those of its own layer that the tables below allow (docs/structure.md); other
+packages are imported only in their homes. Functions are short. A cohesive class, or a file about one subject, may be as long
+as it needs to be.
+"""
+
+from __future__ import annotations
 
 import ast
 import sys
-from graphlib import TopologicalSorter
+from collections.abc import Iterator
 from importlib.util import resolve_name
 from pathlib import Path
-from typing import TypeGuard
 
-import pytest
+__all__ = ["FILES", "imports_of", "name_of"]
 
 ROOT = Path(__file__).resolve().parent.parent
 LIBRARY = [p for p in (ROOT / "raysgd").rglob("*.py") if (ROOT / "raysgd" / "operators") not in p.parents]
@@ -68,6 +74,10 @@ HOMES = {
     "horovod": {"horovod"},
 }
 
+RUNS_SOMEWHERE = ("callbacks", "core", "engine", "storage", "workers")  # the first line of each file says where
+OTHERS = [path for folder in ("examples", "tests") for path in (ROOT / folder).rglob("*.py")]
+LONGEST, LONGEST_IN_TESTS = 40, 60  # a test may hold a table
+
 
 def name_of(path: Path) -> str:
     """Return the name of a file: `torch/data/sources` for `raysgd/torch/data/sources.py`."""
@@ -78,26 +88,15 @@ def name_of(path: Path) -> str:
 NAMES = {name_of(path) for path in FILES}
 
 
-def entry_of(name: str) -> str:
-    """Return the longest entry of the table that matches this file."""
-    covering = [unit for unit in LAYER_OF if name == unit or name.startswith(unit + "/")]
-    assert covering, f"{name}.py is in no layer: add it here and in docs/structure.md"
-    return max(covering, key=len)
-
-
 def target(module: str) -> str:
     """Return the name of a module's file: `torch/operator`, or `torch/__init__` for `raysgd.torch`."""
     name = "/".join(module.split(".")[1:])
     return name if name in NAMES else f"{name}/__init__".lstrip("/")
 
 
-def only_for_types(node: ast.AST) -> TypeGuard[ast.If]:
-    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-
-
-def imports(path: Path) -> set[str]:
-    """Return the names of the modules that the file imports, also in functions, except for those for type checkers
-    only."""
+def imports_of(path: Path) -> tuple[set[str], set[str]]:
+    """Return the names of the library's files that a file imports, and of other packages. Imports in functions count, those
+    for type checkers only do not."""
     package = ".".join(["raysgd", *name_of(path).split("/")[:-1]])
     found: set[str] = set()
     todo: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
@@ -110,12 +109,15 @@ def imports(path: Path) -> set[str]:
             inner = {f"{base}.{alias.name}" for alias in node.names}
             modules = {name for name in inner if base.startswith("raysgd") and target(name) in NAMES}
             found |= modules if modules == inner else modules | {base}
-        todo.extend(node.orelse if only_for_types(node) else ast.iter_child_nodes(node))
-    return found
+        only_for_types = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        todo.extend(node.orelse if isinstance(node, ast.If) and only_for_types else ast.iter_child_nodes(node))
+    inside = {target(module) for module in found if module.split(".")[0] == "raysgd"}
+    return inside - {name_of(path)}, {module.split(".")[0] for module in found} - {"raysgd"}
 
 
-def inside(path: Path) -> set[str]:
-    return {target(module) for module in imports(path) if module.split(".")[0] == "raysgd"} - {name_of(path)}
+def entry_of(name: str) -> str:
+    """Return the longest entry of the table that matches this file."""
+    return max((unit for unit in LAYER_OF if name == unit or name.startswith(unit + "/")), key=len, default="")
 
 
 def may_import(importer: str, imported: str) -> bool:
@@ -125,23 +127,46 @@ def may_import(importer: str, imported: str) -> bool:
     return upper == lower or lower in SHARED or lower in SIBLINGS.get(upper, set())
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_imports_point_down(path: Path) -> None:
-    wrong = sorted(name for name in inside(path) if not may_import(name_of(path), name))
-    assert not wrong, f"{name_of(path)} (layer {LAYER_OF[entry_of(name_of(path))]}) must not import {wrong}"
-
-
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_other_packages_are_imported_only_where_the_table_allows(path: Path) -> None:
+def wrong_imports(path: Path) -> Iterator[str]:
     name = name_of(path)
-    outside = {module.split(".")[0] for module in imports(path)} - {"raysgd"}
-    away = sorted(p for p in outside if p in HOMES and not any(f"{name}/".startswith(f"{home}/") for home in HOMES[p]))
-    assert not away, f"{name_of(path)} must not import {away}; only these may: {[HOMES[p] for p in away]}"
-    if LAYER_OF[entry_of(name_of(path))] == "0":
-        assert outside <= sys.stdlib_module_names, f"layer 0 may import only the standard library: {name_of(path)}"
+    layer = LAYER_OF[entry_of(name)]
+    inside, outside = imports_of(path)
+    yield from (f"layer {layer} must not import {other}" for other in inside if not may_import(name, other))
+    for package in outside & HOMES.keys():
+        if not any(f"{name}/".startswith(f"{home}/") for home in HOMES[package]):
+            yield f"only {sorted(HOMES[package])} may import {package}"
+    if layer == "0" and (others := outside - sys.stdlib_module_names):
+        yield f"layer 0 must not import {sorted(others)}, only the standard library"
 
 
-def test_no_import_cycles() -> None:
-    """Cycles are not allowed between files of one layer either."""
-    graph = {name_of(path): {n for n in inside(path) if not n.endswith("__init__")} for path in FILES}
-    assert list(TopologicalSorter(graph).static_order())  # raises CycleError, which names the cycle
+def lines_of_code(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Return the lines of the body. Neither a docstring nor a signature that shows each argument counts."""
+    first = node.body[0]
+    lines = (node.end_lineno or first.lineno) - first.lineno + 1
+    if ast.get_docstring(node) is not None and first.end_lineno is not None:
+        lines -= first.end_lineno - first.lineno + 1
+    return lines
+
+
+def too_long(path: Path) -> Iterator[str]:
+    limit = LONGEST_IN_TESTS if path.is_relative_to(ROOT / "tests") else LONGEST
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and (lines := lines_of_code(node)) >= limit:
+            yield f"line {node.lineno}: {node.name} has {lines} lines; the limit is {limit}"
+
+
+def findings() -> Iterator[str]:
+    homeless = [path for path in FILES if not entry_of(name_of(path))]
+    yield from (f"{path}: in no layer; add it to {Path(__file__).name} and docs/structure.md" for path in homeless)
+    for path in FILES if not homeless else ():
+        yield from (f"{path}: {wrong}" for wrong in wrong_imports(path))
+    for path in [*FILES, *OTHERS]:
+        yield from (f"{path}: {wrong}" for wrong in too_long(path))
+    for path in sorted(path for package in RUNS_SOMEWHERE for path in (ROOT / "raysgd" / package).glob("*.py")):
+        first = path.read_text(encoding="utf-8").partition("\n")[0].removesuffix('"""')
+        if not first.endswith(("Driver.", "Worker.", "Both.")):
+            yield f"{path}: end the first line with where it runs: Driver., Worker. or Both."
+
+
+if __name__ == "__main__":
+    sys.exit("\n".join(findings()) or None)
