@@ -2,7 +2,8 @@
 
 Links have a text, because GitHub shows none for an empty one, and lead to a page and a section, which has the same anchor on
 GitHub and on the site; pictures exist. Blocks are Python, or of a known language. The API reference has each public class, and
-a docstring describes each argument that a page shows. Versions are the tested ones everywhere.
+a docstring describes each argument that a page shows. Versions are the tested ones everywhere, and figures those of
+the benchmarks' stored results.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import ast
 import importlib
 import importlib.util
 import inspect
+import json
 import os
 import re
 import sys
@@ -260,6 +262,27 @@ def wrong_versions() -> Iterator[str]:
         yield from required_once(rf"^{package}==", "constraints.txt")
 
 
+def wrong_results() -> Iterator[str]:
+    """The tables of the benchmarks are those of the stored results, and pictures are described with their medians."""
+    fill_page = loaded(ROOT / "examples" / "benchmarks" / "fill_page.py")
+    results = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in fill_page.RESULTS.glob("*.json")}
+    pages = {
+        name: (ROOT / name).read_text(encoding="utf-8") for name in ("docs/benchmarks.md", "docs/index.md", "README.md")
+    }
+    for name, text in pages.items():
+        if fill_page.filled(text, {each["benchmark"]: each for each in results.values()}, ROOT / name) != text:
+            yield f"{name} does not show the results: run examples/benchmarks/fill_page.py"
+    gaps = {row["case"]: row["gap_s"]["median"] for row in results["recovery"]["rows"]}
+    said = [f"{gaps[case]:.2g} s without a step" for case in fill_page.REPEATED.values()]
+    for name in (
+        "README.md",
+        "docs/index.md",
+        *(f"docs/benchmarks/kill_curve_{mode}.svg" for mode in ("light", "dark")),
+    ):
+        if re.findall(r"[\d.]+ s without a step", (ROOT / name).read_text(encoding="utf-8"))[:3] != said:
+            yield f"{name} does not say {said}"
+
+
 def findings() -> Iterator[str]:
     for page in PAGES:
         yield from (f"{page}: {wrong}" for wrong in [*wrong_blocks(page), *wrong_links(page)])
@@ -267,10 +290,10 @@ def findings() -> Iterator[str]:
     yield from wrong_pages_in_errors()
     yield from wrong_reference()
     yield from wrong_versions()
+    yield from wrong_results()
 
 
 if __name__ == "__main__":
-    os.environ.update(
-        TF_CPP_MIN_LOG_LEVEL="2", TF_ENABLE_ONEDNN_OPTS="0"
-    )  # the reference imports TensorFlow, which talks
+    # The reference imports TensorFlow, which talks.
+    os.environ.update(TF_CPP_MIN_LOG_LEVEL="2", TF_ENABLE_ONEDNN_OPTS="0")
     sys.exit("\n".join(findings()) or None)

@@ -1,0 +1,257 @@
+"""What the benchmarks have in common: turns, gates, traces and pages. `pytest examples/benchmarks` after a change to it."""
+
+import importlib.util
+import os
+import sys
+from argparse import Namespace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+FOLDER = Path(__file__).resolve().parent
+
+
+def module(name: str) -> ModuleType:
+    """A part of the benchmarks, without the rest."""
+    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    loaded = importlib.util.module_from_spec(spec)
+    sys.modules[name] = loaded  # dataclasses look their module up
+    sys.path.insert(0, str(FOLDER))  # for the other parts that it imports
+    try:
+        spec.loader.exec_module(loaded)
+    finally:
+        del sys.modules[name]
+        sys.path.remove(str(FOLDER))
+    return loaded
+
+
+def test_parts_of_a_chaos_run_accumulate(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    parts = module("parts")
+    ran = []
+
+    def run(args: Namespace, seed: int) -> dict[str, Any] | None:
+        ran.append(seed)
+        figures = {"faults": 3, "faults_by_kind": {"kill": 2, "gil": 1}, "waits_by_kind": {"kill": seed, "gil": 9}}
+        broken = ["lost: 1"] if seed == 6 else []
+        head = {"backend": args.backend, "api": "class", "seed": seed}
+        return None if seed == 7 else {**head, **figures, "lost": len(broken), "broken": broken}
+
+    monkeypatch.setattr(parts, "run", run)
+    file = tmp_path / "state.json"
+    parts.accumulate(file, Namespace(backend="torch", api="class", seed=5, parts=1))
+    parts.accumulate(file, Namespace(backend="torch", api="class", seed=5, parts=3))
+    found = parts.accumulate(file, Namespace(backend="horovod", api="class", seed=5, parts=1))
+    assert ran == [5, 6, 7, 5], "a seed that is in the file is skipped, and so is a part whose cluster did not start"
+    first, second, everything, kills, locks = parts.presented(found)
+    assert [row["faults"] for row in (first, second, everything, kills, locks)] == [6, 3, 9, 6, 3]
+    assert (first["run"], first["lost"], first["broken"]) == ("torch, class", 1, ["torch, class, seed 6: lost: 1"])
+    assert (kills["kind"], kills["torch, class"], kills["horovod, class"], kills["longest_wait_s"]) == ("kill", 4, 2, 6)
+
+
+def test_the_summary_takes_the_best_peer_and_leaves_out_what_is_not_measured() -> None:
+    fill_page = module("fill_page")
+    setting = {"workload": "tiny", "precision": "fp32", "workers": 2}
+    figures = {"raysgd": 90.0, "hand-written": 10.0, "torchrun": 120.0, "Accelerate": 100.0, "raysgd, collating": 1.0}
+    rows = [{**setting, "contender": name, "us_per_step": figure} for name, figure in figures.items()]
+    rows.append({**setting, "contender": "Lightning", "note": "not installed"})
+    startup = {
+        "contender": "raysgd",
+        "ratio": {"median": 0.25, "least": 0.2, "most": 0.3, "count": 7},
+        "second_s": None,
+    }
+    text = fill_page.summary({"throughput": {"rows": rows}, "startup": {"rows": [startup]}})
+    assert text.splitlines()[2:] == [
+        "| time of a step, `tiny`, 2 workers | 90 µs | Accelerate: 100 µs | 0.9 |  |  |",
+        "| first epoch of a script |  | Ray Train v2 | 0.25 | 7 | 0.2 to 0.3 |",
+    ]
+
+
+def test_the_end_of_a_child_is_the_end_of_its_sessions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    script = tmp_path / "script.py"
+    script.write_text("import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(600)\n", encoding="utf-8")
+    processes = module("processes")
+    with processes.child(processes.command_for(script, torchrun=("--nproc-per-node", "1")), {}) as torchrun:
+        assert torchrun.stdout is not None
+        rank = int(torchrun.stdout.readline())
+        assert os.getsid(rank) != torchrun.pid, "torchrun started it in a session of its own"
+    with pytest.raises(ProcessLookupError):
+        os.kill(rank, 0)
+
+
+def test_samples_after_a_kill_are_new_or_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 had done two steps of epoch 1, so its first two after the kill are repeated, and the third one is new."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    kill_curve, traces = module("kill_curve"), module("traces")
+    notes = [(9.8, 7, 0, 1), (9.9, 7, 0, 1), (10.1, 9, 0, 1), (10.2, 9, 0, 1), (10.3, 9, 0, 1)]
+    drawn = kill_curve.curve([traces.Step(*each) for each in notes], 10.0, 2, 1, range(-1, 2))
+    assert drawn["from_s"] == [-0.25, 0.0, 0.25]
+    assert [rate * 0.25 / 8 for rate in drawn["new_per_s"]] == [2, 0, 1]
+    assert [rate * 0.25 / 8 for rate in drawn["repeated_per_s"]] == [0, 2, 0]
+
+
+def test_a_recording_shows_each_line_at_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    recording = module("recording")
+    assert recording.shortened([0.0, 0.5, 9.5, 9.6]) == pytest.approx([0.0, 0.5, 2.5, 2.6])
+    svg = recording.drawn([(0.0, "epoch 1: a < b"), (1.0, "worker death: x")])
+    assert "epoch 1: a &lt; b" in svg and svg.count("@keyframes") == svg.count("<text") == 3
+    assert '<text class="change"' in svg and '<text class="typed"' in svg
+
+
+def test_what_comes_after_a_kill(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    rerun, traces = module("rerun"), module("traces")
+    old, new = [(0.0, 7, 0, 0), (1.0, 7, 0, 1), (1.1, 8, 1, 1), (2.1, 7, 0, 1)], [(3.5, 7, 0, 1), (3.6, 9, 1, 1)]
+    begins = [(-1.0, 7, 0, 0), (3.0, 7, 0, 1), (3.2, 9, 1, 1)]
+    figures = rerun.judged(*([traces.Step(*each) for each in notes] for notes in ([*old, *new], begins)), 2.0)
+    assert figures == {"first_step_s": 1.5, "begins_s": 1.0, "batches_redone": 2, "survivors": 1}
+
+
+def test_a_gap_is_between_neighbours() -> None:
+    traces = module("traces")
+    steps = [traces.Step(at, 1, 0, epoch) for at, epoch in [(0.0, 0), (1.0, 0), (5.0, 1), (5.5, 1)]]
+    assert traces.longest_gap(steps) == 4.0
+    assert traces.longest_gap(steps, within_epochs=True) == 1.0
+    assert traces.longest_gap(steps[:1]) == 0.0
+
+
+def test_a_process_notes_its_steps(tmp_path: Path) -> None:
+    traces = module("traces")
+    trace = traces.StepTrace(str(tmp_path))
+    trace.step(2, 0)
+    trace.step(1, 1)
+    assert [(step.process, step.rank, step.epoch) for step in traces.read(tmp_path)] == [
+        (os.getpid(), 2, 0),
+        (os.getpid(), 1, 1),
+    ]
+    assert traces.active(tmp_path, within_s=60) == [os.getpid()]
+
+
+def test_the_page_is_filled() -> None:
+    fill_page = module("fill_page")
+    row = {"contender": "raysgd", "first_epoch_s": {"median": 2.0, "least": 1.0, "most": 3.0, "count": 3}}
+    machine = {"cores": 2, "cpu": "x", "python": "3.11", "versions": {"ray": "2.60"}, "load": [0.1]}
+    document = {"benchmark": "startup", "command": "startup.py", "machine": machine, "rows": [row, row]}
+    page = "before\n<!-- table: startup -->\nold\n<!-- end -->\n<!-- table: chaos -->\nkept\n<!-- end -->\n"
+    filled = fill_page.filled(page, {"startup": document})
+    assert "| raysgd | 2 (1 to 3) |" in filled
+    assert "old" not in filled and "kept" in filled and filled.startswith("before\n")
+    assert fill_page.filled(filled, {"startup": document}) == filled
+
+
+def test_a_page_shows_what_it_asks_for(tmp_path: Path) -> None:
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks" / "throughput_fp32.png").write_bytes(b"")
+    machine = {"cores": 2, "cpu": "x", "python": "3.11", "versions": {"ray": "2.60"}, "load": [0.1]}
+    rows = [
+        {"workload": workload, "precision": "fp32", "workers": 2, "contender": name, "ratio": {"median": ratio}}
+        for workload, name, ratio in [("tiny", "raysgd", 1.25), ("tiny", "torchrun", 0.5), ("gpt", "raysgd", 1.75)]
+    ]
+    for row in rows:
+        row["ratio"].update(least=row["ratio"]["median"], most=row["ratio"]["median"])
+    document = {"benchmark": "throughput", "command": "throughput.py", "machine": machine, "rows": rows}
+    page = "".join(
+        f"<!-- {asked} -->\n<!-- end -->\n"
+        for asked in ("matrix: throughput ratio", "table: throughput workload=gpt", "plots: throughput", "plots: gpu")
+    )
+    text = module("fill_page").filled(page, {"throughput": document}, tmp_path / "page.md")
+    assert "| workload | precision | workers | raysgd | torchrun |" in text
+    assert "| tiny | fp32 | 2 | 1.25 | 0.5 |" in text and "| gpt | fp32 | 2 | 1.75 |  |" in text
+    assert (
+        "| precision | workers | contender | ratio |\n| --- | --- | --- | --- |\n| fp32 | 2 | raysgd | 1.75 |\n<!--"
+        in text
+    )
+    assert "<!-- plots: throughput -->\n![throughput fp32](benchmarks/throughput_fp32.png)\n<!-- end -->" in text
+    assert text.endswith("<!-- plots: gpu -->\n<!-- end -->\n")
+
+
+def test_a_setting_travels_in_an_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    workloads = module("workloads")
+    for every in (workloads.WORKLOADS, workloads.GPU_WORKLOADS, workloads.SMALL_GPU_WORKLOADS):
+        for workload in every.values():
+            setting = workloads.Setting(workload.shortened(7), 4, "bf16", "cuda")
+            assert workloads.Setting.of_environment(setting.environment()) == setting
+
+
+def test_the_large_models_are_the_ones_that_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    torch = pytest.importorskip("torch")
+    workloads = module("workloads")
+    for name, parameters in (("resnet50", 25_557_032), ("gpt124m", 124_475_904)):
+        with torch.device("meta"):
+            model = workloads.GPU_WORKLOADS[name].model()
+        assert sum(parameter.numel() for parameter in model.parameters()) == parameters
+
+
+class Paper:
+    """A contender that only notes its turns."""
+
+    def __init__(self, name: str, notes: list[str]) -> None:
+        self.name, self._notes = name, notes
+
+    def epoch(self) -> None:
+        self._notes.append(self.name)
+
+    def processes(self) -> list[int]:
+        return [os.getpid()]
+
+
+def test_everybody_has_the_same_turns() -> None:
+    interleaved = module("interleaved")
+    notes: list[str] = []
+    turns = interleaved.interleaved([Paper(name, notes) for name in "abc"], rounds=2)
+    assert "".join(notes) == "cbaabc" + "abccba"
+    assert {name: len(own) for name, own in turns.items()} == {"a": 2, "b": 2, "c": 2}
+    assert all(turn.wall >= 0 for own in turns.values() for turn in own)
+
+
+def test_a_time_limit_leaves_three_rounds() -> None:
+    notes: list[str] = []
+    module("interleaved").interleaved([Paper("a", notes)], rounds=9, limit_s=0)
+    assert len(notes) == 2 * 3
+
+
+TWO_RANKS = """
+import os, sys
+from pathlib import Path
+from gate import Gate
+rank = 1 if os.fork() == 0 else 0
+gate = Gate()
+epochs = 0
+while gate.wait():
+    epochs += 1
+    if rank == 1 and epochs == 3:
+        os._exit(7)
+    Path(sys.argv[1], f"{rank}-{epochs}").touch()
+"""
+
+
+def test_programs_wait_for_their_turn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    program = module("gate").Program("paper", [sys.executable, "-c", TWO_RANKS, str(tmp_path)], {}, 2)
+    try:
+        program.meet()
+        assert len(set(program.processes())) == 2 and not list(tmp_path.iterdir())
+        program.epoch()
+        assert {path.name for path in tmp_path.iterdir()} == {"0-1", "1-1"}
+        program.epoch()
+        assert {path.name for path in tmp_path.iterdir()} == {"0-1", "1-1", "0-2", "1-2"}
+        with pytest.raises(RuntimeError, match="paper: a rank left in the middle"):
+            program.epoch()
+    finally:
+        program.stop()
+
+
+def test_a_program_that_never_comes_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    program = module("gate").Program("paper", [sys.executable, "-c", "raise SystemExit(3)"], {}, 1)
+    try:
+        with pytest.raises(RuntimeError, match=r"paper: 0 of 1 ranks .* ended with status 3"):
+            program.meet()
+    finally:
+        program.stop()
