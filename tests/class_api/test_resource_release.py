@@ -140,19 +140,8 @@ def test_no_token_is_in_a_name_an_environment_a_command_line_or_a_log(
 # -- the environment ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("text", ["abc", "0", "-1", "nan", "inf", "1e3", "١٢", "9" * 400])
-@pytest.mark.parametrize("make", [small, lambda: Trainer(backend="none", num_workers=1), "tf", "group"])
-def test_an_invalid_limit_is_named(monkeypatch: pytest.MonkeyPatch, make: Any, text: str) -> None:
-    monkeypatch.setenv("SGD_PLACEMENT_GROUP_TIMEOUT_S", text)
-    with pytest.raises(ConfigError, match=r"SGD_PLACEMENT_GROUP_TIMEOUT_S is .* above 0.*unset it for .* 100"):
-        if make == "tf":
-            tf_trainer()
-        elif make == "group":
-            WorkerGroup()
-        elif make is small:
-            small()
-        else:
-            make().start()
+def function_trainer() -> Any:
+    return Trainer(backend="none", num_workers=1).start()
 
 
 def tf_trainer() -> Any:
@@ -160,6 +149,14 @@ def tf_trainer() -> Any:
     from raysgd.tf import TFTrainer
 
     return TFTrainer(lambda config: None, lambda config: None, num_replicas=1)
+
+
+@pytest.mark.parametrize("make", [small, function_trainer, tf_trainer, WorkerGroup])
+def test_an_invalid_limit_is_named(monkeypatch: pytest.MonkeyPatch, make: Callable[[], Any]) -> None:
+    for text in ("abc", "0", "-1", "nan", "inf", "1e3", "١٢", "9" * 400):
+        monkeypatch.setenv("SGD_PLACEMENT_GROUP_TIMEOUT_S", text)
+        with pytest.raises(ConfigError, match=r"SGD_PLACEMENT_GROUP_TIMEOUT_S is .* above 0.*unset it for .* 100"):
+            make()
 
 
 def test_an_invalid_switch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

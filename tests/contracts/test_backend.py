@@ -3,7 +3,6 @@
 The driver's object is in this process. Its pickled copies are in other processes, in which a second thread calls
 `abort`, as the control thread does."""
 
-import importlib.util
 import multiprocessing
 import os
 import pickle
@@ -313,14 +312,3 @@ def test_the_failure_of_a_peer_ends_a_ranks_wait(name: str) -> None:
         survivor.do("leave")
     finally:
         ranks.close()
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_every_part_of_the_protocol_exists(name: str) -> None:
-    if name == "horovod" and importlib.util.find_spec("torch") is None:
-        pytest.skip("needs torch")
-    backend = KINDS[name].make()
-    for part in ("offer", "plan", "join", "leave", "abort", "collectives", "is_interruption"):
-        assert callable(getattr(backend, part)), part
-    assert isinstance(backend.in_place, bool) and isinstance(backend.needs_offers, bool)
-    assert not backend.is_interruption(ValueError("the user's own"))

@@ -241,6 +241,7 @@ def test_a_user_error(shared: Api, where: str) -> None:
     with pytest.raises(ZeroDivisionError, match="planned in raise") as caught:
         shared.epoch((Fault(1, 9, "raise", where),))
     assert caught.value.raysgd_rank == 1  # type: ignore[attr-defined]
+    assert "rank 1" in str(caught.value.__cause__) and ".py" in str(caught.value.__cause__)
     assert shared.recoveries()[before:] == []
     shared.rest()
     assert_exact(shared)

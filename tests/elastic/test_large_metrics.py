@@ -1,6 +1,5 @@
 """Metrics of any size and type reach the driver with the call's result, and never break the control channel."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,24 +41,16 @@ class Measuring(Line):
         return {"num_samples": len(batch[0]), "plain": 3.0, **metrics_of(self.config["kind"])}
 
 
-@pytest.fixture(scope="module")
-def trainer(ray_cluster: None) -> Iterator[TorchTrainer]:
-    with TorchTrainer(
-        training_operator_cls=Measuring,
-        num_workers=2,
-        config={"kind": "none", "rows": 48},
-        elastic=ElasticConfig(snapshot_every=1),
-    ) as trainer:
-        yield trainer
-
-
-@pytest.mark.parametrize("kind", ["long", "many", "many-long", "nested"])
-def test_metrics_of_an_operator(trainer: TorchTrainer, kind: str) -> None:
-    trainer.apply_all_operators(lambda operator: operator.config.update(kind=kind))
-    result = trainer.train()
-    assert not trainer.recoveries, "no worker failed"
-    assert result["plain"] == 3.0 and result["num_samples"] == 48
-    assert {name: result[name] for name in metrics_of(kind)} == metrics_of(kind)
+def test_metrics_of_an_operator(ray_cluster: None) -> None:
+    config = {"kind": "none", "rows": 48}
+    elastic = ElasticConfig(snapshot_every=1)
+    with TorchTrainer(training_operator_cls=Measuring, num_workers=2, config=config, elastic=elastic) as trainer:
+        for kind in ("long", "many", "many-long", "nested"):
+            trainer.apply_all_operators(lambda operator, kind=kind: operator.config.update(kind=kind))
+            result = trainer.train()
+            assert not trainer.recoveries, "no worker failed"
+            assert result["plain"] == 3.0 and result["num_samples"] == 48
+            assert {name: result[name] for name in metrics_of(kind)} == metrics_of(kind)
 
 
 def reporting(config: dict[str, Any]) -> int:

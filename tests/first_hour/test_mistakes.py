@@ -389,10 +389,6 @@ def test_a_mistake_is_explained(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     assert HOME in Path(frame.f_code.co_filename).resolve().parents, "the error comes from another library"
 
 
-def test_there_are_at_least_sixty() -> None:
-    assert len(CASES) >= 60
-
-
 @pytest.mark.parametrize(
     ("method", "meant"), [("train_bacth", "train_batch"), ("set_up", "setup"), ("validateBatch", "validate_batch")]
 )

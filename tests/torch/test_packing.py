@@ -2,10 +2,10 @@
 
 import pickle
 from collections import OrderedDict
+from itertools import product
 from typing import Any
 
 import numpy
-import pytest
 import torch
 from torch import nn
 
@@ -27,13 +27,12 @@ def round_trip(state: Any, *, copy: bool = True) -> Any:
     return packing.unpack(packing.joined(packing.pack(state, copy=copy)))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 0, 4), (5, 7)], ids=str)
-def test_every_type_and_shape(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    tensor = (torch.randn(shape) * 10).to(dtype)
-    back = round_trip({"tensor": tensor})["tensor"]
-    assert back.dtype == dtype and back.shape == tensor.shape
-    assert torch.equal(back, tensor)
+def test_every_type_and_shape() -> None:
+    for dtype, shape in product(DTYPES, [(), (0,), (3,), (2, 0, 4), (5, 7)]):
+        tensor = (torch.randn(shape) * 10).to(dtype)
+        back = round_trip({"tensor": tensor})["tensor"]
+        assert back.dtype == dtype and back.shape == tensor.shape
+        assert torch.equal(back, tensor)
 
 
 def test_tensors_that_are_not_contiguous_and_tensors_that_are_not_ordinary() -> None:

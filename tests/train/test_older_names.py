@@ -13,46 +13,8 @@ from typing import Any
 import pytest
 
 from raysgd import CheckpointError
-from raysgd.train import Checkpoint, CheckpointStrategy, DataParallelTrainer, RunConfig, Trainer
+from raysgd.train import Checkpoint, CheckpointStrategy, DataParallelTrainer, RunConfig, TorchConfig, Trainer
 from raysgd.train.trainer import in_order
-
-# Each older module with its names. A name that needs an optional package is in the tables of the migration pages.
-MODULES = {
-    "raysgd.air": "Checkpoint CheckpointConfig FailureConfig Result RunConfig ScalingConfig session",
-    "raysgd.air.checkpoint": "Checkpoint",
-    "raysgd.air.config": "CheckpointConfig FailureConfig RunConfig ScalingConfig",
-    "raysgd.air.result": "Result",
-    "raysgd.air.session": "get_checkpoint get_dataset_shard get_world_rank report",
-    "raysgd.train": "BaseTrainer",
-    "raysgd.train.horovod.config": "HorovodConfig",
-    "raysgd.train.tensorflow.config": "TensorflowConfig",
-    "raysgd.train.torch.config": "TorchConfig",
-    "raysgd.train.torch.torch_trainer": "TorchTrainer",
-    "raysgd.train.backend": "Backend BackendConfig BackendExecutor InactiveWorkerGroupError TrainBackendError "
-    "TrainingWorkerError",
-    "raysgd.train.backends.backend": "Backend BackendConfig BackendExecutor",
-    "raysgd.train.backends.horovod": "HorovodConfig",
-    "raysgd.train.backends.tensorflow": "TensorflowConfig",
-    "raysgd.train.backends.torch": "TorchConfig",
-    "raysgd.train.base_trainer": "BaseTrainer TrainingFailedError",
-    "raysgd.train.callbacks.callback": "TrainingCallback",
-    "raysgd.train.callbacks.logging": "JsonLoggerCallback MLflowLoggerCallback TBXLoggerCallback",
-    "raysgd.train.callbacks.print": "PrintCallback",
-    "raysgd.train.callbacks.profile": "TorchTensorboardProfilerCallback",
-    "raysgd.train.checkpoint": "Checkpoint CheckpointManager CheckpointStrategy",
-    "raysgd.train.constants": "TRAINING_ITERATION TRAIN_DATASET_KEY DEFAULT_RESULTS_DIR",
-    "raysgd.train.data_parallel_trainer": "DataParallelTrainer",
-    "raysgd.train.session": "TrainingResultType report",
-    "raysgd.train.trainer": "BaseTrainer Trainer get_backend_config_cls",
-    "raysgd.train.utils": "check_for_failure construct_path construct_train_func get_address_and_port update_env_vars",
-    "raysgd.train.worker_group": "WorkerGroup",
-}
-
-
-@pytest.mark.parametrize(("module", "name"), [(m, n) for m, names in MODULES.items() for n in names.split()])
-def test_older_names(module: str, name: str) -> None:
-    assert getattr(importlib.import_module(module), name) is not None
-
 
 WITHOUT_EFFECT = {
     "constants": "ENABLE_SHARE_CUDA_VISIBLE_DEVICES_ENV TRAIN_ENABLE_WORKER_SPREAD_ENV TUNE_CHECKPOINT_FILE_NAME",
@@ -62,12 +24,12 @@ WITHOUT_EFFECT = {
 }
 
 
-@pytest.mark.parametrize(("module", "name"), [(m, n) for m, names in WITHOUT_EFFECT.items() for n in names.split()])
-def test_a_name_without_effect_warns_when_it_is_imported(module: str, name: str) -> None:
-    found: dict[str, Any] = {}
-    with pytest.warns(UserWarning, match=f"{name} of Ray Train 1.x has no effect in raysgd: .{{20}}") as caught:
-        exec(f"from raysgd.train.{module} import {name}", found)
-    assert len(caught) == 1 and found[name] is not None
+def test_a_name_without_effect_warns_when_it_is_imported() -> None:
+    for module, name in [(module, name) for module, names in WITHOUT_EFFECT.items() for name in names.split()]:
+        found: dict[str, Any] = {}
+        with pytest.warns(UserWarning, match=f"{name} of Ray Train 1.x has no effect in raysgd: .{{20}}") as caught:
+            exec(f"from raysgd.train.{module} import {name}", found)
+        assert len(caught) == 1 and found[name] is not None
 
 
 def test_results_preprocessors_warn_and_work_when_they_are_called() -> None:
@@ -212,6 +174,7 @@ def test_functions_of_train_utils(monkeypatch: pytest.MonkeyPatch) -> None:
     assert utils.construct_path(Path("a"), Path("/b")) == Path("/b/a")
     assert utils.construct_path(Path("/a"), Path("/b")) == Path("/a")
     assert utils.construct_path(Path("~/a"), Path("/b")) == Path.home() / "a"
+    assert importlib.import_module("raysgd.train.trainer").get_backend_config_cls("torch") is TorchConfig
     assert utils.construct_train_func(lambda config: config["a"], {"a": 1})() == 1
     with pytest.raises(ValueError, match="takes 2"):
         utils.construct_train_func(lambda a, b: None, None)
