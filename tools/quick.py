@@ -63,16 +63,16 @@ def needed(path: Path) -> set[Path]:
 
 def distances(paths: set[str]) -> dict[str, int]:
     """Return for each file how many imports lead from it to one of the paths."""
-    importers = defaultdict(set)
+    importers: dict[str, set[str]] = defaultdict(set)
     for folder in ("raysgd", "operators", "tests"):
         for path in (ROOT / folder).rglob("*.py"):
             for each in needed(path):
                 importers[str(each.relative_to(ROOT))].add(str(path.relative_to(ROOT)))
     found = dict.fromkeys(paths, 0)
     waiting = list(paths)
-    for path in waiting:
-        new = importers[path] - found.keys()
-        found.update(dict.fromkeys(new, found[path] + 1))
+    for reached in waiting:
+        new = importers[reached] - found.keys()
+        found.update(dict.fromkeys(new, found[reached] + 1))
         waiting.extend(new)
     return found
 
