@@ -1,7 +1,7 @@
 """Train with three workers, one of which is killed, and take pictures of the run's report: python tools/picture_report.py
 
-The pictures are of the page in the light and in the dark setting, down to the table of ranks. This needs scikit-learn, and Qt's
-browser: pip install pillow 'PySide6==6.8.3'.
+The pictures are of the page in the light and in the dark setting, down to the table of ranks. This needs scikit-learn, pillow, and
+the browser: apt-get install chromium.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -65,45 +64,29 @@ def train(path: str) -> None:
         trainer.report(path)
 
 
-def picture(page: str, path: str) -> None:
-    """Take a picture of the page, down to its section "Configuration"."""
-    from PIL import Image
-    from PySide6.QtCore import Qt, QTimer, QUrl
-    from PySide6.QtWebEngineWidgets import QWebEngineView
-    from PySide6.QtWidgets import QApplication
+def picture(page: str, path: Path, scheme: int) -> None:
+    """Take a picture of the page, without the space below it."""
+    from PIL import Image, ImageChops
 
-    application = QApplication(sys.argv[:1])
-    view = QWebEngineView()
-    view.setAttribute(Qt.WidgetAttribute.WA_DontShowOnScreen)
-    view.resize(WIDTH_PX, 3000)
-    below = "[...document.querySelectorAll('h2')].find(each => each.textContent == 'Configuration').getBoundingClientRect().top"
-
-    def save(height: float) -> None:
-        view.grab().copy(0, 0, WIDTH_PX, int(height) - 12).save(path)
-        colours = (
-            Image.open(path).convert("RGB").quantize(256, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
-        )
-        colours.save(path, optimize=True)
-        application.quit()
-
-    view.loadFinished.connect(lambda _: QTimer.singleShot(1000, lambda: view.page().runJavaScript(below, save)))
-    view.load(QUrl.fromLocalFile(page))
-    view.show()
-    application.exec()
+    with tempfile.TemporaryDirectory() as profile:
+        flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync"]
+        flags += ["--no-first-run", "--hide-scrollbars", f"--user-data-dir={profile}", f"--window-size={WIDTH_PX},3000"]
+        flags += [f"--blink-settings=preferredColorScheme={scheme}", f"--screenshot={path}", f"file://{page}"]
+        subprocess.run(["chromium", *flags], check=True, timeout=60, stderr=subprocess.DEVNULL)
+    shown = Image.open(path).convert("RGB")
+    box = ImageChops.difference(shown, Image.new("RGB", shown.size, shown.getpixel((0, 0)))).getbbox()
+    shown = shown.crop((0, 0, WIDTH_PX, (box or (0, 0, 0, 2988))[3] + 12))
+    shown.quantize(256, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(path, optimize=True)
 
 
 def main() -> None:
-    if sys.argv[1:]:
-        picture(*sys.argv[1:])
-        return
     with tempfile.TemporaryDirectory() as folder:
-        page = f"{folder}/run.html"
-        train(page)
-        for name, number in COLOURS.items():
-            flags = f"--no-sandbox --disable-gpu --blink-settings=preferredColorScheme={number}"
-            environment = {**os.environ, "QT_QPA_PLATFORM": "offscreen", "QTWEBENGINE_CHROMIUM_FLAGS": flags}
-            command = [sys.executable, __file__, page, str(FOLDER / f"report_{name}.png")]
-            subprocess.run(command, env=environment, check=True, timeout=60)
+        page = Path(folder, "run.html")
+        train(str(page))
+        upper = page.read_text(encoding="utf-8").partition("<section><h2>Configuration")[0]
+        page.write_text(f"{upper}</body></html>", encoding="utf-8")
+        for name, scheme in COLOURS.items():
+            picture(str(page), FOLDER / f"report_{name}.png", scheme)
 
 
 if __name__ == "__main__":

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any, overload
 
 from raysgd.callbacks.base import Callback, CallResult, Run, Underway
-from raysgd.callbacks.report import page
-from raysgd.callbacks.timeline import Timeline
+from raysgd.callbacks.report import Timeline, page
 from raysgd.callbacks.writers import ROW_FIELDS, import_extra, measured_names, row_of, scalars
 from raysgd.core.policy import Recovery
 from raysgd.errors import ConfigError, text_of

@@ -1,293 +1,320 @@
-"""Write what a history knows about a run as one HTML page, which loads nothing and runs no script. Driver."""
+"""Keep what a report shows, and write it as one HTML page, which loads nothing and runs no script. Driver."""
 
 from __future__ import annotations
 
 import math
+import re
 import statistics
-from collections.abc import Mapping, Sequence
-from datetime import datetime
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from itertools import groupby, pairwise
 from typing import Any
 
-from raysgd.callbacks.charts import MOST_SERIES, Point, as_html, line_chart, time_unit
-from raysgd.callbacks.timeline import Timeline
-from raysgd.callbacks.writers import flat, measured_names, scalars
+from raysgd.callbacks.base import CallResult, Run, Underway
+from raysgd.callbacks.writers import flat, measured_names, recovery_text, scalars
 from raysgd.core.metrics import SECONDS
 from raysgd.core.policy import PHASES, Recovery
-from raysgd.storage.masking import mask
+from raysgd.errors import text_of
+from raysgd.storage.masking import mask, mask_text
 from raysgd.version import __version__
 
-__all__ = ["page"]
-
-MOST_CHARTS, MOST_ROWS = 24, 200
-OF_SPEED = (*SECONDS.values(), "samples_per_second")  # what `Throughput` adds is in the charts of the speed
+Point = tuple[float, float]
+Lines = Mapping[str, Sequence[Point]]
+MOST_TIMES, MOST_POINTS, MOST_DOTS, MOST_ROWS, MOST_CELL, MOST_TEXT = 1000, 600, 60, 200, 400, 20_000
 SLOW = 1.2  # a rank is slow whose own seconds are so many times the median of all ranks
-WORKERS = "workers"
-OF_CALLS = {"train": ("train_",), "validate": ("validation_", "val_"), "test": ("test_",)}  # how metrics of calls begin
-STYLE = """
-:root{color-scheme:light dark;--page:#fff;--text:#1c2127;--soft:#5b6673;--line:#d9dee4;--panel:#f6f8fa;--mark:#c62828;
---s0:#1f6feb;--s1:#d9660a;--s2:#15803d;--s3:#8b3fc7;--s4:#b08800;--s5:#0e7c86;--s6:#8a94a0}
-@media (prefers-color-scheme:dark){:root{--page:#14181d;--text:#e6eaef;--soft:#9aa6b2;--line:#313a44;--panel:#1c2229;
---mark:#ff7b72;--s0:#6cb0ff;--s1:#ffa657;--s2:#56d37a;--s3:#d2a8ff;--s4:#e3c04f;--s5:#4fd1d9;--s6:#7d8896}}
-*{box-sizing:border-box}body{margin:0 auto;max-width:1080px;padding:24px 16px 64px;background:var(--page);color:var(--text);
-font:15px/1.5 system-ui,sans-serif;overflow-wrap:anywhere}h1{font-size:26px;margin:0 0 4px}h2{font-size:19px;margin:36px 0 8px}
-h3{font-size:14px;margin:0 0 4px}p{margin:4px 0 10px}.soft,.none{color:var(--soft)}.facts{display:flex;flex-wrap:wrap;gap:8px 28px}
-.facts div{min-width:90px}.facts b{display:block;font-size:18px}.charts{display:grid;gap:14px;
-grid-template-columns:repeat(auto-fit,minmax(min(100%,420px),1fr))}figure{margin:0;padding:12px;background:var(--panel);
-border:1px solid var(--line);border-radius:6px;min-width:0}svg{display:block;width:100%;height:auto}svg text{font-size:11px;
-fill:var(--soft)}svg path{fill:none;stroke:currentColor;stroke-width:1.6}svg circle{fill:currentColor}svg .grid{stroke:var(--line);
-stroke-width:1}svg .mark{stroke:var(--mark);stroke-dasharray:4 3}.key{font-size:12px;color:var(--soft);margin:0}.key span{
-margin-right:12px}.key i,.bar i{display:inline-block;height:10px;background:currentColor}.key i{width:10px;margin-right:4px;
-border-radius:2px}.wide{overflow-x:auto}table{border-collapse:collapse;width:100%;font-size:13px}th,td{text-align:left;
-padding:5px 10px 5px 0;border-bottom:1px solid var(--line);vertical-align:top;overflow-wrap:normal}td.text{min-width:220px;
-overflow-wrap:anywhere}.bar{display:flex;min-width:110px;margin-bottom:2px}pre{white-space:pre-wrap;overflow-wrap:anywhere;
-font-size:12px;margin:0}.slow{color:var(--mark);font-weight:600}summary{cursor:pointer}
-""" + "".join(f".s{number}{{color:var(--s{number})}}" for number in range(MOST_SERIES + 1))
+PREFIXES = {"train": "train_", "validate": "val(idation)?_", "test": "test_"}  # of the metrics of calls
+CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff]")  # what HTML must not contain
+# About as wide as a chart is on a phone and on a screen, so that its text has the size that the style sheet says.
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 340, 190, 54, 328, 10, 152
+COLOURS, LARGEST, DATE = 7, 1e300, "%Y-%m-%d %H:%M:%S %Z"
+PAGE = """<!doctype html><html lang="en"><head><meta charset="utf-8"/><title>%s</title>
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'"/>
+<meta name="viewport" content="width=device-width,initial-scale=1"/><style>
+:root{color-scheme:light dark;--page:#fff;--text:#1c2127;--soft:#5b6673;--line:#d9dee4;--panel:#f6f8fa;--mark:#c62828;--s0:#1f6feb;
+--s1:#d9660a;--s2:#15803d;--s3:#8b3fc7;--s4:#b08800;--s5:#0e7c86;--s6:#8a94a0}@media(prefers-color-scheme:dark){:root{--page:#14181d;
+--text:#e6eaef;--soft:#9aa6b2;--line:#313a44;--panel:#1c2229;--mark:#ff7b72;--s0:#6cb0ff;--s1:#ffa657;--s2:#56d37a;--s3:#d2a8ff;
+--s4:#e3c04f;--s5:#4fd1d9;--s6:#7d8896}}*{box-sizing:border-box}body{margin:0 auto;max-width:1080px;padding:24px 16px 64px;
+background:var(--page);color:var(--text);font:15px/1.5 system-ui,sans-serif;overflow-wrap:anywhere}h1,h2,h3,p{margin:4px 0 8px}
+h2{margin-top:36px}h3{font-size:14px}.soft,.key,text{color:var(--soft)}.facts,.bar{display:flex;flex-wrap:wrap;gap:8px 28px}.bar{gap:0;
+margin-bottom:6px}b{display:block;font-size:18px}td b{font-size:14px;color:var(--mark)}.charts{display:grid;column-gap:14px;
+grid-template-columns:repeat(auto-fill,minmax(min(100%%,320px),1fr))}figure{margin:0 0 14px;padding:12px;background:var(--panel);
+border:1px solid var(--line);border-radius:6px;min-width:0}svg{width:100%%;max-width:480px;overflow:visible}text{font-size:12px;
+fill:currentColor}path{fill:none;stroke:currentColor;stroke-width:1.6}circle{fill:currentColor}.grid{stroke:var(--line);stroke-width:1}
+.mark{stroke:var(--mark);stroke-dasharray:4 3}.key{font-size:13px}.key span{display:inline-block;margin-right:12px}i{display:inline-block;
+height:10px;background:currentColor}.key i{width:10px;margin-right:4px}table{border-collapse:collapse;font-size:14px}th,td{text-align:left;
+padding:5px 10px 5px 0;vertical-align:top;border-bottom:1px solid var(--line);overflow-wrap:normal}pre{white-space:pre-wrap;font-size:13px;
+margin:0}.wide{overflow-x:auto}</style></head><body><h1>%s</h1><p class="soft">Written by raysgd %s on %s</p>%s</body></html>
+"""
+
+
+class Timeline:
+    """Owns what happened in this process and the rows of a history lack, with the times, in seconds since 1970."""
+
+    def __init__(self) -> None:
+        self.run: Run | None = None  # the newest one
+        self.results: list[tuple[float, Mapping[str, Any]]] = []  # when each came, and its row in the history
+        self.recoveries: list[Recovery] = []
+        # (time, seconds of training, batches trained), the two counted since the start: at most MOST_TIMES of them, at equal
+        # intervals, which double when there would be more.
+        self.pace: list[tuple[float, float, float]] = []
+        # Of each rank, in `train` since the last change of the workers: batches, and the seconds that `Throughput` measures.
+        self.ranks: list[dict[str, float]] = []
+        self._interval_s, self._next = 0.5, -math.inf
+        self._began = self._trained_s = self._batches = 0.0
+
+    def see_progress(self, now: Underway) -> None:
+        if now.kind == "train":
+            self._began = self._began if now.worker else time.monotonic()
+            self._add_time(time.monotonic() - self._began, now.progress.batches)
+
+    def _add_time(self, seconds: float, batches: float) -> None:
+        if (clock := time.monotonic()) >= self._next:
+            self._next = clock + self._interval_s
+            self.pace.append((time.time(), self._trained_s + seconds, self._batches + batches))
+            if len(self.pace) > MOST_TIMES:
+                del self.pace[1::2]
+                self._interval_s *= 2
+
+    def see_result(self, result: CallResult, row: Mapping[str, Any]) -> None:
+        self.results.append((time.time(), row))
+        if result.kind == "train":
+            self._trained_s += result.seconds
+            self._batches += scalars(result.metrics).get("batch_count", 0.0)
+            self._add_time(0.0, 0.0)
+            if len(result.by_worker) == result.world_size:  # otherwise the workers changed in the call
+                self.ranks = self.ranks if len(self.ranks) == result.world_size else [{} for _ in result.by_worker]
+                for sums, own in zip(self.ranks, map(scalars, result.by_worker), strict=True):
+                    sums |= {n: sums.get(n, 0.0) + own[n] for n in ("batch_count", *SECONDS.values()) if n in own}
+
+    def see_recovery(self, recovery: Recovery) -> None:
+        self.recoveries.append(recovery)
+        self.ranks = []
 
 
 def page(rows: Sequence[Mapping[str, Any]], timeline: Timeline) -> str:
     """Return the page. `rows` are those of a history. Those before the timeline's are of an earlier process."""
     run = timeline.run
-    name = f"{run.trainer}: {run.name}" if run is not None else "A training function"
-    policy = "default-src 'none'; style-src 'unsafe-inline'"
-    parts = [
-        _facts(rows, timeline),
-        _section("Metrics", _metrics(rows)),
-        _section("Speed and workers", _over_time(timeline)),
-        _section("Recoveries and changes of the workers", _recoveries(timeline.recoveries)),
-        _section("Slow ranks", _ranks(timeline)),
-        _section("Configuration", _config(run.config) if run is not None and run.config else ""),
-        _section("Results", _results(rows)),
-    ]
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
-        '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>{as_html(name)}</title><style>{STYLE}</style></head><body><h1>{as_html(name)}</h1>"
-        f'<p class="soft">Written by raysgd {as_html(__version__)} on {_time(datetime.now().timestamp())}</p>'
-        f"{''.join(parts)}</body></html>\n"
-    )
+    title = _html(f"{run.trainer}: {run.name}" if run is not None else "A training function")
+    sections = {
+        "Metrics": _metrics(rows),
+        "Speed and workers": _over_time(timeline),
+        "Recoveries and changes of the workers": _recoveries(timeline.recoveries),
+        "Slow ranks": _ranks(timeline.ranks),
+        "Configuration": _config(run.config if run is not None else {}),
+        "Results": _results(rows),
+    }
+    parts = "".join(f"<section><h2>{head}</h2>{content}</section>" for head, content in sections.items() if content)
+    return PAGE % (title, title, _html(__version__), time.strftime(DATE), _facts(rows, timeline) + parts)
 
 
-def _section(title: str, content: str) -> str:
-    return f"<section><h2>{title}</h2>{content}</section>" if content else ""
-
-
-def _time(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds).astimezone().strftime("%Y-%m-%d %H:%M:%S %Z")
-
-
-def _duration(seconds: float) -> str:
-    unit, of_unit = time_unit(seconds)
-    return f"{seconds / of_unit:.3g} {unit}"
+def _html(value: Any, most: int = MOST_TEXT) -> str:
+    """Return a value as text that contains neither HTML nor the secrets of URIs."""
+    text = mask_text("" if value is None else _number(value) if isinstance(value, float) else text_of(value))
+    text = text if len(text) <= most else f"{text[:most]}... ({len(text)} characters)"
+    return escape(CONTROL.sub("\ufffd", text))
 
 
 def _number(value: float) -> str:
-    return f"{value:.4g}"
+    return f"{int(value)}" if float(value).is_integer() and abs(value) < 1e6 else f"{value:.4g}"
 
 
-# -- the parts of the page ----------------------------------------------------------------------------
+def _unit(seconds: float) -> tuple[str, float]:
+    """Return the unit in which to show a time of this length, and its seconds."""
+    units = (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0))
+    return next((unit for unit in units if seconds >= 3 * unit[1]), ("seconds", 1.0))
+
+
+def _table(head: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
+    """Return a table of cells that are HTML. It scrolls where the page is narrower."""
+    rows = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in line)}</tr>" for line in lines)
+    return f'<div class="wide"><table><tr>{"".join(f"<th>{title}</th>" for title in head)}</tr>{rows}</table></div>'
 
 
 def _facts(rows: Sequence[Mapping[str, Any]], timeline: Timeline) -> str:
     epochs = [row["epoch"] for row in rows if isinstance(row.get("epoch"), int)]
-    kinds = [kind for kind in ("train", "validate", "test", "report") if any(row["kind"] == kind for row in rows)]
-    facts = {
-        "results": len(rows),
-        "epochs": max(epochs, default=None),
-        "workers": rows[-1]["world_size"] if rows else None,
-        **{f"in {kind}": _duration(sum(row["seconds"] for row in rows if row["kind"] == kind)) for kind in kinds},
-        "changes of the workers": len(timeline.recoveries),
-        "for these changes": _duration(sum(each.seconds for each in timeline.recoveries)),
-    }
-    shown = "".join(f"<div><b>{as_html(value)}</b>{name}</div>" for name, value in facts.items() if value is not None)
-    earlier = max(len(rows) - len(timeline.results), 0)
+    seconds: dict[str, float] = {}
+    for row in rows:
+        seconds[f"in {row['kind']}"] = seconds.get(f"in {row['kind']}", 0.0) + row["seconds"]
+    seconds["for changes of the workers"] = sum(each.seconds for each in timeline.recoveries)
+    facts: dict[str, Any] = {"results": len(rows), "epochs": max(epochs, default=None)}
+    facts |= {"workers": rows[-1]["world_size"] if rows else None, "changes of the workers": len(timeline.recoveries)}
+    facts |= {name: f"{took / _unit(took)[1]:.3g} {_unit(took)[0]}" for name, took in seconds.items()}
+    earlier = len(rows) - len(timeline.results)
     note = f"<p>{earlier} of the results are from an earlier process. Its times and recoveries are not known here.</p>"
-    return f'<div class="facts">{shown}</div>{note if earlier else ""}'
+    shown = "".join(f"<div><b>{_html(value)}</b>{name}</div>" for name, value in facts.items() if value is not None)
+    return f'<div class="facts">{shown}</div>{note if earlier > 0 else ""}'
 
 
 def _metrics(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return a chart of each metric. The same metric of `train`, `validate` and `test` is in one chart."""
-    numbers = [scalars(row) for row in rows]
-    known = all(row.get("epoch") is not None for row in rows)
-    x = "epoch" if known else "report" if all(row["kind"] == "report" for row in rows) else "step"
+    x = "epoch" if all(row.get("epoch") is not None for row in rows) else "step"
     charts: dict[str, dict[str, list[Point]]] = {}
-    for name in measured_names(numbers):
-        if name in OF_SPEED:
-            continue
-        for row, values in zip(rows, numbers, strict=True):
-            if name in values:
-                prefix = next((each for each in OF_CALLS.get(row["kind"], ()) if name.startswith(each)), "")
-                line = charts.setdefault(name.removeprefix(prefix), {}).setdefault(row["kind"] if prefix else name, [])
-                line.append((float(row["epoch" if x == "epoch" else "step"]), values[name]))
-    drawn = [_figure(name, lines, x=x) for name, lines in list(charts.items())[:MOST_CHARTS]]
-    left_out = len(charts) - len(drawn)
-    note = f'<p class="soft">{left_out} more metrics are in the table of results.</p>' if left_out else ""
-    return f'<div class="charts">{"".join(drawn)}</div>{note}' if drawn else '<p class="none">No metrics yet.</p>'
-
-
-def _figure(title: str, lines: Mapping[str, Sequence[Point]], **options: Any) -> str:
-    colours = [list(OF_CALLS).index(name) if name in OF_CALLS else number for number, name in enumerate(lines)]
-    named = zip(colours, lines, strict=True)
-    names = [f'<span><i class="s{number % MOST_SERIES}"></i>{as_html(name)}</span>' for number, name in named]
-    key = f'<p class="key">{"".join(names)}</p>' if list(lines) not in ([title], [""]) else ""
-    infinite = sum(not math.isfinite(y) for line in lines.values() for _, y in line)
-    note = f'<p class="key">{infinite} values are not finite, and are left out.</p>' if infinite else ""
-    chart = line_chart(lines, colours=colours, **options)
-    return f"<figure><h3>{as_html(title)}</h3>{key}{chart}{note}</figure>"
+    for row in rows:
+        values = scalars(row)
+        for name in measured_names([values]):
+            if name not in (*SECONDS.values(), "samples_per_second"):  # these are in the charts of the speed
+                short = re.sub(f"^{PREFIXES.get(row['kind'], '')}", "", name)
+                line = charts.setdefault(short, {}).setdefault(name if short == name else row["kind"], [])
+                line.append((float(row[x]), values[name]))
+    title = "report" if x == "step" and all(row["kind"] == "report" for row in rows) else x
+    return _charts(charts, x=title) or '<p class="soft">No metrics yet.</p>'
 
 
 def _over_time(timeline: Timeline) -> str:
-    timed = list(timeline.results)
-    spans = [(when - row["seconds"], when) for when, row in timed]
+    spans = [(when - row["seconds"], when) for when, row in timeline.results]
     spans += [(each.time - each.seconds, each.time) for each in timeline.recoveries]
     spans += [(when, when) for when, *_ in timeline.pace]
     begin, end = min(spans, default=(0.0, 0.0))[0], max((end for _, end in spans), default=0.0)
-    unit, of_unit = time_unit(end - begin)
+    unit, of_unit = _unit(end - begin)
 
     def at(when: float) -> float:
         return (when - begin) / of_unit
 
-    trained = [(at(when), row["seconds"], scalars(row)) for when, row in timed if row["kind"] == "train"]
-    between = zip(timeline.pace, timeline.pace[1:], strict=False)
-    pace = [(at(b[0]), max(b[2] - a[2], 0) / (b[1] - a[1])) for a, b in between if b[1] > a[1]]
+    results = [(at(when), row["kind"], row["seconds"], scalars(row)) for when, row in timeline.results]
+    trained = [(x, took, values) for x, kind, took, values in results if kind == "train"]
+    batches = [(at(b[0]), max(b[2] - a[2], 0.0) / (b[1] - a[1])) for a, b in pairwise(timeline.pace) if b[1] > a[1]]
+    samples = [(x, values["num_samples"] / took) for x, took, values in trained if took and "num_samples" in values]
+    of_ranks = {n: [(x, values[key]) for x, _, values in trained if key in values] for n, key in SECONDS.items()}
+    sizes = [(x, values["world_size"]) for x, _, _, values in results]
+    for each in timeline.recoveries:
+        sizes += [(at(each.time - each.seconds), each.world_size_before), (at(each.time), each.world_size_after)]
+    sizes = sorted(sizes)
+    charts: dict[str, Lines] = {
+        "batches per second, while train() runs": {"": batches},
+        "samples per second, of each train()": {"": samples},
+        "seconds of each train(), on average over the ranks": of_ranks,
+        "seconds per report": {"": [(x, took) for x, kind, took, _ in results if kind == "report"]},
+        "workers": {"": [(0.0, size) for _, size in sizes[:1]] + sizes + [(at(end), size) for _, size in sizes[-1:]]},
+    }
     marks = [(at(each.time), f"{each.reason}, {_number(each.seconds)} s") for each in timeline.recoveries]
-    charts: dict[str, dict[str, Sequence[Point]]] = {
-        "batches per second, while train() runs": {"": pace},
-        "samples per second, of each train()": {
-            "": [(x, values["num_samples"] / took) for x, took, values in trained if took and "num_samples" in values]
-        },
-        "seconds of each train(), on average over the ranks": {
-            name: [(x, values[key]) for x, _, values in trained if key in values] for name, key in SECONDS.items()
-        },
-        "seconds per report": {
-            "": [(at(when), float(row["seconds"])) for when, row in timed if row["kind"] == "report"]
-        },
-        WORKERS: {"": [(at(when), size) for when, size in _sizes(timeline, begin, end)]},
-    }
-    options: dict[str, Any] = {
-        "x": f"{unit} since the start",
-        "marks": marks,
-        "span": (0.0, at(end)),
-    }
-    figures = [
-        _figure(title, present, **options, from_zero=True, steps=title == WORKERS)
-        for title, lines in charts.items()
-        if (present := {name: line for name, line in lines.items() if line})
-    ]
     dashed = '<p class="soft">The dashed lines are recoveries and other changes of the workers.</p>' if marks else ""
-    return f'<div class="charts">{"".join(figures)}</div>{dashed}' if figures else ""
-
-
-def _sizes(timeline: Timeline, begin: float, end: float) -> list[Point]:
-    """Return the number of workers at each time when it is known."""
-    changes = [(each.time, float(each.world_size_after)) for each in timeline.recoveries]
-    sizes = sorted([*changes, *((when, float(row["world_size"])) for when, row in timeline.results)])
-    if not sizes:
-        return []
-    first = timeline.recoveries[0].world_size_before if sizes[0] in changes[:1] else sizes[0][1]
-    return [(begin, float(first)), *sizes, (end, sizes[-1][1])]
+    return _charts(charts, x=f"{unit} since the start", span=(0.0, at(end)), marks=marks) + dashed
 
 
 def _recoveries(recoveries: Sequence[Recovery]) -> str:
-    if not recoveries:
-        return '<p class="none">No worker failed, left or joined.</p>'
-    names = [*PHASES, "other"]
-    key = "".join(f'<span><i class="s{number}"></i>{name}</span>' for number, name in enumerate(names))
-    head = "".join(
-        f"<th>{title}</th>" for title in ("when", "epoch, batch", "reason", "ranks", "workers", "how", "seconds")
-    )
-    return (
-        f'<p class="key">Parts of the seconds: {key}</p><div class="wide"><table><thead><tr>{head}<th>their parts</th>'
-        f"<th>cause</th></tr></thead><tbody>{''.join(map(_recovery, recoveries))}</tbody></table></div>"
-    )
-
-
-def _recovery(each: Recovery) -> str:
-    phases = {name: each.phases[name] for name in PHASES if name in each.phases}
-    phases["other"] = max(each.seconds - sum(phases.values()), 0.0)
-    numbers = {name: number for number, name in enumerate([*PHASES, "other"])}
-    whole = sum(phases.values()) or 1.0
-    bar = "".join(f'<i class="s{numbers[n]}" style="width:{100 * s / whole:.1f}%"></i>' for n, s in phases.items())
-    parts = ", ".join(f"{name} {_number(took)}" for name, took in phases.items() if took >= 0.0005)
-    how = "in place" if each.in_place else "from a snapshot"
-    cells = (
-        _time(each.time) if each.time else "",
-        f"{each.epoch}, {each.batch}",
-        each.reason,
-        ", ".join(map(str, each.removed_ranks)),
-        f"{each.world_size_before} to {each.world_size_after}",
-        f"{how}, {each.batches_redone} batches redone" if each.batches_redone else how,
-        _number(each.seconds),
-    )
-    shown = "".join(f"<td>{as_html(cell)}</td>" for cell in cells)
-    return f'<tr>{shown}<td><div class="bar">{bar}</div>{parts}</td><td class="text"><pre>{as_html(each.detail)}</pre></td></tr>'
-
-
-def _ranks(timeline: Timeline) -> str:
-    """Return what each rank does in a batch on average. A rank's own time is that for data and computing: in the rest
-    it waits for the others."""
-    found = [
-        (rank, sums) for rank, sums in enumerate(timeline.ranks) if SECONDS["data"] in sums and sums.get("batch_count")
-    ]
-    if not found:
-        return (
-            '<p class="none">Not measured: <code>callbacks=[Throughput()]</code> measures for how long each rank of an '
-            "operator waits for data, computes and communicates.</p>"
+    longest = max((each.seconds for each in recoveries), default=0.0) or 1.0
+    shown = ""
+    for each in recoveries:
+        parts = [each.phases.get(name, 0.0) for name in PHASES]
+        parts.append(max(each.seconds - sum(parts), 0.0))
+        bar = "".join(
+            f'<i style="color:var(--s{n});width:{100 * took / longest:.1f}%"></i>' for n, took in enumerate(parts)
         )
-    each = {
-        rank: {n: 1000 * s[name] / s["batch_count"] for n, name in SECONDS.items() if name in s} for rank, s in found
-    }
-    own = {rank: times.get("data", 0.0) + times.get("compute", 0.0) for rank, times in each.items()}
-    usual = statistics.median_low(own.values())
-    names = [name for name in SECONDS if any(name in times for times in each.values())]
-    head = "".join(f"<th>{name}, ms per batch</th>" for name in names)
-    note = (
-        " Here, computing includes the wait for the other ranks."
-        if "communication" not in names and len(own) > 1
-        else ""
-    )
-    lines = ""
-    for rank, times in each.items():
-        slow = len(own) > 1 and own[rank] > SLOW * usual
-        cells = "".join(f"<td>{_number(times[name]) if name in times else ''}</td>" for name in names)
-        verdict = (
-            f'<td class="slow">slow: {own[rank] / usual:.2g} times the median</td>' if slow and usual else "<td></td>"
-        )
-        lines += f"<tr><td>{rank}</td>{cells}{verdict}</tr>"
-    return (
-        '<p class="soft">Means of the calls of train() since the workers changed last. A rank is slow if it needs at least '
-        f"{SLOW:g} times as long for data and computing as the median of the ranks.{note}</p>"
-        f'<div class="wide"><table><thead><tr><th>rank</th>{head}<th></th></tr></thead><tbody>{lines}</tbody></table></div>'
-    )
+        text = f"<h3>{time.strftime(DATE, time.localtime(each.time))}</h3><p>{_html(recovery_text(each))}</p>"
+        shown += f'<figure>{text}<div class="bar">{bar}</div><pre>{_html(each.detail)}</pre></figure>'
+    key = f'<p class="key">Parts of the seconds: {_key([*PHASES, "other"])}</p>'
+    return key + shown if shown else '<p class="soft">No worker failed, left or joined.</p>'
+
+
+def _ranks(ranks: Sequence[Mapping[str, float]]) -> str:
+    """Return what each rank does in a batch. Its own time is that for data and computing: in the rest it waits for the others."""
+    names = [name for name, key in SECONDS.items() if any(key in sums for sums in ranks)]
+    counts = [(sums, sums.get("batch_count") or math.inf) for sums in ranks]
+    times = [[1000 * sums.get(SECONDS[name], 0.0) / batches for name in names] for sums, batches in counts]
+    own = [sum(each[:2]) for each in times]
+    if not any(own):
+        return """<p class="soft">Not measured: <code>callbacks=[Throughput()]</code> measures for how long each rank of an operator
+            waits for data, computes and communicates.</p>"""
+    usual = statistics.median_low(own)
+    unknown = "communication" not in names and len(own) > 1
+    waits = " Here, computing includes the wait for the other ranks." if unknown else ""
+    text = f"""Milliseconds per batch: means of the calls of train() since the workers changed last. A rank is slow if it needs
+        at least {SLOW:g} times as long for data and computing as the median of the ranks.{waits}"""
+    lines = []
+    for rank, (each, took) in enumerate(zip(times, own, strict=True)):
+        share = f"{took / usual:.2g}" if usual else ""
+        lines.append([str(rank), *map(_number, each), f"<b>{share}: slow</b>" if took > SLOW * usual > 0 else share])
+    return f'<p class="soft">{text}</p>{_table(["rank", *names, "times the median"], lines)}'
 
 
 def _config(config: Mapping[str, Any]) -> str:
-    rows = [(_masked(name), _masked(value)) for name, value in flat(config).items()]
-    lines = "".join(f"<tr><td>{as_html(name)}</td><td>{as_html(value)}</td></tr>" for name, value in rows)
-    return f'<div class="wide"><table><tbody>{lines}</tbody></table></div>'
-
-
-def _masked(value: Any) -> Any:
-    """Return a value without the secrets of a URI that is all of it, or of its items. In a text, a URI ends at a space, which a
-    password can contain; so these are masked first."""
-    if isinstance(value, (list, tuple)):
-        items = [mask(each) if isinstance(each, str) else each for each in value]
-        return tuple(items) if isinstance(value, tuple) else items
-    return mask(value) if isinstance(value, str) else value
+    lines = []
+    for name, value in flat(config).items():
+        # In a text, a URI ends at a space, which a password can contain. So those that are all of a value are masked first.
+        texts = [mask(text_of(each)) for each in (value if isinstance(value, (list, tuple)) else [value])]
+        lines.append([_html(mask(name)), f"<pre>{_html(', '.join(texts))}</pre>"])
+    return _table(["name", "value"], lines) if lines else ""
 
 
 def _results(rows: Sequence[Mapping[str, Any]]) -> str:
     shown = rows[-MOST_ROWS:]
     names = list(dict.fromkeys(name for row in shown for name in row if not name.startswith("_")))
-    head = "".join(f"<th>{as_html(name)}</th>" for name in names)
-    cells = ["".join(f"<td>{_cell(row.get(name, ''))}</td>" for name in names) for row in shown]
-    title = f"The newest {len(shown)} of {len(rows)}" if len(shown) < len(rows) else f"All {len(rows)}"
-    lines = "".join(f"<tr>{line}</tr>" for line in cells)
-    return (
-        f'<details><summary>{title}</summary><div class="wide"><table><thead><tr>{head}</tr></thead>'
-        f"<tbody>{lines}</tbody></table></div></details>"
+    table = _table(map(_html, names), [[_html(row.get(name), MOST_CELL) for name in names] for row in shown])
+    return f"<details><summary>The newest {len(shown)} of {len(rows)}</summary>{table}</details>"
+
+
+def _charts(charts: Mapping[str, Lines], **options: Any) -> str:
+    figures = ""
+    for title, lines in charts.items():
+        lines = {name: line for name, line in lines.items() if line}
+        notes = [_key(lines)] if [*lines] not in ([title], [""]) else []
+        left_out = sum(not _drawable(point) for line in lines.values() for point in line)
+        notes += [f"{left_out} values are not finite, or too large, and are left out."] if left_out else []
+        keys = "".join(f'<p class="key">{note}</p>' for note in notes)
+        chart = f"<h3>{_html(title)}</h3>{keys}{_line_chart(lines, **options)}"
+        figures += f"<figure>{chart}</figure>" if lines else ""
+    return f'<div class="charts">{figures}</div>' if figures else ""
+
+
+def _key(names: Iterable[str]) -> str:
+    return "".join(
+        f'<span><i style="color:var(--s{n % COLOURS})"></i>{_html(name)}</span>' for n, name in enumerate(names)
     )
 
 
-def _cell(value: Any) -> str:
-    return _number(value) if isinstance(value, float) else "" if value is None else as_html(value)[:400]
+def _drawable(point: Point) -> bool:
+    return abs(point[1]) < LARGEST
+
+
+def _line_chart(series: Lines, x: str, span: Sequence[float] = (), marks: Sequence[tuple[float, str]] = ()) -> str:
+    """Return the lines of `series` as SVG, over an axis with the title `x`. With `span`, the horizontal axis includes it, and the
+    vertical one begins at 0. `marks` are vertical lines: where, and what the pointer shows there. A line is interrupted where a
+    value is not finite."""
+    points = [point for line in series.values() for point in line if _drawable(point)] or [(0.0, 0.0)]
+    left, right, x_ticks = _axis([*(at for at, _ in points), *(at for at, _ in marks), *span])
+    low, high, y_ticks = _axis([*(value for _, value in points), *([0.0] if span else [])])
+    low, high = min(low, *y_ticks), max(high, *y_ticks)
+
+    def place(at: float, value: float) -> Point:
+        across, up = (at - left) / (right - left), (value - low) / (high - low)
+        return round(LEFT + (RIGHT - LEFT) * across, 1), round(BOTTOM - (BOTTOM - TOP) * up, 1)
+
+    drawn = f'<text x="{(LEFT + RIGHT) / 2}" y="{HEIGHT - 4}" text-anchor="middle">{_html(x)}</text>'
+    for tick in (tick for tick in x_ticks if left <= tick <= right):
+        drawn += f'<text x="{place(tick, low)[0]}" y="{BOTTOM + 16}" text-anchor="middle">{_number(tick)}</text>'
+    for tick, y in ((tick, place(left, tick)[1]) for tick in y_ticks):
+        drawn += f'<path class="grid" d="M{LEFT} {y}H{RIGHT}"/>'
+        drawn += f'<text x="{LEFT - 6}" y="{y + 4}" text-anchor="end">{_number(tick)}</text>'
+    for at, text in marks:
+        drawn += f'<path class="mark" d="M{place(at, low)[0]} {TOP}V{BOTTOM}"><title>{_html(text)}</title></path>'
+    for colour, (name, line) in enumerate(series.items()):
+        path = dots = ""
+        for drawable, part in groupby(line, key=_drawable):
+            for n, (at, value) in enumerate(_thinned([*part]) if drawable else ()):
+                x_px, y_px = place(at, value)
+                path += f"{'L' if n else 'M'}{x_px} {y_px}"
+                title = f"<title>{_html(name)}: {_number(value)}</title>"
+                dots += f'<circle cx="{x_px}" cy="{y_px}" r="2.5">{title}</circle>' if len(line) <= MOST_DOTS else ""
+        drawn += f'<g style="color:var(--s{colour % COLOURS})"><path d="{path}"/>{dots}</g>'
+    label = f"{_html(', '.join(series))} over {_html(x)}"
+    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">{drawn}</svg>'
+
+
+def _thinned(line: Sequence[Point]) -> Sequence[Point]:
+    """Return about MOST_POINTS points of a longer line: the lowest and the highest of each stretch, and the last."""
+    size = 1 + 2 * len(line) // MOST_POINTS
+    stretches = [sorted(line[start : start + size], key=lambda point: point[1]) for start in range(0, len(line), size)]
+    return line if size == 1 else [*(point for part in stretches for point in sorted((part[0], part[-1]))), line[-1]]
+
+
+def _axis(values: Sequence[float]) -> tuple[float, float, list[float]]:
+    """Return the ends of an axis for these values, and round numbers that cover them, whole ones if all values are."""
+    low, high = min(values), max(values)
+    if low == high:
+        half = abs(low) / 2 or 0.5
+        return low - half, high + half, [low]
+    power = 10.0 ** math.floor(math.log10(max((high - low) / 5, 1 / LARGEST)))
+    step = next((power * each for each in (1, 2, 2.5, 5) if power * each >= (high - low) / 5), 10 * power)
+    step = max(math.ceil(step), 1) if all(float(value).is_integer() for value in values) else step
+    return low, high, [float(f"{step * n:.12g}") for n in range(math.floor(low / step), math.ceil(high / step) + 1)]
