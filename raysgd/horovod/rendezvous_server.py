@@ -27,17 +27,9 @@ REQUEST_S = 5.0
 OPEN_AT_MOST, OPEN_PER_RANK = 256, 4  # all ranks can connect at the same moment
 
 
-class Refused(Exception):
-    """Ends a request with a status."""
-
-    def __init__(self, status: int) -> None:
-        super().__init__(str(status))
-        self.status = status
-
-
 class RendezvousServer:
     """Owns one port, one thread, and the entries of one generation. It speaks the protocol of Horovod's own rendezvous
-    server.
+    server, which listens on all addresses, asks for no secret, and stores without limit what anyone sends.
 
     Every path begins with the secret of the generation, which is checked before anything is read or stored. A request
     has 5 seconds, whatever the client sends. If more than 256 connections are open, or four for each rank if that is more,
@@ -95,10 +87,7 @@ class RendezvousServer:
             writer.transport.abort()
 
     async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            status, content = await self._request(reader)
-        except Refused as refused:
-            status, content = refused.status, b""
+        status, content = await self._request(reader)
         line = f"HTTP/1.0 {status} {HTTPStatus(status).phrase}"
         writer.write(f"{line}\r\nContent-Length: {len(content)}\r\nConnection: close\r\n\r\n".encode() + content)
         await writer.drain()
@@ -112,27 +101,20 @@ class RendezvousServer:
         parts = rest.partition(" ")[0].split("/")
         # Horovod's client appends ":PORT" to the secret, which it takes for the end of the address.
         if len(parts) != 4 or not hmac.compare_digest(parts[1].partition(":")[0].encode(), self.secret.encode()):
-            raise Refused(FORBIDDEN)
+            return FORBIDDEN, b""
         _, _, scope, key = parts
-        content = await reader.readexactly(self._length(head))
+        if (length := _length(head)) is None or method not in ("GET", "PUT", "DELETE"):
+            return BAD_REQUEST, b""
+        if length > self._body_bytes:
+            return TOO_LARGE, b""
+        content = await reader.readexactly(length)
         if method == "GET":
             return self._get(scope, key)
         if method == "PUT":
             self._entries.setdefault(scope, {})[key] = content
             return OK, b""
-        if method == "DELETE":
-            self._finish(scope, key)
-            return OK, b""
-        raise Refused(BAD_REQUEST)
-
-    def _length(self, head: list[str]) -> int:
-        fields = [line.partition(":") for line in head[1:]]
-        text = next((value.strip() for name, _, value in fields if name.strip().lower() == "content-length"), "0")
-        if not text.isascii() or not text.isdecimal():
-            raise Refused(BAD_REQUEST)
-        if len(text) > 18 or int(text) > self._body_bytes:
-            raise Refused(TOO_LARGE)
-        return int(text)
+        self._finish(scope, key)
+        return OK, b""
 
     def _get(self, scope: str, key: str) -> tuple[int, bytes]:
         if ENDED in self._entries:
@@ -152,6 +134,13 @@ class RendezvousServer:
         if len(finished) == self._sizes[scope]:
             self._entries.pop(scope, None)
             finished.clear()
+
+
+def _length(head: list[str]) -> int | None:
+    """Return the length of a request's body; None if it is no number."""
+    fields = [line.partition(":") for line in head[1:]]
+    text = next((value.strip() for name, _, value in fields if name.strip().lower() == "content-length"), "0")
+    return int(text) if text.isascii() and text.isdecimal() and len(text) <= 18 else None
 
 
 def _listen(host: str) -> socket.socket:
