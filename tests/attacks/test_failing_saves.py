@@ -25,7 +25,7 @@ from raysgd.torch.checkpoint import receiver, streaming
 from raysgd.train import Checkpoint
 from tests.torch.small import Line, inline, weights
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs the process limits of Linux")
+pytestmark = [pytest.mark.more, pytest.mark.skipif(sys.platform != "linux", reason="needs the process limits of Linux")]
 
 ROOM = 1 << 20
 

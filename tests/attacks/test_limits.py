@@ -20,7 +20,10 @@ from tests.background import Background
 from tests.faults import Fault, Ground
 from tests.files.damage import megabytes_of
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at processes through /proc and netlink")
+pytestmark = [
+    pytest.mark.more,
+    pytest.mark.skipif(sys.platform != "linux", reason="looks at processes through /proc and netlink"),
+]
 
 ROOT = Path(__file__).resolve().parents[2]
 FLOODS = ["silent-300", "push-300", "huge-length", "huge-body", "nested-json", "drip"]

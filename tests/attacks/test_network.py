@@ -26,6 +26,7 @@ from tests.faults import Fault, Ground
 from tests.tiers import NIGHTLY
 
 pytestmark = [
+    pytest.mark.more,
     pytest.mark.elastic,
     pytest.mark.skipif(sys.platform != "linux", reason="looks at processes through /proc and netlink"),
 ]

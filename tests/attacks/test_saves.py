@@ -18,7 +18,7 @@ from tests.attacks.save_ports import KINDS, attacked, listening
 from tests.tiers import NIGHTLY
 from tests.torch.small import Line, weights
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the attackers find ports in /proc")
+pytestmark = [pytest.mark.more, pytest.mark.skipif(sys.platform != "linux", reason="the attackers find ports in /proc")]
 
 SAVES = 40 if NIGHTLY else 2
 PATIENCE_S = 60.0  # a save that waits for an attacker would take 600 s

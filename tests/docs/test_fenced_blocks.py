@@ -29,7 +29,12 @@ def script(page_blocks: list[Block]) -> str:
 ALL = [b for path in PAGES for b in blocks(path.read_text(encoding="utf-8"), str(path.relative_to(ROOT)))]
 PYTHON = [block for block in ALL if block.language == "python"]
 RUN_PAGES = sorted({block.page for block in PYTHON if not block.not_run})
-LONG_PAGES = ("docs/callbacks.md", "docs/ray_data.md", "docs/recipes.md", "docs/tune.md")  # these run in `make nightly`
+FIRST_PAGES = (
+    "README.md",
+    "docs/getting_started.md",
+    "docs/operators.md",
+    "docs/saving.md",
+)  # the others run in `make more`
 
 
 def program(page: str) -> str:
@@ -61,7 +66,7 @@ def run(background: Background, page: str) -> str:
 @pytest.mark.slow
 @pytest.mark.script(run=run)
 @pytest.mark.parametrize(
-    "page", [pytest.param(page, marks=[pytest.mark.nightly] if page in LONG_PAGES else []) for page in RUN_PAGES]
+    "page", [pytest.param(page, marks=[] if page in FIRST_PAGES else [pytest.mark.more]) for page in RUN_PAGES]
 )
 def test_page_runs(page: str, outcome: Callable[[], str]) -> None:
     if missing(page):

@@ -14,7 +14,7 @@ from tests.faults import Fault, fired
 from tests.torch.schedules import EPOCHS, Disturbed, Setting
 from tests.torch.test_any_schedule import trained
 
-pytestmark = [pytest.mark.elastic, pytest.mark.slow, pytest.mark.usefixtures("ray_cluster")]
+pytestmark = [pytest.mark.more, pytest.mark.elastic, pytest.mark.slow, pytest.mark.usefixtures("ray_cluster")]
 
 
 def drawn(seed: int) -> tuple[Setting, list[tuple[int, int]], list[Fault]]:

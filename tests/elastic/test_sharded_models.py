@@ -17,7 +17,7 @@ from raysgd.torch import TrainingOperator
 from raysgd.torch.resharding import Resharding
 from tests.speed.test_fsdp import Layers, same, trainer, weights
 
-pytestmark = [pytest.mark.elastic, pytest.mark.usefixtures("ray_cluster")]
+pytestmark = [pytest.mark.more, pytest.mark.elastic, pytest.mark.usefixtures("ray_cluster")]
 
 
 class Mortal(Layers):

@@ -11,7 +11,7 @@ import pytest
 from raysgd import ElasticConfig
 from tests.faults import Fault, Ground, LedgerOperator
 
-pytestmark = [pytest.mark.elastic, pytest.mark.horovod]
+pytestmark = [pytest.mark.more, pytest.mark.elastic, pytest.mark.horovod]
 
 
 @pytest.fixture(scope="module")

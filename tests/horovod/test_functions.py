@@ -10,7 +10,7 @@ import pytest
 
 from raysgd import ElasticConfig, train
 
-pytestmark = [pytest.mark.elastic, pytest.mark.horovod]
+pytestmark = [pytest.mark.more, pytest.mark.elastic, pytest.mark.horovod]
 
 
 def script(config: dict[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from raysgd import TorchTrainer, TrainingOptions
 from raysgd.torch import TrainingOperator
 
-pytestmark = pytest.mark.horovod
+pytestmark = [pytest.mark.more, pytest.mark.horovod]
 
 Weights = dict[str, torch.Tensor]
 

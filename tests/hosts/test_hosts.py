@@ -13,7 +13,7 @@ import pytest
 from tests.hosts.hosts import Hosts, run_script, wait_until, why_not
 from tests.tiers import lacks
 
-pytestmark = [pytest.mark.slow, pytest.mark.elastic]
+pytestmark = [pytest.mark.more, pytest.mark.slow, pytest.mark.elastic]
 
 DRIVER = Path(__file__).with_name("driver.py")
 LIMIT_S = 240.0

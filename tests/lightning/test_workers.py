@@ -12,7 +12,7 @@ pytest.importorskip("torchmetrics", reason="needs TorchMetrics, which comes with
 from raysgd import ElasticConfig, TorchTrainer, TrainingOperator
 from tests.lightning import modules
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.more, pytest.mark.slow]
 
 EPOCHS, ROWS = 3, 192  # twelve full global batches of 16, so that all ranks' parts are equal
 

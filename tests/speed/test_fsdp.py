@@ -13,7 +13,7 @@ from raysgd import CheckpointError, ElasticConfig, TorchTrainer, TrainingOptions
 from raysgd.callbacks import EMA, GradientNormMonitor
 from raysgd.torch import TrainingOperator
 
-pytestmark = pytest.mark.usefixtures("ray_cluster")
+pytestmark = [pytest.mark.more, pytest.mark.usefixtures("ray_cluster")]
 
 
 class Layers(TrainingOperator):

@@ -14,7 +14,7 @@ from raysgd import ElasticConfig, WorkerStartError  # noqa: E402
 from raysgd.tf import TFTrainer  # noqa: E402
 from tests.tf.small import ROWS, Small, arrays, data_creator, make_data, model_creator  # noqa: E402
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.more, pytest.mark.slow]
 
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ from raysgd.core import policy  # noqa: E402
 from raysgd.tf import TFTrainer, TrainingOperator  # noqa: E402
 from tests.tf.small import ROWS, arrays, fire, make_data  # noqa: E402
 
-pytestmark = [pytest.mark.slow, pytest.mark.elastic]
+pytestmark = [pytest.mark.more, pytest.mark.slow, pytest.mark.elastic]
 
 X, Y = make_data()
 X[:, 7] = np.arange(ROWS) / ROWS  # the number of the row
