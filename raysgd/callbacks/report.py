@@ -36,8 +36,8 @@ PAGE = """<!doctype html><html lang="en"><head><meta charset="utf-8"/><title>%s<
 --text:#e6eaef;--soft:#9aa6b2;--line:#313a44;--panel:#1c2229;--mark:#ff7b72;--s0:#6cb0ff;--s1:#ffa657;--s2:#56d37a;--s3:#d2a8ff;
 --s4:#e3c04f;--s5:#4fd1d9;--s6:#7d8896}}*{box-sizing:border-box}body{margin:0 auto;max-width:1080px;padding:24px 16px 64px;
 background:var(--page);color:var(--text);font:15px/1.5 system-ui,sans-serif;overflow-wrap:anywhere}h1,h2,h3,p{margin:4px 0 8px}
-h2{margin-top:36px}h3{font-size:14px}.soft,.key,text{color:var(--soft)}.facts,.bar{display:flex;flex-wrap:wrap;gap:8px 28px}.bar{gap:0;
-margin-bottom:6px}b{display:block;font-size:18px}td b{font-size:14px;color:var(--mark)}.charts{display:grid;column-gap:14px;
+h2{margin-top:36px}h3{font-size:14px}.soft,.key,text{color:var(--soft)}.facts,.bar{display:flex}.facts{flex-wrap:wrap;gap:8px 28px}
+.bar{margin-bottom:6px}b{display:block;font-size:18px}td b{font-size:14px;color:var(--mark)}.charts{display:grid;column-gap:14px;
 grid-template-columns:repeat(auto-fill,minmax(min(100%%,320px),1fr))}figure{margin:0 0 14px;padding:12px;background:var(--panel);
 border:1px solid var(--line);border-radius:6px;min-width:0}svg{width:100%%;max-width:480px;overflow:visible}text{font-size:12px;
 fill:currentColor}path{fill:none;stroke:currentColor;stroke-width:1.6}circle{fill:currentColor}.grid{stroke:var(--line);stroke-width:1}
@@ -219,13 +219,13 @@ def _ranks(ranks: Sequence[Mapping[str, float]]) -> str:
     usual = statistics.median_low(own)
     unknown = "communication" not in names and len(own) > 1
     waits = " Here, computing includes the wait for the other ranks." if unknown else ""
-    text = f"""Milliseconds per batch: means of the calls of train() since the workers changed last. A rank is slow if it needs
-        at least {SLOW:g} times as long for data and computing as the median of the ranks.{waits}"""
+    text = f"""Milliseconds per batch: means of the calls of train() since the workers changed last. The ratio is that of data and
+        computing to the median of the ranks. A rank is slow if it is at least {SLOW:g}.{waits}"""
     lines = []
     for rank, (each, took) in enumerate(zip(times, own, strict=True)):
         share = f"{took / usual:.2g}" if usual else ""
         lines.append([str(rank), *map(_number, each), f"<b>{share}: slow</b>" if took > SLOW * usual > 0 else share])
-    return f'<p class="soft">{text}</p>{_table(["rank", *names, "times the median"], lines)}'
+    return f'<p class="soft">{text}</p>{_table(["rank", *names, "ratio"], lines)}'
 
 
 def _config(config: Mapping[str, Any]) -> str:
