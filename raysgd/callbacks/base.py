@@ -11,8 +11,6 @@ from raysgd.core.policy import Recovery
 from raysgd.core.progress import Progress
 from raysgd.errors import suggesting_fields
 
-__all__ = ["TRACES", "CallResult", "Callback", "Result", "Run", "Underway"]
-
 # The key of profiler traces, {file name: bytes}, in a worker's report. Users never see it.
 TRACES = "__traces__"
 Kind = Literal["train", "validate", "test", "report"]

@@ -13,8 +13,6 @@ from raysgd.callbacks.history import History
 from raysgd.core.policy import Recovery
 from raysgd.errors import ConfigError, described
 
-__all__ = ["CallbackList", "check_callbacks"]
-
 logger = logging.getLogger("raysgd")
 
 # The key of what callbacks raised, in results and in the history.

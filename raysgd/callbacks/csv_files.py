@@ -12,8 +12,6 @@ from raysgd.callbacks.writers import flat, row_of
 from raysgd.errors import text_of
 from raysgd.storage import locations
 
-__all__ = ["CSVCallback"]
-
 
 class CSVCallback(Callback):
     """Writes `train.csv` and `validate.csv` (for a training function, `report.csv`), one line per result, in `folder`

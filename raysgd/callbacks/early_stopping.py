@@ -12,8 +12,6 @@ from raysgd.config import at_least
 from raysgd.core.metrics import plain
 from raysgd.errors import ConfigError
 
-__all__ = ["EarlyStopping"]
-
 
 class EarlyStopping(Callback):
     """Ends `trainer.fit()`, or a loop over `trainer.epochs()`, after `patience` results in a row whose `metric` did not improve

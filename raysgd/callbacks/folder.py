@@ -12,8 +12,6 @@ from pathlib import Path
 from raysgd.errors import ConfigError
 from raysgd.storage.locations import Uri, place
 
-__all__ = ["RESULTS", "create_folder", "create_new_folder", "folder_to_be", "numbered", "timestamp"]
-
 RESULTS = "ray_results"
 
 

@@ -7,7 +7,7 @@ import io
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 from raysgd.callbacks.base import Callback, CallResult, Run, Underway
 from raysgd.callbacks.report import Timeline, page
@@ -15,8 +15,6 @@ from raysgd.callbacks.writers import ROW_FIELDS, import_extra, measured_names, r
 from raysgd.core.policy import Recovery
 from raysgd.errors import ConfigError, text_of
 from raysgd.storage import locations
-
-__all__ = ["History"]
 
 MAX_SHOWN = 10
 
@@ -85,12 +83,6 @@ class History(Callback, Sequence[Mapping[str, Any]]):
 
     def __len__(self) -> int:
         return len(self._rows)
-
-    @overload
-    def __getitem__(self, index: int) -> Mapping[str, Any]: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[Mapping[str, Any]]: ...
 
     def __getitem__(self, index: int | slice) -> Any:
         if isinstance(index, slice):

@@ -11,8 +11,6 @@ from raysgd.callbacks.base import Callback, CallResult, Run
 from raysgd.callbacks.writers import check_ranks, for_json, row_of
 from raysgd.storage import locations
 
-__all__ = ["JsonLinesCallback", "JsonLoggerCallback"]
-
 
 class JsonLinesCallback(Callback):
     """Writes one complete line per result, as soon as there is a result, to `path` (by default `history.jsonl` in the log

@@ -23,8 +23,6 @@ from raysgd.callbacks.writers import (
 )
 from raysgd.core.policy import Recovery
 
-__all__ = ["MLflowCallback"]
-
 DATABASE = "mlflow.db"
 ARTIFACTS = "mlflow_artifacts"
 TAG, RECOVERIES = "raysgd.recoveries", "recoveries.json"

@@ -8,8 +8,6 @@ from typing import Any, NamedTuple, TextIO
 
 from raysgd.callbacks.monitors import ForOperators
 
-__all__ = ["LayerSize", "ModelSummary", "summary_of"]
-
 HEAD = ("layer", "type", "parameters", "trainable", "bytes")
 
 

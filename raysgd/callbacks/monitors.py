@@ -9,18 +9,6 @@ from typing import Any, ClassVar, Literal
 from raysgd.callbacks.base import Callback, CallResult, Run
 from raysgd.errors import ConfigError
 
-__all__ = [
-    "EMA",
-    "Averaging",
-    "ForOperators",
-    "GradientNormMonitor",
-    "LearningRateMonitor",
-    "Measure",
-    "Throughput",
-    "averaging_in",
-    "measures_in",
-]
-
 
 @dataclass(frozen=True)
 class Averaging:

@@ -10,8 +10,6 @@ from raysgd.callbacks.writers import scalars
 from raysgd.core.policy import Recovery
 from raysgd.errors import described
 
-__all__ = ["PrintCallback"]
-
 OMITTED = ("epoch", "batch_count", "num_samples")
 
 

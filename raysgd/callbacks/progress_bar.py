@@ -12,9 +12,6 @@ from raysgd.callbacks.base import Callback, CallResult, Run, Underway
 from raysgd.callbacks.writers import COUNTS
 from raysgd.core.policy import Recovery
 
-__all__ = ["ProgressBar"]
-
-
 SHOWN = 6
 UNITS = {"batch": "batches", "report": "reports"}
 

@@ -18,8 +18,6 @@ from raysgd.core.metrics import SECONDS
 from raysgd.core.policy import Recovery
 from raysgd.errors import ConfigError
 
-__all__ = ["GAUGES", "RayMetricsCallback"]
-
 REPEAT_S = 1.0
 DATA = SECONDS["data"]
 GAUGES = {

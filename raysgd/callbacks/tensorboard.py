@@ -15,8 +15,6 @@ from raysgd.callbacks.base import Callback, CallResult, Run
 from raysgd.callbacks.writers import check_rank, import_extra, recovery_scalars, recovery_text, tagged_scalars
 from raysgd.core.policy import Recovery
 
-__all__ = ["TensorBoardCallback"]
-
 USER = "TensorBoardCallback"
 DT_STRING = 7  # of tensorboard.compat.proto.types_pb2
 

@@ -12,8 +12,6 @@ from raysgd.callbacks.base import Callback, CallResult, Run
 from raysgd.callbacks.writers import check_ranks
 from raysgd.config import at_least
 
-__all__ = ["ProfilerSettings", "TorchProfilerCallback"]
-
 logger = logging.getLogger("raysgd")
 
 

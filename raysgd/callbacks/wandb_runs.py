@@ -17,8 +17,6 @@ from raysgd.callbacks.writers import (
 )
 from raysgd.core.policy import Recovery
 
-__all__ = ["WandbCallback"]
-
 
 class WandbCallback(Callback):
     """Creates one W&B run per trainer (for functions, per run). Logs the config, and each scalar as `train/...` or

@@ -12,23 +12,6 @@ from raysgd.core.metrics import plain
 from raysgd.core.policy import Recovery
 from raysgd.errors import ConfigError, ranked, text_of
 
-__all__ = [
-    "COUNTS",
-    "ROW_FIELDS",
-    "check_rank",
-    "check_ranks",
-    "flat",
-    "for_json",
-    "import_extra",
-    "measured_names",
-    "recovery_scalars",
-    "recovery_text",
-    "row_of",
-    "scalars",
-    "scalars_of_report",
-    "tagged_scalars",
-]
-
 ROW_FIELDS = ("kind", "epoch", "step", "world_size", "seconds")
 # Numbers that measure the amount of work and not its quality. They are plotted only on request.
 COUNTS = ("epoch", "step", "world_size", "seconds", "batch_count", "num_samples", "skipped_steps")
