@@ -6,19 +6,16 @@ import contextlib
 import inspect
 import logging
 import os
-import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import click
 
-from raysgd.callbacks.status import status_folder
 from raysgd.cli.doctor import examine
 from raysgd.cli.drill import Drill, checked_config, findings, load_operator
 from raysgd.cli.findings import Finding, lines
 from raysgd.cli.info import describe
-from raysgd.cli.top import read, table
 from raysgd.errors import CheckpointError, RaysgdError
 from raysgd.version import __version__
 
@@ -91,27 +88,6 @@ def _print(found: Iterable[Finding]) -> None:
         failed += failure
     if failed:
         raise click.ClickException(f"{failed} check(s) failed")
-
-
-@main.command("top")
-@click.option("--once", is_flag=True, help="Print one table, and end.")
-@click.option(
-    "--interval", default=1.0, show_default=True, type=click.FloatRange(min=0.1), help="Seconds between two tables."
-)
-def show_trainers(once: bool, interval: float) -> None:
-    """Show the trainers of this user that run on this machine, until Ctrl-C.
-
-    The table has their workers, epoch, batch, speed and recoveries, and, for trainers with callbacks=[Throughput()], the shares
-    of time for data, computation and communication. AGE is how long ago the trainer has last written."""
-    with contextlib.suppress(KeyboardInterrupt):
-        while True:
-            lines = "\n".join(table(read(status_folder()), time.time()))
-            if not once:
-                click.clear()
-            click.echo(lines)
-            if once:
-                return
-            time.sleep(interval)
 
 
 @main.command("drill")

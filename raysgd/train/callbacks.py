@@ -16,7 +16,6 @@ from raysgd.callbacks.history import History
 from raysgd.callbacks.json_files import JsonLoggerCallback
 from raysgd.callbacks.mlflow_store import MLflowCallback as MLflowLoggerCallback
 from raysgd.callbacks.printing import PrintCallback
-from raysgd.callbacks.status import StatusFile
 from raysgd.callbacks.tensorboard import TensorBoardCallback as TBXLoggerCallback
 from raysgd.callbacks.torch_profiler import TorchProfilerCallback as TorchTensorboardProfilerCallback
 from raysgd.core.network import own_address
@@ -166,7 +165,7 @@ PROTOCOLS: tuple[tuple[type[Callback], tuple[str, ...], tuple[str, ...]], ...] =
 def make_callback_list(callbacks: Any, *, history: History | None = None) -> CallbackList:
     """Return a function trainer's callbacks, with its history first. Raise ConfigError for anything else."""
     own = [history] if history is not None else []
-    return CallbackList([*own, *check_callbacks(callbacks, _adapt), StatusFile()])
+    return CallbackList([*own, *check_callbacks(callbacks, _adapt)])
 
 
 def _adapt(given: Any) -> Any:

@@ -14,7 +14,6 @@ from raysgd.callbacks.base import TRACES, Kind, Result, Run, Underway
 from raysgd.callbacks.callback_list import CallbackList, check_callbacks
 from raysgd.callbacks.history import History
 from raysgd.callbacks.progress_bar import ProgressBar
-from raysgd.callbacks.status import StatusFile
 from raysgd.core import metrics
 from raysgd.core.policy import Recovery
 from raysgd.core.progress import Progress
@@ -56,8 +55,7 @@ class CallRunner:
     def __init__(self, callbacks: Any, run: Run, *, bar: bool = False, hidden: Sequence[str] = ()) -> None:
         self._saved_at: float | None = None
         self.history, self.run = History(), replace(run, saved_at=lambda: self._saved_at)
-        own = [*([ProgressBar()] if bar else []), StatusFile()]
-        self._callbacks = CallbackList([self.history, *check_callbacks(callbacks), *own])
+        self._callbacks = CallbackList([self.history, *check_callbacks(callbacks), *([ProgressBar()] if bar else [])])
         self._hidden = (*metrics.INTERNAL, TRACES, *hidden)
         self._rows = RowsCheck()
         self._kind: Kind | None = None
