@@ -7,16 +7,15 @@ import inspect
 import logging
 import os
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import click
 
+from raysgd.cli import info
 from raysgd.cli.doctor import examine
 from raysgd.cli.drill import Drill, checked_config, findings, load_operator
 from raysgd.cli.findings import Finding, lines
-from raysgd.cli.info import describe
-from raysgd.errors import CheckpointError, RaysgdError
+from raysgd.errors import RaysgdError
 from raysgd.version import __version__
 
 __all__ = ["main"]
@@ -37,21 +36,7 @@ def main() -> None:
     """Tools for trainings with raysgd."""
 
 
-@main.command()
-@click.argument("path", type=click.Path(exists=True, path_type=Path))
-@click.option("--tensors", is_flag=True, help="List each tensor of the models, with its type and shape.")
-def info(path: Path, tensors: bool) -> None:
-    """Say what is in the checkpoint at PATH: a file or folder that a trainer, AutoCheckpoint or raysgd.train wrote.
-
-    Its digests are verified, and no code from it runs. Exit with 1 if it is damaged, or nothing that raysgd wrote."""
-    click.echo(path)
-    try:
-        rows = list(describe(path, tensors=tensors))
-    except (CheckpointError, ModuleNotFoundError) as error:
-        raise click.ClickException(str(error)) from error
-    width = max(len(name) for name, _ in rows)
-    for name, text in rows:
-        click.echo(f"  {name:<{width}}  {text}")
+main.add_command(info.command)
 
 
 @main.command("doctor")
