@@ -1,0 +1,105 @@
+"""A ResNet on generated pictures: BatchNorm, top-1 and top-5, a learning rate for each epoch, the best checkpoint.
+
+python examples/programs/resnet.py --workers 2
+"""
+
+import argparse
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from raysgd import AutoCheckpoint, TorchTrainer, TrainingOperator
+from raysgd.callbacks import LearningRateMonitor
+from raysgd.constants import BATCH_SIZE
+
+CLASSES = 10
+
+
+def pictures(count, side, seed):
+    """Return pictures of stripes under noise, whose class is the direction of the stripes."""
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(CLASSES, (count,), generator=generator)
+    angles, grid = (labels / CLASSES * torch.pi).view(-1, 1, 1), torch.linspace(-8, 8, side)
+    waves = angles.cos() * grid + angles.sin() * grid.unsqueeze(1) + 6 * torch.rand(count, 1, 1, generator=generator)
+    noise = torch.randn(count, 3, side, side, generator=generator)
+    return TensorDataset(waves.sin().unsqueeze(1) + 2 * noise, labels)
+
+
+def convolved(before, after, stride, kernel=3):
+    convolution = nn.Conv2d(before, after, kernel, stride, padding=kernel // 2, bias=False)
+    return nn.Sequential(convolution, nn.BatchNorm2d(after))
+
+
+class Block(nn.Module):
+    def __init__(self, before, after, stride):
+        super().__init__()
+        self.main = nn.Sequential(convolved(before, after, stride), nn.ReLU(), convolved(after, after, 1))
+        self.shortcut = nn.Identity() if stride == 1 else convolved(before, after, stride, kernel=1)
+
+    def forward(self, x):
+        return (self.main(x) + self.shortcut(x)).relu()
+
+
+def resnet(width):
+    blocks = [Block(width, width, 1), Block(width, 2 * width, 2), Block(2 * width, 4 * width, 2)]
+    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4 * width, CLASSES)]
+    return nn.Sequential(convolved(3, width, 1), nn.ReLU(), *blocks, *head)
+
+
+class Stripes(TrainingOperator):
+    def setup(self, config):
+        torch.manual_seed(0)
+        model, size = resnet(config["width"]), config[BATCH_SIZE]
+        optimizer = torch.optim.SGD(model.parameters(), lr=config["lr"], momentum=0.9, weight_decay=5e-4, nesterov=True)
+        self.model, self.optimizer, self.criterion, self.scheduler = self.register(
+            models=model,
+            optimizers=optimizer,
+            criterion=nn.CrossEntropyLoss(),
+            schedulers=torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, config["epochs"]),
+        )
+        train, held_out = (
+            pictures(config[name], config["side"], seed) for seed, name in enumerate(("train", "held_out"))
+        )
+        shuffled = DataLoader(train, size, shuffle=True, generator=torch.Generator().manual_seed(1))
+        self.register_data(train_loader=shuffled, validation_loader=DataLoader(held_out, size))
+
+    def validate_batch(self, batch, batch_info):
+        images, labels = batch
+        output = self.model(images)
+        hits = (output.topk(5).indices == labels.unsqueeze(1)).float()
+        means = {"val_top1": hits[:, 0].mean(), "val_top5": hits.sum(1).mean()}
+        return {"val_loss": self.criterion(output, labels), **means, "num_samples": len(labels)}
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--batch", dest=BATCH_SIZE, type=int, default=32, help="pictures in a batch of all workers")
+    sizes = {"workers": 1, "epochs": 5, "train": 2000, "held_out": 500, "side": 24, "width": 8}
+    for name, size in sizes.items():
+        parser.add_argument(f"--{name}", type=int, default=size)
+    parser.add_argument("--lr", type=float, default=0.05)
+    parser.add_argument(
+        "--checkpoints", default="runs/resnet", help="a run that has ended or was killed continues there"
+    )
+    args = parser.parse_args(argv)
+    with TorchTrainer(
+        training_operator_cls=Stripes,
+        num_workers=args.workers,
+        config=vars(args),
+        scheduler_step_freq="epoch",
+        checkpoints=AutoCheckpoint(path=args.checkpoints, best="val_top1", mode="max"),
+        resume="auto",
+        callbacks=[LearningRateMonitor()],
+    ) as trainer:
+        for epoch in trainer.epochs(args.epochs):
+            train, val = trainer.train(), trainer.validate()
+            print(f"epoch {epoch}  train_loss {train['train_loss']:.6f}  lr {train['lr']:.4f}", end="  ")
+            print(*(f"{name} {val[name]:.4f}" for name in ("val_loss", "val_top1", "val_top5")), sep="  ", flush=True)
+        trainer.load(trainer.best_checkpoint)
+        print(f"best  val_top1 {trainer.validate()['val_top1']:.4f}")
+        return list(trainer.history), trainer.get_model()
+
+
+if __name__ == "__main__":
+    main()
