@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from raysgd import ElasticConfig, Recovery, TFTrainer
+import raysgd
+from raysgd import ElasticConfig, Recovery
 from raysgd.callbacks import Callback, TorchProfilerCallback
 from tests.callbacks.recording import Broken, Heard
 from tests.faults import Fault, Ground
@@ -103,4 +104,4 @@ def test_a_callback_may_stop_training_after_a_failure(callbacks: Callbacks) -> N
 def test_tensorflow_refuses_the_torch_profiler() -> None:
     pytest.importorskip("tensorflow")
     with pytest.raises(ValueError, match="work with PyTorch only"):
-        TFTrainer(lambda config: None, lambda config: None, callbacks=[TorchProfilerCallback()])
+        raysgd.TFTrainer(lambda config: None, lambda config: None, callbacks=[TorchProfilerCallback()])

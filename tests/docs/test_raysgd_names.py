@@ -15,9 +15,6 @@ from typing import Any
 
 import pytest
 
-if importlib.util.find_spec("lightning"):
-    importlib.import_module("lightning")  # here, because it sets an environment variable, which no test may
-
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "migrating.md"
 BEGIN, END = "<!-- names: tests/docs/test_raysgd_names.py prints this table -->\n", "<!-- end of names -->"
 
@@ -441,6 +438,13 @@ def test_the_page_has_this_table() -> None:
     assert text.partition(BEGIN)[2].partition(END)[0] == table(), "python -m tests.docs.test_raysgd_names prints it"
 
 
+@pytest.fixture(scope="module")
+def lightning() -> None:
+    """Import it before a test does, because it sets an environment variable."""
+    if importlib.util.find_spec("lightning"):
+        importlib.import_module("lightning")
+
+
 def problem(row: Row) -> str:
     """Return what differs from the table when the row is used."""
     if importlib.util.find_spec(row.needs) is None:
@@ -454,7 +458,7 @@ def problem(row: Row) -> str:
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore:serialize_data_creation has no effect:DeprecationWarning")
 @pytest.mark.parametrize("module", sorted({row.module for row in ROWS}))
-def test_names_do_what_the_table_says(module: str) -> None:
+def test_names_do_what_the_table_says(lightning: None, module: str) -> None:
     found = [each for row in ROWS if row.module == module and (each := problem(row))]
     assert not found, "\n".join(found)
 
