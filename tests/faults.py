@@ -11,6 +11,7 @@ import os
 import signal
 import time
 from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,14 @@ class Fault:
             time.sleep(self.seconds)
         elif self.kind != "slow":
             harm({"cut": "collective"}.get(self.kind, self.kind), self.seconds)
+
+
+def until(done: Callable[[], bool], within_s: float = 120.0) -> Iterator[None]:
+    """Yield until `done()`: for loops that wait for something. Fail after `within_s` seconds."""
+    end = time.monotonic() + within_s
+    while not done():
+        assert time.monotonic() < end, f"not within {within_s} s"
+        yield
 
 
 def fired(marks: Path) -> list[str]:
@@ -195,7 +204,12 @@ class Ground:
         return since
 
     def assert_epoch_exact(self) -> None:
-        assert self.trained() == Counter(range(self.samples))
+        seen = self.trained()
+        lost, again = (
+            [each for each in range(self.samples) if not seen[each]],
+            [each for each in seen if seen[each] > 1],
+        )
+        assert seen == Counter(range(self.samples)), f"lost: {lost}, used more than once: {again}"
 
     def weights(self) -> list[torch.Tensor]:
         return [parameter.detach() for parameter in self.trainer.get_model().parameters()]

@@ -213,17 +213,6 @@ def test_all_attacks_at_once(arena: Arena) -> None:
     arena.check()
 
 
-@pytest.mark.nightly
-@pytest.mark.xfail(
-    reason="gloo and torch's store serve strangers too, and then a rendezvous can take longer than its limit"
-)
-def test_a_replacement_joins_while_all_attacks_last(arena: Arena) -> None:
-    with arena.field.storm(*GENTLE):
-        arena.replace()
-        arena.save()
-    arena.check()
-
-
 def test_the_weights_are_those_of_an_undisturbed_run(arena: Arena, tmp_path: Path) -> None:
     epochs = arena.ground.trainer.state_dict()["epoch"]
     alone = Ground(tmp_path, use_gpu=False, elastic=PATIENT, config={"samples": 80, "batch_size": 8})

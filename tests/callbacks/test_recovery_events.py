@@ -13,6 +13,7 @@ from raysgd import ElasticConfig, Recovery, TorchTrainer, train
 from raysgd.callbacks import Callback, MLflowCallback, Run, TensorBoardCallback, WandbCallback
 from tests.callbacks.recording import Heard, Line
 from tests.callbacks.test_writers import complete_run, curves, result
+from tests.faults import until
 
 FAILURE = Recovery(
     reason="worker death",
@@ -165,16 +166,23 @@ def test_of_a_training_function(ray_cluster: None, tmp_path: Path) -> None:
         start = (train.load_checkpoint() or {"done": 0})["done"]
         for epoch in range(start, 4):
             if epoch == 2 and train.world_rank() == 1 and not os.path.exists(config["mark"]):
-                time.sleep(1.0)  # the driver fetches what was reported
+                for _ in until(lambda: os.path.exists(config["heard"])):  # the driver has what was reported
+                    time.sleep(0.01)
                 open(config["mark"], "w").close()
                 os.kill(os.getpid(), signal.SIGKILL)
             train.report(epoch=epoch)
             train.save_checkpoint(done=epoch + 1)
 
-    heard = Heard()
+    class Marks(Heard):
+        def on_result(self, result: Any) -> None:
+            super().on_result(result)
+            if len(self.named("result")) == 2:
+                (tmp_path / "heard").touch()
+
+    heard = Marks()
     trainer = train.Trainer("torch", num_workers=2, logdir=tmp_path)
     trainer.start()
-    trainer.run(function, {"mark": str(tmp_path / "mark")}, callbacks=[heard])
+    trainer.run(function, {"mark": str(tmp_path / "mark"), "heard": str(tmp_path / "heard")}, callbacks=[heard])
     trainer.shutdown()
     recovery = heard.named("recovery")[0]
     assert (recovery.reason, recovery.step) == ("worker death", 2), "over the reports, like the results"

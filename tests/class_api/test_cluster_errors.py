@@ -78,15 +78,14 @@ class OneWaits(Classes):
     def setup(self, config: dict[str, Any]) -> None:
         super().setup(config)
         if self.world_rank == 1:
-            self.note["at"] = time.time()
-            raise OwnError("one", code=int(time.time()))
+            raise OwnError("one", code=1)
         torch.distributed.all_reduce(torch.ones(1))
 
 
 def test_an_error_in_setup_ends_a_peer_that_waits_in_setup() -> None:
-    error = raised(OwnError, lambda: two(OneWaits))
-    assert isinstance(error, OwnError)
-    assert time.time() - error.code < 6
+    started = time.monotonic()
+    assert isinstance(raised(OwnError, lambda: two(OneWaits)), OwnError)
+    assert time.monotonic() - started < 100, "it does not wait for the limit of the set-up or of a collective"
 
 
 def test_an_error_in_the_hook_on_one_worker(tmp_path: Any) -> None:

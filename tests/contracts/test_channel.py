@@ -324,9 +324,7 @@ def test_a_boundary_that_was_agreed_on_before_the_work_began_is_kept(channel: Ch
 def test_the_end_of_a_connection_is_one_event_at_once(channel: Channel) -> None:
     with channel.greet():
         channel.next(WorkerStarted)
-        began = time.monotonic()
     failure = channel.next(WorkerEnded)
-    assert time.monotonic() - began < 0.5
     assert "process ended" in failure.cause and failure.reason == "worker death"
     assert not channel.server.send("w", ConfirmBoundary())
     assert channel.events.empty()
@@ -617,9 +615,8 @@ def test_a_limited_number_of_connections_waits_for_admission(channel: Channel, m
 
 def test_a_worker_is_admitted_among_many_silent_clients(channel: Channel) -> None:
     silent = [channel.open() for _ in range(300)]
-    began = time.monotonic()
     channel.client()
-    assert channel.next(WorkerStarted).worker == "w" and time.monotonic() - began < 3
+    assert channel.next(WorkerStarted).worker == "w"
     channel.server.disconnect("w")
     for each in silent:
         each.close()

@@ -24,10 +24,17 @@ import ray
 ray.init(address='local', num_cpus=4, include_dashboard=False, log_to_driver=False)
 from collections import Counter
 from pathlib import Path
-from raysgd.errors import CheckpointError
+from raysgd.callbacks import Callback
 from tests.faults import Ground
 
-ground = Ground(Path(sys.argv[1]), num_workers=2, config={"samples": 2000, "pace": 0.02})
+class Talks(Callback):
+    said = False
+    def on_progress(self, now):
+        if not self.said:
+            self.said = True
+            print("UNDERWAY", flush=True)
+
+ground = Ground(Path(sys.argv[1]), num_workers=2, config={"samples": 2000, "pace": 0.02}, callbacks=[Talks()])
 pids = ground.trainer.apply_all_workers(os.getpid)
 print("PIDS", json.dumps(pids), flush=True)
 try:
@@ -51,7 +58,7 @@ def test_training_continues_after_ctrl_c(tmp_path: Path) -> None:
     )
     assert driver.stdout is not None
     pids = _read(driver, "PIDS")
-    time.sleep(1.5)
+    _read(driver, "UNDERWAY")
     driver.send_signal(signal.SIGINT)
     _read(driver, "STOPPED")  # workers that did not stop in time would have been replaced, which is asserted next
     facts = _read(driver, "FACTS")

@@ -4,6 +4,7 @@ import os
 import subprocess
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -88,11 +89,17 @@ def test_a_slow_rank_is_not_ended(ground: Ground) -> None:
 
 def pause_driver(ground: Ground, seconds: float) -> None:
     before = len(ground.trainer.recoveries)
-    pause = f"sleep 0.3; kill -STOP {os.getpid()}; sleep {seconds}; kill -CONT {os.getpid()}"
-    ground.trainer.apply_all_operators(lambda operator: operator.config.update(pace=0.1))
+    pause = f"kill -STOP {os.getpid()}; sleep {seconds}; kill -CONT {os.getpid()}"
+
+    def stop_after_a_step(operator: Any) -> None:
+        operator.config.update(pace=0.1)
+        if operator.world_rank == 0:
+            commands = [["sh", "-c", pause]]
+            operator.optimizer.register_step_post_hook(lambda *_: commands and subprocess.Popen(commands.pop()))
+
+    ground.trainer.apply_all_operators(stop_after_a_step)
     started = time.monotonic()
-    with subprocess.Popen(["sh", "-c", pause]):
-        ground.trainer.train()
+    ground.trainer.train()
     ground.trainer.apply_all_operators(lambda operator: operator.config.update(pace=0.0))
     assert time.monotonic() - started > seconds
     assert len(ground.trainer.recoveries) == before and ground.trainer.world_size == 3

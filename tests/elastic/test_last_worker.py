@@ -11,7 +11,7 @@ import pytest
 
 from raysgd import CheckpointError, ElasticConfig
 from raysgd.callbacks import Callback, Underway
-from tests.faults import Fault, Ground, LedgerOperator
+from tests.faults import Fault, Ground, LedgerOperator, until
 
 pytestmark = pytest.mark.elastic
 
@@ -79,7 +79,9 @@ def test_one_worker_resumes_from_the_end_of_the_last_epoch(ray_cluster: None, tm
     )
     try:
         ground.trainer.train()
-        time.sleep(1)  # the snapshot is sent in a thread
+        snapshots = ground.trainer._engine._table.snapshots
+        for _ in until(lambda: (newest := snapshots.latest()) is not None and newest.progress.step == 60):
+            ground.trainer.apply_all_workers(os.getpid)  # the snapshot is sent in a thread
         ground.assert_epoch_exact()
         ground.arm(Fault(0, 20))
         result = ground.trainer.train()
@@ -113,7 +115,6 @@ def test_a_new_process_that_is_stopped_in_its_setup_does_not_block_training(ray_
         ground.trainer.train()
         ground.assert_epoch_exact()
         assert (tmp_path / "marks" / "second").exists()
-        assert 10 < ground.trainer.recoveries[-1].seconds < 60
     finally:
         ground.trainer.shutdown()
 
@@ -146,7 +147,7 @@ def test_a_preemption_notice_to_the_only_worker_repeats_no_batch(ray_cluster: No
     ground = alone(tmp_path / "marks")
     try:
         ground.arm(Fault(0, 20, "term"))
-        while not ground.trainer.recoveries:  # until its replacement has started
+        for _ in until(lambda: bool(ground.trainer.recoveries)):  # until its replacement has started
             ground.trainer.train()
             ground.assert_epoch_exact()
         notice = ground.trainer.recoveries[-1]

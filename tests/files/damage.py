@@ -98,12 +98,12 @@ def megabytes_of(call: Callable[[], Any]) -> float:
     if not STATUS.exists():
         pytest.skip("only Linux reports the peak memory of a process")
     RESET.write_text("5")  # resets the peak to the present value
-    before = _held("VmRSS")
+    before = held("VmRSS")
     call()
-    return max(_held("VmHWM") - before, 0.0)
+    return max(held("VmHWM") - before, 0.0)
 
 
-def _held(name: str) -> float:
+def held(name: str) -> float:
     line = next(line for line in STATUS.read_text().splitlines() if line.startswith(name))
     return int(line.split()[1]) / 1024
 

@@ -56,7 +56,8 @@ with TorchTrainer(training_operator_cls=Facts, num_workers=2) as trainer:
     trainer.train()
     first = trainer.apply_all_operators(Facts.facts)
     os.kill(first[0]["pid"], signal.SIGKILL)
-    while len(trainer.recoveries) < 2:  # the failure, and the replacement worker that joins
+    until = time.monotonic() + 120
+    while len(trainer.recoveries) < 2 and time.monotonic() < until:  # the failure, and the replacement worker that joins
         samples = trainer.train()["num_samples"]
     second = trainer.apply_all_operators(Facts.facts)
 functions = Trainer("torch", num_workers=2)

@@ -16,6 +16,7 @@ keras = pytest.importorskip("keras")
 from raysgd import ElasticConfig  # noqa: E402
 from raysgd.core import policy  # noqa: E402
 from raysgd.tf import TFTrainer, TrainingOperator  # noqa: E402
+from tests.faults import until  # noqa: E402
 from tests.tf.small import ROWS, arrays, fire, make_data  # noqa: E402
 
 pytestmark = [pytest.mark.more, pytest.mark.slow, pytest.mark.elastic]
@@ -145,7 +146,7 @@ def test_replacements_join_when_preempted_workers_leave(
     with started(marks, seed=8) as trainer:
 
         def train_until_recovered(number: int) -> None:
-            while len(trainer.recoveries) < number:
+            for _ in until(lambda: len(trainer.recoveries) >= number):
                 assert trainer.train()["num_samples"] == ROWS
                 assert rows_of(marks) == Counter(range(ROWS))
             change = trainer.recoveries[-1]
