@@ -155,7 +155,7 @@ class Engine:
         running in another thread ends with an error."""
         if self._ended:
             return
-        self._end_call_elsewhere()
+        unfinished = self._end_call_elsewhere()
         if self._active:
             self._reached, self._active = self.progress, False
         else:
@@ -173,9 +173,11 @@ class Engine:
                 raise
 
         if (claim := self._call_lock.held_here()) is not None:
-            self.cancel(
-                NotActiveError(f"a callback or a signal handler shut the trainer down while {claim.describe()}")
+            unfinished = NotActiveError(
+                f"a callback or a signal handler shut the trainer down while {claim.describe()}"
             )
+        if unfinished is not None:  # when user code lets that call go on, it ends with this error
+            self.cancel(unfinished)
 
     def _cancellable(self, callback: Callable[[T], None]) -> Callable[[T], None]:
         """Return the callback, for calls in which nothing waits after it: if it cancels the running call (by a shutdown,
@@ -198,16 +200,20 @@ class Engine:
             raise
         self._ended = True
 
-    def _end_call_elsewhere(self) -> None:
+    def _end_call_elsewhere(self) -> NotActiveError | None:
+        """End a call that runs in another thread. Return the error that is still to end it, if user code in this process holds
+        it up."""
         claim = self._call_lock.held_elsewhere()
         if claim is None:
-            return
+            return None
         thread = threading.current_thread().name
-        self.cancel(NotActiveError(f"the trainer was shut down in thread {thread!r} while {claim.describe()}"))
+        error = NotActiveError(f"the trainer was shut down in thread {thread!r} while {claim.describe()}")
+        self.cancel(error)
         deadline = time.monotonic() + RELEASE_S
         while self._call_lock.held_elsewhere() is not None and time.monotonic() < deadline:
             time.sleep(RELEASE_LOOK_S)
         self.cancel(None)
+        return None if self._call_lock.held_elsewhere() is None else error
 
     def claim(self, call: str) -> Claim:
         """Return a context in which only this thread may call the engine: for a call that consists of several jobs."""

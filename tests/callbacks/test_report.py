@@ -96,7 +96,7 @@ def test_report_of_a_run_with_a_failure(ray_cluster: None, tmp_path: Path) -> No
     over_time = [name for name in page.charts if " " in name or name == "workers"]
     assert len(page.root.findall(".//path[@class='mark']")) == 2 * len(over_time)
     failure, growth = page.changes()
-    assert re.search(r"worker death: 2 -> 1 workers, rank\(s\) 1 removed.* in place.*\n?.*SIGKILL", failure)
+    assert re.search(r"worker death: 2 -> 1 workers, rank 1 removed.* in place.*\n?.*SIGKILL", failure)
     assert "growth: 1 -> 2 workers, epoch" in growth
     quick, slow = page.table("rank")
     assert "slow" in slow[-1] and quick[-1] == "1" and float(slow[2]) > 30 > float(quick[2])
