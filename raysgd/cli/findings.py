@@ -1,30 +1,29 @@
-"""What `raysgd doctor` and `raysgd drill` found. Both."""
+"""What `raysgd doctor` and `raysgd drill` found, and how it is printed. Both."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-__all__ = ["Finding", "lines"]
+import click
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report. `todo` says what to do, and is empty if all is well. With `fails` False, it is advice."""
+    """One line of a report. `todo` says what to do, and is empty if all is well. With `fails` False, it is advice."""
 
     check: str
     text: str
     todo: str = ""
     fails: bool = True
 
-    @property
-    def mark(self) -> str:
-        return "ok" if not self.todo else "FAIL" if self.fails else "note"
 
-
-def lines(findings: Iterable[Finding]) -> Iterator[tuple[str, bool]]:
-    """Yield the lines of a report, and for each whether a check has failed."""
+def show(findings: Iterable[Finding]) -> None:
+    """Print each finding as soon as it is there. End the command with 1 if a check has failed."""
+    failed = 0
     for each in findings:
-        yield f"{each.mark:<4}  {each.check:<14} {each.text}", each.mark == "FAIL"
-        if each.todo:
-            yield f"      {'':<14} -> {each.todo}", False
+        mark = "ok" if not each.todo else "FAIL" if each.fails else "note"
+        click.echo(f"{mark:<4}  {each.check:<10}  {each.text}" + f"\n{'':<16}  -> {each.todo}" * bool(each.todo))
+        failed += mark == "FAIL"
+    if failed:
+        raise click.ClickException(f"{failed} check{'s' * (failed > 1)} failed")

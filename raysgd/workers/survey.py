@@ -1,53 +1,41 @@
-"""Join a cluster that is running, and have one actor on each of its nodes, for `raysgd doctor`. Driver."""
+"""Call functions on each node of a cluster, for `raysgd doctor`. Driver."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from raysgd.errors import described
-from raysgd.workers.cluster import driver_address, join_running
-from raysgd.workers.gcs import ask
-
-__all__ = ["Node", "driver_address", "join_running", "nodes_with"]
+from raysgd.workers import gcs
 
 
-@dataclass(frozen=True)
-class Node:
-    """A node of the cluster: its address, its GPUs as Ray counts them, and a function that calls a method there."""
-
-    address: str
-    gpus: float
-    call: Callable[..., Any]
+class Runner:
+    def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        return function(*arguments)
 
 
-def nodes_with(actor: type) -> Mapping[str, Node]:
-    """Start an actor of this class on each node that is alive. Return the nodes by name. An actor ends with the script, and
-    reserves no CPU."""
+def actors_on_nodes() -> dict[str, Any]:
+    """Return an actor on each node that is alive. They reserve no CPU, and end with the script."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    found: dict[str, Node] = {}
-    for node in ask(ray.nodes):
-        if not node["Alive"]:
-            continue
-        identity, address, resources = node["NodeID"], node["NodeManagerAddress"], node["Resources"]
-        place = NodeAffinitySchedulingStrategy(identity, soft=False)
-        handle: Any = ray.remote(actor).options(num_cpus=0, scheduling_strategy=place, max_concurrency=8).remote()
-        name = address if address not in [each.address for each in found.values()] else f"{address} ({identity[:6]})"
-        found[name] = Node(address, resources.get("GPU", 0.0), _caller(handle))
+    found: dict[str, Any] = {}
+    for node in gcs.ask(ray.nodes):
+        if node["Alive"]:
+            name, place = node["NodeManagerAddress"], NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+            actor: Any = ray.remote(Runner).options(num_cpus=0, scheduling_strategy=place)
+            found[name if name not in found else f"{name} ({node['NodeID'][:6]})"] = actor.remote()
     return found
 
 
-def _caller(handle: Any) -> Callable[..., Any]:
-    def call(limit_s: float, method: str, *arguments: Any) -> Any:
-        """Return what the method returns. Raise RuntimeError if the node does not answer within the limit."""
-        import ray
+def ask(nodes: Mapping[str, Any], limit_s: float, function: Callable[..., Any], *arguments: Any) -> dict[str, Any]:
+    """Call a function on these nodes at once; None is this process. Return what it returns, or its error."""
+    import ray
 
+    found: dict[str, Any] = {name: actor and actor.run.remote(function, *arguments) for name, actor in nodes.items()}
+    for name, answer in found.items():
         try:
-            return ray.get(getattr(handle, method).remote(*arguments), timeout=limit_s)
-        except Exception as error:
-            raise RuntimeError(described(error)) from error
-
-    return call
+            found[name] = ray.get(answer, timeout=limit_s) if answer is not None else function(*arguments)
+        except Exception as error:  # the caller judges it; Ray wraps what a function raises
+            found[name] = RuntimeError(described(getattr(error, "cause", error)))
+    return found

@@ -1,7 +1,7 @@
-"""Operators for `raysgd drill`: one without a fault, and others with one each."""
+"""Operators for `raysgd drill`: two without a fault, and others with one each."""
 
+import os
 import time
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -11,47 +11,30 @@ from torch.utils.data import DataLoader, TensorDataset
 from raysgd import TrainingOperator
 
 SAMPLES, BATCH_SIZE = 480, 4
-
-
-class PlainSGD:
-    """Steps as an optimizer does, but is no subclass of torch's, so it has no hooks."""
-
-    def __init__(self, parameters: Iterable[torch.Tensor], lr: float, momentum: float) -> None:
-        self._sgd = torch.optim.SGD(parameters, lr=lr, momentum=momentum)
-        self.param_groups, self.zero_grad = self._sgd.param_groups, self._sgd.zero_grad
-        self.state_dict, self.load_state_dict = self._sgd.state_dict, self._sgd.load_state_dict
-
-    def step(self) -> None:
-        self._sgd.step()
+STEPS = 60  # of an epoch, with two workers
 
 
 class Clean(TrainingOperator):
-    """Has a state of its own, which it saves, and attributes that each batch sets anew."""
-
-    optimizer_cls: Any = torch.optim.SGD
+    """Has a state of its own, which it saves."""
 
     def setup(self, config: dict[str, Any]) -> None:
-        torch.manual_seed(3)
         model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2))
-        optimizer = self.optimizer_cls(model.parameters(), lr=config.get("lr", 0.05), momentum=0.9)
-        self.model, self.optimizer, self.criterion = self.register(
-            models=model, optimizers=optimizer, criterion=nn.CrossEntropyLoss()
+        optimizer = torch.optim.SGD(model.parameters(), lr=config.get("lr", 0.05), momentum=0.9)
+        self.model, self.optimizer, self.criterion, *_ = self.register(
+            models=model, optimizers=optimizer, criterion=nn.CrossEntropyLoss(), **self.schedulers(optimizer)
         )
-        generator = torch.Generator().manual_seed(7)
-        x = torch.randn(SAMPLES, 8, generator=generator)
-        self.register_data(train_loader=self.loader(x, (x.sum(dim=1) > 0).long()))
+        x = torch.randn(SAMPLES, 8)
+        data = TensorDataset(x, (x.sum(dim=1) > 0).long())
+        self.register_data(train_loader=DataLoader(data, batch_size=BATCH_SIZE, shuffle=True))
         self.batches = 0
-        self.last_loss: Any = None
 
-    def loader(self, x: torch.Tensor, y: torch.Tensor) -> Any:
-        return DataLoader(TensorDataset(x, y), batch_size=BATCH_SIZE, shuffle=True)
+    def schedulers(self, optimizer: Any) -> dict[str, Any]:
+        return {}
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        time.sleep(0.01)
+        time.sleep(0.02)
         self.batches += 1
-        result = super().train_batch(batch, batch_info)
-        self.last_loss = result["train_loss"]
-        return {**result, "last_loss": float(self.last_loss)}
+        return super().train_batch(batch, batch_info)
 
     def state_dict(self) -> Any:
         return {"batches": self.batches}
@@ -60,33 +43,14 @@ class Clean(TrainingOperator):
         self.batches = state_dict["batches"]
 
 
-class WithoutHooks(Clean):
-    """Trains with an optimizer that has no hooks."""
+class Scheduled(Clean):
+    """Needs an argument of the trainer: `--set scheduler_step_freq=batch`."""
 
-    optimizer_cls = PlainSGD
-
-
-class Looping(Clean):
-    """Has a loop of its own, and leaves each epoch in the middle; the next call trains the rest."""
-
-    def train_epoch(
-        self, iterator: Iterable[Any], info: Any = None, num_steps: int | None = None, epoch_idx: int = 0
-    ) -> dict[str, Any]:
-        loss = 0.0
-        for number, (x, y) in enumerate(iterator):
-            self.batches += 1
-            time.sleep(0.01)
-            self.zero_grad()
-            output = self.criterion(self.model(x), y)
-            self.backward(output)
-            self.step(self.optimizer)
-            loss = float(output.detach())
-            if number == SAMPLES // BATCH_SIZE // 4:
-                break
-        return {"train_loss": loss}
+    def schedulers(self, optimizer: Any) -> dict[str, Any]:
+        return {"schedulers": torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=4 * STEPS)}
 
 
-class Forgetful(Clean):
+class Forgetful(Scheduled):
     """Does not save how many batches it has trained."""
 
     def state_dict(self) -> Any:
@@ -96,6 +60,15 @@ class Forgetful(Clean):
         pass
 
 
+class Random(Clean):
+    """Is another one in each process."""
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        x, y = batch
+        noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(int.from_bytes(os.urandom(4), "big")))
+        return super().train_batch((x + noise, y), batch_info)
+
+
 class Swallowing(Clean):
     """Catches every error of a batch."""
 
@@ -103,30 +76,4 @@ class Swallowing(Clean):
         try:
             return super().train_batch(batch, batch_info)
         except RuntimeError:
-            return {"train_loss": 0.0, "last_loss": 0.0, "num_samples": len(batch[1])}
-
-
-class Slow(Clean):
-    """Has a batch that takes longer than the limit of the test."""
-
-    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        time.sleep(8.0 if self.global_step == 4 and self.world_rank == 1 else 0.0)
-        return super().train_batch(batch, batch_info)
-
-
-class Dividing(Clean):
-    """Divides its data in setup, where the rank of a replacement worker is always 0; raysgd divides it again."""
-
-    def loader(self, x: torch.Tensor, y: torch.Tensor) -> Any:
-        return super().loader(x[self.world_rank :: 2], y[self.world_rank :: 2])
-
-
-class Drifting(Clean):
-    """Changes the weights of one rank."""
-
-    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        result = super().train_batch(batch, batch_info)
-        if self.world_rank == 1:
-            with torch.no_grad():
-                next(self.model.parameters()).add_(1e-3)
-        return result
+            return {"train_loss": 0.0}

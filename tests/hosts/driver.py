@@ -15,6 +15,7 @@ import torch
 from counting import CountingOperator, lost_and_doubled
 
 from raysgd import TorchTrainer
+from raysgd.cli import main
 from raysgd.config import ElasticConfig
 from raysgd.errors import RaysgdError
 
@@ -75,6 +76,8 @@ def wait() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    if sys.argv[1] == "doctor":
+        main(["doctor", "--folder", "/tmp"])
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     ray.init(log_to_driver=False)
     try:

@@ -38,15 +38,24 @@ def run(hosts: Hosts, name: str, **environment: str) -> dict[str, Any]:
 
 
 def test_training_does_not_need_the_names_of_the_hosts(hosts: Hosts) -> None:
-    """On one host its own name is unknown, and on another it has the address of docker's bridge."""
+    """On one host its own name is unknown, and on two it has the address of docker's bridge."""
     hosts[1].set_names({})
-    hosts[2].set_names({hosts[2].name: "172.30.0.1"})
+    for host in (hosts[0], hosts[2]):
+        host.set_names({host.name: "172.30.0.1"})
     try:
         found = run(hosts, "train")
+        _, doctor = run_script(hosts[0], DRIVER, "doctor", limit_s=LIMIT_S)
     finally:
         hosts.name_all()
     assert sorted(found["hosts"]) == [hosts[1].address, hosts[2].address]
     assert found["lost_and_doubled"] == [0, 0] and found["recoveries"] == []
+    assert "names       10.9.0.2: its name host-b does not resolve" in doctor, doctor
+    for host in (hosts[0], hosts[2]):
+        assert f"{host.address}: its name {host.name} resolves to 172.30.0.1, as that of another node does" in doctor, (
+            doctor
+        )
+    assert "ok    ports       gloo uses 10.9.0." in doctor and "firewall" not in doctor, doctor
+    assert "what 10.9.0.2 wrote to /tmp is not seen by 10.9.0.1, 10.9.0.3" in doctor, doctor
 
 
 def test_a_firewall_before_the_control_port_is_named_at_once(hosts: Hosts) -> None:
