@@ -25,6 +25,7 @@ def own_path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.more
 @pytest.mark.elastic
+@pytest.mark.timeout(900)  # three trainings, one of them with a hang
 def test_an_operator_that_forgets_a_counter(ray_cluster: None, own_path: None) -> None:
     place = f"{Path(operators.__file__)}:Forgetful"
     done = CliRunner().invoke(main, ["drill", place, "--set", "scheduler_step_freq=batch"])
