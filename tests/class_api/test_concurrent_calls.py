@@ -11,6 +11,7 @@ import pytest
 
 from raysgd import NotActiveError, TrainerBusyError
 from raysgd.callbacks import Callback
+from raysgd.engine import engine
 from raysgd.torch import TorchTrainer
 from raysgd.train import Trainer, WorkerGroup, report
 from tests.faults import until
@@ -144,10 +145,16 @@ def test_callbacks_may_use_their_trainer() -> None:
     assert callback.states == [1, 2]
 
 
+@pytest.mark.parametrize("stuck", [False, True], ids=["between batches", "in a long batch"])
 @pytest.mark.parametrize("use_ray", [False, True], ids=["inline", "remote"])
-def test_another_thread_may_shut_it_down(ray_cluster: None, held: Path, use_ray: bool) -> None:
+def test_another_thread_may_shut_it_down(
+    ray_cluster: None, held: Path, use_ray: bool, stuck: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "RELEASE_S", 0.5 if stuck else 30.0)
     trainer = inline(Slow, config={"rows": 4000, "batch": 2, "pace": 0.05}, use_ray=use_ray)
     running = elsewhere(held, lambda: trainer.train(info={"held": held}))
+    if not stuck:
+        (held / "free").touch()
     began = time.monotonic()
     trainer.shutdown()
     assert time.monotonic() - began < 30
