@@ -137,7 +137,7 @@ def train(
         for number, model in enumerate(state["models"]):
             found.weights |= {f"{number}.{name}": value for name, value in model.items()}
         found.counters = trainer.apply_all_operators(  # a lambda, so that workers need not import this module
-            lambda operator: {name: value for name, value in vars(operator).items() if type(value) is int}
+            lambda operator: {n: value for n, value in vars(operator).items() if type(value) is int and n[0] != "_"}
         )
     return found
 
