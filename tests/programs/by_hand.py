@@ -5,6 +5,7 @@ Such a loop takes model and data from the program (`examples/programs`), and not
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,8 @@ def _rank(rank: int, loop: Loop, folder: Path, settings: Mapping[str, Any]) -> N
         returned = loop(rank, **settings)
         if rank == 0:
             torch.save(returned, folder / "returned.pt")
+        # DDP is in a cycle. As the group's last owner, it would wait for threads of the group that can wait for the interpreter.
+        gc.collect()
     finally:
         dist.destroy_process_group()
 
