@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 from torch import nn
 
-__all__ = ["Weight", "arguments", "assert_equal", "assert_equal_weights", "collated", "own", "run", "total"]
+__all__ = ["Share", "Weight", "arguments", "assert_equal", "assert_equal_weights", "collated", "own", "run", "total"]
 
 Loop = Callable[..., Any]
 
@@ -52,6 +52,19 @@ def own(order: torch.Tensor, size: int, rank: int, workers: int) -> Iterator[tup
         yield batch.tensor_split(workers)[rank], len(batch)
 
 
+class Share:
+    """A batch sampler: yields this rank's samples of each batch of `size` samples, in the order of the sampler."""
+
+    def __init__(self, sampler: Iterable[int], size: int, rank: int, workers: int) -> None:
+        self.sampler, self.how = sampler, (size, rank, workers)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = torch.tensor(list(self.sampler))  # when the first batch is asked for, as a DataLoader draws it
+        for mine, _ in own(order, *self.how):
+            if len(mine):
+                yield mine.tolist()
+
+
 class Weight:
     """Multiplies a model's gradients on this rank, so that their mean over the ranks is the mean over the samples."""
 
@@ -68,7 +81,8 @@ def collated(data: Any, rows: torch.Tensor) -> list[torch.Tensor]:
 def total(*numbers: float) -> list[float]:
     """Return the sum over the ranks of each number."""
     sums = torch.tensor(numbers, dtype=torch.float64)
-    dist.all_reduce(sums)
+    if dist.is_initialized():
+        dist.all_reduce(sums)
     return sums.tolist()
 
 
