@@ -165,7 +165,8 @@ class TrainingOperator(OperatorBase):
     def _own_gradients(self, tape: Any, loss: Any, model: Any, optimizer: Any) -> tuple[list[Any], list[Any]]:
         """Return this worker's part of the gradients, and their variables."""
         trained = self._parts.trained_by(optimizer) if model is None else list(model.trainable_variables)
-        found = tape.gradient(loss, trained, output_gradients=self._fraction * _scale(optimizer, loss))
+        scale = _scale(optimizer, loss)
+        found = tape.gradient(loss, trained, output_gradients=tf.cast(self._fraction, scale.dtype) * scale)
         pairs = [(g, v) for g, v in zip(found, trained, strict=True) if g is not None]
         if not pairs:
             raise ConfigError(
