@@ -43,7 +43,7 @@ def load_operator(place: str) -> Any:
     if not name or not attribute:
         raise ConfigError(f"the operator must be SCRIPT:CLASS or MODULE:CLASS, got {place!r}: pass train.py:Digits")
     if is_script and not path.is_file():
-        raise ConfigError(f"there is no file {name!r}: pass the path of the script that defines {attribute}")
+        raise ConfigError(f"cannot find the file {name!r}: pass the path of the script that defines {attribute}")
     sys.path.insert(0, str(path.parent) if is_script else os.getcwd())  # the workers import from there, too
     module = vars(importlib.import_module(path.stem if is_script else name))
     operators = {n: v for n, v in module.items() if isinstance(v, type) and issubclass(v, TrainingOperator)}
@@ -79,7 +79,7 @@ def trainer_arguments(settings: Sequence[str]) -> dict[str, Any]:
 
 @dataclass
 class Trained:
-    """What one training has shown. `unrest` has the changes of workers that nobody planned, for each call of `train()`."""
+    """What one training has shown. `unrest` has the unplanned changes of workers in each call of `train()`."""
 
     samples: list[int] = field(default_factory=list)
     position: dict[str, Any] = field(default_factory=dict)

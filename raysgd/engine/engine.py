@@ -176,7 +176,7 @@ class Engine:
             unfinished = NotActiveError(
                 f"a callback or a signal handler shut the trainer down while {claim.describe()}"
             )
-        if unfinished is not None:  # when user code lets that call go on, it ends with this error
+        if unfinished is not None:  # that call ends with this error when its user code returns
             self.cancel(unfinished)
 
     def _cancellable(self, callback: Callable[[T], None]) -> Callable[[T], None]:

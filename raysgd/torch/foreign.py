@@ -49,7 +49,6 @@ __all__ = [
     "reset_iteration",
     "run_after_backward",
     "set_collective_limit",
-    "step_in_order",
     "uncompiled",
     "was_skipped",
     "with_module_versions",
@@ -170,15 +169,6 @@ def no_collectives() -> int:
 
 
 # -- models, gradients and schedulers -----------------------------------------------------------------
-
-
-def step_in_order(scheduler: Any) -> None:
-    """Step a scheduler at its time. torch warns that the optimizer should step before, which is false if that step was left out
-    (for gradients that are not finite), or if the first batches of a window come before it."""
-    optimizer = getattr(scheduler, "optimizer", None)
-    if optimizer is not None:
-        optimizer._opt_called = True
-    scheduler.step()
 
 
 def compile_in_place(model: nn.Module, **arguments: Any) -> None:

@@ -23,6 +23,7 @@ class Monitor:
         self._measures = measures
         self.needs_gradients = "grad_norm" in measures
         self._optimizers: list[Any] = []
+        self._rates: dict[str, Any] = {}
         self.begin([])
 
     def begin(self, wrapped: Sequence[Any]) -> None:
@@ -43,6 +44,7 @@ class Monitor:
         for optimizer in self._optimizers:
             if hasattr(optimizer, "register_step_post_hook"):
                 if "lr" in self._measures:
+                    optimizer.register_step_pre_hook(self._steps)
                     optimizer.register_step_post_hook(self._stepped)
             elif self._measures - {"seconds"}:
                 raise ConfigError(
@@ -60,13 +62,18 @@ class Monitor:
         number = f"_{self._optimizers.index(optimizer)}" if len(self._optimizers) > 1 else ""
         self._meter.update({f"grad_norm{number}": norm})
 
-    def _stepped(self, optimizer: Any, *_: Any) -> None:
-        if was_skipped(optimizer):
-            return
+    def _steps(self, optimizer: Any, *_: Any) -> None:
+        """Note the rates of a step before it: a hook of the user's may change them when the step has ended."""
         groups = [group for each in self._optimizers for group in each.param_groups]
-        for number, group in enumerate(groups):
-            if any(group is own for own in optimizer.param_groups):
-                self._meter.update({f"lr_{number}" if len(groups) > 1 else "lr": group["lr"]})
+        self._rates = {
+            f"lr_{number}" if len(groups) > 1 else "lr": group["lr"]
+            for number, group in enumerate(groups)
+            if any(group is own for own in optimizer.param_groups)
+        }
+
+    def _stepped(self, optimizer: Any, *_: Any) -> None:
+        if not was_skipped(optimizer):
+            self._meter.update(self._rates)
 
     @property
     def follows_batches(self) -> bool:

@@ -26,7 +26,6 @@ from raysgd.torch import wrapping
 from raysgd.torch.averages import Averages
 from raysgd.torch.data.sample_seeds import seeded_for
 from raysgd.torch.data.sampling import batches_per_epoch, is_planned, planned_epoch, unit_size
-from raysgd.torch.foreign import step_in_order
 from raysgd.torch.fsdp import Shards, shard_layers
 from raysgd.torch.gradients import Gradients, samples_in
 from raysgd.torch.guard import StepGuard
@@ -34,7 +33,7 @@ from raysgd.torch.monitor import Monitor
 from raysgd.torch.parts import Parts, check_parts, check_steps_alone, move
 from raysgd.torch.precision import make_precision
 from raysgd.torch.rates import scale_rates, scaling_rule
-from raysgd.torch.schedules import stepped_twice, steps_of, watch_schedule
+from raysgd.torch.schedules import step_in_order, stepped_twice, steps_of, watch_schedule
 from raysgd.torch.settings import TorchSettings
 from raysgd.training.operator_base import OperatorBase
 
@@ -131,7 +130,7 @@ class TrainingOperator(OperatorBase):
         batch_idx = 0
         for batch in iterator:
             batch_info = {"batch_idx": batch_idx, "global_step": self.global_step, **common}
-            steps = steps_of(scheduler)
+            steps = steps_of(scheduler) if steps_it else None
             metrics = self.train_batch(batch, batch_info=batch_info) if named else self.train_batch(batch, batch_info)
             if steps_it and steps_of(scheduler) != steps:
                 raise stepped_twice(type(self).__name__, scheduler, str(self.scheduler_step_freq))
@@ -314,9 +313,11 @@ class TrainingOperator(OperatorBase):
         if not self._has_own_steps:
             self._gradients.watch(parts.optimizers)
         parts.averages.watch(parts.models, parts.optimizers, precision=parts.options.precision)
-        self._monitor.watch(parts.optimizers, clips_itself=self._has_own_steps)
         if (rule := scaling_rule(self._settings.elastic.lr, self._settings.num_workers)) is not None:
             parts.restore_rates = scale_rates(parts.optimizers, lambda: rule(self.world_size))
+        self._monitor.watch(
+            parts.optimizers, clips_itself=self._has_own_steps
+        )  # after the hook that scales what it measures
         parts.registered = True
         optional = [criterion, None if schedulers is None else parts.like(schedulers, parts.schedulers)]
         ready = [parts.like(models, parts.wrapped), parts.like(optimizers, parts.optimizers)]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -31,6 +32,17 @@ def steps_of(scheduler: Any) -> Any:
     steps = getattr(scheduler, "last_epoch", None)
     inner = nested_schedulers(scheduler)  # a ChainedScheduler has no counter of its own
     return steps_of(inner[0]) if steps is None and inner else steps
+
+
+def step_in_order(scheduler: Any) -> None:
+    """Step a scheduler at its time. In its first step, torch warns if the optimizer has not stepped before, which is right if that
+    step was left out (for gradients that are not finite), or if the first batches of a window come before it."""
+    if steps_of(scheduler):
+        scheduler.step()
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"Detected call of `lr_scheduler\.step\(\)` before", UserWarning)
+        scheduler.step()
 
 
 def has_length_in_code(scheduler: Any) -> bool:

@@ -47,6 +47,27 @@ def test_the_learning_rate_of_each_step() -> None:
     assert "lr=0.05833" in output.getvalue(), "other callbacks get it, too"
 
 
+class SteppedInHook(Line):
+    """Halves its learning rate in a hook of its own."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        optimizer.register_step_post_hook(lambda *_: schedule.step())
+        self.model, self.optimizer, self.criterion = self.register(
+            models=model, optimizers=optimizer, criterion=nn.MSELoss()
+        )
+        self.register_data(train_loader=DataLoader(TensorDataset(*rows(12)), batch_size=4))
+
+
+def test_the_learning_rate_is_that_of_the_step_and_not_of_the_next_one() -> None:
+    with inline(SteppedInHook, callbacks=[LearningRateMonitor()]) as trainer:
+        result = trainer.train()
+    assert result["lr"] == pytest.approx((0.1 + 0.05 + 0.025) / 3)
+    assert result["last_lr"] == pytest.approx(0.025)
+
+
 def norms() -> list[float]:
     """Return the gradient norms of a hand-written epoch without clipping."""
     torch.manual_seed(0)

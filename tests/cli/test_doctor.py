@@ -84,7 +84,7 @@ def test_a_package_whose_import_ends_the_process() -> None:
 
 
 def test_names_that_do_not_matter_to_torch() -> None:
-    """A name that is docker's bridge is no reason to open ports, because raysgd chooses the interface."""
+    """Ports need not be opened because a name is docker's bridge: raysgd chooses the interface."""
     unknown = machine(name_at=[])
     assert not only(judge({"a": unknown}, [])).fails
     horovod = machine(name_at=[], versions={**machine()["versions"], "horovod": "0.28.1"})

@@ -96,7 +96,7 @@ def test_operators_that_cannot_be_loaded(tmp_path: Path, own_path: None) -> None
     script.write_text("from raysgd import TrainingOperator\nclass Mine(TrainingOperator): pass", encoding="utf-8")
     for place, text in (
         ("train.py", "must be SCRIPT:CLASS or MODULE:CLASS, got 'train.py'"),
-        (f"{tmp_path}/nothing.py:Digits", "there is no file"),
+        (f"{tmp_path}/nothing.py:Digits", "cannot find the file"),
         (f"{script}:Digits", "no subclass of raysgd.TrainingOperator named 'Digits'. It has: Mine"),
     ):
         with pytest.raises(ConfigError, match=text):
