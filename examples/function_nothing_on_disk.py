@@ -69,7 +69,7 @@ def main():
                 print(f"epoch {rows[0]['epoch']}  train_loss {rows[0]['train_loss']:.4f}")
             starts = rounds.get_final_results()
             failures = [recovery for recovery in trainer.recoveries if recovery.reason == "worker death"]
-            print(f"resumed at epoch {starts[0]} after {len(failures)} worker failure(s)")
+            print(f"resumed at epoch {starts[0]}; worker failures: {len(failures)}")
             print(f"newest in memory: epoch {trainer.latest_checkpoint['epoch']}")
         files = [path for path in Path(logs).rglob("*") if path.is_file()]
         print(f"files on disk: {len(files)}")

@@ -78,7 +78,7 @@ def train_while_one_dies(trainer):
     print(f"recoveries: {len(trainer.recoveries)}")
     for recovery in trainer.recoveries:
         print(
-            f"  {recovery.reason} in batch {recovery.batch}, removed rank(s) {recovery.removed_ranks}: "
+            f"  {recovery.reason} in batch {recovery.batch}, removed ranks {recovery.removed_ranks}: "
             f"{recovery.world_size_before} -> {recovery.world_size_after} workers, "
             f"{recovery.seconds:.2f} s"
         )
