@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from raysgd import ElasticConfig, TorchTrainer, TrainingOptions
-from tests.torch.simulated import train
+from tests.local.runs import train
 from tests.torch.test_exact_gradients import Curve
 
 pytestmark = [

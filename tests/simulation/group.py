@@ -11,8 +11,6 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-from greenlet import getcurrent
-
 from raysgd.core.messages import Message, PreemptionNotice, ProgressReport, SnapshotUpload
 from raysgd.core.outcomes import Outcome
 from raysgd.core.progress import Control, Progress
@@ -134,7 +132,7 @@ class Worker(Process):
         return max(self.began_at, until - (until - self.began_at) % HEARTBEAT_S)
 
     def _main(self) -> None:
-        self._group.current[getcurrent()] = self
+        self._group.current[self.world.current()] = self
         self.point("process start")
         self._to_driver.send(partial(self._group.emit, WorkerStarted(self.name, self.node.name, 1)))
         while True:
@@ -230,6 +228,7 @@ class SimGroup:
     """The protocol of `raysgd.workers.worker_group.WorkerGroupProtocol`."""
 
     elastic = True
+    worker_class = Worker
 
     def __init__(self, world: World, plan: Any, checker: Any, schedule: Any) -> None:
         self.world, self.plan, self.checker, self.strike = world, plan, checker, schedule.strike
@@ -267,7 +266,7 @@ class SimGroup:
                 return
             self._pending.remove(name)
             node = max(room, key=lambda each: each.free)
-            worker = self.workers[name] = Worker(self, name, node)
+            worker = self.workers[name] = self.worker_class(self, name, node)
             node.workers[worker] = None
             self.world.at(self.world.between(0.1, 0.6), worker.begin)
 

@@ -8,8 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from greenlet import getcurrent
-
 from raysgd.constants import NUM_SAMPLES
 from raysgd.core import metrics
 from raysgd.core.policy import Recovery
@@ -87,10 +85,10 @@ class Script:
     # -- the user's code in the workers ---------------------------------------------------------------
 
     def _hook(self) -> None:
-        self.group.current[getcurrent()].point("hook")
+        self.group.current[self.world.current()].point("hook")
 
     def _build(self, rank_info: Any, control: Any) -> SimReplica:
-        worker = self.group.current[getcurrent()]
+        worker = self.group.current[self.world.current()]
         worker.compute()
         worker.point("setup")
         worker.replica = SimReplica(worker, self.plan, rank_info, control)

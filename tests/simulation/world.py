@@ -14,37 +14,45 @@ from typing import Any
 
 from greenlet import GreenletExit, getcurrent, greenlet
 
-__all__ = ["Condition", "Process", "Wake", "World"]
+__all__ = ["Condition", "End", "Process", "Wake", "World"]
 
 
-class _End(KeyboardInterrupt, GreenletExit):
+class End(KeyboardInterrupt, GreenletExit):
     """Ends a task. A worker's code never handles the first, and a greenlet ends silently with the second."""
 
 
 class World:
-    """Owns the virtual time and the actions that are scheduled in it."""
+    """Owns the virtual time and the actions that are scheduled in it. `task` and `current` are another kind of tasks than
+    greenlets."""
 
-    def __init__(self, seed: int, *, tracing: bool = False) -> None:
-        self._tracing = tracing
+    def __init__(
+        self,
+        seed: int,
+        *,
+        tracing: bool = False,
+        task: Callable[..., Any] = greenlet,
+        current: Callable[[], Any] = getcurrent,
+    ) -> None:
+        self._tracing, self._task, self.current = tracing, task, current
         self.random = random.Random(seed)
         self.now = 1000.0
         self._ahead_s = 0.0
         self._jumps: list[tuple[float, float]] = []  # when the driver's clock jumped, and how far ahead it was before
-        self.hub = getcurrent()
+        self.hub = current()
         self.trace: list[str] = []
         self._queue: list[tuple[float, float, int, Callable[[], Any]]] = []
         self._count = 0
-        self._tasks: list[greenlet] = []
+        self._tasks: list[Any] = []
 
-    def spawn(self, run: Callable[[], Any]) -> greenlet:
+    def spawn(self, run: Callable[[], Any]) -> Any:
         """Return a new task."""
-        self._tasks.append(task := greenlet(run, parent=self.hub))
+        self._tasks.append(task := self._task(run, parent=self.hub))
         return task
 
     def close(self) -> None:
         """End all tasks. Those of processes that were killed wait forever, and would keep their memory."""
         for task in self._tasks:
-            task.throw(_End)
+            task.throw(End)
 
     def clock(self) -> float:
         """Return what the driver's clock shows. It is ahead of the virtual time after it has jumped."""
@@ -134,7 +142,7 @@ class Wake:
     """One wait of the task that creates it. The first call ends the wait with a value, and later calls do nothing."""
 
     def __init__(self, process: Process) -> None:
-        self._process, self._task = process, getcurrent()
+        self._process, self._task = process, process.world.current()
         self.used = False
 
     def __call__(self, value: Any = None) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from raysgd import ConfigError, ElasticConfig, TorchTrainer, TrainingOptions
 from raysgd.data import ShardedStream
 from raysgd.training.feed import Carrier
-from tests.torch.simulated import train
+from tests.local.runs import train
 from tests.torch.test_exact_gradients import OPTIONS, Curve, Direct, Sampled, TwoPasses, close, options
 
 pytestmark = pytest.mark.filterwarnings("ignore:the training loader does not shuffle")
@@ -66,7 +66,7 @@ def test_any_schedule_ends_with_the_weights_of_an_undisturbed_run(
         num_workers=workers,
         batch="global",
         options=options(**more),
-        look=lambda replicas, results: counts.append(results[0]["batch_count"]),
+        look=lambda trainer, results: counts.append(results[0]["batch_count"]),
     )
     close(mine, train(kind, {**config, "batch": whole}, [(None, 1)], options=options(**more)))
     assert max(sizes) <= batch
@@ -102,11 +102,11 @@ def test_metrics_of_pieces_are_those_of_the_batch() -> None:
             [(None, ranks)],
             num_workers=3,
             batch="global",
-            look=lambda replicas, results: found.append(
+            look=lambda trainer, results: found.append(
                 {
                     "loss": sum(r["train_loss"] * r["num_samples"] for r in results) / 20,
                     "samples": sum(r["num_samples"] for r in results),
-                    "steps": replicas[0].progress.step,
+                    "steps": trainer.apply_all_operators(lambda operator: operator.global_step)[0],
                     "batches": results[0]["batch_count"],
                 }
             ),
@@ -189,7 +189,9 @@ def test_a_schedule_that_the_batch_steps_counts_steps() -> None:
             num_workers=2,
             batch="global",
             scheduler_step_freq="manual",
-            look=lambda replicas, results: rates.append(replicas[0].operator.schedule.get_last_lr()[0]),
+            look=lambda trainer, results: rates.append(
+                trainer.apply_all_operators(lambda operator: operator.schedule.get_last_lr()[0])[0]
+            ),
         )
     assert rates[0] == rates[-1] == pytest.approx(0.2 * 0.9**4)
 

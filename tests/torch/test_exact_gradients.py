@@ -17,7 +17,7 @@ from raysgd.ray_data.dealer import Dealer, PartRequest
 from raysgd.torch import TrainingOperator
 from raysgd.torch.settings import TorchSettings
 from tests.data.test_rows import Blocks
-from tests.torch.simulated import train
+from tests.local.runs import train
 
 pytestmark = pytest.mark.filterwarnings("ignore:the training loader does not shuffle")
 

@@ -10,10 +10,14 @@ from raysgd import ConfigError, ElasticConfig
 from raysgd.tf import TFTrainer
 from raysgd.torch.rates import scale_rates
 from raysgd.train import Trainer
-from tests.torch.simulated import train
+from tests.local.runs import train
 from tests.torch.test_exact_gradients import Curve, close
 
 pytestmark = pytest.mark.filterwarnings("ignore:the training loader does not shuffle")
+
+
+def rate_of(operator: Any) -> float:
+    return operator.optimizer.param_groups[0]["lr"]
 
 
 @pytest.mark.parametrize(("rule", "half", "more"), [("linear", 0.5, 1.5), ("sqrt", 0.5**0.5, 1.5**0.5), (None, 1, 1)])
@@ -25,7 +29,7 @@ def test_weights_equal_those_of_a_loop_with_these_rates(rule: Any, half: float, 
         {"rows": 44, "batch": 2, "adam": adam},
         [(2, 4), (2, 2), (1, 6), (None, 4)],
         lr=rule,
-        look=lambda replicas, results: shown.append(replicas[0].operator.optimizer.param_groups[0]["lr"]),
+        look=lambda trainer, results: shown.append(trainer.apply_all_operators(rate_of)[0]),
     )
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1)).double()

@@ -11,7 +11,7 @@ from torch import nn
 
 from raysgd import ConfigError, NonFiniteError, TrainingOptions
 from raysgd.torch.guard import MOST_LEFT_OUT, StepReport, explained
-from tests.torch.simulated import train
+from tests.local.runs import train
 from tests.torch.small import Line, inline, operator_of, weights
 from tests.torch.test_exact_gradients import Curve, Direct, close, options
 
@@ -56,7 +56,7 @@ def test_the_weights_are_those_of_a_run_without_these_batches(
         config,
         [(None, workers)],
         options=options(on_nonfinite="skip", **more),
-        look=lambda replicas, results: skipped.extend(each.get("skipped_steps", 0) for each in results),
+        look=lambda trainer, results: skipped.extend(each.get("skipped_steps", 0) for each in results),
     )
     close(mine, train(spoiling(kind, bad, 1, leaves_out=True), config, [(None, workers)], options=options(**more)))
     assert skipped == [len([step for step in bad if step < steps])] * workers

@@ -1,0 +1,276 @@
+"""Trainers whose workers are simulated processes in this one: the real engine with real replicas, in virtual time.
+
+    with Cluster(faults=[Fault("kill", "reduced", rank=1, step=3)]):
+        trainer = TorchTrainer(training_operator_cls=Digits, num_workers=2)
+        trainer.train()
+
+One rank runs at a time, so a seed decides everything. The network, the time, the processes and the random states are those of
+`tests.simulation`; gradients are averaged in memory, and so are the collective calls of torch.distributed that raysgd makes.
+DistributedDataParallel, FSDP and Horovod need real processes.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from ray import cloudpickle
+
+from raysgd.config import ElasticConfig, Limits
+from raysgd.core.messages import SnapshotUpload
+from raysgd.core.outcomes import Outcome
+from raysgd.engine.engine import Engine
+from raysgd.torch.foreign import run_after_backward
+from raysgd.torch.strategies import Strategy
+from raysgd.torch.wrapping import Exchange
+from raysgd.training.replica_base import ReplicaBase
+from raysgd.training.snapshots import Snapshotter
+from raysgd.workers.calls import with_value
+from raysgd.workers.replica_host import ReplicaHost
+from tests.local.tasks import Task, current
+from tests.simulation.faults import Schedule
+from tests.simulation.group import SimGroup, Worker
+from tests.simulation.network import NetworkError, SimBackend
+from tests.simulation.plan import Fault as Disturbance
+from tests.simulation.plan import Plan
+from tests.simulation.world import Wake, World
+
+__all__ = ["Cluster", "Fault"]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault of this `kind` (see `tests.simulation.plan.Fault`), when this rank reaches a point of its first step that is not
+    before `step`:
+
+    forward   it has computed its gradients
+    reduced   it has those of all ranks; with `heirs`, only they and the ranks before it have them
+    applied   its optimizer has made a step
+
+    or any other point at which a worker of the simulation can be hit, or which the operator names by calling `Cluster.point`.
+    """
+
+    kind: str
+    at: str
+    rank: int = 0
+    step: int = 0
+    seconds: float = 1.0
+
+
+class Unchecked:
+    """A checker for runs that the test itself checks."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_, **__: None
+
+
+class Faults(Schedule):
+    """Injects each fault once."""
+
+    def __init__(self, world: World, faults: Sequence[Fault]) -> None:
+        plan = Plan(faults=())
+        checker: Any = Unchecked()
+        super().__init__(world, plan, checker)
+        self.left = list(faults)
+
+    def strike(self, worker: Any, point: str) -> None:
+        control = worker.client.control
+        for fault in [each for each in self.left if each.at == point]:
+            if worker.host.rank == fault.rank and control.begun >= fault.step:
+                self.left.remove(fault)
+                self._hit(worker, Disturbance(fault.kind, point, seconds=fault.seconds))
+
+    def driver_waits(self) -> None:
+        """Nothing happens to the driver."""
+
+
+class Host(ReplicaHost):
+    """Copies what other processes would get as copies."""
+
+    rank = -1
+
+    def perform(self, verb: str, arguments: dict[str, Any]) -> Outcome:
+        if verb == "join":
+            self.rank = arguments["rank_info"].world_rank
+        if "factory" in arguments:
+            arguments = {**arguments, "factory": copy.deepcopy(arguments["factory"])}
+        return with_value(pickle.loads(cloudpickle.dumps(super().perform(verb, arguments))))
+
+
+class LocalWorker(Worker):
+    """A worker whose replica is a real one."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.host = Host(self.backend, self.client.control)
+        self.client.control.upload = self._send_snapshot
+        self._sent: Wake | None = None
+
+    def _send_snapshot(self, message: SnapshotUpload, *content: Any) -> None:
+        self.upload(message, b"".join(map(bytes, content)))
+
+
+class LocalGroup(SimGroup):
+    worker_class = LocalWorker
+
+
+class Mean(Exchange):
+    """Averages gradients over the ranks when a backward pass ends, as DistributedDataParallel does."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster, self._arrived, self._held = cluster, False, False
+
+    def prepare(self, models: list[Any], optimizers: list[Any]) -> None:
+        self._models = models
+        self._parameters = [p for each in optimizers for group in each.param_groups for p in group["params"]]
+        for parameter in self._parameters:
+            parameter.register_post_accumulate_grad_hook(self._note)
+        for each in optimizers:
+            each.register_step_post_hook(lambda *_: self._cluster.point("applied"))
+
+    def joined(self) -> None:
+        """Give rank 0's weights to all ranks."""
+        with torch.no_grad():
+            for model in self._models:
+                for each in model.state_dict().values():
+                    dist.broadcast(each, src=0)
+
+    def hold(self, on: bool) -> None:
+        self._held = on
+
+    def _note(self, parameter: torch.Tensor) -> None:
+        if not self._arrived and not self._held:
+            self._arrived = True
+            run_after_backward(self._exchange)
+
+    def _exchange(self) -> None:
+        self._arrived = False
+        cluster = self._cluster
+        cluster.here.compute()
+        cluster.point("forward")
+        brought = cluster.together([None if p.grad is None else p.grad.clone() for p in self._parameters])
+        cluster.point("reduced")
+        with torch.no_grad():
+            for parameter, each in zip(self._parameters, zip(*brought, strict=True), strict=True):
+                if parameter.grad is not None:
+                    parameter.grad.copy_(torch.stack(each).mean(0))
+
+
+class Cluster:
+    """A context in which the workers of new trainers are simulated. `room` is how many its machine can hold."""
+
+    def __init__(self, faults: Sequence[Fault] = (), *, seed: int = 0, room: int = 8) -> None:
+        self.world = World(seed, task=Task, current=current)
+        self._schedule = Faults(self.world, faults)
+        self._plan = Plan(seed=seed, nodes=(room,), step_s=0.05)
+        self._stack = ExitStack()
+
+    @property
+    def left(self) -> list[Fault]:
+        """Return the faults that have not happened."""
+        return self._schedule.left
+
+    @property
+    def here(self) -> LocalWorker:
+        """Return the worker whose code runs."""
+        worker: Any = self._group.current[current()]
+        return worker
+
+    def point(self, name: str) -> None:
+        """Let faults happen in the worker whose code runs."""
+        self.here.point(name)
+
+    def together(self, value: Any) -> list[Any]:
+        """Return what all ranks bring."""
+        backend = self.here.backend
+        if backend.group is None:
+            raise NetworkError("this rank has left its process group")
+        return backend.group.collective(self.here, value, backend.collective_s)
+
+    def __enter__(self) -> Cluster:
+        self.replace(
+            {
+                "raysgd.torch.trainer.make_engine": self._make_engine,
+                "raysgd.torch.trainer.choose_strategy": self._strategy,
+                "torch.distributed.is_initialized": lambda: self._has_group(),
+                "torch.distributed.get_rank": lambda group=None: self.here.host.rank,
+                "torch.distributed.get_world_size": lambda group=None: len(self.here.backend.group.members),
+                "torch.distributed.get_backend": lambda group=None: "gloo",
+                "torch.distributed.barrier": lambda group=None: self.together(None),
+                "torch.distributed.broadcast": self._broadcast,
+                "torch.distributed.broadcast_object_list": self._broadcast_objects,
+                "torch.distributed.all_reduce": self._reduce,
+                "torch.distributed.all_gather_object": self._gather,
+            }
+        )
+        # In the rank's own turn, instead of a thread of its own.
+        sent = lambda self, message, content: self._control.upload(message, *content)  # noqa: E731
+        self._stack.enter_context(patch.object(Snapshotter, "send", sent))
+        threads = torch.get_num_threads()
+        self._stack.callback(torch.set_num_threads, threads)
+        torch.set_num_threads(1)
+        return self
+
+    def replace(self, given: dict[str, Any]) -> None:
+        """Replace what has these names, until the context ends."""
+        for name, value in given.items():
+            self._stack.enter_context(patch(name, value))
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+        self.world.close()
+
+    # -- the trainer's parts --------------------------------------------------------------------------
+
+    def _strategy(self, *_: Any, **__: Any) -> Strategy:
+        return Strategy(make_backend=SimBackend, make_exchange=lambda: Mean(self), wraps=False)
+
+    def _make_engine(
+        self, factory: Any, calls: Any, resources: Any, elastic: ElasticConfig, limits: Limits, hook: Any, *_: Any
+    ) -> Engine:
+        plan, world = self._plan, self.world
+        plan.__dict__.update(elastic=elastic, limits=limits)
+        self._group = group = self._schedule.group = LocalGroup(world, plan, Unchecked(), self._schedule)
+        times = {"join_s": limits.join_s, "collective_s": limits.collective_s}
+        return Engine(
+            group,
+            SimBackend(world, group.network, in_place=True, **times),
+            factory,
+            hook=hook,
+            notice=ReplicaBase.notice_preemption,
+            target=factory.settings.num_workers,
+            elastic=elastic,
+            limits=limits,
+            clock=world.clock,
+            jitter=world.random.random,
+            on_progress=calls.on_progress,
+            on_recovery=calls.on_recovery,
+            on_wait=calls.on_wait,
+        )
+
+    # -- torch.distributed ----------------------------------------------------------------------------
+
+    def _has_group(self) -> bool:
+        worker = self._group.current.get(current())
+        return worker is not None and worker.backend.group is not None
+
+    def _broadcast(self, tensor: torch.Tensor, src: int = 0, group: Any = None) -> None:
+        tensor.copy_(self.together(tensor.clone())[src])
+
+    def _broadcast_objects(self, values: list[Any], src: int = 0, group: Any = None, device: Any = None) -> None:
+        values[:] = copy.deepcopy(self.together(list(values))[src])
+
+    def _reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None) -> None:
+        every = torch.stack(self.together(tensor.clone()))
+        kinds = {dist.ReduceOp.SUM: every.sum, dist.ReduceOp.MIN: every.amin, dist.ReduceOp.MAX: every.amax}
+        tensor.copy_(kinds[op](0))
+
+    def _gather(self, found: list[Any], value: Any, group: Any = None) -> None:
+        found[:] = copy.deepcopy(self.together(value))
