@@ -11,17 +11,31 @@ from torch import nn
 
 from raysgd import ElasticConfig, TorchTrainer
 from tests.faults import Fault, fired
-from tests.torch.schedules import EPOCHS, Disturbed, Setting
-from tests.torch.test_any_schedule import trained
+from tests.torch.schedules import EPOCHS, Disturbed, Setting, trained
 
 pytestmark = [pytest.mark.more, pytest.mark.elastic, pytest.mark.slow, pytest.mark.usefixtures("ray_cluster")]
+
+
+class Killed(Disturbed):
+    """Is killed as the config says."""
+
+    def begin(self, step: int, samples: list[int]) -> None:
+        self.fault("before")
+
+    def end(self) -> None:
+        self.fault("after")
+
+    def fault(self, where: str) -> None:
+        for fault in self.config["faults"]:
+            if (fault.rank, fault.where) == (self.world_rank, where) and fault.step <= self.global_step:
+                fault.fire(self.config["marks"])
 
 
 def drawn(seed: int) -> tuple[Setting, list[tuple[int, int]], list[Fault]]:
     """Return a run on two or three workers, at which steps their number changes, and who is killed when."""
     draw = random.Random(seed)
     rows, workers = draw.randint(13, 40), draw.randint(2, 3)
-    given: dict[str, Any] = {"mode": "global", "accumulate": 1, "rows": rows, "workers": workers, "changes": ()}
+    given: dict[str, Any] = {"mode": "global", "accumulate": 1, "rows": rows, "workers": workers, "faults": ()}
     setting = Setting.draw(seed, model=("mlp", "conv", "gpt")[seed % 3], batch=draw.randint(1, 2), **given)
     if seed % 7 == 6:
         setting = replace(setting, compile={"backend": "aot_eager"})
@@ -41,7 +55,7 @@ def test_any_schedule_of_real_processes(seed: int, tmp_path: Path) -> None:
     setting, resizes, kills = drawn(seed)
     print(setting, resizes, kills)
     with TorchTrainer(
-        training_operator_cls=Disturbed,
+        training_operator_cls=Killed,
         config=setting.config(faults=kills, marks=str(tmp_path)),
         num_workers=setting.workers,
         use_gpu=False,
@@ -61,4 +75,6 @@ def test_any_schedule_of_real_processes(seed: int, tmp_path: Path) -> None:
         reasons = [each.reason for each in trainer.recoveries]
     assert set(fired(tmp_path)) >= {fault.name for fault in kills if fault.rank == 0}
     assert not kills or "worker death" in reasons
-    torch.testing.assert_close(weights, trained(replace(setting, compile=False))[0], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        weights, trained(replace(setting, compile=False), undisturbed=True)[0], rtol=1e-12, atol=1e-12
+    )

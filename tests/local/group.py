@@ -164,13 +164,17 @@ class Mean(Exchange):
 
 
 class Cluster:
-    """A context in which the workers of new trainers are simulated. `room` is how many its machine can hold."""
+    """A context in which the workers of new trainers are simulated. `room` is how many its machine can hold. Operators find it in
+    `Cluster.running`, and can add to its `notes`."""
+
+    running: Cluster
 
     def __init__(self, faults: Sequence[Fault] = (), *, seed: int = 0, room: int = 8) -> None:
         self.world = World(seed, task=Task, current=current)
         self._schedule = Faults(self.world, faults)
         self._plan = Plan(seed=seed, nodes=(room,), step_s=0.05)
         self._stack = ExitStack()
+        self.notes: list[Any] = []
 
     @property
     def left(self) -> list[Fault]:
@@ -195,6 +199,7 @@ class Cluster:
         return backend.group.collective(self.here, value, backend.collective_s)
 
     def __enter__(self) -> Cluster:
+        Cluster.running = self
         self.replace(
             {
                 "raysgd.torch.trainer.make_engine": self._make_engine,

@@ -13,14 +13,14 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from raysgd import ElasticConfig, TrainingOptions
+from raysgd import ElasticConfig, TorchTrainer, TrainingOptions
 from raysgd.data import SampleSeeds
 from raysgd.torch import TrainingOperator
 from raysgd.torch.data.sample_seeds import seeded_for
-from raysgd.torch.settings import TorchSettings
-from tests.torch.disturbed import Change
+from tests.local.group import Cluster, Fault
+from tests.local.runs import weights_of
 
-EPOCHS = 2
+EPOCHS, MOST = 2, 8
 TEXT = "any schedule of failures, growth and resizing yields the weights of an undisturbed run, up to rounding. "
 LETTERS = sorted(set(TEXT))
 LENGTH = 6
@@ -43,7 +43,9 @@ class Setting:
     double: bool = True
     augments: str = "data set"
     compile: Any = False
-    changes: tuple[Change, ...] = ()
+    faults: tuple[Fault, ...] = ()
+    room: int = 6
+    then: int | None = None  # how many workers the second epoch begins with
 
     @classmethod
     def draw(cls, seed: int, **given: Any) -> "Setting":
@@ -61,7 +63,9 @@ class Setting:
             "augments": draw.choice(["data set", "operator"]),
         }
         setting = cls(seed, **{**chosen, **given})
-        return replace(setting, changes=given.get("changes", tuple(changes(setting, draw))))
+        more = {"faults": tuple(faults(setting, draw)), "room": setting.workers + draw.randint(0, 2)}
+        more["then"] = draw.choice([None, None, draw.randint(1, more["room"])])
+        return replace(setting, **{**more, **given})
 
     @property
     def steps(self) -> int:
@@ -75,44 +79,20 @@ class Setting:
     def options(self) -> TrainingOptions:
         return TrainingOptions(parallel="ddp", accumulate=self.accumulate, compile=self.compile, **self.clip)
 
-    def settings(self) -> TorchSettings:
-        every = 1 if any(change.join and len(change.victims) > 6 for change in self.changes) else None
-        return TorchSettings(
-            num_workers=self.workers,
-            options=self.options(),
-            elastic=ElasticConfig(batch=self.mode),
-            seed=self.seed,
-            snapshot_every=every,
-            scheduler_step_freq="batch" if self.rates else None,
-        )
-
     def config(self, **more: Any) -> dict[str, Any]:
         return {"setting": self, "batch": self.batch, **more}
 
 
-ALL = tuple(range(8))
-
-
-def changes(setting: Setting, draw: random.Random) -> list[Change]:
-    """Draw what happens, and keep between 1 and 6 ranks."""
-    ranks, found = setting.workers, []
-    steps = sorted(draw.randrange(EPOCHS * setting.steps) for _ in range(draw.randint(1, 6)))
-    for step in steps:
-        kind = draw.choices(["kill", "resize", "restart"], [5, 3, 1])[0]
+def faults(setting: Setting, draw: random.Random) -> list[Fault]:
+    """Draw what happens to the ranks. A rank may have left before its turn comes."""
+    found: list[Fault] = []
+    for step in sorted(draw.randrange(EPOCHS * setting.steps) for _ in range(draw.randint(1, 4))):
+        kind = draw.choices(["kill", "notice", "freeze", "restart"], [6, 3, 1, 1])[0]
+        at = draw.choice(["begun", "forward", "reduced", "applied"])
+        ranks = draw.sample(range(setting.workers), draw.randint(1, setting.workers - 1))
         if kind == "restart":
-            join = draw.randint(1, 4)
-            found.append(Change("kill", step, ALL, join))
-            ranks = join
-            continue
-        gone = draw.sample(range(ranks), draw.randint(1 if kind == "kill" else 0, ranks - 1)) if ranks > 1 else []
-        if kind == "kill" and not gone:
-            continue
-        left = [rank for rank in range(ranks) if rank not in gone]
-        join = draw.randint(0, 6 - len(left))
-        heirs = tuple(draw.sample(left, draw.randint(0, len(left))))
-        when = draw.choice(["before", "during", "after"]) if kind == "kill" else "before"
-        found.append(Change(kind, step, tuple(gone), join, when, heirs if when == "during" else ()))  # type: ignore[arg-type]
-        ranks = len(left) + join
+            kind, ranks = "kill", list(range(MOST))
+        found += [Fault(kind, at, rank=rank, step=step) for rank in ranks]
     return found
 
 
@@ -212,7 +192,7 @@ def augmented(setting: Setting, epoch: int, index: Any, x: torch.Tensor) -> torc
 
 
 class Disturbed(TrainingOperator):
-    """Trains as a setting says. Notes which samples each attempt at a step has, for `committed`."""
+    """Trains as a setting says."""
 
     def setup(self, config: dict[str, Any]) -> None:
         self.setting: Setting = config["setting"]
@@ -227,15 +207,10 @@ class Disturbed(TrainingOperator):
         if in_data:
             data = SampleSeeds(data, seed=setting.seed)
         self.register_data(train_loader=DataLoader(data, batch_size=setting.batch, shuffle=True))
-        self.steps_made = 0
-        self.optimizer.register_step_post_hook(self._stepped)
-
-    def _stepped(self, *_: Any) -> None:
-        self.steps_made += 1
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         index, x, y = batch
-        setting, group, step = self.setting, self.config.get("group"), batch_info["global_step"]
+        setting = self.setting
         if setting.augments == "operator":
             rows = []
             for number, row in zip(index, x, strict=True):
@@ -243,27 +218,66 @@ class Disturbed(TrainingOperator):
                     rows.append(row if setting.model == "gpt" else row + noise(row.shape).to(row.dtype))
             x = torch.stack(rows)
         x = self.augment(x, index)
-        if group is not None:
-            group.note(self._epochs_before(), step, index.tolist())
-            group.before(self.world_rank, step)
-        else:
-            self._fault("before")
-        made = self.steps_made
+        self.begin(batch_info["global_step"], index.tolist())
         result = super().train_batch((x, y), batch_info)
-        if group is None:
-            self._fault("after")
-        elif self.steps_made > made:
-            group.after(self.world_rank, step)
+        self.end()
         return result
+
+    def begin(self, step: int, samples: list[int]) -> None:
+        """Called before a batch is trained."""
+
+    def end(self) -> None:
+        """Called afterwards."""
 
     def augment(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         """Return the batch as the model gets it."""
         return x
 
-    def _fault(self, where: str) -> None:
-        for fault in self.config.get("faults", ()):
-            if (fault.rank, fault.where) == (self.world_rank, where) and fault.step <= self.global_step:
-                fault.fire(self.config["marks"])
+
+class Noted(Disturbed):
+    """Notes which samples each attempt at a step has. Faults can happen when a batch has begun."""
+
+    def begin(self, step: int, samples: list[int]) -> None:
+        cluster = Cluster.running
+        cluster.notes.append((cluster.here.client.generation, self._epochs_before(), step, samples))
+        cluster.point("begun")
+
+
+def trained(
+    setting: Setting, operator: type[Noted] = Noted, *, undisturbed: bool = False
+) -> tuple[torch.Tensor, list[list[list[int]]]]:
+    """Return the weights, and the samples of each step of each epoch: of its last attempt. Repeated ones count once."""
+    faults = () if undisturbed else setting.faults
+    restarts = len({fault.rank for fault in faults}) == MOST
+    with (
+        Cluster(faults, seed=setting.seed, room=setting.room) as cluster,
+        TorchTrainer(
+            training_operator_cls=operator,
+            config=setting.config(),
+            num_workers=setting.workers,
+            use_gpu=False,
+            seed=setting.seed,
+            scheduler_step_freq="batch" if setting.rates else None,
+            options=setting.options(),
+            elastic=ElasticConfig(batch=setting.mode, hang_timeout_s=60, snapshot_every=1 if restarts else "epoch"),
+        ) as trainer,
+    ):
+        for epoch in range(EPOCHS):
+            if epoch == 1 and setting.then is not None and not undisturbed:
+                trainer.resize(setting.then)
+            trainer.train(max_retries=-1)
+        weights, done = weights_of(trainer), trainer.apply_all_operators(lambda each: each.global_step)[0]
+    last: dict[int, int] = {}
+    for generation, _, step, _ in cluster.notes:
+        last[step] = max(last.get(step, 0), generation)
+    found: list[list[list[int]]] = [[] for _ in range(EPOCHS)]
+    used: dict[int, tuple[int, set[int]]] = {}
+    for generation, epoch, step, samples in cluster.notes:
+        if step < done and generation == last[step]:
+            used.setdefault(step, (epoch, set()))[1].update(samples)
+    for _, (epoch, together) in sorted(used.items()):
+        found[epoch].append(sorted(together))
+    return weights, found
 
 
 def by_hand(setting: Setting, epochs: list[list[list[int]]]) -> torch.Tensor:

@@ -6,23 +6,24 @@ its schedule if it fails.
 
 import logging
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import nn
 
-from tests.torch.disturbed import Change, Group
-from tests.torch.schedules import ALL, EPOCHS, Disturbed, Setting, by_hand
+from raysgd.torch.data.sampling import agree
+from tests.local.group import Fault
+from tests.torch.schedules import MOST, Noted, Setting, by_hand, trained
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step"),
     pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step"),
 ]
 
-Steps = list[list[list[int]]]
 QUICK, SEEDS = 24, 180
 
 
@@ -37,15 +38,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def trained(setting: Setting, changes: Sequence[Change] = (), **more: Any) -> tuple[torch.Tensor, Steps]:
-    """Return the weights, and the samples of each step."""
-    group = Group(
-        more.pop("operator", Disturbed), setting.config(), setting.settings(), workers=setting.workers, **more
-    )
-    weights = group.run(EPOCHS, changes)
-    return weights, group.committed(EPOCHS)
-
-
 def seeds(quick: int, total: int) -> list[Any]:
     return [*range(quick), *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(quick, total))]
 
@@ -54,16 +46,27 @@ def seeds(quick: int, total: int) -> list[Any]:
 def test_any_schedule(seed: int) -> None:
     setting = Setting.draw(seed)
     print(setting)
-    weights, steps = trained(setting, setting.changes)
+    weights, steps = trained(setting)
     for epoch in steps:
         used = [sample for step in epoch for sample in step]
         assert sorted(used) == list(range(setting.rows)), "every sample is used once"
     expected = by_hand(setting, steps)
     torch.testing.assert_close(weights, expected, rtol=1e-12, atol=1e-12, msg=lambda text: f"{text}\n{setting}")
     if setting.mode == "global":
-        undisturbed, same = trained(setting)
+        undisturbed, same = trained(setting, undisturbed=True)
         assert steps == same, "the steps are those of an undisturbed run"
         torch.testing.assert_close(weights, undisturbed, rtol=1e-12, atol=1e-12, msg=lambda text: f"{text}\n{setting}")
+
+
+def reordered(seed: int, together: int) -> Any:
+    """Replace the order of the samples by one in which those of each step, of this many samples, are permuted."""
+
+    def agreed(order: Any, recipe: Any, *, first: bool) -> tuple[Any, None]:
+        steps = torch.as_tensor(agree(order, recipe, first=first)[0]).split(together)
+        generator = torch.Generator().manual_seed(seed)
+        return torch.cat([step[torch.randperm(len(step), generator=generator)] for step in steps]), None
+
+    return patch("raysgd.torch.data.sources.agree", agreed)
 
 
 @pytest.mark.parametrize("count", [6, pytest.param(40, marks=pytest.mark.nightly)])
@@ -72,8 +75,11 @@ def test_single_precision_differs_as_other_orders_of_the_sums_do(count: int) -> 
     for seed in range(count):
         setting = Setting.draw(1000 + seed, double=False, mode="global")
         print(setting)
-        runs = [trained(setting, reorder=order)[0] for order in (None, 1, 2, 3)]
-        found = trained(setting, setting.changes)[0]
+        runs = [trained(setting, undisturbed=True)[0]]
+        for order in (1, 2, 3):
+            with reordered(order, setting.workers * setting.batch):
+                runs.append(trained(setting, undisturbed=True)[0])
+        found = trained(setting)[0]
         others = [float((runs[0] - each).abs().max()) for each in runs[1:]]
         disturbed.append(float((runs[0] - found).abs().max()))
         orders.append(statistics.median(others))
@@ -82,34 +88,34 @@ def test_single_precision_differs_as_other_orders_of_the_sums_do(count: int) -> 
     assert statistics.mean(disturbed) <= 1.5 * statistics.mean(orders)
 
 
-@pytest.mark.parametrize("when", ["before", "during"])
+@pytest.mark.parametrize("at", ["begun", "forward", "reduced"])
 @pytest.mark.parametrize("rates", ["onecycle", "cosine"])
-def test_batches_that_are_trained_again_step_their_schedule_once(when: Any, rates: str) -> None:
+def test_batches_that_are_trained_again_step_their_schedule_once(at: str, rates: str) -> None:
     """A rank fails in the second of two batches that share an optimizer step, after the schedule's step of the first one."""
-    change = Change("kill", 3, victims=(1,), when=when)
-    setting = Setting(5, rows=36, accumulate=2, rates=rates, optimizer="adam", changes=(change,))
-    torch.testing.assert_close(trained(setting, [change])[0], trained(setting)[0], rtol=1e-12, atol=1e-12)
+    fault = Fault("kill", at, rank=1, step=3)
+    setting = Setting(5, rows=36, accumulate=2, rates=rates, optimizer="adam", faults=(fault,))
+    torch.testing.assert_close(trained(setting)[0], trained(setting, undisturbed=True)[0], rtol=1e-12, atol=1e-12)
 
 
 def test_the_end_of_a_call_is_in_a_snapshot_although_the_first_rank_failed_then() -> None:
     """The others have ended the call. Then all fail, in the next call."""
-    changes = (Change("kill", 0, victims=(0,), when="after"), Change("kill", 1, victims=ALL, join=1))
-    setting = Setting(6, rows=6, changes=changes)
-    weights, steps = trained(setting, changes)
-    undisturbed, same = trained(setting)
+    every = tuple(Fault("kill", "begun", rank=rank, step=1) for rank in range(MOST))
+    setting = Setting(6, rows=6, faults=(Fault("kill", "applied", rank=0, step=0), *every))
+    weights, steps = trained(setting)
+    undisturbed, same = trained(setting, undisturbed=True)
     assert steps == same
     torch.testing.assert_close(weights, undisturbed, rtol=1e-12, atol=1e-12)
 
 
-CHANGES = (
-    Change("kill", 1, victims=(1,)),
-    Change("resize", 3, join=2),
-    Change("kill", 6, victims=(0,), join=1, when="after"),
+FAULTS = (
+    Fault("kill", "begun", rank=1, step=1),
+    Fault("notice", "begun", rank=0, step=3),
+    Fault("kill", "applied", rank=0, step=6),
 )
-FIXED = Setting(11, rows=36, batch=3, workers=3, changes=CHANGES)
+FIXED = Setting(11, rows=36, batch=3, workers=3, faults=FAULTS)
 
 
-class Normalized(Disturbed):
+class Normalized(Noted):
     """Its model has BatchNorm."""
 
     frozen = False
@@ -123,12 +129,12 @@ class Frozen(Normalized):
     frozen = True
 
 
-class Dropping(Disturbed):
+class Dropping(Noted):
     def augment(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         return nn.functional.dropout(x, 0.5)
 
 
-class DroppingBySample(Disturbed):
+class DroppingBySample(Noted):
     def augment(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         rows = []
         for number, row in zip(index, x, strict=True):
@@ -140,12 +146,12 @@ class DroppingBySample(Disturbed):
 @pytest.mark.parametrize(
     ("operator", "equal"), [(Normalized, False), (Frozen, True), (Dropping, False), (DroppingBySample, True)]
 )
-def test_what_depends_on_the_pieces_of_a_batch(operator: type[Disturbed], equal: bool) -> None:
-    """As docs/changing_machines.md says. In all cases, all ranks have the same weights, which `Group.run` checks."""
+def test_what_depends_on_the_pieces_of_a_batch(operator: type[Noted], equal: bool) -> None:
+    """As docs/changing_machines.md says. In all cases, all ranks have the same weights, which `weights_of` checks."""
     setting = replace(FIXED, model="batchnorm") if issubclass(operator, Normalized) else FIXED
-    mine, steps = trained(setting, CHANGES, operator=operator)
-    other, same = trained(setting, operator=operator)
+    mine, steps = trained(setting, operator)
+    other, same = trained(setting, operator, undisturbed=True)
     assert steps == same
     assert torch.allclose(mine, other, rtol=1e-12, atol=1e-12) is equal
-    again, _ = trained(setting, CHANGES, operator=operator)
-    assert torch.equal(mine, again), "the same changes at the same steps lead to the same weights"
+    again, _ = trained(setting, operator)
+    assert torch.equal(mine, again), "the same faults at the same steps lead to the same weights"
