@@ -42,8 +42,9 @@ class Job:
     wanted that stop. `lead` is how many steps ahead of all ranks a planned stop is first proposed. `hurry_s` is how long
     ranks may continue after one of them has stopped for a planned change; with None, all stop at the same step. With
     `needs_state`, the call must find the state that the workers had when it began: if they all fail, it is not made again
-    on an older one. `compare` is the call that returns a rank's `Summary`, as text; with None, ranks are not compared after
-    this one."""
+    on an older one. With `redo`, it is run again, before a later call, if all workers fail and continue from a snapshot
+    that was taken in it. `compare` is the call that returns a rank's `Summary`, as text; with None, ranks are not compared
+    after this one."""
 
     call: Call
     again: Literal["resume", "repeat", "keep"] = "repeat"
@@ -54,6 +55,7 @@ class Job:
     hurry_s: float | None = None
     is_waiting: Callable[[], bool] = lambda: False
     needs_state: bool = False
+    redo: bool = False
     compare: Call | None = None
 
 

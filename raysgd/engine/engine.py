@@ -118,6 +118,8 @@ class Engine:
         self._call_lock = CallLock()
         self._calls = 0
         self._snapshot_is_stale = True
+        # Calls that ended after the newest snapshot, and how.
+        self._finished: dict[int, tuple[Job, Progress]] = {}
         self._revived: Snapshot | None = None  # what new workers have last started from, in the pause of a job
         self._outage_raised = False  # whether the error about the current outage of Ray was raised
 
@@ -357,39 +359,61 @@ class Engine:
             running = self._ready_call(max_failures=job.max_failures)
             if job.again == "resume" and self._is_change_due():
                 self._restore(Observation("paused"), running)
-            parts: list[PartialResults] = []
-            began, began_at = self.progress, self._table.clock()
-            network_at: Progress | None = None  # where the newest network fault was, with all workers alive
-            hung: list[Any] = []  # where code hung, as often as it hung there in a row
-            while True:
-                call = self._prepared(job, running)  # first, because `prepare` may itself call and change the workers
-                fan_out = self._fan_out(job)
-                fan_out.run(call)
-                self._note_snapshot(running)
-                outcomes = fan_out.outcomes
-                seen = self._with_hangs(classify(outcomes), hung)
-                if seen.kind == "user_error":
-                    self._raise_user_error(seen, outcomes)
-                if seen.reason == "network" and not seen.failed_workers:
-                    seen = self._network_or_out_of_step(seen, outcomes, network_at)
-                    network_at = self.progress
-                if seen.kind == "out_of_step":
-                    self._raise_out_of_step(seen, fan_out.troubled_at)
-                part = PartialResults(tuple(outcomes.values()), self._generation.number)
-                parts = [*parts, part] if job.again == "resume" else [part]
-                if seen.kind == "done":
-                    if job.again != "resume" or not self._evicts(job, fan_out, self._table.clock() - began_at):
-                        return parts
-                    continue  # which finds that workers have failed
-                if seen.kind == "paused" and self._is_own_pause(job, parts, running):
-                    continue
-                revived = self._restore(seen, running, since=fan_out.troubled_at)
-                goes_back = revived is not None and revived.call != running.number  # to a state from before this call
-                if goes_back:
-                    self._check_is_newest(job, began)
-                if job.again == "keep" and not goes_back and (kept := _kept(outcomes)):
-                    return [kept]
-                parts = self._still_counting(parts, revived, running)
+            parts = self._run(job, running)
+            if job.redo and self._keeps_snapshots:
+                self._finished[running.number] = job, self.progress
+            return parts
+
+    def _run(self, job: Job, running: RunningCall) -> list[PartialResults]:
+        self._run_again(running)
+        parts: list[PartialResults] = []
+        began, began_at = self.progress, self._table.clock()
+        network_at: Progress | None = None  # where the newest network fault was, with all workers alive
+        hung: list[Any] = []  # where code hung, as often as it hung there in a row
+        while True:
+            call = self._prepared(job, running)  # first, because `prepare` may itself call and change the workers
+            fan_out = self._fan_out(job)
+            fan_out.run(call)
+            self._note_snapshot(running)
+            outcomes = fan_out.outcomes
+            seen = self._with_hangs(classify(outcomes), hung)
+            if seen.kind == "user_error":
+                self._raise_user_error(seen, outcomes)
+            if seen.reason == "network" and not seen.failed_workers:
+                seen = self._network_or_out_of_step(seen, outcomes, network_at)
+                network_at = self.progress
+            if seen.kind == "out_of_step":
+                self._raise_out_of_step(seen, fan_out.troubled_at)
+            part = PartialResults(tuple(outcomes.values()), self._generation.number)
+            parts = [*parts, part] if job.again == "resume" else [part]
+            if seen.kind == "done":
+                if job.again != "resume" or not self._evicts(job, fan_out, self._table.clock() - began_at):
+                    return parts
+                continue  # which finds that workers have failed
+            if seen.kind == "paused" and self._is_own_pause(job, parts, running):
+                continue
+            revived = self._restore(seen, running, since=fan_out.troubled_at)
+            goes_back = revived is not None and revived.call != running.number  # to a state from before this call
+            if goes_back:
+                self._check_is_newest(job, began)
+                self._run_again(running)
+            if job.again == "keep" and not goes_back and (kept := _kept(outcomes)):
+                return [kept]
+            parts = self._still_counting(parts, revived, running)
+
+    def _run_again(self, running: RunningCall) -> None:
+        """Finish the calls before this one, if all workers have failed and continue from a snapshot in one of them: the snapshot of its
+        end had not arrived. Otherwise this call would train the rest of that epoch, and the run one epoch less."""
+        newest, here = self._table.snapshots.latest(), _place(self.progress)
+        for number, (_, end) in list(self._finished.items()):
+            if _place(end) <= _place(newest.progress) if newest is not None else _place(end) > here:
+                del self._finished[number]  # without a snapshot, training starts over, and the log says so
+        lost = False
+        for number, (job, end) in list(self._finished.items()):
+            lost = lost or _place(end) > _place(self.progress)
+            if lost and number < running.number:
+                self._run(job, replace(running, number=number))
+                self._finished[number] = job, self.progress  # another number of workers makes another number of steps
 
     def _check_is_newest(self, job: Job, began: Progress) -> None:
         """Raise an error if the snapshot from which new workers continue is older than the state when the job began."""
@@ -593,3 +617,7 @@ def _kept(outcomes: Mapping[str, Outcome]) -> PartialResults | None:
         return None
     kept = tuple(outcome for outcome in outcomes.values() if isinstance(outcome, Ok))
     return PartialResults(kept) if kept else None
+
+
+def _place(progress: Progress) -> tuple[int, int]:
+    return progress.loads, progress.step

@@ -131,7 +131,16 @@ class TrainingOperator(OperatorBase):
         for batch in iterator:
             batch_info = {"batch_idx": batch_idx, "global_step": self.global_step, **common}
             steps = steps_of(scheduler) if steps_it else None
-            metrics = self.train_batch(batch, batch_info=batch_info) if named else self.train_batch(batch, batch_info)
+            try:
+                metrics = (
+                    self.train_batch(batch, batch_info=batch_info) if named else self.train_batch(batch, batch_info)
+                )
+            except (
+                BaseException
+            ):  # a peer failed, or the code after the optimizer's step raised an error: then the batch counts
+                for _ in range(self._due_steps() if per_batch and getattr(iterator, "applied", False) else 0):
+                    step_in_order(scheduler)
+                raise
             if steps_it and steps_of(scheduler) != steps:
                 raise stepped_twice(type(self).__name__, scheduler, str(self.scheduler_step_freq))
             whole = getattr(iterator, "whole", True)  # otherwise, another piece of the same batch follows

@@ -50,7 +50,9 @@ class ModelCalls:
         self._newest: deque[tuple[int, CodeType, int]] = deque(maxlen=MOST_CALLS)
 
     def __call__(self, *_: Any) -> None:
-        frame: Any = sys._getframe(1)  # a variable with this call's own frame would be a cycle, for the garbage collector
+        frame: Any = sys._getframe(
+            1
+        )  # a variable with this call's own frame would be a cycle, for the garbage collector
         while frame.f_code.co_filename == CALLER:
             frame = frame.f_back
         self._newest.append((self.step(), frame.f_code, frame.f_lineno))

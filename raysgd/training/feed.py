@@ -269,10 +269,15 @@ class Feed:
         """Note that an optimizer has applied its step: the current batch counts, whatever happens next."""
         self._stepped = True
 
+    @property
+    def applied(self) -> bool:
+        """Return whether the step of the current batch was made, so that the batch counts even if an error ends the loop now."""
+        return self._pending is not None and self._stepped
+
     def cut_short(self) -> bool:
         """End the loop after an error: commit what was applied. Return whether a batch was not applied, so that it will
         be processed again."""
-        if self._pending is not None and self._stepped:
+        if self.applied:
             self._done(last=True)
         undone = self._dropped or self._pending is not None or bool(self._window)
         self._pending = None

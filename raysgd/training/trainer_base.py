@@ -193,6 +193,7 @@ class TrainerBase(ABC):
         return Job(
             Call(ReplicaBase.train, arguments),
             again="resume",
+            redo=True,
             max_failures=max_retries,
             prepare=self._loops.next_pause,
             paused=self._loops.paused,

@@ -78,7 +78,7 @@ class Faults(Schedule):
         plan = Plan(faults=())
         checker: Any = Unchecked()
         super().__init__(world, plan, checker)
-        self.left = list(faults)
+        self.left, self.recoveries = list(faults), lambda: 0
 
     def strike(self, worker: Any, point: str) -> None:
         control = worker.client.control
@@ -181,6 +181,10 @@ class Cluster:
         """Return the faults that have not happened."""
         return self._schedule.left
 
+    def faults(self, *faults: Fault) -> None:
+        """Let these happen in what follows."""
+        self._schedule.left += faults
+
     @property
     def here(self) -> LocalWorker:
         """Return the worker whose code runs."""
@@ -212,7 +216,9 @@ class Cluster:
                 "torch.distributed.broadcast": self._broadcast,
                 "torch.distributed.broadcast_object_list": self._broadcast_objects,
                 "torch.distributed.all_reduce": self._reduce,
-                "torch.distributed.all_gather_object": self._gather,
+                "torch.distributed.all_gather_object": self._all_gather,
+                "torch.distributed.gather_object": self._gather,
+                "torch.distributed.scatter_object_list": self._scatter,
             }
         )
         # In the rank's own turn, instead of a thread of its own.
@@ -269,13 +275,28 @@ class Cluster:
     def _broadcast(self, tensor: torch.Tensor, src: int = 0, group: Any = None) -> None:
         tensor.copy_(self.together(tensor.clone())[src])
 
-    def _broadcast_objects(self, values: list[Any], src: int = 0, group: Any = None, device: Any = None) -> None:
-        values[:] = copy.deepcopy(self.together(list(values))[src])
-
     def _reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None) -> None:
         every = torch.stack(self.together(tensor.clone()))
         kinds = {dist.ReduceOp.SUM: every.sum, dist.ReduceOp.MIN: every.amin, dist.ReduceOp.MAX: every.amax}
         tensor.copy_(kinds[op](0))
 
-    def _gather(self, found: list[Any], value: Any, group: Any = None) -> None:
-        found[:] = copy.deepcopy(self.together(value))
+    def _broadcast_objects(self, object_list: list[Any], src: int = 0, group: Any = None) -> None:
+        object_list[:] = copy.deepcopy(self.together(list(object_list))[src])
+
+    def _all_gather(self, object_list: list[Any], obj: Any, group: Any = None) -> None:
+        object_list[:] = copy.deepcopy(self.together(obj))
+
+    def _gather(self, obj: Any, object_gather_list: list[Any] | None = None, dst: int = 0, group: Any = None) -> None:
+        every = self.together(obj)
+        if object_gather_list is not None:
+            object_gather_list[:] = copy.deepcopy(every)
+
+    def _scatter(
+        self,
+        scatter_object_output_list: list[Any],
+        scatter_object_input_list: list[Any] | None = None,
+        src: int = 0,
+        group: Any = None,
+    ) -> None:
+        given = self.together(scatter_object_input_list)[src]
+        scatter_object_output_list[0] = copy.deepcopy(given[self.here.host.rank])

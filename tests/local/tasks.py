@@ -40,7 +40,7 @@ class Task:
     def switch(self, value: Any = None) -> Any:
         """Let this task go on, and wait until another one switches back. Return the value that it gives."""
         me = current()
-        if me._thrown is not None and self is not me._parent:
+        if me._thrown is not None:
             raise me._thrown
         self._given, me._states = value, _random_states()
         self._go_on()

@@ -482,6 +482,11 @@ def give_new_workers_no_state(patch: Patch) -> None:
 
 
 @mutant
+def forget_the_rest_of_a_call_that_has_ended(patch: Patch) -> None:
+    patch.setattr(Engine, "_run_again", lambda self, running: None)
+
+
+@mutant
 def name_the_wrong_number_of_workers(patch: Patch) -> None:
     original = RecoveryLog.record
 

@@ -23,6 +23,17 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 # Shortened schedules that broke a guarantee once, by what was wrong.
 FOUND = {
+    "a call trained the rest of the epoch before it": Plan(
+        seed=1425,
+        ranks=1,
+        nodes=(1,),
+        samples=3,
+        step_s=0.01,
+        late=0.1,
+        snapshot_every=1,
+        script=("fit 5", "validate", "fit 5"),
+        faults=(Fault("kill", "in validate"),),
+    ),
     "an interrupted change counted as a failure": Plan(
         seed=262,
         ranks=1,
