@@ -74,11 +74,6 @@ def test_results_need_a_run(ray_cluster: None, tmp_path: Path) -> None:
     made.shutdown()
 
 
-def test_a_run(executor: BackendExecutor, tmp_path: Path) -> None:
-    executor.start_training(lambda: 1, tmp_path)
-    assert executor.finish_training() == [1, 1]
-
-
 def test_rounds_are_fetched_one_by_one(executor: BackendExecutor, tmp_path: Path) -> None:
     def function() -> None:
         for step in range(2):
@@ -130,19 +125,6 @@ def test_checkpoint_numbers(executor: BackendExecutor, tmp_path: Path) -> None:
     assert executor.latest_checkpoint_dir == tmp_path / "checkpoints"
     assert executor.latest_checkpoint_path == tmp_path / "checkpoints" / "checkpoint_000102"
     assert executor.latest_checkpoint_path.exists()
-
-
-def test_a_worker_failure_with_max_retries_0(starting: Start, tmp_path: Path) -> None:
-    def function() -> None:
-        if train.world_rank() == 1:
-            os._exit(1)
-        time.sleep(30)
-
-    made = starting(max_retries=0)
-    made.start_training(function, tmp_path)
-    with pytest.raises(TrainingWorkerError, match="max_retries=0"):
-        made.finish_training()
-    made.shutdown()
 
 
 def test_shutting_down_ends_a_run(starting: Start, tmp_path: Path) -> None:

@@ -17,39 +17,11 @@ from raysgd.train.errors import ReportMismatchError
 from raysgd.train.run import FunctionRun, Report, Rounds, checkpoint_of
 
 
-def test_a_round_is_complete_when_every_rank_has_reported() -> None:
-    rounds = Rounds(2)
-    assert rounds.add(Report(1, metrics={"a": 1})) is None
-    complete = rounds.add(Report(0, metrics={"a": 0}))
-    assert complete is not None
-    assert [report.metrics["a"] for report in complete] == [0, 1], "in rank order"
-    assert rounds.take_incomplete() == []
-
-
-def test_a_fast_rank_can_be_ahead() -> None:
-    rounds = Rounds(2)
-    assert [rounds.add(Report(0, metrics={"step": step})) for step in range(3)] == [None, None, None]
-    complete = [rounds.add(Report(1, metrics={"step": step})) for step in range(3)]
-    assert [[r.metrics["step"] for r in round_ or ()] for round_ in complete] == [[0, 0], [1, 1], [2, 2]]
-
-
-def test_one_rank_is_a_round() -> None:
-    assert Rounds(1).add(Report(0)) == (Report(0),)
-
-
 def test_the_error_about_different_calls_names_the_ranks() -> None:
     rounds = Rounds(3)
     rounds.add(Report(0, "checkpoint", checkpoint=b""))
     with pytest.raises(ReportMismatchError, match=r"rank 2 called train.report.*rank 0 called train.save_checkpoint"):
         rounds.add(Report(2, "report"))
-
-
-def test_kinds_are_compared_round_by_round() -> None:
-    rounds = Rounds(2)
-    rounds.add(Report(0, "report"))
-    rounds.add(Report(0, "checkpoint"))
-    assert rounds.add(Report(1, "report")) is not None
-    assert rounds.add(Report(1, "checkpoint")) is not None
 
 
 def test_more_calls_than_the_others_are_an_error() -> None:
@@ -67,12 +39,6 @@ def test_incomplete_rounds_are_returned_in_order() -> None:
     left = rounds.take_incomplete()
     assert [checkpoint_of(round_) for round_ in left] == [b"\0", b"\1"]
     assert rounds.take_incomplete() == []
-
-
-def test_a_round_has_the_checkpoint_of_the_lowest_rank() -> None:
-    assert checkpoint_of((Report(0, checkpoint=b"a"), Report(1, checkpoint=b"b"))) == b"a"
-    assert checkpoint_of((Report(0), Report(1, checkpoint=b"b"))) == b"b"
-    assert checkpoint_of((Report(0), Report(1))) is None
 
 
 class Driver:
@@ -197,13 +163,6 @@ def test_ranks_that_are_ahead_of_others_continue_while_the_user_waits(driver: Dr
     driver.report(1, step=0)
     driver.run.next_round(60)
     assert driver.allowed[-1] == 2
-
-
-def test_an_error_in_a_report_ends_the_run(driver: Driver) -> None:
-    driver.report(0, step=0)
-    driver.report(1, checkpoint={"epoch": 0})
-    (error,) = driver.failed
-    assert isinstance(error, ReportMismatchError)
 
 
 class SlowStorage(CheckpointManager):

@@ -103,24 +103,6 @@ def test_detailed_values_are_added_to_reports() -> None:
     assert {"_date", "_hostname", "_node_ip", "_pid", "_time_total_s"} <= set(worker.messages[0][1])
 
 
-def test_load_checkpoint_returns_the_newest() -> None:
-    def function() -> list[Any]:
-        seen = [train.load_checkpoint()]
-        train.save_checkpoint(epoch=1)
-        seen.append(train.load_checkpoint())
-        found = train.get_checkpoint()
-        assert found is not None
-        return [*seen, found.to_dict()]
-
-    worker = Worker()
-    before, after, again = worker.run(function, checkpoint={"epoch": 0})
-    assert before == {"epoch": 0}
-    assert after["epoch"] == again["epoch"] == 1
-    assert "_timestamp" in after
-    assert worker.messages[0][0].kind == "checkpoint"
-    assert Worker().run(lambda: (train.load_checkpoint(), train.get_checkpoint())) == (None, None)
-
-
 def test_a_saved_checkpoint_is_a_copy() -> None:
     def function() -> Any:
         weights = [1]

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from raysgd import ElasticConfig, NotActiveError, train
-from raysgd.train import CheckpointStrategy, ReportMismatchError, RunConfig, Trainer, TrainingCallback
-from raysgd.train.errors import TrainingRunningError
+from raysgd.train import RunConfig, Trainer, TrainingCallback
 
 
 @pytest.fixture(scope="module")
@@ -34,15 +33,6 @@ class Listener(TrainingCallback):
 
     def finish_training(self, error: bool = False) -> None:
         self.calls.append(error)
-
-
-def test_return_values_are_in_rank_order(trainer: Trainer) -> None:
-    assert trainer.run(lambda: 1) == [1, 1]
-    assert trainer.run(lambda: (train.world_rank(), train.world_size())) == [(0, 2), (1, 2)]
-
-
-def test_local_ranks(trainer: Trainer) -> None:
-    assert set(trainer.run(train.local_rank)) == {0, 1}
 
 
 def test_the_hook_runs_in_every_worker(trainer: Trainer) -> None:
@@ -74,37 +64,6 @@ def test_invalid_arguments_are_refused(trainer: Trainer, function: Any, given: d
     assert trainer.latest_run_dir == before, "a refused call is not a run"
 
 
-def test_callbacks_are_called_with_every_round(trainer: Trainer) -> None:
-    def function() -> None:
-        for step in range(3):
-            train.report(step=step + 10 * train.world_rank())
-
-    listener = Listener()
-    trainer.run(function, callbacks=[listener])
-    assert trainer.latest_run_dir is not None
-    assert listener.calls == [trainer.latest_run_dir.name, [0, 10], [1, 11], [2, 12], False]
-
-
-def test_an_error_keeps_its_type_and_callbacks_are_called(trainer: Trainer, tmp_path: Path) -> None:
-    def function() -> None:
-        train.report(step=0)
-        (tmp_path / str(train.world_rank())).touch()
-        if train.world_rank() == 1:
-            while not (tmp_path / "0").exists():  # the driver has the reports of both ranks
-                time.sleep(0.05)
-            raise NotImplementedError("mine")
-        time.sleep(60)
-
-    listener = Listener()
-    began = time.monotonic()
-    with pytest.raises(NotImplementedError, match="mine") as raised:
-        trainer.run(function, callbacks=[listener])
-    assert time.monotonic() - began < 20, "the other rank is stopped"
-    assert "on rank 1" in str(raised.value.__cause__)
-    assert listener.calls[1:] == [[0, 0], True]
-    assert trainer.run(lambda: 1) == [1, 1], "the trainer stays usable"
-
-
 def test_a_callback_that_raises_does_not_stop_the_training(trainer: Trainer, caplog: pytest.LogCaptureFixture) -> None:
     class Raising(Listener):
         def handle_result(self, results: list[dict[str, Any]]) -> None:
@@ -134,61 +93,6 @@ def test_checkpoints_are_stored_and_kept_in_memory(trainer: Trainer) -> None:
     assert pickle.loads(trainer.latest_checkpoint_path.read_bytes())["epoch"] == 1
 
 
-def test_a_run_starts_from_a_checkpoint(trainer: Trainer, tmp_path: Path) -> None:
-    def function() -> Any:
-        found = train.load_checkpoint()
-        return found and found["epoch"]
-
-    assert trainer.run(function) == [None, None], "the checkpoint of another run is not used"
-    assert trainer.run(function, checkpoint={"epoch": 5}) == [5, 5]
-    path = tmp_path / "mine"
-    path.write_bytes(pickle.dumps({"epoch": 6}))
-    assert trainer.run(function, checkpoint=path) == [6, 6]
-    assert trainer.run(function, checkpoint=str(path)) == [6, 6]
-
-
-def test_the_strategy_determines_which_checkpoints_are_kept(trainer: Trainer) -> None:
-    def function() -> None:
-        for loss in (2, 4, 1, 3):
-            train.report({"loss": 2}, checkpoint=train.Checkpoint.from_dict({"loss": loss}))
-
-    best = CheckpointStrategy(num_to_keep=2, checkpoint_score_attribute="loss", checkpoint_score_order="min")
-    trainer.run(function, checkpoint_strategy=best)
-    assert trainer.latest_checkpoint_dir is not None
-    assert sorted(path.name[-1] for path in trainer.latest_checkpoint_dir.iterdir()) == ["1", "3"]
-    assert trainer.best_checkpoint_path == trainer.latest_checkpoint_dir / "checkpoint_000003"
-    assert trainer.latest_checkpoint is not None
-    assert trainer.latest_checkpoint["loss"] == 3
-
-    trainer.run(function, checkpoint_strategy=CheckpointStrategy(num_to_keep=0))
-    assert trainer.latest_checkpoint_dir is not None
-    assert not trainer.latest_checkpoint_dir.exists()
-    assert trainer.latest_checkpoint["loss"] == 3
-
-    wrong = CheckpointStrategy(num_to_keep=1, checkpoint_score_attribute="accuracy")
-    with pytest.raises(ValueError, match="'accuracy' must be a number"):
-        trainer.run(function, checkpoint_strategy=wrong)
-
-
-def test_errors_name_the_ranks_that_made_different_calls(trainer: Trainer) -> None:
-    def kinds() -> None:
-        if train.world_rank() == 0:
-            train.save_checkpoint(epoch=0)
-        else:
-            train.report(a=1)
-        time.sleep(60)
-
-    def counts() -> None:
-        if train.world_rank() == 1:
-            train.report(a=1)
-
-    with pytest.raises(RuntimeError, match=r"rank 1 called train.report.*rank 0 called train.save_checkpoint"):
-        trainer.run(kinds)
-    with pytest.raises(RuntimeError, match=r"rank 1 called train.report\(\) more often than rank 0"):
-        trainer.run(counts)
-    assert trainer.run(lambda: 1) == [1, 1]
-
-
 def test_every_run_has_its_own_directory(trainer: Trainer) -> None:
     trainer.run(lambda: 1)
     first = trainer.latest_run_dir
@@ -198,60 +102,6 @@ def test_every_run_has_its_own_directory(trainer: Trainer) -> None:
     assert first.is_dir() and second.is_dir()
     assert int(second.name.removeprefix("run_")) == int(first.name.removeprefix("run_")) + 1
     assert second.parent == trainer.logdir
-
-
-def test_a_result_that_cannot_be_pickled_is_an_error(trainer: Trainer) -> None:
-    import threading
-
-    with pytest.raises(TypeError, match="pickle"):
-        trainer.run(lambda: threading.Lock())
-    with pytest.raises(TypeError, match="pickle"):
-        trainer.run(lambda: train.report(lock=threading.Lock()))
-    assert trainer.recoveries == [], "this is not a worker failure"
-
-
-# -- the iterator -------------------------------------------------------------------------------------
-
-
-def reports(config: dict[str, int]) -> int:
-    for step in range(config["steps"]):
-        train.report(step=step)
-        train.save_checkpoint(step=step)
-    return train.world_rank()
-
-
-def test_the_iterator_yields_rounds(trainer: Trainer) -> None:
-    rounds = trainer.run_iterator(reports, config={"steps": 3})
-    first = next(rounds)
-    assert [row["step"] for row in first] == [0, 0]
-    assert not rounds.is_finished()
-    assert rounds.get_final_results() is None
-    assert [row[0]["step"] for row in rounds] == [1, 2], "checkpoints are not rounds of reports"
-    assert rounds.is_finished()
-    assert rounds.get_final_results() == [0, 1]
-    assert list(rounds) == []
-
-
-def test_final_results_with_force(trainer: Trainer) -> None:
-    rounds = trainer.run_iterator(reports, config={"steps": 3})
-    next(rounds)
-    assert rounds.get_final_results(force=True) == [0, 1]
-    assert rounds.is_finished()
-    assert trainer.latest_checkpoint is not None
-    assert trainer.latest_checkpoint["step"] == 2, "checkpoints are received anyway"
-
-
-def test_the_iterator_raises_the_functions_error(trainer: Trainer) -> None:
-    def function() -> None:
-        for step in range(6):  # no rank is more than four rounds ahead, so the error cannot come before the first round
-            train.report(step=step)
-        raise ZeroDivisionError
-
-    rounds = trainer.run_iterator(function)
-    assert [row["step"] for row in next(rounds)] == [0, 0]
-    with pytest.raises(ZeroDivisionError):
-        list(rounds)
-    assert rounds.is_finished()
 
 
 # -- start and shutdown -------------------------------------------------------------------------------
@@ -370,64 +220,10 @@ def test_log_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert all(path.is_dir() for path in (first, second, home / "mine", tmp_path / "there"))
 
 
-def counts_calls(config: dict[str, Any]) -> None:
-    """Write the number of the report that is about to be made."""
-    for number in range(1, 9):
-        Path(config["folder"], f"rank{train.world_rank()}").write_text(str(number))
-        train.report(number=number)
-
-
-def reached(folder: Path, expected: int) -> list[int]:
-    """Wait until both ranks have begun this report, and return what they have begun a little later."""
-    files = [folder / "rank0", folder / "rank1"]
-    deadline = time.monotonic() + 60
-    while any(not file.exists() or file.read_text() < str(expected) for file in files):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    time.sleep(0.3)
-    return [int(file.read_text()) for file in files]
-
-
-@pytest.mark.parametrize("ahead", [1, 3])
-def test_the_function_is_only_a_few_reports_ahead(ray_cluster: None, tmp_path: Path, ahead: int) -> None:
-    with Trainer("none", num_workers=2, logdir=tmp_path / "logs", max_reports_ahead=ahead) as trainer:
-        rounds = trainer.run_iterator(counts_calls, {"folder": str(tmp_path)})
-        assert reached(tmp_path, ahead) == [ahead, ahead], "before anything is fetched"
-        for fetched in (1, 2):
-            assert [row["number"] for row in next(rounds)] == [fetched, fetched]
-            assert reached(tmp_path, ahead + fetched) == [ahead + fetched] * 2
-        assert rounds.get_final_results(force=True) == [None, None]
-        rounds = trainer.run_iterator(counts_calls, {"folder": str(tmp_path)})
-        next(rounds)
-        with pytest.raises(TrainingRunningError, match=r"get_final_results\(force=True\)"):
-            trainer.run(counts_calls, {"folder": str(tmp_path)})
-        assert trainer._executor.finish_training() == [None, None], "what was not fetched does not delay the end"
-
-
-def test_one_rank_that_reports_is_an_error_and_not_a_deadlock(ray_cluster: None, tmp_path: Path) -> None:
-    def only_rank_0() -> None:
-        for number in range(20):
-            if train.world_rank() == 0:
-                train.report(number=number)
-
-    seen: list[Any] = []
-
-    class Rows(TrainingCallback):
-        def handle_result(self, results: list[dict[str, Any]]) -> None:
-            seen.append(results)
-
-    with (
-        Trainer("none", num_workers=2, logdir=tmp_path, max_reports_ahead=1) as trainer,
-        pytest.raises(ReportMismatchError, match=r"rank 0 called train.report\(\) more often"),
-    ):
-        trainer.run(only_rank_0, callbacks=[Rows()])
-    assert seen == []
-
-
 def test_waiting_for_the_user_is_not_a_hang(ray_cluster: None, tmp_path: Path) -> None:
     elastic = ElasticConfig(hang_timeout_s=1, grow=False)
     with Trainer("none", num_workers=2, logdir=tmp_path / "logs", max_reports_ahead=1, elastic=elastic) as trainer:
-        rounds = trainer.run_iterator(counts_calls, {"folder": str(tmp_path)})
+        rounds = trainer.run_iterator(lambda: [train.report(number=number) for number in range(8)])
         next(rounds)
         time.sleep(2.5)
         assert len([*rounds]) == 7

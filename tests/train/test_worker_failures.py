@@ -12,7 +12,7 @@ import pytest
 from ray.actor import exit_actor
 
 from raysgd import ElasticConfig, train
-from raysgd.train import Checkpoint, Trainer, TrainingCallback, TrainingWorkerError
+from raysgd.train import Checkpoint, Trainer
 
 pytestmark = pytest.mark.elastic
 
@@ -157,27 +157,6 @@ def test_when_no_worker_is_left_new_workers_resume_from_the_checkpoint(made: Mak
     assert {epoch for epoch, _ in results} == {4}
     assert not {pid for _, pid in results} & set(pids)
     assert [failure.reason for failure in trainer.recoveries][:1] == ["worker death"]
-
-
-def test_max_retries_limits_the_worker_failures(made: Make) -> None:
-    def function() -> None:
-        if train.world_rank() == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(60)
-
-    class Listener(TrainingCallback):
-        failed: bool | None = None
-
-        def finish_training(self, error: bool = False) -> None:
-            self.failed = error
-
-    trainer = made(num_workers=3, max_retries=1, elastic=NO_GROWTH)
-    listener = Listener()
-    with pytest.raises(TrainingWorkerError, match="max_retries=1") as raised:
-        trainer.run(function, callbacks=[listener])
-    assert isinstance(raised.value, RuntimeError)
-    assert listener.failed
-    assert len(trainer.recoveries) == 2
 
 
 def test_max_retries_can_be_unlimited(made: Make, marks: str) -> None:
