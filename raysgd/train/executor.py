@@ -10,6 +10,7 @@ finish_training()    -> what every rank returned
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import logging
@@ -29,6 +30,7 @@ from raysgd.core.policy import Recovery
 from raysgd.core.protocols import Call
 from raysgd.engine.call_lock import CallLock, Claim
 from raysgd.engine.engine import Engine, Job
+from raysgd.engine.recovery_log import PLANNED
 from raysgd.errors import ConfigError, TrainingFailedError
 from raysgd.storage.locations import Place, place
 from raysgd.train.backends import Backend, BackendConfig, backend_of
@@ -44,7 +46,7 @@ from raysgd.train.fit.settings import HANG_S, REPORTS_AHEAD, CheckpointConfig, c
 from raysgd.train.replica import FunctionReplica, FunctionReplicaFactory
 from raysgd.train.run import FunctionRun, RoundResult, RunOptions, check_function, function_name, payload_of
 from raysgd.train.run_session import TrainingResultType
-from raysgd.train.worker_group import TrainWorkerGroup, WorkerGroup, check_resources, limits_for
+from raysgd.train.worker_group import TrainWorkerGroup, WorkerGroup, WorkersChanged, check_resources, limits_for
 from raysgd.workers.blob import Blob
 from raysgd.workers.cluster import driver_address, ensure_cluster
 from raysgd.workers.ray_group import RayGroup
@@ -59,7 +61,6 @@ POLL_S = 0.5
 STOP_S = 30.0
 # For a planned change: only the ranks that save checkpoints stop at the boundary, and the others wait for them.
 HURRY_S = 2.0
-PLANNED = ("growth", "shrink", "preemption")
 
 
 class BackendExecutor:
@@ -108,6 +109,7 @@ class BackendExecutor:
             )
         self._engine: Engine | None = None
         self._group: WorkerGroup | None = None
+        self._hooks_group: WorkerGroup | None = None  # for the backend's hooks, which a worker failure does not end
         self._hooks_called_for = -1  # the generation
         self._seen_recoveries = self._recoveries_before = 0
         self._numbers = itertools.count(1)
@@ -154,7 +156,11 @@ class BackendExecutor:
         )
         engine.start()
         self._engine = engine
-        self._group = WorkerGroup.of(engine, has_object=train_cls is not None, guard=self._check_free)
+        has_object = train_cls is not None
+        self._group = WorkerGroup.of(engine, has_object=has_object, guard=self._check_free)
+        self._hooks_group = WorkerGroup.of(
+            engine, has_object=has_object, guard=self._check_free, max_failures=self._failures_left
+        )
         try:
             self._call_hooks()
         except BaseException:
@@ -173,7 +179,7 @@ class BackendExecutor:
             except Exception as error:
                 logger.warning("%s.on_shutdown failed: %s", type(self._backend).__name__, error)
         finally:
-            self._group = None
+            self._group = self._hooks_group = None
             engine.stop()
 
     def to_worker_group(self) -> TrainWorkerGroup:
@@ -375,10 +381,14 @@ class BackendExecutor:
 
     def _prepare(self, engine: Engine, run: FunctionRun) -> dict[str, Any]:
         """Call the backend's hooks. Return the function's arguments for this attempt."""
-        self._call_hooks()
+        prepared = -1
+        while prepared != engine.generation:  # a worker may fail while a hook runs
+            self._call_hooks()
+            prepared = engine.generation
+            with contextlib.suppress(WorkersChanged):
+                self._backend.on_training_start(self._hooks_group, self._config)
         attempt = run.begin_attempt(engine.world_size, engine.nodes)
         payload = run.manager.payload
-        self._backend.on_training_start(self._group, self._config)
         return {"attempt": attempt, "checkpoint": None if payload is None else Blob(payload)}
 
     def _call_hooks(self) -> None:
@@ -391,10 +401,16 @@ class BackendExecutor:
             failed = sorted(
                 {rank for change in changes if change.reason not in PLANNED for rank in change.removed_ranks}
             )
-            if failed and not first:
-                self._backend.handle_failure(self._group, failed, self._config)
-            else:
-                self._backend.on_start(self._group, self._config)
+            with contextlib.suppress(WorkersChanged):
+                if failed and not first:
+                    self._backend.handle_failure(self._hooks_group, failed, self._config)
+                else:
+                    self._backend.on_start(self._hooks_group, self._config)
+
+    def _failures_left(self) -> int:
+        """Return how many more worker failures the run may survive."""
+        failed = sum(each.reason not in PLANNED for each in self.recoveries_of_run)
+        return self._max_retries if self._max_retries < 0 else max(self._max_retries - failed, 0)
 
     def _on_message(self, message: FunctionReport, body: Any) -> None:
         if self._run is not None:

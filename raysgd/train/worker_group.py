@@ -49,6 +49,10 @@ def check_resources(num_workers: Any, cpus: Any, gpus: Any, additional: Any) -> 
     return WorkerResources.parse(cpus, bool(gpus), wanted)
 
 
+class WorkersChanged(TrainingWorkerError):
+    """Ends a backend's hook in which workers have failed. The hook is called again for the new generation."""
+
+
 class WorkerGroup:
     """A group of workers, which its constructor starts. The hooks of a backend receive that of a trainer.
 
@@ -91,13 +95,23 @@ class WorkerGroup:
         self._has_object = actor_cls is not None
         self._engine: Engine | None = None
         self._guard: Callable[[], None] = lambda: None
+        self._max_failures: Callable[[], int] = int
         self.start()
 
     @classmethod
-    def of(cls, engine: Engine, *, has_object: bool = False, guard: Callable[[], None]) -> WorkerGroup:
-        """Return the worker group of a running engine. `guard` raises an error while a function is running."""
+    def of(
+        cls,
+        engine: Engine,
+        *,
+        has_object: bool = False,
+        guard: Callable[[], None],
+        max_failures: Callable[[], int] = int,
+    ) -> WorkerGroup:
+        """Return the worker group of a running engine. `guard` raises an error while a function is running. `max_failures` returns
+        how many worker failures a call may have before the engine gives up; the call then raises WorkersChanged."""
         group = cls.__new__(cls)
-        group._engine, group._has_object, group._guard = engine, has_object, guard
+        group._engine, group._has_object = engine, has_object
+        group._guard, group._max_failures = guard, max_failures
         return group
 
     def start(self) -> None:
@@ -193,11 +207,15 @@ class WorkerGroup:
             raise ConfigError(f"the first argument must be a function, got {func!r}")
         engine = self._active
         bound = functools.partial(func, *args, **kwargs) if args or kwargs else func
-        job = Job(Call(method, {"function": engine.pack(bound), "only": only}), again="keep", max_failures=0)
+        call = Call(method, {"function": engine.pack(bound), "only": only})
+        max_failures, generation = self._max_failures(), engine.generation
         try:
-            return [outcome.value for outcome in engine.run(job)[-1].outcomes if hasattr(outcome, "value")]
+            outcomes = engine.run(Job(call, again="keep", max_failures=max_failures))[-1].outcomes
         except TrainingFailedError as error:
             raise TrainingWorkerError(str(error)) from error
+        if max_failures and engine.generation != generation:
+            raise WorkersChanged("workers have failed during this call: the backend's hook is called again")
+        return [outcome.value for outcome in outcomes if hasattr(outcome, "value")]
 
     def _check_index(self, index: Any) -> None:
         if not isinstance(index, int) or not 0 <= index < len(self):
