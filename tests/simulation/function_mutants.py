@@ -88,8 +88,8 @@ def accept_reports_of_an_earlier_attempt(patch: Patch) -> None:
         return newest[self]
 
     def received(self: FunctionRun, message: Any, body: Any) -> None:
-        attempt = newest[self]
-        receive(self, replace(message, attempt=attempt.number) if message.run == self.number else message, body)
+        late = message.run == self.number and message.attempt < newest[self].number
+        receive(self, replace(message, attempt=newest[self].number) if late else message, body)
 
     patch.setattr(FunctionRun, "begin_attempt", begin_attempt)
     patch.setattr(FunctionRun, "receive", received)

@@ -226,7 +226,7 @@ class Main:
         self.prepared_for = -1  # the generation for which the backend's hook has run here
         self._wake: Wake | None = None
         link = partial(Link, worker.world, group.network, worker.node.name, late=group.plan.late)
-        self._reports, self._answers = link(0.02), link(0.005)
+        self._reports, self._answers = link(0.2), link(0.005)  # checkpoints take their time
 
     def sleep(self, seconds: float) -> None:
         over: list[bool] = []
@@ -238,7 +238,7 @@ class Main:
         over: list[bool] = []
 
         def arrive() -> None:
-            if not self.worker.lost:
+            if not (self.worker.lost or self.worker.given_up):  # the driver has closed the connection
                 self._group.emit(MessageReceived(self.worker.name, message, bytes(body)))
                 self._answers.send(lambda: self.worker.at(0.0, lambda: self._end(over)))
 

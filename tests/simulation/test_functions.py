@@ -71,7 +71,7 @@ def test_a_seed_always_gives_the_same_run() -> None:
 # Each mutant breaks the function API in one way, which its name says.
 
 
-@pytest.mark.parametrize("name", ["drop_the_checkpoints_that_not_all_ranks_have_made", "show_half_a_round_as_a_round"])
+@pytest.mark.parametrize("name", ["accept_reports_of_an_earlier_attempt", "begin_again_without_a_checkpoint"])
 def test_a_broken_function_api_is_detected(name: str) -> None:
     assert seeds_needed(name, 150)
 
