@@ -384,6 +384,41 @@ def test_a_state_that_is_read_from_a_file_does_not_need_the_file_later(tmp_path:
         assert torch.equal(weights(trainer), expected)
 
 
+def test_a_learning_rate_that_is_a_tensor_takes_the_number_of_a_state() -> None:
+    """`torch.compile` wants a tensor, so it is often one only in the run that continues."""
+    with (
+        inline(config={"scheduler": halving}, scheduler_step_freq="batch") as older,
+        inline(config={"scheduler": halving, "lr": torch.tensor(0.1)}, scheduler_step_freq="batch") as newer,
+    ):
+        older.train()
+        newer.train()
+        newer.load_state_dict(older.state_dict())
+        older.train()
+        newer.train()
+        assert torch.allclose(weights(older), weights(newer))
+
+
+class WithAdam(Line):
+    def setup(self, config: dict[str, Any]) -> None:
+        super().setup(config)
+        self.model, self.optimizer, self.criterion = self.register(
+            models=self.model, optimizers=torch.optim.Adam(self.model.parameters()), criterion=self.criterion
+        )
+
+
+def test_a_state_of_captured_steps_continues_without_a_gpu() -> None:
+    """With the state's `capturable=True`, each step on CPUs would fail."""
+    with inline(WithAdam) as trainer:
+        trainer.train()
+        state = trainer.state_dict()
+        trainer.train()
+        expected = weights(trainer)
+        state["optimizers"][0]["param_groups"][0]["capturable"] = True
+        trainer.load_state_dict(state)
+        trainer.train()
+        assert torch.equal(weights(trainer), expected)
+
+
 class Refusing(StepLR):
     refuse = False
 

@@ -406,6 +406,8 @@ def _same_kind(mine: Any, saved: Any, *, as_long: bool = True) -> bool:
         return fits and all(_same_kind(here, there) for here, there in zip(mine, saved, strict=False))
     if isinstance(mine, Mapping):
         return isinstance(saved, Mapping)
+    if isinstance(mine, torch.Tensor) and mine.dim() == 0 and _is_number(saved):
+        return True  # a learning rate that is a tensor here
     return isinstance(saved, type(mine))
 
 

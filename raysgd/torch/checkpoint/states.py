@@ -189,11 +189,14 @@ def scaler_of(state: dict[str, Any], key: str) -> Any:
 
 
 def completed(saved: Any, optimizer: Any) -> Any:
-    """Return an optimizer's saved state with the options that the torch which saved it did not have yet, as they are here."""
+    """Return an optimizer's saved state with the options that the torch which saved it did not have yet, as they are here, and
+    with `capturable` as it is here: a step that was captured as a CUDA graph can be continued on CPUs."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         return saved
     pairs = zip(optimizer.param_groups, saved["param_groups"], strict=True)
-    return {**saved, "param_groups": [{**here, **there} for here, there in pairs]}
+    kept = {"capturable"}
+    groups = [{**here, **there, **{name: here[name] for name in kept & here.keys()}} for here, there in pairs]
+    return {**saved, "param_groups": groups}
 
 
 def loads_models_by_copying(operator: TrainingOperator) -> bool:
