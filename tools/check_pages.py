@@ -2,8 +2,8 @@
 
 Links have a text, because GitHub shows none for an empty one, and lead to a page and a section, which has the same anchor on
 GitHub and on the site; pictures exist. Blocks are Python, or of a known language. The API reference has each public class, and
-a docstring describes each argument that a page shows. Versions are the tested ones everywhere, and figures those of
-the benchmarks' stored results.
+a docstring describes each argument that a page shows. Versions are the tested ones everywhere, figures those of the
+benchmarks' stored results, and the tests that hold a promise are run for each change.
 """
 
 from __future__ import annotations
@@ -283,6 +283,17 @@ def wrong_results() -> Iterator[str]:
             yield f"{name} does not say {said}"
 
 
+def wrong_guarantees() -> Iterator[str]:
+    """A promise is held by tests that each change runs, in `make test` or `make more` (tests/tiers.py)."""
+    for name in sorted(set(re.findall(r"`(tests/[\w/]+\.py)`", (ROOT / "docs" / "guarantees.md").read_text("utf-8")))):
+        body = ast.parse((ROOT / name).read_text(encoding="utf-8")).body if (ROOT / name).is_file() else []
+        tests = [each for each in body if isinstance(each, ast.FunctionDef) and each.name.startswith("test_")]
+        of_file = [ast.unparse(each) for each in body if isinstance(each, ast.Assign)]
+        nightly = any(each.startswith("pytestmark") and "mark.nightly" in each for each in of_file)
+        if nightly or all("pytest.mark.nightly" in map(ast.unparse, test.decorator_list) for test in tests):
+            yield f"docs/guarantees.md names {name}, which has no test in `make test` or `make more`"
+
+
 def findings() -> Iterator[str]:
     for page in PAGES:
         yield from (f"{page}: {wrong}" for wrong in [*wrong_blocks(page), *wrong_links(page)])
@@ -291,6 +302,7 @@ def findings() -> Iterator[str]:
     yield from wrong_reference()
     yield from wrong_versions()
     yield from wrong_results()
+    yield from wrong_guarantees()
 
 
 if __name__ == "__main__":

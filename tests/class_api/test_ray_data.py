@@ -57,7 +57,7 @@ def ground(tmp_path: Path) -> Iterator[Any]:
         each.trainer.shutdown()
 
 
-@pytest.mark.nightly
+@pytest.mark.more
 def test_every_row_is_used_once_whichever_worker_fails(ground: Any, tmp_path: Path) -> None:
     """Ranks 0 and 1 of three fail before and after a step. Then the group grows in the middle of an epoch. Ray chooses the
     order of rows, which need not be repeatable, because the stream continues. A new trainer begins the stream again, here

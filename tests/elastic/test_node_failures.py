@@ -146,7 +146,7 @@ def test_a_node_fails_and_another_joins(outcome: Outcome) -> None:
 
 
 @pytest.mark.script("nothing free", run=run)
-@pytest.mark.nightly
+@pytest.mark.more
 def test_training_waits_for_a_new_node(outcome: Outcome) -> None:
     facts, log = outcome()
     assert facts["exact"] is True
@@ -154,7 +154,7 @@ def test_training_waits_for_a_new_node(outcome: Outcome) -> None:
     assert "waiting" in log and "1 CPU (" in log
 
 
-@pytest.mark.nightly
+@pytest.mark.more
 @pytest.mark.script("too few", run=run)
 def test_waiting_too_long_for_machines_is_an_error(outcome: Outcome) -> None:
     facts, _ = outcome()
@@ -162,7 +162,7 @@ def test_waiting_too_long_for_machines_is_an_error(outcome: Outcome) -> None:
 
 
 @pytest.mark.script("drained", run=run)
-@pytest.mark.nightly
+@pytest.mark.more
 def test_a_draining_node_is_left_before_it_dies(outcome: Outcome) -> None:
     facts, _ = outcome()
     assert facts["exact"] is True and facts["samples"] == 1500

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from tests.background import Background
+from tests.tiers import NIGHTLY
 
-pytestmark = [pytest.mark.elastic, pytest.mark.nightly]
+pytestmark = [pytest.mark.elastic, pytest.mark.more]
 
 SCRIPT = Path(__file__).with_name("interrupts.py")
-COUNT, SEED = "300", "7"
+COUNT, SEED = "300" if NIGHTLY else "30", "7"
 
 
 def run(background: Background) -> tuple[dict[str, Any], str]:

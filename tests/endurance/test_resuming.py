@@ -99,7 +99,7 @@ def killed_again_and_again(folder: str, elsewhere: str, every: str, *, kills: in
     assert len({*resumed, last}) > 1 + kills // 5, "it has resumed from several checkpoints"
 
 
-@pytest.mark.nightly
+@pytest.mark.more
 def test_three_kills(ray_cluster: None, tmp_path: Path) -> None:
     killed_again_and_again(f"{tmp_path}/killed", f"{tmp_path}/undisturbed", "7", kills=3, epochs=10)
 

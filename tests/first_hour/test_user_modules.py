@@ -226,7 +226,7 @@ def may_unshare() -> bool:
     return done is not None and done.returncode == 0
 
 
-@pytest.mark.nightly
+@pytest.mark.more
 @pytest.mark.skipif(not may_unshare(), reason="needs mount namespaces (Linux, root)")
 @pytest.mark.script(run=run)
 def test_a_node_that_does_not_have_the_folder(outcome: Callable[[], subprocess.CompletedProcess[str]]) -> None:

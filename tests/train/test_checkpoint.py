@@ -300,7 +300,6 @@ def test_a_damaged_archive_is_refused(directory: Path) -> None:
         Checkpoint.from_bytes(data[:20_000])
 
 
-@pytest.mark.nightly
 def test_unpacked_files_are_deleted_with_the_object(tmp_path: Path) -> None:
     (tmp_path / "notes").write_text("mine")
     unpacked = Checkpoint.from_bytes(Checkpoint.from_directory(tmp_path).to_bytes())
