@@ -85,8 +85,8 @@ def saved(path: Path) -> list[nn.Module]:
     [
         pytest.param(2, {}, id="two"),
         pytest.param(3, {"callbacks": [EMA(0.9)]}, id="three, averaged"),
-        pytest.param(2, {"options": TrainingOptions(parallel="fsdp")}, id="sharded"),
-        pytest.param(2, {"backend": "horovod"}, id="Horovod", marks=pytest.mark.horovod),
+        pytest.param(2, {"options": TrainingOptions(parallel="fsdp")}, id="sharded", marks=pytest.mark.more),
+        pytest.param(2, {"backend": "horovod"}, id="Horovod", marks=[pytest.mark.horovod, pytest.mark.more]),
     ],
 )
 def test_an_evaluation_is_that_of_the_model_that_is_saved(

@@ -189,7 +189,7 @@ def test_new_workers_after_a_load_are_as_many_as_the_ones_that_loaded(saved: Sav
         assert trainer.apply_all_operators(lambda operator: operator.resizes) == [0, 0, 0]
 
 
-@pytest.mark.parametrize("change", ["damage", "another checkpoint"])
+@pytest.mark.parametrize("change", [pytest.param("damage", marks=pytest.mark.more), "another checkpoint"])
 def test_a_loaded_file_that_has_changed_is_not_loaded_again(change: str, saved: Saved, tmp_path: Path) -> None:
     path = copied(saved.path, tmp_path / "file.pt")
     with on(2) as trainer:

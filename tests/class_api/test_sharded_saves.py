@@ -39,8 +39,17 @@ def objects(uri: str) -> list[str]:
     return sorted(str(each).partition(path)[2] for each in system.find(path))
 
 
-@pytest.mark.parametrize("blocking", [True, False])
-@pytest.mark.parametrize("place", ["s3", "memory", "path"])
+@pytest.mark.parametrize(
+    ("place", "blocking"),
+    [
+        ("path", True),
+        ("s3", False),
+        *(
+            pytest.param(*row, marks=pytest.mark.more)
+            for row in (("path", False), ("s3", True), ("memory", True), ("memory", False))
+        ),
+    ],
+)
 def test_a_save_holds_the_state_of_its_call(
     two: TorchTrainer, bucket: str, tmp_path: Path, place: str, blocking: bool
 ) -> None:

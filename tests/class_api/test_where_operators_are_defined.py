@@ -76,6 +76,6 @@ def run(background: Background, where: str) -> str:
 
 
 @pytest.mark.script(run=run)
-@pytest.mark.parametrize("where", SCRIPTS)
+@pytest.mark.parametrize("where", ["main", "beside", pytest.param("notebook", marks=pytest.mark.more)])
 def test_an_operator_from(where: str, outcome: Callable[[], str]) -> None:
     assert "10 True" in outcome().splitlines()

@@ -101,7 +101,7 @@ def test_a_mistake_that_raises_no_error_is_logged_once(
     assert "not passed to register()" in text
 
 
-@pytest.mark.parametrize(("when", "step"), [("call", STEPS), (2, 2)])
+@pytest.mark.parametrize(("when", "step"), [("call", STEPS), pytest.param(2, 2, marks=pytest.mark.more)])
 def test_an_error_is_raised_in_the_call_and_the_trainer_can_be_used_again(
     when: Any, step: int, ray_cluster: None
 ) -> None:
@@ -118,7 +118,7 @@ def test_an_error_is_raised_in_the_call_and_the_trainer_can_be_used_again(
         assert training.recoveries == []
 
 
-@pytest.mark.parametrize("when", ["call", 2])
+@pytest.mark.parametrize("when", [pytest.param("call", marks=pytest.mark.more), 2])
 def test_a_rank_that_differs_from_most_is_evicted(when: Any, ray_cluster: None, tmp_path: Path) -> None:
     """Its replacement has the weights of the others."""
     mark = str(tmp_path / "flipped")

@@ -1,4 +1,4 @@
-"""A hang is reported with rank, phase and stack, and the rank that hangs is ended."""
+"""A hang is reported with rank, phase and stack, and the rank that hangs is ended. test_both_apis.py has a stopped process."""
 
 import logging
 import time
@@ -35,12 +35,11 @@ def ground(shared: Ground) -> Ground:
 @pytest.mark.parametrize(
     ("fault", "stack"),
     [
-        (Fault(1, 5, "stop"), "does not answer"),
         (Fault(2, 5, "sleep"), "faults.py"),
         (Fault(0, 5, "stop", "backward"), "answer"),
         (Fault(1, 5, "gil"), "does not answer"),
     ],
-    ids=["stopped", "deadlock in user code", "stopped rank 0", "holds the interpreter lock"],
+    ids=["deadlock in user code", "stopped rank 0", "holds the interpreter lock"],
 )
 def test_the_rank_that_hangs_is_named_and_ended(ground: Ground, fault: Fault, stack: str, caplog: Any) -> None:
     ground.arm(fault)

@@ -88,7 +88,7 @@ class OwnLoop(FatalOperator):
             count += self.train_batch(batch, info)["num_samples"]
 
 
-@pytest.fixture(scope="module", params=["for each pass", "persistent"])
+@pytest.fixture(scope="module", params=["for each pass", pytest.param("persistent", marks=pytest.mark.more)])
 def shared(
     request: pytest.FixtureRequest, ray_cluster: None, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Ground]:

@@ -2,7 +2,7 @@
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,21 @@ def make(ray_cluster: None, tmp_path: Path) -> Iterator[Any]:
     yield ground
     for each in made:
         each.trainer.shutdown()
+
+
+@pytest.fixture(scope="module")
+def ground(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ground]:
+    made = Ground(tmp_path_factory.mktemp("loops"), num_workers=3, elastic=QUIET)
+    yield made
+    made.trainer.shutdown()
+
+
+def begin(ground: Ground, make: Callable[[], Any], samples: int = 240) -> None:
+    """Give all three ranks this training loader, and begin an epoch with it."""
+    ground.whole_again(3)
+    ground.trainer.apply_all_operators(lambda operator: operator.register_data(train_loader=make()))
+    ground.trained()
+    ground.samples = samples
 
 
 class OwnLoop(LedgerOperator):
@@ -76,14 +91,8 @@ class Stream(IterableDataset):  # type: ignore[type-arg]
             yield self.samples[index]
 
 
-class Streaming(LedgerOperator):
-    def setup(self, config: dict[str, Any]) -> None:
-        super().setup(config)
-        self.register_data(train_loader=DataLoader(Stream(240), batch_size=4))
-
-
-def test_live_iterators_continue_where_they_were(make: Any) -> None:
-    ground = make(operator=Streaming)
+def test_live_iterators_continue_where_they_were(ground: Ground) -> None:
+    begin(ground, lambda: DataLoader(Stream(240), batch_size=4))
     ground.arm(Fault(1, 6))
     ground.trainer.train()
     seen = ground.trained()
@@ -100,30 +109,17 @@ class Buckets(BatchSampler):
         super().__init__(RandomSampler(range(100), generator=torch.Generator().manual_seed(5)), 3, False)
 
 
-class Bucketed(LedgerOperator):
-    def setup(self, config: dict[str, Any]) -> None:
-        super().setup(config)
-        self.register_data(train_loader=DataLoader(Numbered(100), batch_sampler=Buckets()))
-
-
-def test_batch_samplers_keep_every_sample(make: Any) -> None:
-    ground = make(operator=Bucketed, config={"samples": 100})
+def test_batch_samplers_keep_every_sample(ground: Ground) -> None:
+    begin(ground, lambda: DataLoader(Numbered(100), batch_sampler=Buckets()), 100)
     for rank in (1, 0):
         ground.arm(Fault(rank, 4))
         ground.trainer.train()
         ground.assert_epoch_exact()
 
 
-def test_last_steps_with_fewer_samples_than_ranks(make: Any) -> None:
-    ground = make(elastic=ElasticConfig(grow="epoch", hang_timeout_s=60))
-    for size in (1, 2, 5, 13):
-        ground.whole_again(3)
-        ground.trained()
-
-        def take_data(operator: LedgerOperator, size: int = size) -> None:
-            operator.register_data(train_loader=DataLoader(Numbered(size), batch_size=2))
-
-        ground.trainer.apply_all_operators(take_data)
+def test_last_steps_with_fewer_samples_than_ranks(ground: Ground) -> None:
+    for size in (1, 5):
+        begin(ground, lambda size=size: DataLoader(Numbered(size), batch_size=2), size)
         ground.arm(Fault(2, 1))
         result = ground.trainer.train()
         assert ground.fired() == 1
@@ -131,20 +127,21 @@ def test_last_steps_with_fewer_samples_than_ranks(make: Any) -> None:
         assert result["num_samples"] == size
 
 
-def test_drop_last_drops_less_than_one_step(make: Any) -> None:
-    ground = make(config={"samples": 101, "loader": {"drop_last": True}})
+def test_drop_last_drops_less_than_one_step(ground: Ground) -> None:
+    begin(ground, lambda: DataLoader(Numbered(101), batch_size=4, drop_last=True))
     ground.arm(Fault(1, 4))
     ground.trainer.train()
     seen = ground.trained()
     assert max(seen.values()) == 1 and 101 - len(seen) < 2 * 4
 
 
-def test_ranks_rejoin_after_the_network_was_cut(make: Any) -> None:
-    ground = make()
+def test_ranks_rejoin_after_the_network_was_cut(ground: Ground) -> None:
+    begin(ground, lambda: DataLoader(Numbered(240), batch_size=4))
+    before = len(ground.trainer.recoveries)
     ground.arm(Fault(1, 6, "cut", "backward"))
     ground.trainer.train()
     ground.assert_epoch_exact()
-    cut = ground.trainer.recoveries[0]
+    cut = ground.trainer.recoveries[before]
     assert (cut.reason, cut.removed_ranks, cut.world_size_after, cut.in_place) == ("network", (), 3, True)
 
 

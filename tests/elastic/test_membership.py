@@ -34,7 +34,7 @@ def ground(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Itera
         tmp_path_factory.mktemp("members"),
         num_workers=3,
         operator=Listening,
-        config={"samples": 1200, "pace": 0.02},
+        config={"samples": 600, "pace": 0.02},
         elastic=ElasticConfig(hang_timeout_s=60),
     )
     yield ground

@@ -138,6 +138,7 @@ def run(background: Background, name: str) -> tuple[dict[str, Any], str]:
     return json.loads(facts[-1][6:]), done.stderr
 
 
+@pytest.mark.more
 @pytest.mark.script("lost", run=run)
 def test_a_node_fails_and_another_joins(outcome: Outcome) -> None:
     facts, _ = outcome()

@@ -102,7 +102,7 @@ class Pictures(Line):
         return result
 
 
-@pytest.mark.parametrize("how", ["with gradients", "without"])
+@pytest.mark.parametrize("how", ["with gradients", pytest.param("without", marks=pytest.mark.more)])
 def test_a_model_that_only_rank_0_calls(ray_cluster: None, how: str) -> None:
     """This is noticed within seconds, too, and the line is named."""
     lines = Path(__file__).read_text().splitlines()

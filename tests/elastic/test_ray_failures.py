@@ -209,7 +209,7 @@ def test_workers_without_a_raylet_end_themselves(outcome: Outcome) -> None:
 
 
 @pytest.mark.script("gcs", run=run)
-@pytest.mark.nightly
+@pytest.mark.more
 def test_the_control_service_is_killed(outcome: Outcome) -> None:
     facts = outcome()
     kind, text, seconds = facts["error"]

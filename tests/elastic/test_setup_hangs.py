@@ -87,6 +87,7 @@ def test_a_hang_in_setup_of_one_rank(ray_cluster: None, tmp_path: Path) -> None:
     assert (noted(tmp_path, "rank0"), noted(tmp_path, "rank1")) == (1, 1), "it was tried twice"
 
 
+@pytest.mark.more
 def test_a_hang_in_setup_that_holds_the_interpreter(ray_cluster: None, tmp_path: Path) -> None:
     text = start(tmp_path, 60.0, training_operator_cls=Stuck, config={"wait": holds_the_interpreter})
     assert "rank 1 on node " in text and "has not answered" in text and "interpreter lock" in text, text

@@ -34,11 +34,10 @@ def undisturbed(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> 
 @pytest.mark.parametrize(
     "faults",
     [
-        [Fault(1, 4)],
         [Fault(0, 9, where="backward"), Fault(1, 12, where="after")],
         [Fault(0, 3, "term"), Fault(1, 8)],
     ],
-    ids=["one death", "two deaths", "a notice and a death"],
+    ids=["two deaths", "a notice and a death"],
 )
 def test_global_batches_give_the_same_weights(
     undisturbed: list[torch.Tensor], faults: list[Fault], tmp_path: Path

@@ -14,6 +14,7 @@ pytest.importorskip("transformers")
 from raysgd.operators.contrastive import Captioned, ContrastiveOperator
 
 
+@pytest.mark.more
 def test_learns_which_caption_belongs_to_which_image() -> None:
     torch.manual_seed(0)
     with TorchTrainer(training_operator_cls=ContrastiveOperator) as trainer:

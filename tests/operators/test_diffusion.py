@@ -25,6 +25,7 @@ def nearest(images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return distances, labels[found]
 
 
+@pytest.mark.more
 def test_draws_digits() -> None:
     torch.manual_seed(0)
     config = {"batch_size": 64, "lr": 4e-3, "sampling_steps": 10}
@@ -64,7 +65,7 @@ def frechet(one: torch.Tensor, other: torch.Tensor) -> float:
     return float((one.mean(0) - other.mean(0)).square().sum() + a.trace() + b.trace() - 2 * root)
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.more)])
 def test_metrics_are_exact_over_all_images(ray_cluster: None, workers: int) -> None:
     """Compare with the definitions, on the images of all workers at once."""
     images, held_out = pictures(12, 0), pictures(13, 1)

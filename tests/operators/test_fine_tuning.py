@@ -24,6 +24,7 @@ def weights(trainer: TorchTrainer) -> dict[str, torch.Tensor]:
     return {name: value.detach().cpu().clone() for name, value in trainer.get_model().state_dict().items()}
 
 
+@pytest.mark.more
 def test_learns_from_scratch_and_then_other_data_with_adapters(tmp_path: Path) -> None:
     torch.manual_seed(0)
     with TorchTrainer(

@@ -75,6 +75,7 @@ def shifted(image: torch.Tensor) -> torch.Tensor:
     return in_colour(image.roll((down, across), (1, 2)))
 
 
+@pytest.mark.more
 def test_the_complete_recipe_trains_a_residual_network() -> None:
     torch.manual_seed(0)
     config = {

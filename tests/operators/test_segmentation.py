@@ -17,6 +17,7 @@ pytest.importorskip("transformers")
 from raysgd.operators.segmentation import IGNORED, SegmentationOperator, Shapes
 
 
+@pytest.mark.more
 def test_finds_discs_and_bars() -> None:
     torch.manual_seed(0)
     with TorchTrainer(training_operator_cls=SegmentationOperator) as trainer:
@@ -44,7 +45,7 @@ def convolution() -> nn.Module:
     return nn.Conv2d(1, 3, 3, padding=1)
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.more)])
 def test_metrics_are_exact_over_all_pixels(ray_cluster: None, workers: int) -> None:
     """Compare with the definitions, on the images of all workers at once."""
     data = images_with_ignored_pixels()

@@ -45,7 +45,7 @@ def pairs() -> list[tuple[str, str, int]]:
     return [(text, text[::-1], label) for text, label in opinions(37)]
 
 
-@pytest.mark.parametrize(("rows", "classes"), [(pairs(), 2), (three_classes(), 3)])
+@pytest.mark.parametrize(("rows", "classes"), [(pairs(), 2), pytest.param(three_classes(), 3, marks=pytest.mark.more)])
 def test_metrics_are_exact_over_all_workers(ray_cluster: None, rows: list[Any], classes: int) -> None:
     """Compare with scikit-learn, on the texts of both workers at once."""
     tokenizer = train_tokenizer(text for row in rows for text in row[:-1])

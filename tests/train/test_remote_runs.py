@@ -142,7 +142,7 @@ def save_and_die(config: dict[str, Any]) -> Any:
     ("method", "keep", "remote"),
     [
         ("report", None, True),
-        ("folder", None, True),
+        pytest.param("folder", None, True, marks=pytest.mark.more),
         ("save_checkpoint", 1, False),
         ("report", 0, False),
     ],

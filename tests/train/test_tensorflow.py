@@ -42,6 +42,7 @@ def descend(config: dict[str, str]) -> tuple[float, int, int]:
     return float(weight.numpy()), strategy.num_replicas_in_sync, os.getpid()
 
 
+@pytest.mark.more
 @pytest.mark.elastic
 @pytest.mark.slow
 def test_a_function_with_its_own_strategy(ray_cluster: None, tmp_path: Path) -> None:
@@ -69,6 +70,7 @@ def fit_with_keras_3() -> None:
     model.fit(tf.data.Dataset.from_tensor_slices((ones, ones)).batch(4), verbose=0)
 
 
+@pytest.mark.more
 @pytest.mark.slow
 def test_keras_3_under_a_strategy_is_an_error_that_says_what_to_do(ray_cluster: None, tmp_path: Path) -> None:
     with (

@@ -23,6 +23,7 @@ def test_each_worker_has_its_own_index_in_one_cluster(ray_cluster: None, tmp_pat
     assert [config["task"] for config in configs] == [{"type": "worker", "index": rank} for rank in range(2)]
 
 
+@pytest.mark.more
 @pytest.mark.elastic
 def test_after_a_failure_new_processes_form_the_cluster(ray_cluster: None, tmp_path: Path) -> None:
     def function() -> tuple[int, int]:
