@@ -7,6 +7,7 @@ generation replaces only DDP, and the compiled code stays valid.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -50,9 +51,8 @@ class ModelCalls:
         self._newest: deque[tuple[int, CodeType, int]] = deque(maxlen=MOST_CALLS)
 
     def __call__(self, *_: Any) -> None:
-        frame: Any = sys._getframe(
-            1
-        )  # a variable with this call's own frame would be a cycle, for the garbage collector
+        # A variable with this call's own frame would be a cycle, for the garbage collector.
+        frame: Any = inspect.currentframe().f_back  # type: ignore[union-attr]
         while frame.f_code.co_filename == CALLER:
             frame = frame.f_back
         self._newest.append((self.step(), frame.f_code, frame.f_lineno))

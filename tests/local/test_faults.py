@@ -125,9 +125,17 @@ def assert_same(mine: tuple[torch.Tensor, dict[str, Any], Any], other: tuple[tor
     assert mine[1]["num_samples"] == ROWS and mine[1]["epoch"] == 1
 
 
-@pytest.mark.parametrize("at", POINTS)
+@pytest.mark.parametrize(
+    ("kind", "at"),
+    [
+        *(("kill", at) for at in POINTS),
+        ("freeze", "begun"),
+        ("freeze", "reduced"),
+        ("notice", "begun"),
+        ("notice", "logged"),
+    ],
+)
 @pytest.mark.parametrize("rank", range(WORKERS))
-@pytest.mark.parametrize("kind", ["kill", "freeze", "notice"])
 def test_a_rank_at_each_point_of_each_step(kind: str, rank: int, at: str, undisturbed: Any) -> None:
     for step in range(STEPS):
         found = epoch(Fault(kind, at, rank=rank, step=step))

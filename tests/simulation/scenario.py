@@ -58,6 +58,7 @@ class Script:
             schedule.over_at = max(schedule.over_at, world.now + when)
         self._saved: tuple[bytes, list[Step]] | None = None
         self._over = False  # whether nobody knows which weights are right
+        self._is_first = True  # attempt at a call
         limits = {"join_s": plan.limits.join_s, "collective_s": plan.limits.collective_s}
         self.engine = engine = Engine(
             self.group,
