@@ -36,7 +36,7 @@ PACKAGES = [
     *(f"raysgd.operators.{name}" for name in find_packages("operators")),
 ]
 
-TORCH = ["torch>=2.8", "numpy", "tqdm"]
+TORCH = ["torch>=2.10", "numpy", "tqdm"]
 TENSORFLOW = ["tensorflow>=2.16", "numpy", "tqdm"]
 # Not Horovod itself: it has no wheels, and its sources need mending first. `tools/build_horovod.py` does that;
 # here is what it and Horovod need.

@@ -32,7 +32,7 @@ class Combination(NamedTuple):
 
 
 COMBINATIONS = {
-    "oldest": Combination("3.10", ("torch==2.8.0", "ray==2.40.0")),
+    "oldest": Combination("3.10", ("torch==2.10.0", "ray==2.40.0")),
     "newest": Combination("3.13", ("torch", "ray")),
 }
 # What the tests below import, beside raysgd's own requirements.

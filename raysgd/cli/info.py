@@ -24,7 +24,7 @@ def describe(path: Path) -> Iterator[tuple[str, str]]:
     elif "state.json" in names:
         from raysgd.tf import states
 
-        yield from state(states.read(path.read_bytes(), path), "TFTrainer")
+        yield from state(states.parse(path.read_bytes()), "TFTrainer")
     elif path.is_dir() and names & {folders.MARKER, DICT_FILE}:
         folders.verify(path)
         yield "written by", "raysgd.train: Checkpoint.from_directory(...)"
@@ -48,11 +48,11 @@ def torch_checkpoint(path: Path) -> Iterator[tuple[str, str]]:
 
     if path.is_dir():
         listed = shard_files.read_manifest(path)
-        shard_files.verify(str(path), listed or {})
-        sealed, path = listed is not None, path / "outline.pt"
+        shard_files.verify(str(path), listed)
+        has_checksums, path = True, path / "outline.pt"
     else:
-        _, sealed = files.verified_file(path, trusted=True)
-    yield "digest", "correct" if sealed else "none (torch.save wrote it)"
+        _, has_checksums = files.verified_file(path)
+    yield "checksums", "correct" if has_checksums else "none (torch.save wrote it)"
     if foreign := states.foreign_types(path):
         yield "content", f"not shown, because load(path, trusted=True) runs its code: {', '.join(foreign)}"
     else:
@@ -63,7 +63,7 @@ def automatic(path: Path) -> Iterator[tuple[str, str]]:
     folders_of_both = [CheckpointFolder(AutoCheckpoint(path=path), suffix) for suffix in (".pt", ".ckpt")]
     found = [(folder, place) for folder in folders_of_both for place in folder.newest_first()]
     for folder, place in found:
-        damage = "; damaged: its digest is wrong" if folder.is_damaged(place) else ""
+        damage = "; damaged: a checksum is wrong" if folder.is_damaged(place) else ""
         yield place.name, f"score {folder.record(place)['score']}{damage}"
     if not found:
         raise CheckpointError(f"{path} has no checkpoint of raysgd: pass a file or folder that a trainer wrote")
@@ -92,7 +92,7 @@ def text(value: Any) -> str:
 def command(path: Path) -> None:
     """Say what is in the checkpoint at PATH: a file or folder that a trainer, AutoCheckpoint or raysgd.train wrote.
 
-    Its digests are verified, and no code from it runs. Exit with 1 if it is damaged, or not raysgd's."""
+    Its checksums are verified, and no code from it runs. Exit with 1 if it is damaged, or not raysgd's."""
     try:
         for name, described in describe(path):
             click.echo(f"{name:<19}  {described:.100}{' ...' * (len(described) > 100)}")

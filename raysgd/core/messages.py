@@ -299,12 +299,12 @@ class CheckpointWritten(Message):
 
 @dataclass(frozen=True)
 class CheckpointComplete(Message):
-    """The worker has written everything. The driver compares size and digest with its file, and gives the file its
-    name. The digest covers all bytes that were sent; if the worker wrote the file itself, only the file's last 4096
+    """The worker has written everything. The driver compares size and CRC-32 with its file, and gives the file its
+    name. The checksum covers all bytes that were sent; if the worker wrote the file itself, only the file's last 4096
     bytes."""
 
     size: int
-    digest: str
+    checksum: int
 
 
 @dataclass(frozen=True)

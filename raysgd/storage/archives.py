@@ -43,8 +43,7 @@ def pack(folder: Path) -> bytes:
             archive.addfile(member, io.BytesIO(content))
             names.add(each.name)
     check_list(folder, names, listed)
-    digest.seal_buffer(stream)
-    return stream.getvalue()
+    return digest.sealed(stream.getbuffer())
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ __all__ = [
     "put_folder",
     "read",
     "text_of",
-    "warn_without_digest",
+    "warn_without_checksums",
     "write",
 ]
 
@@ -218,11 +218,11 @@ def read(path: Any) -> bytes:
         raise CheckpointError(f"{where.absolute()} cannot be read: {error.strerror}") from error
 
 
-def warn_without_digest(where: Any) -> None:
+def warn_without_checksums(where: Any) -> None:
     """Warn, once for each load, that damage may not be detected."""
     logger.warning(
-        "%s has no digest, because an older version of raysgd or another program wrote it, so damage may not be detected. "
-        "Save it again to add a digest",
+        "%s has no checksums, because RaySGD or another program wrote it, so damage may not be detected. Save it again to add "
+        "them",
         where,
     )
 
@@ -290,7 +290,7 @@ def folder(where: Place) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory(prefix="raysgd-checkpoint-") as local:
         if not remote.read_folder(where, Path(local)):
-            warn_without_digest(where)
+            warn_without_checksums(where)
         yield Path(local)
 
 

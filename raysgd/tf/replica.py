@@ -159,7 +159,7 @@ class TFReplica(ReplicaBase):
 
     def checkpoint(self, ranks: list[Any]) -> memoryview | None:
         """Return the complete checkpoint as bytes, on rank 0. `ranks` are the random states of all ranks."""
-        return states.dump({**self.full_state(), "rng": ranks}, sealed=True) if self.rank == 0 else None
+        return states.dump({**self.full_state(), "rng": ranks}) if self.rank == 0 else None
 
     def predict(self, batches: list[Any]) -> Any:
         """Return this rank's outputs, each with the place of its batch in the data."""

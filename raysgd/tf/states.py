@@ -1,8 +1,8 @@
 """A replica's state as a dictionary of plain values and arrays, and as bytes that run no code when read. Both.
 
 The bytes are a zip archive (as NumPy's npz): `state.json` with everything but the arrays, and one `.npy` for each of
-those. In a file, its comment is a digest of everything before it. Sizes that the bytes claim are checked before memory
-is allocated: members are stored uncompressed, and an array is as large as its bytes.
+those. The archive has a checksum of each member. Sizes that the bytes claim are checked before memory is allocated: members
+are stored uncompressed, and an array is as large as its bytes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 
 from raysgd.errors import CheckpointError
-from raysgd.storage import digest, locations
 from raysgd.tf.parts import assign, optimizer_variables, values
 from raysgd.training.position import check_count
 
@@ -30,14 +29,13 @@ __all__ = [
     "gather",
     "parse",
     "random_state",
-    "read",
     "restore",
     "restore_random",
     "restore_variables",
 ]
 
 FORMAT = "raysgd-tensorflow"
-VERSION, WITHOUT_DIGEST = 2, 1
+VERSION = 1
 HEAD = "state.json"
 MOST_NESTED = 100
 MOST_HEAD_BYTES = 256 << 20
@@ -120,8 +118,8 @@ def restore_variables(operator: Any, state: dict[str, Any]) -> None:
 # -- bytes --------------------------------------------------------------------------------------------
 
 
-def dump(state: dict[str, Any], *, sealed: bool = False) -> memoryview:
-    """Return a state as bytes; with `sealed`, as they are in a file, with their digest."""
+def dump(state: dict[str, Any]) -> memoryview:
+    """Return a state as bytes."""
     arrays: list[np.ndarray] = []
     try:
         head = json.dumps(_encoded(state, arrays, "state")).encode()
@@ -138,23 +136,7 @@ def dump(state: dict[str, Any], *, sealed: bool = False) -> memoryview:
         for number, array in enumerate(arrays):
             with archive.open(f"{number}.npy", "w", force_zip64=True) as file:
                 np.lib.format.write_array(file, array, allow_pickle=False)
-    if sealed:
-        digest.seal_buffer(buffer)
     return buffer.getbuffer()
-
-
-def read(data: Any, where: Any) -> dict[str, Any]:
-    """Return the state in a file's bytes. Warn about a file without a digest, which only older versions wrote."""
-    sealed = digest.verify(data)
-    state = parse(data)
-    if not sealed and state["version"] > WITHOUT_DIGEST:
-        raise CheckpointError(
-            "the file is damaged: the digest at its end is missing, so it was cut off or changed. Use another copy of it, "
-            "or an older checkpoint"
-        )
-    if not sealed:
-        locations.warn_without_digest(where)
-    return state
 
 
 def parse(data: Any) -> dict[str, Any]:
@@ -197,7 +179,7 @@ def _stored(archive: zipfile.ZipFile, size: int) -> Iterator[zipfile.ZipInfo]:
 def shaped(state: Any) -> dict[str, Any]:
     if not isinstance(state, dict) or state.get("format") != FORMAT or not isinstance(state.get("models"), list):
         raise CheckpointError(f"this is not a checkpoint of a TFTrainer (its format would be {FORMAT!r})")
-    version = state.setdefault("version", WITHOUT_DIGEST)
+    version = state.get("version")
     if type(version) is not int or version < 1:
         raise CheckpointError(f"this is not a checkpoint of a TFTrainer: its format version is {version!r:.60}")
     if version > VERSION:

@@ -257,7 +257,7 @@ class TFTrainer(TrainerBase):
 
     @exclusive
     def load(self, checkpoint: str | os.PathLike[str]) -> None:
-        """Load `checkpoint`, a path or a URI, after its digest and its content were checked. No code in it is run."""
+        """Load `checkpoint`, a path or a URI, after its checksums and its content were checked. No code in it is run."""
         self._loops.refuse_load("load()")
         self._load_automatic(checkpoint)
 
@@ -265,7 +265,7 @@ class TFTrainer(TrainerBase):
         where = locations.place(path)
         data = locations.read(where)
         try:
-            states.read(data, where)  # a damaged or foreign file is not sent to the workers
+            states.parse(data)  # a damaged or foreign file is not sent to the workers
             self._restore(data)
         except CheckpointError as error:
             raise CheckpointError(f"{where}: {error}") from error

@@ -1,6 +1,6 @@
 """All private names of torch that raysgd uses. Worker.
 
-Checked with torch 2.8, 2.13 and 2.15. `tests/test_foreign.py` (and `tests/speed/test_fsdp.py`) call every function here, and name the
+Checked with torch 2.10, 2.13 and 2.15. `tests/test_foreign.py` (and `tests/speed/test_fsdp.py`) call every function here, and name the
 first private name that a new version of torch no longer has. Names in a checkpoint's pickle are not among them, because
 they are part of the file format.
 """

@@ -120,9 +120,9 @@ def save(replica: TorchReplica, sink: Any, ranks: list[Any], blocking: bool) -> 
     if state is None or replica.rank != 0:
         return
     if blocking:
-        sink.send(lambda file: torch.save(state, file))
+        sink.send(partial(states.write, state))
     else:
-        _send_in_background(sink, lambda: partial(torch.save, states.unchanging(state, in_shards=replica.in_shards)))
+        _send_in_background(sink, lambda: partial(states.write, states.unchanging(state, in_shards=replica.in_shards)))
 
 
 def _send_in_background(sink: Any, copy_state: Callable[[], Callable[[Any], Any]]) -> None:

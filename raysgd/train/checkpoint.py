@@ -300,7 +300,7 @@ def _checked(data: bytes | memoryview, where: Any, *, covered: bool = False) -> 
     if content[-1:] not in (STOP, b"\0"):  # of a pickle, and of a tar archive
         return content  # not a complete checkpoint; reading it raises the error
     if not covered:
-        locations.warn_without_digest(where)
+        locations.warn_without_checksums(where)
     return digest.sealed(content)
 
 

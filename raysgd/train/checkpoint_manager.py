@@ -92,7 +92,7 @@ class CheckpointManager:
             self.stored.append(StoredCheckpoint(number, place, score, metrics))
             self.payload = payload
             if isinstance(place, Path) and place.is_dir() and not (place / MARKER).exists():
-                locations.warn_without_digest(place)
+                locations.warn_without_checksums(place)
         self.latest_id = max([self.latest_id, *reported, *complete])
 
     def register(self, payload: bytes) -> int:

@@ -16,7 +16,7 @@ from raysgd.callbacks.writers import ROW_FIELDS, for_json
 from raysgd.config import at_least, is_real
 from raysgd.core.metrics import plain
 from raysgd.errors import CheckpointError, ConfigError, suggesting_fields
-from raysgd.storage import digest, folders, locations
+from raysgd.storage import checksums, folders, locations
 from raysgd.storage.claims import FolderClaim
 
 __all__ = ["AutoCheckpoint", "CheckpointFolder", "SavedPlace"]
@@ -208,10 +208,10 @@ class CheckpointFolder:
         return found
 
     def is_damaged(self, place: SavedPlace) -> bool:
-        """Return whether a checkpoint does not have its digest. An error of the storage is raised instead."""
+        """Return whether a checkpoint does not have its checksums. An error of the storage is raised instead."""
         data = locations.read(self._file(place))
         try:
-            return not digest.verify(data)
+            return not checksums.verify(data)
         except CheckpointError:
             return True
 

@@ -62,8 +62,8 @@ def test_a_machine_with_too_few_open_files(tmp_path: Path) -> None:
 def test_single_machines() -> None:
     assert not list(judge({"a": machine()}, REQUIRED))
     old = machine(versions={"Python": "3.11.7", "torch": "2.1.0"})
-    found = only(judge({"a": old}, ["torch>=2.8; extra == 'torch'"]))
-    assert found.text == "a: torch 2.1.0, and raysgd needs >=2.8" and found.todo.endswith("pip install 'torch>=2.8'")
+    found = only(judge({"a": old}, ["torch>=2.10; extra == 'torch'"]))
+    assert found.text == "a: torch 2.1.0, and raysgd needs >=2.10" and found.todo.endswith("pip install 'torch>=2.10'")
     found = only(judge({"a": machine(shared_free=64 << 20)}, REQUIRED))
     assert found.text == "a: 64 MiB are free, and 256 are needed" and "--shm-size" in found.todo
     found = only(judge({"a": machine(listed_gpus=2)}, REQUIRED))

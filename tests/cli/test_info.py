@@ -45,7 +45,7 @@ def test_a_trainers_checkpoint_and_a_damaged_one(tmp_path: Path) -> None:
         trainer.save(tmp_path / "model.pt")
     shown = info(tmp_path / "model.pt").output
     for text in (
-        "digest               correct",
+        "checksums            correct",
         "written by           TorchTrainer.save()",
         "model 0              weight: float32 (1, 2), bias: float32 (1,)",
         "optimizer 0          [lr: 0.1, ",
@@ -77,7 +77,7 @@ def test_folders(tmp_path: Path) -> None:
     newest, older = info(tmp_path / "runs").output.splitlines()
     assert "epoch00002-step000000006  score 0." in newest and "epoch00001-step000000003  score " in older
     shards = info(tmp_path / "shards").output
-    assert "digest               correct" in shards and "epoch                2" in shards
+    assert "checksums            correct" in shards and "epoch                2" in shards
     next((tmp_path / "shards").glob("*.distcp")).write_bytes(b"")
     assert info(tmp_path / "shards").exit_code == 1
 

@@ -30,7 +30,7 @@ def tallies(request: pytest.FixtureRequest) -> Iterator[Tallies]:
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if "digest" in record.getMessage()]
+    return [record.getMessage() for record in caplog.records if "checksums" in record.getMessage()]
 
 
 # -- dictionaries -------------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
-"""A damaged or hostile checkpoint of a TFTrainer is loaded as it was saved, or refused with an error that names it and the
+"""A damaged checkpoint of a TFTrainer is loaded as it was saved, or refused with an error that names it and the
 cause. A refused file changes nothing."""
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,22 +13,17 @@ from click.testing import CliRunner  # noqa: E402
 
 from raysgd import CheckpointError  # noqa: E402
 from raysgd.cli import main  # noqa: E402
-from raysgd.storage import digest  # noqa: E402
 from raysgd.tf import TFTrainer  # noqa: E402
-from tests.files.damage import Tallies, flipped, flips, lengths, megabytes_of, quiet, show  # noqa: E402
+from tests.files.damage import Tallies, flipped, flips, lengths, quiet, show  # noqa: E402
 from tests.files.tf_cases import (  # noqa: E402
     WRONG,
     Bench,
     Stateful,
-    bombs,
     changed,
     hostile,
-    members_of,
     of,
     plain,
-    saved_part,
     without,
-    zipped,
 )
 from tests.tf.small import arrays  # noqa: E402
 from tests.tiers import NIGHTLY  # noqa: E402
@@ -68,37 +62,14 @@ def test_a_damaged_file_is_refused_or_loaded_as_saved(bench: Bench, tallies: Tal
     with tallies.of("TFTrainer, bit flips") as tally:
         for place, bit in flips(len(bench.data), FLIPS):
             bench.attempt(tally, f"bit {bit} of byte {place}", flipped(bench.data, place, bit))
-        for place in range(len(bench.data) - digest.SEAL_BYTES - 2, len(bench.data)):  # the digest itself
-            bench.attempt(tally, f"bit 0 of byte {place}", flipped(bench.data, place, 0))
-    assert tally.rejected > 0.95 * tally.tried
+    assert tally.rejected > 0.8 * tally.tried
     with tallies.of("TFTrainer, truncation") as tally:
         for length in lengths(len(bench.data)):
             bench.attempt(tally, f"cut to {length}", bench.data[:length])
+    assert tally.rejected == tally.tried
+    with tallies.of("TFTrainer, other damage") as tally:
         for what, data in {"longer": bench.data + b"x", "doubled": bench.data * 2, "zeros": bytes(5000)}.items():
             bench.attempt(tally, what, data)
-    assert tally.rejected == tally.tried
-    with tallies.of("TFTrainer, bit flips without a digest") as tally:
-        for place, bit in flips(len(bench.older), FLIPS // 2, seed=1):
-            bench.attempt(tally, f"bit {bit} of byte {place}", flipped(bench.older, place, bit))
-        for length in lengths(len(bench.older)):
-            bench.attempt(tally, f"cut to {length}", bench.older[:length])
-
-
-def test_a_file_whose_digest_was_cut_off_is_not_taken_for_an_older_one(bench: Bench) -> None:
-    end = bench.data[: -digest.SEAL_BYTES]
-    for data in (end, end[:-2] + b"\0\0", zipped(members_of(bench.data))):
-        bench.refuses("without its digest", data, says="digest at its end is missing" if data != end else "")
-
-
-def test_a_file_of_an_older_version_is_loaded_with_one_warning(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
-    bench.path.write_bytes(bench.older)
-    assert saved_part(bench.load()) == bench.saved
-    assert [str(bench.path) in message and "digest" in message for message in caplog.messages] == [True]
-    caplog.clear()
-    bench.path.write_bytes(bench.data)
-    assert saved_part(bench.load()) == bench.saved
-    assert not caplog.messages
-    bench.now = of(bench.trainer)
 
 
 # -- wrong contents -----------------------------------------------------------------------------------
@@ -106,18 +77,16 @@ def test_a_file_of_an_older_version_is_loaded_with_one_warning(bench: Bench, cap
 
 @pytest.mark.parametrize("what", WRONG)
 def test_wrong_contents_are_refused(bench: Bench, tallies: Tallies, quiet: None, what: str) -> None:
-    """The file is well-formed and has a correct digest, and only its values are wrong."""
+    """The file is well-formed and has correct checksums, and only its values are wrong."""
     keys, value = WRONG[what]
-    bench.refuses(what, digest.sealed(changed(bench.data, *keys, to=value)))
-    if "version" not in what:
-        bench.refuses(f"{what}, without a digest", changed(bench.older, *keys, to=value))
+    bench.refuses(what, changed(bench.data, *keys, to=value))
 
 
 def test_missing_contents_are_refused_or_not_needed(bench: Bench, quiet: None) -> None:
     for key in ("models", "optimizers", "format", "operator"):
-        bench.refuses(f"no {key}", digest.sealed(without(bench.data, key)))
-    for key in ("rng", "validation_position"):  # files of older versions lack some
-        bench.path.write_bytes(digest.sealed(without(bench.data, key)))
+        bench.refuses(f"no {key}", without(bench.data, key))
+    for key in ("rng", "validation_position"):
+        bench.path.write_bytes(without(bench.data, key))
         bench.load()
         bench.now = of(bench.trainer)
 
@@ -132,7 +101,7 @@ def test_refused_files_do_not_change_training(tmp_path: Path, quiet: None) -> No
             trainer.train(num_steps=3)
             if disturbed:
                 for keys, value in WRONG.values():
-                    Path(path).write_bytes(digest.sealed(changed(data, *keys, to=value)))
+                    Path(path).write_bytes(changed(data, *keys, to=value))
                     with pytest.raises(CheckpointError):
                         trainer.load(path)
                 trainer.apply_all_operators(lambda operator: setattr(operator, "fails_on", 0))
@@ -185,41 +154,14 @@ def test_a_dictionary_in_memory_is_checked_too(bench: Bench) -> None:
     bench.now = of(bench.trainer)
 
 
-# -- hostile archives ---------------------------------------------------------------------------------
+# -- archives that save() does not write ---------------------------------------------------------------
 
 
-def resealed(data: bytes) -> bytes:
-    return digest.sealed(data) if data[:2] != b"PK" or data[-2:] == b"\0\0" else data
-
-
-def test_hostile_archives_are_refused(
-    bench: Bench, tallies: Tallies, quiet: None, request: pytest.FixtureRequest
-) -> None:
-    """Refusing them needs little memory and time."""
-    files = {**hostile(bench.data), **bombs(bench.data)}
-    older = {**hostile(bench.older), **bombs(bench.older)}
-    grown, seconds = {}, {}
-    with tallies.of("TFTrainer, hostile archives") as tally:
-        for name, data in [*((name, resealed(each)) for name, each in files.items()), *older.items()]:
-            bench.path.write_bytes(data)
-            began = time.monotonic()
-            grown[name] = megabytes_of(lambda: refused(bench))
-            seconds[name] = time.monotonic() - began
+def test_other_archives_are_refused(bench: Bench, tallies: Tallies, quiet: None) -> None:
+    with tallies.of("TFTrainer, other archives") as tally:
+        for name, data in hostile(bench.data).items():
             bench.attempt(tally, name, data)
     assert tally.rejected == tally.tried
-    worst, slowest = max(grown, key=grown.__getitem__), max(seconds, key=seconds.__getitem__)
-    show(
-        request,
-        f"hostile archives: {len(grown)}, at most +{grown[worst]:.0f} MiB for {worst!r}, slowest "
-        f"{seconds[slowest]:.2f} s for {slowest!r}",
-    )
-    assert grown[worst] < 100, grown
-    assert seconds[slowest] < 60, seconds
-
-
-def refused(bench: Bench) -> None:
-    with pytest.raises(CheckpointError):
-        bench.trainer.load(bench.path)
 
 
 # -- several workers ----------------------------------------------------------------------------------
@@ -242,7 +184,7 @@ def test_no_rank_loads_a_file_that_another_rank_refuses(ray_cluster: None, tmp_p
         assert len(before[1]) == 2
         for what in list(WRONG)[::6]:
             keys, value = WRONG[what]
-            path.write_bytes(digest.sealed(changed(data, *keys, to=value)))
+            path.write_bytes(changed(data, *keys, to=value))
             with pytest.raises(CheckpointError, match=r"saved\.ckpt"):
                 trainer.load(path)
             assert everything(trainer) == before, what

@@ -1,7 +1,6 @@
 """Sharded checkpoints of TorchTrainer: every file in the folder is verified before the first of them is read."""
 
 import json
-import logging
 import os
 import random
 import shutil
@@ -15,7 +14,7 @@ import torch
 from raysgd import CheckpointError, TrainingOptions
 from raysgd.storage import digest
 from tests.files.test_torch_contents import put, reshaped, without
-from tests.files.torch_cases import Bench, bench, complete, flipped, rich, same, seed_all
+from tests.files.torch_cases import Bench, bench, flipped, rich, same, seed_all
 from tests.tiers import NIGHTLY
 
 MANIFEST, OUTLINE, INDEX = "raysgd.json", "outline.pt", ".metadata"
@@ -193,31 +192,13 @@ def test_nonsense_with_the_right_digest_is_refused(here: Bench, name: str) -> No
 def test_nothing_is_unpickled_before_all_files_are_verified(here: Bench, tmp_path: Path) -> None:
     import pickle
 
-    from tests.files.test_torch_hostile import Touches
+    from tests.files.test_torch_trust import Touches
 
     bomb = pickle.dumps(Touches("open", tmp_path / "trace"))
     tried(here, lambda folder: (folder / INDEX).write_bytes(bomb) and None)
     assert here.tally["rejected"] == 1 and not (tmp_path / "trace").exists()
     with pytest.raises(CheckpointError, match="trusted=True"):
         here.trainer.load(here.folder / "parts")
-
-
-def test_a_folder_of_an_older_version_loads_with_one_warning(here: Bench, caplog: pytest.LogCaptureFixture) -> None:
-    folder = here.folder / "older"
-    shutil.copytree(here.folder / "parts", folder)
-    (folder / MANIFEST).unlink()
-    outline = (folder / OUTLINE).read_bytes()
-    (folder / OUTLINE).write_bytes(outline[: -digest.SEAL_BYTES - 2] + b"\0\0")
-    with caplog.at_level(logging.WARNING, "raysgd"):
-        here.trainer.load(folder, trusted=True)
-    assert same(complete(here.trainer), here.after)
-    messages = [record.getMessage() for record in caplog.records]
-    assert len(messages) == 1 and str(folder) in messages[0] and "no digest" in messages[0]
-    caplog.clear()
-    with caplog.at_level(logging.WARNING, "raysgd"):
-        here.trainer.load(here.folder / "parts", trusted=True)
-    assert not caplog.records
-    here.back()
 
 
 def test_on_two_workers(ray_cluster: None, tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def saved_part(state: Any) -> Any:
 
 
 class Bench:
-    """A trainer in the middle of an epoch, a file that it saved earlier, and the same without a digest."""
+    """A trainer in the middle of an epoch, a file that it saved earlier."""
 
     def __init__(self, folder: Path) -> None:
         self.trainer = TFTrainer(training_operator_cls=Stateful)
@@ -76,7 +76,6 @@ class Bench:
         self.trainer.save(self.path)
         self.saved = saved_part(of(self.trainer))
         self.data = self.path.read_bytes()
-        self.older = without_digest(self.data)
         self.trainer.train(num_steps=3)
         self.now = of(self.trainer)
 
@@ -139,17 +138,12 @@ def place_of(head: Any, *keys: Any) -> tuple[Any, int]:
 
 
 def changed(data: bytes, *keys: Any, to: Any) -> bytes:
-    """Return the file with another value at a path of its state, and a correct digest."""
+    """Return the file with another value at a path of its state, and correct checksums."""
     members = members_of(data)
     head = json.loads(members["state.json"])
     holder, at = place_of(head, *keys)
     holder[at] = to(holder[at]) if callable(to) else to
     return zipped({**members, "state.json": json.dumps(head)})
-
-
-def without_digest(data: bytes) -> bytes:
-    """Return the file as older versions wrote it."""
-    return changed(data, "version", to=1)
 
 
 def without(data: bytes, *keys: Any) -> bytes:
@@ -340,27 +334,3 @@ def hostile_archives(data: bytes) -> dict[str, bytes]:
         "nothing": b"",
         "a pickled object": pickle.dumps({"models": [], "format": "raysgd-tensorflow"}),
     }
-
-
-def bombs(data: bytes) -> dict[str, bytes]:
-    """Return files of 256 KB that decompress to 256 MiB. They are made in pieces, because the memory of reading them is measured."""
-    members = members_of(data)
-    header = npy(HUGE.replace("(100000, 500000)", f"({32 << 20},)"))
-    return {
-        "a deflated bomb": deflated(members, "0.npy", header, bytes(1 << 20), b""),
-        "a deflated bomb of JSON": deflated(members, "state.json", b"[", b"1," * (1 << 19), b"1]"),
-    }
-
-
-def deflated(members: dict[str, bytes], name: str, begin: bytes, piece: bytes, end: bytes) -> bytes:
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
-        for other, content in members.items():
-            if other != name:
-                archive.writestr(other, content)
-        with archive.open(name, "w") as file:
-            file.write(begin)
-            for _ in range(256):
-                file.write(piece)
-            file.write(end)
-    return buffer.getvalue()

@@ -88,10 +88,10 @@ def test_a_change_in_a_large_file_is_noticed_by_its_end(tmp_path: Path) -> None:
 def test_workers_read_only_archives_themselves(tmp_path: Path, name: str, archive: bool, expected: bool) -> None:
     content = {"models": [], "optimizers": []}
     torch.save(content, tmp_path / name, _use_new_zipfile_serialization=archive)
-    file, sealed = verified_file(tmp_path / name, trusted=False)
-    assert (file is not None) is expected and not sealed
+    file, has_checksums = verified_file(tmp_path / name)
+    assert (file is not None) is expected and has_checksums is archive
 
 
 def test_a_file_that_is_not_there_is_not_verified(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="there is no checkpoint at"):
-        verified_file(tmp_path / "a", trusted=False)
+        verified_file(tmp_path / "a")

@@ -7,7 +7,7 @@ fails, `undo` restores what was there before.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Mapping, Sized
 from typing import Any
 
 import numpy
@@ -25,17 +25,11 @@ from raysgd.training.position import Position, check_count
 
 __all__ = ["check_fits"]
 
-DEEPEST = 100  # levels of nested containers
-SHARED = 100_000  # values that a copy may have in addition to four times those in the file
-EXPANDED = 64 << 20  # bytes by which a tensor may exceed its storage
-CONTAINERS = (list, tuple, Mapping, set, frozenset)
-
 
 def check_fits(operator: TrainingOperator, state: dict[str, Any], *, metadata_only: bool = False) -> None:
     """Raise CheckpointError with the first thing that does not fit. Nothing is changed. A `metadata_only` state has tensors
     without content."""
     try:
-        _check_size(state)
         _check_counters(state)
         _check_parts(operator, state, metadata_only=metadata_only)
         _check_loader(operator, state)
@@ -125,56 +119,6 @@ def _kind_of(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 def _shown(tensor: torch.Tensor) -> str:
     return f"a {tensor.layout} tensor of {tensor.dtype}{' without content' if tensor.is_meta else ''}"
-
-
-# -- the size of a state ------------------------------------------------------------------------------
-# Python objects can share parts, and tensors can have more elements than their storage. So the state of a small file can
-# become huge when it is copied.
-
-
-def _check_size(state: dict[str, Any]) -> None:
-    """Raise CheckpointError for a state that is nested too deeply, contains itself, or is much larger than the memory
-    that it occupies."""
-    distinct, totals = 0, dict[int, int]()
-
-    def total_in(container: Any, outer: tuple[int, ...] = ()) -> int:
-        """Return the number of values, and count shared ones each time. In `distinct`, count them once."""
-        nonlocal distinct
-        this = id(container)
-        if this in outer:
-            raise CheckpointError("one of its lists or dictionaries contains itself")
-        if this not in totals:
-            if len(outer) >= DEEPEST:
-                raise CheckpointError(f"its lists and dictionaries are nested more than {DEEPEST} levels deep")
-            distinct += len(container) + 1
-            inner = sum(total_in(each, (*outer, this)) for each in _values(container) if isinstance(each, CONTAINERS))
-            totals[this] = len(container) + 1 + inner
-        return totals[this]
-
-    total = total_in(state)
-    if total > 4 * distinct + SHARED:
-        raise CheckpointError(
-            f"its {distinct} values share parts so that a copy would have {total} values, which is too many"
-        )
-    for name, part in state.items():
-        if name != "models":  # a model's tensors are compared with those of the registered model
-            _check_expansion(name, part, set())
-
-
-def _check_expansion(name: str, value: Any, seen: set[int]) -> None:
-    if isinstance(value, torch.Tensor):
-        if value.layout == torch.strided and not value.is_meta and not hasattr(value, "full_tensor"):
-            claimed, stored = value.numel() * value.element_size(), value.untyped_storage().nbytes()
-            if claimed > stored + EXPANDED:
-                raise CheckpointError(f"a tensor in {name} claims {claimed} bytes, and the file has {stored} for it")
-    elif isinstance(value, CONTAINERS) and id(value) not in seen:
-        seen.add(id(value))
-        for each in _values(value):
-            _check_expansion(name, each, seen)
-
-
-def _values(container: Any) -> Iterator[Any]:
-    return iter(dict.values(container) if isinstance(container, dict) else container)
 
 
 # -- counters and positions ---------------------------------------------------------------------------

@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
 
 from raysgd.errors import CheckpointError
-from raysgd.storage.digest import verify
-from raysgd.torch.checkpoint.zip_scan import check_content
+from raysgd.storage import checksums
 
-__all__ = ["Bytes", "SeenFile", "UnseenError", "opened", "readable", "verified", "verified_file"]
+__all__ = ["Bytes", "SeenFile", "UnseenError", "opened", "readable", "verified_file"]
 
 TAIL = 1 << 20
 
@@ -36,23 +35,15 @@ def readable() -> Iterator[None]:
         raise CheckpointError(f"it cannot be read ({type(error).__name__}: {error})") from error
 
 
-def verified(source: Any, *, trusted: bool) -> bool:
-    """Verify the digest of bytes or of an open file, and then scan its content; `torch.load` may read it only after that.
-    Return False if there is no digest."""
-    sealed = verify(source)
-    check_content(source, trusted=trusted)
-    return sealed
-
-
-def verified_file(path: Path, *, trusted: bool) -> tuple[SeenFile | None, bool]:
-    """Verify a file. Return it if workers can read it themselves, and whether it has a digest. They can read torch's zip
+def verified_file(path: Path) -> tuple[SeenFile | None, bool]:
+    """Verify a file. Return it if workers can read it themselves, and whether it has checksums. They can read torch's zip
     format, whose end contains the checksums of all its content."""
     with readable():
         if not stat.S_ISREG(os.stat(path).st_mode):
             raise CheckpointError("it is not a regular file, but a device or a pipe")
         with open(path, "rb") as file:
             archive = file.read(2) == b"PK" and path.suffix != ".safetensors"  # torch expects another format in those
-            return SeenFile.of(file, path) if archive else None, verified(file, trusted=trusted)
+            return SeenFile.of(file, path) if archive else None, checksums.verify(file)
 
 
 @dataclass(frozen=True)

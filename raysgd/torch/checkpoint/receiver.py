@@ -1,20 +1,20 @@
 """Receive a checkpoint from a worker, and give the file its name when it is complete. Driver.
 
 Each worker that connects gets a draft of its own, so that workers cannot mix or change each other's bytes. A draft becomes
-the file if its size and digest are those that its worker sends. `streaming` is the worker's side.
+the file if its size and checksum are those that its worker sends. `streaming` is the worker's side.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import hashlib
 import logging
 import os
 import secrets
 import socket
 import threading
 import time
+import zlib
 from collections.abc import Callable
 from typing import Protocol
 
@@ -29,7 +29,6 @@ from raysgd.core.messages import (
     Message,
 )
 from raysgd.errors import CheckpointError
-from raysgd.storage.digest import HashingWriter
 from raysgd.storage.locations import Draft, Place
 from raysgd.torch.checkpoint.streaming import END_BYTES, SaveResult, StreamSink
 
@@ -227,22 +226,22 @@ class Writer:
     def _receive_pieces(self) -> None:
         """Write the bytes that the worker sends to the draft."""
         self.draft.file.restart()
-        file, buffer = HashingWriter(self.draft.file), memoryview(bytearray(PIECE))
-        try:
+        checksum, buffer = 0, memoryview(bytearray(PIECE))
+        message, length = self._next()
+        while isinstance(message, CheckpointPiece):
+            while length:
+                count = receive_some(self._connection, buffer[: min(length, PIECE)])
+                checksum = zlib.crc32(buffer[:count], checksum)
+                left = buffer[:count]
+                while left:
+                    left = left[self.draft.file.write(left) :]
+                length -= count
+                self.moved_at = time.monotonic()
             message, length = self._next()
-            while isinstance(message, CheckpointPiece):
-                while length:
-                    count = receive_some(self._connection, buffer[: min(length, PIECE)])
-                    file.write(buffer[:count])
-                    length -= count
-                    self.moved_at = time.monotonic()
-                message, length = self._next()
-            self._compare(message, os.fstat(self.draft.file.fileno()).st_size, file.hexdigest())
-        finally:
-            file.close()
+        self._compare(message, os.fstat(self.draft.file.fileno()).st_size, checksum)
 
     def _follow(self) -> None:
-        """Wait while the worker writes the draft itself. A checkpoint ends with a digest of what the worker had in memory,
+        """Wait while the worker writes the draft itself. A checkpoint ends with the checksums of what the worker had in memory,
         which every `load` verifies, so only the size and the end of the file are compared here."""
         message, _ = self._next()
         while isinstance(message, CheckpointWritten):
@@ -251,7 +250,7 @@ class Writer:
         with open(self.draft.temporary, "rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(size - END_BYTES, 0))
-            self._compare(message, size, hashlib.sha256(file.read()).hexdigest())
+            self._compare(message, size, zlib.crc32(file.read()))
 
     def _next(self) -> tuple[Message, int]:
         try:
@@ -261,16 +260,16 @@ class Writer:
         self.moved_at = time.monotonic()
         return message
 
-    def _compare(self, end: Message, size: int, digest: str) -> None:
+    def _compare(self, end: Message, size: int, checksum: int) -> None:
         """Raise the worker's error, or a CheckpointError if the draft is not what the worker wrote."""
         self.moved_at = time.monotonic()
         if isinstance(end, CheckpointFailed):
             raise FailedOnWorkerError(f"the checkpoint could not be written: {end.error}")
         if not isinstance(end, CheckpointComplete):
             raise CheckpointError(f"a worker sent {type(end).__name__} in the middle of its checkpoint")
-        if (end.size, end.digest) != (size, digest):
+        if (end.size, end.checksum) != (size, checksum):
             raise CheckpointError(
-                f"the draft for {self._path} is not what the worker wrote: it has {size} bytes with the digest "
-                f"{digest[:16]}..., and the worker wrote {end.size} with {end.digest[:16]}... Another program has changed "
-                "it, or the disk is faulty. An older file of that name is unchanged; save again"
+                f"the draft for {self._path} is not what the worker wrote: it has {size} bytes with the checksum {checksum:08x}, "
+                f"and the worker wrote {end.size} with {end.checksum:08x}. Another program has changed it, or the disk is faulty. "
+                "An older file of that name is unchanged; save again"
             )

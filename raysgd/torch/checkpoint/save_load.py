@@ -22,11 +22,11 @@ import torch
 from raysgd.core.protocols import Call
 from raysgd.engine.engine import Engine, Job
 from raysgd.errors import CheckpointError, ConfigError, RemoteTraceback, described
-from raysgd.storage import locations, remote
+from raysgd.storage import checksums, locations, remote
 from raysgd.storage.folders import FileEntry, entry_of_bytes
 from raysgd.torch import replica_calls
 from raysgd.torch.checkpoint import packing, shard_files, states
-from raysgd.torch.checkpoint.files import SeenFile, UnseenError, readable, verified, verified_file
+from raysgd.torch.checkpoint.files import SeenFile, UnseenError, readable, verified_file
 from raysgd.torch.checkpoint.receiver import FailedOnWorkerError, Receiver
 from raysgd.torch.checkpoint.streaming import LocalSink
 from raysgd.workers.blob import Blob
@@ -190,37 +190,37 @@ class Checkpoints:
                 is_folder = isinstance(where, Path) and where.is_dir()
                 is_folder = is_folder or (isinstance(where, locations.Uri) and where.is_dir())
             load = self._load_shards if is_folder else self._load_file
-            sealed = load(where, trusted=trusted)
+            has_checksums = load(where, trusted=trusted)
         except CheckpointError as error:
             raise CheckpointError(f"{where}: {error}") from error
-        if not sealed:
-            locations.warn_without_digest(where)
+        if not has_checksums:
+            locations.warn_without_checksums(where)
 
     def restore(self, data: Any, *, trusted: bool) -> None:
         """Send a checkpoint to the workers, which check it and load it."""
         self._take(replica_calls.restore, {"source": Blob(data), "trusted": trusted})
 
     def _load_file(self, where: locations.Place, *, trusted: bool) -> bool:
-        """Let the workers read the file themselves, if they all see it. Return whether it has a digest."""
+        """Let the workers read the file themselves, if they all see it. Return whether it has checksums."""
         if isinstance(where, Path):
-            file, sealed = verified_file(where, trusted=trusted)
+            file, has_checksums = verified_file(where)
             if file is not None:
                 try:
-                    # A file without a digest could change unnoticed, and only workers read one that may contain code.
-                    keep = sealed and not trusted and self._engine.keeps_snapshots
+                    # A file without checksums could change unnoticed, and only workers read one that may contain code.
+                    keep = has_checksums and not trusted and self._engine.keeps_snapshots
                     loaded = LoadedFile(file) if keep else None
                     arguments = {"source": file, "trusted": trusted, "kept": keep}
                     self._take(replica_calls.restore, arguments, loaded)
-                    return sealed
+                    return has_checksums
                 except UnseenError:
                     logger.debug("a worker does not see %s, or cannot read it, so the driver sends its content", where)
         data = locations.read(where)
-        sealed = verified(data, trusted=trusted)
+        has_checksums = checksums.verify(data)
         self.restore(data, trusted=trusted)
-        return sealed
+        return has_checksums
 
     def _load_shards(self, folder: Any, *, trusted: bool) -> bool:
-        """Return whether the folder has digests."""
+        """Return True: a folder has digests."""
         if not trusted:
             raise CheckpointError(
                 "this is a directory, as save(sharded=True) writes it: torch keeps a pickled index in it, and reading "
@@ -229,8 +229,8 @@ class Checkpoints:
         if isinstance(folder, Path):
             with readable():
                 files = shard_files.read_manifest(folder)
-            self._take(replica_calls.restore_shards, {"folder": folder.absolute(), "files": files or {}})
-            return files is not None
+            self._take(replica_calls.restore_shards, {"folder": folder.absolute(), "files": files})
+            return True
         inner, files = shard_files.of_list(remote.listed(folder))
         if remote.is_in_this_process(folder):
             with locations.folder(folder) as local:
@@ -277,7 +277,7 @@ class LoadedFile:
             with os.fdopen(os.dup(self._descriptor), "rb") as file:
                 if SeenFile.of(file, Path(self._loaded.path)) != self._loaded:
                     raise CheckpointError("the file has changed since")
-                verified(file, trusted=False)
+                checksums.verify(file)
                 file.seek(0)
                 state = states.shaped(torch.load(file, map_location="cpu", weights_only=True))
             state.pop("rng", None)

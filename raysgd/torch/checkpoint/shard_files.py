@@ -26,7 +26,6 @@ import torch.distributed as dist
 
 from raysgd.errors import CheckpointError, causes_of
 from raysgd.storage import locations, remote
-from raysgd.storage.digest import is_sealed, sealed
 from raysgd.storage.folders import FileEntry, entry_of, entry_of_bytes
 from raysgd.torch.checkpoint import states
 from raysgd.torch.foreign import with_module_versions
@@ -81,13 +80,11 @@ def of_list(listed: Files) -> tuple[str, Files]:
     return inner[0], {name: entry for name, entry in files.items() if name != MANIFEST}
 
 
-def read_manifest(folder: Path) -> Files | None:
-    """Return the entries of a folder's manifest, or None for a folder of a version that wrote no manifest. Raise
-    CheckpointError for a link, for a file that is missing, unknown or of another size, and for anything but files."""
+def read_manifest(folder: Path) -> Files:
+    """Return the entries of a folder's manifest. Raise CheckpointError for a link, for a file that is missing, unknown or of
+    another size, and for anything but files."""
     names = _names(folder)
     if not (folder / MANIFEST).exists():
-        if _is_from_older_version(folder):
-            return None
         raise CheckpointError(f"{INCOMPLETE}: {MANIFEST}, which lists its files, is missing")
     files = _parsed(folder)
     missing, unknown = sorted(files.keys() - names), sorted(names - files.keys())
@@ -151,15 +148,6 @@ def _parsed(folder: Path) -> Files:
     return files
 
 
-def _is_from_older_version(folder: Path) -> bool:
-    """Return whether the outline has no digest, which the first versions with a manifest added to it."""
-    try:
-        with open(folder / OUTLINE, "rb") as file:
-            return not is_sealed(file)
-    except OSError as error:
-        raise CheckpointError(f"{INCOMPLETE}: it has no {OUTLINE} ({error})") from error
-
-
 # -- the content: workers, on all ranks together -------------------------------------------------------
 
 
@@ -182,12 +170,12 @@ def write(folder: locations.Place, state: dict[str, Any], *, later: bool) -> Cal
     if later or isinstance(folder, locations.Uri):
         kept = _write_tensors(tensors, "", in_memory=True)
         if rank == 0:
-            kept[OUTLINE] = sealed(states.dump(outline))
+            kept[OUTLINE] = states.dump(outline)
         return partial(_store, folder, kept)
     _write_tensors(tensors, str(folder), in_memory=False)
     written = {name for name in os.listdir(folder) if name.startswith(f"__{rank}_")}
     if rank == 0:
-        locations.write(folder / OUTLINE, sealed(states.dump(outline)))
+        locations.write(folder / OUTLINE, states.dump(outline))
         written |= {OUTLINE, INDEX}
     return lambda: {name: entry_of(folder / name) for name in sorted(written)}
 

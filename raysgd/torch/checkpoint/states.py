@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import os
-import pickle
 import random
 import re
 from collections.abc import Mapping
@@ -17,7 +16,6 @@ import torch
 from raysgd.errors import CheckpointError
 from raysgd.torch import foreign
 from raysgd.torch.checkpoint.files import SeenFile, UnseenError, opened
-from raysgd.torch.checkpoint.zip_scan import needs_trust
 from raysgd.torch.fsdp import placed, placed_optimizer
 from raysgd.torch.operator import TrainingOperator
 from raysgd.training.seeding import seed_python_and_numpy
@@ -44,12 +42,15 @@ __all__ = [
     "set_random",
     "shaped",
     "unchanging",
+    "write",
 ]
 
 FORMAT = "raysgd-torch"
 VERSION = 1
 OPEN_FILES = "/proc/self/fd"
 NOT_OURS = "not a checkpoint of raysgd"
+# What torch says about an object that `weights_only=True` does not create.
+FOREIGN = re.compile(r"GLOBAL (\S+)|(Can only (?:create|build)|Trying to call) .*")
 
 
 def gather(operator: TrainingOperator) -> dict[str, Any]:
@@ -93,10 +94,20 @@ def copied(value: Any) -> Any:
     return copy.deepcopy(value)
 
 
+def write(state: dict[str, Any], file: Any) -> None:
+    """Write a state with its checksums, which users can turn off for their own files."""
+    chosen = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(True)
+    try:
+        torch.save(state, file)
+    finally:
+        torch.serialization.set_crc32_options(chosen)
+
+
 def dump(state: dict[str, Any]) -> memoryview:
     """Return a state as bytes, which are copied only once."""
     buffer = io.BytesIO()
-    torch.save(state, buffer)
+    write(state, buffer)
     return buffer.getbuffer()
 
 
@@ -116,18 +127,27 @@ def parse(data: Any, *, trusted: bool) -> dict[str, Any]:
     try:
         state = torch.load(opened(data), map_location="cpu", weights_only=not trusted)
     except Exception as error:
-        reason = re.sub(r"\x1b\[[0-9;]*m", "", (str(error).splitlines() or [type(error).__name__])[0])
-        if bytes(data[:2]) != b"PK":  # torch writes zip files
-            raise CheckpointError("not a complete checkpoint: TorchTrainer.save() did not write it") from error
-        if not trusted and isinstance(error, pickle.UnpicklingError):
-            raise needs_trust(reason) from error
-        raise CheckpointError(f"not a complete checkpoint: it cannot be read ({reason})") from error
+        raise _unreadable(error, trusted=trusted) from error
     return shaped(state)
+
+
+def _unreadable(error: Exception, *, trusted: bool) -> CheckpointError:
+    """Return what to say about an error of `torch.load`."""
+    said = str(error).rpartition("WeightsUnpickler error: ")[2].strip() or type(error).__name__
+    foreign_object = FOREIGN.search(said)
+    if foreign_object is not None and not trusted:
+        return CheckpointError(
+            f"it contains Python objects other than plain values and tensors ({foreign_object[1] or foreign_object[0]}), and "
+            "reading these can run code from the file. If TorchTrainer.save() wrote it (the objects are usually in the operator's "
+            "own state) and you trust its author, pass trusted=True. If another program wrote it, it is not a checkpoint of "
+            "raysgd: load the weights of its model in setup, before register()"
+        )
+    return CheckpointError(f"not a complete checkpoint: it cannot be read ({said.splitlines()[0]})")
 
 
 def read(file: SeenFile, *, trusted: bool, map_models: bool) -> dict[str, Any]:
     """Return the state in a file. With `map_models`, the tensors of the models are read from the file when they are used.
-    Raise `UnseenError` if the file cannot be read here: then `parse` reads it, or raises the reason."""
+    Raise `UnseenError` if this process does not see the file."""
     with file.opened() as content:
         # The path of the open file, because the name in the folder could be given to another file.
         path = f"{OPEN_FILES}/{content.fileno()}"
@@ -136,8 +156,10 @@ def read(file: SeenFile, *, trusted: bool, map_models: bool) -> dict[str, Any]:
             state = shaped(torch.load(**mapped, map_location="cpu", weights_only=not trusted))
         except CheckpointError:
             raise
-        except Exception as error:
+        except OSError as error:
             raise UnseenError(f"{file.path} cannot be read here ({error})") from error
+        except Exception as error:
+            raise _unreadable(error, trusted=trusted) from error
     return (
         {name: value if name == "models" else copied(value) for name, value in state.items()}
         if "mmap" in mapped
@@ -152,8 +174,7 @@ def peek(path: str | os.PathLike[str]) -> dict[str, Any]:
     except CheckpointError:
         raise
     except Exception as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise CheckpointError(f"not a complete checkpoint: it cannot be read ({reason})") from error
+        raise _unreadable(error, trusted=True) from error
 
 
 def foreign_types(path: str | os.PathLike[str]) -> list[str]:

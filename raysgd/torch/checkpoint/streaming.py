@@ -3,18 +3,18 @@
 The worker gets a `StreamSink`: the driver's address, and the secret name of the save. It opens a checkpoint connection of
 the control channel. The driver creates a draft, a file for this connection alone, and sends its path. If the worker sees
 that very file, because it is on the same machine or file system, it writes there and reports its progress; otherwise it
-sends the bytes. At the end it sends the size and the digest of what it wrote. The driver compares them with the draft
+sends the bytes. At the end it sends the size and a checksum of what it wrote. The driver compares them with the draft
 before it gives the draft the file's name (`receiver`).
 """
 
 from __future__ import annotations
 
-import hashlib
 import io
 import logging
 import socket
 import threading
 import time
+import zlib
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -32,7 +32,6 @@ from raysgd.core.messages import (
     OpenCheckpoint,
 )
 from raysgd.errors import CheckpointError, described
-from raysgd.storage.digest import SealingWriter
 from raysgd.storage.durable import DurableFile
 from raysgd.storage.locations import Draft, Place, log_saved
 
@@ -95,7 +94,7 @@ class LocalSink:
         draft = None
         try:
             draft = Draft(self._path)
-            _write_sealed(write, draft.file)
+            _written(write, draft.file.write)
             draft.file.sync()
             if not self._result.claim(self):
                 raise CheckpointError(f"the save to {self._path} was abandoned before the file was complete")
@@ -184,19 +183,19 @@ class Stream:
 
     def __init__(self, connection: socket.socket, file: DurableFile | None) -> None:
         self._connection, self._file = connection, file
+        self._checksum = self._size = 0
 
     def send(self, write: Callable[[Any], Any]) -> None:
-        """Run `write(file)`, and send what it writes, with its digest; or send the error."""
+        """Run `write(file)`, and send what it writes, or the error."""
         try:
             if self._file is None:
-                size, digest = _write_sealed(write, _ConnectionWriter(self._report))
+                written = _written(write, self._put)
+                self._report(CheckpointComplete(written.size, self._checksum))
             else:
-                target = _FileWriter(self._report, self._file)
-                size, _ = _write_sealed(write, target)
+                written = _written(write, self._put_in_file)
                 self._file.sync()
                 self._file.close()  # some file systems show other machines what was written only then
-                digest = hashlib.sha256(target.end).hexdigest()
-            self._report(CheckpointComplete(size, digest))
+                self._report(CheckpointComplete(written.size, zlib.crc32(written.end)))
         except BaseException as error:
             self.give_up(error)
             raise
@@ -212,6 +211,18 @@ class Stream:
         finally:
             self._close()
 
+    def _put(self, piece: memoryview) -> int:
+        self._checksum = zlib.crc32(piece, self._checksum)
+        self._report(CheckpointPiece(), piece)  # the socket's timeout is for one piece
+        return len(piece)
+
+    def _put_in_file(self, piece: memoryview) -> int:
+        assert self._file is not None
+        count = self._file.write(piece)
+        self._size += count
+        self._report(CheckpointWritten(self._size))
+        return count
+
     def _report(self, message: Message, body: memoryview | bytes = b"") -> None:
         try:
             send(self._connection, message, body)
@@ -226,44 +237,40 @@ class Stream:
             self._file.close()
 
 
-class _ConnectionWriter:
-    """Sends what is written, one message for each piece."""
+class _Writer(io.RawIOBase):
+    """Passes everything on to `put`. Knows how much it was, its end, and the first error of `put`: `torch.save` tries to end its
+    archive after an error, which raises another one."""
 
-    def __init__(self, report: Callable[..., None]) -> None:
-        self._report = report
+    def __init__(self, put: Callable[[memoryview], int]) -> None:
+        self._put = put
+        self.size, self.end = 0, b""
+        self.failure: BaseException | None = None
 
-    def write(self, data: Any) -> int:
-        piece = memoryview(data).cast("B")[:PIECE]  # the socket's timeout is for one piece
-        self._report(CheckpointPiece(), piece)
-        return len(piece)
-
-
-class _FileWriter:
-    """Writes to the driver's file, and reports progress. `end` is what was written last."""
-
-    def __init__(self, report: Callable[..., None], file: DurableFile) -> None:
-        self._report, self._file, self._size = report, file, 0
-        self.end = b""
+    def writable(self) -> bool:
+        return True
 
     def write(self, data: Any) -> int:
-        count = self._file.write(data)
-        self._size += count
-        self.end = (self.end + bytes(memoryview(data).cast("B")[:count][-END_BYTES:]))[-END_BYTES:]
-        self._report(CheckpointWritten(self._size))
+        """Write at most one piece and return its length, as an unbuffered file may."""
+        piece = memoryview(data).cast("B")[:PIECE]
+        try:
+            count = self._put(piece)
+        except BaseException as error:
+            self.failure = self.failure or error
+            raise
+        self.size += count
+        self.end = (self.end + bytes(piece[:count][-END_BYTES:]))[-END_BYTES:]
         return count
 
 
-def _write_sealed(write: Callable[[Any], Any], target: Any) -> tuple[int, str]:
-    """Run `write(file)` with a file that passes everything to `target`, and append the digest. Return the size and the digest
-    of everything that was passed on."""
-    with SealingWriter(target) as sealing:
-        file = io.BufferedWriter(sealing, PIECE)
+def _written(write: Callable[[Any], Any], put: Callable[[memoryview], int]) -> _Writer:
+    """Run `write(file)` with a file that passes everything to `put`."""
+    with _Writer(put) as writer:
+        file = io.BufferedWriter(writer, PIECE)
         try:
             write(file)
             file.flush()
-            sealing.seal()
         except BaseException:
-            if sealing.failure is not None:
-                raise sealing.failure from None
+            if writer.failure is not None:
+                raise writer.failure from None
             raise
-        return sealing.written, sealing.hexdigest()
+    return writer

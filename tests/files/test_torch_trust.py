@@ -1,0 +1,123 @@
+"""No code from a file runs, unless the caller trusts it; unusual but harmless values load."""
+
+import collections
+import io
+import os
+import pickle
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from raysgd import CheckpointError
+from tests.files.torch_cases import Bench, bench, stored
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    yield from bench(tmp_path_factory.mktemp("trust"))
+
+
+class Touches:
+    """Creates a file when it is unpickled, by one of several functions."""
+
+    def __init__(self, way: str, trace: Path) -> None:
+        self.way, self.trace = way, str(trace)
+
+    def __reduce__(self) -> Any:
+        code = f"open({self.trace!r}, 'w')"
+        ways: dict[str, Any] = {
+            "open": (open, (self.trace, "w")),
+            "eval": (eval, (code,)),
+            "exec": (exec, (code,)),
+            "system": (os.system, (f"touch {self.trace}",)),
+            "subprocess": (subprocess.run, (["touch", self.trace],)),
+            "path": (Path.touch, (Path(self.trace),)),
+            "getattr": (getattr, (os, "system")),
+            "pickle": (pickle.loads, (pickle.dumps(Path(self.trace)),)),
+        }
+        return ways[self.way]
+
+
+WAYS = ["open", "eval", "exec", "system", "subprocess", "path"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("where", ["operator", "models", "optimizers", "whole", "bare pickle", "old format"])
+def test_no_code_from_a_file_runs(here: Bench, tmp_path: Path, way: str, where: str) -> None:
+    trace = tmp_path / "trace"
+    bomb = Touches(way, trace)
+    here.tally.clear()
+    contents: dict[str, Callable[[], bytes]] = {
+        "operator": lambda: stored({**here.start, "operator": bomb}),
+        "models": lambda: stored({**here.start, "models": [bomb]}),
+        "optimizers": lambda: stored({**here.start, "optimizers": [bomb]}),
+        "whole": lambda: stored(bomb),
+        "bare pickle": lambda: pickle.dumps({"models": [], "optimizers": [], "operator": bomb}),
+        "old format": lambda: old_format({**here.start, "operator": bomb}),
+    }
+    here.try_file(contents[where]())
+    assert here.tally["rejected"] == 1 and not trace.exists()
+
+
+def old_format(content: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(content, buffer, _use_new_zipfile_serialization=False)
+    return buffer.getvalue()
+
+
+def test_objects_of_allowed_classes_load(here: Bench) -> None:
+    """The user has added their classes to torch's safe globals."""
+    given = stored({**here.start, "operator": {**here.start["operator"], "more": collections.Counter("aab")}})
+    assert here.try_file(given, gives=here.before) == "identical", "torch takes it as it is"
+    own = stored({**here.start, "operator": {**here.start["operator"], "more": Plain(3)}})
+    assert "pass trusted=True" in here.try_file(own)
+    with torch.serialization.safe_globals([Plain]):
+        assert here.try_file(own, gives=here.before) == "identical"
+    assert here.try_file(own, trusted=True, gives=here.before) == "identical"
+
+
+class Plain:
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+
+def test_unusual_but_harmless_values_load(here: Bench) -> None:
+    """The operator's own state can contain all values that torch loads with weights_only=True."""
+    base = torch.arange(12.0)
+    odd = {
+        "view": base[3:9:2],
+        "turned": base.view(3, 4).T,
+        "expanded": torch.zeros(1).expand(100, 100),
+        "empty": torch.zeros(0, 3),
+        "half": torch.ones(2, dtype=torch.bfloat16),
+        "complex": torch.ones(2, dtype=torch.complex128),
+        "flags": torch.ones(2, dtype=torch.bool),
+        "sparse": torch.eye(3).to_sparse(),
+        "parameter": torch.nn.Parameter(torch.ones(2)),
+        "bytes": b"abc",
+        "bytearray": bytearray(b"abc"),
+        "set": {1, 2},
+        "number": 3 + 4j,
+        "size": torch.Size([1, 2]),
+        "device": torch.device("cpu"),
+        "dtype": torch.float16,
+        "big": 1 << 200,
+        "keys": {(1, 2): "a", None: "b"},
+        "nested": [[[({"a": (1, [2])},)]]],
+    }
+    for name, value in odd.items():
+        given = stored({**here.start, "operator": {**here.start["operator"], "more": value}})
+        assert here.try_file(given, gives=here.before) == "identical", name
+
+
+def test_a_link_to_another_file_does_not_show_its_content(here: Bench) -> None:
+    """A link is followed. If its target is not a checkpoint, the error says so."""
+    (here.folder / "secret").write_text("password")
+    (here.folder / "secret.pt").symlink_to(here.folder / "secret")
+    with pytest.raises(CheckpointError, match=r"secret\.pt: not a complete checkpoint") as caught:
+        here.trainer.load(here.folder / "secret.pt")
+    assert "password" not in str(caught.value)
