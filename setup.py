@@ -95,7 +95,7 @@ setup(
     packages=PACKAGES,
     package_dir={"raysgd.operators": "operators"},
     package_data={"raysgd": ["py.typed"]},
-    install_requires=["ray>=2.40", "click", "packaging"],  # Ray needs the latter two, too
+    install_requires=["ray>=2.40", "numpy", "click", "packaging"],  # Ray needs the latter two, too
     entry_points={"console_scripts": ["raysgd = raysgd.cli:main"]},
     extras_require={
         "torch": TORCH,

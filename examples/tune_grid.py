@@ -77,7 +77,7 @@ def main():
         print(f"lr {rate:<6}  val_loss {result.metrics['val_loss']:.4g}")
     best = results.get_best_result()
     with best.checkpoint.as_directory() as folder:
-        learned = Checkpoint(Path(folder) / "checkpoint.pkl").to_dict()["model"]
+        learned = Checkpoint(Path(folder) / "checkpoint.zip").to_dict()["model"]
     print(f"best lr {best.config['train_loop_config']['lr']}")
     print(f"learned y = {learned['weight'].item():.2f} x {learned['bias'].item():+.2f}")
 

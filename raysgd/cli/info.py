@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from raysgd.errors import CheckpointError
-from raysgd.storage import folders
+from raysgd.storage import folders, values
 from raysgd.train.checkpoint import DICT_FILE, Checkpoint
 from raysgd.training.auto_checkpoint import AutoCheckpoint, CheckpointFolder
 
@@ -21,10 +21,8 @@ def describe(path: Path) -> Iterator[tuple[str, str]]:
     names = {each.name for each in path.iterdir()} if path.is_dir() else members(path)
     if "data.pkl" in names or "outline.pt" in names:
         yield from torch_checkpoint(path)
-    elif "state.json" in names:
-        from raysgd.tf import states
-
-        yield from state(states.parse(path.read_bytes()), "TFTrainer")
+    elif values.HEAD in names:
+        yield from dictionary(path)
     elif path.is_dir() and names & {folders.MARKER, DICT_FILE}:
         folders.verify(path)
         yield "written by", "raysgd.train: Checkpoint.from_directory(...)"
@@ -32,7 +30,14 @@ def describe(path: Path) -> Iterator[tuple[str, str]]:
     elif path.is_dir():
         yield from automatic(path)
     else:
-        content = Checkpoint(path).to_dict()
+        Checkpoint(path).to_dict()  # raises the reason
+
+
+def dictionary(path: Path) -> Iterator[tuple[str, str]]:
+    content = Checkpoint(path).to_dict()
+    if content.get("format") == "raysgd-tensorflow":
+        yield from state(content, "TFTrainer")
+    else:
         yield "written by", "raysgd.train: Checkpoint.from_dict(...)"
         yield from ((str(name), text(value)) for name, value in content.items())
 

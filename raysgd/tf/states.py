@@ -1,24 +1,16 @@
-"""A replica's state as a dictionary of plain values and arrays, and as bytes that run no code when read. Both.
-
-The bytes are a zip archive (as NumPy's npz): `state.json` with everything but the arrays, and one `.npy` for each of
-those. The archive has a checksum of each member. Sizes that the bytes claim are checked before memory is allocated: members
-are stored uncompressed, and an array is as large as its bytes.
-"""
+"""A replica's state as a dictionary of plain values and arrays, and as bytes that run no code when read. Both."""
 
 from __future__ import annotations
 
-import io
-import json
-import math
 import random
-import zipfile
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from raysgd.errors import CheckpointError
-from raysgd.tf.parts import assign, optimizer_variables, values
+from raysgd.storage import values
+from raysgd.tf.parts import assign, optimizer_variables
+from raysgd.tf.parts import values as values_of
 from raysgd.training.position import check_count
 
 __all__ = [
@@ -36,10 +28,6 @@ __all__ = [
 
 FORMAT = "raysgd-tensorflow"
 VERSION = 1
-HEAD = "state.json"
-MOST_NESTED = 100
-MOST_HEAD_BYTES = 256 << 20
-PLAIN_KINDS = "biufcSU"
 
 
 def gather(operator: Any) -> dict[str, Any]:
@@ -48,8 +36,8 @@ def gather(operator: Any) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "version": VERSION,
-        "models": [values(model.weights) for model in parts.models],
-        "optimizers": [values(optimizer_variables(optimizer)) for optimizer in parts.optimizers],
+        "models": [values_of(model.weights) for model in parts.models],
+        "optimizers": [values_of(optimizer_variables(optimizer)) for optimizer in parts.optimizers],
         "operator": operator.state_dict(),
         "global_step": operator.global_step,
     }
@@ -80,7 +68,9 @@ def check(operator: Any, state: dict[str, Any]) -> None:
 
 
 def _of_variable(variable: Any) -> tuple[str, tuple[int, ...]]:
-    return np.dtype(_dtype(variable.dtype)).name, tuple(variable.shape)
+    import tensorflow as tf
+
+    return np.dtype(tf.as_dtype(variable.dtype).as_numpy_dtype).name, tuple(variable.shape)
 
 
 def _of_array(array: Any) -> tuple[str, tuple[int, ...]]:
@@ -120,60 +110,16 @@ def restore_variables(operator: Any, state: dict[str, Any]) -> None:
 
 def dump(state: dict[str, Any]) -> memoryview:
     """Return a state as bytes."""
-    arrays: list[np.ndarray] = []
-    try:
-        head = json.dumps(_encoded(state, arrays, "state")).encode()
-    except ValueError as error:
-        raise CheckpointError(f"the state cannot be written ({error})") from error
-    if len(head) > MOST_HEAD_BYTES:
-        raise CheckpointError(
-            f"the operator's state_dict is {len(head)} bytes of plain values, and a checkpoint holds at most "
-            f"{MOST_HEAD_BYTES}: keep long lists of numbers in NumPy arrays"
-        )
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as archive:
-        archive.writestr(HEAD, head)
-        for number, array in enumerate(arrays):
-            with archive.open(f"{number}.npy", "w", force_zip64=True) as file:
-                np.lib.format.write_array(file, array, allow_pickle=False)
-    return buffer.getbuffer()
+    return values.dump(state)
 
 
 def parse(data: Any) -> dict[str, Any]:
     """Return the state in these bytes. Raise CheckpointError if they are damaged, or not a checkpoint."""
     try:
-        with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            members = {member.filename: member for member in _stored(archive, memoryview(data).nbytes)}
-            if HEAD not in members:
-                raise CheckpointError(f"this is not a checkpoint of a TFTrainer: the archive holds {list(members)[:5]}")
-            if members[HEAD].file_size > MOST_HEAD_BYTES:
-                raise CheckpointError(f"this is not a checkpoint of a TFTrainer: {HEAD} is too large")
-            head = json.loads(archive.read(HEAD))
-            arrays = [_array(archive.read(f"{number}.npy"), number) for number in range(len(members) - 1)]
-        state: Any = _decoded(head, arrays, 0)
-    except CheckpointError:
-        raise
-    except Exception as error:  # zipfile, json and numpy raise various errors for damaged archives
-        said = str(error) or type(error).__name__
-        raise CheckpointError(f"not a complete checkpoint of a TFTrainer: it cannot be read ({said})") from error
+        state = values.load(data)
+    except CheckpointError as error:
+        raise CheckpointError(f"not a complete checkpoint of a TFTrainer: {error}") from error
     return shaped(state)
-
-
-def _stored(archive: zipfile.ZipFile, size: int) -> Iterator[zipfile.ZipInfo]:
-    """Yield the archive's members. Raise CheckpointError unless they are stored uncompressed, within the file's size."""
-    names: set[str] = set()
-    left = size
-    for member in archive.infolist():
-        left -= member.file_size
-        if member.compress_type != zipfile.ZIP_STORED or member.file_size != member.compress_size or left < 0:
-            raise CheckpointError(
-                f"not a complete checkpoint of a TFTrainer: {member.filename!r:.60} is not stored in it as save() does, "
-                f"uncompressed and within the file's {size} bytes"
-            )
-        if member.filename in names:
-            raise CheckpointError(f"not a complete checkpoint of a TFTrainer: it holds {member.filename!r:.60} twice")
-        names.add(member.filename)
-        yield member
 
 
 def shaped(state: Any) -> dict[str, Any]:
@@ -185,105 +131,6 @@ def shaped(state: Any) -> dict[str, Any]:
     if version > VERSION:
         raise CheckpointError(f"this checkpoint was written by a newer raysgd (format version {version})")
     return state
-
-
-def _array(data: bytes, number: int) -> np.ndarray:
-    """Return an array if its header claims as many bytes as follow it. (NumPy allocates what the header claims.)"""
-    file = io.BytesIO(data)
-    version = np.lib.format.read_magic(file)
-    read_header = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version]
-    shape, by_columns, dtype = read_header(file)
-    left = len(data) - file.tell()
-    if dtype.kind not in PLAIN_KINDS or min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != left:
-        raise CheckpointError(
-            f"not a complete checkpoint of a TFTrainer: {number}.npy claims an array of {dtype} of shape {shape}, and "
-            f"has {left} bytes"
-        )
-    if not left:
-        return np.zeros(shape, dtype)
-    flat = np.frombuffer(data, dtype, offset=file.tell()).copy()
-    return flat.reshape(shape, order="F" if by_columns else "C")
-
-
-def _encoded(value: Any, arrays: list[np.ndarray], place: str, depth: int = 0) -> Any:
-    """Return a value as JSON, and append its arrays to the list. Types that .npy files do not have are raw bytes."""
-    if depth > MOST_NESTED:
-        raise CheckpointError(
-            f"{place[:60]}... is nested deeper than {MOST_NESTED} levels, which a checkpoint cannot hold"
-        )
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if hasattr(value, "numpy"):
-        value = value.numpy()
-    if isinstance(value, (np.ndarray, np.generic)) and np.asarray(value).dtype.kind != "O":
-        array = np.asarray(value)
-        plain = array.dtype.kind in PLAIN_KINDS
-        arrays.append(
-            np.ascontiguousarray(array).reshape(array.shape) if plain else np.frombuffer(array.tobytes(), np.uint8)
-        )
-        return {
-            "#": "array",
-            "at": len(arrays) - 1,
-            "dtype": array.dtype.name,
-            "shape": list(array.shape),
-            "plain": plain,
-        }
-    if isinstance(value, (list, tuple)):
-        items = [_encoded(each, arrays, f"{place}[{number}]", depth + 1) for number, each in enumerate(value)]
-        return items if isinstance(value, list) else {"#": "tuple", "items": items}
-    if isinstance(value, dict):
-        return {
-            "#": "dict",
-            "items": [
-                [_encoded(k, arrays, place, depth + 1), _encoded(v, arrays, f"{place}[{k!r}]", depth + 1)]
-                for k, v in value.items()
-            ],
-        }
-    raise CheckpointError(
-        f"{place} is a {type(value).__name__}, which a checkpoint cannot hold: it may contain plain values, arrays, "
-        "and lists, tuples and dicts of them"
-    )
-
-
-def _decoded(value: Any, arrays: list[np.ndarray], depth: int) -> Any:
-    if depth > MOST_NESTED:
-        raise ValueError(f"its values are nested deeper than {MOST_NESTED} levels")
-    if isinstance(value, list):
-        return [_decoded(each, arrays, depth + 1) for each in value]
-    if not isinstance(value, dict):
-        return value
-    if value["#"] == "array":
-        at = value["at"]
-        if type(at) is not int or not 0 <= at < len(arrays):
-            raise ValueError(f"there is no array {at!r:.60} in it")
-        return _typed(arrays[at], value)
-    if value["#"] == "tuple":
-        return tuple(_decoded(each, arrays, depth + 1) for each in value["items"])
-    if value["#"] != "dict":
-        raise ValueError(f"it holds a {value['#']!r:.60}, which is not known here")
-    pairs = [[_decoded(each, arrays, depth + 1) for each in pair] for pair in value["items"]]
-    found = {key: each for key, each in pairs}
-    if len(found) < len(pairs):
-        raise ValueError("a dictionary in it has one key twice")
-    return found
-
-
-def _typed(array: np.ndarray, said: dict[str, Any]) -> np.ndarray:
-    """Return the array with the type that was saved, which .npy files may not have."""
-    if not said["plain"]:
-        dtype = np.dtype(_dtype(said["dtype"]))
-        if dtype.kind in PLAIN_KINDS or dtype.hasobject:
-            raise ValueError(f"an array in it has another type than {said['dtype']!r:.60}")
-        array = array.view(dtype).reshape(said["shape"])
-    if list(array.shape) != said["shape"] or array.dtype.name != said["dtype"]:
-        raise ValueError(f"an array in it is {array.dtype} of shape {array.shape}, and {said['dtype']!r:.60} was saved")
-    return array
-
-
-def _dtype(name: Any) -> Any:
-    import tensorflow as tf
-
-    return tf.as_dtype(name).as_numpy_dtype
 
 
 # -- random states ------------------------------------------------------------------------------------

@@ -15,37 +15,35 @@ from typing import Any
 
 from raysgd.core.lazy import load
 from raysgd.errors import CheckpointError, ConfigError
-from raysgd.storage import archives, digest, folders, locations
+from raysgd.storage import archives, checksums, digest, folders, locations, values
 from raysgd.storage.locations import Place, Uri
 from raysgd.storage.masking import mask
-from raysgd.train import unpickling
 
 __all__ = ["DICT_FILE", "Checkpoint", "is_directory", "unlist_metadata"]
 
 METADATA_FILE = ".metadata.json"
 METADATA_KEY = "_metadata"
-DICT_FILE = "checkpoint.pkl"
-PICKLE, STOP = b"\x80", b"."  # the first byte of raysgd's pickles, and the last byte of every pickle
+DICT_FILE = "checkpoint.zip"
+PICKLE, ZIP = b"\x80", b"PK"  # how the files of Ray Train 1.x begin, and how ours do
 Dumps = Callable[[Any], bytes]
 
 
 class Checkpoint:
     """A dictionary in memory, a file that holds a dictionary, or a folder of files, on this machine or under a URI.
 
-    Immutable, except for its metadata. A stored checkpoint has a digest, which is verified when it is read: a file that
+    Immutable, except for its metadata. A stored checkpoint has checksums, which are verified when it is read: a file that
     is damaged or was changed raises a CheckpointError.
 
         train.report({"loss": 0.1}, checkpoint=Checkpoint.from_dict({"epoch": 3}))
         Checkpoint("s3://bucket/run_001/checkpoints/checkpoint_000003").to_dict()
 
-    Reading a stored dictionary runs no code from it, so it can hold only plain values, arrays and tensors. To read
-    objects of other types from the file or folder at `path`, which you trust, pass `trusted=True`.
+    Reading a stored dictionary of plain values, arrays and tensors runs no code from it. To read objects of other types, or a
+    dictionary that Ray Train 1.x stored, from the file or folder at `path`, which you trust, pass `trusted=True`.
     """
 
     _place: Place | None
     _data: dict[str, Any] | None
     _trusted: bool
-    _covered = False  # whether the digest of an archive covered the files
 
     def __init__(self, path: str | Path | Uri, *, trusted: bool = False) -> None:
         self._place, self._data, self._trusted = locations.place(path), None, trusted
@@ -82,23 +80,24 @@ class Checkpoint:
     def from_bytes(cls, data: bytes | memoryview, *, trusted: bool = False) -> Checkpoint:
         """Return the checkpoint that `to_bytes` packed into `data`. A folder is unpacked into a temporary directory, which exists
         as long as this object. With `trusted=True`, objects of any type are read."""
-        data = _checked(data, "these bytes")
         if not is_directory(data):
-            return cls.from_dict(_unpickled(data, "these bytes", trusted))
+            return cls.from_dict(_read(data, "these bytes", trusted))
+        if not digest.verify(bytes(data)):
+            raise CheckpointError("these bytes are damaged: the digest at the end of the archive is missing")
         target = tempfile.mkdtemp(prefix="raysgd-checkpoint-")
         made = cls(target, trusted=trusted)
         weakref.finalize(made, _remove, target, os.getpid())
         archives.unpack(data, Path(target))
-        made._covered = True
         return made
 
     def to_bytes(self, *, dumps: Dumps = pickle.dumps) -> bytes:
-        """Return the checkpoint as bytes that end with a digest: a dictionary pickled by `dumps`, or a tar archive of the
-        files."""
+        """Return the checkpoint as bytes: a dictionary, in which `dumps` pickles what is neither a plain value nor an array or a
+        tensor, or a tar archive of the files."""
         if self._data is not None:
-            return digest.sealed(dumps(self._data))
+            return bytes(values.dump(self._data, dumps=dumps))
         if not self._is_folder():
-            return _checked(locations.read(self._stored()), self._stored())
+            data, where = locations.read(self._stored()), self._stored()
+            return data if _is_whole(data, where) else bytes(values.dump(self.to_dict(), dumps=dumps))
         with self._folder() as folder:
             return archives.pack(folder)
 
@@ -106,12 +105,10 @@ class Checkpoint:
         """Return the same bytes for receivers that trust them: raise here for a stored file that could not be read."""
         data = self.to_bytes(dumps=dumps)
         if self._place is not None and not is_directory(data):
-            _unpickled(data, str(self._place), self._trusted)
-        elif self._is_folder() and (self._stored() / DICT_FILE).is_file():
-            # The user's own file may have that name. Only a file that begins with a pickled dictionary is ever
-            # unpickled.
-            pickled = unpickling.is_dictionary(locations.read(self._stored() / DICT_FILE))
-            if pickled or not users_files:
+            _read(data, str(self._place), self._trusted)
+        elif self._is_folder() and (file := self._stored() / DICT_FILE).is_file():
+            is_users = users_files and not values.is_stored(locations.read(file))  # a file of theirs may have that name
+            if not is_users:
                 self.to_dict()
         return data
 
@@ -121,21 +118,19 @@ class Checkpoint:
             return dict(self._data)
         where = self._stored()
         if not self._is_folder():
-            return _unpickled(_checked(locations.read(where), where), str(where), self._trusted)
+            return _read(locations.read(where), str(where), self._trusted)
         if not (where / DICT_FILE).is_file():
             raise CheckpointError(f"{where} is a folder of files, not a dictionary: use as_directory()")
-        data, covered = self._listed(DICT_FILE)
-        data = _checked(data, where / DICT_FILE, covered=covered)
-        return _unpickled(data, str(where / DICT_FILE), self._trusted)
+        return _read(self._listed(DICT_FILE), str(where / DICT_FILE), self._trusted)
 
-    def _listed(self, name: str) -> tuple[bytes, bool]:
-        """Return the content of a file in the folder, verified against its list, and whether there was a digest."""
+    def _listed(self, name: str) -> bytes:
+        """Return the content of a file in the folder, verified against its list."""
         where = self._stored()
         if isinstance(where, Uri):
-            return locations.read(where / name), False
+            return locations.read(where / name)
         data, listed = locations.read(folders.inside(where, name)), folders.read_list(where) or {}
         folders.check_entry(where, name, folders.entry_of_bytes(data), listed)
-        return data, self._covered or name in listed
+        return data
 
     def to_directory(self, path: str | Path | None = None) -> str:
         """Copy the files to `path`, or to a new temporary directory, and return it. A dictionary becomes one file,
@@ -171,8 +166,7 @@ class Checkpoint:
 
     def to_uri(self, uri: str | Path | Uri, *, dumps: Dumps = pickle.dumps) -> str:
         """Store the checkpoint at `uri`, completely or not at all, and return the URI. A dictionary becomes one object or
-        file, pickled by `dumps`.
-        A folder must be new or empty; under a URI it may also hold an earlier checkpoint."""
+        file, in which `dumps` pickles objects of other types. A folder must be new or empty; under a URI it may also hold an earlier checkpoint."""
         where = locations.place(uri)
         if not self._is_folder():
             locations.check_file(where)
@@ -213,7 +207,7 @@ class Checkpoint:
             where, found = f"{self._stored() / METADATA_FILE}", {}
             if (self._stored() / METADATA_FILE).is_file():
                 try:
-                    found = json.loads(self._listed(METADATA_FILE)[0])
+                    found = json.loads(self._listed(METADATA_FILE))
                 except (ValueError, RecursionError) as error:
                     raise CheckpointError(f"{where} is damaged: it is not JSON ({error})") from error
         if not isinstance(found, Mapping):
@@ -285,48 +279,40 @@ def _remove(folder: str, process: int) -> None:
 
 def is_directory(data: bytes | memoryview) -> bool:
     """Return whether these are the bytes of a folder (a tar archive), not of a dictionary."""
-    return bytes(data[257:262]) == b"ustar" and bytes(data[:1]) != PICKLE
+    return bytes(data[257:262]) == b"ustar" and bytes(data[:2]) != ZIP and bytes(data[:1]) != PICKLE
 
 
-def _checked(data: bytes | memoryview, where: Any, *, covered: bool = False) -> bytes:
-    """Return the bytes if their digest is correct. Older checkpoints have none: they get one here, so that there is
-    only one warning. With `covered`, a digest of their folder was correct."""
-    content = bytes(data)
+def _is_whole(data: bytes, where: Any) -> bool:
+    """Verify the checksums of a stored dictionary. Return False for one that Ray Train 1.x stored, which has none."""
     try:
-        if digest.verify(content):
-            return content
+        return checksums.verify(data)
     except CheckpointError as error:
         raise CheckpointError(f"{where}: {error}") from error
-    if content[-1:] not in (STOP, b"\0"):  # of a pickle, and of a tar archive
-        return content  # not a complete checkpoint; reading it raises the error
-    if not covered:
-        locations.warn_without_checksums(where)
-    return digest.sealed(content)
 
 
-def _unpickled(data: bytes, where: str, trusted: bool) -> dict[str, Any]:
-    if digest.is_sealed(data):
-        data = data[: -digest.SEAL_BYTES]
+def _read(data: bytes | memoryview, where: str, trusted: bool) -> dict[str, Any]:
+    """Return the dictionary that was stored, by us or by Ray Train 1.x, which pickled it."""
     try:
-        if not unpickling.is_dictionary(data):
-            raise CheckpointError("it does not begin with a pickled dictionary")
-        if data[-1:] != STOP:
-            raise CheckpointError("it was truncated, or something was appended to it")
-        content = pickle.loads(data) if trusted else unpickling.read(data)
-    except unpickling.UnsafePickleError as error:
+        pickled = bytes(data[:1]) == PICKLE
+        if pickled and not trusted:
+            raise values.NeedsTrustError("a pickle, as Ray Train 1.x stores dictionaries")
+        content = pickle.loads(data) if pickled else values.load(data, trusted=trusted)
+    except values.NeedsTrustError as error:
         raise CheckpointError(
-            f"{where}: it holds {error}, and rebuilding such objects can run code from the file, which plain values, arrays "
-            "and tensors do not. If you trust the file, use Checkpoint(path, trusted=True)"
+            f"{where}: it holds {error}, and reading that can run code from the file, which plain values, arrays and tensors do "
+            "not. If you trust the file, use Checkpoint(path, trusted=True)"
         ) from error
     except ModuleNotFoundError as error:
         raise CheckpointError(f"{where}: reading it needs {error.name}, which is not installed here") from error
-    except Exception as error:
+    except Exception as error:  # a pickle can raise anything
         text = str(error) or type(error).__name__
         raise CheckpointError(f"{where}: not a checkpoint of a training function, or damaged ({text})") from error
     if not isinstance(content, dict):
         raise CheckpointError(
             f"{where}: the checkpoint of a training function is a dictionary, found a {type(content).__name__}"
         )
+    if pickled:
+        locations.warn_without_checksums(where)
     return content
 
 

@@ -3,7 +3,6 @@
 import collections
 import datetime
 from collections.abc import Callable
-from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +19,10 @@ def content() -> dict[str, Any]:
     return {
         "epoch": 3,
         "array": numpy.arange(300, dtype="float32").reshape(20, 15),
-        "objects": numpy.array([1, "a", None], dtype=object),
         "tensor": torch.arange(64.0).reshape(8, 8).t(),
         "state": torch.nn.Linear(4, 3).state_dict(),
-        "plain": [1, 2.5, "text", b"bytes", None, True, (1, (2, 3)), {4, 5}, frozenset([6]), 7j, range(8), slice(1, 2)],
-        "more": [
-            collections.OrderedDict(a=1),
-            collections.Counter("ab"),
-            collections.deque([1], 3),
-            Path("a/b"),
-            Decimal("1"),
-        ],
-        "default": collections.defaultdict(list, {"a": [1]}),
+        "plain": [1, 2.5, "text", b"bytes", None, True, (1, (2, 3)), {4, 5}, frozenset([6]), 7j, range(8)],
+        "more": [collections.OrderedDict(a=1), Path("a/b")],
         "times": [datetime.datetime(2020, 1, 1, tzinfo=datetime.timezone.utc), datetime.timedelta(1), bytearray(b"12")],
     }
 
@@ -46,7 +37,7 @@ def same(one: Any, other: Any) -> bool:
         return bool(one.dtype == other.dtype and one.shape == other.shape and numpy.array_equal(one, other))
     if isinstance(one, dict):
         return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple, collections.deque)):
+    if isinstance(one, (list, tuple)):
         return len(one) == len(other) and all(map(same, one, other))
     return bool(one == other)
 

@@ -1,7 +1,6 @@
 """The checkpoint manager keeps the newest checkpoint in memory, and those of the strategy in storage."""
 
 import math
-import pickle
 import uuid
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,12 @@ from raysgd.train.checkpoint_manager import CheckpointManager
 def manager_of(tmp_path: Path, *losses: float, initial: bytes | None = None, **strategy: Any) -> CheckpointManager:
     made = CheckpointManager(tmp_path, CheckpointStrategy(**strategy), initial=initial)
     for number, loss in enumerate(losses):
-        add(made, pickle.dumps({"number": number, "loss": loss}), {})
+        add(made, stored({"number": number, "loss": loss}), {})
     return made
+
+
+def stored(content: dict[str, Any]) -> bytes:
+    return Checkpoint.from_dict(content).to_bytes()
 
 
 def add(manager: CheckpointManager, payload: bytes, metrics: dict[str, Any]) -> None:
@@ -35,7 +38,7 @@ def test_all_are_kept_by_default(tmp_path: Path) -> None:
     assert on_disk(tmp_path) == ["000001", "000002", "000003"]
     assert made.latest_path == made.best_path == tmp_path / "checkpoint_000003"
     assert made.latest_id == 3
-    assert pickle.loads((tmp_path / "checkpoint_000002").read_bytes()) == {"number": 1, "loss": 2}
+    assert Checkpoint(tmp_path / "checkpoint_000002").to_dict() == {"number": 1, "loss": 2}
 
 
 def test_with_num_to_keep_0_the_newest_is_kept_in_memory_only(tmp_path: Path) -> None:
@@ -66,7 +69,7 @@ def test_fewer_can_be_kept_than_an_earlier_run_stored(tmp_path: Path) -> None:
     manager_of(tmp_path, 3, 1, 2, 5)
     made = CheckpointManager(tmp_path, CheckpointConfig(num_to_keep=2, checkpoint_score_attribute="loss"))
     made.adopt({})
-    add(made, pickle.dumps({"loss": 0}), {})
+    add(made, stored({"loss": 0}), {})
     assert on_disk(tmp_path) == ["000001", "000004"], "the new one is not among the best"
 
 
@@ -78,15 +81,15 @@ def test_by_time_the_newest_are_kept_also_within_one_second(tmp_path: Path) -> N
 def test_the_score_can_be_in_the_metrics(tmp_path: Path) -> None:
     made = CheckpointManager(tmp_path, CheckpointStrategy(num_to_keep=1, checkpoint_score_attribute="accuracy"))
     for accuracy in (0.5, 0.9, 0.7):
-        add(made, pickle.dumps({"weights": [1]}), {"accuracy": accuracy})
+        add(made, stored({"weights": [1]}), {"accuracy": accuracy})
     assert on_disk(tmp_path) == ["000002"]
 
 
 def test_a_score_in_the_checkpoint_has_priority_over_the_metrics(tmp_path: Path) -> None:
     strategy = CheckpointStrategy(num_to_keep=1, checkpoint_score_attribute="loss", checkpoint_score_order="min")
     made = CheckpointManager(tmp_path, strategy)
-    add(made, pickle.dumps({"loss": 1}), {"loss": 9})
-    add(made, pickle.dumps({"loss": 2}), {"loss": 0})
+    add(made, stored({"loss": 1}), {"loss": 9})
+    add(made, stored({"loss": 2}), {"loss": 0})
     assert on_disk(tmp_path) == ["000001"]
 
 
@@ -94,7 +97,7 @@ def test_a_score_in_the_checkpoint_has_priority_over_the_metrics(tmp_path: Path)
 def test_a_missing_or_invalid_score_is_an_error(tmp_path: Path, content: dict[str, Any]) -> None:
     made = CheckpointManager(tmp_path, CheckpointStrategy(checkpoint_score_attribute="loss"))
     with pytest.raises(ValueError, match="'loss' must be a number"):
-        add(made, pickle.dumps(content), {})
+        add(made, stored(content), {})
 
 
 @pytest.mark.parametrize("kind", [CheckpointConfig, CheckpointStrategy])
@@ -131,13 +134,13 @@ def test_nan_is_worse_than_any_number(tmp_path: Path, order: str) -> None:
 def test_numbers_continue_in_a_resumed_run(tmp_path: Path) -> None:
     made = CheckpointManager(tmp_path, latest_id=100)
     for _ in range(2):
-        add(made, pickle.dumps({}), {})
+        add(made, stored({}), {})
     assert made.latest_id == 102
     assert (tmp_path / "checkpoint_000102").exists()
 
 
 def test_the_initial_checkpoint_is_the_newest_until_the_run_saves_one(tmp_path: Path) -> None:
-    made = manager_of(tmp_path, initial=pickle.dumps({"epoch": 7}))
+    made = manager_of(tmp_path, initial=stored({"epoch": 7}))
     assert made.latest is not None
     assert made.latest.to_dict() == {"epoch": 7}
     assert on_disk(tmp_path) == []
@@ -172,13 +175,13 @@ def test_the_best_are_kept_in_remote_storage() -> None:
     strategy = CheckpointConfig(num_to_keep=2, checkpoint_score_attribute="loss", checkpoint_score_order="min")
     made = CheckpointManager(folder, strategy)
     for loss in (2, 4, 1, 3):
-        add(made, pickle.dumps({"loss": loss}), {})
+        add(made, stored({"loss": loss}), {})
     assert locations.names(folder) == ["checkpoint_000001", "checkpoint_000003"]
     assert made.best_path == made.latest_path == folder / "checkpoint_000003"
     again = CheckpointManager(folder, strategy)
     again.adopt({})
     assert [(each.number, each.score) for each in again.stored] == [(1, -2), (3, -1)]
-    add(again, pickle.dumps({"loss": 0}), {})
+    add(again, stored({"loss": 0}), {})
     assert locations.names(folder) == ["checkpoint_000003", "checkpoint_000004"]
 
 
@@ -203,7 +206,7 @@ def test_a_failed_write_leaves_no_file(tmp_path: Path, monkeypatch: pytest.Monke
     made = CheckpointManager(tmp_path)
     monkeypatch.setattr("raysgd.storage.locations.os.replace", full)
     with pytest.raises(OSError, match="no space"):
-        add(made, pickle.dumps({"epoch": 1}), {})
+        add(made, stored({"epoch": 1}), {})
     assert on_disk(tmp_path) == []
     assert made.latest is not None
     assert made.latest.to_dict() == {"epoch": 1}
@@ -223,5 +226,5 @@ def test_a_checkpoint_without_a_report_is_ranked_last(tmp_path: Path, caplog: py
     assert "checkpoint_000003 is ranked last" in caplog.text
     assert [each.score for each in made.stored] == [0.5, 0.9, -math.inf]
     assert made.latest is not None and made.latest.to_dict()["loss"] == 2, "it is still the newest"
-    add(made, pickle.dumps({}), {"accuracy": 0.1})
+    add(made, stored({}), {"accuracy": 0.1})
     assert on_disk(tmp_path) == ["000001", "000002", "000004"]

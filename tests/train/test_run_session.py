@@ -36,11 +36,11 @@ class Worker:
     def _deliver(self, message: FunctionReport | StartDealer, body: Any) -> None:
         assert isinstance(message, FunctionReport)
         split = message.metrics_size
-        payload = pickle.loads(body[split:]) if message.has_checkpoint else None
+        payload = train.Checkpoint.from_bytes(body[split:], trusted=True).to_dict() if message.has_checkpoint else None
         self.messages.append((message, pickle.loads(body[:split]), payload))
 
     def run(self, function: Callable[..., Any], *arguments: Any, checkpoint: Any = None, **attempt: Any) -> Any:
-        given = None if checkpoint is None else Blob(pickle.dumps(checkpoint))
+        given = None if checkpoint is None else Blob(train.Checkpoint.from_dict(checkpoint).to_bytes())
         settings = Attempt(**{"run": 1, "number": 1, **attempt})
         value = self.replica.run(
             Call(
@@ -430,8 +430,8 @@ class Custom:
 
 def test_a_checkpoint_from_a_file_is_checked_before_it_is_reported(tmp_path: Path) -> None:
     foreign, plain = tmp_path / "foreign", tmp_path / "plain"
-    foreign.write_bytes(pickle.dumps({"own": Custom()}))
-    plain.write_bytes(pickle.dumps({"epoch": 3}))
+    train.Checkpoint.from_dict({"own": Custom()}).to_uri(foreign)
+    train.Checkpoint.from_dict({"epoch": 3}).to_uri(plain)
 
     def function(path: Path, trusted: bool) -> None:
         train.report({}, checkpoint=train.Checkpoint(path, trusted=trusted))
@@ -445,9 +445,9 @@ def test_a_checkpoint_from_a_file_is_checked_before_it_is_reported(tmp_path: Pat
     assert [payload and payload.get("epoch") for _, _, payload in worker.messages] == [None, 3]
 
 
-def test_a_folder_may_contain_a_user_file_named_checkpoint_pkl(tmp_path: Path) -> None:
-    (tmp_path / "checkpoint.pkl").write_bytes(b"PK of torch.save")
+def test_a_folder_may_contain_a_user_file_named_checkpoint_zip(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint.zip").write_bytes(b"PK of torch.save")
     assert b"PK of torch.save" in train.Checkpoint.from_directory(tmp_path).checked_bytes(users_files=True)
-    (tmp_path / "checkpoint.pkl").write_bytes(pickle.dumps({"own": Custom()}))
+    train.Checkpoint.from_dict({"own": Custom()}).to_uri(tmp_path / "checkpoint.zip")
     with pytest.raises(CheckpointError, match="trusted=True"):
         train.Checkpoint.from_directory(tmp_path).checked_bytes(users_files=True)

@@ -262,8 +262,8 @@ def test_reading_a_run_runs_no_code_from_it(tmp_path: Path) -> None:
     for checkpoint in (result.checkpoint, result.best_checkpoints[0][0]):
         with pytest.raises(CheckpointError, match="can run code"):
             checkpoint.to_dict()
-    (tmp_path / "trainer.pkl").write_bytes(pickle.dumps(Planted()))
-    with pytest.raises(CheckpointError, match=r"trainer\.pkl"):
+    (tmp_path / "trainer.zip").write_bytes(pickle.dumps(Planted()))
+    with pytest.raises(CheckpointError, match=r"trainer\.zip"):
         train.Result.from_path(tmp_path)
 
 
@@ -334,9 +334,9 @@ def test_a_run_in_remote_storage_has_its_own_local_directory(tmp_path: Path, mon
     monkeypatch.setenv("HOME", str(tmp_path))
     home = tmp_path / "ray_results"
     (home / "run").mkdir(parents=True)
-    (home / "run" / "trainer.pkl").write_bytes(b"a run that is stored here")
+    (home / "run" / "trainer.zip").write_bytes(b"a run that is stored here")
     assert _log_dir(Uri("s3://a/run")) == home / "run_2"
     assert _log_dir(Uri("s3://b/run")) == home / "run_3"
     assert _log_dir(Uri("s3://a/run"), resume=True) == home / "run_2"
     assert _log_dir(Uri("s3://c/run"), resume=True) == home / "run_4"
-    assert [path.name for path in (home / "run").iterdir()] == ["trainer.pkl"]
+    assert [path.name for path in (home / "run").iterdir()] == ["trainer.zip"]

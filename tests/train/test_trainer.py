@@ -1,7 +1,6 @@
 """Functions on real workers: return values, reports and checkpoints, as the driver receives them."""
 
 import os
-import pickle
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -90,7 +89,7 @@ def test_checkpoints_are_stored_and_kept_in_memory(trainer: Trainer) -> None:
     assert trainer.latest_checkpoint_dir == trainer.latest_run_dir / "checkpoints"
     assert trainer.latest_checkpoint_path == trainer.latest_checkpoint_dir / "checkpoint_000002"
     assert trainer.best_checkpoint_path == trainer.latest_checkpoint_path
-    assert pickle.loads(trainer.latest_checkpoint_path.read_bytes())["epoch"] == 1
+    assert train.Checkpoint(trainer.latest_checkpoint_path).to_dict()["epoch"] == 1
 
 
 def test_every_run_has_its_own_directory(trainer: Trainer) -> None:

@@ -1,6 +1,6 @@
 """The files that `fit()` writes beside the checkpoints, so that a run can be read back and resumed. Driver.
 
-trainer.pkl      the trainer's settings, each pickled separately, so that those that `restore` overrides are never read
+trainer.zip      the trainer's settings, each pickled separately, so that those that `restore` overrides are never read
 results.jsonl    one line for each report of rank 0: the metrics, and the number of the newest checkpoint
 state.json       the run's status, its trainer and its ids
 """
@@ -21,12 +21,11 @@ from typing import Any, Literal
 from raysgd.core.metrics import plain
 from raysgd.core.network import own_address
 from raysgd.errors import CheckpointError, described, shown
-from raysgd.storage import digest, folders, locations
-from raysgd.train import unpickling
+from raysgd.storage import folders, locations, values
 
 __all__ = ["RunNames", "RunRecord", "StoredRun", "can_restore"]
 
-SETTINGS, RESULTS, STATE = "trainer.pkl", "results.jsonl", "state.json"
+SETTINGS, RESULTS, STATE = "trainer.zip", "results.jsonl", "state.json"
 IDS = ("trial_id", "experiment_id")
 
 
@@ -100,12 +99,11 @@ def _settings(where: Any) -> dict[str, bytes]:
     """Return the pickles of the settings by name. This runs no code from the file, because it does not load them."""
     data = locations.read(where / SETTINGS)
     try:
-        digest.verify(data)
-        found = dict(unpickling.read(data))
+        found = dict(values.load(data))
         if not all(isinstance(name, str) and isinstance(each, bytes) for name, each in found.items()):
             raise CheckpointError("it is not a dictionary of pickles")
         return found
-    except Exception as error:  # a damaged pickle can raise anything
+    except (CheckpointError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{where / SETTINGS} does not hold the settings of a trainer, or is damaged ({error})"
         ) from error
@@ -155,7 +153,7 @@ class RunRecord:
         """Write the files. Rewrite the rows of an earlier run, whose last line may be incomplete."""
         self.log_dir.mkdir(parents=True, exist_ok=True)
         locations.write(self.log_dir / RESULTS, "".join(self._unwritten()).encode())
-        locations.write(self.where / SETTINGS, digest.sealed(pickle.dumps(dict(settings))))
+        locations.write(self.where / SETTINGS, values.dump(dict(settings), dumps=pickle.dumps))
         self._write_status("running")
 
     def started(self) -> None:
