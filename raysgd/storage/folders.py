@@ -7,10 +7,12 @@ folder, so that a link cannot make a user copy another user's file."""
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import shutil
 import stat
+import tarfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -35,11 +37,13 @@ __all__ = [
     "is_name",
     "json_digest",
     "list_of",
+    "pack",
     "parse_json",
     "parse_list",
     "read_list",
     "read_plain",
     "refuse_file",
+    "unpack",
     "verify",
     "walk",
 ]
@@ -47,8 +51,6 @@ __all__ = [
 MARKER = ".raysgd-folder.json"
 FORMAT, VERSION = "raysgd-folder", 2
 OLDER_KEYS = {"format", "files"}
-MOST_ENTRIES = 1_000_000
-MOST_LIST_BYTES = 256 << 20
 LONGEST_NAME, LONGEST_PART = 2048, 255
 
 
@@ -82,7 +84,6 @@ def walk(folder: Path, refuse: Callable[[Path, str], None] = refuse_file) -> Ite
     `refuse` for links that lead out of the folder or form a cycle, and for FIFOs, sockets and devices."""
     root = Path(os.path.realpath(folder))
     pending: list[tuple[str, Path, tuple[tuple[int, int], ...]]] = [("", root, (_identity(os.stat(root)),))]
-    count = 0
     while pending:
         prefix, directory, above = pending.pop()
         inner: list[tuple[str, Path, tuple[tuple[int, int], ...]]] = []
@@ -90,9 +91,6 @@ def walk(folder: Path, refuse: Callable[[Path, str], None] = refuse_file) -> Ite
             name = prefix + each.name
             if name == MARKER:
                 continue
-            count += 1
-            if count > MOST_ENTRIES:
-                raise CheckpointError(f"{folder} contains more than {MOST_ENTRIES} files and directories")
             real = _target(root, each, folder / name, refuse)
             if real is None:
                 continue
@@ -188,8 +186,6 @@ def dump_list(entries: Mapping[str, FileEntry]) -> bytes:
 
 def parse_list(data: bytes, where: Any) -> dict[str, FileEntry]:
     """Return the entries of a stored list. Raise CheckpointError if it is damaged."""
-    if len(data) > MOST_LIST_BYTES:
-        raise CheckpointError(f"{where} is damaged: it has {len(data)} bytes, and a list may have {MOST_LIST_BYTES}")
     content, sealed = parse_json(data, where)
     files, digests = content.get("files"), content.get("digests", {})
     known = sealed or content.keys() <= OLDER_KEYS
@@ -304,3 +300,43 @@ def copy(source: Path, target: Path) -> dict[str, FileEntry]:
         check_entry(source, each.name, copied[each.name], listed)
     check_list(source, copied, listed)
     return copied
+
+
+# -- tar archives -------------------------------------------------------------------------------------
+
+
+def pack(folder: Path) -> bytes:
+    """Return the files in a folder, verified against the folder's list, as a tar archive that ends with its digest."""
+    listed, names, stream = read_list(folder), set[str](), io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w") as archive:
+        # "." shows that even an empty folder is an archive.
+        for each in [Found(".", folder, is_dir=True), *walk(folder)]:
+            member, status = tarfile.TarInfo(each.name), os.stat(each.path)
+            member.mode, member.mtime = status.st_mode & 0o777, max(int(status.st_mtime), 0)
+            if each.is_dir:
+                member.type = tarfile.DIRTYPE
+                archive.addfile(member)
+                continue
+            content = read_plain(each.path)
+            check_entry(folder, each.name, entry_of_bytes(content), listed)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+            names.add(each.name)
+    check_list(folder, names, listed)
+    return digest.sealed(stream.getbuffer())
+
+
+def unpack(data: bytes, target: Path) -> None:
+    """Write the files of an archive, whose digest is correct, to `target`, an empty folder. Raise CheckpointError for links,
+    devices and names outside of that folder. Owners and setuid bits are not restored."""
+    try:
+        with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as archive:
+            for member in archive:
+                if not (member.isreg() or member.isdir()):
+                    raise tarfile.TarError(f"{member.name!r:.300} is a link or a device")
+                archive.extract(member, target, filter="data")
+    except (tarfile.TarError, OSError, ValueError) as error:
+        raise CheckpointError(
+            "a checkpoint's archive may contain only regular files and directories in its own folder, and this one is damaged or "
+            f"contains something else ({error})"
+        ) from error

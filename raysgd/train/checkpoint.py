@@ -15,7 +15,7 @@ from typing import Any
 
 from raysgd.core.lazy import load
 from raysgd.errors import CheckpointError, ConfigError
-from raysgd.storage import archives, checksums, digest, folders, locations, values
+from raysgd.storage import checksums, digest, folders, locations, values
 from raysgd.storage.locations import Place, Uri
 from raysgd.storage.masking import mask
 
@@ -87,7 +87,7 @@ class Checkpoint:
         target = tempfile.mkdtemp(prefix="raysgd-checkpoint-")
         made = cls(target, trusted=trusted)
         weakref.finalize(made, _remove, target, os.getpid())
-        archives.unpack(data, Path(target))
+        folders.unpack(bytes(data), Path(target))
         return made
 
     def to_bytes(self, *, dumps: Dumps = pickle.dumps) -> bytes:
@@ -99,7 +99,7 @@ class Checkpoint:
             data, where = locations.read(self._stored()), self._stored()
             return data if _is_whole(data, where) else bytes(values.dump(self.to_dict(), dumps=dumps))
         with self._folder() as folder:
-            return archives.pack(folder)
+            return folders.pack(folder)
 
     def checked_bytes(self, *, dumps: Dumps = pickle.dumps, users_files: bool = False) -> bytes:
         """Return the same bytes for receivers that trust them: raise here for a stored file that could not be read."""
@@ -166,7 +166,8 @@ class Checkpoint:
 
     def to_uri(self, uri: str | Path | Uri, *, dumps: Dumps = pickle.dumps) -> str:
         """Store the checkpoint at `uri`, completely or not at all, and return the URI. A dictionary becomes one object or
-        file, in which `dumps` pickles objects of other types. A folder must be new or empty; under a URI it may also hold an earlier checkpoint."""
+        file, in which `dumps` pickles objects of other types. A folder must be new or empty; under a URI it may also hold an
+        earlier checkpoint."""
         where = locations.place(uri)
         if not self._is_folder():
             locations.check_file(where)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from raysgd.errors import CheckpointError, ConfigError
-from raysgd.storage import archives, locations
+from raysgd.storage import folders, locations
 from raysgd.storage.folders import MARKER
 from raysgd.storage.locations import Place
 from raysgd.storage.remote import Uri, probe
@@ -141,7 +141,7 @@ class CheckpointManager:
             locations.write(place, payload)
             return
         with locations.draft_folder(place) as draft:
-            archives.unpack(payload, draft)
+            folders.unpack(payload, draft)
 
     @property
     def latest(self) -> Checkpoint | None:
