@@ -22,6 +22,7 @@ PART, PIECE = 32 << 20, 1 << 20  # what one thread computes at a time, and what 
 ALONE = 4 << 20  # a smaller file is verified before another thread has started
 ZIP = b"PK"
 POLYNOMIAL = 0xEDB88320  # of zip's CRC-32, like all numbers here with x**0 as the highest bit
+DIRECTORY = 0x10  # an attribute of a member
 HEADER_BYTES, LENGTHS_AT = 30, 26  # of a member's header, which its name and an extra field follow
 
 
@@ -97,6 +98,8 @@ def _members(source: Any, data: ByteSource) -> list[tuple[zipfile.ZipInfo, int]]
         for member in members:
             if member.compress_type != zipfile.ZIP_STORED or member.file_size != member.compress_size:
                 raise zipfile.BadZipFile(f"{member.filename!r} is compressed, and save() compresses nothing")
+            if member.external_attr & DIRECTORY:  # torch would read nothing
+                raise zipfile.BadZipFile(f"{member.filename!r} claims to be a directory")
             if member.header_offset + member.file_size > data.size:
                 raise zipfile.BadZipFile(f"{member.filename!r} is larger than the file")
             archive.open(member).close()  # compares the name in the list with that in the member's header
