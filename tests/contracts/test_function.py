@@ -6,7 +6,6 @@ with two. Those that need neither reports nor checkpoints also run as a direct c
 
 import contextlib
 import os
-import pickle
 import signal
 import threading
 import time
@@ -401,7 +400,7 @@ def test_as_many_checkpoints_are_kept_as_wanted(
     assert (found is None) if best is None else str(found).endswith(f"checkpoint_{best:06d}")
     if best is not None:
         assert isinstance(found, Path)
-        assert pickle.loads(found.read_bytes())["loss"] == (2, 4, 1, 3)[best - 1]
+        assert train.Checkpoint(found).to_dict()["loss"] == (2, 4, 1, 3)[best - 1]
 
 
 def test_checkpoints_without_the_number_that_ranks_them_are_an_error(workers: OnWorkers) -> None:
@@ -423,7 +422,7 @@ def test_the_function_gets_the_newest_checkpoint(workers: OnWorkers, tmp_path: P
     assert workers.run(function, checkpoint={"epoch": 5}) == [[5, 6, 7]] * workers.ranks
     assert workers.run(function, checkpoint=workers.trainer.latest_checkpoint_path) == [[7, 6, 7]] * workers.ranks
     users_own = tmp_path / "mine"
-    users_own.write_bytes(pickle.dumps({"epoch": 4}))
+    Checkpoint.from_dict({"epoch": 4}).to_uri(users_own)
     assert workers.run(function, checkpoint=str(users_own)) == [[4, 6, 7]] * workers.ranks
 
 
@@ -436,7 +435,7 @@ def test_of_a_rounds_checkpoints_the_one_of_the_lowest_rank_is_kept(two: OnWorke
     two.run(function)
     folder = two.trainer.latest_checkpoint_dir
     assert isinstance(folder, Path) and len(two.stored()) == 2
-    assert [pickle.loads((folder / name).read_bytes())["rank"] for name in two.stored()] == [0, 1]
+    assert [train.Checkpoint(folder / name).to_dict()["rank"] for name in two.stored()] == [0, 1]
 
 
 # -- worker failures ----------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ signals that stop a function. The function reports its steps. The user reads the
 from __future__ import annotations
 
 import os
-import pickle
 import queue
 import random
 import tempfile
@@ -582,7 +581,7 @@ class FunctionScript:
         newest = self.executor.latest_checkpoint
         folder = directory / "checkpoints"
         files = sorted(folder.iterdir()) if folder.exists() else []
-        kept = {int(file.name.removeprefix("checkpoint_")): pickle.loads(file.read_bytes())["step"] for file in files}
+        kept = {int(file.name.removeprefix("checkpoint_")): Checkpoint(file).to_dict()["step"] for file in files}
         self.checker.stored(kept, -1 if newest is None else newest["step"])
 
 
