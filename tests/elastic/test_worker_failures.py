@@ -27,26 +27,8 @@ def ground(shared: Ground) -> Ground:
     return shared
 
 
-# Every pair of place, rank and signal is covered. test_both_apis.py has several failures at once and in a row.
-@pytest.mark.parametrize(
-    ("rank", "step", "where", "kind"),
-    [
-        (0, 1, "before", "kill"),
-        (1, 7, "after", "exit"),
-        (2, 20, "backward", "exit"),
-        *(
-            pytest.param(*row, marks=pytest.mark.more)
-            for row in (
-                (0, 1, "backward", "exit"),
-                (0, 1, "after", "kill"),
-                (1, 7, "before", "exit"),
-                (1, 7, "backward", "kill"),
-                (2, 20, "before", "kill"),
-                (2, 20, "after", "kill"),
-            )
-        ),
-    ],
-)
+# tests/local/test_faults.py has every place and rank, and test_both_apis.py several failures at once and in a row.
+@pytest.mark.parametrize(("rank", "step", "where", "kind"), [(0, 1, "before", "kill"), (2, 20, "backward", "exit")])
 def test_one_of_three_workers_fails_in_an_epoch(ground: Ground, rank: int, step: int, where: str, kind: str) -> None:
     ground.arm(Fault(rank, step, kind, where))
     before = len(ground.trainer.recoveries)
@@ -63,14 +45,6 @@ def test_a_survivor_fails_while_it_loads_the_state(ground: Ground) -> None:
     ground.arm(Fault(1, 6, where="after"), Fault(2, 6, where="load"), Fault(0, 6, where="load"))
     ground.trainer.train()
     ground.assert_epoch_exact()
-
-
-def test_a_failure_in_a_validation_repeats_it(ground: Ground) -> None:
-    ground.arm(Fault(1, 1, where="validate"))
-    result = ground.trainer.validate()
-    assert ground.fired() == 1
-    assert result["num_samples"] == 50
-    assert ground.trained() == Counter()
 
 
 def test_a_failure_while_idle(ground: Ground) -> None:
