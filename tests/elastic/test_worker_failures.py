@@ -2,7 +2,6 @@
 
 import os
 import signal
-from collections import Counter
 from collections.abc import Iterator
 
 import pytest
