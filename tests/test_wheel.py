@@ -55,7 +55,7 @@ def test_wheel_says_what_it_needs(wheel: Path) -> None:
     metadata = archive.read(metadata_name).decode()
     needed = [line for line in metadata.splitlines() if line.startswith("Requires-Dist:")]
     own = [line.partition(": ")[2] for line in needed if "extra ==" not in line]
-    assert own == ["ray>=2.40", "click", "packaging"]
+    assert own == ["ray>=2.40", "numpy", "click", "packaging"]
     for extra in ("torch", "tensorflow", "horovod", "lightning", "tune", "torchmetrics", "callbacks", "mlflow", "dev"):
         assert f"Provides-Extra: {extra}\n" in metadata
     assert "Home-page: https://" in metadata
