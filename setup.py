@@ -36,8 +36,8 @@ PACKAGES = [
     *(f"raysgd.operators.{name}" for name in find_packages("operators")),
 ]
 
-TORCH = ["torch>=2.10", "numpy", "tqdm"]
-TENSORFLOW = ["tensorflow>=2.16", "numpy", "tqdm"]
+TORCH = ["torch>=2.10", "tqdm"]
+TENSORFLOW = ["tensorflow>=2.16", "tqdm"]
 # Not Horovod itself: it has no wheels, and its sources need mending first. `tools/build_horovod.py` does that;
 # here is what it and Horovod need.
 HOROVOD = [*TORCH, "cffi", "cloudpickle", "cmake", "packaging", "psutil", "pyyaml", "setuptools>=64", "wheel"]
@@ -46,7 +46,7 @@ TORCHMETRICS = [*TORCH, "torchmetrics>=1.0"]
 TRANSFORMERS = [*TORCHMETRICS, "transformers", "peft"]
 OPERATORS = [*TRANSFORMERS, "scikit-learn", "timm", "torchvision"]
 TUNE = ["ray[tune]"]
-DATA = ["ray[data]>=2.40", "numpy"]
+DATA = ["ray[data]>=2.40"]
 STORAGE = ["fsspec"]
 S3 = [*STORAGE, "s3fs"]
 TENSORBOARD = ["tensorboard"]

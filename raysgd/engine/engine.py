@@ -365,6 +365,7 @@ class Engine:
             return parts
 
     def _run(self, job: Job, running: RunningCall) -> list[PartialResults]:
+        """Run a job, or run one that had ended again, under its number."""
         self._run_again(running)
         parts: list[PartialResults] = []
         began, began_at = self.progress, self._table.clock()
@@ -620,4 +621,5 @@ def _kept(outcomes: Mapping[str, Outcome]) -> PartialResults | None:
 
 
 def _place(progress: Progress) -> tuple[int, int]:
+    """Return how far training has come, whatever has begun since."""
     return progress.loads, progress.step

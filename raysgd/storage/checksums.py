@@ -55,7 +55,7 @@ class ByteSource:
 
 
 def verify(source: Any) -> bool:
-    """Verify the checksums in bytes or in an open file. Return False if there are none: if it is no zip archive (RaySGD and
+    """Verify the checksums in bytes or in an open file. Return False if there are none: if it is not a zip archive (RaySGD and
     torch before 1.6 wrote others), or one that was written with `set_crc32_options(False)`. Raise CheckpointError if a member is
     damaged, or the archive is."""
     data = ByteSource(source)

@@ -88,7 +88,7 @@ def is_stored(data: Any) -> bool:
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             return HEAD in archive.namelist()
-    except Exception:  # zipfile raises various errors for what is no archive
+    except Exception:  # zipfile raises various errors for other files
         return False
 
 
@@ -275,7 +275,7 @@ class _Decoder:
     def _at(self, value: dict[str, Any]) -> np.ndarray:
         at = value["at"]
         if type(at) is not int or not 0 <= at < len(self._arrays):
-            raise ValueError(f"there is no array {at!r:.60} in it")
+            raise ValueError(f"it has {len(self._arrays)} arrays, and refers to number {at!r:.60}")
         return self._arrays[at]
 
     def _dictionary(self, value: dict[str, Any], kind: str, depth: int) -> Any:
@@ -301,7 +301,7 @@ class _Decoder:
             return torch.device(value["is"])
         dtype = getattr(torch, value["is"] if kind == "torch.dtype" else value["dtype"])
         if not isinstance(dtype, torch.dtype):
-            raise ValueError(f"{dtype!r:.60} is no type of tensors")
+            raise ValueError(f"{dtype!r:.60} is not a type of tensors")
         if kind == "torch.dtype":
             return dtype
         found = torch.from_numpy(self._at(value))

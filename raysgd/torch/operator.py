@@ -135,26 +135,29 @@ class TrainingOperator(OperatorBase):
                 metrics = (
                     self.train_batch(batch, batch_info=batch_info) if named else self.train_batch(batch, batch_info)
                 )
-            except (
-                BaseException
-            ):  # a peer failed, or the code after the optimizer's step raised an error: then the batch counts
-                for _ in range(self._due_steps() if per_batch and getattr(iterator, "applied", False) else 0):
-                    step_in_order(scheduler)
+            except BaseException:
+                # A peer failed, or the user's code raised an error. If that was after the optimizer's step, the batch counts.
+                if per_batch and getattr(iterator, "applied", False):
+                    self._make_due_steps(scheduler)
                 raise
             if steps_it and steps_of(scheduler) != steps:
                 raise stepped_twice(type(self).__name__, scheduler, str(self.scheduler_step_freq))
             whole = getattr(iterator, "whole", True)  # otherwise, another piece of the same batch follows
-            for _ in range(self._due_steps() if per_batch and whole else 0):
-                step_in_order(scheduler)
+            if per_batch and whole:
+                self._make_due_steps(scheduler)
             self._count(iterator, metrics, meter, batch=batch)
             if whole:
                 self.global_step += 1
                 batch_idx += 1
-        for _ in range(self._due_steps(ended=True) if per_batch else 0):
-            step_in_order(scheduler)
+        if per_batch:
+            self._make_due_steps(scheduler, ended=True)
         if per_epoch and getattr(iterator, "epoch_ended", True):
             step_in_order(scheduler)
         return dict(meter.summary())
+
+    def _make_due_steps(self, scheduler: Any, **given: bool) -> None:
+        for _ in range(self._due_steps(**given)):
+            step_in_order(scheduler)
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         """Train one step on one `batch`, `(*features, target)`: forward, loss, backward, optimizer. Return what was measured.

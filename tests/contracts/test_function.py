@@ -1,7 +1,7 @@
 """The contract of a training function: a function goes in, reports and results come out.
 
 Each case uses what users use, `raysgd.train` and the trainer's methods, and runs on a trainer with one worker and on one
-with two. Those that need neither reports nor checkpoints also run as a direct call, which has nobody to report to.
+with two. Those that need neither reports nor checkpoints also run as a direct call, without a driver.
 """
 
 import contextlib
@@ -178,7 +178,7 @@ def test_a_result_that_cannot_be_sent_is_an_error_of_the_function(workers: OnWor
     before = len(workers.trainer.recoveries)
     with pytest.raises(TypeError, match="pickle"):
         workers.run(lambda: threading.Lock())
-    assert len(workers.trainer.recoveries) == before, "this is no worker failure"
+    assert len(workers.trainer.recoveries) == before, "no worker has failed"
 
 
 def test_the_error_of_one_rank_stops_the_others(two: OnWorkers, tmp_path: Path) -> None:

@@ -158,7 +158,7 @@ def loaded_with(trainer: TorchTrainer, path: Path, caplog: pytest.LogCaptureFixt
 
 
 def test_a_file_without_checksums_loads_with_one_warning(here: Bench, caplog: pytest.LogCaptureFixture) -> None:
-    """RaySGD wrote torch's old format, which has none; and torch can be told to write none."""
+    """RaySGD wrote torch's old format, which has none; and `set_crc32_options(False)` makes torch write none."""
     old, new = here.folder / "old.pt", here.folder / "good.pt"
     v1 = {"epoch": 7, "operator": here.after[0]["operator"]}
     v1 |= {name: here.after[0][name] for name in ("models", "optimizers", "schedulers")}

@@ -40,7 +40,7 @@ from tests.simulation.group import SimGroup, Worker
 from tests.simulation.network import NetworkError, SimBackend
 from tests.simulation.plan import Fault as Disturbance
 from tests.simulation.plan import Plan
-from tests.simulation.world import Wake, World
+from tests.simulation.world import World
 
 __all__ = ["Cluster", "Fault"]
 
@@ -111,7 +111,6 @@ class LocalWorker(Worker):
         super().__init__(*given)
         self.host = Host(self.backend, self.client.control)
         self.client.control.upload = self._send_snapshot
-        self._sent: Wake | None = None
 
     def _send_snapshot(self, message: SnapshotUpload, *content: Any) -> None:
         self.upload(message, b"".join(map(bytes, content)))

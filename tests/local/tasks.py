@@ -38,7 +38,7 @@ class Task:
         self.dead = False
 
     def switch(self, value: Any = None) -> Any:
-        """Let this task go on, and wait until another one switches back. Return the value that it gives."""
+        """Resume this task, and wait until another one switches back. Return the value that it gives."""
         me = current()
         if me._thrown is not None:
             raise me._thrown

@@ -146,7 +146,7 @@ def test_a_rank_at_each_point_of_each_step(kind: str, rank: int, at: str, undist
 
 @pytest.mark.parametrize("at", POINTS)
 def test_all_ranks_at_each_point_of_each_step(at: str, undisturbed: Any) -> None:
-    """What follows begins from a snapshot, or anew."""
+    """New workers start from a snapshot, or from the beginning."""
     for step in range(STEPS):
         found = epoch(*(Fault("kill", at, rank=rank, step=step) for rank in range(WORKERS)))
         assert_same(found, undisturbed)

@@ -128,7 +128,7 @@ class FunctionChecker(Checker):
         """Check from which checkpoint a rank begins. Return its attempt."""
         generation = worker.client.generation
         if worker.lost or worker.given_up:
-            return Attempt(size, resumed)  # nobody waits for it any more
+            return Attempt(size, resumed)  # no caller waits for it any more
         if generation not in self.attempts:
             for number in sorted(self.attempts)[-1:]:
                 self._settle(self.attempts[number])
@@ -300,7 +300,7 @@ class Storage:
 
 
 class Queue:
-    """A replacement for `queue.SimpleQueue`, in which nobody waits. `found` is whether the last look found something."""
+    """A replacement for `queue.SimpleQueue`, whose `get` does not wait. `found` is whether the last look found something."""
 
     def __init__(self) -> None:
         self._items: deque[Any] = deque()

@@ -215,8 +215,7 @@ def completed(saved: Any, optimizer: Any) -> Any:
     if not isinstance(optimizer, torch.optim.Optimizer):
         return saved
     pairs = zip(optimizer.param_groups, saved["param_groups"], strict=True)
-    kept = {"capturable"}
-    groups = [{**here, **there, **{name: here[name] for name in kept & here.keys()}} for here, there in pairs]
+    groups = [{**here, **there} | {name: here[name] for name in here if name == "capturable"} for here, there in pairs]
     return {**saved, "param_groups": groups}
 
 
