@@ -85,6 +85,17 @@ class Schedule:
         finally:
             self._phases.pop()
 
+    def watch(self, engine: Any) -> None:
+        """Follow the phases of an engine, and let faults reach it."""
+        self._checker.schedule, self._checker.engine = self, engine
+        self.cancel, self.recoveries = engine.cancel, lambda: len(engine.recoveries)
+        self.wrap(engine._recovery, "recover", "recovery")
+        self.wrap(engine._membership, "change", "change")
+        self.wrap(engine._generation, "_pass_state", "agreement")
+        self.wrap(engine._generation, "_rendezvous", "rendezvous")
+        self.wrap_change(engine._membership)
+        self.wrap_interruptions(engine)
+
     def wrap(self, owner: Any, method: str, phase: str) -> None:
         """Let this phase be what a method of the engine's objects does."""
         original = getattr(owner, method)

@@ -385,7 +385,7 @@ class FunctionScript:
     def _patch_driver(self, patch: pytest.MonkeyPatch) -> None:
         def engine(*given: Any, **settings: Any) -> Engine:
             more: dict[str, Any] = {"clock": self.world.clock, "jitter": self.world.random.random}
-            self._watch(made := Engine(*given, **settings, **more, on_recovery=self.checker.recovered))
+            self.schedule.watch(made := Engine(*given, **settings, **more, on_recovery=self.checker.recovered))
             return made
 
         def thread(target: Callable[[], None], **_: Any) -> Any:
@@ -404,17 +404,6 @@ class FunctionScript:
         patch.setattr(executor, "threading", SimpleNamespace(Thread=thread, current_thread=int))
         patch.setattr(rounds, "queue", SimpleNamespace(SimpleQueue=new_queue, Empty=queue.Empty))
         patch.setattr(rounds, "BackgroundWriter", partial(Storage, self.world, self.plan.store_s))
-
-    def _watch(self, engine: Engine) -> None:
-        checker, schedule = self.checker, self.schedule
-        checker.schedule, checker.engine = schedule, engine
-        schedule.cancel, schedule.recoveries = engine.cancel, lambda: len(engine.recoveries)
-        schedule.wrap(engine._recovery, "recover", "recovery")
-        schedule.wrap(engine._membership, "change", "change")
-        schedule.wrap(engine._generation, "_pass_state", "agreement")
-        schedule.wrap(engine._generation, "_rendezvous", "rendezvous")
-        schedule.wrap_change(engine._membership)
-        schedule.wrap_interruptions(engine)
 
     def _main(self) -> Main:
         """Return the main thread of the worker whose code runs now."""

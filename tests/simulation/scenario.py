@@ -74,14 +74,7 @@ class Script:
             on_progress=schedule.on_progress,
             on_recovery=checker.recovered,
         )
-        checker.schedule, checker.engine = schedule, engine
-        schedule.cancel, schedule.recoveries = engine.cancel, lambda: len(engine.recoveries)
-        schedule.wrap(engine._recovery, "recover", "recovery")
-        schedule.wrap(engine._membership, "change", "change")
-        schedule.wrap(engine._generation, "_pass_state", "agreement")
-        schedule.wrap(engine._generation, "_rendezvous", "rendezvous")
-        schedule.wrap_change(engine._membership)
-        schedule.wrap_interruptions(engine)
+        schedule.watch(engine)
 
     # -- the user's code in the workers ---------------------------------------------------------------
 
