@@ -32,8 +32,10 @@ __all__ = [
     "connect",
     "detect_unreachable",
     "framed",
+    "make_room",
     "receive",
     "receive_body",
+    "receive_into",
     "receive_message",
     "receive_some",
     "send",
@@ -72,7 +74,7 @@ class ControlAddress:
 
 
 class RejectedError(ConnectionError):
-    """Raised when the driver knows this client but refuses the connection, because the save that it names has ended."""
+    """Raised when the driver knows this client but refuses the connection, because the transfer that it names has ended."""
 
 
 def connect(
@@ -176,7 +178,7 @@ def receive(connection: socket.socket, expected: type[MessageT]) -> MessageT:
 
 def receive_body(connection: socket.socket, size: int, moved: Callable[[], None] = lambda: None) -> Body:
     """Return a message's body, read directly to where it stays. Call `moved` whenever a part has arrived."""
-    body = _room(size)
+    body = make_room(size)
     receive_into(connection, memoryview(body), moved)
     if isinstance(body, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
         body.madvise(mmap.MADV_DONTNEED)  # the system may keep it only in the file until it is read
@@ -231,7 +233,7 @@ def _exactly(connection: socket.socket, size: int) -> bytearray:
     return data
 
 
-def _room(size: int) -> Body:
+def make_room(size: int) -> Body:
     """Return a buffer for a body. A large one (a full state) is a temporary file without a name, so that a driver on a
     small machine does not need the memory for it."""
     if size < LARGE or not hasattr(os, "posix_fallocate"):

@@ -3,12 +3,12 @@
 A message is a frozen dataclass. On a connection it is a JSON object with the name of its class as `type` and its
 fields; some are followed by a body of raw bytes. `connection` describes how they are framed.
 
-Every connection starts with the token, then with one of `Hello`, `OpenBulk` and `OpenCheckpoint`, which the driver
+Every connection starts with the token, then with one of `Hello`, `OpenBulk` and `OpenTransfer`, which the driver
 answers with `Admitted` or `Rejected`:
 
     Hello            the control connection of a worker, for as long as it lives
     OpenBulk         carries what is large or must not be lost: snapshots, reports of training functions
-    OpenCheckpoint   carries one checkpoint to a file of the driver's
+    OpenTransfer     carries one state or one checkpoint
 """
 
 from __future__ import annotations
@@ -38,13 +38,14 @@ __all__ = [
     "CheckpointWritten",
     "ConfirmBoundary",
     "FunctionReport",
+    "GiveState",
     "Hello",
     "Interrupt",
     "KillProcess",
     "Message",
     "MessageError",
     "OpenBulk",
-    "OpenCheckpoint",
+    "OpenTransfer",
     "PerformCall",
     "PreemptionNotice",
     "ProgressReport",
@@ -55,6 +56,8 @@ __all__ = [
     "StackReport",
     "StackRequest",
     "StartDealer",
+    "State",
+    "TakeState",
     "decode",
     "encode",
 ]
@@ -91,11 +94,11 @@ class OpenBulk(Message):
 
 
 @dataclass(frozen=True)
-class OpenCheckpoint(Message):
-    """The worker that writes a checkpoint sends this. `save` is the secret name of one save. `CheckpointDraft`
-    follows."""
+class OpenTransfer(Message):
+    """A worker sends this to give or take the state with this secret name (`GiveState` or `TakeState` follows), or to send
+    a checkpoint (the driver's `CheckpointDraft` follows)."""
 
-    save: str
+    name: str
 
 
 @dataclass(frozen=True)
@@ -105,7 +108,7 @@ class Admitted(Message):
 
 @dataclass(frozen=True)
 class Rejected(Message):
-    """The driver refuses this connection and closes it, because the save that it names has ended. The worker does not
+    """The driver refuses this connection and closes it, because the transfer that it names has ended. The worker does not
     try again."""
 
     reason: str
@@ -263,6 +266,28 @@ class StartDealer(Message):
 @dataclass(frozen=True)
 class Received(Message):
     """The driver has received a message on a bulk connection, with its body."""
+
+
+# -- transfers of a state -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class GiveState(Message):
+    """The worker sends its state. Body: the state. `Received` follows."""
+
+    worker: str
+
+
+@dataclass(frozen=True)
+class TakeState(Message):
+    """The worker asks for the state that another worker, or the driver, gives. `State` follows."""
+
+    worker: str
+
+
+@dataclass(frozen=True)
+class State(Message):
+    """The driver passes the state on, while it arrives. Body: the state."""
 
 
 # -- checkpoint connections ---------------------------------------------------------------------------

@@ -94,12 +94,17 @@ def longest_silence_s(ranks: int, running: int) -> float:
     return report_interval_s(ranks) * (ranks - running + 1) / ranks
 
 
+def _no_transfers(*_: Any) -> Any:
+    raise RuntimeError("there is no other worker to give the state to, or to take it from")
+
+
 class Control:
     """Connects a worker's training thread with its control thread.
 
     Owns the stop requests of one worker, its phase (for reports of hangs) and the last published progress. `upload`
     sends a snapshot to the driver; it is None if the driver takes no snapshots. `deliver` sends a message that must not
-    get lost, and returns when the driver has received it. `on_interrupt` is called on the control thread. `begun_after`
+    get lost, and returns when the driver has received it. `give` sends this worker's state to those that `take` it.
+    `on_interrupt` is called on the control thread. `begun_after`
     holds, for the newest steps, how many collective calls (`collectives`) had been made when each began; `called` returns the steps
     and lines of the newest calls of models, which make some of them. Never blocks
     the control thread, and costs the training thread one attribute read per batch while there is no request.
@@ -125,6 +130,8 @@ class Control:
         self.batch = 0
         self.upload: Uploader | None = None
         self.deliver: Deliverer = lambda message, body: None
+        self.give: Callable[[str, Any], None] = _no_transfers
+        self.take: Callable[[str], Any] = _no_transfers
         self.on_interrupt: Callable[[], None] = lambda: None
         self.collectives: Callable[[], int] = lambda: -1
         self.called: Callable[[], Sequence[tuple[int, str]]] = lambda: ()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from typing import Any
 
 from raysgd.config import Limits
@@ -24,7 +25,7 @@ from raysgd.core.snapshot import Snapshot
 from raysgd.engine.failure import no_room_error, raise_user_error, unfinished_error, warn_no_room
 from raysgd.engine.worker_table import WorkerInfo, WorkerTable
 from raysgd.errors import WorkerStartError, counted
-from raysgd.workers.blob import Blob
+from raysgd.workers.worker_group import TransferProtocol
 
 __all__ = ["Generation"]
 
@@ -179,7 +180,7 @@ class Generation:
             return False
         if new and not self._build(new):
             return False
-        if new and state is not None and not self._succeeds(new, "load", {"data": state}, self._limits.setup_s):
+        if new and state is not None and not self.load(new, state):
             return False
         self._table.enter_group(workers)
         if self._sharded is not None:
@@ -225,37 +226,48 @@ class Generation:
         return source, [w for w in workers if w not in holders or progress[w].order != holders[source].order]
 
     def _pass_state(self, source: str, behind: Sequence[str]) -> bool:
-        given = self._ask([source], "state", {}, self._limits.setup_s)
-        if not self._all_ok(given):
-            return False
-        outcome = given[source]
-        assert isinstance(outcome, Ok)
-        return self.load(behind, outcome.value)
+        """Let one worker give its state to those that are behind. Return False if one has failed."""
+        with closing(self._table.group.transfer()) as transfer:
+            return self._move({source: "state"} | dict.fromkeys(behind, "load"), transfer)
 
     def load(self, workers: Sequence[str], state: Any) -> bool:
         """Let workers load a state. Return False if one has failed. Raise the error of the user's `load_state_dict` if
         it raises one."""
         self._shards = {worker: shard for worker, shard in self._shards.items() if worker not in workers}
-        outcomes = self._ask(workers, "load", {"data": state}, self._limits.setup_s)
-        for worker, outcome in outcomes.items():  # if the others fail now, each of these can pass the state on
-            self._table.set_holds_state(worker, isinstance(outcome, Ok))
+        with closing(self._table.group.transfer()) as transfer:
+            transfer.fill(state)
+            return self._move(dict.fromkeys(workers, "load"), transfer)
+
+    def _move(self, verbs: Mapping[str, str], transfer: TransferProtocol) -> bool:
+        arguments, limit_s = {"transfer": transfer.name}, self._limits.setup_s
+        outcomes = self._ask(list(verbs), verbs, arguments, limit_s, on_trouble=transfer.close)
+        for worker, verb in verbs.items():  # if the others fail now, each of these can pass the state on
+            if verb == "load":
+                self._table.set_holds_state(worker, isinstance(outcomes[worker], Ok))
         return self._all_ok(outcomes)
 
     def rescue_state(self, worker: str, call: int) -> bool:
         """Keep the state of a worker that is about to end as the snapshot, taken in call number `call`. Return whether
         the worker gave its state. If it is sharded, all members take part, and the first one gives it."""
         asked, waiting = (self._table.members(),) * 2 if self.is_sharded else ([worker], [])
-        outcomes = self._ask(asked, "state", {}, self._limits.setup_s, on_trouble=lambda: self.interrupt(waiting))
-        outcome = outcomes[asked[0]]
-        if not isinstance(outcome, Ok):
-            return False
-        self._table.snapshots.offer(Snapshot(bytes(outcome.value.data), outcome.progress, call=call))
-        return True
+        with closing(self._table.group.transfer()) as transfer:
+
+            def cancel() -> None:
+                self.interrupt(waiting)
+                transfer.close()
+
+            given = {worker: {"transfer": transfer.name if worker == asked[0] else ""} for worker in asked}
+            outcomes = self._ask(asked, "state", given.__getitem__, self._limits.setup_s, on_trouble=cancel)
+            outcome = outcomes[asked[0]]
+            if not isinstance(outcome, Ok):
+                return False
+            self._table.snapshots.offer(Snapshot(transfer.data, outcome.progress, call=call))
+            return True
 
     def load_snapshot(self, workers: Sequence[str], snapshot: Snapshot) -> bool:
         """Let workers load the state of a snapshot, also if it is theirs."""
         if snapshot.held is None or self._sharded is None:
-            return self.load(workers, Blob(snapshot.content()))
+            return self.load(workers, snapshot.content())
         self._shards = {}
         call = Call(self._sharded.restore, {"held": snapshot.held})
         return self._succeeds(workers, "run", {"call": call}, self._limits.setup_s)
@@ -337,14 +349,14 @@ class Generation:
     def _ask(
         self,
         workers: Sequence[str],
-        verb: str,
+        verb: str | Mapping[str, str],
         arguments: Mapping[str, Any] | Callable[[str], Mapping[str, Any]],
         limit_s: float,
         on_trouble: Callable[[], None] = lambda: None,
         phase: str = "state",
     ) -> dict[str, Outcome]:
         table, number, began = self._table, self._number, self._table.clock()
-        phase = PHASE_OF.get(verb, phase)
+        phase = PHASE_OF.get(verb, phase) if isinstance(verb, str) else phase
         try:
             return table.ask(workers, verb, arguments, limit_s=limit_s, generation=number, on_trouble=on_trouble)
         finally:

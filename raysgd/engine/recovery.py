@@ -31,7 +31,6 @@ from raysgd.engine.recovery_log import PLANNED, RecoveryLog
 from raysgd.engine.replacements import Replacements
 from raysgd.engine.worker_table import WorkerInfo, WorkerTable
 from raysgd.errors import HangError, TrainingFailedError, counted, ranked
-from raysgd.workers.blob import Blob
 
 __all__ = ["RecoveryLoop"]
 
@@ -104,7 +103,7 @@ class RecoveryLoop:
         try:
             if not survivors or self._generation.lacks_shards(survivors):
                 case.revived = self._revive([*survivors, *joining], case.call.number)
-            state = Blob(case.revived.content()) if case.revived and not self._in_place else None
+            state = case.revived.content() if case.revived and not self._in_place else None
             formed = self._generation.form([*survivors, *joining], state=state or None)
             if not formed:
                 logger.warning("a new process group could not be formed: %s", self._generation.causes())

@@ -176,7 +176,7 @@ class Replacements:
             self._failure = outcome if isinstance(outcome, Failed) else None
             self._drop(worker, f"its set-up failed: {story}")
         elif self._table.clock() - self._table[worker].moved_at > self._setup_s:
-            story = next(iter(self._table.stuck([worker], "warm", self._setup_s).values()), "")
+            story = next(iter(self._table.stuck([worker], {worker: "warm"}, self._setup_s).values()), "")
             self._unfinished = self._table[worker].unfinished
             self._drop(worker, story or f"its set-up took longer than {self._setup_s:g} s")
         else:

@@ -279,25 +279,26 @@ class WorkerTable:
     def ask(
         self,
         workers: Iterable[str],
-        verb: str,
+        verb: str | Mapping[str, str],
         arguments: Mapping[str, Any] | Callable[[str], Mapping[str, Any]],
         *,
         limit_s: float,
         generation: int = 0,
         on_trouble: Callable[[], None] = lambda: None,
     ) -> dict[str, Outcome]:
-        """Make one call on several workers and wait for it. One that does not answer within the limit, or whose process
-        is stopped, is killed and counts as failed.
+        """Make one call on several workers and wait for it; `verb` can be one for each of them. One that has not answered,
+        nor moved data, for `limit_s`, or whose process is stopped, is killed and counts as failed.
 
         `on_trouble` is called once, at the first outcome that is not Ok: peers may be waiting for that rank.
         """
         calls, workers = self.open_calls(), list(workers)
+        verbs = dict.fromkeys(workers, verb) if isinstance(verb, str) else verb
         shared = {} if callable(arguments) else dict(arguments)
         for worker in workers:
             given = dict(arguments(worker)) if callable(arguments) else shared
-            calls.expect(worker, self.submit(worker, verb, given, generation=generation))
+            calls.expect(worker, self.submit(worker, verbs[worker], given, generation=generation))
         outcomes: dict[str, Outcome] = {}
-        deadline = self.clock() + limit_s
+        given_up_at: dict[str, float] = {}  # of those that were killed
         look_at, troubled = self.clock(), False
         while True:
             for worker, outcome in calls.ended():
@@ -310,13 +311,15 @@ class WorkerTable:
             if self.clock() >= look_at:
                 look_at = self.clock() + LOOK_S
                 for worker in list(calls.running):
-                    self.end_if_silent(worker, verb)
-            if self.clock() > deadline:
-                self._end_late(list(calls.running), verb, limit_s)
+                    self.end_if_silent(worker, verbs[worker])
+            over_s = {w: self.clock() - given_up_at.get(w, self._workers[w].moved_at + limit_s) for w in calls.running}
+            if max(over_s.values()) > 0:
+                late = [worker for worker, seconds in over_s.items() if seconds > -SILENT_S]  # they were asked together
+                self._end_late(late, verbs, limit_s)
                 if not troubled:
                     troubled = True
                     on_trouble()  # ranks that only wait for the late ones fail then, too
-                deadline = self.clock() + KILLED_S
+                given_up_at |= dict.fromkeys(late, self.clock() + KILLED_S)
             self.pump(LOOK_S)
 
     def _note_change(self, worker: str) -> None:
@@ -333,7 +336,7 @@ class WorkerTable:
         if self._workers[worker].killed_for is None and self.group.silent_for(worker) > self._silent_s:
             self.kill(worker, "hang", describe_unfinished(self._report(worker, None), verb, self._silent_s))
 
-    def _end_late(self, late: Iterable[str], verb: str, limit_s: float) -> None:
+    def _end_late(self, late: Iterable[str], verbs: Mapping[str, str], limit_s: float) -> None:
         """Kill the workers that do not even send "alive", or all of them if all do. Workers that were killed before but
         whose exit was never reported count as failed."""
         remaining = []
@@ -344,10 +347,10 @@ class WorkerTable:
                 self._workers[worker].ended = WorkerEnded(worker, "it was killed, and its exit was never reported")
                 self._note_change(worker)
         silent = [worker for worker in remaining if self.group.silent_for(worker) > SILENT_S]
-        for worker, story in self.stuck(silent or remaining, verb, limit_s).items():
+        for worker, story in self.stuck(silent or remaining, verbs, limit_s).items():
             self.kill(worker, "hang", story)
 
-    def stuck(self, workers: Sequence[str], verb: str, limit_s: float) -> dict[str, str]:
+    def stuck(self, workers: Sequence[str], verbs: Mapping[str, str], limit_s: float) -> dict[str, str]:
         """Return, for each of these workers that is still busy, what it did not finish in time, and where it is.
         Workers that block the others come first."""
         stacks = self._stacks(workers)
@@ -355,11 +358,11 @@ class WorkerTable:
         blocking = blocking_ranks(reports) or list(reports)
         waiting = [worker for worker in reports if worker not in blocking]
         first = ", ".join(f"rank {reports[worker].rank}" for worker in blocking)
-        stories = {worker: describe_unfinished(reports[worker], verb, limit_s) for worker in blocking}
+        stories = {worker: describe_unfinished(reports[worker], verbs[worker], limit_s) for worker in blocking}
         for worker in blocking:
             if reports[worker].stack is not None:
                 self._workers[worker].unfinished = stories[worker]
-        return stories | {worker: f"waited for {first} in '{verb}' for {limit_s:g} s" for worker in waiting}
+        return stories | {worker: f"waited for {first} in '{verbs[worker]}' for {limit_s:g} s" for worker in waiting}
 
     def _report(self, worker: str, answer: StackReport | None) -> RankReport:
         info = self._workers[worker]

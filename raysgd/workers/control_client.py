@@ -49,6 +49,7 @@ from raysgd.core.messages import (
 )
 from raysgd.core.metrics import COMMITTED, SKIPPED
 from raysgd.core.progress import Control, Progress
+from raysgd.workers.transfer import give, take
 
 __all__ = ["CANNOT_CONNECT", "ControlClient", "brief"]
 
@@ -137,6 +138,14 @@ class ControlClient:
                 bulk.close()
                 raise
             self._bulk = bulk
+
+    def give(self, transfer: str, data: Any) -> None:
+        """Send this worker's state to those that take it."""
+        give(self._address, self._worker, transfer, data)
+
+    def take(self, transfer: str) -> Body:
+        """Return the state that another worker, or the driver, gives."""
+        return take(self._address, self._worker, transfer)
 
     def _forget_bulk(self) -> None:
         """Drop the bulk connection and its lock in a forked process, because they belong to the parent."""

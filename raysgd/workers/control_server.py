@@ -38,7 +38,7 @@ from raysgd.core.messages import (
     Hello,
     Message,
     OpenBulk,
-    OpenCheckpoint,
+    OpenTransfer,
     Received,
     Rejected,
     SnapshotUpload,
@@ -166,18 +166,18 @@ class ControlServer:
             with contextlib.suppress(OSError), self._sending:
                 send_now(peer.connection, BYE)
 
-    def expect_checkpoint(self, take: Callable[[socket.socket], None]) -> str:
-        """Return the name of a new save. The control thread calls `take` with every connection that names it. `take`
+    def expect_transfer(self, take: Callable[[socket.socket], None]) -> str:
+        """Return the name of a new transfer. The control thread calls `take` with every connection that names it. `take`
         owns the connection, which is in blocking mode, but must not block itself."""
-        save = secrets.token_hex(TOKEN_BYTES // 2)
+        name = secrets.token_hex(TOKEN_BYTES // 2)
         with self._expecting:
-            self._expected[save] = take
-        return save
+            self._expected[name] = take
+        return name
 
-    def end_checkpoint(self, save: str) -> None:
-        """Expect no more connections for this save: workers receive `Rejected`. `take` is not called after this."""
+    def end_transfer(self, name: str) -> None:
+        """Expect no more connections for this transfer: workers receive `Rejected`. `take` is not called after this."""
         with self._expecting:
-            self._expected.pop(save, None)
+            self._expected.pop(name, None)
 
     def close(self) -> None:
         for worker in list(self._workers):
@@ -301,7 +301,7 @@ class ControlServer:
         if not hmac.compare_digest(token, self.token.encode()):
             raise ValueError("it does not have this trainer's token")
         message = await self._message(peer)
-        if not isinstance(message, Hello | OpenBulk | OpenCheckpoint):
+        if not isinstance(message, Hello | OpenBulk | OpenTransfer):
             raise ValueError(f"its first message is {type(message).__name__}")
         if isinstance(message, Hello) and message.worker in self._workers:
             raise ValueError(f"worker {message.worker} is connected already")
@@ -399,18 +399,18 @@ class ControlServer:
             name = f"raysgd-bulk-{first.worker}"
             threading.Thread(target=self._receive, args=(peer, first.worker), name=name, daemon=True).start()
             return
-        assert isinstance(first, OpenCheckpoint)
+        assert isinstance(first, OpenTransfer)
         with self._expecting:
-            take = self._expected.get(first.save)
+            take = self._expected.get(first.name)
             if take is not None:
                 connection.send(framed(Admitted()))
                 connection.setblocking(True)
                 take(connection)
                 return
-        connection.send(framed(Rejected("the save has ended")))
+        connection.send(framed(Rejected("the transfer has ended")))
         self._end(peer)
 
-    def _noting(self, worker: str) -> Callable[[], None]:
+    def noting(self, worker: str) -> Callable[[], None]:
         """Return what reports now and then that a part of a message has arrived."""
         noted = time.monotonic()
 
@@ -431,7 +431,7 @@ class ControlServer:
                 message, size = receive_message(connection)
                 if not isinstance(message, SnapshotUpload | FunctionReport | StartDealer):
                     raise ValueError(f"{type(message).__name__} on a bulk connection")
-                body = receive_body(connection, size, self._noting(worker))
+                body = receive_body(connection, size, self.noting(worker))
                 self._events.put(MessageReceived(worker, message, body))
                 send(connection, Received())
         except OSError as error:  # the worker's end is reported by its control connection

@@ -48,6 +48,9 @@ class InlineGroup:
         self._events.append(CallEnded(worker, self._calls, outcome))
         return self._calls
 
+    def transfer(self) -> Any:
+        raise RuntimeError("the inline worker has no peers that it could give its state to")
+
     def reference(self, worker: str, verb: str, arguments: dict[str, Any]) -> Any:
         raise RuntimeError("the inline worker is this process, so there are no Ray references: pass use_ray=True")
 

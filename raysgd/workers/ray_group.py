@@ -36,6 +36,7 @@ from raysgd.workers.foreign import draining_nodes, hide_deaths_of
 from raysgd.workers.gcs import GcsQuery, gcs_limit_s, require_ray
 from raysgd.workers.processes import LocalProcess, end_all
 from raysgd.workers.serialization import RayReferenceFound, dumps_without_references, pack
+from raysgd.workers.transfer import Transfer
 from raysgd.workers.user_code import UserCode, pack_modules, user_folders
 
 __all__ = ["RayGroup"]
@@ -301,6 +302,9 @@ class RayGroup:
 
     def send(self, worker: str, message: Message) -> bool:
         return self.control.send(worker, message)
+
+    def transfer(self) -> Transfer:
+        return Transfer(self.control)
 
     def checkpoint_server(self) -> ControlServer:
         return self.control

@@ -168,13 +168,27 @@ class ReplicaHost:
     def _leave(self) -> None:
         self._backend.leave()
 
-    def _state(self) -> Blob:
+    def _state(self, transfer: str) -> Interrupted | None:
+        """Give the state to those that take it. With "" as transfer, only take part in gathering it."""
         assert self._replica is not None
-        return Blob(self._replica.state())
+        data = self._replica.state()
+        return self._moved(lambda: self._control.give(transfer, data) if transfer else None)
 
-    def _load(self, data: Blob) -> None:
+    def _load(self, transfer: str) -> Interrupted | None:
         assert self._replica is not None
-        self._replica.load(data.data)
+        taken = []
+        if (ended := self._moved(lambda: taken.append(self._control.take(transfer)))) is not None:
+            return ended
+        self._replica.load(taken[0])
+        return None
+
+    def _moved(self, move: Callable[[], Any]) -> Interrupted | None:
+        """Move a state. If its transfer ends early, because another worker has failed, this one has not."""
+        try:
+            move()
+        except OSError as error:
+            return Interrupted(None, described(error), self._progress)
+        return None
 
     def _close(self) -> None:
         try:

@@ -10,7 +10,24 @@ from raysgd.core.messages import Message
 from raysgd.workers.control_server import ControlServer
 from raysgd.workers.events import Event
 
-__all__ = ["WorkerGroupProtocol"]
+__all__ = ["TransferProtocol", "WorkerGroupProtocol"]
+
+
+class TransferProtocol(Protocol):
+    """A state on its way: a worker gives it (the verb "state" with this name), or the driver, and others take it ("load").
+    When the transfer is closed, workers that wait in one of these calls end it as interrupted."""
+
+    name: str
+
+    @property
+    def data(self) -> Any:
+        """Return the state, once the worker that gives it has ended its call."""
+
+    def fill(self, data: Any) -> None:
+        """Give a state that the driver has."""
+
+    def close(self) -> None:
+        """End the transfer."""
 
 
 class WorkerGroupProtocol(Protocol):
@@ -53,6 +70,9 @@ class WorkerGroupProtocol(Protocol):
 
     def pack(self, value: Any) -> Any:
         """Return a user's object in the form in which it is sent as an argument."""
+
+    def transfer(self) -> TransferProtocol:
+        """Return a new transfer of a state."""
 
     def checkpoint_server(self) -> ControlServer | None:
         """Return the server that the workers send checkpoints to, or None if the worker is this process, which writes

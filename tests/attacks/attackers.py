@@ -94,7 +94,7 @@ PAYLOADS: dict[str, Payload] = {
     "zeros": lambda aim: bytes(4096),
     "forged": lambda aim: b"".join(hello(worker) for worker in aim.workers or ("w",)),
     "forged-upload": lambda aim: open_bulk((*aim.workers, "w")[0]),
-    "forged-checkpoint": lambda aim: b"0" * 32 + framed(b'{"type": "OpenCheckpoint", "save": "' + b"0" * 32 + b'"}'),
+    "forged-checkpoint": lambda aim: b"0" * 32 + framed(b'{"type": "OpenTransfer", "name": "' + b"0" * 32 + b'"}'),
     "forged-after-token": lambda aim: b"0" * 32 + hello((*aim.workers, "w")[0]),
     "token-without-end": lambda aim: b"0" * 31,
 }

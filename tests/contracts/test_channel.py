@@ -10,6 +10,8 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -33,13 +35,14 @@ from raysgd.core.messages import (
     BoundaryAnswer,
     ConfirmBoundary,
     FunctionReport,
+    GiveState,
     Hello,
     Interrupt,
     KillProcess,
     Message,
     MessageError,
     OpenBulk,
-    OpenCheckpoint,
+    OpenTransfer,
     PreemptionNotice,
     ProgressReport,
     ProposeBoundary,
@@ -48,6 +51,8 @@ from raysgd.core.messages import (
     StackReport,
     StackRequest,
     StartDealer,
+    State,
+    TakeState,
     decode,
     encode,
 )
@@ -62,6 +67,7 @@ from raysgd.workers.control_client import ControlClient, brief
 from raysgd.workers.control_server import ControlServer
 from raysgd.workers.events import Event, MessageReceived, PartReceived, WorkerEnded, WorkerStarted
 from raysgd.workers.replica_host import ReplicaHost
+from raysgd.workers.transfer import Transfer, give, take
 
 REPORT = FunctionReport("report", run=1, attempt=2, rank=3, metrics_size=3, has_checkpoint=False)
 
@@ -521,19 +527,92 @@ def test_control_messages_on_a_bulk_connection_end_it(channel: Channel) -> None:
 def test_a_checkpoint_connection_is_handed_to_its_receiver(channel: Channel) -> None:
     """What was sent after the first message is still in the connection."""
     taken: queue.Queue[socket.socket] = queue.Queue()
-    save = channel.server.expect_checkpoint(taken.put)
-    with channel.open(channel.address.token.encode() + framed(OpenCheckpoint(save)) + b"and more") as worker:
+    save = channel.server.expect_transfer(taken.put)
+    with channel.open(channel.address.token.encode() + framed(OpenTransfer(save)) + b"and more") as worker:
         assert receive(worker, Admitted) == Admitted()
         with taken.get(timeout=5) as connection:
             assert connection.recv(100) == b"and more" and connection.gettimeout() is None
-    channel.server.end_checkpoint(save)
+    channel.server.end_transfer(save)
     for unknown in (save, "0" * 32):
-        with pytest.raises(connection_rejected(), match="the save has ended"):
-            connect(channel.address, OpenCheckpoint(unknown))
+        with pytest.raises(connection_rejected(), match="the transfer has ended"):
+            connect(channel.address, OpenTransfer(unknown))
 
 
 def connection_rejected() -> type[Exception]:
     return connection.RejectedError
+
+
+# -- transfers of a state -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def transfer(channel: Channel, monkeypatch: pytest.MonkeyPatch) -> Iterator[Transfer]:
+    monkeypatch.setattr(control_server, "PART_EVERY_S", 0.0)
+    with closing(Transfer(channel.server)) as transfer:
+        yield transfer
+
+
+def opened(channel: Channel, transfer: Transfer, first: Message, size: int = 0) -> socket.socket:
+    worker = connect(channel.address, OpenTransfer(transfer.name))
+    worker.sendall(framed(first, size))
+    return worker
+
+
+def test_a_state_is_passed_on_while_it_arrives(channel: Channel, transfer: Transfer) -> None:
+    with opened(channel, transfer, TakeState("b")) as taker, opened(channel, transfer, GiveState("a"), 4) as giver:
+        giver.sendall(b"st")
+        assert receive_message(taker) == (State(), 4)
+        assert taker.recv(4) == b"st"
+        giver.sendall(b"at")
+        assert taker.recv(4) == b"at" and receive(giver, Received) == Received()
+        assert bytes(transfer.data) == b"stat"
+    assert {channel.next(PartReceived).worker for _ in range(4)} == {"a", "b"}, "both make progress"
+
+
+@pytest.mark.parametrize("size", [0, 1, 9_000_000])
+def test_all_who_take_a_state_get_it_whole(channel: Channel, transfer: Transfer, size: int) -> None:
+    state = random.Random(size).randbytes(size)
+    with ThreadPoolExecutor() as pool:
+        early = [pool.submit(take, channel.address, name, transfer.name) for name in "bc"]
+        give(channel.address, "a", transfer.name, state)
+        late = take(channel.address, "d", transfer.name)
+        assert bytes(late) == bytes(transfer.data) == state
+        assert all(bytes(each.result()) == state for each in early)
+
+
+def test_the_driver_can_give_a_state_itself(channel: Channel, transfer: Transfer) -> None:
+    transfer.fill(b"state")
+    assert take(channel.address, "b", transfer.name) == b"state"
+
+
+def test_nobody_gets_a_part_of_a_state(channel: Channel, transfer: Transfer) -> None:
+    """The worker that gives it dies; another one takes only after that."""
+    with ThreadPoolExecutor() as pool:
+        taken = pool.submit(take, channel.address, "b", transfer.name)
+        with opened(channel, transfer, GiveState("a"), 4) as giver:
+            giver.sendall(b"st")
+            channel.next(PartReceived)
+        for wait in (taken.result, lambda: take(channel.address, "c", transfer.name)):
+            with pytest.raises(ConnectionError):
+                wait()
+
+
+def test_a_transfer_that_is_closed_ends_for_all(channel: Channel, transfer: Transfer) -> None:
+    with ThreadPoolExecutor() as pool, opened(channel, transfer, GiveState("a"), 4) as giver:
+        taken = pool.submit(take, channel.address, "b", transfer.name)
+        channel.next(PartReceived)
+        transfer.close()
+        with pytest.raises(ConnectionError):
+            taken.result()
+        with pytest.raises(ConnectionError):
+            receive(giver, Received)
+
+
+def test_a_state_is_given_once(channel: Channel, transfer: Transfer) -> None:
+    give(channel.address, "a", transfer.name, b"state")
+    with pytest.raises(ConnectionError):
+        give(channel.address, "b", transfer.name, b"other")
+    assert bytes(transfer.data) == b"state"
 
 
 # -- clients without the token ------------------------------------------------------------------------

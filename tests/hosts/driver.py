@@ -67,6 +67,17 @@ def save() -> dict[str, Any]:
         return {"save_s": time.monotonic() - began, "bytes": os.path.getsize("/tmp/large.pt"), **facts(of)}
 
 
+def grow() -> dict[str, Any]:
+    """Let a worker join another one. Its set-up may take 20 s at most."""
+    with trainer(LargeOperator, timeout_s=20) as of:
+        of.resize(1)
+        of.train()
+        of.resize(2)
+        of.train()
+        weights = of.apply_all_operators(lambda operator: float(operator.large.sum()))
+        return {"large": weights, **facts(of)}
+
+
 def wait() -> dict[str, Any]:
     """Train until this host is cut off from the others."""
     with trainer() as of:
@@ -81,7 +92,7 @@ if __name__ == "__main__":
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     ray.init(log_to_driver=False)
     try:
-        result = {"train": train, "save": save, "wait": wait}[sys.argv[1]]()
+        result = {"train": train, "save": save, "grow": grow, "wait": wait}[sys.argv[1]]()
     except RaysgdError as error:
         result = {"error": f"{type(error).__name__}: {error}"}
     print(json.dumps(result), flush=True)

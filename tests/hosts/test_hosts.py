@@ -73,6 +73,15 @@ def test_a_save_over_a_slow_connection_is_no_hang(hosts: Hosts) -> None:
     assert found["bytes"] > 20_000_000
 
 
+def test_a_state_crosses_a_slow_network_once_before_its_worker_joins(hosts: Hosts) -> None:
+    """20 MB at 5 Mbit/s take 34 s, and the limit of a set-up is 20 s."""
+    with hosts[1].rate(5), hosts[2].rate(5):
+        found = run(hosts, "grow")
+    _, growth = found["recoveries"]
+    assert growth["reason"] == "growth" and growth["in_place"] and growth["batches_redone"] == 0
+    assert found["lost_and_doubled"] == [0, 0] and found["large"][0] == found["large"][1]
+
+
 @pytest.mark.nightly  # it is tried three times, for a minute each
 def test_the_hosts_of_the_workers_that_cannot_reach_each_other_are_named(hosts: Hosts) -> None:
     with hosts[1].without_route_to(hosts[2]):

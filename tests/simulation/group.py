@@ -96,6 +96,7 @@ class Worker(Process):
             member=self,
         )
         self.client = SimClient(self)
+        self.client.control.give, self.client.control.take = self.give, self.take
         self.host = ReplicaHost(self.backend, self.client.control, remote=False)
         self.replica: SimReplica | None = None
         self.slow = 1.0
@@ -157,6 +158,8 @@ class Worker(Process):
         group = self.backend.group
         if group is not None:
             self.world.at(self.world.between(0.0, 0.002), lambda: group.leave(self, silently=silently))
+        if not silently:  # otherwise the driver ends it when it has noticed
+            self._group.giver_died(self)
         notice_s = self.world.between(0.5, 2.0) if silently else 0.0
         event = WorkerEnded(self.name, why, "network" if silently else "worker death")
         self._to_driver.send(partial(self._group.emit, event), at_least_s=notice_s)
@@ -212,6 +215,30 @@ class Worker(Process):
         else:
             wake.used = True
 
+    def give(self, name: str, state: Any) -> None:
+        """Send a state to the driver, and wait until it has arrived. Like `take`, raise an error if the transfer ends first."""
+        transfer, wake = self._group.transfer_of(name), Wake(self)
+        transfer.giver, state = self, bytes(state)
+        transfer.ends.append(wake)
+        self._bulk.send(lambda: self.alive and (transfer.fill(state), wake()))
+        wake.wait()
+        transfer.check(state)
+
+    def take(self, name: str) -> Any:
+        """Return a state when it has arrived at the driver, and from there here."""
+        transfer = self._group.transfer_of(name)
+        while transfer.data is None and not transfer.closed:
+            wake = Wake(self)
+            transfer.ends.append(wake)
+            wake.wait()
+        state, wake = transfer.data, Wake(self)
+        transfer.ends.append(wake)
+        self._from_driver.send(wake)
+        if not transfer.closed:
+            wake.wait()
+        transfer.check(state)
+        return bytearray(state)
+
     def deliver(self, message: Message) -> None:
         self._from_driver.send(lambda: self.at(0.0, lambda: self.client.receive(message)))
 
@@ -222,6 +249,35 @@ class Worker(Process):
                 self._idle()
 
         self._requests.send(lambda: self.at(0.0, arrive))
+
+
+class SimTransfer:
+    """The protocol of `raysgd.workers.worker_group.TransferProtocol`."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.closed = name, False
+        self.data: Any = None
+        self.giver: Worker | None = None
+        self.ends: list[Wake] = []  # of the workers that wait
+
+    def fill(self, data: Any) -> None:
+        self.data = data
+        self._wake()
+
+    def check(self, state: Any) -> None:
+        """Raise an error if the transfer has ended without this state."""
+        if self.closed:
+            raise ConnectionError("the transfer has ended")
+        assert self.data == state, "the transfer has another state now"
+
+    def close(self) -> None:
+        self.closed = True
+        self._wake()
+
+    def _wake(self) -> None:
+        ends, self.ends = self.ends, []
+        for wake in ends:
+            wake()
 
 
 class SimGroup:
@@ -245,6 +301,7 @@ class SimGroup:
         self._known: dict[str, None] = {}
         self._gone: set[str] = set()
         self._pending: list[str] = []
+        self._transfers: dict[str, SimTransfer] = {}
 
     # -- workers --------------------------------------------------------------------------------------
 
@@ -370,6 +427,24 @@ class SimGroup:
         ended = [self.workers[name] for name in self.workers if name in held and name not in self._known]
         self._schedule.driver_waits()
         self.world.run(2.5, lambda: not any(worker in worker.node.workers for worker in ended))
+
+    def transfer(self) -> SimTransfer:
+        name = f"transfer {len(self._transfers)}"
+        self._transfers[name] = SimTransfer(name)
+        return self._transfers[name]
+
+    def giver_died(self, worker: Worker) -> None:
+        """End the transfer of a state that a worker has not given completely."""
+        for transfer in self._transfers.values():
+            if transfer.giver is worker and transfer.data is None:
+                self.world.at(self.world.between(0.0, 0.002), transfer.close)
+
+    def transfer_of(self, name: str) -> SimTransfer:
+        """Return the transfer with this name, for a worker that connects to it."""
+        transfer = self._transfers[name]
+        if transfer.closed:
+            raise ConnectionError("the transfer has ended")
+        return transfer
 
     def reference(self, worker: str, verb: str, arguments: dict[str, Any]) -> Any:
         raise NotImplementedError("the simulation has no references")

@@ -49,8 +49,8 @@ class CheckpointServer(Protocol):
     """What a receiver needs from the control channel's server."""
 
     def address_for_workers(self) -> ControlAddress: ...
-    def expect_checkpoint(self, take: Callable[[socket.socket], None]) -> str: ...
-    def end_checkpoint(self, save: str) -> None: ...
+    def expect_transfer(self, take: Callable[[socket.socket], None]) -> str: ...
+    def end_transfer(self, save: str) -> None: ...
 
 
 class Receiver:
@@ -69,8 +69,8 @@ class Receiver:
         self._abandoned: BaseException | None = None
         with contextlib.ExitStack() as undo:  # Ctrl-C can come at any line, and nothing else would close this
             Draft(path).drop()  # raises now if no file can be created there
-            self._save = server.expect_checkpoint(self._accept)
-            undo.callback(server.end_checkpoint, self._save)
+            self._save = server.expect_transfer(self._accept)
+            undo.callback(server.end_transfer, self._save)
             self.sink = StreamSink(server.address_for_workers(), self._save, stall_s)
             self._thread = threading.Thread(target=self._watch, name="raysgd-save", daemon=True)
             undo.callback(setattr, self, "_abandoned", CheckpointError("the save was interrupted when it began"))
@@ -97,11 +97,11 @@ class Receiver:
             concurrent.futures.wait([self.done], TICK_S)
             error = self._reason_to_end()
             if error is not None:
-                self._server.end_checkpoint(self._save)  # first, so that no other writer starts
+                self._server.end_transfer(self._save)  # first, so that no other writer starts
                 if self._writer is not None:
                     self._writer.stop()  # before the error is raised, so that its draft is deleted by then
                 self._result.fail(error)  # unless the writer is just giving the file its name
-        self._server.end_checkpoint(self._save)
+        self._server.end_transfer(self._save)
         if self._writer is not None:
             self._writer.stop()
             if self._writer.thread.is_alive():  # in a system call that does not return

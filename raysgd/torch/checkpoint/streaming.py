@@ -29,7 +29,7 @@ from raysgd.core.messages import (
     CheckpointRoute,
     CheckpointWritten,
     Message,
-    OpenCheckpoint,
+    OpenTransfer,
 )
 from raysgd.errors import CheckpointError, described
 from raysgd.storage.durable import DurableFile
@@ -149,7 +149,7 @@ class StreamSink:
             time.sleep(AGAIN_S)
 
     def _connected(self) -> Stream:
-        connection = connect(self.address, OpenCheckpoint(self.save), patience_s=0.0, connect_s=CONNECT_S)
+        connection = connect(self.address, OpenTransfer(self.save), patience_s=0.0, connect_s=CONNECT_S)
         try:
             draft = receive(connection, CheckpointDraft)
             connection.settimeout(self.stall_s)

@@ -1,0 +1,174 @@
+"""Move a state: from the worker that gives it, through the driver, to the workers that take it. Both.
+
+The driver passes each part on as soon as it has arrived, so that a state crosses the network once, and not twice, before
+its takers have it. What moves is reported, so that a slow network is no hang."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from raysgd.core.connection import (
+    PIECE,
+    Body,
+    ControlAddress,
+    connect,
+    framed,
+    make_room,
+    receive,
+    receive_into,
+    receive_message,
+    receive_some,
+    send,
+)
+from raysgd.core.messages import GiveState, OpenTransfer, Received, State, TakeState
+from raysgd.errors import described
+
+__all__ = ["Transfer", "TransferServer", "give", "take"]
+
+logger = logging.getLogger(__name__)
+
+STALL_S = 600.0  # for the other end to send or take anything: a machine may be suspended for a while
+LOOK_S = 1.0
+
+
+class TransferServer(Protocol):
+    """What a transfer needs of the control server."""
+
+    def expect_transfer(self, take: Callable[[socket.socket], None]) -> str: ...
+    def end_transfer(self, name: str) -> None: ...
+    def noting(self, worker: str) -> Callable[[], None]: ...
+
+
+class Transfer:
+    """One state on its way through the driver. Owns its memory there, and its connections, which `close` ends. A worker that
+    still waits then gets a ConnectionError."""
+
+    def __init__(self, server: TransferServer) -> None:
+        self._server = server
+        self._changed = threading.Condition()
+        self._data: Any = None
+        self._size, self._filled = -1, 0
+        self._closed = False
+        self._connections: set[socket.socket] = set()
+        self.name = server.expect_transfer(self._accept)
+
+    def fill(self, data: Any) -> None:
+        """Give a state that the driver has."""
+        with self._changed:
+            self._data = memoryview(data).cast("B")
+            self._size = self._filled = len(self._data)
+            self._changed.notify_all()
+
+    @property
+    def data(self) -> Any:
+        """Return the state, once the worker that gives it has ended its call."""
+        assert 0 <= self._size == self._filled
+        return self._data
+
+    def close(self) -> None:
+        self._server.end_transfer(self.name)
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+            for connection in self._connections:
+                _shut(connection)
+
+    def _accept(self, connection: socket.socket) -> None:
+        with self._changed:
+            self._connections.add(connection)
+        threading.Thread(target=self._serve, args=(connection,), name="raysgd-transfer", daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        try:
+            message, size = receive_message(connection)
+            if isinstance(message, GiveState):
+                self._receive(connection, size, self._server.noting(message.worker))
+            elif isinstance(message, TakeState):
+                self._send(connection, self._server.noting(message.worker))
+            else:
+                raise ValueError(f"{type(message).__name__} on a connection for a transfer")
+        except OSError as error:
+            logger.debug("a connection of a transfer has ended: %s", error)
+        except Exception as error:
+            logger.warning("a worker's state cannot be passed on: %s", described(error))
+        finally:
+            with self._changed:
+                self._connections.discard(connection)
+            connection.close()
+
+    def _receive(self, connection: socket.socket, size: int, note: Callable[[], None]) -> None:
+        """Receive the state. If that fails, those that take it get no more either."""
+        with self._changed:
+            if self._size >= 0:
+                raise ValueError("a second worker gives this state")
+            self._size = size
+        try:
+            body = make_room(size)
+            with self._changed:
+                self._data = body
+                self._changed.notify_all()
+            view = memoryview(body)
+            while self._filled < size:
+                count = receive_some(connection, view[self._filled : self._filled + PIECE])
+                with self._changed:
+                    self._filled += count
+                    self._changed.notify_all()
+                note()
+            send(connection, Received())
+        except BaseException:
+            self.close()
+            raise
+
+    def _send(self, connection: socket.socket, note: Callable[[], None]) -> None:
+        connection.settimeout(STALL_S)
+        self._wait_beyond(-1, note)
+        connection.sendall(framed(State(), self._size))
+        sent = 0
+        while sent < self._size:
+            end = self._wait_beyond(sent, note)
+            with memoryview(self._data) as view:
+                sent += connection.send(view[sent : min(end, sent + PIECE)])
+            note()
+
+    def _wait_beyond(self, sent: int, note: Callable[[], None]) -> int:
+        """Return how much of the state is here, when that is more than `sent`. Meanwhile, the worker that takes it does not
+        hang: it waits for the one that gives it."""
+        with self._changed:
+            while not self._closed and (self._data is None or self._filled <= sent < self._size):
+                self._changed.wait(LOOK_S)
+                note()
+            if self._closed:
+                raise ConnectionError("the transfer has ended")
+            return self._filled
+
+
+def give(address: ControlAddress, worker: str, name: str, data: Any) -> None:
+    """Send a state. Return when the driver has all of it."""
+    with connect(address, OpenTransfer(name)) as connection:
+        connection.settimeout(STALL_S)
+        send(connection, GiveState(worker), data)
+        receive(connection, Received)
+
+
+def take(address: ControlAddress, worker: str, name: str) -> Body:
+    """Return a state that is given to the driver."""
+    with connect(address, OpenTransfer(name)) as connection:
+        connection.settimeout(STALL_S)
+        send(connection, TakeState(worker))
+        message, size = receive_message(connection)
+        if not isinstance(message, State):
+            raise ConnectionError(f"received {type(message).__name__} instead of a state")
+        body = bytearray(size)  # not a file, because a replica can keep parts of it
+        receive_into(connection, memoryview(body))
+        return body
+
+
+def _shut(connection: socket.socket) -> None:
+    try:
+        connection.shutdown(socket.SHUT_RDWR)
+    except OSError as error:
+        logger.debug("a connection of a transfer had ended already: %s", error)
