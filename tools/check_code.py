@@ -29,7 +29,7 @@ LAYERS = {
     "3": "engine",
     "4": "torch/trainer torch/setup torch/strategies torch/checkpoint/save_load tf/trainer train/trainer train/executor "
     "train/iterator train/worker_group train/fit/run train/fit/trainer train/frameworks "
-    "training/call_runner training/trainer_base tune",
+    "training/call_runner training/trainer_base training/saves tune",
     "5a": "__init__ callbacks/__init__ torch/__init__ tf/__init__ train/__init__ horovod/__init__ data/__init__ "
     "train/torch train/tensorflow train/horovod",
     "5b": "operators cli compat",
@@ -59,10 +59,12 @@ SIBLINGS = {
         "torch/setup",
         "torch/strategies",
         "training/call_runner",
+        "training/saves",
         "training/trainer_base",
     },
-    "tf/trainer": {"training/call_runner", "training/trainer_base"},
-    "training/trainer_base": {"training/call_runner"},
+    "torch/checkpoint/save_load": {"training/saves"},
+    "tf/trainer": {"training/call_runner", "training/saves", "training/trainer_base"},
+    "training/trainer_base": {"training/call_runner", "training/saves"},
 }
 
 # Where each package of other projects may be imported.

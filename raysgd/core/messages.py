@@ -30,12 +30,6 @@ __all__ = [
     "BoundaryAnswer",
     "Bye",
     "CallAnswer",
-    "CheckpointComplete",
-    "CheckpointDraft",
-    "CheckpointFailed",
-    "CheckpointPiece",
-    "CheckpointRoute",
-    "CheckpointWritten",
     "ConfirmBoundary",
     "FunctionReport",
     "GiveState",
@@ -95,8 +89,7 @@ class OpenBulk(Message):
 
 @dataclass(frozen=True)
 class OpenTransfer(Message):
-    """A worker sends this to give or take the state with this secret name (`GiveState` or `TakeState` follows), or to send
-    a checkpoint (the driver's `CheckpointDraft` follows)."""
+    """A worker sends this to give or take the state with this secret name. `GiveState` or `TakeState` follows."""
 
     name: str
 
@@ -273,9 +266,11 @@ class Received(Message):
 
 @dataclass(frozen=True)
 class GiveState(Message):
-    """The worker sends its state. Body: the state. `Received` follows."""
+    """The worker sends its state. Body: the state. `report` is JSON: of a save, what the worker has written, or its error.
+    `Received` follows."""
 
     worker: str
+    report: str = "null"
 
 
 @dataclass(frozen=True)
@@ -288,55 +283,6 @@ class TakeState(Message):
 @dataclass(frozen=True)
 class State(Message):
     """The driver passes the state on, while it arrives. Body: the state."""
-
-
-# -- checkpoint connections ---------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class CheckpointDraft(Message):
-    """The driver has created a file for this connection alone. It begins with the bytes that `mark` has in hexadecimal,
-    by which the worker recognizes it. `CheckpointRoute` follows."""
-
-    mark: str
-    path: str
-
-
-@dataclass(frozen=True)
-class CheckpointRoute(Message):
-    """The worker says how it will send the checkpoint. With `in_file` it has found the driver's file on a shared disk
-    and writes it itself: `CheckpointWritten` follows. Otherwise it sends the bytes: `CheckpointPiece` follows."""
-
-    in_file: bool
-
-
-@dataclass(frozen=True)
-class CheckpointPiece(Message):
-    """The worker sends the next part of the checkpoint. Body: its bytes."""
-
-
-@dataclass(frozen=True)
-class CheckpointWritten(Message):
-    """The worker reports progress: it has written `size` bytes to the driver's file so far."""
-
-    size: int
-
-
-@dataclass(frozen=True)
-class CheckpointComplete(Message):
-    """The worker has written everything. The driver compares size and CRC-32 with its file, and gives the file its
-    name. The checksum covers all bytes that were sent; if the worker wrote the file itself, only the file's last 4096
-    bytes."""
-
-    size: int
-    checksum: int
-
-
-@dataclass(frozen=True)
-class CheckpointFailed(Message):
-    """The worker could not write the checkpoint, for this reason. Nothing follows."""
-
-    error: str
 
 
 TYPES: dict[str, Callable[..., Message]] = {each.__name__: each for each in Message.__subclasses__()}

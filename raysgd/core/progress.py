@@ -103,7 +103,7 @@ class Control:
 
     Owns the stop requests of one worker, its phase (for reports of hangs) and the last published progress. `upload`
     sends a snapshot to the driver; it is None if the driver takes no snapshots. `deliver` sends a message that must not
-    get lost, and returns when the driver has received it. `give` sends this worker's state to those that `take` it.
+    get lost, and returns when the driver has received it. `giving(name)` returns what sends this worker's state to those that `take` it.
     `on_interrupt` is called on the control thread. `begun_after`
     holds, for the newest steps, how many collective calls (`collectives`) had been made when each began; `called` returns the steps
     and lines of the newest calls of models, which make some of them. Never blocks
@@ -130,7 +130,7 @@ class Control:
         self.batch = 0
         self.upload: Uploader | None = None
         self.deliver: Deliverer = lambda message, body: None
-        self.give: Callable[[str, Any], None] = _no_transfers
+        self.giving: Callable[[str], Any] = _no_transfers
         self.take: Callable[[str], Any] = _no_transfers
         self.on_interrupt: Callable[[], None] = lambda: None
         self.collectives: Callable[[], int] = lambda: -1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -154,12 +154,13 @@ class TFReplica(ReplicaBase):
 
     # -- calls ----------------------------------------------------------------------------------------
 
-    def random_state(self) -> dict[str, Any]:
-        return self._random_state()
-
-    def checkpoint(self, ranks: list[Any]) -> memoryview | None:
-        """Return the complete checkpoint as bytes, on rank 0. `ranks` are the random states of all ranks."""
-        return states.dump({**self.full_state(), "rng": ranks}) if self.rank == 0 else None
+    def checkpoint_writer(self, ranks: list[Any], *, later: bool) -> Callable[[Any], None] | None:
+        """Return what writes the checkpoint to a file, on rank 0. Training may continue before that. `ranks` are the random
+        states of all ranks."""
+        if self.rank != 0:
+            return None
+        content = states.dump({**self.full_state(), "rng": ranks})
+        return lambda file: file.write(content)
 
     def predict(self, batches: list[Any]) -> Any:
         """Return this rank's outputs, each with the place of its batch in the data."""

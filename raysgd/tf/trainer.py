@@ -14,8 +14,6 @@ import tensorflow as tf
 from raysgd.callbacks.base import Callback
 from raysgd.callbacks.monitors import Throughput, measures_in
 from raysgd.config import ElasticConfig, WorkerResources, at_least, check_flag, refuse_rates
-from raysgd.core.protocols import Call
-from raysgd.engine.engine import Job
 from raysgd.errors import CheckpointError, ConfigError, RemoteTraceback, shown
 from raysgd.storage import locations
 from raysgd.tf import states
@@ -29,6 +27,7 @@ from raysgd.training.auto_checkpoint import AutoCheckpoint
 from raysgd.training.call_runner import CallRunner, exclusive
 from raysgd.training.loops import opened_folder
 from raysgd.training.replica_base import Refusal
+from raysgd.training.saves import SaveHandle, Saves
 from raysgd.training.trainer_base import Metrics, TrainerBase, described_run, limits_of, make_engine
 from raysgd.workers.blob import Blob
 
@@ -150,7 +149,7 @@ class TFTrainer(TrainerBase):
             TensorFlowBackend, join_s=limits.join_s, threads=settings.threads, use_gpu=settings.use_gpu
         )
         engine = make_engine(self._factory, calls, resources, elastic, limits, initialization_hook, make_backend)
-        super().__init__(engine, calls, number, folder, resume=resume is not None)
+        super().__init__(engine, calls, number, folder, Saves(engine, calls.note_saved), resume=resume is not None)
 
     # -- training -------------------------------------------------------------------------------------
 
@@ -236,7 +235,7 @@ class TFTrainer(TrainerBase):
     @exclusive
     def state_dict(self) -> dict[str, Any]:
         """Return the content of a checkpoint as one dictionary of plain values and arrays."""
-        return states.parse(self._checkpoint())
+        return states.parse(self._checkpoints.content())
 
     @exclusive
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -245,15 +244,19 @@ class TFTrainer(TrainerBase):
         self._loops.refuse_load("load_state_dict()")
         self._restore(states.dump(states.shaped(dict(state_dict))))
 
+    @overload
+    def save(self, checkpoint: str | os.PathLike[str], *, blocking: Literal[True] = True) -> str: ...
+
+    @overload
+    def save(self, checkpoint: str | os.PathLike[str], *, blocking: Literal[False]) -> SaveHandle: ...
+
     @exclusive
-    def save(self, checkpoint: str | os.PathLike[str]) -> str:
-        """Save to `checkpoint`, a path or a URI, completely or not at all. Return its absolute path, or the URI."""
-        where = locations.place_to_save(checkpoint)
-        locations.check_file(where)  # before the workers do anything
-        saved = locations.write(where, self._checkpoint())
-        locations.log_saved(saved)
-        self._calls.note_saved()
-        return locations.text_of(saved)
+    def save(self, checkpoint: str | os.PathLike[str], *, blocking: bool = True) -> str | SaveHandle:
+        """Save to `checkpoint`, a path or a URI, completely or not at all. Return its absolute path, or the URI.
+
+        With `blocking=False`, training can continue as soon as the state was copied in memory, and a handle is returned."""
+        self._checkpoints.raise_failed()
+        return self._checkpoints.save(checkpoint, blocking=blocking)
 
     @exclusive
     def load(self, checkpoint: str | os.PathLike[str]) -> None:
@@ -273,22 +276,6 @@ class TFTrainer(TrainerBase):
     def restore(self, checkpoint: str | os.PathLike[str]) -> None:
         """Load `checkpoint`. RaySGD's name for `load`."""
         self.load(checkpoint)
-
-    @exclusive
-    def _start_save(self, path: str) -> Callable[[], Any]:
-        content = self._checkpoint()
-
-        def finish() -> None:
-            locations.write(path, content)
-            self._calls.note_saved()
-
-        return finish
-
-    def _checkpoint(self) -> Any:
-        ranks = self._values(TFReplica.random_state)
-        self._raise_earlier_error()
-        job = Job(Call(TFReplica.checkpoint, {"ranks": ranks}), needs_state=True)
-        return self._engine.run(job)[-1].values[0].data
 
     def _restore(self, data: Any) -> None:
         """Check a state on every rank before any of them changes; then let all take it."""

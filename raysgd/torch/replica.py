@@ -390,6 +390,17 @@ class TorchReplica(ReplicaBase):
         assert self._resharding is not None
         self._resharding.give(given)
 
+    def checkpoint_writer(self, ranks: list[Any], *, later: bool) -> Callable[[Any], None] | None:
+        """Return what writes the checkpoint to a file, on rank 0. With `later`, training may continue before that. `ranks` are the
+        random states of all ranks. If the model is sharded, all ranks take part, because each has a part of it."""
+        if self.rank != 0 and not self.in_shards:
+            return None
+        state = {**self.full_state(), "rng": ranks}
+        if self.rank != 0:
+            return None
+        written = states.unchanging(state, in_shards=self.in_shards) if later else state
+        return lambda file: states.write(written, file)
+
     def load(self, data: Any) -> None:
         """Load the state of another replica of this trainer. It is trusted, and it fits. Shards are made of it in the next generation."""
         if self._resharding is not None:

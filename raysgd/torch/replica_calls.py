@@ -6,13 +6,10 @@ A trainer makes a `Call` of one of these functions, and every rank runs it with 
 from __future__ import annotations
 
 import copy
-import logging
-import threading
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import closing, nullcontext
 from dataclasses import astuple, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -29,23 +26,19 @@ from raysgd.torch.data.sources import PlannedSource
 from raysgd.torch.fsdp import gathered
 from raysgd.torch.replica import TorchReplica
 from raysgd.training.replica_base import Refusal
+from raysgd.training.writing import Report, reported
 
 __all__ = [
     "Refusal",
-    "checkpoint",
     "get_model",
     "joined",
     "predict",
-    "random_state",
     "restore",
     "restore_shards",
     "rows_that_differ",
-    "save",
     "save_shards",
     "update_scheduler",
 ]
-
-logger = logging.getLogger(__name__)
 
 
 def update_scheduler(replica: TorchReplica, metric: Any) -> None:
@@ -104,52 +97,6 @@ def joined(outputs: list[Any]) -> Any:
     )
 
 
-def random_state(replica: TorchReplica) -> dict[str, Any]:
-    return states.random_state()
-
-
-def checkpoint(replica: TorchReplica, ranks: list[Any]) -> Any:
-    """Return the complete checkpoint as bytes, on rank 0. `ranks` are the random states of all ranks."""
-    state = _complete(replica, ranks)
-    return None if state is None else states.dump(state)
-
-
-def save(replica: TorchReplica, sink: Any, ranks: list[Any], blocking: bool) -> None:
-    """Send the checkpoint to `sink`, from rank 0: now, or a copy of it in the background."""
-    state = _complete(replica, ranks)
-    if state is None or replica.rank != 0:
-        return
-    if blocking:
-        sink.send(partial(states.write, state))
-    else:
-        _send_in_background(sink, lambda: partial(states.write, states.unchanging(state, in_shards=replica.in_shards)))
-
-
-def _send_in_background(sink: Any, copy_state: Callable[[], Callable[[Any], Any]]) -> None:
-    """Copy the state, and then send what the copy writes to `sink`, in a thread; training waits only for the copy. The
-    connection is opened first, so that the driver notices if this process ends."""
-    stream = sink.connect()
-    try:
-        write_to = copy_state()
-    except BaseException as error:
-        stream.give_up(error)
-        raise
-
-    def write() -> None:
-        try:
-            stream.send(write_to)
-        except Exception:
-            logger.warning("a save in the background failed", exc_info=True)  # the driver raises the error
-
-    threading.Thread(target=write, name="raysgd-save", daemon=True).start()
-
-
-def _complete(replica: TorchReplica, ranks: list[Any]) -> dict[str, Any] | None:
-    """Return a checkpoint's content, on rank 0. If the model is sharded, all ranks take part, because each has a part
-    of it."""
-    return {**replica.full_state(), "rng": ranks} if replica.rank == 0 or replica.in_shards else None
-
-
 def _or_refusal(load: Callable[[], None]) -> Refusal | None:
     try:
         load()
@@ -185,20 +132,15 @@ def rows_that_differ(replica: TorchReplica) -> list[str]:
 
 
 def save_shards(
-    replica: TorchReplica, folder: Place, ranks: list[Any], sinks: Sequence[Any]
-) -> shard_files.Files | None:
-    """Write this rank's shard files. Return their sizes and digests, or send them to this rank's sink, if there are sinks: then the
-    files are written in the background."""
-    state = {**replica.full_state(raw=True), "rng": ranks}
-    if not sinks:
-        return shard_files.write(folder, state, later=False)()
+    replica: TorchReplica, folder: Place, transfers: list[str], ranks: list[Any], later: bool
+) -> Report | None:
+    """Write this rank's shard files, now or in the background. Report their sizes and digests."""
+    store = shard_files.write(folder, {**replica.full_state(raw=True), "rng": ranks}, later=later)
 
-    def copy_state() -> Callable[[Any], None]:
-        store = shard_files.write(folder, state, later=True)
-        return lambda file: torch.save({name: astuple(entry) for name, entry in store().items()}, file)
+    def write(give: Callable[[Any], None]) -> Report:
+        return {name: list(astuple(entry)) for name, entry in store().items()}
 
-    _send_in_background(sinks[replica.rank], copy_state)
-    return None
+    return reported(replica, transfers[replica.rank], write, later=later)
 
 
 def restore_shards(replica: TorchReplica, folder: Place, files: shard_files.Files, loads: int) -> Refusal | None:

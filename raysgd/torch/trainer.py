@@ -19,7 +19,7 @@ from raysgd.errors import CheckpointError, ConfigError, suggesting
 from raysgd.ray_data.reader import SharedRowReaders, local_row_reader
 from raysgd.torch import replica_calls, setup
 from raysgd.torch.checkpoint import states
-from raysgd.torch.checkpoint.save_load import Checkpoints, SaveHandle
+from raysgd.torch.checkpoint.save_load import Checkpoints
 from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.options import TrainingOptions
 from raysgd.torch.settings import TorchSettings
@@ -29,6 +29,7 @@ from raysgd.training.arguments import check_call, check_common, check_flags, ref
 from raysgd.training.auto_checkpoint import AutoCheckpoint
 from raysgd.training.call_runner import CallRunner, exclusive
 from raysgd.training.loops import opened_folder
+from raysgd.training.saves import SaveHandle
 from raysgd.training.trainer_base import Metrics, TrainerBase, described_run, limits_of, make_engine
 
 __all__ = ["TorchTrainer"]
@@ -151,8 +152,9 @@ class TorchTrainer(TrainerBase):
         engine = make_engine(
             self._factory, calls, resources, elastic, limits, initialization_hook, make_backend, strategy.sharded
         )
-        self._checkpoints, self._compares = Checkpoints(engine, calls.note_saved), options.parallel is not None
-        super().__init__(engine, calls, num_workers, folder, resume=resume is not None)
+        self._compares = options.parallel is not None
+        self._checkpoints: Checkpoints = Checkpoints(engine, calls.note_saved)
+        super().__init__(engine, calls, num_workers, folder, self._checkpoints, resume=resume is not None)
 
     # -- training -------------------------------------------------------------------------------------
 
@@ -213,7 +215,7 @@ class TorchTrainer(TrainerBase):
         has its own.
         """
         setup.check_predicted(data, batch_size)
-        self._raise_earlier_error()
+        self._checkpoints.raise_failed()
         ranks = self._values(replica_calls.predict, data=self._engine.pack(data), batch_size=batch_size)
         outputs = [(offset, rank, each) for rank, own in enumerate(ranks) for offset, each in own]
         if not outputs:
@@ -225,14 +227,6 @@ class TorchTrainer(TrainerBase):
         """Call `step(metric)` on every registered scheduler of every worker."""
         self._engine.run(Job(Call(replica_calls.update_scheduler, {"metric": metric}), again="keep"))
         self._engine.state_changed_by_hand()
-
-    def _raise_earlier_error(self) -> None:
-        self._checkpoints.raise_failed()
-
-    @exclusive
-    def _start_save(self, path: str) -> Callable[[], Any]:
-        handle: SaveHandle = self._checkpoints.save(path, blocking=False, sharded=False)
-        return handle.result
 
     def _load_automatic(self, path: str) -> None:
         assert self._folder is not None
@@ -285,7 +279,7 @@ class TorchTrainer(TrainerBase):
     @exclusive
     def state_dict(self) -> dict[str, Any]:
         """Return the content of a checkpoint as one dictionary, with tensors on the CPU."""
-        self._raise_earlier_error()
+        self._checkpoints.raise_failed()
         return states.parse(self._checkpoints.content(), trusted=True)
 
     @exclusive
@@ -293,7 +287,7 @@ class TorchTrainer(TrainerBase):
         """Load what `state_dict` returned, for any number of workers. Every worker checks the state first: one that does not
         fit raises CheckpointError, and nothing changes. (`blocking` has no effect; RaySGD had it.)"""
         self._loops.refuse_load("load_state_dict()")
-        self._raise_earlier_error()
+        self._checkpoints.raise_failed()
         self._checkpoints.restore(states.dump_given(state_dict), trusted=True)
         self._warn_of_other_rows()
 
@@ -321,16 +315,16 @@ class TorchTrainer(TrainerBase):
         With `blocking=False`, training can continue as soon as the state was copied in memory, and a handle is returned.
         With `sharded=True`, the checkpoint is a directory to which every worker writes its part.
         """
-        self._raise_earlier_error()
-        saved: str | SaveHandle = self._checkpoints.save(checkpoint, blocking=blocking, sharded=sharded)
-        return saved
+        self._checkpoints.raise_failed()
+        save = self._checkpoints.save_shards if sharded else self._checkpoints.save
+        return save(checkpoint, blocking=blocking)
 
     @exclusive
     def load(self, checkpoint: str | os.PathLike[str], *, trusted: bool = False) -> None:
         """Load `checkpoint`, a path or a URI, for any number of workers. No code in it is run, unless it is `trusted` (for
         operator state of your own types, and for what was saved with `sharded=True`)."""
         self._loops.refuse_load("load()")
-        self._raise_earlier_error()
+        self._checkpoints.raise_failed()
         self._checkpoints.load(checkpoint, trusted=trusted)
         self._warn_of_other_rows()
 
@@ -344,23 +338,6 @@ class TorchTrainer(TrainerBase):
     def max_replicas(self) -> int:
         """Return the argument `num_workers`, under RaySGD's name."""
         return self._factory.settings.num_workers
-
-    def shutdown(self, force: bool = False) -> None:
-        """End the workers, after saves in the background; with `force`, at once. A second call does nothing; any
-        other call afterwards raises an
-        error."""
-        try:
-            self._loops.close(force=force)
-            if not force:
-                self._checkpoints.finish()
-        finally:  # Ctrl-C may end the wait for the saves
-            try:
-                self._engine.stop(force=force)
-                self._checkpoints.abandon()
-            finally:
-                self._calls.end()
-        if not force:
-            self._raise_earlier_error()
 
     @classmethod
     def as_trainable(

@@ -32,6 +32,7 @@ from raysgd.training.replica_base import (
     has_data,
     has_schedulers,
 )
+from raysgd.training.saves import SaveHandle, Saves
 from raysgd.workers.inline_group import InlineGroup
 
 __all__ = ["Metrics", "TrainerBase", "described_run", "limits_of", "make_engine"]
@@ -54,11 +55,12 @@ class TrainerBase(ABC):
         engine: Engine,
         calls: CallRunner,
         num_workers: int,
-        folder: CheckpointFolder | None = None,
+        folder: CheckpointFolder | None,
+        checkpoints: Saves,
         *,
         resume: bool,
     ) -> None:
-        self._engine, self._calls = engine, calls
+        self._engine, self._calls, self._checkpoints = engine, calls, checkpoints
         self._distributed = num_workers > 1
         self._validations = self._tests = 0
         self._folder = folder
@@ -172,9 +174,12 @@ class TrainerBase(ABC):
         """Return the path of the checkpoint that `resume="auto"` has loaded; None if training started from the beginning."""
         return None if self._folder is None else self._folder.path(self._loops.resumed)
 
-    @abstractmethod
+    @exclusive
     def _start_save(self, path: str) -> Callable[[], Any]:
         """Copy the state. Return a function that returns when the file is complete."""
+        handle = self._checkpoints.save(path, blocking=False)
+        assert isinstance(handle, SaveHandle)
+        return handle.result
 
     @abstractmethod
     def _load_automatic(self, path: str) -> None:
@@ -187,7 +192,7 @@ class TrainerBase(ABC):
     ) -> Job:
         """Return the job of a call of `train`, whose arguments were checked."""
         arguments = {"num_steps": num_steps, "profile": profile, "info": self._packed(info), **more}
-        self._raise_earlier_error()
+        self._checkpoints.raise_failed()
         self._loops.begin_call(num_steps)
         arguments["epochs"] = self._loops.epochs
         return Job(
@@ -286,15 +291,12 @@ class TrainerBase(ABC):
         check_flags(profile=profile, reduce_results=reduce_results)
         arguments = {"num_steps": num_steps, "profile": profile, "info": self._packed(info), "call": call}
         arguments["reduced"] = reduce_results
-        self._raise_earlier_error()
+        self._checkpoints.raise_failed()
         method = ReplicaBase.validate if kind == "validate" else ReplicaBase.test
         return self._calls.measure(self._engine, kind, Job(Call(method, arguments)))
 
     def _packed(self, info: Mapping[str, Any] | None) -> Any:
         return self._engine.pack(dict(info) if info is not None else None)
-
-    def _raise_earlier_error(self) -> None:  # noqa: B027 - it is optional
-        """Raise the error of earlier work in the background, if there is one."""
 
     # -- functions on the workers ---------------------------------------------------------------------
 
@@ -311,7 +313,7 @@ class TrainerBase(ABC):
     def _apply(self, method: Callable[..., Any], fn: Callable[..., Any]) -> list[Any]:
         if not callable(fn):
             raise ConfigError(f"fn must be a function, got {fn!r}")
-        self._raise_earlier_error()
+        self._checkpoints.raise_failed()
         call = Call(method, {"function": self._engine.pack(fn)})
         parts = self._engine.run(Job(call, again="keep"))
         self._engine.state_changed_by_hand()
@@ -322,7 +324,7 @@ class TrainerBase(ABC):
         return self._engine.run(Job(Call(method, given)))[-1].values
 
     def _first(self, method: Callable[..., Any], **given: Any) -> Any:
-        self._raise_earlier_error()
+        self._checkpoints.raise_failed()
         return self._values(method, **given)[0]
 
     def _inline_operator(self) -> Any:
@@ -374,12 +376,20 @@ class TrainerBase(ABC):
         self._engine.resize(num_workers)
 
     def shutdown(self, force: bool = False) -> None:
-        """End the workers; with `force`, at once. A second call does nothing; any other call afterwards raises an error."""
-        self._loops.close(force=force)
+        """End the workers, after saves in the background; with `force`, at once. A second call does nothing; any other call
+        afterwards raises an error."""
         try:
-            self._engine.stop(force=force)
-        finally:
-            self._calls.end()
+            self._loops.close(force=force)
+            if not force:
+                self._checkpoints.finish()
+        finally:  # Ctrl-C may end the wait for the saves
+            try:
+                self._engine.stop(force=force)
+                self._checkpoints.abandon()
+            finally:
+                self._calls.end()
+        if not force:
+            self._checkpoints.raise_failed()
 
     def __enter__(self: T) -> T:
         return self

@@ -50,7 +50,7 @@ class WorkerActor:
         self._host = ReplicaHost(backend, self._client.control)
         self._client.control.upload = self._client.upload
         self._client.control.deliver = self._client.deliver
-        self._client.control.give, self._client.control.take = self._client.give, self._client.take
+        self._client.control.giving, self._client.control.take = self._client.giving, self._client.take
         signal.signal(signal.SIGTERM, self._on_sigterm)
         _use_the_assigned_threads()
         _keep_freed_memory()

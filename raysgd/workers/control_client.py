@@ -49,7 +49,7 @@ from raysgd.core.messages import (
 )
 from raysgd.core.metrics import COMMITTED, SKIPPED
 from raysgd.core.progress import Control, Progress
-from raysgd.workers.transfer import give, take
+from raysgd.workers.transfer import Giving, take
 
 __all__ = ["CANNOT_CONNECT", "ControlClient", "brief"]
 
@@ -139,9 +139,9 @@ class ControlClient:
                 raise
             self._bulk = bulk
 
-    def give(self, transfer: str, data: Any) -> None:
-        """Send this worker's state to those that take it."""
-        give(self._address, self._worker, transfer, data)
+    def giving(self, transfer: str) -> Giving:
+        """Return what sends this worker's state to those that take it."""
+        return Giving(self._address, self._worker, transfer)
 
     def take(self, transfer: str) -> Body:
         """Return the state that another worker, or the driver, gives."""

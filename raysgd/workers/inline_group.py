@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import platform
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +16,7 @@ from raysgd.core.protocols import ProcessGroupBackend
 from raysgd.ray_data.reader import RowReader, local_row_reader
 from raysgd.workers.events import CallEnded, Event, MessageReceived, WorkerStarted
 from raysgd.workers.replica_host import ReplicaHost
+from raysgd.workers.transfer import InlineTransfer
 
 __all__ = ["InlineGroup"]
 
@@ -28,6 +31,9 @@ class InlineGroup:
         self.listener: Callable[[Event], None] = lambda event: None
         self._worker = "inline"
         self._control = Control(self._publish)
+        self._names = itertools.count()
+        self._transfers: weakref.WeakValueDictionary[str, InlineTransfer] = weakref.WeakValueDictionary()
+        self._control.giving = self._transfers.__getitem__
         self._control.deliver = self._deliver
         self._host = ReplicaHost(backend, self._control, remote=False)
         self._events: list[Event] = []
@@ -48,8 +54,10 @@ class InlineGroup:
         self._events.append(CallEnded(worker, self._calls, outcome))
         return self._calls
 
-    def transfer(self) -> Any:
-        raise RuntimeError("the inline worker has no peers that it could give its state to")
+    def transfer(self) -> InlineTransfer:
+        transfer = InlineTransfer(str(next(self._names)))
+        self._transfers[transfer.name] = transfer
+        return transfer
 
     def reference(self, worker: str, verb: str, arguments: dict[str, Any]) -> Any:
         raise RuntimeError("the inline worker is this process, so there are no Ray references: pass use_ray=True")
@@ -77,9 +85,6 @@ class InlineGroup:
     def dismiss(self, worker: str) -> None:
         self._host.perform("close", {})
         self._launched = False
-
-    def checkpoint_server(self) -> None:
-        return None
 
     def room(self) -> int:
         return 0 if self._launched else 1

@@ -306,9 +306,6 @@ class RayGroup:
     def transfer(self) -> Transfer:
         return Transfer(self.control)
 
-    def checkpoint_server(self) -> ControlServer:
-        return self.control
-
     def silent_for(self, worker: str) -> float:
         return self.control.silent_for(worker)
 

@@ -172,7 +172,7 @@ class ReplicaHost:
         """Give the state to those that take it. With "" as transfer, only take part in gathering it."""
         assert self._replica is not None
         data = self._replica.state()
-        return self._moved(lambda: self._control.give(transfer, data) if transfer else None)
+        return self._moved(lambda: self._control.giving(transfer).send(data) if transfer else None)
 
     def _load(self, transfer: str) -> Interrupted | None:
         assert self._replica is not None

@@ -1,14 +1,18 @@
-"""Move a state: from the worker that gives it, through the driver, to the workers that take it. Both.
+"""Move a state from the worker that gives it to the driver, and through it to the workers that take it. Both.
 
 The driver passes each part on as soon as it has arrived, so that a state crosses the network once, and not twice, before
-its takers have it. What moves is reported, so that a slow network is no hang."""
+its takers have it. What moves is reported, so that a slow network is no hang. A checkpoint of a worker that does not see the
+script's files takes the same way, and so does what a worker reports of a save in the background."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
 import socket
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
 from typing import Any, Protocol
 
 from raysgd.core.connection import (
@@ -27,7 +31,7 @@ from raysgd.core.connection import (
 from raysgd.core.messages import GiveState, OpenTransfer, Received, State, TakeState
 from raysgd.errors import described
 
-__all__ = ["Transfer", "TransferServer", "give", "take"]
+__all__ = ["Giving", "InlineTransfer", "Transfer", "TransferServer", "take"]
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +49,8 @@ class TransferServer(Protocol):
 
 class Transfer:
     """One state on its way through the driver. Owns its memory there, and its connections, which `close` ends. A worker that
-    still waits then gets a ConnectionError."""
+    still waits then gets a ConnectionError. `given` gets what the giving worker reports with the state, or a ConnectionError if
+    that worker ends first."""
 
     def __init__(self, server: TransferServer) -> None:
         self._server = server
@@ -54,6 +59,7 @@ class Transfer:
         self._size, self._filled = -1, 0
         self._closed = False
         self._connections: set[socket.socket] = set()
+        self.given: Future[dict[str, Any] | None] = Future()
         self.name = server.expect_transfer(self._accept)
 
     def fill(self, data: Any) -> None:
@@ -69,6 +75,11 @@ class Transfer:
         assert 0 <= self._size == self._filled
         return self._data
 
+    @property
+    def moved(self) -> int:
+        """Return how much has arrived."""
+        return self._filled
+
     def close(self) -> None:
         self._server.end_transfer(self.name)
         with self._changed:
@@ -76,6 +87,7 @@ class Transfer:
             self._changed.notify_all()
             for connection in self._connections:
                 _shut(connection)
+        self._lost("the transfer has ended")
 
     def _accept(self, connection: socket.socket) -> None:
         with self._changed:
@@ -87,11 +99,15 @@ class Transfer:
             message, size = receive_message(connection)
             if isinstance(message, GiveState):
                 self._receive(connection, size, self._server.noting(message.worker))
+                report = json.loads(message.report)
+                with contextlib.suppress(InvalidStateError):  # it was closed at this moment
+                    self.given.set_result(report)
             elif isinstance(message, TakeState):
                 self._send(connection, self._server.noting(message.worker))
             else:
                 raise ValueError(f"{type(message).__name__} on a connection for a transfer")
         except OSError as error:
+            self._lost(str(error))
             logger.debug("a connection of a transfer has ended: %s", error)
         except Exception as error:
             logger.warning("a worker's state cannot be passed on: %s", described(error))
@@ -99,6 +115,10 @@ class Transfer:
             with self._changed:
                 self._connections.discard(connection)
             connection.close()
+
+    def _lost(self, why: str) -> None:
+        with contextlib.suppress(InvalidStateError):  # it was given
+            self.given.set_exception(ConnectionError(why))
 
     def _receive(self, connection: socket.socket, size: int, note: Callable[[], None]) -> None:
         """Receive the state. If that fails, those that take it get no more either."""
@@ -146,12 +166,39 @@ class Transfer:
             return self._filled
 
 
-def give(address: ControlAddress, worker: str, name: str, data: Any) -> None:
-    """Send a state. Return when the driver has all of it."""
-    with connect(address, OpenTransfer(name)) as connection:
-        connection.settimeout(STALL_S)
-        send(connection, GiveState(worker), data)
-        receive(connection, Received)
+class InlineTransfer:
+    """A transfer of the worker in the driver's own process."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.moved, self.data = name, 0, b""
+        self.given: Future[dict[str, Any] | None] = Future()
+
+    def fill(self, data: Any) -> None:
+        self.data, self.moved = data, len(data)
+
+    def send(self, *data: Any, report: dict[str, Any] | None = None) -> None:
+        """Do what `Giving` does."""
+        self.fill(b"".join(data))
+        with contextlib.suppress(InvalidStateError):  # it was closed
+            self.given.set_result(report)
+
+    def close(self) -> None:
+        with contextlib.suppress(InvalidStateError):  # it was given
+            self.given.set_exception(ConnectionError("the transfer has ended"))
+
+
+class Giving:
+    """Owns the connection of a worker that gives something. When it ends early, the driver knows that the worker has ended."""
+
+    def __init__(self, address: ControlAddress, worker: str, name: str) -> None:
+        self._worker, self._connection = worker, connect(address, OpenTransfer(name))
+
+    def send(self, *data: Any, report: dict[str, Any] | None = None) -> None:
+        """Send a state, and what is to be said of it. Return when the driver has all of it."""
+        with self._connection as connection:
+            connection.settimeout(STALL_S)
+            send(connection, GiveState(self._worker, json.dumps(report)), *data)
+            receive(connection, Received)
 
 
 def take(address: ControlAddress, worker: str, name: str) -> Body:

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from raysgd.core.messages import Message
-from raysgd.workers.control_server import ControlServer
 from raysgd.workers.events import Event
 
 __all__ = ["TransferProtocol", "WorkerGroupProtocol"]
 
 
 class TransferProtocol(Protocol):
-    """A state on its way: a worker gives it (the verb "state" with this name), or the driver, and others take it ("load").
-    When the transfer is closed, workers that wait in one of these calls end it as interrupted."""
+    """A state, or a checkpoint, on its way: a worker gives it (the verb "state" with this name), or the driver, and others take
+    it ("load"). When the transfer is closed, workers that wait in one of these calls end it as interrupted."""
 
     name: str
+    given: Future[dict[str, Any] | None]  # what the giving worker reports; a ConnectionError if it ends first
+
+    @property
+    def moved(self) -> int:
+        """Return how much has arrived."""
 
     @property
     def data(self) -> Any:
@@ -73,10 +78,6 @@ class WorkerGroupProtocol(Protocol):
 
     def transfer(self) -> TransferProtocol:
         """Return a new transfer of a state."""
-
-    def checkpoint_server(self) -> ControlServer | None:
-        """Return the server that the workers send checkpoints to, or None if the worker is this process, which writes
-        the file itself."""
 
     def room(self) -> int:
         """Return how many more workers fit into the cluster now."""

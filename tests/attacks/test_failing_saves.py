@@ -13,6 +13,7 @@ import resource
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,8 @@ import torch
 from torch import nn
 
 from raysgd import CheckpointError, ConfigError, TorchTrainer
-from raysgd.torch.checkpoint import receiver, streaming
 from raysgd.train import Checkpoint
+from raysgd.training import saves
 from tests.torch.small import Line, inline, weights
 
 pytestmark = [pytest.mark.more, pytest.mark.skipif(sys.platform != "linux", reason="needs the process limits of Linux")]
@@ -151,7 +152,12 @@ def test_no_room_for_the_driver(
     pair: TorchTrainer, saved: torch.Tensor, tmp_path: Path, blocking: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The worker cannot see the driver's disk, as if it were on another machine."""
-    monkeypatch.setattr(receiver, "StreamSink", functools.partial(streaming.StreamSink, shared=False))
+    begin = saves.FileDraft.begin
+
+    def elsewhere(draft: saves.FileDraft) -> dict[str, Any]:
+        return {"draft": replace(begin(draft)["draft"], mark=b"another file")}
+
+    monkeypatch.setattr(saves.FileDraft, "begin", elsewhere)
     limit(ROOM)
     with pytest.raises(OSError, match="File too large") as caught:
         done = pair.save(tmp_path / "x.pt", blocking=blocking)

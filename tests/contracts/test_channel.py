@@ -67,7 +67,7 @@ from raysgd.workers.control_client import ControlClient, brief
 from raysgd.workers.control_server import ControlServer
 from raysgd.workers.events import Event, MessageReceived, PartReceived, WorkerEnded, WorkerStarted
 from raysgd.workers.replica_host import ReplicaHost
-from raysgd.workers.transfer import Transfer, give, take
+from raysgd.workers.transfer import Giving, Transfer, take
 
 REPORT = FunctionReport("report", run=1, attempt=2, rank=3, metrics_size=3, has_checkpoint=False)
 
@@ -574,7 +574,7 @@ def test_all_who_take_a_state_get_it_whole(channel: Channel, transfer: Transfer,
     state = random.Random(size).randbytes(size)
     with ThreadPoolExecutor() as pool:
         early = [pool.submit(take, channel.address, name, transfer.name) for name in "bc"]
-        give(channel.address, "a", transfer.name, state)
+        Giving(channel.address, "a", transfer.name).send(state)
         late = take(channel.address, "d", transfer.name)
         assert bytes(late) == bytes(transfer.data) == state
         assert all(bytes(each.result()) == state for each in early)
@@ -609,9 +609,9 @@ def test_a_transfer_that_is_closed_ends_for_all(channel: Channel, transfer: Tran
 
 
 def test_a_state_is_given_once(channel: Channel, transfer: Transfer) -> None:
-    give(channel.address, "a", transfer.name, b"state")
+    Giving(channel.address, "a", transfer.name).send(b"state")
     with pytest.raises(ConnectionError):
-        give(channel.address, "b", transfer.name, b"other")
+        Giving(channel.address, "b", transfer.name).send(b"other")
     assert bytes(transfer.data) == b"state"
 
 

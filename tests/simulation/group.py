@@ -7,6 +7,7 @@ import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -96,7 +97,7 @@ class Worker(Process):
             member=self,
         )
         self.client = SimClient(self)
-        self.client.control.give, self.client.control.take = self.give, self.take
+        self.client.control.giving, self.client.control.take = self.giving, self.take
         self.host = ReplicaHost(self.backend, self.client.control, remote=False)
         self.replica: SimReplica | None = None
         self.slow = 1.0
@@ -215,9 +216,18 @@ class Worker(Process):
         else:
             wake.used = True
 
-    def give(self, name: str, state: Any) -> None:
-        """Send a state to the driver, and wait until it has arrived. Like `take`, raise an error if the transfer ends first."""
-        transfer, wake = self._group.transfer_of(name), Wake(self)
+    def giving(self, name: str) -> Any:
+        return SimpleNamespace(send=partial(self._give, name))
+
+    def _give(self, name: str, state: Any = b"", *, report: dict[str, Any] | None = None) -> None:
+        """Send a state to the driver, and wait until it has arrived. Like `take`, raise an error if the transfer ends first. A
+        report comes from a thread that is not simulated, and needs no time."""
+        transfer = self._group.transfer_of(name)
+        if report is not None:
+            transfer.data = bytes(state)
+            transfer.given.set_result(report)
+            return
+        wake = Wake(self)
         transfer.giver, state = self, bytes(state)
         transfer.ends.append(wake)
         self._bulk.send(lambda: self.alive and (transfer.fill(state), wake()))
@@ -257,6 +267,8 @@ class SimTransfer:
     def __init__(self, name: str) -> None:
         self.name, self.closed = name, False
         self.data: Any = None
+        self.moved = 0
+        self.given: Future[dict[str, Any] | None] = Future()
         self.giver: Worker | None = None
         self.ends: list[Wake] = []  # of the workers that wait
 
@@ -272,6 +284,8 @@ class SimTransfer:
 
     def close(self) -> None:
         self.closed = True
+        if not self.given.done():
+            self.given.set_exception(ConnectionError("the transfer has ended"))
         self._wake()
 
     def _wake(self) -> None:
@@ -457,9 +471,6 @@ class SimGroup:
             self.dismiss(worker)
 
     # -- the cluster ----------------------------------------------------------------------------------
-
-    def checkpoint_server(self) -> None:
-        return None  # simulated workers save nothing
 
     def room(self) -> int:
         return max(sum(node.free for node in self.nodes) - len(self._pending), 0)

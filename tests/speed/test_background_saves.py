@@ -12,8 +12,8 @@ from torch import nn
 
 from raysgd import CheckpointError, ElasticConfig, NotActiveError
 from raysgd.torch import TorchTrainer
-from raysgd.torch.checkpoint import save_load
-from raysgd.torch.checkpoint.save_load import SaveHandle
+from raysgd.training import saves
+from raysgd.training.saves import SaveHandle
 from tests.files import damage
 from tests.torch.small import Line, inline, weights
 
@@ -140,7 +140,7 @@ def test_shutdown_waits_for_saves_with_a_limit(
     where: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All saves together have one limit. The old files are unchanged, and the workers are ended."""
-    monkeypatch.setattr(save_load, "SHUTDOWN_S", 0.5)
+    monkeypatch.setattr(saves, "SHUTDOWN_S", 0.5)
     for name in ("a.pt", "b.pt"):
         (tmp_path / name).write_bytes(b"the old one")
     trainer = inline(Extra, config={"slow": (5.0, False)}, **where)
@@ -179,7 +179,7 @@ def test_a_forced_shutdown_abandons_saves(ray_cluster: None, tmp_path: Path, cap
 def test_a_worker_that_hangs_in_a_save_is_ended(
     ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(save_load, "STALL_AT_LEAST_S", 1.0)
+    monkeypatch.setattr(saves, "STALL_AT_LEAST_S", 1.0)
     (tmp_path / "a.pt").write_bytes(b"the old one")
     with inline(
         Extra, config={"slow": (30.0, False)}, use_ray=True, elastic=ElasticConfig(hang_timeout_s=1)

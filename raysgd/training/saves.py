@@ -1,0 +1,315 @@
+"""Save a trainer's state: workers write a draft and report, and the driver gives it its name when it is complete. Driver.
+
+The driver creates a new draft whenever the workers are asked to write, so that a worker from before a failure never writes to
+the draft of another one. A worker that does not see the driver's file gives its content instead (`workers.transfer`). With
+`blocking=False`, workers copy the state, and write and report in a thread.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import logging
+import os
+import secrets
+import threading
+import time
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+from raysgd.core.protocols import Call
+from raysgd.engine.engine import Engine, Job
+from raysgd.errors import CheckpointError
+from raysgd.storage import locations
+from raysgd.training.writing import END_BYTES, DraftFile, Report, content, random_state, save_file
+from raysgd.workers.worker_group import TransferProtocol
+
+__all__ = ["DraftOfSave", "FileDraft", "SaveHandle", "Saves"]
+
+logger = logging.getLogger("raysgd")
+
+SHUTDOWN_S = 600.0
+STALL_AT_LEAST_S = 60.0  # a disk may need that long to flush its cache
+LOOK_S, MOVES_S = 0.1, 2.0
+MARK_BYTES = 16
+
+
+class DraftOfSave(Protocol):
+    """What becomes a checkpoint, and what a call of the workers needs to write it."""
+
+    where: locations.Place
+
+    def begin(self) -> Mapping[str, Any]:
+        """Create a new draft in place of an older one. Return the arguments of the workers' call that concern it."""
+
+    def size(self) -> int:
+        """Return how much of it has been written, as far as that is known."""
+
+    def complete(self, reports: Sequence[Report], given: Callable[[], Any]) -> None:
+        """Give the draft its name. `reports` are those of the workers that have written; `given` returns what the first of
+        them gave."""
+
+    def drop(self) -> None:
+        """Delete the draft, unless it is complete."""
+
+
+class FileDraft:
+    """The draft of a checkpoint that is one file, or one object at a URI."""
+
+    def __init__(self, where: locations.Place) -> None:
+        locations.check_file(where)
+        self.where = where
+        self._draft: locations.Draft | None = None
+
+    def begin(self) -> Mapping[str, Any]:
+        self.drop()
+        self._draft = draft = locations.Draft(self.where)
+        mark = secrets.token_bytes(MARK_BYTES)
+        draft.file.write(mark)
+        return {"draft": DraftFile(str(draft.temporary.absolute()), mark)}
+
+    def size(self) -> int:
+        draft = self._draft
+        return 0 if draft is None else os.stat(draft.temporary).st_size
+
+    def complete(self, reports: Sequence[Report], given: Callable[[], Any]) -> None:
+        draft, (report,) = self._draft, reports
+        assert draft is not None
+        if report.get("given"):
+            draft.file.restart()
+            left = memoryview(given())
+            while left:
+                left = left[draft.file.write(left) :]
+        else:
+            self._compare(draft, report)
+        draft.keep()
+        self._draft = None
+
+    def _compare(self, draft: locations.Draft, report: Report) -> None:
+        """Raise an error if the draft is not what the worker wrote. Its content ends with the checksums of what the worker had
+        in memory, which every load verifies, so only the size and the end of the file are compared here."""
+        # Opened again: another machine's file system may have shown less until the worker closed the file.
+        with open(draft.temporary, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(size - END_BYTES, 0))
+            end = zlib.crc32(file.read())
+        if (size, end) != (report["size"], report["end"]):
+            raise CheckpointError(
+                f"the draft for {self.where} is not what the worker wrote: it has {size} bytes with the checksum {end:08x}, and "
+                f"the worker wrote {report['size']} with {report['end']:08x}. Another program has changed it, or the disk is "
+                "faulty. An older file of that name is unchanged; save again"
+            )
+
+    def drop(self) -> None:
+        if self._draft is not None:
+            self._draft.drop()
+            self._draft = None
+
+
+class SaveHandle:
+    """A save in the background. If it fails and the user has not seen the error, the trainer's next call raises it."""
+
+    def __init__(self, save: _Save) -> None:
+        self.path, self._shown = locations.text_of(save.draft.where), str(save.draft.where)
+        self._save, self._future = save, save.done
+        self._seen = False
+
+    def done(self) -> bool:
+        return self._future.done()
+
+    def result(self, timeout: float | None = None) -> str:
+        """Wait until the file is complete and return its path, or raise the error of the save."""
+        self.exception(timeout)
+        self._future.result()
+        return self.path
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Wait until the save has ended and return its error, or None if it succeeded."""
+        error = self._future.exception(timeout)
+        self._seen = self._seen or error is not None
+        return error
+
+    def __repr__(self) -> str:
+        state = "running" if not self.done() else "failed" if self._future.exception() else "done"
+        return f"SaveHandle({self._shown!r}, {state})"
+
+
+class _Save:
+    """One save. Owns its draft, the transfers over which workers report, and `done`. Only one thread gives the draft its name,
+    or drops it."""
+
+    def __init__(self, draft: DraftOfSave, transfer: Callable[[], TransferProtocol], stall_s: float) -> None:
+        self.draft, self._transfer, self._stall_s = draft, transfer, stall_s
+        self.done: Future[None] = Future()
+        self._transfers: list[TransferProtocol] = []
+        self._claimed = threading.Lock()
+        self._seen: Any = None
+        self._moved_at = time.monotonic()
+
+    def begin(self, writers: int, *, later: bool) -> dict[str, Any]:
+        """Return the arguments for the workers' call, whenever it is made."""
+        self._close_transfers()
+        arguments = self.draft.begin()
+        self._transfers = [self._transfer() for _ in range(writers)]
+        return {**arguments, "transfers": [each.name for each in self._transfers], "later": later}
+
+    def moves(self) -> bool:
+        """Return whether something was written a moment ago: a slow disk is no hang."""
+        try:
+            seen = [self.draft.size(), *(each.moved for each in self._transfers)]
+        except OSError as error:
+            logger.debug("the draft of a save is not seen: %s", error)
+            return False
+        if seen != self._seen:
+            self._seen, self._moved_at = seen, time.monotonic()
+        return time.monotonic() - self._moved_at < MOVES_S
+
+    def complete(self, reports: Sequence[Report]) -> None:
+        """Give the draft its name, now that all workers have reported."""
+        if not self._claimed.acquire(blocking=False):
+            return  # the save was abandoned
+        try:
+            self.draft.complete(reports, lambda: self._transfers[0].data)
+        except BaseException as error:
+            self._end(error)
+            raise
+        locations.log_saved(self.draft.where)  # before a caller who waits continues
+        self._end(None)
+
+    def wait_for_reports(self) -> None:
+        """In a thread: complete the save when all workers have reported, unless one has failed or nothing moves any more."""
+        futures = [each.given for each in self._transfers]
+        try:
+            while not self.done.done() and not all(each.done() for each in futures):
+                concurrent.futures.wait(futures, LOOK_S)
+                if not self.moves() and time.monotonic() - self._moved_at > self._stall_s:
+                    raise CheckpointError(
+                        f"the save to {self.draft.where} was abandoned: it has made no progress for {self._stall_s:g} s. An "
+                        "older file of that name is unchanged"
+                    )
+            reports = [] if self.done.done() else [_report_of(each) for each in futures]
+            self.complete(reports)
+        except BaseException as error:
+            self.close(error)
+
+    def close(self, error: BaseException) -> None:
+        """Abandon the save, unless it is complete, or just getting its name."""
+        if self._claimed.acquire(blocking=False):
+            self._end(error)
+
+    def _end(self, error: BaseException | None) -> None:
+        self._close_transfers()
+        try:
+            self.draft.drop()
+        finally:
+            if error is None:
+                self.done.set_result(None)
+            else:
+                self.done.set_exception(error)
+
+    def _close_transfers(self) -> None:
+        for each in self._transfers:
+            each.close()
+
+
+def _report_of(given: Future[Report | None]) -> Report:
+    """Return what a worker reported about its part. Raise its error."""
+    try:
+        report = given.result() or {}
+    except ConnectionError as error:
+        raise CheckpointError(f"the worker that was sending the checkpoint failed ({error})") from error
+    if "error" in report:
+        raise CheckpointError(f"the checkpoint could not be written: {report['error']}")
+    return report
+
+
+class Saves:
+    """Owns the saves that are still running. `on_saved` is called when a checkpoint is complete, by any thread."""
+
+    def __init__(self, engine: Engine, on_saved: Callable[[], None]) -> None:
+        self._engine, self._on_saved = engine, on_saved
+        self._running: list[SaveHandle] = []
+
+    def save(self, path: str | os.PathLike[str], *, blocking: bool = True) -> str | SaveHandle:
+        return self.write(FileDraft(locations.place_to_save(path)), save_file, lambda: 1, blocking=blocking)
+
+    def write(
+        self,
+        draft: DraftOfSave,
+        method: Callable[..., Any],
+        writers: Callable[[], int],
+        *,
+        blocking: bool,
+        stall_s: float = 0.0,
+    ) -> str | SaveHandle:
+        """Let the workers write a draft with `method`. In the background, this many of them report."""
+        save = _Save(draft, self._engine.group.transfer, stall_s or max(self._engine.limits.hang_s, STALL_AT_LEAST_S))
+        call = Call(method, {"ranks": self.random_states()})
+        job = Job(
+            call,
+            prepare=lambda: save.begin(writers(), later=not blocking),
+            needs_state=True,
+            is_waiting=save.moves,
+        )
+        try:
+            values = self._engine.run(job)[-1].values
+            if blocking:
+                save.complete([each for each in values if each is not None])
+                self._on_saved()
+                return locations.text_of(draft.where)
+        except BaseException as error:
+            save.close(error)
+            raise
+        handle = SaveHandle(save)
+        save.done.add_done_callback(lambda done: None if done.exception() else self._on_saved())
+        self._running.append(handle)
+        threading.Thread(target=save.wait_for_reports, name="raysgd-save", daemon=True).start()
+        return handle
+
+    def random_states(self) -> list[Any]:
+        """Return the random state of each rank."""
+        return self._engine.run(Job(Call(random_state), needs_state=True))[-1].values
+
+    def content(self) -> Any:
+        """Return the complete checkpoint as bytes."""
+        call = Call(content, {"ranks": self.random_states()})
+        return self._engine.run(Job(call, needs_state=True))[-1].values[0].data
+
+    def raise_failed(self) -> None:
+        """Raise the first error of a background save that the user has not seen."""
+        failed = self._failed()
+        self._running = [handle for handle in self._running if not handle.done() or handle in failed[1:]]
+        for handle in failed[:1]:
+            error = handle.exception()
+            raise CheckpointError(f"the save to {handle._shown} in the background failed: {error}") from error
+
+    def finish(self) -> None:
+        """Wait up to 600 s for all running saves together, because the workers are about to end. `raise_failed` can raise only
+        one error after that, so the others are logged here."""
+        until = time.monotonic() + SHUTDOWN_S
+        for handle in self._running:
+            try:
+                handle._future.exception(max(until - time.monotonic(), 0.0))
+            except concurrent.futures.TimeoutError:
+                self._abandon(handle, f"it was not complete {SHUTDOWN_S:g} s after shutdown() was called")
+        for handle in self._failed()[1:]:
+            logger.error("the save to %s in the background failed: %s", handle._shown, handle.exception())
+
+    def abandon(self) -> None:
+        """Abandon running saves: the workers end now."""
+        for handle in self._running:
+            if not handle.done():
+                self._abandon(handle, "the trainer was shut down by force")
+
+    @staticmethod
+    def _abandon(handle: SaveHandle, why: str) -> None:
+        logger.error(
+            "the save to %s in the background was abandoned: %s. An older file of that name is unchanged",
+            handle._shown,
+            why,
+        )
+        handle._save.close(CheckpointError(f"the save was abandoned: {why}"))
+
+    def _failed(self) -> list[SaveHandle]:
+        return [handle for handle in self._running if handle.done() and handle._future.exception() and not handle._seen]

@@ -1,0 +1,133 @@
+"""Write a checkpoint to the driver's draft, or give its content to the driver; now, or in a thread. Worker."""
+
+from __future__ import annotations
+
+import io
+import logging
+import threading
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from raysgd.core.connection import PIECE
+from raysgd.core.progress import Control
+from raysgd.errors import described
+from raysgd.storage.durable import DurableFile
+
+__all__ = ["END_BYTES", "DraftFile", "Report", "content", "random_state", "reported", "save_file"]
+
+logger = logging.getLogger("raysgd")
+
+END_BYTES = 4096  # of a file that a worker wrote, the driver compares the size and this much of its end
+Report = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class DraftFile:
+    """A file of the driver's, which begins with the bytes `mark`. Only that very file does."""
+
+    path: str
+    mark: bytes
+
+    def opened(self) -> DurableFile | None:
+        """Return the file, emptied, or None if this process cannot write it."""
+        try:
+            file = DurableFile(self.path, "r+b")
+        except OSError:
+            return None
+        if file.read(len(self.mark) + 1) != self.mark:
+            file.close()
+            return None
+        file.restart()
+        return file
+
+
+def random_state(replica: Any) -> Any:
+    return replica._random_state()
+
+
+def content(replica: Any, ranks: list[Any]) -> Any:
+    """Return the complete checkpoint as bytes, on rank 0."""
+    write = replica.checkpoint_writer(ranks, later=False)
+    if write is None:
+        return None
+    buffer = io.BytesIO()
+    write(buffer)
+    return buffer.getbuffer()
+
+
+def save_file(replica: Any, draft: DraftFile, transfers: list[str], ranks: list[Any], later: bool) -> Report | None:
+    """Write the checkpoint to the draft, from rank 0. `ranks` are the random states of all ranks."""
+    write = replica.checkpoint_writer(ranks, later=later)
+    return None if write is None else reported(replica, transfers[0], partial(_write, draft, write), later=later)
+
+
+def reported(
+    replica: Any, transfer: str, write: Callable[[Callable[[Any], None]], Report], *, later: bool
+) -> Report | None:
+    """Call `write(give)`, now or in a thread, and report what it returns. It may give content to the driver."""
+    control: Control = replica._control
+    if not later:
+        return write(lambda content: control.giving(transfer).send(content))
+    giving = control.giving(transfer)  # opened now, so that the driver notices if this process ends
+
+    def run() -> None:
+        given: list[Any] = []
+        try:
+            report = write(given.append)
+        except Exception as error:
+            logger.warning("a save in the background failed", exc_info=True)  # the driver raises the error
+            report = {"error": described(error)}
+        try:
+            giving.send(*given, report=report)
+        except OSError as error:
+            logger.info("the driver no longer waits for a save in the background: %s", error)
+
+    threading.Thread(target=run, name="raysgd-save", daemon=True).start()
+    return None
+
+
+def _write(draft: DraftFile, write: Callable[[Any], Any], give: Callable[[Any], None]) -> Report:
+    file = draft.opened()
+    if file is None:
+        content = io.BytesIO()
+        write(content)
+        give(content.getbuffer())
+        return {"given": True}
+    with file, _Ending(file) as ending:
+        buffered = io.BufferedWriter(ending, PIECE)
+        try:
+            write(buffered)
+            buffered.flush()
+        except BaseException:
+            if ending.failure is not None:  # torch tries to end its archive after an error, which raises another one
+                raise ending.failure from None
+            raise
+        file.sync()
+        return {"size": ending.size, "end": zlib.crc32(ending.end)}
+
+
+class _Ending(io.RawIOBase):
+    """Passes everything on to a file. Knows how much it was, its end, and the first error."""
+
+    def __init__(self, file: DurableFile) -> None:
+        self._file = file
+        self.size, self.end = 0, b""
+        self.failure: BaseException | None = None
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        """Write at most one piece and return its length, as an unbuffered file may."""
+        piece = memoryview(data).cast("B")[:PIECE]
+        try:
+            count = self._file.write(piece)
+        except BaseException as error:
+            self.failure = self.failure or error
+            raise
+        self.size += count
+        self.end = (self.end + bytes(piece[:count][-END_BYTES:]))[-END_BYTES:]
+        return count
