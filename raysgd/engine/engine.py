@@ -288,6 +288,9 @@ class Engine:
         except BaseException:
             self._table.snapshots.restore(kept)
             raise
+        newest = self._table.snapshots.latest()
+        if newest is not None and not callable(newest.data):  # workers have sent it; a file could still change
+            self._snapshot_is_stale = newest.progress.order < self.progress.order
 
     @property
     def keeps_snapshots(self) -> bool:

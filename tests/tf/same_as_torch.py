@@ -47,8 +47,9 @@ def main() -> None:
             saved = trainer.state_dict()["models"]
             trainer.train()
             trained = trainer.state_dict()["models"]
+            processes = trainer.apply_all_workers(os.getpid)
             trainer.load(path)
-            for process in trainer.apply_all_workers(os.getpid):
+            for process in processes:
                 os.kill(process, signal.SIGKILL)
             after = trainer.state_dict()["models"]
             facts |= {"kernels": [float(models[0][0][0][0]) for models in (saved, trained, after)]}

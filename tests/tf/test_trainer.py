@@ -63,8 +63,9 @@ def test_operators_and_compiled_models_train_alike_and_checkpoints_have_the_opti
     pytest.importorskip(library)
     with TFTrainer(training_operator_cls=Small, config={"library": library, "normalized": True}) as trainer:
         first = trainer.train()
-        path = trainer.save(tmp_path / "a.ckpt")
+        handle = trainer.save(tmp_path / "a.ckpt", blocking=False)
         expected = trainer.train()
+        path = handle.result(60)
         state = trainer.state_dict()
     assert {"train_hits", "train_loss"} <= set(first)
     with TFTrainer(training_operator_cls=Small, config={"library": library, "normalized": True}) as trainer:
