@@ -1,0 +1,43 @@
+"""Saves something over an older one, when a line arrives: `killed_save.py KIND PATH`. The process that starts it kills it there."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from raysgd.storage import locations
+
+
+def file(where: Path, content: str) -> None:
+    locations.write(where, content.encode() * 1000)
+
+
+def folder(where: Path, content: str) -> None:
+    with locations.draft_folder(where) as draft:
+        for name in ("a", f"only {content}", "below/b"):
+            (draft / name).parent.mkdir(exist_ok=True)
+            (draft / name).write_text(content * 1000)
+
+
+def trained(where: Path, content: str, **given: Any) -> None:
+    import torch
+
+    from tests.torch.small import Line, inline
+
+    with inline(Line) as trainer:
+        for parameter in trainer.get_local_operator()._parts.models[0].parameters():
+            torch.nn.init.constant_(parameter, float(content == "new"))
+        trainer.save(where, **given)
+
+
+def sharded(where: Path, content: str) -> None:
+    trained(where, content, sharded=True)
+
+
+KINDS = {"file": file, "folder": folder, "trained": trained, "sharded": sharded}
+
+if __name__ == "__main__":
+    save, where = KINDS[sys.argv[1]], Path(sys.argv[2])
+    save(where, "old")
+    print("ready", flush=True)
+    sys.stdin.readline()
+    save(where, "new")
