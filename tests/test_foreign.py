@@ -1,9 +1,7 @@
 """Private names of other libraries are used in one file for each framework, and the installed versions still have them."""
 
 import ast
-import copy
 import sys
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -249,24 +247,6 @@ def loading_by_copying() -> None:
     assert not torch_foreign.loads_without_parameters(optimizer)
 
 
-def stand_in_for_an_optimizer() -> None:
-    optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
-    stand_in = torch_foreign.optimizer_stand_in([{"lr": 0.1, "initial_lr": 0.1}])
-    private = vars(stand_in).keys() - {"param_groups", "step", "_step_count"}  # schedulers read the last one of theirs
-    for name in private:
-        assert not hasattr(optimizer, name)
-    optimizer.step()
-    assert private <= vars(optimizer).keys()
-    assert vars(stand_in.step).keys() <= vars(optimizer.step).keys()
-    twin = copy.deepcopy(scheduler, {id(optimizer): stand_in})
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        twin.step()
-    assert stand_in.param_groups[0]["lr"] == 0.05
-    assert optimizer.param_groups[0]["lr"] == 0.1
-
-
 def multiplication() -> None:
     tensors = [torch.ones(2), torch.ones(3)]
     torch_foreign.multiply_all(tensors, 0.5)
@@ -296,7 +276,6 @@ TORCH: list[Callable[[], None]] = [
     schedulers,
     versions_of_modules,
     loading_by_copying,
-    stand_in_for_an_optimizer,
     multiplication,
     backward_callback,
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from raysgd.core.sampling_plan import SamplingPlan
 
@@ -28,15 +28,6 @@ class StepPlan(NamedTuple):
     @classmethod
     def of(cls, epoch: SamplingPlan, steps: int, epochs: int, window: int = 1) -> StepPlan:
         return cls(steps, epochs, epoch.world_size, epoch.total, epoch.step_size, epoch.drop_last, window)
-
-    @staticmethod
-    def fits(value: Any) -> bool:
-        """Return whether this can be the tuple of a plan, or an empty one."""
-        if not isinstance(value, (list, tuple)) or len(value) not in (0, len(StepPlan._fields)):
-            return False
-        return all(type(each) in (int, bool) and 0 <= each < 1 << 62 for each in value) and (
-            not value or value[4] * value[6] > 0
-        )
 
     @property
     def epoch(self) -> SamplingPlan:

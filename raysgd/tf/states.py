@@ -16,7 +16,6 @@ from raysgd.training.position import check_count
 __all__ = [
     "FORMAT",
     "check",
-    "check_random",
     "dump",
     "gather",
     "parse",
@@ -60,11 +59,8 @@ def check(operator: Any, state: dict[str, Any]) -> None:
             here, there = [_of_variable(each) for each in variables], [_of_array(each) for each in arrays]
             if here != there:
                 raise CheckpointError(_difference(f"{kind[:-1]} {number}", here, there))
-    for number, (optimizer, arrays) in enumerate(zip(parts.optimizers, state["optimizers"], strict=True)):
-        for variable, array in zip(optimizer_variables(optimizer), arrays, strict=True):
-            if variable is optimizer.iterations and int(array) < 0:
-                raise CheckpointError(f"optimizer {number} has made {int(array)} steps in the checkpoint")
-    check_count("global_step", state.get("global_step", 0))
+    for name in ("global_step", "epoch"):  # which users change
+        check_count(name, state.get(name, 0))
 
 
 def _of_variable(variable: Any) -> tuple[str, tuple[int, ...]]:
@@ -144,32 +140,7 @@ def random_state() -> dict[str, Any]:
 
 
 def restore_random(state: dict[str, Any]) -> None:
-    python, numpy = _generators(state)
-    random.setstate(python)
-    np.random.set_state(numpy)
-
-
-def check_random(ranks: Any) -> None:
-    """Raise CheckpointError unless random states can be set, which is tried on generators made for it."""
-    if ranks is not None and not isinstance(ranks, list):
-        raise CheckpointError(f"the checkpoint's random states are a {type(ranks).__name__}, not one for each rank")
-    for rank, state in enumerate(ranks or []):
-        try:
-            python, numpy = _generators(state)
-            trial = random.Random()
-            trial.setstate(python)
-            if trial.getstate() != python:  # setstate() drops the upper bits of numbers that are too large
-                raise ValueError("Python's state differs after it was set")
-            np.random.RandomState().set_state(numpy)
-            # NumPy does not check the position, and would read beyond the numbers.
-            if len(numpy[1]) != 624 or type(numpy[2]) is not int or not 0 <= numpy[2] <= 624:
-                raise ValueError(f"a position of {numpy[2]!r:.60} in {len(numpy[1])} numbers")
-        except Exception as error:
-            said = str(error) or type(error).__name__
-            raise CheckpointError(f"the random state of rank {rank} in the checkpoint is not one ({said})") from error
-
-
-def _generators(state: dict[str, Any]) -> tuple[Any, Any]:
     version, internal, gauss = state["python"]
     kind, keys, position, has_gauss, cached = state["numpy"]
-    return (version, tuple(internal), gauss), (kind, np.asarray(keys, np.uint32), position, has_gauss, cached)
+    random.setstate((version, tuple(internal), gauss))
+    np.random.set_state((kind, np.asarray(keys, np.uint32), position, has_gauss, cached))

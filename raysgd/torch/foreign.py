@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import types
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, cast
@@ -43,7 +42,6 @@ __all__ = [
     "multiply_all",
     "nested_schedulers",
     "no_collectives",
-    "optimizer_stand_in",
     "processes_of",
     "remove_sharding",
     "reset_iteration",
@@ -300,16 +298,6 @@ def with_module_versions(content: dict[Any, Any], state: Any) -> dict[Any, Any]:
     versioned: Any = OrderedDict(content)  # a plain dict has no attributes
     versioned._metadata = versions
     return cast("dict[Any, Any]", versioned)
-
-
-def optimizer_stand_in(param_groups: list[dict[str, Any]]) -> Any:
-    """Return an object that a scheduler takes for an optimizer that has made a step."""
-
-    def step() -> None:
-        """Do nothing."""
-
-    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    return types.SimpleNamespace(param_groups=param_groups, step=step, _opt_called=True, _step_count=1)
 
 
 def nested_schedulers(scheduler: Any) -> Sequence[Any]:

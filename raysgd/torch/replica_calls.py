@@ -152,7 +152,7 @@ def restore_shards(replica: TorchReplica, folder: Place, files: shard_files.File
         with on_all_ranks(ranks):  # before anything is unpickled
             source.verify(replica.rank, ranks)
         with on_all_ranks(ranks):
-            check_fits(operator, states.shaped(shard_files.read_outline(source.folder)), metadata_only=True)
+            check_fits(operator, states.shaped(shard_files.read_outline(source.folder)))
 
     with closing(source):
         refused = _or_refusal(check)  # the same on all ranks

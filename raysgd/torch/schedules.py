@@ -15,16 +15,9 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from raysgd.errors import ConfigError, counted
 from raysgd.torch.foreign import nested_schedulers
 
-__all__ = ["OWN_STATE", "has_length_in_code", "stepped_twice", "steps_of", "watch_schedule"]
+__all__ = ["has_length_in_code", "stepped_twice", "steps_of", "watch_schedule"]
 
 logger = logging.getLogger("raysgd")
-
-# What `watch_schedule` adds to a scheduler's state, with a check of a value that comes from a checkpoint.
-OWN_STATE: dict[str, Callable[[Any], bool]] = {
-    "_made_for_workers": lambda value: type(value) is int and value >= 0,
-    "_workers_differed": lambda value: type(value) is bool,
-    "_made_for_steps": lambda value: value is None or (type(value) is int and value >= 0),
-}
 
 
 def steps_of(scheduler: Any) -> Any:

@@ -7,20 +7,15 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from raysgd.core.progress import Progress
-from raysgd.core.step_plan import StepPlan
 from raysgd.errors import CheckpointError
 
 __all__ = ["Position", "at_its_epoch", "check_count"]
 
-# A TensorFlow data set is begun once for each epoch before this one, so that its shuffle continues.
-MOST_EPOCHS, MOST = 1_000_000, 1 << 62
 
-
-def check_count(name: str, value: Any, least: int = 0, most: int = MOST) -> None:
-    """Raise CheckpointError unless a checkpoint's value is an integer in this range."""
-    if type(value) is not int or not least <= value <= most:
-        allowed = f"of at least {least}" if most == MOST else f"from {least} to {most}"
-        raise CheckpointError(f"{name} is {value!r:.60}, and must be an integer {allowed}")
+def check_count(name: str, value: Any) -> None:
+    """Raise CheckpointError unless a value that a user may have changed in a state is a count."""
+    if type(value) is not int or value < 0:
+        raise CheckpointError(f"{name} is {value!r:.60}, and must be an integer of at least 0")
 
 
 def at_its_epoch(state: dict[str, Any]) -> dict[str, Any]:
@@ -38,11 +33,6 @@ def at_its_epoch(state: dict[str, Any]) -> dict[str, Any]:
     if isinstance(loader, Mapping):  # without its places in the epoch that it was in
         changed["loader"] = {name: each for name, each in loader.items() if name not in ("marks", "places")}
     return changed
-
-
-def _check_flag(name: str, value: Any) -> None:
-    if type(value) is not bool:
-        raise CheckpointError(f"{name} is {value!r:.60}, and must be True or False")
 
 
 @dataclass
@@ -99,9 +89,8 @@ class Position:
     def resume_epoch(self) -> None:
         """Restore the epoch's position, if it was stored."""
         if self.parked is not None:
-            kept = self.parked[2] if len(self.parked) > 2 else None  # older checkpoints have two entries
-            self.stream = self.offset if kept is None else kept
-            self.offset, self.ended = self.parked[:2]
+            stream, self.offset, self.ended = self.offset, self.parked[0], self.parked[1]
+            self.stream = stream if self.parked[2] is None else self.parked[2]
             self.parked = None
 
     @property
@@ -116,44 +105,6 @@ class Position:
         for each in fields(self):
             setattr(self, each.name, values.get(each.name, each.default))
         self.plan = None if self.plan is None else tuple(self.plan)  # JSON makes a list of it
-
-    @classmethod
-    def check(cls, values: Any, name: str, *, tensorflow: bool = False) -> None:
-        """Raise CheckpointError unless `adopt` can take these values from a checkpoint. For TensorFlow, unknown values and
-        streams are refused, and the number of epochs is limited."""
-        if not isinstance(values, Mapping) or not all(isinstance(key, str) for key in values):
-            raise CheckpointError(f"{name} is a {type(values).__name__}, and must be a dictionary of counters")
-        unknown = values.keys() - {each.name for each in fields(cls)}
-        if tensorflow and (unknown or values.get("parked") is not None):
-            raise CheckpointError(
-                f"{name} contains {sorted(unknown or {'parked'})}, which TFTrainer.save() does not write"
-            )
-        for each in fields(cls):
-            value, where = values.get(each.name, each.default), f"{name}[{each.name!r}]"
-            if isinstance(each.default, bool):
-                _check_flag(where, value)
-            elif each.name == "plan":
-                if value is not None and not StepPlan.fits(value):
-                    raise CheckpointError(
-                        f"{where} is {value!r:.60}, and must be None or a list of {len(StepPlan._fields)} counts"
-                    )
-            elif each.name != "parked":
-                limited = tensorflow and each.name in ("epoch", "call_epoch")
-                check_count(where, value, -1 if each.name == "call" else 0, MOST_EPOCHS if limited else MOST)
-            elif value is not None:
-                cls._check_parked(value, where)
-        if not values.get("ended", True) and not values.get("epoch"):
-            raise CheckpointError(f"{name} is in the middle of an epoch, but no epoch has begun")
-
-    @staticmethod
-    def _check_parked(value: Any, where: str) -> None:
-        """Check the epoch's offset, whether it has ended, and (not in older files) the position in a stream."""
-        if not isinstance(value, (list, tuple)) or len(value) not in (2, 3):
-            raise CheckpointError(f"{where} must be None or a list of two or three values")
-        check_count(f"{where}[0]", value[0])
-        _check_flag(f"{where}[1]", value[1])
-        if value[2:] and value[2] is not None:
-            check_count(f"{where}[2]", value[2])
 
     def open_call(self, call: int) -> bool:
         """Begin a call, or continue it. Return False if its work is done already."""

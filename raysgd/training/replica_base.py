@@ -541,7 +541,7 @@ class ReplicaBase(ABC):
         old = {"epoch": state.get("epoch", 0), "step": state.get("global_step", 0)}
         self._position.adopt(state.get("position") or old)
         self._val_position.adopt(state.get("validation_position") or {})
-        began = Position()  # a file without a digest may lack counters
+        began = Position()  # a state may lack counters
         began.adopt(state.get("validation_began") or self._val_position.as_dict())
         self._validation_began = began.as_dict()
         self._tested.adopt(state.get("test_position") or {})

@@ -77,20 +77,13 @@ def test_the_driver_detects_damage(pair: Bench) -> None:
     pair.next_steps_are_right()
 
 
-SOME = ["weight: another shape", "exp_avg: another shape", "lr: text", "last_epoch: text", "offset: negative"]
-SOME += ["torch: too short", "order: samples that are not here", "operator: half"]
+SOME = ["weight: another shape", "exp_avg: another shape", "order: samples that are not here", "operator: half"]
 
 
 def test_wrong_contents_change_no_rank(pair: Bench) -> None:
     for name in WRONG if NIGHTLY else SOME:
         pair.try_file(stored(WRONG[name](pair.start)))
     assert pair.tally["rejected"] == pair.tally["tried"]
-    pair.next_steps_are_right()
-
-
-def test_the_random_states_of_each_rank_are_checked(pair: Bench) -> None:
-    pair.try_file(stored(replaced(pair.start, ("rng", 1, "torch"), torch.zeros(3, dtype=torch.uint8))))
-    assert pair.tally["rejected"] == 1
     pair.next_steps_are_right()
 
 

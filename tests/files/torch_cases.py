@@ -33,7 +33,7 @@ class Rich(TrainingOperator):
         adam = torch.optim.Adam(
             [{"params": [first.weight], "lr": 0.02}, {"params": [first.bias], "lr": 0.03, "weight_decay": 0.1}]
         )
-        sgd = torch.optim.SGD(second.parameters(), lr=0.05, momentum=0.8)
+        sgd = torch.optim.SGD(second.named_parameters(), lr=0.05, momentum=0.8)
         self.models, self.optimizers, self.criterion, self.schedulers = self.register(
             models=[first, second],
             optimizers=[adam, sgd],
@@ -237,17 +237,6 @@ def bench(folder: Path, **arguments: Any) -> Iterator[Bench]:
         assert same(complete(trainer), before)
         made.quickly = made.quick()
         yield made
-
-
-def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Yield the paths to all values, including the containers."""
-    yield path
-    if isinstance(value, Mapping):
-        for key in value:
-            yield from leaves(value[key], (*path, key))
-    elif isinstance(value, (list, tuple)):
-        for place, each in enumerate(value):
-            yield from leaves(each, (*path, place))
 
 
 def at(value: Any, path: tuple[Any, ...]) -> Any:

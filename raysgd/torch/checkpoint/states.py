@@ -39,7 +39,6 @@ __all__ = [
     "restore_rest",
     "scaler_of",
     "seed_generators",
-    "set_random",
     "shaped",
     "unchanging",
     "write",
@@ -277,16 +276,12 @@ def seed_generators(seed: int) -> None:
 
 
 def restore_random(state: dict[str, Any]) -> None:
-    set_random(state, random, torch.default_generator, numpy.random)
-    if torch.cuda.is_available() and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"])
-
-
-def set_random(state: Mapping[str, Any], python: Any, torch_generator: Any, numpy_random: Any) -> None:
-    """Set the states of these generators. A process without NumPy saved no state for it."""
+    """Set this process's random states. A process without NumPy saved no state for it."""
     version, internal, gauss = state["python"]
-    python.setstate((version, tuple(internal), gauss))
-    torch_generator.set_state(state["torch"])
+    random.setstate((version, tuple(internal), gauss))
+    torch.set_rng_state(state["torch"])
     if "numpy" in state:
         kind, keys, position, has_gauss, cached = state["numpy"]
-        numpy_random.set_state((kind, keys.numpy().astype("uint32"), position, has_gauss, cached))
+        numpy.random.set_state((kind, keys.numpy().astype("uint32"), position, has_gauss, cached))
+    if torch.cuda.is_available() and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"])
