@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from raysgd import CheckpointError, ConfigError
-from raysgd.storage import locations
+from raysgd.storage import durable, locations
 
 
 def explode(*_: Any) -> None:
@@ -60,13 +60,27 @@ def test_ctrl_c_while_a_draft_is_made_leaves_none(tmp_path: Path, monkeypatch: p
     assert os.listdir(tmp_path) == []
 
 
-def test_a_file_is_synced_before_it_is_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_on_the_disk_before_it_is_renamed_and_the_new_name_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     order: list[str] = []
-    sync, replace = os.fsync, os.replace
-    monkeypatch.setattr(os, "fsync", lambda fd: (order.append("sync"), sync(fd))[1])
+    real, replace = os.fsync, os.replace
+
+    def sync(descriptor: int) -> None:
+        order.append("sync folder" if stat.S_ISDIR(os.fstat(descriptor).st_mode) else "sync")
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", sync)
     monkeypatch.setattr(os, "replace", lambda a, b: (order.append("rename"), replace(a, b))[1])
     locations.write(tmp_path / "a", b"1")
-    assert order[:2] == ["sync", "rename"]
+    assert order == ["sync", "rename", "sync folder"]
+    order.clear()
+    locations.write(tmp_path / "new" / "a", b"1")
+    assert order == ["sync folder", "sync", "rename", "sync folder"], "the new folder's name too"
+    order.clear()
+    with locations.draft_folder(tmp_path / "folder") as draft:
+        (draft / "a").write_bytes(b"1")
+    assert order == ["sync", "sync", "sync folder", "rename", "sync folder"]
 
 
 @pytest.mark.parametrize("data", [b"", b"1" * 10, memoryview(b"abc"), bytearray(b"abc")])
@@ -189,6 +203,7 @@ def test_a_folder_that_cannot_be_renamed_leaves_the_old_one(tmp_path: Path, monk
         real(source, target)
 
     with monkeypatch.context() as patch:
+        patch.setattr(durable, "exchange", lambda *_: False)
         patch.setattr(os, "replace", fails_for_the_draft)
         with pytest.raises(OSError, match="no space"), locations.draft_folder(tmp_path / "folder") as draft:
             (draft / "new").write_bytes(b"new")

@@ -1,8 +1,10 @@
-"""Write files that are on the disk once `sync` has returned, delete drafts of killed processes, create private folders. Both."""
+"""Write and rename files so that they are on the disk, delete drafts of killed processes, create private folders. Both."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
 import hashlib
 import io
 import logging
@@ -23,12 +25,16 @@ except ImportError:  # Windows, where drafts of killed processes are not removed
 
 __all__ = [
     "DurableFile",
+    "exchange",
     "host_mark",
+    "make_folder",
     "open_locked",
     "own_folder",
     "private_folder",
     "private_place",
     "remove_abandoned",
+    "rename",
+    "sync_folder",
 ]
 
 logger = logging.getLogger("raysgd")
@@ -100,6 +106,44 @@ class DurableFile(io.FileIO):
         flushing, self._flushing = self._flushing, None
         if flushing is not None:
             flushing.result()
+
+
+def rename(source: Path, target: Path) -> None:
+    """Rename a file or a folder in place of `target`, and return when the new name is on the disk."""
+    os.replace(source, target)
+    sync_folder(target.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Return when the names in a folder are on the disk."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except PermissionError:  # a folder in which one may create files, but not list them
+        return
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems cannot do this for folders
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def make_folder(folder: Path) -> None:
+    """Create a folder, and those above it, unless they exist. Return when their names are on the disk."""
+    if not folder.is_dir():
+        make_folder(folder.parent)
+        folder.mkdir(exist_ok=True)
+        sync_folder(folder.parent)
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Exchange the names of two files or folders at once. Return False if the system cannot do this."""
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    here, exchange_flag = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    if renameat2 is None:
+        return False
+    return bool(renameat2(here, os.fsencode(one), here, os.fsencode(other), exchange_flag) == 0)
 
 
 def host_mark() -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shutil
 import stat
 import tempfile
@@ -16,7 +17,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from raysgd.errors import CheckpointError, ConfigError
-from raysgd.storage import folders, remote
+from raysgd.storage import durable, folders, remote
 from raysgd.storage.durable import DurableFile, host_mark, open_locked, remove_abandoned
 from raysgd.storage.masking import mask, without_secrets
 from raysgd.storage.remote import Uri
@@ -35,6 +36,7 @@ __all__ = [
     "move_aside",
     "names",
     "place",
+    "place_to_load",
     "place_to_save",
     "put_folder",
     "read",
@@ -47,6 +49,7 @@ logger = logging.getLogger("raysgd")
 
 Place = Path | Uri
 FILE, LOCAL = "file://", "local://"
+OLD = ".old"
 SPECIAL = {
     stat.S_IFCHR: "a character device",
     stat.S_IFBLK: "a block device",
@@ -140,7 +143,7 @@ class Draft:
         if self._target is None:
             self.temporary = Path(tempfile.gettempdir()) / name
         else:
-            self._target.parent.mkdir(parents=True, exist_ok=True)
+            durable.make_folder(self._target.parent)
             self.temporary = self._target.parent / name
         # Other users can read the temporary folder. Elsewhere, a checkpoint gets the mode that the umask allows.
         mode = 0o600 if self._target is None else 0o666
@@ -157,7 +160,7 @@ class Draft:
             raise
 
     def keep(self) -> Place:
-        """Sync the file, and rename or upload it. Return its place."""
+        """Sync the file, rename it, and sync its folder, or upload it. Return its place."""
         self.file.sync()
         lock = os.dup(self.file.fileno())  # keeps the draft locked until it has its name or was uploaded
         try:
@@ -167,7 +170,7 @@ class Draft:
                 self.temporary.unlink()
             else:
                 assert self._target is not None
-                os.replace(self.temporary, self._target)
+                durable.rename(self.temporary, self._target)
         finally:
             os.close(lock)
         self._lost.detach()
@@ -248,7 +251,7 @@ def draft_folder(path: Any) -> Iterator[Path]:
         return
     target = check_folder(where)
     assert target is not None
-    target.parent.mkdir(parents=True, exist_ok=True)
+    durable.make_folder(target.parent)
     draft = target.parent / f".{target.name}.{uuid.uuid4().hex[:8]}.tmp"
     try:
         draft.mkdir()
@@ -264,22 +267,47 @@ def draft_folder(path: Any) -> Iterator[Path]:
 
 
 def put_folder(draft: Path, target: Path) -> None:
-    """Rename a folder to `target`, and then delete what was there before. If renaming fails, restore that."""
-    old = draft.with_suffix(".old")
-    replaces = os.path.lexists(target)
-    if replaces:
-        os.replace(target, old)
-    try:
+    """Give a folder of files that are on the disk the name `target`, and then delete what was there before. At any time, there is
+    one of the two: either the system can exchange their names at once, or `place_to_load` finds the old one."""
+    for each in [draft, *(path for path in draft.rglob("*") if path.is_dir())]:
+        durable.sync_folder(each)
+    if not os.path.lexists(target):
         os.replace(draft, target)
-    except BaseException:
-        if replaces:
-            os.replace(old, target)
-        raise
-    if replaces:
+    elif not durable.exchange(draft, target):
+        old = draft.with_suffix(OLD)
+        os.replace(target, old)
         try:
-            shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink()
+            os.replace(draft, target)
+        except BaseException:
+            os.replace(old, target)
+            raise
+    durable.sync_folder(target.parent)
+    for old in [draft, *_replaced_by(target)]:
+        try:
+            if os.path.lexists(old):
+                shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink()
         except OSError as error:  # the new folder is in place, so the caller's work is done
             logger.warning("%s, which %s replaced, could not be deleted: %s", old, target, error)
+
+
+def _replaced_by(target: Path) -> list[Path]:
+    """Return the folders that had this name until `put_folder` renamed them and was interrupted."""
+    name = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{8}}\{OLD}")
+    return [target.parent / each for each in os.listdir(target.parent) if name.fullmatch(each)]
+
+
+def place_to_load(where: Any) -> Place:
+    """Return the place for a path or a URI. If there is nothing, because a process was killed while it replaced a folder, return
+    the old folder."""
+    found = place(where)
+    if isinstance(found, Path) and not found.exists():
+        target = Path(os.path.realpath(found))
+        for old in _replaced_by(target) if target.parent.is_dir() else []:
+            logger.warning(
+                "a process was killed while it replaced %s: what was there before is read, from %s", found, old
+            )
+            return old
+    return found
 
 
 @contextmanager

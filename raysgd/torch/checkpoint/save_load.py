@@ -47,7 +47,7 @@ class Checkpoints(Saves):
     # -- load -----------------------------------------------------------------------------------------
 
     def load(self, path: str | os.PathLike[str], *, trusted: bool) -> None:
-        where = locations.place(path)
+        where = locations.place_to_load(path)
         try:
             with readable():
                 is_folder = isinstance(where, Path) and where.is_dir()
