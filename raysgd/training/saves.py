@@ -22,7 +22,8 @@ from raysgd.core.protocols import Call
 from raysgd.engine.engine import Engine, Job
 from raysgd.errors import CheckpointError
 from raysgd.storage import locations
-from raysgd.training.writing import END_BYTES, DraftFile, Report, content, random_state, save_file
+from raysgd.training import writing
+from raysgd.training.writing import END_BYTES, DraftFile, Report
 from raysgd.workers.worker_group import TransferProtocol
 
 __all__ = ["DraftOfSave", "FileDraft", "SaveHandle", "Saves"]
@@ -232,7 +233,7 @@ class Saves:
         self._running: list[SaveHandle] = []
 
     def save(self, path: str | os.PathLike[str], *, blocking: bool = True) -> str | SaveHandle:
-        return self.write(FileDraft(locations.place_to_save(path)), save_file, lambda: 1, blocking=blocking)
+        return self.write(FileDraft(locations.place_to_save(path)), writing.save, lambda: 1, blocking=blocking)
 
     def write(
         self,
@@ -269,11 +270,11 @@ class Saves:
 
     def random_states(self) -> list[Any]:
         """Return the random state of each rank."""
-        return self._engine.run(Job(Call(random_state), needs_state=True))[-1].values
+        return self._engine.run(Job(Call(writing.random_state), needs_state=True))[-1].values
 
     def content(self) -> Any:
         """Return the complete checkpoint as bytes."""
-        call = Call(content, {"ranks": self.random_states()})
+        call = Call(writing.checkpoint, {"ranks": self.random_states()})
         return self._engine.run(Job(call, needs_state=True))[-1].values[0].data
 
     def raise_failed(self) -> None:

@@ -16,7 +16,7 @@ from raysgd.core.progress import Control
 from raysgd.errors import described
 from raysgd.storage.durable import DurableFile
 
-__all__ = ["END_BYTES", "DraftFile", "Report", "content", "random_state", "reported", "save_file"]
+__all__ = ["END_BYTES", "DraftFile", "Report", "checkpoint", "random_state", "reported", "save"]
 
 logger = logging.getLogger("raysgd")
 
@@ -48,7 +48,7 @@ def random_state(replica: Any) -> Any:
     return replica._random_state()
 
 
-def content(replica: Any, ranks: list[Any]) -> Any:
+def checkpoint(replica: Any, ranks: list[Any]) -> Any:
     """Return the complete checkpoint as bytes, on rank 0."""
     write = replica.checkpoint_writer(ranks, later=False)
     if write is None:
@@ -58,7 +58,7 @@ def content(replica: Any, ranks: list[Any]) -> Any:
     return buffer.getbuffer()
 
 
-def save_file(replica: Any, draft: DraftFile, transfers: list[str], ranks: list[Any], later: bool) -> Report | None:
+def save(replica: Any, draft: DraftFile, transfers: list[str], ranks: list[Any], later: bool) -> Report | None:
     """Write the checkpoint to the draft, from rank 0. `ranks` are the random states of all ranks."""
     write = replica.checkpoint_writer(ranks, later=later)
     return None if write is None else reported(replica, transfers[0], partial(_write, draft, write), later=later)
