@@ -83,6 +83,19 @@ def load(data: Any, *, trusted: bool = False) -> Any:
         raise CheckpointError(f"it cannot be read ({str(error) or type(error).__name__})") from error
 
 
+def plain_values(data: Any) -> dict[str, Any]:
+    """Return the plain values of a stored dictionary, and `...` for all others, which are not read."""
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        pairs = json.loads(archive.read(HEAD))["items"]
+        found: dict[str, Any] = {}
+        for key, value in pairs:
+            if isinstance(value, dict) and value.get("#") == "array" and value.get("scalar"):
+                at = value["at"]
+                value = _typed(_array(archive.read(f"{at}.npy"), at), value)[()]
+            found[str(key)] = ... if isinstance(value, (dict, list)) else value
+        return found
+
+
 def is_stored(data: Any) -> bool:
     """Return whether `dump` may have returned these bytes."""
     try:

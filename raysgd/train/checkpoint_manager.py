@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from raysgd.errors import CheckpointError, ConfigError
-from raysgd.storage import folders, locations
+from raysgd.storage import folders, locations, values
 from raysgd.storage.folders import MARKER
 from raysgd.storage.locations import Place
 from raysgd.storage.remote import Uri, probe
@@ -124,7 +124,12 @@ class CheckpointManager:
     def _score(self, number: int, payload: bytes, metrics: dict[str, Any]) -> float:
         if self.strategy.by_time:
             return float(number)  # the clock may be set back
-        content = {} if is_directory(payload) else Checkpoint.from_bytes(payload, trusted=True).to_dict()
+        if is_directory(payload):
+            content = {}
+        elif values.is_stored(payload):
+            content = values.plain_values(payload)  # without the weights, which would be read to rank it by one number
+        else:  # of Ray Train 1.x
+            content = Checkpoint.from_bytes(payload, trusted=True).to_dict()
         return self.strategy.score(content, metrics)
 
     def _score_adopted(self, number: int, payload: bytes, metrics: dict[str, Any]) -> float:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import os
 import re
 import threading
+import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +27,7 @@ logger = logging.getLogger("raysgd")
 
 NAME = re.compile(r"loop(\d+)-epoch(\d+)-step(\d+)")
 RECORD = ".json"  # written after the checkpoint: a checkpoint without its record is incomplete, and is never loaded
+HISTORY = "raysgd-history.jsonl"
 LISTED = 3  # files in a message
 
 # Words in the names of metrics of which more is better.
@@ -113,6 +116,7 @@ class CheckpointFolder:
         self.settings, self._suffix = settings, suffix
         where = locations.place(settings.path)
         self._where = where.absolute() if isinstance(where, Path) else where
+        self._rows = StoredRows(self._where / HISTORY)
         self._claim: FolderClaim | None = None
         self._saving: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -131,7 +135,7 @@ class CheckpointFolder:
                 self._unrecorded |= dict.fromkeys(files, f"there is no {place.name}{RECORD}")
                 continue
             try:
-                score = self.record(place)["score"]
+                score = self._record(place)["score"]
             except CheckpointError as error:
                 self._unrecorded |= dict.fromkeys(files, str(error))
                 continue
@@ -199,8 +203,11 @@ class CheckpointFolder:
         return self._cost(score) < (math.inf if best is None else self._cost(scores[best]))
 
     def record(self, place: SavedPlace) -> dict[str, Any]:
-        """Return what was stored with a checkpoint: its score, the history until then, and (not in older ones) how many epochs
-        and workers the run had."""
+        """Return what was stored with a checkpoint: its score, how many epochs and workers the run had, and its history."""
+        found = self._record(place)
+        return {**found, "history": [*self._rows.read(found["before"]), *found["newest"]]}
+
+    def _record(self, place: SavedPlace) -> dict[str, Any]:
         file = self._file(place, RECORD)
         found, has_digest = folders.parse_json(locations.read(file), file)
         if not has_digest or not _is_record(found):
@@ -233,12 +240,14 @@ class CheckpointFolder:
         check()
         self._keep_unrecorded(place)
         finish = start(locations.text_of(self._file(place)))
-        record = folders.dump_json({"score": score, "history": [_storable(row) for row in rows], **run})
+        stored = self._rows.add(rows)
+        record = folders.dump_json({"score": score, **stored, **run})
 
         def complete() -> None:
             try:
                 finish()
                 check()
+                self._rows.write(stored["before"]["bytes"])
                 locations.write(self._file(place, RECORD), record)
                 self._scores[place] = score
                 self._prune()
@@ -292,6 +301,61 @@ class CheckpointFolder:
         return score if self.settings.mode == "min" else -score
 
 
+class StoredRows:
+    """Owns the file with the rows of a run's history, one line for each, to which each save adds the new ones. A record says which
+    part of it belongs to a checkpoint. The newest row is in the record, because it can still change."""
+
+    def __init__(self, file: locations.Place) -> None:
+        self._file = file
+        self._data, self._crc, self._count, self._stored = bytearray(), 0, 0, -1
+
+    def add(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Add all rows but the newest, unless they were added before. Return what a record needs to find them again."""
+        if len(rows) - 1 < self._count:  # a history that began again
+            self._data, self._crc, self._count, self._stored = bytearray(), 0, 0, -1
+        added = [json.dumps(_storable(row)) + "\n" for row in rows[self._count : max(len(rows) - 1, 0)]]
+        lines = "".join(added).encode()
+        self._data += lines
+        self._crc = zlib.crc32(lines, self._crc)
+        self._count += len(added)
+        part = {"rows": self._count, "bytes": len(self._data), "crc": self._crc}
+        return {"before": part, "newest": [_storable(row) for row in rows[self._count :]]}
+
+    def write(self, size: int) -> None:
+        """Write the first bytes to the file: to a local one, only those that it lacks."""
+        if size == max(self._stored, 0):
+            return
+        if isinstance(self._file, Path) and self._stored >= 0 and _size(self._file) == self._stored:
+            with open(self._file, "ab") as file:
+                file.write(memoryview(bytes(self._data[self._stored : size])))
+                file.flush()
+                os.fsync(file.fileno())
+        else:
+            locations.write(self._file, bytes(self._data[:size]))
+        self._stored = size
+
+    def read(self, part: Mapping[str, int]) -> list[Any]:
+        """Return the rows of a record, to which later ones are added. Without them, a run can continue, so a warning says that
+        they are lost."""
+        self._data, self._crc, self._count, self._stored = bytearray(), 0, 0, -1
+        if not part["rows"]:
+            return []
+        try:
+            data = locations.read(self._file)[: part["bytes"]]
+            if len(data) != part["bytes"] or zlib.crc32(data) != part["crc"]:
+                raise CheckpointError(f"{self._file} is damaged")
+            rows = [json.loads(line) for line in data.splitlines()]
+        except (OSError, CheckpointError) as error:
+            logger.warning("the history before %s is lost, and training resumes without it", error)
+            return []
+        self._data, self._crc, self._count = bytearray(data), part["crc"], len(rows)
+        return rows
+
+
+def _size(file: Path) -> int:
+    return file.stat().st_size if file.is_file() else -1
+
+
 def _place_of(name: str, suffix: str) -> SavedPlace | None:
     """Return the place in the name of a file that `CheckpointFolder` wrote; None for other files."""
     found = NAME.fullmatch(name.removesuffix(suffix)) if name.endswith(suffix) else None
@@ -300,13 +364,15 @@ def _place_of(name: str, suffix: str) -> SavedPlace | None:
 
 
 def _is_record(found: Mapping[str, Any]) -> bool:
-    """Return whether this is what `save` stores with a checkpoint. Older records have fewer keys."""
-    score, history = found.get("score", ""), found.get("history")
+    """Return whether this is what `save` stores with a checkpoint."""
+    score, before, newest = found.get("score", ""), found.get("before"), found.get("newest")
     return (
         (score is None or is_real(score))
-        and isinstance(history, list)
-        and all(isinstance(row, dict) and row.keys() >= set(ROW_FIELDS) for row in history)
-        and all(isinstance(found.get(name, 0), int) for name in ("epochs", "workers"))
+        and isinstance(before, dict)
+        and all(isinstance(before.get(name), int) for name in ("rows", "bytes", "crc"))
+        and isinstance(newest, list)
+        and all(isinstance(row, dict) and row.keys() >= set(ROW_FIELDS) for row in newest)
+        and all(isinstance(found.get(name), int) for name in ("epochs", "workers"))
     )
 
 

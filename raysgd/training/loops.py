@@ -183,7 +183,7 @@ class EpochLoops:
         assert self._folder is not None
         place = SavedPlace(self._loop, self._done, self._step())
         run = {"epochs": self._count, "workers": self._workers}
-        self._folder.save(place, score, self._history.rows, self._start, **run)
+        self._folder.save(place, score, self._history, self._start, **run)
         self._mark, self._saved_at = place.step, self._clock()
 
     def _is_due(self) -> bool:

@@ -5,6 +5,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from raysgd.errors import CheckpointError
@@ -93,7 +94,20 @@ def test_a_score_in_the_checkpoint_has_priority_over_the_metrics(tmp_path: Path)
     assert on_disk(tmp_path) == ["000001"]
 
 
-@pytest.mark.parametrize("content", [{}, {"loss": "small"}, {"loss": None}])
+class Unread:
+    def __reduce__(self) -> Any:
+        return pytest.fail, ("the checkpoint was read to rank it",)
+
+
+@pytest.mark.parametrize("kind", [float, np.float64, np.float32])
+def test_a_checkpoint_is_ranked_without_reading_its_weights(tmp_path: Path, kind: Any) -> None:
+    made = CheckpointManager(tmp_path, CheckpointStrategy(num_to_keep=1, checkpoint_score_attribute="loss"))
+    for loss in (1.5, 3.5, 2.5):
+        add(made, stored({"model": Unread(), "weights": np.zeros(5), "loss": kind(loss)}), {})
+    assert on_disk(tmp_path) == ["000002"]
+
+
+@pytest.mark.parametrize("content", [{}, {"loss": [1.0]}, {"loss": "small"}, {"loss": None}])
 def test_a_missing_or_invalid_score_is_an_error(tmp_path: Path, content: dict[str, Any]) -> None:
     made = CheckpointManager(tmp_path, CheckpointStrategy(checkpoint_score_attribute="loss"))
     with pytest.raises(ValueError, match="'loss' must be a number"):
