@@ -27,6 +27,7 @@ from raysgd.errors import CheckpointError
 
 HEAD, OBJECTS = "state.json", "objects.pkl"
 MOST_NESTED = 100
+ALIGNED = 16  # bytes, which the size of each element divides
 MOST_BITS = 10_000  # of an integer: Python refuses to read longer ones from text
 PLAIN_KINDS = "biufcSUmM"
 PLAIN = (type(None), bool, int, float, str)
@@ -43,7 +44,9 @@ def dump(data: Any, *, dumps: Dumps | None = None) -> memoryview:
     what they inherit from."""
     encoder = _Encoder(dumps is not None)
     try:
-        head = json.dumps(encoder.encoded(data, "", 0)).encode()
+        tree = encoder.encoded(data, "", 0)
+        encoder.finish()
+        head = json.dumps(tree).encode()
     except ValueError as error:
         raise CheckpointError(f"the state cannot be written ({error})") from error
     buffer = io.BytesIO()
@@ -142,6 +145,8 @@ class _Encoder:
     def __init__(self, pickles: bool) -> None:
         self._pickles = pickles
         self.arrays: list[np.ndarray] = []
+        self._added: dict[int, tuple[Any, int]] = {}  # arrays by their identities, so that the same one is added once
+        self._tensors: dict[tuple[str, int], list[tuple[dict[str, Any], Any]]] = {}  # by their memory
         self.objects: list[Any] = []
 
     def encoded(self, value: Any, place: str, depth: int) -> Any:
@@ -217,6 +222,9 @@ class _Encoder:
         return None
 
     def _add(self, array: np.ndarray) -> int:
+        if id(array) in self._added:
+            return self._added[id(array)][1]
+        self._added[id(array)] = array, len(self.arrays)
         self.arrays.append(np.ascontiguousarray(array).reshape(array.shape))
         return len(self.arrays) - 1
 
@@ -236,18 +244,47 @@ class _Encoder:
     def _tensor(self, torch: Any, tensor: Any) -> Any:
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta or vars(tensor):
             return None
-        here = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-        try:
-            array = here.numpy()
-        except TypeError:  # NumPy has no bfloat16
-            array = here.flatten().view(torch.uint8).numpy()
-        entry = {
-            "#": "tensor",
-            "at": self._add(array),
-            "dtype": str(here.dtype).removeprefix("torch."),
-            "shape": list(here.shape),
-        }
-        return {**entry, "grad": tensor.requires_grad, "parameter": type(tensor) is torch.nn.Parameter}
+        entry = {"#": "tensor", "dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
+        entry |= {"grad": tensor.requires_grad, "parameter": type(tensor) is torch.nn.Parameter}
+        plain = tensor.detach()
+        if plain.is_conj() or plain.is_neg() or not plain.numel():
+            entry["at"] = self._add(_of_tensor(torch, plain))
+        else:
+            place = (str(plain.device), plain.untyped_storage().data_ptr())
+            self._tensors.setdefault(place, []).append((entry, plain))
+        return entry
+
+    def finish(self) -> None:
+        """Add the arrays of the tensors. Those that share memory, as tied weights and views do, share an array of bytes."""
+        for sharing in self._tensors.values():
+            torch: Any = sys.modules["torch"]
+            if len(sharing) == 1:
+                entry, tensor = sharing[0]
+                entry["at"] = self._add(_of_tensor(torch, tensor))
+                continue
+            spans = [_span(tensor) for _, tensor in sharing]
+            first, end = min(spans)[0] // ALIGNED * ALIGNED, max(end for _, end in spans)
+            storage = sharing[0][1].untyped_storage()
+            memory = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+            at = self._add(memory[first:end].cpu().numpy())
+            for entry, tensor in sharing:
+                offset = tensor.storage_offset() - first // tensor.element_size()
+                entry |= {"at": at, "offset": offset, "strides": list(tensor.stride())}
+
+
+def _of_tensor(torch: Any, tensor: Any) -> np.ndarray:
+    here = tensor.cpu().resolve_conj().resolve_neg().contiguous()
+    try:
+        return np.asarray(here.numpy())
+    except TypeError:  # NumPy has no bfloat16
+        return np.asarray(here.flatten().view(torch.uint8).numpy())
+
+
+def _span(tensor: Any) -> tuple[int, int]:
+    """Return the first byte of a tensor in its storage, and the one after its last."""
+    last = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    first, size = tensor.storage_offset(), tensor.element_size()
+    return first * size, (first + last + 1) * size
 
 
 class _Decoder:
@@ -318,6 +355,9 @@ class _Decoder:
         if kind == "torch.dtype":
             return dtype
         found = torch.from_numpy(self._at(value))
+        if "strides" in value:
+            storage = found.untyped_storage()
+            found = torch.empty(0, dtype=dtype).set_(storage, value["offset"], value["shape"], value["strides"])
         found = found if found.dtype == dtype else found.view(dtype).reshape(value["shape"])
         if list(found.shape) != value["shape"]:
             raise ValueError(f"a tensor in it has shape {tuple(found.shape)}, and {value['shape']!r:.60} was saved")

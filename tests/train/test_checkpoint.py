@@ -205,6 +205,39 @@ def test_plain_values_need_no_trust(tmp_path: Path) -> None:
         assert found["more"] == content["more"]
 
 
+def test_tensors_that_share_memory_are_stored_once_and_share_it_again() -> None:
+    torch, numpy = pytest.importorskip("torch"), pytest.importorskip("numpy")
+    tied = torch.nn.Linear(100, 100, bias=False)
+    tied.register_parameter("other", tied.weight)
+    flat, table = torch.zeros(1000), numpy.zeros(1000)
+    half = torch.arange(8.0).to(torch.bfloat16)
+    content = {
+        "model": tied.state_dict(),
+        "flat": flat,
+        "views": [flat[10:40].view(3, 10), flat[::2], flat.view(10, 100).T],
+        "halves": (half[2:4], half[3:]),
+        "expanded": [flat[:1].expand(5)],
+        "table": table,
+        "again": table,
+        "parameters": [tied.weight, tied.weight],
+    }
+    data = Checkpoint.from_dict(content).to_bytes()
+    assert len(data) < 4 * (10_000 + 1_000) + 8 * 1_000 + 5_000
+    found = Checkpoint.from_bytes(data).to_dict()
+    assert torch.equal(found["model"]["weight"], tied.weight) and found["parameters"][0].requires_grad
+    found["model"]["weight"][0, 0] = 7.0
+    assert found["model"]["other"][0, 0] == 7.0 == found["parameters"][1].detach()[0, 0]
+    found["flat"].copy_(torch.arange(1000.0))
+    for view, expected in zip(found["views"], content["views"], strict=True):
+        assert (view.shape, view.stride()) == (expected.shape, expected.stride())
+    assert found["views"][0][1, 2] == 22.0 and found["views"][1][3] == 6.0 and found["views"][2][1, 2] == 201.0
+    assert torch.equal(found["halves"][0], half[2:4]) and torch.equal(found["halves"][1], half[3:])
+    found["halves"][0][1] = 9.0
+    assert found["halves"][1][0] == 9.0
+    found["table"][3] = 5.0
+    assert found["again"][3] == 5.0
+
+
 def test_tensors_of_all_types_and_layouts_are_stored() -> None:
     torch = pytest.importorskip("torch")
     base = torch.arange(24.0).view(2, 3, 4)
