@@ -15,6 +15,7 @@ import pytest
 
 from raysgd import CheckpointError, ConfigError
 from raysgd.storage import locations, remote
+from raysgd.storage.folders import FileEntry, dump_list
 from raysgd.storage.locations import Place, Uri, place
 from raysgd.train import Checkpoint
 
@@ -161,10 +162,11 @@ def test_a_folder_without_its_list_does_not_exist(root: str, files: Path) -> Non
     [
         (b"{", "damaged"),
         (b"[]", "damaged"),
-        (b'{"files": {"../outside": 1}}', "outside"),
-        (b'{"files": {"/outside": 1}}', "outside"),
-        (b'{"files": {"absent": 1}}', "no checkpoint at"),
-        (b'{"files": {"a": 3}}', "a has 1 bytes and was stored with 3"),
+        (b'{"files": {"a": 1}}', "damaged"),
+        (dump_list({"../outside": FileEntry(1, "")}), "outside"),
+        (dump_list({"/outside": FileEntry(1, "")}), "outside"),
+        (dump_list({"absent": FileEntry(1, "")}), "no checkpoint at"),
+        (dump_list({"a": FileEntry(3, "")}), "a has 1 bytes and was stored with 3"),
     ],
 )
 def test_a_folder_that_was_changed_is_refused(root: str, listed: bytes, message: str) -> None:

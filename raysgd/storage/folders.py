@@ -1,8 +1,8 @@
 """List the files of a checkpoint's folder with their sizes and digests, and verify a folder against its list. Both.
 
 The list, `.raysgd-folder.json`, is written last. The files that it lists must exist and be unchanged; other files in
-the folder are ignored. The list detects damage, but it is not a signature. Links are followed only to files in the same
-folder, so that a link cannot make a user copy another user's file."""
+the folder are ignored. The list detects damage, but it is not a signature. Links are refused, so that a link cannot make a user
+copy another user's file."""
 
 from __future__ import annotations
 
@@ -49,22 +49,20 @@ __all__ = [
 ]
 
 MARKER = ".raysgd-folder.json"
-FORMAT, VERSION = "raysgd-folder", 2
-OLDER_KEYS = {"format", "files"}
-LONGEST_NAME, LONGEST_PART = 2048, 255
+FORMAT, VERSION = "raysgd-folder", 1
 
 
 @dataclass(frozen=True)
 class FileEntry:
-    """A listed file. Lists of older versions have no digests."""
+    """A listed file."""
 
     size: int
-    digest: str | None
+    digest: str
 
 
 @dataclass(frozen=True)
 class Found:
-    """A file or directory in a folder: its name relative to the folder, and its path with all links resolved."""
+    """A file or directory in a folder: its name relative to the folder, and its path."""
 
     name: str
     path: Path
@@ -74,64 +72,34 @@ class Found:
 def refuse_file(path: Path, what: str) -> NoReturn:
     """Raise the error for something that a checkpoint cannot contain."""
     raise CheckpointError(
-        f"{path} is {what}: a checkpoint may contain regular files and directories, and links to those in the same folder. "
-        "Put a copy of the file there instead"
+        f"{path} is {what}: a checkpoint may contain only regular files and directories. Put a copy of the file there instead"
     )
 
 
-def walk(folder: Path, refuse: Callable[[Path, str], None] = refuse_file) -> Iterator[Found]:
+def walk(folder: Path, refuse: Callable[[Path, str], None] = refuse_file, prefix: str = "") -> Iterator[Found]:
     """Yield the files and directories in a folder, in order, each directory before its content, but not the list. Call
-    `refuse` for links that lead out of the folder or form a cycle, and for FIFOs, sockets and devices."""
-    root = Path(os.path.realpath(folder))
-    pending: list[tuple[str, Path, tuple[tuple[int, int], ...]]] = [("", root, (_identity(os.stat(root)),))]
-    while pending:
-        prefix, directory, above = pending.pop()
-        inner: list[tuple[str, Path, tuple[tuple[int, int], ...]]] = []
-        for each in sorted(os.scandir(directory), key=lambda each: each.name):
-            name = prefix + each.name
-            if name == MARKER:
-                continue
-            real = _target(root, each, folder / name, refuse)
-            if real is None:
-                continue
-            found = os.stat(real)
-            if stat.S_ISREG(found.st_mode):
-                yield Found(name, real, is_dir=False)
-            elif not stat.S_ISDIR(found.st_mode):
-                refuse(folder / name, "a FIFO, a socket or a device")
-            elif _identity(found) in above:
-                refuse(folder / name, "a link to a directory that contains it")
-            else:
-                yield Found(name, real, is_dir=True)
-                inner.append((f"{name}/", real, (*above, _identity(found))))
-        pending += reversed(inner)
-
-
-def _identity(found: os.stat_result) -> tuple[int, int]:
-    return found.st_dev, found.st_ino
-
-
-def _target(root: Path, each: os.DirEntry[str], shown: Path, refuse: Callable[[Path, str], None]) -> Path | None:
-    if not each.is_symlink():
-        return Path(each.path)
-    try:
-        real = Path(os.path.realpath(each.path, strict=True))
-    except OSError:
-        refuse(shown, f"a link to {os.readlink(each.path)!r}, which does not exist")
-        return None
-    if not real.is_relative_to(root):
-        refuse(shown, f"a link to {os.readlink(each.path)!r}, outside of the folder")
-        return None
-    return real
+    `refuse` for links, FIFOs, sockets and devices."""
+    for each in sorted(os.scandir(folder / prefix), key=lambda each: each.name):
+        name, path = prefix + each.name, Path(each.path)
+        if name == MARKER:
+            continue
+        if each.is_symlink():
+            refuse(path, f"a link to {os.readlink(path)!r}")
+        elif each.is_dir():
+            yield Found(name, path, is_dir=True)
+            yield from walk(folder, refuse, f"{name}/")
+        elif each.is_file():
+            yield Found(name, path, is_dir=False)
+        else:
+            refuse(path, "a FIFO, a socket or a device")
 
 
 def inside(folder: Path, name: str) -> Path:
-    """Return the path of this file of a folder. Raise CheckpointError if a link leads out of the folder."""
+    """Return the path of this file of a folder. Raise CheckpointError if it is a link."""
     path = folder / name
-    real = Path(os.path.realpath(path))
-    if not real.is_relative_to(os.path.realpath(folder)):
-        refuse_file(path, f"a link to {str(real)!r}, outside of the folder")
-    return real
+    if path.is_symlink():
+        refuse_file(path, f"a link to {os.readlink(path)!r}")
+    return path
 
 
 def _opened(path: Path) -> BinaryIO:
@@ -160,7 +128,7 @@ def dump_json(content: Mapping[str, Any]) -> bytes:
 
 
 def parse_json(data: bytes, where: Any) -> tuple[dict[str, Any], bool]:
-    """Return the content that `dump_json` wrote, and whether it had a digest, which older versions did not write."""
+    """Return the content that `dump_json` wrote, and whether it had a digest."""
     try:
         content = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -180,42 +148,35 @@ def json_digest(content: Mapping[str, Any]) -> str:
 
 def dump_list(entries: Mapping[str, FileEntry]) -> bytes:
     """Return the list as it is stored."""
-    content = {"format": FORMAT, "version": VERSION, "files": {name: each.size for name, each in entries.items()}}
-    return dump_json({**content, "digests": {name: each.digest for name, each in entries.items()}})
+    files = {name: {"size": each.size, "sha256": each.digest} for name, each in entries.items()}
+    return dump_json({"format": FORMAT, "version": VERSION, "files": files})
 
 
 def parse_list(data: bytes, where: Any) -> dict[str, FileEntry]:
     """Return the entries of a stored list. Raise CheckpointError if it is damaged."""
-    content, sealed = parse_json(data, where)
-    files, digests = content.get("files"), content.get("digests", {})
-    known = sealed or content.keys() <= OLDER_KEYS
-    if not (known and isinstance(files, dict) and isinstance(digests, dict)) or (sealed and {*files} != {*digests}):
+    content, has_digest = parse_json(data, where)
+    version = content.get("version")
+    if type(version) is int and version > VERSION:
+        raise CheckpointError(f"{where} was written by a newer raysgd (format version {version})")
+    files = content.get("files")
+    if not has_digest or content.get("format") != FORMAT or not isinstance(files, dict):
         raise CheckpointError(f"{where} is damaged: it is not a list of files with sizes and digests")
-    if content.get("version", 1) not in range(VERSION + 1):
-        raise CheckpointError(f"{where} was written by a newer raysgd (format version {content['version']})")
-    for name, size in files.items():
+    entries = {}
+    for name, each in files.items():
         if not is_name(name):
             raise CheckpointError(f"{where}: a checkpoint may contain only files in its own folder, not {name!r}")
-        if type(size) is not int or size < 0 or not (isinstance(digests.get(name), str) or not sealed):
-            raise CheckpointError(f"{where} is damaged: {name!r} is listed with {size!r} bytes")
-    return {name: FileEntry(size, digests.get(name)) for name, size in files.items()}
+        size, sha256 = (each.get("size"), each.get("sha256")) if isinstance(each, dict) else (None, None)
+        if type(size) is not int or not isinstance(sha256, str):
+            raise CheckpointError(f"{where} is damaged: {name!r} is listed with {each!r:.60}")
+        entries[name] = FileEntry(size, sha256)
+    return entries
 
 
 def is_name(name: str) -> bool:
     """Return whether this can be the name of a file in a folder, other than the list."""
     path = PurePosixPath(name)
-    try:
-        sizes = [len(os.fsencode(part)) for part in path.parts]
-    except UnicodeEncodeError:
-        return False
     return (
-        path.as_posix() == name
-        and name not in ("", ".", MARKER)
-        and not path.is_absolute()
-        and ".." not in path.parts
-        and "\0" not in name
-        and sum(sizes) + len(sizes) <= LONGEST_NAME
-        and max(sizes) <= LONGEST_PART
+        path.as_posix() == name and name not in ("", ".", MARKER) and not path.is_absolute() and ".." not in path.parts
     )
 
 
@@ -246,7 +207,7 @@ def check_entry(where: Any, name: str, found: FileEntry, listed: Mapping[str, Fi
     entry = (listed or {}).get(name)
     if entry is not None:
         check_size(where, name, found.size, {name: entry})
-        if entry.digest is not None and found.digest != entry.digest:
+        if found.digest != entry.digest:
             _changed(where, name, "does not have the digest that was stored with it")
 
 

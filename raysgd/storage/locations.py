@@ -317,8 +317,7 @@ def folder(where: Place) -> Iterator[Path]:
         yield where
         return
     with tempfile.TemporaryDirectory(prefix="raysgd-checkpoint-") as local:
-        if not remote.read_folder(where, Path(local)):
-            warn_without_checksums(where)
+        remote.read_folder(where, Path(local))
         yield Path(local)
 
 

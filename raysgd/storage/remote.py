@@ -241,13 +241,11 @@ def mirror(uri: Uri, source: Path, refuse: Callable[[Path, str], None] = folders
             upload(uri / each.name, each.path)
 
 
-def read_folder(uri: Uri, target: Path) -> bool:
-    """Download a folder's files to `target`, and verify that they are complete and unchanged. Return whether there were
-    digests to verify them with: lists of older versions have none."""
+def read_folder(uri: Uri, target: Path) -> None:
+    """Download a folder's files to `target`, and verify that they are complete and unchanged."""
     entries = listed(uri)
     for name in entries:
         fetch(uri, name, entries, target)
-    return all(entry.digest is not None for entry in entries.values())
 
 
 def fetch(uri: Uri, name: str, entries: Mapping[str, FileEntry], target: Path) -> None:

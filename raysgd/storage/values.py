@@ -244,7 +244,11 @@ class _Encoder:
     def _tensor(self, torch: Any, tensor: Any) -> Any:
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta or vars(tensor):
             return None
-        entry = {"#": "tensor", "dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
+        entry: dict[str, Any] = {
+            "#": "tensor",
+            "dtype": str(tensor.dtype).removeprefix("torch."),
+            "shape": list(tensor.shape),
+        }
         entry |= {"grad": tensor.requires_grad, "parameter": type(tensor) is torch.nn.Parameter}
         plain = tensor.detach()
         if plain.is_conj() or plain.is_neg() or not plain.numel():

@@ -1,6 +1,5 @@
 """A damaged checkpoint of a training function is loaded as it was saved, or refused with an error that names it and the cause."""
 
-import json
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -190,17 +189,6 @@ def test_metadata_and_the_list_agree_at_every_moment(
                 assert allowed < 3
         assert read_folder(tmp_path / "saved")[1] in ({"try": allowed}, {"try": allowed - 1}, {**stored.get_metadata()})
     assert read_folder(tmp_path / "saved")[1] == {"try": 3}
-
-
-def test_a_list_of_an_older_version_is_read_with_one_warning(source: Path, caplog: pytest.LogCaptureFixture) -> None:
-    pytest.importorskip("fsspec")
-    uri = f"memory://{uuid.uuid4().hex}/older"
-    there = Checkpoint.from_directory(source).to_uri(uri)
-    sizes = json.loads(locations.read(f"{uri}/{LIST}"))["files"]
-    locations.write(f"{uri}/{LIST}", json.dumps({"format": "raysgd-folder", "files": sizes}).encode())
-    with Checkpoint(there).as_directory() as folder:
-        assert files_of(folder) == files_of(source)
-    assert len(warnings_of(caplog)) == 1
 
 
 def test_stored_checkpoints_of_a_run_have_checksums(

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from raysgd import CheckpointError, TrainingOptions
-from raysgd.storage import digest
+from raysgd.storage import digest, folders
 from tests.files.test_torch_contents import put, without
 from tests.files.torch_cases import Bench, bench, flipped, rich, same, seed_all
 from tests.tiers import NIGHTLY
 
-MANIFEST, OUTLINE, INDEX = "raysgd.json", "outline.pt", ".metadata"
+MANIFEST, OUTLINE, INDEX = ".raysgd-folder.json", "outline.pt", ".metadata"
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +108,6 @@ def test_links_and_devices_in_the_folder_are_refused(here: Bench) -> None:
 
 
 WRONG_MANIFESTS: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "a list": lambda manifest: [1],
     "of another format": lambda manifest: {**manifest, "format": "x"},
     "of a newer version": lambda manifest: {**manifest, "version": 2},
     "without files": lambda manifest: {**manifest, "files": None},
@@ -125,7 +124,8 @@ WRONG_MANIFESTS: dict[str, Callable[[dict[str, Any]], Any]] = {
 def test_wrong_manifests_are_refused(here: Bench, name: str) -> None:
     def change(folder: Path) -> None:
         manifest = json.loads((folder / MANIFEST).read_text())
-        (folder / MANIFEST).write_text(json.dumps(WRONG_MANIFESTS[name](manifest)))
+        del manifest["digest"]
+        (folder / MANIFEST).write_bytes(folders.dump_json(WRONG_MANIFESTS[name](manifest)))
 
     assert MANIFEST in tried(here, change)
     assert here.tally["rejected"] == 1
@@ -137,13 +137,7 @@ def test_deep_json_is_refused(here: Bench) -> None:
 
 def with_new_manifest(folder: Path) -> None:
     """Write a manifest that is correct for the present files."""
-    files = {}
-    for path in folder.iterdir():
-        if path.name != MANIFEST:
-            with open(path, "rb") as file:
-                files[path.name] = {"size": path.stat().st_size, "sha256": digest.digest_of(file)}
-    manifest = json.loads((folder / MANIFEST).read_text())
-    (folder / MANIFEST).write_text(json.dumps({**manifest, "files": files}))
+    (folder / MANIFEST).write_bytes(folders.dump_list(folders.list_of(folder)))
 
 
 WRONG: dict[str, Callable[[Any], Any]] = {

@@ -2,21 +2,19 @@
 
 A rank writes its part to a folder that all ranks see, or uploads it to a URI itself. The folder contains the tensors of models
 and optimizers in the files of each rank, torch's index of them (`.metadata`), all other content in the outline
-(`outline.pt`), and the manifest (`raysgd.json`): the size and digest of each file, written last. Any number of workers
-can load it.
+(`outline.pt`), and the list of its files with their sizes and digests, as every folder of raysgd has it, written last. Any number
+of workers can load it.
 """
 
 from __future__ import annotations
 
 import errno
 import io
-import json
 import os
 import stat
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +24,7 @@ import torch.distributed as dist
 
 from raysgd.errors import CheckpointError, causes_of
 from raysgd.storage import locations, remote
-from raysgd.storage.folders import FileEntry, entry_of, entry_of_bytes
+from raysgd.storage.folders import MARKER, FileEntry, dump_list, entry_of, entry_of_bytes, read_list
 from raysgd.torch.checkpoint import states
 from raysgd.torch.foreign import with_module_versions
 from raysgd.torch.operator import TrainingOperator
@@ -46,9 +44,7 @@ __all__ = [
     "write_manifest",
 ]
 
-OUTLINE, INDEX, MANIFEST = "outline.pt", ".metadata", "raysgd.json"
-FORMAT, VERSION = "raysgd-torch-sharded", 1
-LARGEST_MANIFEST = 64 << 20
+OUTLINE, INDEX, MANIFEST = "outline.pt", ".metadata", MARKER
 TENSOR = "__tensor__"
 PARTS = ("models", "optimizers", "averages")
 INCOMPLETE = "not a complete sharded checkpoint"
@@ -66,9 +62,7 @@ def write_manifest(folder: Path, files: Files) -> None:
 
 def manifest(files: Files) -> bytes:
     """Return the content of the manifest of these files."""
-    listed = {name: {"size": entry.size, "sha256": entry.digest} for name, entry in files.items()}
-    content = {"format": FORMAT, "version": VERSION, "files": listed}
-    return json.dumps(content, indent=1, sort_keys=True).encode()
+    return dump_list(files)
 
 
 def of_list(listed: Files) -> tuple[str, Files]:
@@ -84,9 +78,9 @@ def read_manifest(folder: Path) -> Files:
     """Return the entries of a folder's manifest. Raise CheckpointError for a link, for a file that is missing, unknown or of
     another size, and for anything but files."""
     names = _names(folder)
-    if not (folder / MANIFEST).exists():
+    files = read_list(folder)
+    if files is None:
         raise CheckpointError(f"{INCOMPLETE}: {MANIFEST}, which lists its files, is missing")
-    files = _parsed(folder)
     missing, unknown = sorted(files.keys() - names), sorted(names - files.keys())
     if missing or unknown:
         raise CheckpointError(
@@ -130,22 +124,6 @@ def _names(folder: Path) -> set[str]:
                 f"{name} in the folder is a link, a folder or a device: a sharded checkpoint has only files. Remove it"
             )
     return found.keys() - {MANIFEST}
-
-
-def _parsed(folder: Path) -> Files:
-    try:
-        with open(folder / MANIFEST, "rb") as file:
-            content = json.loads(file.read(LARGEST_MANIFEST))
-        if content["format"] != FORMAT or content["version"] != VERSION:
-            raise CheckpointError(f"{MANIFEST} is damaged, or this version of raysgd cannot read it")
-        files = {name: FileEntry(listed.pop("size"), listed.pop("sha256")) for name, listed in content["files"].items()}
-    except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{MANIFEST} is damaged: it is not a list of files ({type(error).__name__})") from error
-    for name, entry in files.items():
-        known = type(entry.size) is int and isinstance(entry.digest, str) and not content["files"][name]
-        if not known or os.path.basename(name) != name:
-            raise CheckpointError(f"{MANIFEST} is damaged: it lists {name!r:.60} with {asdict(entry)!r:.60}")
-    return files
 
 
 # -- the content: workers, on all ranks together -------------------------------------------------------
