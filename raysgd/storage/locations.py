@@ -300,7 +300,7 @@ def place_to_load(where: Any) -> Place:
     """Return the place for a path or a URI. If there is nothing, because a process was killed while it replaced a folder, return
     the old folder."""
     found = place(where)
-    if isinstance(found, Path) and not found.exists():
+    if isinstance(found, Path) and not os.path.exists(found):
         target = Path(os.path.realpath(found))
         for old in _replaced_by(target) if target.parent.is_dir() else []:
             logger.warning(
