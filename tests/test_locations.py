@@ -104,14 +104,14 @@ def test_a_draft_that_is_dropped_leaves_nothing(root: str) -> None:
 
 @every
 def test_a_folder_is_stored_and_read(root: str) -> None:
-    for _ in range(2):  # the second one replaces the first
-        with locations.draft_folder(f"{root}/folder") as draft:
+    where = place(f"{root}/folder")
+    for number in range(2):  # the second one replaces the first
+        with locations.draft_folder(where) as draft:
             (draft / "weights.bin").write_bytes(b"123")
             (draft / "sub").mkdir()
             (draft / "sub" / "empty").write_bytes(b"")
-    where = place(f"{root}/folder")
-    assert where.is_dir() and where.exists() and not where.is_file()
-    assert locations.names(where) == ["sub", "weights.bin"]
+        assert where.is_dir() and where.exists() and not where.is_file()
+        assert number or locations.names(where) == ["sub", "weights.bin"]
     with locations.folder(where) as copy:
         assert (copy / "weights.bin").read_bytes() == b"123"
         assert (copy / "sub" / "empty").read_bytes() == b""
@@ -455,3 +455,27 @@ def test_only_the_owner_can_read_the_draft_for_a_uri() -> None:
     draft = locations.Draft(f"memory://{uuid.uuid4().hex}/a")
     assert draft.temporary.stat().st_mode & 0o777 == 0o600
     draft.drop()
+
+
+@pytest.mark.parametrize("cut", REMOTE_CUTS)
+def test_a_writer_that_is_killed_leaves_the_old_folder_on_s3(s3: str, cut: str) -> None:
+    """A folder with files of the same names is replaced by one list."""
+    where = Uri(f"{s3}/{uuid.uuid4().hex}")
+
+    def write(content: bytes) -> None:
+        with locations.draft_folder(where) as draft:
+            for name in ("a", "b", "checkpoint.zip"):
+                (draft / name).write_bytes(content)
+
+    def found() -> set[bytes]:
+        with locations.folder(where) as local:
+            return {(local / name).read_bytes() for name in ("a", "b", "checkpoint.zip")}
+
+    write(b"old")
+    killed(REMOTE_CUTS[cut], str(where))
+    assert found() == {b"old"}
+    for number in range(3):
+        write(content := Checkpoint.from_dict({"number": number}).to_bytes())
+        assert found() == {content} and Checkpoint(where).to_dict() == {"number": number}
+    names = locations.names(where)
+    assert len(names) <= 5, "the files of older ones are deleted"

@@ -54,10 +54,12 @@ FORMAT, VERSION = "raysgd-folder", 1
 
 @dataclass(frozen=True)
 class FileEntry:
-    """A listed file."""
+    """A listed file. At a URI, `at` is the object that has its content, if this has another name: an object of its name belongs to
+    the folder that was replaced."""
 
     size: int
     digest: str
+    at: str = ""
 
 
 @dataclass(frozen=True)
@@ -148,7 +150,10 @@ def json_digest(content: Mapping[str, Any]) -> str:
 
 def dump_list(entries: Mapping[str, FileEntry]) -> bytes:
     """Return the list as it is stored."""
-    files = {name: {"size": each.size, "sha256": each.digest} for name, each in entries.items()}
+    files = {
+        name: {"size": each.size, "sha256": each.digest, **({"at": each.at} if each.at else {})}
+        for name, each in entries.items()
+    }
     return dump_json({"format": FORMAT, "version": VERSION, "files": files})
 
 
@@ -165,10 +170,14 @@ def parse_list(data: bytes, where: Any) -> dict[str, FileEntry]:
     for name, each in files.items():
         if not is_name(name):
             raise CheckpointError(f"{where}: a checkpoint may contain only files in its own folder, not {name!r}")
-        size, sha256 = (each.get("size"), each.get("sha256")) if isinstance(each, dict) else (None, None)
-        if type(size) is not int or not isinstance(sha256, str):
+        size, sha256, at = (each.get(key) for key in ("size", "sha256", "at")) if isinstance(each, dict) else [None] * 3
+        if (
+            type(size) is not int
+            or not isinstance(sha256, str)
+            or not (at is None or (isinstance(at, str) and is_name(at)))
+        ):
             raise CheckpointError(f"{where} is damaged: {name!r} is listed with {each!r:.60}")
-        entries[name] = FileEntry(size, sha256)
+        entries[name] = FileEntry(size, sha256, at or "")
     return entries
 
 

@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -209,27 +209,29 @@ def rename(uri: Uri, new: Uri) -> None:
 
 
 def write_folder(uri: Uri, source: Path) -> None:
-    """Upload the files in `source`, and then their list, without which readers see no folder. Of the files that were
-    there before, only those that an older list names are deleted."""
+    """Upload the files in `source`, and then their list, without which readers see no folder. An older folder stays until its list
+    is replaced: files that have the name of one of its files are uploaded under another."""
     older = listed(uri) if uri.is_dir() else {}
-    found = list(folders.walk(source))  # raises for what a checkpoint cannot contain, before anything is deleted
+    taken, other = {each.at or name for name, each in older.items()}, uuid.uuid4().hex[:8]
+    found = list(folders.walk(source))  # raises for what a checkpoint cannot contain, before anything is changed
     with _asked(uri, "written") as (system, path):
-        for file in (path, f"{path}/{MARKER}"):
-            if _kind(system, file) == "file":
-                system.rm_file(file)
+        if _kind(system, path) == "file":
+            system.rm_file(path)
     entries = {}
     for each in found:
         if not each.is_dir:
-            entries[each.name] = folders.entry_of(each.path)
-            upload(uri / each.name, each.path)
+            entry = folders.entry_of(each.path)
+            entries[each.name] = replace(entry, at=f"{other}/{each.name}") if each.name in taken else entry
+            upload(uri / (entries[each.name].at or each.name), each.path)
     complete_folder(uri, entries, older)
 
 
 def complete_folder(uri: Uri, entries: Mapping[str, FileEntry], older: Mapping[str, FileEntry]) -> None:
     """Write the list of a folder whose files are there, and delete those that only the older list names."""
     write(uri / MARKER, folders.dump_list(entries))
+    places, older_places = ({each.at or name for name, each in some.items()} for some in (entries, older))
     with _asked(uri, "deleted") as (system, path):
-        for name in older.keys() - entries.keys():
+        for name in older_places - places:
             if _kind(system, f"{path}/{name}") == "file":
                 system.rm_file(f"{path}/{name}")
 
@@ -256,7 +258,7 @@ def fetch(uri: Uri, name: str, entries: Mapping[str, FileEntry], target: Path) -
         file.touch(exist_ok=False)
     except (FileExistsError, NotADirectoryError) as error:
         raise CheckpointError(f"{uri / MARKER} is damaged: {name!r} is listed as a file and a directory") from error
-    with _asked(uri / name) as (system, path):
+    with _asked(uri / ((entries[name].at if name in entries else "") or name)) as (system, path):
         size = system.info(path).get("size")
         if size is not None:  # before the download, because a damaged object may be too large for the disk
             folders.check_size(uri, name, size, entries)

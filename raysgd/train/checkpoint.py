@@ -15,7 +15,7 @@ from typing import Any
 
 from raysgd.core.lazy import load
 from raysgd.errors import CheckpointError, ConfigError
-from raysgd.storage import checksums, digest, folders, locations, values
+from raysgd.storage import checksums, digest, folders, locations, remote, values
 from raysgd.storage.locations import Place, Uri
 from raysgd.storage.masking import mask
 
@@ -106,8 +106,10 @@ class Checkpoint:
         data = self.to_bytes(dumps=dumps)
         if self._place is not None and not is_directory(data):
             _read(data, str(self._place), self._trusted)
-        elif self._is_folder() and (file := self._stored() / DICT_FILE).is_file():
-            is_users = users_files and not values.is_stored(locations.read(file))  # a file of theirs may have that name
+        elif self._is_folder() and self._has(DICT_FILE):
+            is_users = users_files and not values.is_stored(
+                self._listed(DICT_FILE)
+            )  # a file of theirs may have that name
             if not is_users:
                 self.to_dict()
         return data
@@ -119,15 +121,22 @@ class Checkpoint:
         where = self._stored()
         if not self._is_folder():
             return _read(locations.read(where), str(where), self._trusted)
-        if not (where / DICT_FILE).is_file():
+        if not self._has(DICT_FILE):
             raise CheckpointError(f"{where} is a folder of files, not a dictionary: use as_directory()")
         return _read(self._listed(DICT_FILE), str(where / DICT_FILE), self._trusted)
+
+    def _has(self, name: str) -> bool:
+        """Return whether the folder has this file."""
+        where = self._stored()
+        return name in remote.listed(where) if isinstance(where, Uri) else (where / name).is_file()
 
     def _listed(self, name: str) -> bytes:
         """Return the content of a file in the folder, verified against its list."""
         where = self._stored()
         if isinstance(where, Uri):
-            return locations.read(where / name)
+            with tempfile.TemporaryDirectory(prefix="raysgd-checkpoint-") as local:
+                remote.fetch(where, name, remote.listed(where), Path(local))
+                return (Path(local) / name).read_bytes()
         data, listed = locations.read(folders.inside(where, name)), folders.read_list(where) or {}
         folders.check_entry(where, name, folders.entry_of_bytes(data), listed)
         return data
@@ -206,7 +215,7 @@ class Checkpoint:
             where, found = "the checkpoint", self.to_dict().get(METADATA_KEY, {})
         else:
             where, found = f"{self._stored() / METADATA_FILE}", {}
-            if (self._stored() / METADATA_FILE).is_file():
+            if self._has(METADATA_FILE):
                 try:
                     found = json.loads(self._listed(METADATA_FILE))
                 except (ValueError, RecursionError) as error:
