@@ -5,11 +5,11 @@ from __future__ import annotations
 import copy
 import pickle
 import sys
-from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from raysgd.core.tree import mapped
 from raysgd.errors import ConfigError
 from raysgd.train.run_session import OutsideSession, Session, current
 
@@ -134,14 +134,9 @@ def _unwrapped(part: Any) -> Any:
 
 def copied(value: Any) -> Any:
     """Return a copy that training no longer changes: tensors on the CPU, everything else deep-copied."""
-    if hasattr(value, "detach") and hasattr(value, "cpu"):
-        return value.detach().to("cpu", copy=True)
-    if isinstance(value, dict):
-        made = (
-            copy.copy(value) if type(value) is OrderedDict else {}
-        )  # torch attaches the modules' versions to a model's state
-        made.update((key, copied(each)) for key, each in value.items())
-        return made
-    if type(value) in (list, tuple):
-        return type(value)(copied(each) for each in value)
-    return copy.deepcopy(value)
+    return mapped(_copied_leaf, value)
+
+
+def _copied_leaf(value: Any, *path: Any) -> Any:
+    is_tensor = hasattr(value, "detach") and hasattr(value, "cpu")
+    return value.detach().to("cpu", copy=True) if is_tensor else copy.deepcopy(value)

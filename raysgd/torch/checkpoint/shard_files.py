@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from raysgd.core.tree import mapped
 from raysgd.errors import CheckpointError, causes_of
 from raysgd.storage import locations, remote
 from raysgd.storage.folders import MARKER, FileEntry, dump_list, entry_of, entry_of_bytes, read_list
@@ -139,11 +140,14 @@ def write(folder: locations.Place, state: dict[str, Any], *, later: bool) -> Cal
         )
     tensors: dict[str, torch.Tensor] = {}
 
-    def take_out(key: str, value: torch.Tensor) -> dict[str, str]:
+    def take_out(value: Any, *path: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        key = "/".join(map(str, path))
         tensors[key] = value
         return {TENSOR: key}
 
-    outline = {**state, **{part: _mapped(state[part], part, take_out) for part in PARTS if part in state}}
+    outline = {**state, **{part: mapped(take_out, state[part], part) for part in PARTS if part in state}}
     rank = dist.get_rank() if dist.is_initialized() else 0
     if later or isinstance(folder, locations.Uri):
         kept = _write_tensors(tensors, "", in_memory=True)
@@ -345,17 +349,6 @@ def _owners(outline: dict[str, Any], operator: TrainingOperator) -> dict[str, An
         for parameter, key in zip(parameters, keys, strict=True):
             owners |= {f"optimizers/{number}/state/{key}/{name}": parameter for name in saved["state"].get(key, {})}
     return owners
-
-
-def _mapped(value: Any, key: str, change: Callable[[str, torch.Tensor], Any]) -> Any:
-    if isinstance(value, torch.Tensor):
-        return change(key, value)
-    if isinstance(value, dict):
-        mapped = {name: _mapped(each, f"{key}/{name}", change) for name, each in value.items()}
-        return with_module_versions(mapped, value)
-    if isinstance(value, (list, tuple)):
-        return type(value)(_mapped(each, f"{key}/{place}", change) for place, each in enumerate(value))
-    return value
 
 
 def _filled(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:

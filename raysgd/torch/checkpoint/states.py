@@ -13,6 +13,7 @@ from typing import Any
 import numpy
 import torch
 
+from raysgd.core.tree import mapped
 from raysgd.errors import CheckpointError
 from raysgd.torch import foreign
 from raysgd.torch.checkpoint.files import SeenFile, UnseenError, opened
@@ -82,15 +83,11 @@ def unchanging(state: dict[str, Any], *, in_shards: bool) -> dict[str, Any]:
 
 def copied(value: Any) -> Any:
     """Return a deep copy, with tensors on the CPU."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().to("cpu", copy=True)
-    if isinstance(value, dict):
-        return foreign.with_module_versions({key: copied(each) for key, each in value.items()}, value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*map(copied, value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(copied(each) for each in value)
-    return copy.deepcopy(value)
+    return mapped(_copied_leaf, value)
+
+
+def _copied_leaf(value: Any, *path: Any) -> Any:
+    return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else copy.deepcopy(value)
 
 
 def write(state: dict[str, Any], file: Any) -> None:

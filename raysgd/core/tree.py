@@ -1,0 +1,25 @@
+"""Change the leaves of nested dictionaries, lists and tuples. Both."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["mapped"]
+
+
+def mapped(change: Callable[..., Any], value: Any, *path: Any) -> Any:
+    """Return the same containers with `change(leaf, *path)` in place of each leaf. `path` has the keys and places that lead to it.
+
+    The attributes of an OrderedDict stay: torch keeps the versions of modules in one of a model's state."""
+    if isinstance(value, dict):
+        made: dict[Any, Any] = OrderedDict() if isinstance(value, OrderedDict) else {}
+        made.update((key, mapped(change, each, *path, key)) for key, each in value.items())
+        if isinstance(value, OrderedDict):
+            vars(made).update(vars(value))
+        return made
+    if isinstance(value, (list, tuple)):
+        items = [mapped(change, each, *path, place) for place, each in enumerate(value)]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return change(value, *path)
