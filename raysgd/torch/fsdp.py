@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from raysgd.core.shard_copies import layout
+from raysgd.core.tree import mapped
 from raysgd.errors import ConfigError
 from raysgd.torch.foreign import (
     accumulated_gradients,
@@ -171,18 +172,18 @@ def shard_layers(model: nn.Module, mesh: Any) -> None:
 def gathered(value: Any, *, keep: bool) -> Any:
     """Return the state with full tensors in place of shards; None instead of each tensor unless `keep`. All ranks must
     call this, in the same order. No tensor shares memory with the live ones."""
-    if isinstance(value, torch.Tensor):
-        if not hasattr(value, "full_tensor"):
-            return value.detach().to("cpu", copy=True) if keep else None
-        sharded: Any = value
-        full = sharded.full_tensor()
-        shared = full.untyped_storage().data_ptr() == sharded.to_local().untyped_storage().data_ptr()  # with one rank
-        return full.to("cpu", copy=shared) if keep else None
-    if isinstance(value, dict):
-        return with_module_versions({key: gathered(each, keep=keep) for key, each in value.items()}, value)
-    if isinstance(value, (list, tuple)):
-        return type(value)(gathered(each, keep=keep) for each in value)
-    return value
+    return mapped(lambda leaf, *path: _gathered_leaf(leaf, keep=keep), value)
+
+
+def _gathered_leaf(value: Any, *, keep: bool) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    if not hasattr(value, "full_tensor"):
+        return value.detach().to("cpu", copy=True) if keep else None
+    sharded: Any = value
+    full = sharded.full_tensor()
+    shared = full.untyped_storage().data_ptr() == sharded.to_local().untyped_storage().data_ptr()  # with one rank
+    return full.to("cpu", copy=shared) if keep else None
 
 
 def placed(saved: dict[str, Any], mine: dict[str, Any]) -> dict[str, Any]:
