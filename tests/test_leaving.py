@@ -1,5 +1,6 @@
 """When preempted workers leave: the one whose time is up, and not those that still wait for their replacements."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,7 +9,7 @@ from raysgd.engine.membership import Membership
 
 
 class Table(dict[str, Any]):
-    now = 0.0
+    now, during = 0.0, nullcontext
 
     def members(self) -> list[str]:
         return list(self)

@@ -134,7 +134,8 @@ class FanOut:
                     self._hurry()
             self._table.forget(self._calls.running.values())
         except BaseException as error:
-            self._cut_short(error)
+            with self._table.during("interruption"):
+                self._cut_short(error)
             raise
 
     def _tick(self) -> None:
@@ -169,7 +170,8 @@ class FanOut:
         for worker in found:
             self._evicted.add(worker)
             logger.error("rank %s on node %s: %s", self._table[worker].rank, self._table[worker].machine, why)
-            self._table.kill(worker, "divergence", why)
+            with self._table.during("eviction"):
+                self._table.kill(worker, "divergence", why)
         return bool(found)
 
     def _collect(self) -> None:

@@ -19,7 +19,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, ClassVar, NoReturn, TypeVar
 
@@ -41,7 +41,7 @@ from raysgd.engine.partial_results import PartialResults, partial_results_since
 from raysgd.engine.recovery import RecoveryLoop
 from raysgd.engine.recovery_log import RecoveryLog
 from raysgd.engine.replacements import Replacements
-from raysgd.engine.worker_table import WorkerInfo, WorkerTable
+from raysgd.engine.worker_table import During, WorkerInfo, WorkerTable
 from raysgd.errors import ClusterError, NotActiveError
 from raysgd.workers.worker_group import WorkerGroupProtocol
 
@@ -60,7 +60,8 @@ FORM_AT_MOST = 3
 class Engine:
     """Owns the group of workers and the objects that keep it running, and the number of the newest call. Only one
     thread at a time may call it; a second one gets an error. `living` are the engines of this process, because only this
-    process can end the workers of an earlier one that hold the resources of the next."""
+    process can end the workers of an earlier one that hold the resources of the next. `during` returns a context that the
+    engine enters for each `Phase` of its work, for those who watch it."""
 
     living: ClassVar[weakref.WeakSet[Engine]] = weakref.WeakSet()
 
@@ -83,12 +84,13 @@ class Engine:
         on_message: Callable[[FunctionReport, Any], None] = lambda message, body: None,
         clock: Callable[[], float] = time.monotonic,
         jitter: Callable[[], float] = random.random,
+        during: During = nullcontext,
     ) -> None:
         self.group, self.limits, self._backend = group, limits, backend
         self._least = target if least is None else least
         group.set_patience(limits.unreachable_s)
         self._table = table = WorkerTable(
-            group, silent_s=limits.silent_s, clock=clock, on_progress=on_progress, on_message=on_message
+            group, silent_s=limits.silent_s, clock=clock, on_progress=on_progress, on_message=on_message, during=during
         )
         self._log, in_place = RecoveryLog(self._cancellable(on_recovery), self._cancellable(on_wait)), backend.in_place
         packed = _packed(group, factory, hook)
@@ -550,10 +552,12 @@ class Engine:
         self._generation.take_seconds()  # of anything before
         if seen.kind == "paused":
             since = self._table.clock()
-            seen = self._membership.change(call.number)
+            with self._table.during("change"):
+                seen = self._membership.change(call.number)
         if seen.kind == "done":
             return None
-        revived = self._recovery.recover(seen, call, since=since, world=world)
+        with self._table.during("recovery"):
+            revived = self._recovery.recover(seen, call, since=since, world=world)
         self._revived = revived or self._revived
         return revived
 

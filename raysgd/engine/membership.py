@@ -231,7 +231,9 @@ class Membership:
         joining = self._replacements.take(max(self._target - len(stay), 0))
         at = self._table[members[0]].progress
         self._generation.take_seconds()  # of the notices
-        if not self._replace(stay, leavers, joining, call):
+        with self._table.during("change" if leavers else "growth"):
+            made = self._replace(stay, leavers, joining, call)
+        if not made:
             self._leaving |= leaving  # those that are still members
             return self._not_made(reason)
         change = Recovery(

@@ -9,8 +9,9 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from raysgd.core.hang import RankReport, blocking_ranks, describe_unfinished
 from raysgd.core.messages import (
@@ -29,11 +30,17 @@ from raysgd.core.snapshot import Snapshot, SnapshotStore
 from raysgd.workers.events import CallEnded, Event, MessageReceived, PartReceived, WorkerEnded, WorkerStarted
 from raysgd.workers.worker_group import WorkerGroupProtocol
 
-__all__ = ["SILENT_S", "OpenCalls", "WorkerInfo", "WorkerTable"]
+__all__ = ["SILENT_S", "During", "OpenCalls", "Phase", "WorkerInfo", "WorkerTable"]
 
 logger = logging.getLogger("raysgd")
 
 AnswerT = TypeVar("AnswerT", BoundaryAnswer, StackReport)
+
+# What the engine does, beyond waiting for a call: it recovers from a failure; makes a planned change, in which workers leave, or
+# join only (growth); waits for the ranks of a call that an error has ended; ends ranks whose weights differ. A growth is entered
+# within its change.
+Phase = Literal["recovery", "change", "growth", "interruption", "eviction"]
+During = Callable[[Phase], AbstractContextManager[object]]
 
 # A worker sends "alive" every second. One that has missed two of these messages is considered silent.
 SILENT_S = 2.5
@@ -116,8 +123,9 @@ class WorkerTable:
         clock: Callable[[], float] = time.monotonic,
         on_progress: Callable[[WorkerInfo], None] = lambda info: None,
         on_message: Callable[[FunctionReport, Any], None] = lambda message, body: None,
+        during: During = nullcontext,
     ) -> None:
-        self.group, self.clock = group, clock
+        self.group, self.clock, self.during = group, clock, during
         self.snapshots = SnapshotStore()
         self._silent_s = silent_s
         self._on_progress, self._on_message = on_progress, on_message

@@ -86,47 +86,21 @@ class Schedule:
             self._phases.pop()
 
     def watch(self, engine: Any) -> None:
-        """Follow the phases of an engine, and let faults reach it."""
+        """Let faults reach an engine that was made with `during`."""
         self._checker.schedule, self._checker.engine = self, engine
         self.cancel, self.recoveries = engine.cancel, lambda: len(engine.recoveries)
-        self.wrap(engine._recovery, "recover", "recovery")
-        self.wrap(engine._membership, "change", "change")
-        self.wrap(engine._generation, "_pass_state", "agreement")
-        self.wrap(engine._generation, "_rendezvous", "rendezvous")
-        self.wrap_change(engine._membership)
-        self.wrap_interruptions(engine)
+        self._wrap(engine._generation, "_pass_state", "agreement")
+        self._wrap(engine._generation, "_rendezvous", "rendezvous")
 
-    def wrap(self, owner: Any, method: str, phase: str) -> None:
-        """Let this phase be what a method of the engine's objects does."""
+    def _wrap(self, owner: Any, method: str, phase: str) -> None:
+        """Let this phase be what a method does, for phases that the engine does not announce itself."""
         original = getattr(owner, method)
 
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(*given: Any) -> Any:
             with self.during(phase):
-                return original(*args, **kwargs)
+                return original(*given)
 
         setattr(owner, method, call)
-
-    def wrap_change(self, membership: Any) -> None:
-        """Let the phase be "growth" while workers join and none leaves."""
-        original = membership._replace
-
-        def replace(stay: list[str], leavers: list[str], joining: list[str], call: int) -> bool:
-            with self.during(self.phase if leavers else "growth"):
-                done: bool = original(stay, leavers, joining, call)
-                return done
-
-        membership._replace = replace
-
-    def wrap_interruptions(self, engine: Any) -> None:
-        """Let the phase be "interruption" while a call that an error has ended waits for its workers."""
-        original = engine._fan_out
-
-        def fan_out(job: Any) -> Any:
-            made = original(job)
-            self.wrap(made, "_cut_short", "interruption")
-            return made
-
-        engine._fan_out = fan_out
 
     def begin_call(self, work_s: float = 0.0) -> None:
         """Note that a call of the script begins, in which training takes about `work_s`."""

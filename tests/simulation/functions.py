@@ -384,8 +384,9 @@ class FunctionScript:
 
     def _patch_driver(self, patch: pytest.MonkeyPatch) -> None:
         def engine(*given: Any, **settings: Any) -> Engine:
-            more: dict[str, Any] = {"clock": self.world.clock, "jitter": self.world.random.random}
-            self.schedule.watch(made := Engine(*given, **settings, **more, on_recovery=self.checker.recovered))
+            world, schedule = self.world, self.schedule
+            seams: dict[str, Any] = {"clock": world.clock, "jitter": world.random.random, "during": schedule.during}
+            schedule.watch(made := Engine(*given, **settings, **seams, on_recovery=self.checker.recovered))
             return made
 
         def thread(target: Callable[[], None], **_: Any) -> Any:

@@ -73,6 +73,7 @@ class Script:
             jitter=world.random.random,
             on_progress=schedule.on_progress,
             on_recovery=checker.recovered,
+            during=schedule.during,
         )
         schedule.watch(engine)
 
