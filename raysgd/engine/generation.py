@@ -172,12 +172,15 @@ class Generation:
         if staying and needs_call and not self._succeeds(staying, "leave", {}, self._limits.hang_s):
             return False
         source, behind = self._behind(built)
-        if behind and not self._pass_state(source, behind):
-            return False
+        if behind:
+            with self._table.during("agreement"):
+                if not self._pass_state(source, behind):
+                    return False
         if new and not self._prepare(new):
             return False
-        if not self._rendezvous(workers):
-            return False
+        with self._table.during("rendezvous"):
+            if not self._rendezvous(workers):
+                return False
         if new and not self._build(new):
             return False
         if new and state is not None and not self.load(new, state):

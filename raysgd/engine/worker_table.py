@@ -37,9 +37,9 @@ logger = logging.getLogger("raysgd")
 AnswerT = TypeVar("AnswerT", BoundaryAnswer, StackReport)
 
 # What the engine does, beyond waiting for a call: it recovers from a failure; makes a planned change, in which workers leave, or
-# join only (growth); waits for the ranks of a call that an error has ended; ends ranks whose weights differ. A growth is entered
-# within its change.
-Phase = Literal["recovery", "change", "growth", "interruption", "eviction"]
+# join only (growth), or passes a state on (agreement) and connects the ranks (rendezvous) for either of them, within it; waits for
+# the ranks of a call that an error has ended; ends ranks whose weights differ. A growth is entered within its change.
+Phase = Literal["recovery", "change", "growth", "agreement", "rendezvous", "interruption", "eviction"]
 During = Callable[[Phase], AbstractContextManager[object]]
 
 # A worker sends "alive" every second. One that has missed two of these messages is considered silent.

@@ -89,18 +89,6 @@ class Schedule:
         """Let faults reach an engine that was made with `during`."""
         self._checker.schedule, self._checker.engine = self, engine
         self.cancel, self.recoveries = engine.cancel, lambda: len(engine.recoveries)
-        self._wrap(engine._generation, "_pass_state", "agreement")
-        self._wrap(engine._generation, "_rendezvous", "rendezvous")
-
-    def _wrap(self, owner: Any, method: str, phase: str) -> None:
-        """Let this phase be what a method does, for phases that the engine does not announce itself."""
-        original = getattr(owner, method)
-
-        def call(*given: Any) -> Any:
-            with self.during(phase):
-                return original(*given)
-
-        setattr(owner, method, call)
 
     def begin_call(self, work_s: float = 0.0) -> None:
         """Note that a call of the script begins, in which training takes about `work_s`."""
