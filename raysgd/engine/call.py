@@ -154,9 +154,11 @@ class FanOut:
         )
 
     def compare(self) -> bool:
-        """Compare what all ranks have reported after the same steps. Return whether any of them was evicted."""
-        taken = self._table.take_summaries(self._workers)
-        return any([self.judge(step, [texts[worker] for worker in self._workers]) for step, texts in taken])
+        """Compare what all ranks have reported after the same steps. Return whether any of them was evicted in this call: its
+        process can have made the rest of the call before it ended."""
+        for step, texts in self._table.take_summaries(self._workers):
+            self.judge(step, [texts[worker] for worker in self._workers])
+        return bool(self._evicted)
 
     def judge(self, step: int, texts: Iterable[str]) -> bool:
         """Compare the ranks' summaries, which are in rank order. Return whether any rank was evicted."""

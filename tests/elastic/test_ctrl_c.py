@@ -14,6 +14,7 @@ import pytest
 import ray
 
 from raysgd.errors import CheckpointError
+from raysgd.training import saves
 from tests.faults import Ground, LedgerOperator
 
 pytestmark = pytest.mark.elastic
@@ -124,17 +125,17 @@ def test_ctrl_c_while_waiting_for_a_save_ends_the_workers(
 def test_ctrl_c_at_the_start_of_a_save_leaves_no_file(
     ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Starting a thread waits for it, so Ctrl-C often arrives there."""
     ground = Ground(tmp_path / "marks", num_workers=2)
-    start, before, pressed = threading.Thread.start, threading.active_count(), []
+    begin, before, pressed = saves.FileDraft.begin, threading.active_count(), []
 
-    def start_then_press(thread: threading.Thread) -> None:
-        start(thread)
-        if not pressed and threading.current_thread() is threading.main_thread():
-            pressed.append(thread)
+    def begin_then_press(draft: saves.FileDraft) -> Any:
+        arguments = begin(draft)
+        if not pressed:
+            pressed.append(draft)
             raise KeyboardInterrupt
+        return arguments
 
-    monkeypatch.setattr(threading.Thread, "start", start_then_press)
+    monkeypatch.setattr(saves.FileDraft, "begin", begin_then_press)
     with pytest.raises(KeyboardInterrupt):
         ground.trainer.save(tmp_path / "a.pt")
     deadline = time.monotonic() + 20
