@@ -15,7 +15,7 @@ class Runner:
 
 
 def actors_on_nodes() -> dict[str, Any]:
-    """Return an actor on each node that is alive. They reserve no CPU, and end with the script."""
+    """Return an actor on each node that is alive, by its address. They reserve no CPU, and end with the script."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -25,7 +25,7 @@ def actors_on_nodes() -> dict[str, Any]:
             name, place = node["NodeManagerAddress"], NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
             actor: Any = ray.remote(Runner).options(num_cpus=0, scheduling_strategy=place)
             found[name if name not in found else f"{name} ({node['NodeID'][:6]})"] = actor.remote()
-    return found
+    return dict(sorted(found.items()))  # Ray lists them in another order each time
 
 
 def ask(nodes: Mapping[str, Any], limit_s: float, function: Callable[..., Any], *arguments: Any) -> dict[str, Any]:
