@@ -77,16 +77,14 @@ class RejectedError(ConnectionError):
     """Raised when the driver knows this client but refuses the connection, because the transfer that it names has ended."""
 
 
-def connect(
-    address: ControlAddress, first: Message, *, patience_s: float = PATIENCE_S, connect_s: float = CONNECT_S
-) -> socket.socket:
+def connect(address: ControlAddress, first: Message, *, patience_s: float = PATIENCE_S) -> socket.socket:
     """Open a connection, show the token and send the first message. Return the socket when the driver has admitted it.
 
     A connection that ends before that is tried again for `patience_s`."""
     greeting = address.token.encode() + framed(first)
     until = time.monotonic() + patience_s
     for pause_s in itertools.chain(PAUSES_S, itertools.repeat(PAUSES_S[-1])):
-        connection = socket.create_connection((address.host, address.port), timeout=connect_s)
+        connection = socket.create_connection((address.host, address.port), timeout=CONNECT_S)
         try:
             connection.settimeout(SEND_S)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -95,7 +95,7 @@ def longest_silence_s(ranks: int, running: int) -> float:
 
 
 def _no_transfers(*_: Any) -> Any:
-    raise RuntimeError("there is no other worker to give the state to, or to take it from")
+    raise RuntimeError("this worker has no peers that it could give its state to, or take it from")
 
 
 class Control:

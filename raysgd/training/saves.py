@@ -112,40 +112,39 @@ class SaveHandle:
     """A save in the background. If it fails and the user has not seen the error, the trainer's next call raises it."""
 
     def __init__(self, save: _Save) -> None:
-        self.path, self._shown = locations.text_of(save.draft.where), str(save.draft.where)
-        self._save, self._future = save, save.done
-        self._seen = False
+        self.path, self._save = locations.text_of(save.draft.where), save
 
     def done(self) -> bool:
-        return self._future.done()
+        return self._save.done.done()
 
     def result(self, timeout: float | None = None) -> str:
         """Wait until the file is complete and return its path, or raise the error of the save."""
         self.exception(timeout)
-        self._future.result()
+        self._save.done.result()
         return self.path
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait until the save has ended and return its error, or None if it succeeded."""
-        error = self._future.exception(timeout)
-        self._seen = self._seen or error is not None
+        error = self._save.done.exception(timeout)
+        self._save.seen = self._save.seen or error is not None
         return error
 
     def __repr__(self) -> str:
-        state = "running" if not self.done() else "failed" if self._future.exception() else "done"
-        return f"SaveHandle({self._shown!r}, {state})"
+        state = "running" if not self.done() else "failed" if self._save.done.exception() else "done"
+        return f"SaveHandle({str(self._save.draft.where)!r}, {state})"
 
 
 class _Save:
     """One save. Owns its draft, the transfers over which workers report, and `done`. Only one thread gives the draft its name,
-    or drops it."""
+    or drops it. `seen` says whether the user has seen the error."""
 
     def __init__(self, draft: DraftOfSave, transfer: Callable[[], TransferProtocol], stall_s: float) -> None:
         self.draft, self._transfer, self._stall_s = draft, transfer, stall_s
         self.done: Future[None] = Future()
+        self.seen = False
         self._transfers: list[TransferProtocol] = []
         self._claimed = threading.Lock()
-        self._seen: Any = None
+        self._progress: Any = None
         self._moved_at = time.monotonic()
 
     def begin(self, writers: int, *, later: bool) -> dict[str, Any]:
@@ -156,14 +155,14 @@ class _Save:
         return {**arguments, "transfers": [each.name for each in self._transfers], "later": later}
 
     def moves(self) -> bool:
-        """Return whether something was written a moment ago: a slow disk is no hang."""
+        """Return whether something was written a moment ago: a slow disk does not count as a hang."""
         try:
-            seen = [self.draft.size(), *(each.moved for each in self._transfers)]
+            progress = [self.draft.size(), *(each.moved for each in self._transfers)]
         except OSError as error:
             logger.debug("the draft of a save is not seen: %s", error)
             return False
-        if seen != self._seen:
-            self._seen, self._moved_at = seen, time.monotonic()
+        if progress != self._progress:
+            self._progress, self._moved_at = progress, time.monotonic()
         return time.monotonic() - self._moved_at < MOVES_S
 
     def complete(self, reports: Sequence[Report]) -> None:
@@ -230,7 +229,7 @@ class Saves:
 
     def __init__(self, engine: Engine, on_saved: Callable[[], None]) -> None:
         self._engine, self._on_saved = engine, on_saved
-        self._running: list[SaveHandle] = []
+        self._running: list[_Save] = []
 
     def save(self, path: str | os.PathLike[str], *, blocking: bool = True) -> str | SaveHandle:
         return self.write(FileDraft(locations.place_to_save(path)), writing.save, lambda: 1, blocking=blocking)
@@ -262,11 +261,10 @@ class Saves:
         except BaseException as error:
             save.close(error)
             raise
-        handle = SaveHandle(save)
         save.done.add_done_callback(lambda done: None if done.exception() else self._on_saved())
-        self._running.append(handle)
+        self._running.append(save)
         threading.Thread(target=save.wait_for_reports, name="raysgd-save", daemon=True).start()
-        return handle
+        return SaveHandle(save)
 
     def random_states(self) -> list[Any]:
         """Return the random state of each rank."""
@@ -280,37 +278,38 @@ class Saves:
     def raise_failed(self) -> None:
         """Raise the first error of a background save that the user has not seen."""
         failed = self._failed()
-        self._running = [handle for handle in self._running if not handle.done() or handle in failed[1:]]
-        for handle in failed[:1]:
-            error = handle.exception()
-            raise CheckpointError(f"the save to {handle._shown} in the background failed: {error}") from error
+        self._running = [save for save in self._running if not save.done.done() or save in failed[1:]]
+        for save in failed[:1]:
+            save.seen, error = True, save.done.exception()
+            raise CheckpointError(f"the save to {save.draft.where} in the background failed: {error}") from error
 
     def finish(self) -> None:
         """Wait up to 600 s for all running saves together, because the workers are about to end. `raise_failed` can raise only
         one error after that, so the others are logged here."""
         until = time.monotonic() + SHUTDOWN_S
-        for handle in self._running:
+        for save in self._running:
             try:
-                handle._future.exception(max(until - time.monotonic(), 0.0))
+                save.done.exception(max(until - time.monotonic(), 0.0))
             except concurrent.futures.TimeoutError:
-                self._abandon(handle, f"it was not complete {SHUTDOWN_S:g} s after shutdown() was called")
-        for handle in self._failed()[1:]:
-            logger.error("the save to %s in the background failed: %s", handle._shown, handle.exception())
+                self._abandon(save, f"it was not complete {SHUTDOWN_S:g} s after shutdown() was called")
+        for save in self._failed()[1:]:
+            save.seen = True
+            logger.error("the save to %s in the background failed: %s", save.draft.where, save.done.exception())
 
     def abandon(self) -> None:
         """Abandon running saves: the workers end now."""
-        for handle in self._running:
-            if not handle.done():
-                self._abandon(handle, "the trainer was shut down by force")
+        for save in self._running:
+            if not save.done.done():
+                self._abandon(save, "the trainer was shut down by force")
 
     @staticmethod
-    def _abandon(handle: SaveHandle, why: str) -> None:
+    def _abandon(save: _Save, why: str) -> None:
         logger.error(
             "the save to %s in the background was abandoned: %s. An older file of that name is unchanged",
-            handle._shown,
+            save.draft.where,
             why,
         )
-        handle._save.close(CheckpointError(f"the save was abandoned: {why}"))
+        save.close(CheckpointError(f"the save was abandoned: {why}"))
 
-    def _failed(self) -> list[SaveHandle]:
-        return [handle for handle in self._running if handle.done() and handle._future.exception() and not handle._seen]
+    def _failed(self) -> list[_Save]:
+        return [save for save in self._running if save.done.done() and save.done.exception() and not save.seen]

@@ -1,7 +1,7 @@
 """Move a state from the worker that gives it to the driver, and through it to the workers that take it. Both.
 
 The driver passes each part on as soon as it has arrived, so that a state crosses the network once, and not twice, before
-its takers have it. What moves is reported, so that a slow network is no hang. A checkpoint of a worker that does not see the
+its takers have it. What moves is reported, so that a slow network does not count as a hang. A checkpoint of a worker that does not see the
 script's files takes the same way, and so does what a worker reports of a save in the background."""
 
 from __future__ import annotations
