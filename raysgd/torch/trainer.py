@@ -12,7 +12,7 @@ from uuid import uuid4
 import torch
 
 from raysgd.callbacks.base import Callback
-from raysgd.config import ElasticConfig
+from raysgd.config import ElasticConfig, check_flag
 from raysgd.core.protocols import Call
 from raysgd.engine.engine import Job
 from raysgd.errors import CheckpointError, ConfigError, suggesting
@@ -316,6 +316,7 @@ class TorchTrainer(TrainerBase):
         With `sharded=True`, the checkpoint is a directory to which every worker writes its part.
         """
         self._checkpoints.raise_failed()
+        check_flag("sharded", sharded)
         save = self._checkpoints.save_shards if sharded else self._checkpoints.save
         return save(checkpoint, blocking=blocking)
 

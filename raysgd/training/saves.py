@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
+from raysgd.config import check_flag
 from raysgd.core.protocols import Call
 from raysgd.engine.engine import Engine, Job
 from raysgd.errors import CheckpointError
@@ -244,6 +245,7 @@ class Saves:
         stall_s: float = 0.0,
     ) -> str | SaveHandle:
         """Let the workers write a draft with `method`. In the background, this many of them report."""
+        check_flag("blocking", blocking)
         save = _Save(draft, self._engine.group.transfer, stall_s or max(self._engine.limits.hang_s, STALL_AT_LEAST_S))
         call = Call(method, {"ranks": self.random_states()})
         job = Job(

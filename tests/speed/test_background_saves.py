@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from raysgd import CheckpointError, ElasticConfig, NotActiveError
+from raysgd import CheckpointError, ConfigError, ElasticConfig, NotActiveError
 from raysgd.torch import TorchTrainer
 from raysgd.training import saves
 from raysgd.training.saves import SaveHandle
@@ -63,6 +63,14 @@ def test_training_continues_while_an_earlier_state_is_saved(where: dict[str, Any
         assert not torch.equal(weights(trainer), saved)
         trainer.load(handle.path)
         assert torch.equal(weights(trainer), saved)
+
+
+def test_only_true_and_false_choose_how_to_save(tmp_path: Path) -> None:
+    with inline() as trainer:
+        for name in ("blocking", "sharded"):
+            with pytest.raises(ConfigError, match=f"{name} must be True or False, got 'no'"):
+                trainer.save(tmp_path / "x.pt", **{name: "no"})
+    assert os.listdir(tmp_path) == []
 
 
 def test_save_returns_before_the_file_exists_and_shutdown_waits_for_it(tmp_path: Path) -> None:
