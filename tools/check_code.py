@@ -27,9 +27,9 @@ LAYERS = {
     "1b": "torch tf horovod train training",
     "2": "workers ray_data callbacks/ray_metrics",
     "3": "engine",
-    "4": "torch/trainer torch/setup torch/strategies torch/checkpoint/save_load tf/trainer train/trainer train/executor "
+    "4": "torch/trainer torch/setup torch/strategies torch/checkpoint/sharded tf/trainer train/trainer train/executor "
     "train/iterator train/worker_group train/fit/run train/fit/trainer train/frameworks "
-    "training/call_runner training/trainer_base training/saves tune",
+    "training/call_runner training/trainer_base training/loads training/saves tune",
     "5a": "__init__ callbacks/__init__ torch/__init__ tf/__init__ train/__init__ horovod/__init__ data/__init__ "
     "train/torch train/tensorflow train/horovod",
     "5b": "operators cli compat",
@@ -55,15 +55,16 @@ SIBLINGS = {
     "train/frameworks": {"train/fit/trainer"},
     "tune": {"train/executor", "train/iterator", "tf/trainer", "torch/setup"},
     "torch/trainer": {
-        "torch/checkpoint/save_load",
+        "torch/checkpoint/sharded",
         "torch/setup",
         "torch/strategies",
         "training/call_runner",
+        "training/loads",
         "training/saves",
         "training/trainer_base",
     },
-    "torch/checkpoint/save_load": {"training/saves"},
-    "tf/trainer": {"training/call_runner", "training/saves", "training/trainer_base"},
+    "torch/checkpoint/sharded": {"training/loads", "training/saves"},
+    "tf/trainer": {"training/call_runner", "training/loads", "training/saves", "training/trainer_base"},
     "training/trainer_base": {"training/call_runner", "training/saves"},
 }
 

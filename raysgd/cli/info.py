@@ -49,14 +49,15 @@ def members(path: Path) -> set[str]:  # of a zip archive, without their folders
 
 
 def torch_checkpoint(path: Path) -> Iterator[tuple[str, str]]:
-    from raysgd.torch.checkpoint import files, shard_files, states
+    from raysgd.storage.seen import verified_file
+    from raysgd.torch.checkpoint import shard_files, states
 
     if path.is_dir():
         listed = shard_files.read_manifest(path)
         shard_files.verify(str(path), listed)
         has_checksums, path = True, path / "outline.pt"
     else:
-        _, has_checksums = files.verified_file(path)
+        _, has_checksums = verified_file(path)
     yield "checksums", "correct" if has_checksums else "none (torch.save wrote it)"
     if foreign := states.foreign_types(path):
         yield "content", f"not shown, because load(path, trusted=True) runs its code: {', '.join(foreign)}"

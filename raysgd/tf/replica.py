@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,7 +14,8 @@ from raysgd.core.comparison import Summary
 from raysgd.core.outcomes import Interrupted
 from raysgd.core.progress import Control
 from raysgd.core.ranks import RankInfo
-from raysgd.errors import CheckpointError, shown
+from raysgd.errors import shown
+from raysgd.storage.seen import SeenFile
 from raysgd.tf import states
 from raysgd.tf.channel import Channel
 from raysgd.tf.comparison import summary_of
@@ -25,8 +25,8 @@ from raysgd.tf.parts import as_tensor, assign, rows_in, seed_states
 from raysgd.tf.process_group import prepare_runtime
 from raysgd.tf.settings import TFSettings
 from raysgd.training.feed import Drawn, Source
-from raysgd.training.position import Position, at_its_epoch
-from raysgd.training.replica_base import Phase, Refusal, ReplicaBase, ReplicaFactoryBase
+from raysgd.training.position import Position
+from raysgd.training.replica_base import Phase, ReplicaBase, ReplicaFactoryBase
 from raysgd.training.seeding import derived_seed, seed_python_and_numpy
 
 __all__ = ["TFReplica", "TFReplicaFactory"]
@@ -183,60 +183,6 @@ class TFReplica(ReplicaBase):
                     control.report(replace(self.progress, batches=number + 1))
         return outputs
 
-    def check(self, data: Any) -> Refusal | None:
-        """Check whether a checkpoint fits."""
-        try:
-            states.check(self.operator, states.parse(data.data))
-        except CheckpointError as error:
-            return Refusal(str(error))
-        return None
-
-    def restore(self, data: Any, loads: int) -> Refusal | None:
-        """Load a checked state, on all ranks or on none: the operator's own `load_state_dict` may still raise an error.
-        `loads` is how often the user has loaded a state."""
-        state = at_its_epoch(states.parse(data.data))
-        before = states.parse(states.dump({**self.full_state(), "rng": [states.random_state()]}))
-        try:
-            refused, trace = self._try(state)
-            failed = int(self.operator._channel.sum([tf.constant(int(bool(refused)))])[0])
-        except BaseException:
-            self._put_back(before)
-            raise
-        if not failed:
-            self._end_load(state, loads)
-            return None
-        again = self._put_back(before)
-        after = "The state was not changed"
-        if again:
-            after = f"It also raised {again} for its old state; the rest of the state was not changed"
-        if refused or again:
-            return Refusal(
-                f"the operator's load_state_dict raised {refused or again}, on rank {self.rank}. {after}", trace
-            )
-        return None
-
-    def _try(self, state: dict[str, Any]) -> tuple[str, str]:
-        """Load a state. Return the error that the operator's `load_state_dict` raised, and its traceback."""
-        try:
-            self._adopt(state)
-        except Exception as error:
-            return f"{type(error).__name__}: {error}", traceback.format_exc()
-        return "", ""
-
-    def _put_back(self, state: dict[str, Any]) -> str:
-        """Load the state from before `restore`. Return the error that the operator's `load_state_dict` raised, if
-        any."""
-        states.restore_variables(self.operator, state)
-        self._adopt_positions(state)
-        try:
-            if state["operator"] is not None:
-                self.operator.load_state_dict(state["operator"])
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
-        finally:
-            states.restore_random(state["rng"][0])
-        return ""
-
     # -- state ----------------------------------------------------------------------------------------
 
     def full_state(self) -> dict[str, Any]:
@@ -249,13 +195,38 @@ class TFReplica(ReplicaBase):
     def load(self, data: Any) -> None:
         """Load the state of another replica of this trainer, in a new process of a group that may have another size."""
         state = states.parse(data)
-        self._adopt(state)
+        self.adopt(state)
+        self.damage = None
         if state["world_size"] != self._rank_info.world_size:
             self.operator.resized(state["world_size"], self._rank_info.world_size)
 
-    def _adopt(self, state: dict[str, Any]) -> None:
+    def read(self, source: Any, *, trusted: bool) -> dict[str, Any]:
+        if not isinstance(source, SeenFile):
+            return states.parse(source.data)
+        with source.opened() as file:
+            return states.parse(file.read())
+
+    def check(self, state: dict[str, Any]) -> None:
+        states.check(self.operator, state)
+
+    def way_back(self) -> Callable[[], None]:
+        before, numbers = states.parse(states.dump(self.full_state())), states.random_state()
+
+        def go_back() -> None:
+            states.restore_variables(self.operator, before)
+            self._adopt_positions(before)
+            if before["operator"] is not None:
+                self.operator.load_state_dict(before["operator"])
+            states.restore_random(numbers)
+
+        return go_back
+
+    def adopt(self, state: dict[str, Any]) -> None:
         states.restore(self.operator, state)
         self._adopt_positions(state)
+
+    def all_succeeded(self, here: bool) -> bool:
+        return not int(self.operator._channel.sum([tf.constant(int(not here))])[0])
 
     def joined(self, rank_info: RankInfo) -> None:
         """Begin a new generation in this process, which is possible only for a group of one."""

@@ -14,8 +14,7 @@ import tensorflow as tf
 from raysgd.callbacks.base import Callback
 from raysgd.callbacks.monitors import Throughput, measures_in
 from raysgd.config import ElasticConfig, WorkerResources, at_least, check_flag, refuse_rates
-from raysgd.errors import CheckpointError, ConfigError, RemoteTraceback, shown
-from raysgd.storage import locations
+from raysgd.errors import ConfigError, shown
 from raysgd.tf import states
 from raysgd.tf.compiled import EVALUATE, FIT, checked_fit_config, operator_from_creators
 from raysgd.tf.operator import TrainingOperator
@@ -25,11 +24,10 @@ from raysgd.tf.settings import TFSettings
 from raysgd.training.arguments import check_call, check_common, check_config, needs_ray, refuse_unknown
 from raysgd.training.auto_checkpoint import AutoCheckpoint
 from raysgd.training.call_runner import CallRunner, exclusive
+from raysgd.training.loads import Loads
 from raysgd.training.loops import opened_folder
-from raysgd.training.replica_base import Refusal
-from raysgd.training.saves import SaveHandle, Saves
+from raysgd.training.saves import SaveHandle
 from raysgd.training.trainer_base import Metrics, TrainerBase, described_run, limits_of, make_engine
-from raysgd.workers.blob import Blob
 
 __all__ = ["TFTrainer"]
 
@@ -149,7 +147,8 @@ class TFTrainer(TrainerBase):
             TensorFlowBackend, join_s=limits.join_s, threads=settings.threads, use_gpu=settings.use_gpu
         )
         engine = make_engine(self._factory, calls, resources, elastic, limits, initialization_hook, make_backend)
-        super().__init__(engine, calls, number, folder, Saves(engine, calls.note_saved), resume=resume is not None)
+        self._loads = Loads(engine, lambda file: states.parse(file.read()), states.dump)
+        super().__init__(engine, calls, number, folder, resume=resume is not None)
 
     # -- training -------------------------------------------------------------------------------------
 
@@ -235,14 +234,14 @@ class TFTrainer(TrainerBase):
     @exclusive
     def state_dict(self) -> dict[str, Any]:
         """Return the content of a checkpoint as one dictionary of plain values and arrays."""
-        return states.parse(self._checkpoints.content())
+        return states.parse(self._saves.content())
 
     @exclusive
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned, for any number of workers. Every worker checks the state first: one that does not
         fit raises CheckpointError, and changes nothing."""
         self._loops.refuse_load("load_state_dict()")
-        self._restore(states.dump(states.shaped(dict(state_dict))))
+        self._loads.restore(states.dump(states.shaped(dict(state_dict))))
 
     @overload
     def save(self, checkpoint: str | os.PathLike[str], *, blocking: Literal[True] = True) -> str: ...
@@ -255,8 +254,8 @@ class TFTrainer(TrainerBase):
         """Save to `checkpoint`, a path or a URI, completely or not at all. Return its absolute path, or the URI.
 
         With `blocking=False`, training can continue as soon as the state was copied in memory, and a handle is returned."""
-        self._checkpoints.raise_failed()
-        return self._checkpoints.save(checkpoint, blocking=blocking)
+        self._saves.raise_failed()
+        return self._saves.save(checkpoint, blocking=blocking)
 
     @exclusive
     def load(self, checkpoint: str | os.PathLike[str]) -> None:
@@ -265,31 +264,11 @@ class TFTrainer(TrainerBase):
         self._load_automatic(checkpoint)
 
     def _load_automatic(self, path: str | os.PathLike[str]) -> None:
-        where = locations.place(path)
-        data = locations.read(where)
-        try:
-            states.parse(data)  # a damaged or foreign file is not sent to the workers
-            self._restore(data)
-        except CheckpointError as error:
-            raise CheckpointError(f"{where}: {error}") from error
+        self._loads.load(path)
 
     def restore(self, checkpoint: str | os.PathLike[str]) -> None:
         """Load `checkpoint`. RaySGD's name for `load`."""
         self.load(checkpoint)
-
-    def _restore(self, data: Any) -> None:
-        """Check a state on every rank before any of them changes; then let all take it."""
-        self._ask(TFReplica.check, data=Blob(data))
-        with self._engine.state_replaced_by_hand():
-            # Counted here, so that the number is the same on all ranks, also if one of them repeats this load.
-            self._ask(TFReplica.restore, data=Blob(data), loads=self._engine.progress.loads + 1)
-
-    def _ask(self, method: Callable[..., Any], **given: Any) -> None:
-        """Call a function on every rank; raise CheckpointError for what a rank refuses."""
-        refused = [value for value in self._values(method, **given) if isinstance(value, Refusal)]
-        if refused:
-            reasons = "; ".join(dict.fromkeys(each.why for each in refused))
-            raise CheckpointError(reasons) from RemoteTraceback(refused[0].trace)
 
 
 def _operator_class(model_creator: Any, data_creator: Any, training_operator_cls: Any) -> Any:

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from raysgd.constants import SCHEDULER_STEP_STEP
 from raysgd.core.comparison import Summary
@@ -20,15 +21,14 @@ from raysgd.core.ranks import RankInfo
 from raysgd.core.shard_copies import HeldSnapshot, ShardedState
 from raysgd.core.snapshot import Snapshot
 from raysgd.core.step_plan import StepPlan
-from raysgd.errors import TrainingFailedError
+from raysgd.storage.seen import SeenFile
 from raysgd.torch.checkpoint import packing, states
 from raysgd.torch.checkpoint.checks import check_fits
-from raysgd.torch.checkpoint.undo import on_all_ranks, undone_unless_all_succeed
 from raysgd.torch.comparison import summary_of
 from raysgd.torch.data.opening import Opener
 from raysgd.torch.data.prefetch import make_carrier
 from raysgd.torch.data.rows import LoaderRows
-from raysgd.torch.data.sampling import is_planned
+from raysgd.torch.data.sampling import is_planned, random_sources
 from raysgd.torch.data.sources import PlannedSource
 from raysgd.torch.foreign import content_version
 from raysgd.torch.fsdp import gathered
@@ -39,7 +39,6 @@ from raysgd.torch.resharding import Resharding
 from raysgd.torch.schedules import has_length_in_code
 from raysgd.torch.settings import TorchSettings
 from raysgd.training.feed import Source
-from raysgd.training.position import at_its_epoch
 from raysgd.training.replica_base import Phase, ReplicaBase, ReplicaFactoryBase
 
 __all__ = ["TorchReplica", "TorchReplicaFactory"]
@@ -47,7 +46,6 @@ __all__ = ["TorchReplica", "TorchReplicaFactory"]
 logger = logging.getLogger("raysgd")
 
 PARTIAL_S = 10.0
-HALF_LOADED = "loading a checkpoint was interrupted while the models were being changed: load it again"
 PLAN_CHANGED = (
     "total_steps() planned %d optimizer steps with num_workers=%d. With %d from now on, this run makes %d, so a schedule that your code "
     "steps does not end with the run. ElasticConfig(batch='global') keeps the number of steps when the workers change; with "
@@ -100,7 +98,6 @@ class TorchReplica(ReplicaBase):
         operator._parts.calls.step, control.called = lambda: control.begun, operator._parts.calls.newest
         guard = operator._gradients.guard
         guard.position, guard.samples = self._position, self._samples_of_step
-        self._damage: TrainingFailedError | None = None  # a load has stopped in the middle
         self._after_batches: list[Callable[[], None]] = []
         self._profiler = None if settings.profiler is None else Profiler(settings.profiler)
         self._partial_at = 0.0
@@ -112,6 +109,7 @@ class TorchReplica(ReplicaBase):
         self._described: dict[Phase, tuple[Any, LoaderRows]] = {}  # with the loaders
         self.saved_rows: dict[str, list[Any]] = {}  # the part `rows` of the newest state that was loaded
         self._measured: Phase = "train"  # the running call's
+        self._replaced: Any = None  # the source of the train_loader, while a load opens another one
         self._loaded_from = 0  # the number of workers of the group from which a state was loaded; 0 if none was
         for optimizer in operator._parts.optimizers:
             if hasattr(optimizer, "register_step_post_hook"):
@@ -293,8 +291,6 @@ class TorchReplica(ReplicaBase):
         super()._begin_measuring(phase, profile, new_call=new_call)
         if new_call:  # registered metrics continue after a change of the group
             self.operator._parts.begin_measuring(self._metric_of(phase))
-        if phase == "train" and self._damage is not None:
-            raise self._damage
         self.operator._precision.forget_skipped()
         self.operator._gradients.guard.skipped = 0
         self._measured = phase
@@ -356,7 +352,7 @@ class TorchReplica(ReplicaBase):
         return packing.pack(state, copy=True)
 
     def _dump(self, state: dict[str, Any]) -> memoryview:
-        return packing.joined(packing.pack(state, copy=False))
+        return packing.packed(state)
 
     def take_snapshot(self, room_s: float | None = None) -> None:
         """Let the ranks keep a snapshot of their shards, for each other. The driver only gets to know that there is one."""
@@ -407,6 +403,7 @@ class TorchReplica(ReplicaBase):
             self._give(data)
         else:
             self._take(packing.unpack(data))
+            self.damage = None
 
     def _take(self, state: dict[str, Any]) -> None:
         self._adopt(state)
@@ -419,7 +416,6 @@ class TorchReplica(ReplicaBase):
         if models:
             states.restore_models(self.operator, state)
         states.restore_rest(self.operator, state)
-        self._damage = None
         self.saved_rows = dict(state.get("rows") or {})
         self._adopt_positions(state)
         self._restore_plan()
@@ -429,27 +425,50 @@ class TorchReplica(ReplicaBase):
                 self._sources["train"] = self._open_source(loader, "train")
             self._sources["train"].load(position)
 
-    def take_over(self, read: Callable[[], dict[str, Any]], loads: int, *, kept: bool = False) -> None:
-        """Load the checkpoint that `read` returns, on all ranks or on none. `loads` is how often the user has loaded
-        one. With `kept`, the driver keeps the file."""
-        with on_all_ranks(self.operator.world_size):
-            state = read()
-            check_fits(self.operator, state)
-        state = at_its_epoch(state)
-        old = self._sources.get("train")
-        models_last = states.loads_models_by_copying(self.operator)
-        with undone_unless_all_succeed(self, models=not models_last):
-            self._sources = {phase: source for phase, source in self._sources.items() if phase != "train"}
-            self._adopt(state, models=not models_last)
-        if models_last:  # once all ranks have loaded what can fail
-            self._damage = TrainingFailedError(HALF_LOADED)  # should an interrupt or the system stop this
-            with on_all_ranks(self.operator.world_size):
-                states.restore_models(self.operator, state)
-            self._damage = None
-        if old is not None:
-            old.close()
+    def read(self, source: Any, *, trusted: bool) -> dict[str, Any]:
+        if isinstance(source, SeenFile):
+            return states.read(source, trusted=trusted, map_models=states.loads_models_by_copying(self.operator))
+        return states.parse(source.data, trusted=trusted)
+
+    def check(self, state: dict[str, Any]) -> None:
+        check_fits(self.operator, state)
+
+    def way_back(self) -> Callable[[], None]:
+        state, positions = states.kept(self.operator), self._positions()
+        loader = self.operator._parts.train_loader
+        generators = random_sources(loader) if is_planned(loader) else []
+        drawn = [(each, each.get_state()) for each in generators]
+        own = {name: getattr(self, name) for name in ("_sources", "_feed", "_validation_began", "saved_rows")}
+        numbers = states.random_state()
+
+        def go_back() -> None:
+            states.put_back(self.operator, state)
+            self._adopt_positions(positions)
+            vars(self).update(own)
+            for generator, drawn_state in drawn:
+                generator.set_state(drawn_state)
+            states.restore_random(numbers)  # last, because a user's load_state_dict may draw some
+
+        return go_back
+
+    def adopt(self, state: dict[str, Any]) -> None:
+        """Load what can fail. If the models only copy tensors, that is all but the models."""
+        self._replaced = self._sources.get("train")
+        self._sources = {phase: source for phase, source in self._sources.items() if phase != "train"}
+        self._adopt(state, models=not states.loads_models_by_copying(self.operator))
+
+    def complete_load(self, state: dict[str, Any]) -> None:
+        if states.loads_models_by_copying(self.operator):
+            states.restore_models(self.operator, state)
+        if self._replaced is not None:
+            self._replaced.close()
         self._position.plan = self._position.plan or None  # a script that resumes a run gets a warning of its own
-        self._end_load(state, loads, kept=kept)
+
+    def all_succeeded(self, here: bool) -> bool:
+        found: list[Any] = [here] * self._rank_info.world_size
+        if len(found) > 1:
+            dist.all_gather_object(found, here)
+        return all(found)
 
     # -- membership -----------------------------------------------------------------------------------
 

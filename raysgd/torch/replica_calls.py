@@ -6,34 +6,30 @@ A trainer makes a `Call` of one of these functions, and every rank runs it with 
 from __future__ import annotations
 
 import copy
-import traceback
 from collections.abc import Callable, Mapping
 from contextlib import closing, nullcontext
 from dataclasses import astuple, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
 from raysgd.core.outcomes import Interrupted
-from raysgd.errors import CheckpointError, shown
+from raysgd.errors import shown
 from raysgd.storage.locations import Place
 from raysgd.torch.checkpoint import shard_files, states
 from raysgd.torch.checkpoint.checks import check_fits
-from raysgd.torch.checkpoint.files import SeenFile, UnseenError
-from raysgd.torch.checkpoint.undo import on_all_ranks
 from raysgd.torch.data.sources import PlannedSource
 from raysgd.torch.fsdp import gathered
 from raysgd.torch.replica import TorchReplica
-from raysgd.training.replica_base import Refusal
+from raysgd.training.loading import Refusal, agreed, take_over
 from raysgd.training.writing import Report, reported
 
 __all__ = [
-    "Refusal",
     "get_model",
     "joined",
     "predict",
-    "restore",
     "restore_shards",
     "rows_that_differ",
     "save_shards",
@@ -97,28 +93,6 @@ def joined(outputs: list[Any]) -> Any:
     )
 
 
-def _or_refusal(load: Callable[[], None]) -> Refusal | None:
-    try:
-        load()
-        return None
-    except UnseenError:
-        return Refusal("a worker does not see the file", unseen=True)
-    except CheckpointError as error:
-        return Refusal(str(error), traceback.format_exc())
-
-
-def restore(replica: TorchReplica, source: Any, trusted: bool, loads: int, kept: bool = False) -> Refusal | None:
-    """Load a checkpoint from a file that this rank may see, or from bytes that were sent to it. `loads` counts the user's
-    loads; it is the same on each rank that has loaded this one. With `kept`, the driver keeps the file."""
-
-    def read() -> dict[str, Any]:
-        if isinstance(source, SeenFile):
-            return states.read(source, trusted=trusted, map_models=states.loads_models_by_copying(replica.operator))
-        return states.parse(source.data, trusted=trusted)
-
-    return _or_refusal(lambda: replica.take_over(read, loads, kept=kept))
-
-
 def rows_that_differ(replica: TorchReplica) -> list[str]:
     """Return the names of the loaders that have as many rows as in the state that was loaded, but others. If a loader has another
     length, the user has changed the data on purpose."""
@@ -146,17 +120,12 @@ def save_shards(
 def restore_shards(replica: TorchReplica, folder: Place, files: shard_files.Files, loads: int) -> Refusal | None:
     """Load a sharded checkpoint, of which each rank verifies some files."""
     operator, ranks = replica.operator, replica.operator.world_size
-    source = shard_files.ShardFolder(folder, files)
-
-    def check() -> None:
-        with on_all_ranks(ranks):  # before anything is unpickled
-            source.verify(replica.rank, ranks)
-        with on_all_ranks(ranks):
-            check_fits(operator, states.shaped(shard_files.read_outline(source.folder)))
-
-    with closing(source):
-        refused = _or_refusal(check)  # the same on all ranks
-        if refused is not None:
-            return refused
+    with closing(shard_files.ShardFolder(folder, files)) as source:
+        _, refusal = agreed(replica, lambda: source.verify(replica.rank, ranks))  # before anything is unpickled
+        if refusal is None:
+            outline = partial(shard_files.read_outline, source.folder)
+            _, refusal = agreed(replica, lambda: check_fits(operator, states.shaped(outline())))
+        if refusal is not None:
+            return refusal
         state = shard_files.read(source, operator)  # with the other ranks, so an error here must free them
-        return _or_refusal(lambda: replica.take_over(lambda: state, loads))
+        return take_over(replica, lambda: state, loads)

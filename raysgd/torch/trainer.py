@@ -18,8 +18,8 @@ from raysgd.engine.engine import Job
 from raysgd.errors import CheckpointError, ConfigError, suggesting
 from raysgd.ray_data.reader import SharedRowReaders, local_row_reader
 from raysgd.torch import replica_calls, setup
-from raysgd.torch.checkpoint import states
-from raysgd.torch.checkpoint.save_load import Checkpoints
+from raysgd.torch.checkpoint import packing, states
+from raysgd.torch.checkpoint.sharded import load_shards, save_shards
 from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.options import TrainingOptions
 from raysgd.torch.settings import TorchSettings
@@ -28,6 +28,7 @@ from raysgd.torch.wrapping import Exchange
 from raysgd.training.arguments import check_call, check_common, check_flags, refuse_unknown
 from raysgd.training.auto_checkpoint import AutoCheckpoint
 from raysgd.training.call_runner import CallRunner, exclusive
+from raysgd.training.loads import Loads
 from raysgd.training.loops import opened_folder
 from raysgd.training.saves import SaveHandle
 from raysgd.training.trainer_base import Metrics, TrainerBase, described_run, limits_of, make_engine
@@ -153,8 +154,8 @@ class TorchTrainer(TrainerBase):
             self._factory, calls, resources, elastic, limits, initialization_hook, make_backend, strategy.sharded
         )
         self._compares = options.parallel is not None
-        self._checkpoints: Checkpoints = Checkpoints(engine, calls.note_saved)
-        super().__init__(engine, calls, num_workers, folder, self._checkpoints, resume=resume is not None)
+        self._loads = Loads(engine, partial(states.parse, trusted=False), packing.packed, load_shards)
+        super().__init__(engine, calls, num_workers, folder, resume=resume is not None)
 
     # -- training -------------------------------------------------------------------------------------
 
@@ -215,7 +216,7 @@ class TorchTrainer(TrainerBase):
         has its own.
         """
         setup.check_predicted(data, batch_size)
-        self._checkpoints.raise_failed()
+        self._saves.raise_failed()
         ranks = self._values(replica_calls.predict, data=self._engine.pack(data), batch_size=batch_size)
         outputs = [(offset, rank, each) for rank, own in enumerate(ranks) for offset, each in own]
         if not outputs:
@@ -230,7 +231,7 @@ class TorchTrainer(TrainerBase):
 
     def _load_automatic(self, path: str) -> None:
         assert self._folder is not None
-        self._checkpoints.load(path, trusted=self._folder.settings.trusted)
+        self._loads.load(path, trusted=self._folder.settings.trusted)
         if differs := self._other_rows():
             raise CheckpointError(f"{path}: {differs}")
 
@@ -279,16 +280,16 @@ class TorchTrainer(TrainerBase):
     @exclusive
     def state_dict(self) -> dict[str, Any]:
         """Return the content of a checkpoint as one dictionary, with tensors on the CPU."""
-        self._checkpoints.raise_failed()
-        return states.parse(self._checkpoints.content(), trusted=True)
+        self._saves.raise_failed()
+        return states.parse(self._saves.content(), trusted=True)
 
     @exclusive
     def load_state_dict(self, state_dict: Mapping[str, Any], blocking: bool = True) -> None:
         """Load what `state_dict` returned, for any number of workers. Every worker checks the state first: one that does not
         fit raises CheckpointError, and nothing changes. (`blocking` has no effect; RaySGD had it.)"""
         self._loops.refuse_load("load_state_dict()")
-        self._checkpoints.raise_failed()
-        self._checkpoints.restore(states.dump_given(state_dict), trusted=True)
+        self._saves.raise_failed()
+        self._loads.restore(states.dump_given(state_dict), trusted=True)
         self._warn_of_other_rows()
 
     @overload
@@ -315,18 +316,19 @@ class TorchTrainer(TrainerBase):
         With `blocking=False`, training can continue as soon as the state was copied in memory, and a handle is returned.
         With `sharded=True`, the checkpoint is a directory to which every worker writes its part.
         """
-        self._checkpoints.raise_failed()
+        self._saves.raise_failed()
         check_flag("sharded", sharded)
-        save = self._checkpoints.save_shards if sharded else self._checkpoints.save
-        return save(checkpoint, blocking=blocking)
+        if sharded:
+            return save_shards(self._saves, self._engine, checkpoint, blocking=blocking)
+        return self._saves.save(checkpoint, blocking=blocking)
 
     @exclusive
     def load(self, checkpoint: str | os.PathLike[str], *, trusted: bool = False) -> None:
         """Load `checkpoint`, a path or a URI, for any number of workers. No code in it is run, unless it is `trusted` (for
         operator state of your own types, and for what was saved with `sharded=True`)."""
         self._loops.refuse_load("load()")
-        self._checkpoints.raise_failed()
-        self._checkpoints.load(checkpoint, trusted=trusted)
+        self._saves.raise_failed()
+        self._loads.load(checkpoint, trusted=trusted)
         self._warn_of_other_rows()
 
     def restore(self, *args: Any) -> None:

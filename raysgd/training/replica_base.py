@@ -10,7 +10,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, ClassVar, Literal
 
@@ -33,7 +33,7 @@ from raysgd.core.progress import Control, Progress
 from raysgd.core.protocols import Call
 from raysgd.core.ranks import RankInfo
 from raysgd.core.timers import Timers
-from raysgd.errors import ConfigError, shown
+from raysgd.errors import ConfigError, TrainingFailedError, shown
 from raysgd.training.feed import Feed, MembershipChange, Source
 from raysgd.training.operator_base import OperatorBase
 from raysgd.training.position import Position
@@ -43,7 +43,6 @@ from raysgd.training.snapshots import LOADED_S, ROOM_S, Snapshotter
 
 __all__ = [
     "Phase",
-    "Refusal",
     "ReplicaBase",
     "ReplicaFactoryBase",
     "accepted_arguments",
@@ -73,16 +72,6 @@ NO_STEP = (
     "no registered optimizer (%s) has made a step in this call of train(), so the weights are as they were before it (batches "
     "processed: %d): %s. Nothing to do if they are meant to stay so, or if the batches of several calls share one step"
 )
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """Why a rank does not load a checkpoint. It is returned like a result, so that the generation continues. With
-    `unseen`, the rank does not see the file, and the driver has to send it."""
-
-    why: str
-    trace: str = ""
-    unseen: bool = False
 
 
 class ReplicaFactoryBase(ABC):
@@ -142,19 +131,23 @@ class ReplicaBase(ABC):
         self._validation_began = self._val_position.as_dict()
         self._feed: Feed | None = None
         self._sources: dict[Phase, Any] = {}
+        self.damage: TrainingFailedError | None = None  # this state is half loaded
         self._snapshots = Snapshotter(settings.snapshot_every, control)
         self._compare_every, self._compare_at = settings.elastic.compare_every, math.inf
         self._seed_place("train", 0, self.rank)
 
     @property
     def progress(self) -> Progress:
-        return self._position.progress(self._control.phase)
+        progress = self._position.progress(self._control.phase)
+        return progress if self.damage is None else replace(progress, loads=-1)  # no other rank takes this state
 
     @property
     def rank(self) -> int:
         return self._rank_info.world_rank
 
     def run(self, call: Call) -> Any:
+        if self.damage is not None and "loads" not in call.arguments:
+            raise self.damage
         self._control.phase = call.name
         self._begin_call()
         try:
@@ -548,21 +541,6 @@ class ReplicaBase(ABC):
         self._feed = None
         self._seed_rest_of_epoch()
 
-    def _end_load(self, state: dict[str, Any], loads: int, *, kept: bool = False) -> None:
-        """Complete the load of a checkpoint: forget the calls of the trainer that wrote it, and restore this rank's
-        random states. `loads` is how often this trainer has loaded a state; a state with more loads is newer than any
-        other. With `kept`, the driver needs no snapshot of it before the next call of `train`."""
-        self._position.call, self._position.call_done, self._position.loads = -1, False, loads
-        self._val_position.call, self._val_position.ended = -1, True
-        self._tested.call = -1
-        if not kept:
-            self.take_snapshot()
-        ranks = state.get("rng") or []
-        if self.rank < len(ranks):
-            self._restore_random_state(ranks[self.rank])
-        if not kept:
-            self._snapshots.wait(LOADED_S)  # otherwise the load would be undone if all workers failed now
-
     def state(self) -> memoryview:
         """Return the state as bytes, for a rank that is behind or new."""
         return self._dump(self._state_for_peers())
@@ -577,6 +555,46 @@ class ReplicaBase(ABC):
 
     def close(self) -> None:
         self._snapshots.close()
+
+    # -- loading a checkpoint -------------------------------------------------------------------------
+
+    @abstractmethod
+    def read(self, source: Any, *, trusted: bool) -> dict[str, Any]:
+        """Return the state in a `SeenFile`, or in a `Blob` that was sent. Raise CheckpointError if there is none."""
+
+    @abstractmethod
+    def check(self, state: dict[str, Any]) -> None:
+        """Raise CheckpointError unless the state fits. Nothing is changed."""
+
+    @abstractmethod
+    def way_back(self) -> Callable[[], None]:
+        """Return what restores the present state, whatever `adopt` has changed."""
+
+    @abstractmethod
+    def adopt(self, state: dict[str, Any]) -> None:
+        """Load what can fail of a checked state."""
+
+    def complete_load(self, state: dict[str, Any]) -> None:  # noqa: B027 - it is optional
+        """Load the rest, now that no rank can refuse the state."""
+
+    @abstractmethod
+    def all_succeeded(self, here: bool) -> bool:
+        """Return whether all ranks have succeeded, which all ask together. `here` is whether this one has."""
+
+    def end_load(self, state: dict[str, Any], loads: int, *, kept: bool = False) -> None:
+        """Complete the load of a checkpoint: forget the calls of the trainer that wrote it, and restore this rank's
+        random states. `loads` is how often this trainer has loaded a state; a state with more loads is newer than any
+        other. With `kept`, the driver needs no snapshot of it before the next call of `train`."""
+        self._position.call, self._position.call_done, self._position.loads = -1, False, loads
+        self._val_position.call, self._val_position.ended = -1, True
+        self._tested.call = -1
+        if not kept:
+            self.take_snapshot()
+        ranks = state.get("rng") or []
+        if self.rank < len(ranks):
+            self._restore_random_state(ranks[self.rank])
+        if not kept:
+            self._snapshots.wait(LOADED_S)  # otherwise the load would be undone if all workers failed now
 
     # -- what frameworks do differently ---------------------------------------------------------------
 

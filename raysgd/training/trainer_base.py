@@ -56,11 +56,10 @@ class TrainerBase(ABC):
         calls: CallRunner,
         num_workers: int,
         folder: CheckpointFolder | None,
-        checkpoints: Saves,
         *,
         resume: bool,
     ) -> None:
-        self._engine, self._calls, self._checkpoints = engine, calls, checkpoints
+        self._engine, self._calls, self._saves = engine, calls, Saves(engine, calls.note_saved)
         self._distributed = num_workers > 1
         self._validations = self._tests = 0
         self._folder = folder
@@ -177,7 +176,7 @@ class TrainerBase(ABC):
     @exclusive
     def _start_save(self, path: str) -> Callable[[], Any]:
         """Copy the state. Return a function that returns when the file is complete."""
-        handle = self._checkpoints.save(path, blocking=False)
+        handle = self._saves.save(path, blocking=False)
         assert isinstance(handle, SaveHandle)
         return handle.result
 
@@ -192,7 +191,7 @@ class TrainerBase(ABC):
     ) -> Job:
         """Return the job of a call of `train`, whose arguments were checked."""
         arguments = {"num_steps": num_steps, "profile": profile, "info": self._packed(info), **more}
-        self._checkpoints.raise_failed()
+        self._saves.raise_failed()
         self._loops.begin_call(num_steps)
         arguments["epochs"] = self._loops.epochs
         return Job(
@@ -291,7 +290,7 @@ class TrainerBase(ABC):
         check_flags(profile=profile, reduce_results=reduce_results)
         arguments = {"num_steps": num_steps, "profile": profile, "info": self._packed(info), "call": call}
         arguments["reduced"] = reduce_results
-        self._checkpoints.raise_failed()
+        self._saves.raise_failed()
         method = ReplicaBase.validate if kind == "validate" else ReplicaBase.test
         return self._calls.measure(self._engine, kind, Job(Call(method, arguments)))
 
@@ -313,7 +312,7 @@ class TrainerBase(ABC):
     def _apply(self, method: Callable[..., Any], fn: Callable[..., Any]) -> list[Any]:
         if not callable(fn):
             raise ConfigError(f"fn must be a function, got {fn!r}")
-        self._checkpoints.raise_failed()
+        self._saves.raise_failed()
         call = Call(method, {"function": self._engine.pack(fn)})
         parts = self._engine.run(Job(call, again="keep"))
         self._engine.state_changed_by_hand()
@@ -324,7 +323,7 @@ class TrainerBase(ABC):
         return self._engine.run(Job(Call(method, given)))[-1].values
 
     def _first(self, method: Callable[..., Any], **given: Any) -> Any:
-        self._checkpoints.raise_failed()
+        self._saves.raise_failed()
         return self._values(method, **given)[0]
 
     def _inline_operator(self) -> Any:
@@ -381,15 +380,15 @@ class TrainerBase(ABC):
         try:
             self._loops.close(force=force)
             if not force:
-                self._checkpoints.finish()
+                self._saves.finish()
         finally:  # Ctrl-C may end the wait for the saves
             try:
                 self._engine.stop(force=force)
-                self._checkpoints.abandon()
+                self._saves.abandon()
             finally:
                 self._calls.end()
         if not force:
-            self._checkpoints.raise_failed()
+            self._saves.raise_failed()
 
     def __enter__(self: T) -> T:
         return self

@@ -110,7 +110,7 @@ def test_workers_that_see_the_file_read_it_themselves(
 
 def sees_nothing_once(operator: Any) -> None:
     """Let the operator's process not see the file that it looks for next."""
-    from raysgd.torch.checkpoint.files import SeenFile
+    from raysgd.storage.seen import SeenFile
 
     real = SeenFile.of
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from raysgd import CheckpointError
-from raysgd.torch.checkpoint.files import TAIL, Bytes, SeenFile, UnseenError, opened, verified_file
+from raysgd.storage.seen import TAIL, Bytes, SeenFile, UnseenError, opened, verified_file
 
 DATA = random.Random(5).randbytes(5_000)
 

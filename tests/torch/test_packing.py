@@ -24,7 +24,7 @@ DTYPES = [
 
 
 def round_trip(state: Any, *, copy: bool = True) -> Any:
-    return packing.unpack(packing.joined(packing.pack(state, copy=copy)))
+    return packing.unpack(b"".join(packing.pack(state, copy=copy)))
 
 
 def test_every_type_and_shape() -> None:
@@ -54,7 +54,7 @@ def test_tied_weights_are_packed_once_and_stay_tied() -> None:
     tied = torch.randn(1000)
     parts = packing.pack({"a": tied.detach(), "b": tied.detach(), "other": tied[:10]}, copy=True)
     assert sum(map(len, parts)) < 4000 + 1000
-    back = packing.unpack(packing.joined(parts))
+    back = packing.unpack(b"".join(parts))
     assert torch.equal(back["a"], tied) and torch.equal(back["other"], tied[:10])
     back["a"][0] = 7
     assert back["b"][0] == 7
@@ -68,7 +68,7 @@ def test_training_does_not_change_a_copy_and_the_copy_owns_its_memory() -> None:
     parts = packing.pack({"live": live, "counters": counters}, copy=True)
     live += 1
     counters["seen"].append(2)
-    data = bytes(packing.joined(parts))  # read-only
+    data = b"".join(parts)  # read-only
     back = packing.unpack(data)
     assert back["live"].sum() == 0 and back["counters"] == {"seen": [1]}
     back["live"] += 1
@@ -79,7 +79,7 @@ def test_arrays_of_numpy_are_copied_and_can_be_changed_afterwards() -> None:
     counts = numpy.zeros(1000)
     parts = packing.pack({"counts": counts, "tensor": torch.ones(3), "frame": [numpy.arange(3)]}, copy=True)
     counts += 1
-    back = packing.unpack(bytes(packing.joined(parts)))
+    back = packing.unpack(b"".join(parts))
     assert (
         back["counts"].sum() == 0
         and torch.equal(back["tensor"], torch.ones(3))
@@ -102,7 +102,7 @@ def test_without_a_copy_large_tensors_are_not_copied() -> None:
     live = torch.zeros(1000)
     parts = packing.pack({"live": live}, copy=False)
     live += 1
-    assert packing.unpack(packing.joined(parts))["live"].sum() == 1000
+    assert packing.unpack(b"".join(parts))["live"].sum() == 1000
 
 
 def test_a_training_state_with_values_of_all_kinds() -> None:

@@ -28,6 +28,7 @@ from raysgd.core.ranks import RankInfo
 from raysgd.torch.checkpoint.checks import check_fits
 from raysgd.torch.replica import TorchReplica, TorchReplicaFactory
 from raysgd.torch.settings import TorchSettings
+from raysgd.training.loading import take_over
 from raysgd.training.replica_base import ReplicaBase
 from tests.torch.small import Line, rows
 
@@ -177,7 +178,7 @@ def loaded(state: dict[str, Any], replica: TorchReplica) -> TorchReplica:
     check_fits(replica.operator, state)
     workers = replica._rank_info
     replica.joined(RankInfo())  # there is no process group, in which several ranks would agree
-    replica.take_over(lambda: copy.deepcopy(state), 1)
+    take_over(replica, lambda: copy.deepcopy(state), 1)
     replica.joined(workers)
     return replica
 

@@ -9,14 +9,13 @@ import io
 import itertools
 import pickle
 import struct
-from collections.abc import Sequence
 from typing import Any
 
 import numpy
 import torch
 from torch import nn
 
-__all__ = ["joined", "pack", "unpack"]
+__all__ = ["pack", "packed", "unpack"]
 
 # The number of parts, and the size of each. The first part is the pickle. Each part begins at a multiple of ALIGNED bytes.
 COUNT, SIZE = struct.Struct("!Q"), struct.Struct("!Q")
@@ -33,8 +32,9 @@ def pack(state: Any, *, copy: bool) -> list[Any]:
     return [each for part in (head, *parts) for each in (part, bytes(-len(part) % ALIGNED)) if len(each)]
 
 
-def joined(parts: Sequence[Any]) -> memoryview:
-    """Return the buffers in one, copied once."""
+def packed(state: Any) -> memoryview:
+    """Return a state as bytes, copied once."""
+    parts = pack(state, copy=False)
     whole = memoryview(bytearray(sum(map(len, parts))))
     start = 0
     for part in parts:

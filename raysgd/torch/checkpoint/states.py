@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import logging
 import os
 import random
 import re
@@ -14,9 +15,10 @@ import numpy
 import torch
 
 from raysgd.core.tree import mapped
-from raysgd.errors import CheckpointError
+from raysgd.errors import CheckpointError, described
+from raysgd.storage.seen import SeenFile, UnseenError, opened
 from raysgd.torch import foreign
-from raysgd.torch.checkpoint.files import SeenFile, UnseenError, opened
+from raysgd.torch.checkpoint import packing
 from raysgd.torch.fsdp import placed, placed_optimizer
 from raysgd.torch.operator import TrainingOperator
 from raysgd.training.seeding import seed_python_and_numpy
@@ -29,9 +31,11 @@ __all__ = [
     "dump_given",
     "foreign_types",
     "gather",
+    "kept",
     "loads_models_by_copying",
     "parse",
     "peek",
+    "put_back",
     "random_state",
     "read",
     "restore",
@@ -44,6 +48,8 @@ __all__ = [
     "unchanging",
     "write",
 ]
+
+logger = logging.getLogger("raysgd")
 
 FORMAT = "raysgd-torch"
 VERSION = 1
@@ -117,11 +123,12 @@ def dump_given(state: Any) -> memoryview:
         raise CheckpointError(f"this state cannot be pickled ({type(error).__name__}: {error})") from error
 
 
-def parse(data: Any, *, trusted: bool) -> dict[str, Any]:
-    """Return the state in a file's bytes; code in them runs only if they are trusted. Raise CheckpointError if they are not a
+def parse(source: Any, *, trusted: bool) -> dict[str, Any]:
+    """Return the state in a file, or in its bytes; code in them runs only if they are trusted. Raise CheckpointError if they are not a
     checkpoint."""
     try:
-        state = torch.load(opened(data), map_location="cpu", weights_only=not trusted)
+        file = source if hasattr(source, "read") else opened(source)
+        state = torch.load(file, map_location="cpu", weights_only=not trusted)
     except Exception as error:
         raise _unreadable(error, trusted=trusted) from error
     return shaped(state)
@@ -250,6 +257,70 @@ def restore_rest(operator: TrainingOperator, state: dict[str, Any]) -> None:
     parts.averages.load(state.get("averages"))
     operator.global_step = state.get("global_step", operator.global_step)
     operator.load_state_dict(state.get("operator"))
+
+
+def kept(operator: TrainingOperator) -> dict[str, Any]:
+    """Return the present state, for `put_back`, whatever is loaded meanwhile. Nothing is copied that a load replaces, or that can
+    be loaded last, because it cannot fail: torch's optimizers replace their tensors, and models usually only copy them."""
+    parts, state = operator._parts, gather(operator)
+    kept: dict[str, Any] = {
+        name: copied(value)
+        for name, value in state.items()
+        if name not in ("format", "version", "models", "optimizers", "averages")
+    }
+    if not loads_models_by_copying(operator):
+        kept["models"] = [_kept_model(model) for model in state["models"]]
+    kept["optimizers"] = [None if _replaces(each) else copied(each.state_dict()) for each in parts.optimizers]
+    groups = [group for each in parts.optimizers if _replaces(each) for group in each.param_groups]
+    contents = [operator, parts.averages, *parts.schedulers, *filter(_replaces, parts.optimizers)]
+    kept["contents"] = [(vars(each), dict(vars(each))) for each in contents] + [(each, dict(each)) for each in groups]
+    return kept
+
+
+def _replaces(optimizer: Any) -> bool:
+    return getattr(type(optimizer), "load_state_dict", None) is torch.optim.Optimizer.load_state_dict
+
+
+def _kept_model(state: Any) -> dict[str, Any]:
+    """Return a copy in main memory; of sharded tensors, this rank's shards on their device."""
+    own = {
+        name: value.detach().clone() if hasattr(value, "full_tensor") else copied(value)
+        for name, value in state.items()
+    }
+    return foreign.with_module_versions(own, state)
+
+
+def put_back(operator: TrainingOperator, kept: dict[str, Any]) -> None:
+    """Load what `kept` returned."""
+    parts, precision = operator._parts, operator._precision
+    for content, before in kept["contents"]:
+        content.clear()
+        content.update(before)
+    for model, saved in zip(parts.models, kept.get("models", ()), strict=False):
+        model.load_state_dict(saved)
+    for optimizer, saved in zip(parts.optimizers, kept["optimizers"], strict=True):
+        if saved is not None:
+            optimizer.load_state_dict(saved)
+    for scheduler, saved in zip(parts.schedulers, kept.get("schedulers", ()), strict=True):
+        _load_unless_equal(scheduler, saved)
+    if kept.get(precision.key):
+        precision.load(kept[precision.key])
+    if kept["operator"] is not None:
+        _load_unless_equal(operator, kept["operator"])
+
+
+def _load_unless_equal(thing: Any, saved: Any) -> None:
+    """Load a state of a user's class, which may refuse it, unless the attributes that it has again are all there is to it."""
+    if not _are_equal(copied(thing.state_dict()), saved):
+        thing.load_state_dict(saved)
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    try:
+        return packing.packed(one) == packing.packed(other)
+    except Exception as error:
+        logger.debug("two states cannot be compared, so that one is loaded: %s", described(error))
+        return False
 
 
 def random_state() -> dict[str, Any]:
