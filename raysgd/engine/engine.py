@@ -291,7 +291,7 @@ class Engine:
             self._table.snapshots.restore(kept)
             raise
         newest = self._table.snapshots.latest()
-        if newest is not None and not callable(newest.data):  # workers have sent it; a file could still change
+        if newest is not None:
             self._snapshot_is_stale = newest.progress.order < self.progress.order
 
     @property
@@ -474,7 +474,9 @@ class Engine:
         """Return the call with the arguments that are only known when it is fanned out."""
         more = dict(job.prepare())
         if job.again == "resume":
-            more |= {"call": running.number, "snapshot_first": self._snapshot_is_stale}
+            newest = self._table.snapshots.latest()
+            in_a_file = newest is not None and callable(newest.data)  # which could change
+            more |= {"call": running.number, "snapshot_first": self._snapshot_is_stale or in_a_file}
         return replace(job.call, arguments={**job.call.arguments, **more})
 
     def _is_own_pause(self, job: Job, parts: list[PartialResults], running: RunningCall) -> bool:
