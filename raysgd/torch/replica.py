@@ -403,14 +403,13 @@ class TorchReplica(ReplicaBase):
             self._give(data)
         else:
             self._take(packing.unpack(data))
-            self.damage = None
 
     def _take(self, state: dict[str, Any]) -> None:
         self._adopt(state)
         if (position := state.get("validation_loader")) is not None:
             self._sources["validation"] = self._open_source(self.operator._parts.validation_loader, "validation")
             self._sources["validation"].load(position)
-        self._loaded_from = state["world_size"]
+        self._loaded_from, self.damage = state["world_size"], None
 
     def _adopt(self, state: dict[str, Any], *, models: bool = True) -> None:
         if models:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from raysgd import ElasticConfig, TorchTrainer, TrainingOptions
+from raysgd import CheckpointError, ElasticConfig, TorchTrainer, TrainingOptions
 from raysgd.torch import TrainingOperator
 from raysgd.torch.resharding import Resharding
 from tests.speed.test_fsdp import Layers, same, trainer, weights
@@ -157,7 +157,7 @@ def test_a_step_that_only_some_ranks_have_made(tmp_path: Path, undisturbed: Any)
 
             handle = operator.optimizer.register_step_pre_hook(after_agreement)
 
-        four.train(num_steps=2)
+        four.train(num_steps=1)
         four.apply_all_operators(fail_in_the_next_step)
         four.train()
         assert [(each.in_place, each.removed_ranks) for each in four.recoveries] == [(True, (1,))]
@@ -264,6 +264,53 @@ def bytes_held(operator: Any) -> int:
     tensors = [*operator.model.parameters(), *(each for state in states for each in state.values())]
     storages = [getattr(each, "_local_tensor", each).untyped_storage() for each in tensors]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+class Refusing(Mortal):
+    """The last rank refuses a state, and the rank in `config["dies"]` dies: while it loads that state, or on the way back."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        super().setup(config)
+        self.loaded = [0]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": [self.global_step], "loaded": list(self.loaded)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loaded[:] = state["steps"]  # which only this method can restore
+        refused = (Path(self.config["marks"]) / "refuse").exists() and state["steps"] != [2]
+        when, rank = self.config["dies"]
+        mark = Path(self.config["marks"]) / "die"
+        if self.world_rank == rank and mark.exists() and refused == (when == "loading"):
+            mark.unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if refused and self.world_rank == self.world_size - 1:
+            raise ValueError("this rank refuses")
+
+
+@pytest.mark.parametrize("dies", [("loading", 1), ("going back", 0), ("never", 0)], ids=lambda dies: dies[0])
+def test_a_load_that_one_rank_refuses(dies: tuple[str, int], tmp_path: Path, undisturbed: Any) -> None:
+    """The state from before is in the shards, from which each rank continues."""
+    config = {"batch": 3, "marks": str(tmp_path), "dies": dies}
+    with TorchTrainer(
+        training_operator_cls=Refusing,
+        config=config,
+        num_workers=4,
+        use_gpu=False,
+        options=TrainingOptions(clip_norm=0.5, parallel="fsdp", replicas=2),
+        elastic=ElasticConfig(batch="global", grow=False),
+    ) as four:
+        four.train(num_steps=1)
+        path = four.save(tmp_path / "earlier.pt")
+        four.train(num_steps=1)
+        (tmp_path / "refuse").touch()
+        (tmp_path / "die").touch()
+        with pytest.raises(CheckpointError, match=r"rank \d: .*this rank refuses"):
+            four.load(path)
+        assert len(four.recoveries) == (dies[0] != "never")
+        (tmp_path / "refuse").unlink()
+        four.train()
+        assert same(weights(four), undisturbed[0])
 
 
 def test_memory_per_worker() -> None:

@@ -80,10 +80,12 @@ class Curve(TrainingOperator):
         self.seen = list(state["seen"])
 
 
-def trainer(batch: str = "global", **given: Any) -> AbstractContextManager[TorchTrainer]:
+def trainer(
+    batch: str = "global", operator: type[TrainingOperator] = Curve, **given: Any
+) -> AbstractContextManager[TorchTrainer]:
     elastic = {"hang_timeout_s": 60, "snapshot_every": 1, **given.pop("elastic", {})}
     return TorchTrainer(
-        training_operator_cls=Curve,
+        training_operator_cls=operator,
         num_workers=WORKERS,
         use_gpu=False,
         seed=5,
@@ -205,6 +207,59 @@ def test_a_load_that_one_rank_refuses_changes_nothing(tmp_path: Path, undisturbe
         with pytest.raises((CheckpointError, ValueError), match="this rank refuses"):
             run.load(tmp_path / "first.pt")
         run.apply_all_operators(lambda operator: operator.config.update(refuses=None))
+        assert len(seen(run)) == 2 * BATCH * WORKERS
+        run.train()
+        torch.testing.assert_close(weights_of(run), undisturbed[0], rtol=1e-12, atol=1e-12)
+
+
+class Stubborn(Curve):
+    """The last rank refuses a state in which more than so many samples were used, and so many other ones."""
+
+    most, others = ROWS, 0
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        refused = len(state["seen"]) > Stubborn.most
+        Cluster.running.point("loading" if refused else "going back")
+        self.seen[:] = state["seen"]  # which only this method can restore
+        if self.world_rank == self.world_size - 1 and (refused or Stubborn.others):
+            Stubborn.others -= not refused
+            raise ValueError("this rank refuses")
+
+
+@pytest.fixture
+def refused(tmp_path: Path) -> Path:
+    """Return a checkpoint that is ahead of those that refuse it."""
+    with Cluster(), trainer(operator=Stubborn) as run:
+        run.train(num_steps=3)
+        return Path(run.save(tmp_path / "refused.pt"))
+
+
+def test_a_rank_that_cannot_go_back_takes_the_state_of_the_others(
+    refused: Path, undisturbed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Cluster(), trainer(operator=Stubborn) as run:
+        run.train(num_steps=2)
+        monkeypatch.setattr(Stubborn, "most", 2 * BATCH * WORKERS)
+        monkeypatch.setattr(Stubborn, "others", 1)
+        with pytest.raises(CheckpointError, match="could not be restored"):
+            run.load(refused)
+        assert len(seen(run)) == 2 * BATCH * WORKERS and Stubborn.others == 0
+        run.train()
+        torch.testing.assert_close(weights_of(run), undisturbed[0], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("at", ["loading", "going back"])
+@pytest.mark.parametrize("rank", range(WORKERS))
+def test_a_rank_fails_while_one_of_them_refuses_a_load(
+    rank: int, at: str, refused: Path, undisturbed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Cluster([Fault("kill", at, rank=rank, step=2)]) as cluster, trainer(operator=Stubborn) as run:
+        run.train(num_steps=2)
+        with monkeypatch.context() as patch:
+            patch.setattr(Stubborn, "most", 2 * BATCH * WORKERS)
+            with pytest.raises(CheckpointError, match=r"rank \d: .*this rank refuses.*Nothing was changed on any rank"):
+                run.load(refused)
+        assert not cluster.left and len(run.recoveries) == 1
         assert len(seen(run)) == 2 * BATCH * WORKERS
         run.train()
         torch.testing.assert_close(weights_of(run), undisturbed[0], rtol=1e-12, atol=1e-12)

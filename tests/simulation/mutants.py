@@ -27,10 +27,12 @@ from raysgd.engine.recovery_log import RecoveryLog
 from raysgd.engine.replacements import Replacements
 from raysgd.engine.watchdog import Watchdog
 from raysgd.engine.worker_table import WorkerInfo, WorkerTable
+from raysgd.training import loading
 from raysgd.training.feed import Feed
 from raysgd.training.position import Position
 from raysgd.workers.control_client import ControlClient
 from raysgd.workers.events import WorkerEnded
+from tests.simulation.replica import SimReplica
 from tests.simulation.seeds import simulate
 
 __all__ = ["MUTANTS", "seeds_needed"]
@@ -160,6 +162,36 @@ def forget_who_holds_the_state(patch: Patch) -> None:
 def rank_loaded_states_as_old(patch: Patch) -> None:
     order = property(lambda self: (self.step, self.applied, self.epoch, self.finished))
     patch.setattr(Progress, "order", order)
+
+
+@mutant
+def load_what_another_rank_refuses(patch: Patch) -> None:
+    original = loading.agreed
+
+    def agreed(replica: Any, part: Any) -> Any:
+        value, refusal = original(replica, part)
+        return value, refusal if refusal is not None and refusal.why else None
+
+    patch.setattr(loading, "agreed", agreed)
+
+
+@mutant
+def keep_a_state_that_was_refused(patch: Patch) -> None:
+    def stay(replica: Any, go_back: Any) -> None:
+        replica.damage = None
+
+    patch.setattr(loading, "_go", stay)
+
+
+@mutant
+def count_a_load_before_all_ranks_have_agreed(patch: Patch) -> None:
+    original = SimReplica.adopt
+
+    def adopt(self: SimReplica, state: dict[str, Any]) -> None:
+        original(self, state)
+        self.damage, self._position.loads = None, self._position.loads + 1
+
+    patch.setattr(SimReplica, "adopt", adopt)
 
 
 # -- generations and members --------------------------------------------------------------------------

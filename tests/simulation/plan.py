@@ -46,6 +46,7 @@ USERS = (
     "state_dict",
     "load_state_dict",
 )
+LOADING = ("restore", "adopting", "going back", "adopted")
 # What the driver is in, for faults that are injected while it waits for an event.
 PHASES = (
     "start",
@@ -196,6 +197,9 @@ def plan_for(seed: int) -> Plan:
         script=_script(draw, ranks, places),
         faults=faults,
     )
+    if seed % 3 == 0:  # in a third of the runs, a rank refuses what is loaded
+        script = tuple(f"load {seed % ranks}" if line == "load" else line for line in plan.script)
+        plan = replace(plan, script=script)
     return _with_causes(plan, places, draw.randint(2, 8))
 
 
@@ -254,11 +258,14 @@ def _fault(draw: random.Random, evict: bool) -> Fault:
         at = draw.choice(draw.choice([RUNNING, RUNNING, FORMING, FORMING, STARTING, OTHER]))
     if at not in RUNNING:
         count = min(count, draw.randint(1, 4 if at.removeprefix("in ") in BRIEF else 12))  # as these come less often
+    others, pick = draw.choice([0, 0, 0, 0, 1, 2, 16]), draw.randrange(64)
+    if at == "restore" and kind != "raise":
+        at = LOADING[pick % len(LOADING)]
     return Fault(
         kind=kind,
         at=at,
         count=count,
-        others=draw.choice([0, 0, 0, 0, 1, 2, 16]),
-        pick=draw.randrange(64),
+        others=others,
+        pick=pick,
         seconds=draw.choice([0.05, 1.0, 4.0, 8.0, 25.0]),
     )

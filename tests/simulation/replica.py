@@ -16,7 +16,9 @@ from raysgd.core.progress import Control, Progress
 from raysgd.core.protocols import Call
 from raysgd.core.ranks import RankInfo
 from raysgd.core.sampling_plan import SamplingPlan
+from raysgd.errors import CheckpointError
 from raysgd.training.feed import Drawn, Feed, Source
+from raysgd.training.loading import Refusal, take_over
 from raysgd.training.position import Position
 from raysgd.training.snapshots import LOADED_S
 from tests.simulation.network import NetworkError
@@ -92,13 +94,16 @@ class SimReplica:
         self._mark = 0
         self.steps: list[Step] = []
         self.weights = 0
+        self.damage: Exception | None = None  # between two states
+        self._refuses = False  # the state that is being loaded
         self.damaged = False  # whether a fault has changed the weights, or those that they were taken from
         self._meter, self._units_before = AverageMeterCollection(), 0
         self._compare_at: int | None = None
 
     @property
     def progress(self) -> Progress:
-        return self._position.progress(self._control.phase)
+        progress = self._position.progress(self._control.phase)
+        return progress if self.damage is None else replace(progress, loads=-1)
 
     @property
     def loads(self) -> int:
@@ -185,12 +190,13 @@ class SimReplica:
         self._worker.point("save")
         return self._state() if self._rank_info.world_rank == 0 else None
 
-    def restore(self, data: bytes, loads: int) -> None:
+    def restore(self, data: bytes, loads: int, refuses: int = -1) -> Refusal | None:
+        """Load a checkpoint on all ranks, or on none, because the rank `refuses` does."""
         self._worker.compute()
         self._worker.point("restore")
-        self.load(data, by_user=True)
-        self._position.call, self._position.call_done, self._position.loads = -1, False, loads
-        self._snapshot(wait_s=LOADED_S)
+        self._refuses = refuses >= 0 and refuses % self._rank_info.world_size == self._rank_info.world_rank
+        replica: Any = self
+        return take_over(replica, lambda: {"content": data}, loads)
 
     def notice_preemption(self, deadline_s: float | None) -> None:
         self._worker.checker.told_of_preemption(self._worker, deadline_s)
@@ -221,14 +227,50 @@ class SimReplica:
     def _state(self) -> bytes:
         return pickle.dumps((self._position.as_dict(), self.steps, self.weights, self.damaged))
 
-    def load(self, data: Any, *, by_user: bool = False) -> None:
-        position, steps, weights, damaged = pickle.loads(data)
-        if not by_user:
-            self._worker.point("load_state_dict")
-            self._worker.checker.takes(self._worker, self.steps, self._position.loads, steps, position["loads"])
+    def load(self, data: Any) -> None:
+        self._worker.point("load_state_dict")
+        position, steps, *_ = pickle.loads(data)
+        loads = self._position.loads if self.damage is None else -1
+        self._worker.checker.takes(self._worker, self.steps, loads, steps, position["loads"])
+        self._take(data)
+        self.damage = None
+
+    def _take(self, data: Any) -> None:
+        position, self.steps, self.weights, self.damaged = pickle.loads(data)
         self._position.adopt(position)
-        self.steps, self.weights, self.damaged = steps, weights, damaged
         self._feed = None
+
+    def check(self, state: dict[str, Any]) -> None:
+        """All states fit."""
+
+    def way_back(self) -> Callable[[], None]:
+        before = self._state()
+
+        def go_back() -> None:
+            self._worker.point("going back")
+            self._take(before)
+
+        return go_back
+
+    def adopt(self, state: dict[str, Any]) -> None:
+        self._take(state["content"])
+        self._worker.compute()
+        self._worker.point("adopting")
+        if self._refuses:
+            raise CheckpointError("this rank refuses")
+
+    def all_succeeded(self, here: bool) -> bool:
+        group = self._worker.backend.group
+        if group is None:
+            raise NetworkError("the process group was aborted")
+        return all(group.collective(self._worker, here, self._worker.backend.collective_s))
+
+    def complete_load(self, state: dict[str, Any]) -> None:
+        self._worker.point("adopted")
+
+    def end_load(self, state: dict[str, Any], loads: int, *, kept: bool) -> None:
+        self._position.call, self._position.call_done, self._position.loads = -1, False, loads
+        self._snapshot(wait_s=LOADED_S)
 
     def close(self) -> None:
         self._worker.point("closing")

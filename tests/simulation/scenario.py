@@ -14,7 +14,7 @@ from raysgd.core.policy import Recovery
 from raysgd.core.protocols import Call
 from raysgd.engine.engine import Engine, Job
 from raysgd.engine.recovery_log import PLANNED
-from raysgd.errors import ResourceError, TrainingFailedError, WorkerStartError
+from raysgd.errors import CheckpointError, ResourceError, TrainingFailedError, WorkerStartError
 from tests.simulation.checker import Checker, Violation
 from tests.simulation.faults import Cancelled, Schedule
 from tests.simulation.group import Node, SimGroup
@@ -255,14 +255,30 @@ class Script:
         self._saved = data[0], steps_of(data[0])
         self.checker.saved(self._saved[1])
 
-    def _load(self) -> None:
+    def _load(self, refuses: int = -1) -> None:
+        """Load what was saved. If a rank `refuses` it, all ranks have the state from before."""
         if self._saved is None:
             return
         data, steps = self._saved
         loads = self.engine.progress.loads + 1
-        with self.engine.state_replaced_by_hand():
-            self.checker.loaded(steps, loads)
-            self._call(SimReplica.restore, {"data": data, "loads": loads})
+        try:
+            with self.engine.state_replaced_by_hand():
+                if refuses < 0:
+                    self.checker.loaded(steps, loads)
+                values = self._call(SimReplica.restore, {"data": data, "loads": loads, "refuses": refuses})
+                if any(values):
+                    raise CheckpointError("a rank refuses")
+        except CheckpointError:
+            if refuses < 0:
+                raise
+            for name in self.engine._table.members():
+                replica = self.group.workers[name].replica
+                assert replica is not None
+                if replica.loads == loads or replica.damage is not None:
+                    raise Violation(f"{name} has loaded a state that another rank has refused") from None
+            return
+        if refuses >= 0:
+            raise Violation("all ranks have loaded a state that one of them has refused")
         newest = self.engine._table.snapshots.latest()
         self.checker.has_loaded(len(steps), shown=newest is not None and newest.progress.loads == loads)
 
