@@ -281,7 +281,7 @@ class Refusing(Mortal):
         refused = (Path(self.config["marks"]) / "refuse").exists() and state["steps"] != [2]
         when, rank = self.config["dies"]
         mark = Path(self.config["marks"]) / "die"
-        if self.world_rank == rank and mark.exists() and refused == (when == "loading"):
+        if self.world_rank == rank and mark.exists() and when == ("loading" if refused else "going back"):
             mark.unlink()
             os.kill(os.getpid(), signal.SIGKILL)
         if refused and self.world_rank == self.world_size - 1:
