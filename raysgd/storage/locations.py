@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import re
@@ -60,8 +61,29 @@ SPECIAL = {
 
 def place_to_save(where: Any) -> Place:
     """Return the place for a path or a URI, with an absolute path, because that is what users need to find the file."""
-    found = place(where)
+    found = _possible(where)
     return found if isinstance(found, Uri) else found.absolute()
+
+
+def _possible(where: Any) -> Place:
+    """Return the place for a path or a URI. Raise ConfigError if nothing can be saved or loaded there."""
+    found = place(where)
+    if isinstance(found, Uri):
+        remote.check_scheme(found)
+        if not found.name:
+            raise ConfigError(f"{found} names no file or folder in the store: write {found}name")
+        return found
+    try:
+        kind = SPECIAL.get(stat.S_IFMT(os.stat(found).st_mode))
+    except ValueError as error:  # a null character
+        raise ConfigError(f"{str(found)!r} cannot be a path: {error}") from None
+    except OSError as error:
+        if error.errno in (errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG):
+            raise ConfigError(f"{found} cannot be a path here: {error.strerror}") from None
+        return found  # it does not exist, or what is done next shows the reason
+    if kind is not None:
+        raise ConfigError(f"{found} is {kind}: pass the path of a regular file or a folder, or one that does not exist")
+    return found
 
 
 def log_saved(where: Place) -> None:
@@ -102,32 +124,20 @@ def check_file(where: Place) -> Path | None:
     an error for what a save must not replace: a directory, a device, a pipe or a socket."""
     if isinstance(where, Uri):
         return None
-    if _kind(where) == stat.S_IFDIR:
+    if where.is_dir():
         raise IsADirectoryError(f"{where} is a directory, but a checkpoint is a file: pass the path of a file")
-    return _replaced(
-        where, "a save replaces the file at its path: pass that of a regular file, or one that does not exist"
-    )
+    return _replaced(where)
 
 
 def check_folder(where: Place) -> Path | None:
-    """Return the local folder that a save to `where` creates or replaces, with a link resolved, or None for a URI.
-    Raise an error for a device, a pipe or a socket. A regular file is replaced."""
-    return None if isinstance(where, Uri) else _replaced(where, "pass the path of a folder, or one that does not exist")
+    """Return the local folder that a save to `where` creates or replaces, with a link resolved, or None for a URI. Raise
+    an error for a device, a pipe or a socket. A regular file is replaced."""
+    return None if isinstance(where, Uri) else _replaced(where)
 
 
-def _replaced(where: Path, advice: str) -> Path:
-    kind = SPECIAL.get(_kind(where) or 0)
-    if kind is not None:
-        raise ConfigError(f"{where} is {kind}: {advice}")
+def _replaced(where: Path) -> Path:
+    _possible(where)
     return Path(os.path.realpath(where)) if where.is_symlink() else where  # the link is not replaced
-
-
-def _kind(where: Path) -> int | None:
-    """Return the type of a file, with all links resolved, or None if it does not exist."""
-    try:
-        return stat.S_IFMT(os.stat(where).st_mode)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
 
 
 class Draft:
@@ -299,7 +309,7 @@ def _replaced_by(target: Path) -> list[Path]:
 def place_to_load(where: Any) -> Place:
     """Return the place for a path or a URI. If there is nothing, because a process was killed while it replaced a folder, return
     the old folder."""
-    found = place(where)
+    found = _possible(where)
     if isinstance(found, Path) and not os.path.exists(found):
         target = Path(os.path.realpath(found))
         for old in _replaced_by(target) if target.parent.is_dir() else []:

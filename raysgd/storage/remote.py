@@ -25,6 +25,7 @@ from raysgd.storage.masking import cause_of, mask, mask_message, split_query, wi
 __all__ = [
     "MARKER",
     "Uri",
+    "check_scheme",
     "complete_folder",
     "delete",
     "fetch",
@@ -305,6 +306,11 @@ def _asked(uri: Uri, done: str = "read") -> Iterator[tuple[Any, str]]:
         else:
             message = f"{uri} cannot be {done} ({type(error).__name__}: {text})"
         raise CheckpointError(message) from cause_of(error, uri.text)
+
+
+def check_scheme(uri: Uri) -> None:
+    """Raise ConfigError if fsspec does not know this kind of storage, and ImportError if it needs another package."""
+    _system(uri)
 
 
 def _system(uri: Uri) -> tuple[Any, str]:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import hashlib
 import io
 import os
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
 
-from raysgd.errors import CheckpointError
+from raysgd.errors import CheckpointError, ConfigError
 from raysgd.storage import checksums
 
 __all__ = ["Bytes", "SeenFile", "UnseenError", "opened", "readable", "verified_file"]
@@ -29,6 +28,8 @@ def readable() -> Iterator[None]:
     """Translate the system's error for a file that cannot be read into a CheckpointError."""
     try:
         yield
+    except ConfigError:
+        raise
     except FileNotFoundError as error:
         raise CheckpointError(f"there is no checkpoint at {os.path.abspath(str(error.filename))}") from error
     except (OSError, ValueError) as error:
@@ -39,8 +40,8 @@ def verified_file(path: Path) -> tuple[SeenFile | None, bool]:
     """Verify a file. Return it if workers can read it themselves, and whether it has checksums. They can read torch's zip
     format, whose end contains the checksums of all its content."""
     with readable():
-        if not stat.S_ISREG(os.stat(path).st_mode):
-            raise CheckpointError("it is not a regular file, but a device or a pipe")
+        if path.is_dir():
+            raise CheckpointError("it is a directory: pass load() the file that save() wrote")
         with open(path, "rb") as file:
             archive = file.read(2) == b"PK" and path.suffix != ".safetensors"  # torch expects another format in those
             return SeenFile.of(file, path) if archive else None, checksums.verify(file)

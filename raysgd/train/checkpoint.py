@@ -177,7 +177,7 @@ class Checkpoint:
         """Store the checkpoint at `uri`, completely or not at all, and return the URI. A dictionary becomes one object or
         file, in which `dumps` pickles objects of other types. A folder must be new or empty; under a URI it may also hold an
         earlier checkpoint."""
-        where = locations.place(uri)
+        where = locations.place_to_save(uri)
         if not self._is_folder():
             locations.check_file(where)
             locations.write(where, self.to_bytes(dumps=dumps))

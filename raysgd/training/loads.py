@@ -48,7 +48,7 @@ class Loads:
             else:
                 has_checksums = self._load_file(where, trusted=trusted)
         except CheckpointError as error:
-            raise CheckpointError(f"{where}: {error}") from error
+            raise CheckpointError(str(error) if str(where) in str(error) else f"{where}: {error}") from error
         if not has_checksums:
             locations.warn_without_checksums(where)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from raysgd import CheckpointError
+from raysgd import CheckpointError, ConfigError
 from raysgd.storage import digest, locations
 from raysgd.train import Checkpoint
 from tests.files.damage import quiet
@@ -133,9 +133,8 @@ def test_special_files_of_a_checkpoint_must_not_be_links(tmp_path: Path, name: s
 def test_a_checkpoint_that_is_a_device_or_a_fifo_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     for path in (tmp_path / "fifo", Path("/dev/zero")):
-        for load in (Checkpoint(path).to_dict, Checkpoint(path).to_bytes):
-            with pytest.raises(CheckpointError, match=f"{path} is a device, a FIFO"):
-                load()
+        with pytest.raises(ConfigError, match=f"{path} is a (named pipe|character device)"):
+            Checkpoint(path)
 
 
 def test_a_folder_is_not_copied_over_itself(source: Path) -> None:

@@ -32,7 +32,6 @@ from raysgd.training.feed import Feed
 from raysgd.training.position import Position
 from raysgd.workers.control_client import ControlClient
 from raysgd.workers.events import WorkerEnded
-from tests.simulation.replica import SimReplica
 from tests.simulation.seeds import simulate
 
 __all__ = ["MUTANTS", "seeds_needed"]
@@ -181,17 +180,6 @@ def keep_a_state_that_was_refused(patch: Patch) -> None:
         replica.damage = None
 
     patch.setattr(loading, "_go", stay)
-
-
-@mutant
-def count_a_load_before_all_ranks_have_agreed(patch: Patch) -> None:
-    original = SimReplica.adopt
-
-    def adopt(self: SimReplica, state: dict[str, Any]) -> None:
-        original(self, state)
-        self.damage, self._position.loads = None, self._position.loads + 1
-
-    patch.setattr(SimReplica, "adopt", adopt)
 
 
 # -- generations and members --------------------------------------------------------------------------
