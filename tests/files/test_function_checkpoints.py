@@ -109,43 +109,6 @@ def test_a_damaged_archive_is_refused_or_loaded_as_saved(
             tally.attempt(f"cut to {length}", lambda at=length: load(data[:at]), expected.__eq__)  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("kind", ["memory", "shelf"])
-def test_a_damaged_checkpoint_at_a_uri_is_refused_or_loaded_as_saved(
-    tallies: Tallies, quiet: None, source: Path, kind: str, tmp_path: Path
-) -> None:
-    pytest.importorskip("fsspec")
-    if kind == "shelf":
-        importlib_places()
-    uri = f"{kind}://{tmp_path if kind == 'shelf' else ''}/{uuid.uuid4().hex}"
-    file, folder = (
-        Checkpoint.from_dict(CONTENT).to_uri(f"{uri}/saved"),
-        Checkpoint.from_directory(source).to_uri(f"{uri}/files"),
-    )
-    expected = files_of(source), Checkpoint(folder).get_metadata()
-    places = [f"{uri}/saved", *(f"{uri}/files/{name}" for name in [*expected[0], LIST])]
-    with tallies.of(f"{kind}://") as tally:
-        for place in places:
-            data = locations.read(place)
-            damaged = [
-                flipped(data, p, b)
-                for p, b in flips(len(data) or 1, FLIPS // 10 if not NIGHTLY else FLIPS // 5)
-                if data
-            ]
-            for found in [*damaged, *(data[:length] for length in lengths(len(data)))]:
-                locations.write(place, found)
-                if place == places[0]:
-                    tally.attempt(place, lambda: Checkpoint(file).to_dict(), is_content, "saved")
-                else:
-                    tally.attempt(place, lambda: read_folder(folder), lambda got: got == expected, "files")
-            locations.write(place, data)
-    assert tally.rejected > 0.8 * tally.tried
-
-
-def importlib_places() -> None:
-    """Register a store that fsspec does not include."""
-    import tests.test_locations  # noqa: F401
-
-
 def test_added_files_are_ignored_and_changed_files_are_reported(source: Path, tmp_path: Path) -> None:
     stored = Checkpoint.from_directory(source).to_directory(tmp_path / "copy")
     Path(stored, "mine.txt").write_text("mine")

@@ -35,7 +35,6 @@ __all__ = [
     "Files",
     "ShardFolder",
     "is_replaceable",
-    "manifest",
     "of_list",
     "read",
     "read_manifest",
@@ -58,21 +57,16 @@ def write_manifest(folder: Path, files: Files) -> None:
     """Write the manifest of a folder, with the entries that the ranks returned. Others are computed here."""
     others = _names(folder) - files.keys()
     entries = {**files, **{name: entry_of(folder / name) for name in others}}
-    locations.write(folder / MANIFEST, manifest(entries))
-
-
-def manifest(files: Files) -> bytes:
-    """Return the content of the manifest of these files."""
-    return dump_list(files)
+    locations.write(folder / MANIFEST, dump_list(entries))
 
 
 def of_list(listed: Files) -> tuple[str, Files]:
     """Return the name of the only folder in the list of a folder at a URI, and the files of the sharded checkpoint in it."""
     inner = sorted({name.rpartition("/")[0] for name in listed})
     files = {name.rpartition("/")[2]: entry for name, entry in listed.items()}
-    if len(inner) != 1 or not files.keys() >= {OUTLINE, INDEX, MANIFEST}:
+    if len(inner) != 1 or not files.keys() >= {OUTLINE, INDEX}:
         raise CheckpointError(f"{INCOMPLETE}: it is a folder with {sorted(listed)[:4] or 'no files'}")
-    return inner[0], {name: entry for name, entry in files.items() if name != MANIFEST}
+    return inner[0], files
 
 
 def read_manifest(folder: Path) -> Files:

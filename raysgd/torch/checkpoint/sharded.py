@@ -16,7 +16,7 @@ from typing import Any
 from raysgd.engine.engine import Engine
 from raysgd.errors import CheckpointError, ConfigError
 from raysgd.storage import locations, remote
-from raysgd.storage.folders import FileEntry, entry_of_bytes
+from raysgd.storage.folders import FileEntry
 from raysgd.storage.seen import readable
 from raysgd.torch import replica_calls
 from raysgd.torch.checkpoint import shard_files
@@ -52,7 +52,7 @@ def load_shards(loads: Loads, folder: locations.Place, *, trusted: bool) -> None
     inner, files = shard_files.of_list(remote.listed(folder))
     if remote.is_in_this_process(folder):
         with locations.folder(folder) as local:
-            load_shards(loads, local / inner, trusted=trusted)
+            loads.take(replica_calls.restore_shards, {"folder": local / inner, "files": files})
     else:
         loads.take(replica_calls.restore_shards, {"folder": folder / inner, "files": files})
 
@@ -101,20 +101,17 @@ class _ShardedDraft:
     def complete(self, reports: Sequence[Report], given: Callable[[], Any]) -> None:
         files = {name: FileEntry(*entry) for report in reports for name, entry in report.items()}
         draft = self._draft
-        if isinstance(draft, Path):
+        assert draft is not None
+        if self._target is not None:
+            assert isinstance(draft, Path)
             shard_files.write_manifest(draft, files)
-            if self._target is not None:
-                locations.put_folder(draft, self._target)
-            else:
-                remote.write_folder(self._uri, draft.parent)
-                _remove(draft.parent)
+            locations.put_folder(draft, self._target)
+        elif isinstance(draft, Path):
+            remote.write_folder(self._uri, draft.parent)
+            _remove(draft.parent)
         else:
-            assert draft is not None
-            manifest = shard_files.manifest(files)
-            remote.write(draft / shard_files.MANIFEST, manifest)
-            entries = {**files, shard_files.MANIFEST: entry_of_bytes(manifest)}
             older = remote.listed(self._uri) if self._uri.is_dir() else {}
-            remote.complete_folder(self._uri, {f"{draft.name}/{name}": each for name, each in entries.items()}, older)
+            remote.complete_folder(self._uri, {f"{draft.name}/{name}": each for name, each in files.items()}, older)
         self._draft = None
 
     def drop(self) -> None:

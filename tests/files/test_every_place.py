@@ -1,0 +1,134 @@
+"""Each format of checkpoints at each kind of place: a damaged one is refused, or loads as it was saved.
+
+`make nightly` flips every bit of the local files, and one bit of each byte elsewhere; `make test` takes a few of them. Every file
+of a folder is also cut to several lengths, and deleted. At the end of the module, the counts are shown.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raysgd.storage import locations, remote
+from raysgd.storage.locations import Place
+from raysgd.train import Checkpoint
+from tests.files.damage import Tallies, flipped, lengths, quiet, show
+from tests.files.function_cases import LIST, read_folder, same
+from tests.tiers import NIGHTLY
+from tests.torch.small import Line, inline
+
+pytest.importorskip("fsspec")
+
+__all__ = ["quiet"]
+
+FLIPS = 20  # of each file, if not all bits are flipped
+
+
+@dataclass
+class Format:
+    """A checkpoint that `save(place)` writes, and `load(place)` returns in a form that can be compared."""
+
+    save: Callable[[str], Any]
+    load: Callable[[str], Any]
+    end: Callable[[], Any] = lambda: None
+
+
+def of_trainer(trainer: Any, **sharded: Any) -> Format:
+    """Return a trainer's format. Random states fill nine tenths of a file, and so of the bits, so they are left out."""
+
+    def load(where: str) -> Any:
+        trainer.load(where, **({"trusted": True} if sharded else {}))
+        state = {name: value for name, value in trainer.state_dict().items() if name != "rng"}
+        return {**state, "position": {**state["position"], "loads": 0}}  # which counts these loads
+
+    trainer._saves.random_states = lambda: []
+    return Format(lambda where: trainer.save(where, **sharded), load, trainer.shutdown)
+
+
+def tensorflow() -> Format:
+    from raysgd.tf import TFTrainer
+    from tests.tf.small import Small
+
+    return of_trainer(TFTrainer(training_operator_cls=Small))
+
+
+def function_folder(source: Path) -> Format:
+    source.mkdir()
+    (source / "weights.bin").write_bytes(bytes(range(100)))
+    (source / "none").write_bytes(b"")
+    Checkpoint.from_directory(source).set_metadata({"model": "small"})
+    return Format(lambda where: Checkpoint.from_directory(source).to_uri(where), read_folder)
+
+
+FORMATS: dict[str, Callable[[Path], Format]] = {
+    "TorchTrainer": lambda source: of_trainer(inline(Line)),
+    "TorchTrainer, sharded": lambda source: of_trainer(inline(Line), sharded=True),
+    "TFTrainer": lambda source: tensorflow(),
+    "function, dictionary": lambda source: Format(
+        Checkpoint.from_dict({"epoch": 3, "text": "é", "plain": [1, 2.5, None]}).to_uri,
+        lambda where: Checkpoint(where).to_dict(),
+    ),
+    "function, folder": function_folder,
+}
+
+
+@pytest.fixture(scope="module")
+def tallies(request: pytest.FixtureRequest) -> Iterator[Tallies]:
+    made = Tallies()
+    yield made
+    show(request, *made.found)
+
+
+def files_of(where: Place) -> list[Place]:
+    if not where.is_dir():
+        return [where]
+    if isinstance(where, Path):
+        return sorted(each for each in where.rglob("*") if each.is_file())
+    return [where / (entry.at or name) for name, entry in remote.listed(where).items()] + [where / LIST]
+
+
+def bits(size: int, *, local: bool) -> Iterator[int]:
+    step = 1 if NIGHTLY and local else 9 if NIGHTLY else max(8 * size // FLIPS, 1)
+    return iter(range(0, 8 * size, step))
+
+
+@pytest.mark.parametrize("at", ["local", "memory", pytest.param("s3", marks=pytest.mark.more)])
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_damaged_checkpoint_is_refused_or_loads_as_it_was_saved(
+    name: str, at: str, tallies: Tallies, quiet: None, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    roots = {
+        "local": lambda: str(tmp_path),
+        "memory": lambda: "memory://every",
+        "s3": lambda: request.getfixturevalue("s3"),
+    }
+    where, made = f"{roots[at]()}/{uuid.uuid4().hex[:8]}", FORMATS[name](tmp_path / "source")
+    made.save(where)
+    expected = made.load(where)
+    try:
+        with tallies.of(f"{name}, {at}") as tally:
+            for place in files_of(locations.place(where)):
+                good = locations.read(place)
+                damaged = [
+                    (f"bit {bit}", flipped(good, bit // 8, bit % 8)) for bit in bits(len(good), local=at == "local")
+                ]
+                damaged += [
+                    (f"cut to {length}", good[:length]) for length in lengths(len(good))[:: 1 if NIGHTLY else 4]
+                ]
+                for what, data in damaged:
+                    locations.write(place, data)
+                    tally.attempt(
+                        f"{place.name}: {what}", lambda: made.load(where), lambda found: same(found, expected)
+                    )
+                locations.delete(place)
+                if at != "local" or name != "function, folder" or place.name != LIST:  # a plain folder needs no list
+                    tally.attempt(f"{place.name}: missing", lambda: made.load(where), lambda found: False)
+                locations.write(place, good)
+        assert same(made.load(where), expected) and tally.rejected > 0.8 * tally.tried
+    finally:
+        made.end()
