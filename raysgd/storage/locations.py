@@ -62,14 +62,16 @@ SPECIAL = {
 def place_to_save(where: Any) -> Place:
     """Return the place for a path or a URI, with an absolute path, because that is what users need to find the file."""
     found = _possible(where)
-    return found if isinstance(found, Uri) else found.absolute()
+    if not isinstance(found, Uri):
+        return found.absolute()
+    remote.check_scheme(found)
+    return found
 
 
 def _possible(where: Any) -> Place:
     """Return the place for a path or a URI. Raise ConfigError if nothing can be saved or loaded there."""
     found = place(where)
     if isinstance(found, Uri):
-        remote.check_scheme(found)
         if not found.name:
             raise ConfigError(f"{found} names no file or folder in the store: write {found}name")
         return found

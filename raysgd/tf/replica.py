@@ -210,13 +210,17 @@ class TFReplica(ReplicaBase):
         states.check(self.operator, state)
 
     def way_back(self) -> Callable[[], None]:
-        before, numbers = states.parse(states.dump(self.full_state())), states.random_state()
+        operator, numbers = self.operator, states.random_state()
+        before, own = states.parse(states.dump(self.full_state())), dict(vars(operator))
 
         def go_back() -> None:
-            states.restore_variables(self.operator, before)
+            states.restore_variables(operator, before)
             self._adopt_positions(before)
-            if before["operator"] is not None:
-                self.operator.load_state_dict(before["operator"])
+            vars(operator).clear()
+            vars(operator).update(own)
+            # The user's class may refuse a state, so it is loaded only if the attributes are not all that has changed.
+            if states.dump({"operator": operator.state_dict()}) != states.dump({"operator": before["operator"]}):
+                operator.load_state_dict(before["operator"])
             states.restore_random(numbers)
 
         return go_back

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 from raysgd.core.protocols import Call
 from raysgd.engine.engine import Engine, Job
 from raysgd.errors import CheckpointError, RemoteTraceback
-from raysgd.storage import checksums, locations
+from raysgd.storage import checksums, locations, remote
 from raysgd.storage.seen import SeenFile, UnseenError, readable, verified_file
 from raysgd.training import loading
 from raysgd.workers.blob import Blob
@@ -38,6 +38,8 @@ class Loads:
 
     def load(self, path: str | os.PathLike[str], *, trusted: bool = False) -> None:
         where = locations.place_to_load(path)
+        if isinstance(where, locations.Uri):
+            remote.check_scheme(where)
         has_checksums = True  # a folder has digests
         try:
             with readable():

@@ -129,6 +129,6 @@ def test_a_damaged_checkpoint_is_refused_or_loads_as_it_was_saved(
                 if at != "local" or name != "function, folder" or place.name != LIST:  # a plain folder needs no list
                     tally.attempt(f"{place.name}: missing", lambda: made.load(where), lambda found: False)
                 locations.write(place, good)
-        assert same(made.load(where), expected) and tally.rejected > 0.8 * tally.tried
+        assert same(made.load(where), expected) and tally.rejected > tally.tried // 2
     finally:
         made.end()
