@@ -4,7 +4,6 @@ Each subject makes STEPS steps in one call. Its `weights` depend on every step a
 left out or made twice shows in them.
 """
 
-import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,18 +11,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from raysgd import train
-from raysgd.core.messages import SnapshotUpload
-from raysgd.core.outcomes import Interrupted
-from raysgd.core.progress import Control, Progress
-from raysgd.core.protocols import Call
-from raysgd.core.ranks import RankInfo
-from raysgd.errors import ConfigError
-from raysgd.torch.replica import TorchReplicaFactory
-from raysgd.torch.settings import TorchSettings
-from raysgd.train.replica import STOP_SIGNAL, FunctionReplica, FunctionReplicaFactory
-from raysgd.train.run_session import Attempt
-from raysgd.training.replica_base import ReplicaBase, apply_operator
+from raysgd import ConfigError, train
+from tests.replicas import FunctionRank, Interrupted, tf_rank, torch_rank
 from tests.torch.small import Line, rows
 
 STEPS = 6
@@ -55,34 +44,23 @@ class Subject:
 
     def __init__(self) -> None:
         self.hooks = Hooks()
-        self.reports: list[tuple[Progress, Any]] = []
-        self.control = Control(lambda progress, partial: self.reports.append((progress, partial)))
         self.settings: dict[str, Any] = {}
         self.made: list[Any] = []
 
     def make(self) -> Any:
-        replica = self.factory()(RankInfo(), self.control)
+        replica = self.rank()
         self.made.append(replica)
         return replica
 
-    def factory(self) -> Any:
+    def rank(self) -> Any:
         raise NotImplementedError
 
-    def call(self, number: int = 1) -> Call:
-        """Return a call that makes the remaining steps. With a number that was used before, repeat that call."""
-        return Call(ReplicaBase.train, {"call": number, "num_steps": None, "profile": False, "info": None})
+    def run(self, replica: Any, call: int = 1) -> Any:
+        """Make the remaining steps. With a number that was used before, repeat that call."""
+        return replica.train(call)
 
     def weights(self, replica: Any) -> list[float]:
         raise NotImplementedError
-
-    def stop_at(self, step: int) -> None:
-        """Ask for a stop at a batch boundary, to which all ranks have agreed."""
-        assert self.control.propose(step)
-        self.control.confirm()
-
-
-def validation(number: int, num_steps: int | None = None) -> Call:
-    return Call(ReplicaBase.validate, {"call": number, "num_steps": num_steps, "profile": False, "info": None})
 
 
 class HookedLine(Line):
@@ -102,8 +80,8 @@ class HookedLine(Line):
 
 
 class TorchSubject(Subject):
-    def factory(self) -> TorchReplicaFactory:
-        return TorchReplicaFactory(HookedLine, {"hooks": self.hooks}, TorchSettings(**self.settings))
+    def rank(self) -> Any:
+        return torch_rank(HookedLine, {"hooks": self.hooks}, **self.settings)
 
     def weights(self, replica: Any) -> list[float]:
         flat: list[float] = torch.nn.utils.parameters_to_vector(replica.operator.model.parameters()).tolist()
@@ -111,12 +89,10 @@ class TorchSubject(Subject):
 
 
 class TFSubject(Subject):
-    def factory(self) -> Any:
+    def rank(self) -> Any:
         tf = pytest.importorskip("tensorflow")
         keras = pytest.importorskip("keras")
         from raysgd.tf import TrainingOperator
-        from raysgd.tf.replica import TFReplicaFactory
-        from raysgd.tf.settings import TFSettings
 
         class HookedKeras(TrainingOperator):
             def setup(self, config: dict[str, Any]) -> None:
@@ -140,7 +116,7 @@ class TFSubject(Subject):
                 self.config["hooks"].fire("validating", batch_info["batch_idx"])
                 return {"first": float(batch[0][0, 0]), "num_samples": 1}
 
-        return TFReplicaFactory(HookedKeras, {"hooks": self.hooks}, TFSettings(**self.settings))
+        return tf_rank(HookedKeras, {"hooks": self.hooks}, **self.settings)
 
     def weights(self, replica: Any) -> list[float]:
         return [float(number) for each in replica.operator.model.get_weights() for number in each.ravel()]
@@ -157,17 +133,15 @@ def commit_steps(hooks: Hooks) -> None:
 
 
 class FunctionSubject(Subject):
-    def factory(self) -> FunctionReplicaFactory:
-        return FunctionReplicaFactory()
+    def rank(self) -> Any:
+        return FunctionRank()
 
-    def call(self, number: int = 1) -> Call:
-        """Return an attempt of the same run, because a second run would start from the beginning."""
-        attempt = Attempt(run=1, number=number)
-        task = (commit_steps, (self.hooks,))
-        return Call(FunctionReplica.function, {"task": task, "attempt": attempt, "checkpoint": None})
+    def run(self, replica: Any, call: int = 1) -> Any:
+        """Make another attempt of the same run, because a second run would start from the beginning."""
+        return replica.run(commit_steps, self.hooks, number=call)
 
     def weights(self, replica: Any) -> list[float]:
-        content: list[float] = replica._commit.content["weights"]
+        content: list[float] = replica.committed()["weights"]
         return content
 
 
@@ -186,20 +160,17 @@ def operators(request: pytest.FixtureRequest) -> Iterator[Any]:
 
 
 def opened(name: str) -> Iterator[Subject]:
-    handler = None if STOP_SIGNAL is None else signal.getsignal(STOP_SIGNAL)
     subject = SUBJECTS[name]()
     yield subject
     for replica in subject.made:
         replica.close()
-    if STOP_SIGNAL is not None:
-        signal.signal(STOP_SIGNAL, handler)
 
 
 def undisturbed(subject: Subject) -> list[float]:
     """Return the weights after all steps without a fault."""
     other = type(subject)()
     replica = other.make()
-    replica.run(other.call())
+    other.run(replica)
     replica.close()
     return other.weights(replica)
 
@@ -210,24 +181,24 @@ def undisturbed(subject: Subject) -> list[float]:
 def test_a_call_makes_all_steps_and_counts_them(subject: Subject) -> None:
     replica = subject.make()
     assert replica.progress.step == 0
-    assert not isinstance(replica.run(subject.call()), Interrupted)
+    assert not isinstance(subject.run(replica), Interrupted)
     assert replica.progress.step == STEPS
 
 
 def test_the_phase_is_idle_between_calls_also_after_an_error(subject: Subject) -> None:
     replica, phases = subject.make(), []
-    subject.hooks.at("before", 1, lambda: phases.append(subject.control.phase))
+    subject.hooks.at("before", 1, lambda: phases.append(replica.phase))
     subject.hooks.at("before", 2, fail)
     with pytest.raises(PlannedError):
-        replica.run(subject.call())
+        subject.run(replica)
     assert phases and phases[0] != "idle"
-    assert subject.control.phase == replica.progress.phase == "idle"
+    assert replica.phase == replica.progress.phase == "idle"
 
 
 def test_steps_are_reported_while_they_are_made(subject: Subject) -> None:
     replica = subject.make()
-    replica.run(subject.call())
-    steps = [progress.step for progress, _ in subject.reports]
+    subject.run(replica)
+    steps = [progress.step for progress, _ in replica.reports]
     assert steps == sorted(steps) and steps[-1] == STEPS
 
 
@@ -237,9 +208,9 @@ def test_after_a_users_error_applied_steps_count(subject: Subject, place: str, c
     replica = subject.make()
     subject.hooks.at(place, 3, fail)
     with pytest.raises(PlannedError, match="planned"):
-        replica.run(subject.call())
+        subject.run(replica)
     assert replica.progress.step == committed
-    replica.run(subject.call(2))
+    subject.run(replica, 2)
     assert replica.progress.step == STEPS
     assert subject.weights(replica) == pytest.approx(expected)
 
@@ -251,13 +222,12 @@ def test_after_a_users_error_applied_steps_count(subject: Subject, place: str, c
 def test_a_planned_stop_is_at_its_step_and_the_same_call_continues(subject: Subject, step: int) -> None:
     expected = undisturbed(subject)
     replica = subject.make()
-    subject.stop_at(step)
-    outcome = replica.run(subject.call())
+    replica.stop_at(step)
+    outcome = subject.run(replica)
     assert isinstance(outcome, Interrupted) and outcome.asked
     assert replica.progress.step == outcome.progress.step == step
-    subject.control.clear()
-    replica.joined(RankInfo(generation=2))
-    assert not isinstance(replica.run(subject.call()), Interrupted)
+    replica.rejoin()
+    assert not isinstance(subject.run(replica), Interrupted)
     assert replica.progress.step == STEPS
     assert subject.weights(replica) == pytest.approx(expected)
 
@@ -265,21 +235,20 @@ def test_a_planned_stop_is_at_its_step_and_the_same_call_continues(subject: Subj
 def test_an_interruption_ends_the_call_soon_without_losing_a_step(subject: Subject) -> None:
     expected = undisturbed(subject)
     replica = subject.make()
-    subject.hooks.at("before", 2, subject.control.interrupt)
-    outcome = replica.run(subject.call())
+    subject.hooks.at("before", 2, replica.interrupt)
+    outcome = subject.run(replica)
     assert isinstance(outcome, Interrupted) and not outcome.asked
     assert replica.progress.step in (2, 3)
-    subject.control.clear()
-    replica.joined(RankInfo(generation=2))
-    replica.run(subject.call())
+    replica.rejoin()
+    subject.run(replica)
     assert replica.progress.step == STEPS
     assert subject.weights(replica) == pytest.approx(expected)
 
 
 def test_an_interruption_before_the_call_makes_no_step(subject: Subject) -> None:
     replica = subject.make()
-    subject.control.interrupt()
-    outcome = replica.run(subject.call())
+    replica.interrupt()
+    outcome = subject.run(replica)
     assert isinstance(outcome, Interrupted) and not outcome.asked
     assert replica.progress.step == 0
 
@@ -293,23 +262,23 @@ def test_another_process_continues_from_the_state(subject: Subject, place: str) 
     first = subject.make()
     subject.hooks.at(place, 3, fail)
     with pytest.raises(PlannedError):
-        first.run(subject.call())
+        subject.run(first)
     second = subject.make()
-    second.load(bytes(first.state()))
+    second.load(first.state())
     assert second.progress.order == first.progress.order
     assert subject.weights(second) == pytest.approx(subject.weights(first))
-    second.run(subject.call())
+    subject.run(second)
     assert second.progress.step == STEPS
     assert subject.weights(second) == pytest.approx(expected)
 
 
 def test_a_state_is_a_copy(subject: Subject) -> None:
     replica = subject.make()
-    subject.stop_at(2)
-    replica.run(subject.call())
-    state, weights = bytes(replica.state()), list(subject.weights(replica))
-    subject.control.clear()
-    replica.run(subject.call())
+    replica.stop_at(2)
+    subject.run(replica)
+    state, weights = replica.state(), list(subject.weights(replica))
+    replica.clear()
+    subject.run(replica)
     other = subject.make()
     other.load(state)
     assert subject.weights(other) == pytest.approx(weights)
@@ -319,14 +288,14 @@ def test_partial_results_can_be_read_at_any_time(subject: Subject) -> None:
     replica, found = subject.make(), []
     found.append(replica.partial())
     subject.hooks.at("before", 2, lambda: found.append(replica.partial()))
-    replica.run(subject.call())
+    subject.run(replica)
     found.append(replica.partial())
     assert len(found) == 3 and all(each is None or isinstance(each, dict) for each in found)
 
 
 def test_closing_twice_is_harmless(subject: Subject) -> None:
     replica = subject.make()
-    replica.run(subject.call())
+    subject.run(replica)
     replica.close()
     replica.close()
 
@@ -336,20 +305,20 @@ def test_closing_twice_is_harmless(subject: Subject) -> None:
 
 def test_a_call_that_is_done_is_not_repeated(operators: Subject) -> None:
     replica = operators.make()
-    result = replica.run(operators.call())
+    result = operators.run(replica)
     weights = operators.weights(replica)
-    again = replica.run(operators.call())
+    again = operators.run(replica)
     assert (result["epoch"], again["epoch"], replica.progress.step) == (1, 1, STEPS)
     assert operators.weights(replica) == weights
-    assert replica.run(operators.call(2))["epoch"] == 2
+    assert operators.run(replica, 2)["epoch"] == 2
 
 
 def test_results_of_the_parts_of_a_call_add_up(operators: Subject) -> None:
     replica = operators.make()
-    operators.stop_at(2)
-    part = replica.run(operators.call()).value
-    operators.control.clear()
-    rest = replica.run(operators.call())
+    replica.stop_at(2)
+    part = operators.run(replica).value
+    replica.clear()
+    rest = operators.run(replica)
     assert (part["batch_count"], rest["batch_count"]) == (2, STEPS - 2)
     assert part["num_samples"] + rest["num_samples"] == 4 * STEPS
 
@@ -357,73 +326,68 @@ def test_results_of_the_parts_of_a_call_add_up(operators: Subject) -> None:
 def test_a_number_of_steps_continues_in_the_epoch(operators: Subject) -> None:
     replica = operators.make()
     for number, (epoch, steps) in enumerate([(1, 4), (2, 8)]):
-        given = {"call": number, "num_steps": 4, "profile": False, "info": None}
-        assert replica.run(Call(ReplicaBase.train, given))["epoch"] == epoch
+        assert replica.train(number, 4)["epoch"] == epoch
         assert replica.progress.step == steps
 
 
 @pytest.mark.parametrize("how", ["error", "interruption"])
 def test_a_validation_is_repeated_from_where_it_began(operators: Subject, how: str) -> None:
     replica = operators.make()
-    first = replica.run(validation(1, 2))["first"]
-    operators.hooks.at("validating", 0, fail if how == "error" else operators.control.interrupt)
+    first = replica.validate(1, 2)["first"]
+    operators.hooks.at("validating", 0, fail if how == "error" else replica.interrupt)
     if how == "error":
         with pytest.raises(PlannedError):
-            replica.run(validation(2, 2))
+            replica.validate(2, 2)
     else:
-        assert isinstance(replica.run(validation(2, 2)), Interrupted)
-    operators.control.clear()
-    second = replica.run(validation(2, 2))["first"]
+        assert isinstance(replica.validate(2, 2), Interrupted)
+    replica.clear()
+    second = replica.validate(2, 2)["first"]
     assert second - first == pytest.approx(0.8), "the second one is eight rows later, and each row adds 0.1"
     assert replica.progress.step == 0
 
 
 def test_a_validation_that_was_interrupted_is_repeated_in_another_process(operators: Subject) -> None:
     first = operators.make()
-    seen = first.run(validation(1, 2))["first"]
-    operators.hooks.at("validating", 0, operators.control.interrupt)
-    assert isinstance(first.run(validation(2, 2)), Interrupted)
-    operators.control.clear()
+    seen = first.validate(1, 2)["first"]
+    operators.hooks.at("validating", 0, first.interrupt)
+    assert isinstance(first.validate(2, 2), Interrupted)
+    first.clear()
     second = operators.make()
-    second.load(bytes(first.state()))
-    assert second.run(validation(2, 2))["first"] - seen == pytest.approx(0.8)
+    second.load(first.state())
+    assert second.validate(2, 2)["first"] - seen == pytest.approx(0.8)
 
 
 @pytest.mark.parametrize(("every", "steps"), [("epoch", [STEPS]), (2, [2, 4, STEPS, STEPS]), (None, [])])
 def test_snapshots_are_of_the_committed_state(operators: Subject, every: Any, steps: list[int]) -> None:
     operators.settings["snapshot_every"] = every
-    sent: list[tuple[SnapshotUpload, bytes]] = []
-    operators.control.upload = lambda message, *data: sent.append((message, b"".join(map(bytes, data))))
     replica = operators.make()
-    replica.run(operators.call())
+    operators.run(replica)
     replica.close()
     taken = iter(steps)  # one that could not be uploaded before the next was taken is left out
-    assert all(message.progress.step in taken for message, _ in sent)
-    assert [message.progress.step for message, _ in sent[-1:]] == steps[-1:]
-    for message, data in sent[:1] + sent[-1:]:
+    assert all(progress.step in taken for progress, _ in replica.uploads)
+    assert [progress.step for progress, _ in replica.uploads[-1:]] == steps[-1:]
+    for progress, data in replica.uploads[:1] + replica.uploads[-1:]:
         other = operators.make()
         other.load(data)
-        assert other.progress.step == message.progress.step
+        assert other.progress.step == progress.step
 
 
 def test_training_without_data_or_batches_is_an_error(operators: Subject) -> None:
     replica = operators.make()
-    replica.run(Call(apply_operator, {"function": lambda operator: operator.register_data()}))
-    for call in (operators.call(), validation(1)):
+    replica.apply(lambda operator: operator.register_data())
+    for call in (replica.train, replica.validate):
         with pytest.raises(ConfigError, match=r"needs data: call self\.register_data\("):
-            replica.run(call)
+            call(1)
     names = replica.data_names
-    replica.run(
-        Call(apply_operator, {"function": lambda op: op.register_data(**{name: [] for name in names.values()})})
-    )
-    for call, name in ((operators.call(2), names["train"]), (validation(2), names["validation"])):
+    replica.apply(lambda op: op.register_data(**{name: [] for name in names.values()}))
+    for call, name in ((replica.train, names["train"]), (replica.validate, names["validation"])):
         with pytest.raises(ConfigError, match=f"{name} returned no batch"):
-            replica.run(call)
+            call(2)
 
 
 def test_functions_run_on_the_operator(operators: Subject) -> None:
     replica = operators.make()
-    assert replica.run(Call(apply_operator, {"function": lambda operator: operator.world_size})) == 1
+    assert replica.apply(lambda operator: operator.world_size) == 1
     with pytest.raises(PlannedError):
-        replica.run(Call(apply_operator, {"function": lambda operator: fail()}))
-    assert replica.run(operators.call())["batch_count"] == STEPS
+        replica.apply(lambda operator: fail())
+    assert operators.run(replica)["batch_count"] == STEPS

@@ -9,12 +9,9 @@ tf = pytest.importorskip("tensorflow")
 keras = pytest.importorskip("keras")
 
 from raysgd import ConfigError, ElasticConfig  # noqa: E402
-from raysgd.core.progress import Control  # noqa: E402
-from raysgd.core.ranks import RankInfo  # noqa: E402
 from raysgd.tf import TFTrainer, TrainingOperator  # noqa: E402
 from raysgd.tf.compiled import operator_from_creators  # noqa: E402
-from raysgd.tf.replica import TFReplicaFactory  # noqa: E402
-from raysgd.tf.settings import TFSettings  # noqa: E402
+from tests.replicas import tf_rank  # noqa: E402
 from tests.tf.small import Small, data_creator, model_creator  # noqa: E402
 
 
@@ -41,8 +38,7 @@ class Noting(Small):
 
 
 def replica_of(operator: Any, *, in_pieces: bool, **config: Any) -> Any:
-    settings = TFSettings(seed=7, num_workers=3, distributed=True, in_pieces=in_pieces)
-    return TFReplicaFactory(operator, config, settings)(RankInfo(), Control())
+    return tf_rank(operator, config, seed=7, num_workers=3, distributed=True, in_pieces=in_pieces)
 
 
 def weights_of(model: Any) -> np.ndarray:
@@ -54,7 +50,7 @@ def test_one_worker_of_three(direct: bool) -> None:
     results, found = [], []
     for in_pieces in (False, True):
         replica = replica_of(Noting, in_pieces=in_pieces, direct=direct)
-        results.append(replica.train(1, None, False, None))
+        results.append(replica.train())
         found.append(weights_of(replica.operator.model))
         assert max(replica.operator.sizes) == (4 if in_pieces else 10)
     np.testing.assert_allclose(*found, rtol=1e-5, atol=1e-6)
@@ -73,7 +69,7 @@ def test_a_compiled_model() -> None:
     for in_pieces in (False, True):
         operator = operator_from_creators(model_creator, data_creator)
         replica = replica_of(operator, in_pieces=in_pieces, fit_config={"callbacks": [Counts()]})
-        report = replica.train(1, None, False, None)
+        report = replica.train()
         found.append([*weights_of(replica.operator.model), report["train_accuracy"]])
     np.testing.assert_allclose(*found, rtol=1e-5, atol=1e-6)
     assert batches == [*range(6), *range(6)]
@@ -98,7 +94,7 @@ class Halves(Noting):
 def test_what_cannot_be_divided_is_refused_in_the_first_batch(operator: type[TrainingOperator], says: str) -> None:
     replica = replica_of(operator, in_pieces=True, direct=True)
     with pytest.raises(ConfigError, match=f"batch='global'.*{says}"):
-        replica.train(1, None, False, None)
+        replica.train()
 
 
 def test_a_data_set_whose_workers_have_their_own_data_is_refused() -> None:
@@ -110,7 +106,7 @@ def test_a_data_set_whose_workers_have_their_own_data_is_refused() -> None:
             self.register_data(train_dataset=self._parts.train_dataset.with_options(options))
 
     with pytest.raises(ConfigError, match="cannot divide a data set whose auto_shard_policy is OFF"):
-        replica_of(Own, in_pieces=True).train(1, None, False, None)
+        replica_of(Own, in_pieces=True).train()
 
 
 @pytest.mark.slow

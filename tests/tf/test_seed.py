@@ -10,13 +10,9 @@ tf = pytest.importorskip("tensorflow")
 keras = pytest.importorskip("keras")
 
 from raysgd import TFTrainer  # noqa: E402
-from raysgd.core.progress import Control  # noqa: E402
-from raysgd.core.ranks import RankInfo  # noqa: E402
 from raysgd.errors import ConfigError  # noqa: E402
 from raysgd.tf import TrainingOperator  # noqa: E402
-from raysgd.tf.parts import seed_states  # noqa: E402
-from raysgd.tf.replica import TFReplicaFactory  # noqa: E402
-from raysgd.tf.settings import TFSettings  # noqa: E402
+from tests.replicas import tf_rank  # noqa: E402
 from tests.tf.small import arrays  # noqa: E402
 
 
@@ -65,10 +61,8 @@ def test_two_runs_end_with_the_same_bits_also_after_a_load(tmp_path: Path) -> No
 def test_the_layers_of_each_rank_draw_their_own_numbers() -> None:
     found = []
     for rank in range(2):
-        settings = TFSettings(seed=7, num_workers=2)
-        replica = TFReplicaFactory(Dropping, {}, settings)(RankInfo(world_rank=rank), Control())
-        (state,) = seed_states(replica.operator._parts.models)
-        found.append((state.numpy().tolist(), np.random.rand()))
+        dropout = tf_rank(Dropping, {}, rank, num_workers=2, seed=7).operator.model.layers[1]
+        found.append((dropout(np.ones((16, 4)), training=True).numpy().tolist(), np.random.rand()))
     (first, drawn), (second, again) = found
     assert first != second and drawn == again
 

@@ -3,7 +3,6 @@
 One replica stands for rank 0 of each group. The rates expected are those of a plain loop over all batches that were planned.
 """
 
-import copy
 from functools import partial
 from itertools import product
 from typing import Any
@@ -21,15 +20,7 @@ from torch.optim.lr_scheduler import (
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
 from raysgd import ElasticConfig, TrainingOptions
-from raysgd.core.outcomes import Interrupted
-from raysgd.core.progress import Control
-from raysgd.core.protocols import Call
-from raysgd.core.ranks import RankInfo
-from raysgd.torch.checkpoint.checks import check_fits
-from raysgd.torch.replica import TorchReplica, TorchReplicaFactory
-from raysgd.torch.settings import TorchSettings
-from raysgd.training.loading import take_over
-from raysgd.training.replica_base import ReplicaBase
+from tests.replicas import Interrupted, OperatorRank, torch_rank
 from tests.torch.small import Line, rows
 
 EPOCHS, ROWS, BATCH = 3, 52, 4
@@ -68,49 +59,43 @@ KINDS = [cosine, linear, one_cycle, in_sequence, chained, of_a_function]
 
 
 class Planned(Line):
-    """Keeps the learning rate of each batch, and which planned step has its first sample. Steps the schedule itself if
+    """Keeps the learning rate of each batch, and which step planned for two workers has its first sample. Steps the schedule itself if
     `config["own"]` is set."""
-
-    position: Any = None
 
     def setup(self, config: dict[str, Any]) -> None:
         data, self.rates, self.places, self.batches = TensorDataset(*rows(ROWS)), [], [], 0
         how: dict[str, Any] = {"batch_size": BATCH, "drop_last": config.get("drop_last", False)}
         if config.get("own_batches"):
             how = {"batch_sampler": BatchSampler(RandomSampler(data), BATCH, drop_last=False)}
-        self._parts.train_loader = DataLoader(data, **how)
+        self.loader = DataLoader(data, **how)
+        self.register_data(train_loader=self.loader)
         super().setup({**config, "scheduler": self.scheduled})
 
     def scheduled(self, optimizer: Any) -> Any:
         self.total_steps(1)  # for a warm-up, for example
-        return self.config.get("kind", cosine)(optimizer, self.total_steps(EPOCHS, self.config.get("num_steps")))
+        self.planned = self.total_steps(EPOCHS, self.config.get("num_steps"))
+        return self.config.get("kind", cosine)(optimizer, self.planned)
 
     def loaders(self, config: dict[str, Any]) -> dict[str, Any]:
-        return {"train_loader": self._parts.train_loader}
+        return {"train_loader": self.loader}
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         self.rates.append(self.optimizer.param_groups[0]["lr"])
-        if self.position is not None:
-            epoch = self._plan.epoch  # type: ignore[union-attr]
-            place = self.position.offset // epoch.step_size
-            self.places.append((self.position.epoch - 1) * epoch.steps_left(0) + place)
+        row = round(float(batch[0][0, 0]) * 10)
+        self.places.append(batch_info["epoch_idx"] * (self.planned // EPOCHS) + row // (2 * BATCH))
         result = super().train_batch(batch, batch_info)
         self.batches += 1
-        if self.config.get("own") and self.batches % self._settings.options.accumulate == 0:
+        if self.config.get("own") and self.batches % self.config["accumulate"] == 0:
             self.scheduler.step()  # type: ignore[union-attr]
         return result
 
 
-def replica_of(present: int, workers: int = 2, freq: str = "batch", **config: Any) -> TorchReplica:
-    how: dict[str, Any] = {"elastic": ElasticConfig(batch=config.pop("mode", "per_worker"))}
-    how["options"] = TrainingOptions(precision="fp32", accumulate=config.pop("accumulate", 1))
-    settings = TorchSettings(num_workers=workers, scheduler_step_freq=freq, **how)
-    return TorchReplicaFactory(Planned, config, settings)(RankInfo(world_size=present), Control())
-
-
-def train(replica: TorchReplica, call: int, num_steps: int | None = None, pause_at: int | None = None) -> Any:
-    arguments = {"call": call, "num_steps": num_steps, "profile": False, "info": None, "pause_at": pause_at}
-    return replica.run(Call(ReplicaBase.train, arguments))
+def replica_of(present: int, workers: int = 2, freq: str = "batch", **config: Any) -> OperatorRank:
+    elastic = ElasticConfig(batch=config.pop("mode", "per_worker"))
+    config.setdefault("accumulate", 1)
+    options = TrainingOptions(precision="fp32", accumulate=config["accumulate"])
+    how: dict[str, Any] = {"elastic": elastic, "options": options, "scheduler_step_freq": freq}
+    return torch_rank(Planned, config, ranks=present, num_workers=workers, **how)
 
 
 def undisturbed(kind: Any, steps: int) -> list[float]:
@@ -134,19 +119,18 @@ CHANGES = {
 }
 
 
-def run(changes: list[tuple[int | None, int]], *, restart: bool = False, **config: Any) -> TorchReplica:
+def run(changes: list[tuple[int | None, int]], *, restart: bool = False, **config: Any) -> OperatorRank:
     """Train a run, one call for each epoch. Each entry is a number of batches (None: the rest) and the workers that make them. With
     `restart`, another replica continues after each change."""
     replica, call = replica_of(changes[0][1], **config), 1
     for number, (count, world) in enumerate(changes):
         if number and restart:
             old, replica = replica, replica_of(world, **config)
-            replica.load(memoryview(bytes(old.state())))
-            replica.operator.rates, replica.operator.places = old.operator.rates, old.operator.places  # type: ignore[attr-defined]
-        replica.joined(RankInfo(world_size=world))
-        replica.operator.position = replica._position  # type: ignore[attr-defined]
-        until = None if count is None else replica._position.step + count
-        while call <= EPOCHS and not isinstance(train(replica, call, pause_at=until), Interrupted):
+            replica.load(old.state())
+            replica.operator.rates, replica.operator.places = old.operator.rates, old.operator.places
+        replica.rejoin(ranks=world)
+        until = None if count is None else replica.progress.step + count
+        while call <= EPOCHS and not isinstance(replica.train(call, pause_at=until), Interrupted):
             call += 1
     return replica
 
@@ -154,8 +138,8 @@ def run(changes: list[tuple[int | None, int]], *, restart: bool = False, **confi
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_batch_has_the_planned_rate_of_its_first_sample(kind: Any) -> None:
     for changes, restart, drop_last in product(CHANGES.values(), (False, True), (False, True)):
-        operator: Any = run(changes, restart=restart, kind=kind, drop_last=drop_last).operator
-        expected = undisturbed(kind, operator._plan.steps)
+        operator = run(changes, restart=restart, kind=kind, drop_last=drop_last).operator
+        expected = undisturbed(kind, operator.planned)
         assert operator.rates == [expected[place] for place in operator.places]
         assert operator.optimizer.param_groups[0]["lr"] == expected[-1]  # the schedule ends with the run
 
@@ -165,22 +149,13 @@ def test_calls_of_whole_epochs_and_batches_of_the_users_sampler(changes: Any) ->
     """The number of batches does not matter, nor in which calls they are trained."""
     for how in ({}, {"own_batches": True}):
         replica = run([(3, changes[0][1])], **how)
-        replica.joined(RankInfo(world_size=changes[-1][1]))
+        replica.rejoin(ranks=changes[-1][1])
         for call in range(10, 10 + EPOCHS):
-            train(replica, call)
-        rates = replica.operator.rates  # type: ignore[attr-defined]
+            replica.train(call)
+        rates = replica.operator.rates
         assert (
             rates == sorted(rates, reverse=True) and rates[-1] > replica.operator.optimizer.param_groups[0]["lr"] == 0
         )
-
-
-def loaded(state: dict[str, Any], replica: TorchReplica) -> TorchReplica:
-    check_fits(replica.operator, state)
-    workers = replica._rank_info
-    replica.joined(RankInfo())  # there is no process group, in which several ranks would agree
-    take_over(replica, lambda: copy.deepcopy(state), 1)
-    replica.joined(workers)
-    return replica
 
 
 @pytest.mark.parametrize("workers", [1, 4])
@@ -188,17 +163,15 @@ def loaded(state: dict[str, Any], replica: TorchReplica) -> TorchReplica:
 def test_a_checkpoint_continues_on_another_number_of_workers(kind: Any, workers: int) -> None:
     """A schedule continues with the length in its state. A function has the length that the new run has planned."""
     replica = run([(10, 2)], kind=kind)
-    resumed = loaded(replica.full_state(), replica_of(workers, workers, kind=kind))
+    resumed = replica_of(workers, workers, kind=kind).resume(replica.checkpoint())
     for call in range(100, 100 + EPOCHS - 1):
-        train(resumed, call)
-    operator: Any = resumed.operator
-    plan = operator._plan
-    assert plan.workers == (workers if kind is of_a_function else 2)
-    expected = undisturbed(kind, plan.steps)
+        resumed.train(call)
+    operator = resumed.operator
+    step_size = BATCH * (workers if kind is of_a_function else 2)
+    per_epoch = -(-ROWS // step_size)
+    expected = undisturbed(kind, EPOCHS * per_epoch)
     offsets = range(3 * 8, ROWS, workers * BATCH), range(0, ROWS, workers * BATCH)  # of epochs 2 and 3
-    places = [
-        epoch * plan.steps // EPOCHS + offset // plan.step_size for epoch in (1, 2) for offset in offsets[epoch - 1]
-    ]
+    places = [epoch * per_epoch + offset // step_size for epoch in (1, 2) for offset in offsets[epoch - 1]]
     assert operator.rates[0] == undisturbed(kind, 21)[10]  # that of the state
     assert operator.rates[1:] == [expected[place] for place in places[1:]]
     assert operator.optimizer.param_groups[0]["lr"] == expected[-1]
@@ -206,32 +179,32 @@ def test_a_checkpoint_continues_on_another_number_of_workers(kind: Any, workers:
 
 def test_a_checkpoint_without_a_plan_continues_where_it_is() -> None:
     replica = run([(10, 2)])
-    state = replica.full_state()
+    state = replica.checkpoint()
     for name in ("plan", "planned"):
         del state["position"][name]
-    resumed = loaded(state, replica_of(1))
+    resumed = replica_of(1).resume(state)
     for call in range(100, 100 + EPOCHS - 1):
-        train(resumed, call)
-    assert resumed.operator._parts.schedulers[0].last_epoch == 21
+        resumed.train(call)
+    assert resumed.operator.scheduler.last_epoch == 21
 
 
 def test_schedules_of_epochs_and_of_a_number_of_steps_do_not_change() -> None:
     by_epoch = replica_of(1, freq="epoch")
     for call in range(EPOCHS):
-        train(by_epoch, call)
-    assert by_epoch.operator._parts.schedulers[0].last_epoch == EPOCHS
+        by_epoch.train(call)
+    assert by_epoch.operator.scheduler.last_epoch == EPOCHS
     limited = replica_of(1, num_steps=5)
     for call in range(EPOCHS):
-        train(limited, call, 5)
-    assert limited.operator.rates == undisturbed(cosine, 15)[:-1]  # type: ignore[attr-defined]
+        limited.train(call, 5)
+    assert limited.operator.rates == undisturbed(cosine, 15)[:-1]
 
 
 @pytest.mark.parametrize("restart", [False, True])
 @pytest.mark.parametrize("changes", CHANGES.values(), ids=CHANGES)
 def test_with_accumulation_a_schedule_of_steps_makes_one_for_each_window(changes: Any, restart: bool) -> None:
-    operator: Any = run(changes, restart=restart, freq="step", accumulate=3).operator
+    operator = run(changes, restart=restart, freq="step", accumulate=3).operator
     expected = undisturbed(cosine, 9)
-    assert operator._plan.steps == 9 and operator._parts.schedulers[0].last_epoch == 9
+    assert operator.planned == operator.scheduler.last_epoch == 9
     assert operator.optimizer.param_groups[0]["lr"] == expected[-1]
     assert operator.rates == sorted(operator.rates, reverse=True) and set(operator.rates) <= set(expected)
     if changes == CHANGES["undisturbed"]:
@@ -240,24 +213,23 @@ def test_with_accumulation_a_schedule_of_steps_makes_one_for_each_window(changes
 
 def test_a_schedule_of_steps_after_a_failure_within_a_window() -> None:
     replica = replica_of(2, freq="step", accumulate=3)
-    operator: Any = replica.operator
+    operator = replica.operator
     original = operator.train_batch
 
     def failing(batch: Any, batch_info: dict[str, Any]) -> Any:
         if operator.batches == 4:
-            replica._control.interrupt()
+            replica.interrupt()
         return original(batch, batch_info)
 
     operator.train_batch = failing
-    assert isinstance(train(replica, 0), Interrupted)
-    replica._control.clear()
-    replica.joined(RankInfo(world_size=2))
+    assert isinstance(replica.train(0), Interrupted)
+    replica.rejoin(ranks=2)
     for call in range(EPOCHS):
-        train(replica, call)
+        replica.train(call)
     expected, (first, *others) = undisturbed(cosine, 9), [[0] * 3 + [1] * 3 + [2], [3] * 3 + [4] * 3 + [5]]
     places = [*first[:5], *first[3:], *others[0], *(each + 3 for each in others[0])]  # two batches are processed again
     assert operator.rates == [expected[place] for place in places]
-    assert operator._parts.schedulers[0].last_epoch == 9
+    assert operator.scheduler.last_epoch == 9
 
 
 # -- schedules that user code steps -------------------------------------------------------------------
@@ -271,38 +243,38 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 def test_one_warning_when_the_plan_of_the_users_steps_no_longer_holds(caplog: pytest.LogCaptureFixture) -> None:
     replica = replica_of(2, freq="manual", own=True)
-    train(replica, 0)
-    train(replica, 1, 3)
+    replica.train(0)
+    replica.train(1, 3)
     assert not warnings(caplog)
-    replica.joined(RankInfo(world_size=1))
-    train(replica, 2)  # 10 steps were made, and 28 samples of this epoch and 52 of the last one are left
+    replica.rejoin(ranks=1)
+    replica.train(2)  # 10 steps were made, and 28 samples of this epoch and 52 of the last one are left
     (warning,) = warnings(caplog)
     assert "planned 21 optimizer steps with num_workers=2. With 1 from now on, this run makes 30" in warning
     assert "ElasticConfig(batch='global')" in warning and "scheduler_step_freq='step'" in warning
     other = replica_of(1, freq="manual", own=True)
-    other.load(memoryview(bytes(replica.state())))  # a replacement worker
+    other.load(replica.state())  # a replacement worker
     for each in (replica, other):
-        each.joined(RankInfo(world_size=3))
-        train(each, 3)
+        each.rejoin(ranks=3)
+        each.train(3)
         assert not warnings(caplog)
 
 
 def test_a_run_that_is_resumed_gets_a_warning_of_its_own(caplog: pytest.LogCaptureFixture) -> None:
     replica = replica_of(2, freq="manual", own=True)
-    train(replica, 0)
-    train(loaded(replica.full_state(), replica_of(2, freq="manual", own=True)), 1)
+    replica.train(0)
+    replica_of(2, freq="manual", own=True).resume(replica.checkpoint()).train(1)
     assert not warnings(caplog)
-    train(loaded(replica.full_state(), replica_of(1, 1, freq="manual", own=True)), 1)
+    replica_of(1, 1, freq="manual", own=True).resume(replica.checkpoint()).train(1)
     (warning,) = warnings(caplog)
     assert "planned 21 optimizer steps with num_workers=2. With 1 from now on, this run makes 33" in warning
 
 
 def test_a_window_of_batches_is_a_step(caplog: pytest.LogCaptureFixture) -> None:
     replica = replica_of(2, freq="manual", own=True, accumulate=3)
-    train(replica, 0)
+    replica.train(0)
     assert not warnings(caplog)
-    replica.joined(RankInfo(world_size=1))
-    train(replica, 1)
+    replica.rejoin(ranks=1)
+    replica.train(1)
     assert "planned 9 optimizer steps with num_workers=2. With 1 from now on, this run makes 13" in warnings(caplog)[0]
 
 
@@ -312,7 +284,7 @@ def test_a_window_of_batches_is_a_step(caplog: pytest.LogCaptureFixture) -> None
 )
 def test_no_warning_where_the_plan_holds(how: Any, caplog: pytest.LogCaptureFixture) -> None:
     replica = replica_of(2, **how)
-    train(replica, 0, how.get("num_steps"))
-    replica.joined(RankInfo(world_size=1))
-    train(replica, 1, how.get("num_steps"))
+    replica.train(0, how.get("num_steps"))
+    replica.rejoin(ranks=1)
+    replica.train(1, how.get("num_steps"))
     assert not warnings(caplog)

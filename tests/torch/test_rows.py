@@ -19,15 +19,11 @@ from torch.utils.data import (
 )
 
 from raysgd import AutoCheckpoint, CheckpointError
-from raysgd.core.progress import Control
-from raysgd.core.protocols import Call
 from raysgd.core.ranks import RankInfo
 from raysgd.torch import TorchTrainer
 from raysgd.torch.data.rows import LoaderRows, first_of
 from raysgd.torch.data.sources import LiveSource
-from raysgd.torch.replica import TorchReplicaFactory
-from raysgd.torch.settings import TorchSettings
-from raysgd.training.replica_base import ReplicaBase
+from tests.replicas import torch_rank
 from tests.torch.small import Line, Numbers, inline, rows
 
 
@@ -170,14 +166,9 @@ def test_a_resume_with_another_division_is_an_error(tmp_path: Path) -> None:
 
 
 def test_ranks_report_what_the_driver_compares() -> None:
-    reports: list[Any] = []
-    control = Control(lambda progress, partial: reports.append(partial))
-    settings = TorchSettings(distributed=True, num_workers=2, wrap_ddp=False)
-    validation = Call(ReplicaBase.validate, {"num_steps": None, "profile": False, "info": None, "call": 1})
-    replica = TorchReplicaFactory(Split, {"split": 1}, settings)(RankInfo(world_size=2), control)
-    replica.run(validation)
-    assert reports[-1]["__rows__"].startswith("4 rows with the indices ")
-    control = Control(lambda progress, partial: reports.append(partial))
-    replica = TorchReplicaFactory(Split, {"split": 1}, TorchSettings())(RankInfo(), control)
-    result = replica.run(validation)
-    assert "__rows__" not in reports[-1] and "__rows__" not in result
+    rank = torch_rank(Split, {"split": 1}, ranks=2, distributed=True, wrap_ddp=False)
+    rank.validate()
+    assert rank.reports[-1][1]["__rows__"].startswith("4 rows with the indices ")
+    alone = torch_rank(Split, {"split": 1})
+    result = alone.validate()
+    assert "__rows__" not in alone.reports[-1][1] and "__rows__" not in result

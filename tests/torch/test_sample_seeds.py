@@ -9,15 +9,10 @@ import torch
 from torch.utils.data import ConcatDataset, DataLoader, Subset
 
 from raysgd import ConfigError, ElasticConfig, TorchTrainer
-from raysgd.core.progress import Control
-from raysgd.core.protocols import Call
-from raysgd.core.ranks import RankInfo
 from raysgd.data import SampleSeeds
 from raysgd.torch.data.sampling import set_epoch
-from raysgd.torch.replica import TorchReplica, TorchReplicaFactory
-from raysgd.torch.settings import TorchSettings
-from raysgd.training.replica_base import ReplicaBase
 from tests.faults import Fault
+from tests.replicas import torch_rank
 from tests.torch.small import inline, operator_of
 from tests.torch.test_seed import Augmented, Noisy
 
@@ -82,30 +77,21 @@ def test_loader_processes_that_persist_draw_the_same(expected: list[Drawn]) -> N
         assert epochs_of(trainer) == expected
 
 
-def rank_of(rank: int, ranks: int) -> TorchReplica:
-    factory = TorchReplicaFactory(Seeded, {}, TorchSettings(seed=7, num_workers=ranks))
-    return factory(RankInfo(world_rank=rank, world_size=ranks), Control())
-
-
-def train(replica: TorchReplica, call: int, steps: int | None = None) -> None:
-    replica.run(Call(ReplicaBase.train, {"call": call, "num_steps": steps, "profile": False, "info": {}}))
-
-
 def test_three_ranks_draw_the_same(expected: list[Drawn]) -> None:
-    ranks = [rank_of(rank, 3) for rank in range(3)]
+    ranks = [torch_rank(Seeded, {}, rank, 3, seed=7) for rank in range(3)]
     for call in range(2):
-        for replica in ranks:
-            replica.operator.seen.clear()
-            train(replica, call)
-        assert drawn([batch for replica in ranks for batch in replica.operator.seen]) == expected[call]
+        for rank in ranks:
+            rank.operator.seen.clear()
+            rank.train(call)
+        assert drawn([batch for rank in ranks for batch in rank.operator.seen]) == expected[call]
 
 
 def test_a_replacement_in_the_middle_of_an_epoch_draws_the_numbers_of_that_epoch(expected: list[Drawn]) -> None:
-    survivor, replacement = rank_of(0, 1), rank_of(0, 1)
-    train(survivor, 0)
-    train(survivor, 1, steps=2)
+    survivor, replacement = torch_rank(Seeded, seed=7), torch_rank(Seeded, seed=7)
+    survivor.train(0)
+    survivor.train(1, 2)
     replacement.load(survivor.state())
-    train(replacement, 2)
+    replacement.train(2)
     rest = drawn(replacement.operator.seen)
     assert len(rest) == 12 - 2 * 2 and rest.items() <= expected[1].items()
 

@@ -14,14 +14,8 @@ from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, LambdaLR, One
 from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import AutoCheckpoint, ConfigError, ElasticConfig
-from raysgd.core.progress import Control
-from raysgd.core.protocols import Call
-from raysgd.core.ranks import RankInfo
-from raysgd.torch.checkpoint.checks import check_fits
-from raysgd.torch.replica import TorchReplica, TorchReplicaFactory
-from raysgd.torch.settings import TorchSettings
-from raysgd.training.replica_base import ReplicaBase
 from tests.faults import Fault, Ground, LedgerOperator
+from tests.replicas import OperatorRank, torch_rank
 from tests.torch.small import Line, inline, operator_of, rows
 
 EPOCHS, STEPS = 2, 4  # and batches in an epoch of two workers
@@ -73,15 +67,14 @@ class Planned(Line):
         return result
 
 
-def replica_of(num_workers: int, present: int, freq: str = "batch", **config: Any) -> TorchReplica:
-    settings = TorchSettings(num_workers=num_workers, scheduler_step_freq=freq)
-    return TorchReplicaFactory(Planned, config, settings)(RankInfo(world_size=present), Control())
+def replica_of(num_workers: int, present: int, freq: str = "batch", **config: Any) -> OperatorRank:
+    return torch_rank(Planned, config, ranks=present, num_workers=num_workers, scheduler_step_freq=freq)
 
 
-def trained(replica: TorchReplica, calls: range) -> TorchReplica:
+def trained(rank: OperatorRank, calls: range) -> OperatorRank:
     for call in calls:
-        replica.run(Call(ReplicaBase.train, {"call": call, "num_steps": None, "profile": False, "info": None}))
-    return replica
+        rank.train(call)
+    return rank
 
 
 COUNTED: dict[str, Any] = {"steps": EPOCHS * STEPS}  # by hand: the trainer does not know that it is a plan
@@ -92,8 +85,8 @@ BY_USER: dict[str, Any] = {"freq": "manual", "often": 2}
 def test_the_last_rate_is_held_if_fewer_workers_train(kind: Any, how: Any, caplog: pytest.LogCaptureFixture) -> None:
     whole = trained(replica_of(2, 2, kind=kind), range(EPOCHS)).operator
     replica = trained(replica_of(2, 1, kind=kind, **how), range(EPOCHS))
-    scheduler, optimizer = replica.operator._parts.schedulers[0], replica.operator.optimizer
-    assert scheduler.last_epoch == 14 > EPOCHS * STEPS == whole._parts.schedulers[0].last_epoch
+    scheduler, optimizer = replica.operator.scheduler, replica.operator.optimizer
+    assert scheduler.last_epoch == 14 > EPOCHS * STEPS == whole.scheduler.last_epoch
     assert optimizer.param_groups[0]["lr"] == whole.optimizer.param_groups[0]["lr"]
     (warning,) = [each for each in caplog.messages if "planned 8" not in each]
     for part in ("made for 8 steps with 2 workers", "now there are 1", "ElasticConfig(batch='global')"):
@@ -114,15 +107,13 @@ def test_a_schedule_that_ends_for_another_reason_raises_its_error() -> None:
         trained(replica_of(2, 1, freq="epoch", kind=lambda optimizer, steps: one_cycle(optimizer, 3)), range(4))
 
 
-def resumed(state: dict[str, Any], replica: TorchReplica) -> int:
+def resumed(state: dict[str, Any], rank: OperatorRank) -> int:
     """Train the other epochs from this state. Return how many steps the schedule has made."""
-    check_fits(replica.operator, state)
-    replica._adopt(copy.deepcopy(state))
-    return int(trained(replica, range(1, EPOCHS)).operator._parts.schedulers[0].last_epoch)
+    return int(trained(rank.resume(state), range(1, EPOCHS)).operator.scheduler.last_epoch)
 
 
 def test_a_checkpoint_knows_the_number_of_workers() -> None:
-    fewer, more = (trained(replica_of(2, present, **COUNTED), range(1)).full_state() for present in (1, 2))
+    fewer, more = (trained(replica_of(2, present, **COUNTED), range(1)).checkpoint() for present in (1, 2))
     assert resumed(fewer, replica_of(2, 2, **COUNTED)) == 7 + STEPS
     assert resumed(fewer, replica_of(1, 1, **COUNTED)) == 7 + 7
     assert resumed(more, replica_of(1, 1, **COUNTED)) == STEPS + 7
@@ -132,12 +123,9 @@ def test_a_checkpoint_knows_the_number_of_workers() -> None:
 
 def test_a_run_that_is_resumed_with_more_epochs_keeps_the_current_rate(caplog: pytest.LogCaptureFixture) -> None:
     ended = trained(replica_of(1, 1), range(EPOCHS))
-    state = ended.full_state()
-    longer = replica_of(1, 1, epochs=EPOCHS + 1)
-    check_fits(longer.operator, state)
-    longer._adopt(copy.deepcopy(state))
+    longer = replica_of(1, 1, epochs=EPOCHS + 1).resume(ended.checkpoint())
     trained(longer, range(EPOCHS, EPOCHS + 1))
-    assert longer.operator._parts.schedulers[0].last_epoch == 21
+    assert longer.operator.scheduler.last_epoch == 21
     rates = [replica.operator.optimizer.param_groups[0]["lr"] for replica in (longer, ended)]
     assert rates[0] == rates[1]
     (warning,) = caplog.messages
@@ -149,7 +137,7 @@ def test_a_run_that_is_resumed_with_more_epochs_keeps_the_current_rate(caplog: p
 def test_a_checkpoint_fits_whether_or_not_the_steps_were_planned() -> None:
     planned, counted = ({}, {"steps": 14})
     for saved, here in ((planned, counted), (counted, planned)):
-        state = trained(replica_of(1, 1, **saved), range(1)).full_state()
+        state = trained(replica_of(1, 1, **saved), range(1)).checkpoint()
         assert resumed(state, replica_of(1, 1, **here)) == 14
 
 
@@ -176,7 +164,7 @@ def test_a_scheduler_that_train_batch_steps_too_is_an_error_in_its_first_batch(k
     replica = replica_of(1, 1, freq=freq, kind=kind, often=2)
     with pytest.raises(ConfigError, match=r"Planned.train_batch steps its .*freq='manual'"):
         trained(replica, range(1))
-    assert replica._position.step == 1
+    assert replica.progress.step == 1
     trained(replica_of(1, 1, freq="manual", kind=kind, often=2), range(1))
 
 
@@ -212,12 +200,11 @@ class Stepping(Planned):
 
 def test_a_train_epoch_may_step_a_scheduler() -> None:
     for freq in ("batch", "epoch", "manual"):
-        settings = TorchSettings(scheduler_step_freq=freq)
-        trained(TorchReplicaFactory(Stepping, {"steps": 20}, settings)(RankInfo(), Control()), range(EPOCHS))
+        trained(torch_rank(Stepping, {"steps": 20}, scheduler_step_freq=freq), range(EPOCHS))
 
 
 def test_a_copy_of_a_scheduler_has_the_users_class() -> None:
-    scheduler = replica_of(2, 1).operator._parts.schedulers[0]
+    scheduler = replica_of(2, 1).operator.scheduler
     assert isinstance(scheduler, OneCycleLR) and type(scheduler).__name__ == "OneCycleLR"
     for copied in (copy.deepcopy(scheduler), pickle.loads(pickle.dumps(scheduler))):
         assert type(copied) is OneCycleLR and copied.state_dict() == scheduler.state_dict()

@@ -11,13 +11,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from raysgd import ConfigError
-from raysgd.core.progress import Control
-from raysgd.core.protocols import Call
-from raysgd.core.ranks import RankInfo
 from raysgd.torch import TrainingOperator
-from raysgd.torch.replica import TorchReplica, TorchReplicaFactory
-from raysgd.torch.settings import TorchSettings
-from raysgd.training.replica_base import ReplicaBase
+from tests.replicas import OperatorRank, torch_rank
 from tests.torch.small import inline, operator_of, weights
 
 
@@ -121,16 +116,14 @@ def test_validations_repeat_their_numbers_too() -> None:
 # -- several ranks, without Ray --------------------------------------------------------------------------
 
 
-def replica(rank: int, ranks: int, **config: Any) -> TorchReplica:
-    """Return one rank's replica. It exchanges nothing with the others."""
-    factory = TorchReplicaFactory(Augmented, config, TorchSettings(seed=7, num_workers=ranks))
-    return factory(RankInfo(world_rank=rank, world_size=ranks), Control())
+def replica(rank: int, ranks: int, **config: Any) -> OperatorRank:
+    return torch_rank(Augmented, config, rank, ranks, seed=7)
 
 
-def epoch(one: TorchReplica, number: int = 1, **given: Any) -> torch.Tensor:
-    one.operator.seen.clear()  # type: ignore[attr-defined]
-    one.run(Call(ReplicaBase.train, {"call": number, "num_steps": None, "profile": False, "info": None, **given}))
-    return torch.cat(one.operator.seen)  # type: ignore[attr-defined]
+def epoch(one: OperatorRank, call: int = 1) -> torch.Tensor:
+    one.operator.seen.clear()
+    one.train(call)
+    return torch.cat(one.operator.seen)
 
 
 @pytest.mark.parametrize("processes", [0, 2])
@@ -155,13 +148,13 @@ def test_after_a_change_of_the_group_nothing_is_drawn_again_and_the_next_epoch_i
     planned = replica(0, 1)
     first, second = epoch(planned), epoch(planned, 2)
     changed = replica(0, 1)
-    changed.run(Call(ReplicaBase.train, {"call": 1, "num_steps": 2, "profile": False, "info": None}))
-    before = torch.cat(changed.operator.seen)  # type: ignore[attr-defined]
+    changed.train(1, 2)
+    before = torch.cat(changed.operator.seen)
     joining = replica(0, 1)
     joining.load(changed.state())
     found = []
     for each in (changed, joining):  # in one process, so one after the other
-        each.joined(RankInfo(generation=2))
+        each.rejoin()
         found.append(epoch(each, 2))
     rest, own = found
     assert torch.equal(before, first[:6]) and rest[:, 0].tolist() == first[6:, 0].tolist()

@@ -8,10 +8,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from raysgd import ConfigError, ElasticConfig
 from raysgd.callbacks import Callback
-from raysgd.core.progress import Control
-from raysgd.core.ranks import RankInfo
-from raysgd.torch.replica import TorchReplicaFactory
-from raysgd.torch.settings import TorchSettings
+from tests.replicas import torch_rank
 from tests.torch.small import Line, inline, rows, weights
 
 
@@ -140,14 +137,13 @@ def test_tests_continue_with_the_next_pass_after_a_load(known: bool) -> None:
 
 def test_a_test_that_is_repeated_is_the_same_pass() -> None:
     epochs: list[int] = []
-    made = TorchReplicaFactory(Noting, {"epochs": epochs}, TorchSettings())
-    replica, new = (made(RankInfo(), Control()) for _ in range(2))
-    replica.test(None, False, None, call=1)
-    replica.test(None, False, None, call=2)
-    replica.test(None, False, None, call=2)  # a peer had failed
-    new.load(replica.state())
-    new.test(None, False, None, call=2)
-    new.test(None, False, None, call=3)
+    rank, new = (torch_rank(Noting, {"epochs": epochs}) for _ in range(2))
+    rank.test(1)
+    rank.test(2)
+    rank.test(2)  # a peer had failed
+    new.load(rank.state())
+    new.test(2)
+    new.test(3)
     assert epochs == [0, 1, 1, 1, 2]
 
 
@@ -194,7 +190,6 @@ def test_single_samples_are_refused_with_what_to_do() -> None:
 
 
 def test_batches_of_all_workers_cannot_consist_of_items() -> None:
-    settings = TorchSettings(num_workers=2, elastic=ElasticConfig(batch="global"))
-    replica = TorchReplicaFactory(Unbatched, {"batches": True}, settings)(RankInfo(), Control())
+    rank = torch_rank(Unbatched, {"batches": True}, num_workers=2, elastic=ElasticConfig(batch="global"))
     with pytest.raises(ConfigError, match="cannot divide the batches of a DataLoader with batch_size=None"):
-        replica._registered_source("train")
+        rank.train()

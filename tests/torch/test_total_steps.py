@@ -8,12 +8,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
 
 from raysgd import ConfigError, TrainingOptions
-from raysgd.core.progress import Control
-from raysgd.core.protocols import Call
-from raysgd.core.ranks import RankInfo
-from raysgd.torch.replica import TorchReplicaFactory
-from raysgd.torch.settings import TorchSettings
-from raysgd.training.replica_base import ReplicaBase
+from tests.replicas import torch_rank
 from tests.torch.small import Line, inline, operator_of, rows
 
 DATA = TensorDataset(*rows(26))
@@ -56,11 +51,11 @@ class Planned(Line):
 def test_the_optimizer_makes_this_many_steps(kind: str, workers: int, accumulate: int) -> None:
     for num_steps in (None, 2, 5, 20):
         config = {"epochs": 4, "num_steps": num_steps, "loader": lambda: loader(kind)}
-        settings = TorchSettings(num_workers=workers, options=TrainingOptions(precision="fp32", accumulate=accumulate))
-        replica = TorchReplicaFactory(Planned, config, settings)(RankInfo(world_size=workers), Control())
+        options = TrainingOptions(precision="fp32", accumulate=accumulate)
+        rank = torch_rank(Planned, config, ranks=workers, options=options)
         for call in range(4):
-            replica.run(Call(ReplicaBase.train, {"call": call, "num_steps": num_steps, "profile": False, "info": None}))
-        assert replica.operator.planned == replica._position.applied, f"with num_steps={num_steps}"  # type: ignore[attr-defined]
+            rank.train(call, num_steps)
+        assert rank.operator.planned == rank.progress.applied, f"with num_steps={num_steps}"
 
 
 def test_a_schedule_made_in_setup_ends_with_fit() -> None:

@@ -1,6 +1,5 @@
 """A training function in its replica, without Ray or an engine. The control channel records the messages."""
 
-import pickle
 import threading
 import time
 from collections.abc import Callable
@@ -10,45 +9,15 @@ from typing import Any
 import pytest
 
 from raysgd import CheckpointError, train
-from raysgd.core.messages import FunctionReport, StartDealer
-from raysgd.core.outcomes import Interrupted
-from raysgd.core.progress import Control
-from raysgd.core.protocols import Call
-from raysgd.core.ranks import RankInfo
-from raysgd.train.backends import Backend
-from raysgd.train.replica import FunctionReplica, FunctionReplicaFactory
-from raysgd.train.run_session import Attempt
-from raysgd.workers.blob import Blob
-
-RANKS = RankInfo(world_rank=1, world_size=3, local_rank=1, local_world_size=2, node_rank=0)
+from raysgd.train import Backend
+from tests.replicas import FunctionRank, Interrupted
 
 
-class Worker:
-    """A replica, and the messages that the driver received: (message, metrics, checkpoint)."""
+class Worker(FunctionRank):
+    """The second of three."""
 
-    def __init__(self, rank_info: RankInfo = RANKS, factory: FunctionReplicaFactory | None = None) -> None:
-        self.messages: list[tuple[FunctionReport, dict[str, Any], dict[str, Any] | None]] = []
-        self.control = Control()
-        self.control.deliver = self._deliver
-        self.replica: FunctionReplica = (factory or FunctionReplicaFactory())(rank_info, self.control)
-        self.rank_info = rank_info
-
-    def _deliver(self, message: FunctionReport | StartDealer, body: Any) -> None:
-        assert isinstance(message, FunctionReport)
-        split = message.metrics_size
-        payload = train.Checkpoint.from_bytes(body[split:], trusted=True).to_dict() if message.has_checkpoint else None
-        self.messages.append((message, pickle.loads(body[:split]), payload))
-
-    def run(self, function: Callable[..., Any], *arguments: Any, checkpoint: Any = None, **attempt: Any) -> Any:
-        given = None if checkpoint is None else Blob(train.Checkpoint.from_dict(checkpoint).to_bytes())
-        settings = Attempt(**{"run": 1, "number": 1, **attempt})
-        value = self.replica.run(
-            Call(
-                FunctionReplica.function,
-                {"task": (function, arguments), "attempt": settings, "checkpoint": given, "call": 1},
-            )
-        )
-        return pickle.loads(value) if isinstance(value, bytes) else value
+    def __init__(self, **more: Any) -> None:
+        super().__init__(rank=1, ranks=3, local_rank=1, local_world_size=2, node_rank=0, **more)
 
 
 def test_ranks_and_context() -> None:
@@ -220,8 +189,9 @@ def test_a_workers_own_checkpoint_is_decoded() -> None:
         train.save_checkpoint(value=5)
         return before, (train.load_checkpoint() or {})["value"]
 
-    worker = Worker(factory=FunctionReplicaFactory(encode=encode, decode=decode))
-    assert worker.run(function, checkpoint={"value": 3}) == ({"value": 3}, 5), "the driver has decoded the run's"
+    worker = Worker(codec={"encode": encode, "decode": decode})
+    given = train.Checkpoint.from_dict({"value": 3}).to_bytes()
+    assert worker.run(function, checkpoint=given) == ({"value": 3}, 5), "the driver has decoded the run's"
     assert worker.messages[0][2] is not None and worker.messages[0][2]["value"] == 6
 
 
@@ -242,7 +212,7 @@ def test_an_encoder_of_the_backend_is_used() -> None:
         def encode_data(data: dict[str, Any]) -> dict[str, Any]:
             return {name: 2 * value for name, value in data.items()}
 
-    worker = Worker(factory=FunctionReplicaFactory(encode=Doubling.encode_data))
+    worker = Worker(codec={"encode": Doubling.encode_data})
     worker.run(lambda: (train.report(a=1), train.save_checkpoint(b=2)))
     assert worker.messages[0][1]["a"] == 2
     assert worker.messages[1][2] is not None
@@ -254,7 +224,7 @@ def test_an_encoder_of_the_backend_is_used() -> None:
 
 def test_an_interrupt_stops_a_function_that_makes_no_raysgd_calls() -> None:
     worker = Worker()
-    threading.Timer(0.2, worker.control.interrupt).start()
+    threading.Timer(0.2, worker.interrupt).start()
     began = time.monotonic()
     outcome = worker.run(lambda: time.sleep(30))
     assert isinstance(outcome, Interrupted)
@@ -271,7 +241,7 @@ def test_an_interrupt_is_not_caught_as_an_exception() -> None:
         return "slept"
 
     worker = Worker()
-    threading.Timer(0.1, worker.control.interrupt).start()
+    threading.Timer(0.1, worker.interrupt).start()
     assert isinstance(worker.run(function), Interrupted)
 
 
@@ -283,7 +253,7 @@ def test_an_interrupt_that_the_function_catches_is_raised_again_at_the_next_repo
             train.report(a=1)
 
     worker = Worker()
-    threading.Timer(0.1, worker.control.interrupt).start()
+    threading.Timer(0.1, worker.interrupt).start()
     assert isinstance(worker.run(function), Interrupted)
     assert worker.messages == []
 
@@ -291,20 +261,20 @@ def test_an_interrupt_that_the_function_catches_is_raised_again_at_the_next_repo
 def test_an_interrupt_does_not_truncate_a_message() -> None:
     worker, published = Worker(), []
 
-    def publish(*_: Any) -> None:
-        worker.control.interrupt()
+    def publish() -> None:
+        worker.interrupt()
         time.sleep(0.2)
         published.append(1)
 
-    worker.control._publish = publish
+    worker.on_report = publish
     assert isinstance(worker.run(lambda: train.save_checkpoint(a=1)), Interrupted)
     assert published == [1]
 
 
 def test_an_interrupt_between_calls_stops_nothing() -> None:
     worker = Worker()
-    worker.control.interrupt()
-    worker.control.clear()
+    worker.interrupt()
+    worker.clear()
     assert worker.run(lambda: 5) == 5
 
 
@@ -315,8 +285,7 @@ def test_the_function_stops_at_an_agreed_checkpoint() -> None:
             train.save_checkpoint(epoch=epoch)
 
     worker = Worker()
-    assert worker.control.propose(3)
-    worker.control.confirm()
+    worker.stop_at(3)
     outcome = worker.run(function)
     assert isinstance(outcome, Interrupted)
     assert outcome.asked
@@ -336,16 +305,15 @@ def test_commits_survive_and_are_restored() -> None:
             state.commit()
 
     worker = Worker()
-    worker.control.propose(2)
-    worker.control.confirm()
+    worker.stop_at(2)
     assert isinstance(worker.run(function), Interrupted)
-    worker.control.clear()
+    worker.clear()
     worker.run(function, number=2)
     assert seen == [(0, 0), (2, 1)], "resumes from the last commit"
 
     replacement = Worker()
-    replacement.replica.load(worker.replica.state())
-    assert replacement.replica.progress.step == worker.replica.progress.step == 5
+    replacement.load(worker.state())
+    assert replacement.progress.step == worker.progress.step == 5
     replacement.run(function, number=2)
     assert seen[-1] == (5, 10), "a replacement worker receives a survivor's commit"
 
@@ -367,7 +335,7 @@ def test_a_commit_has_the_versions_of_a_models_modules() -> None:
     replacement = Worker()
     worker = Worker()
     worker.run(lambda: train.elastic({"model": Newer(1, 1)}).commit())
-    replacement.replica.load(worker.replica.state())
+    replacement.load(worker.state())
     replacement.run(lambda: train.elastic({"model": Newer(1, 1)}) and None, number=2)
     assert loaded == [2]
 
@@ -401,7 +369,7 @@ def test_invalid_arguments_of_elastic_are_refused() -> None:
 def test_sync_of_several_workers_needs_a_process_group() -> None:
     with pytest.raises(ValueError, match="process group"):
         Worker().run(lambda: train.elastic({"a": 1}).sync())
-    assert Worker(RankInfo()).run(lambda: train.elastic({"a": 1}).sync()) is None
+    assert FunctionRank().run(lambda: train.elastic({"a": 1}).sync()) is None
 
 
 def test_a_folder_is_unpacked_once(tmp_path: Path) -> None:
@@ -412,16 +380,10 @@ def test_a_folder_is_unpacked_once(tmp_path: Path) -> None:
         found = [train.get_checkpoint() for _ in range(2)]
         return [each and (each.path, Path(str(each.path), "words").read_text()) for each in found]
 
-    worker, attempt = Worker(), Attempt(run=1, number=1)
-    value = worker.replica.run(
-        Call(
-            FunctionReplica.function,
-            {"task": (function, ()), "attempt": attempt, "checkpoint": Blob(payload), "call": 1},
-        )
-    )
-    first, second = pickle.loads(value)
+    worker = Worker()
+    first, second = worker.run(function, checkpoint=payload)
     assert first == second and first[1] == "mine"
-    worker.replica.close()
+    worker.close()
 
 
 class Custom:

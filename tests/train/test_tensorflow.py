@@ -11,6 +11,7 @@ import pytest
 from raysgd import ConfigError, train
 from raysgd.train import Trainer
 from raysgd.train.replica import is_keras_3_under_a_strategy
+from tests.replicas import FunctionRank
 
 pytest.importorskip("tensorflow")
 
@@ -99,21 +100,13 @@ def test_other_errors_are_not_taken_for_that_of_keras_3() -> None:
 def test_a_shard_is_not_divided_again() -> None:
     import tensorflow as tf
 
-    from raysgd.core.progress import Control
-    from raysgd.core.protocols import Call
-    from raysgd.core.ranks import RankInfo
-    from raysgd.train.replica import FunctionReplica, FunctionReplicaFactory
-    from raysgd.train.run_session import Attempt
-
     policies = []
 
     def function() -> None:
         shard = train.tensorflow.prepare_dataset_shard(tf.data.Dataset.range(4))
         policies.append(shard.options().experimental_distribute.auto_shard_policy)
 
-    replica = FunctionReplicaFactory()(RankInfo(), Control())
-    given = {"task": (function, ()), "attempt": Attempt(run=1), "checkpoint": None}
-    replica.run(Call(FunctionReplica.function, given))
+    FunctionRank().run(function)
     assert policies == [tf.data.experimental.AutoShardPolicy.OFF]
     outside = train.tensorflow.prepare_dataset_shard(tf.data.Dataset.range(4))
     assert [int(each) for each in outside] == [0, 1, 2, 3]

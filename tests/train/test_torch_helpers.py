@@ -21,39 +21,23 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, TensorDataset, WeightedRandomSampler
 
 from raysgd import train
-from raysgd.core.progress import Control
-from raysgd.core.protocols import Call
-from raysgd.core.ranks import RankInfo
 from raysgd.train import Trainer, loaders
-from raysgd.train.replica import FunctionReplica, FunctionReplicaFactory
-from raysgd.train.run_session import Attempt
+from tests.replicas import FunctionRank, in_function
 
 DATA = TensorDataset(torch.arange(10.0).unsqueeze(1))
 
 
-def run_in_function(
-    function: Callable[[], Any], rank_info: RankInfo | None = None, replica: FunctionReplica | None = None
-) -> Any:
-    """Run it as a training function of one rank in this process. Return its result without pickling."""
-    results: list[Any] = []
-    hosted = replica or FunctionReplicaFactory()(rank_info or RankInfo(), Control())
-    given = {"task": (lambda: results.append(function()), ()), "attempt": Attempt(run=1), "checkpoint": None}
-    hosted.run(Call(FunctionReplica.function, given))
-    return results[0]
-
-
 def test_the_model_of_one_worker_is_not_wrapped() -> None:
     model = nn.Linear(1, 1)
-    assert run_in_function(lambda: train.torch.prepare_model(model)) is model
-    assert run_in_function(train.torch.get_device) == torch.device("cpu")
+    assert in_function(lambda: train.torch.prepare_model(model)) is model
+    assert in_function(train.torch.get_device) == torch.device("cpu")
 
 
 def test_a_prepared_loader_keeps_its_options_and_reads_one_part() -> None:
     seen: list[float] = []
     for rank in range(2):
         loader = DataLoader(DATA, batch_size=2, drop_last=True, num_workers=0)
-        rank_info = RankInfo(world_rank=rank, world_size=2)
-        prepared = run_in_function(lambda loader=loader: train.torch.prepare_data_loader(loader), rank_info)
+        prepared = in_function(lambda loader=loader: train.torch.prepare_data_loader(loader), rank=rank, ranks=2)
         assert (prepared.batch_size, prepared.drop_last, prepared.dataset) == (2, True, DATA)
         assert len(prepared) == 2
         batches = [batch.flatten().tolist() for (batch,) in prepared]
@@ -63,13 +47,12 @@ def test_a_prepared_loader_keeps_its_options_and_reads_one_part() -> None:
 
 
 def test_a_shuffling_loader_has_another_order_in_each_epoch() -> None:
-    def epochs(rank_info: RankInfo) -> list[list[float]]:
-        prepared = run_in_function(
-            lambda: train.torch.prepare_data_loader(DataLoader(DATA, batch_size=5, shuffle=True)), rank_info
-        )
+    def epochs(rank: int) -> list[list[float]]:
+        loader = DataLoader(DATA, batch_size=5, shuffle=True)
+        prepared = in_function(lambda: train.torch.prepare_data_loader(loader), rank=rank, ranks=2)
         return [[value for (batch,) in prepared for value in batch.flatten().tolist()] for _ in range(3)]
 
-    first, second = epochs(RankInfo(world_size=2)), epochs(RankInfo(world_rank=1, world_size=2))
+    first, second = epochs(0), epochs(1)
     for mine, others in zip(first, second, strict=True):
         assert Counter(mine + others) == Counter(range(10)), "each sample is on one rank"
     assert first[0] != first[1]
@@ -94,7 +77,7 @@ def test_auto_transfer_sends_the_next_batch_while_one_is_used(monkeypatch: pytes
     monkeypatch.setattr(loaders, "make_carrier", functools.partial(Carrier, ahead=True))
     monkeypatch.setattr(loaders, "DeviceCarrier", Carrier)
     loader = DataLoader(DATA, batch_size=5)
-    prepared = run_in_function(lambda: train.torch.prepare_data_loader(loader, auto_transfer=transfers))
+    prepared = in_function(lambda: train.torch.prepare_data_loader(loader, auto_transfer=transfers))
     for (batch,) in prepared:
         events.append(f"use {int(batch[0])}")
     expected = ["send 0", "send 5", "use 0", "use 5"] if transfers else ["send 0", "use 0", "send 5", "use 5"]
@@ -108,7 +91,7 @@ def test_traces_are_written_on_the_worker_too(tmp_path: Path) -> None:
             torch.ones(3, 3) @ torch.ones(3, 3)
         return profiler.get_and_clear_profile_traces()
 
-    assert run_in_function(profiled)
+    assert in_function(profiled)
     (path,) = (tmp_path / "traces").iterdir()
     assert "aten::mm" in {event.get("name") for event in json.loads(path.read_text())["traceEvents"]}
 
@@ -118,23 +101,20 @@ def test_loaders_that_are_not_divided() -> None:
         def __iter__(self) -> Any:
             return iter(range(4))
 
-    rank_info = RankInfo(world_size=2)
     stream = DataLoader(Stream(), batch_size=2)
-    assert [
-        batch.tolist() for batch in run_in_function(lambda: train.torch.prepare_data_loader(stream), rank_info)
-    ] == [
+    assert [batch.tolist() for batch in in_function(lambda: train.torch.prepare_data_loader(stream), ranks=2)] == [
         [0, 1],
         [2, 3],
     ]
     complete = DataLoader(DATA, batch_size=5)
-    prepared = run_in_function(lambda: train.torch.prepare_data_loader(complete, add_dist_sampler=False), rank_info)
+    prepared = in_function(lambda: train.torch.prepare_data_loader(complete, add_dist_sampler=False), ranks=2)
     assert len(prepared) == 2
     for sampler in (SubsetRandomSampler([1, 2]), WeightedRandomSampler([1.0] * 10, 5)):
         own = DataLoader(DATA, batch_size=5, sampler=sampler)
         with pytest.raises(ValueError, match="add_dist_sampler=False"):
-            run_in_function(lambda own=own: train.torch.prepare_data_loader(own), rank_info)
+            in_function(lambda own=own: train.torch.prepare_data_loader(own), ranks=2)
     with pytest.raises(ValueError, match="takes a torch DataLoader"):
-        run_in_function(lambda: train.torch.prepare_data_loader([1, 2]))
+        in_function(lambda: train.torch.prepare_data_loader([1, 2]))
 
 
 def test_mixed_precision() -> None:
@@ -158,7 +138,7 @@ def test_mixed_precision() -> None:
             list(model.state_dict()),
         )
 
-    types, output, weights, moved, names = run_in_function(function)
+    types, output, weights, moved, names = in_function(function)
     assert types == [torch.bfloat16]
     assert output == weights == torch.float32
     assert moved
@@ -188,14 +168,14 @@ WRAPPED: dict[str, Callable[[nn.Module], nn.Module]] = {
 def test_a_commit_of_a_wrapped_model_is_that_of_the_model(wrapper: str) -> None:
     """A commit of several workers, which wrap their models, is loaded by one, which does not."""
     wrapped, bare = nn.Linear(2, 1), nn.Linear(2, 1)
-    survivor, alone = FunctionReplicaFactory()(RankInfo(), Control()), FunctionReplicaFactory()(RankInfo(), Control())
+    survivor, alone = FunctionRank(), FunctionRank()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
     try:
-        run_in_function(lambda: train.elastic({"model": WRAPPED[wrapper](wrapped)}).commit(), replica=survivor)
+        in_function(lambda: train.elastic({"model": WRAPPED[wrapper](wrapped)}).commit(), survivor)
     finally:
         dist.destroy_process_group()
     alone.load(survivor.state())
-    run_in_function(lambda: train.elastic({"model": bare}) and None, replica=alone)
+    in_function(lambda: train.elastic({"model": bare}) and None, alone)
     assert torch.equal(bare.weight, wrapped.weight)
 
 
@@ -217,7 +197,7 @@ def test_a_copy_in_mixed_precision_computes_with_its_own_weights(
         nn.init.constant_(teacher.weight, 3.001)  # in bfloat16 it is 3
         return student(torch.ones(1, 2)).item(), teacher(torch.ones(1, 2)).item()
 
-    assert run_in_function(function) == (2.0, 6.0)
+    assert in_function(function) == (2.0, 6.0)
 
 
 def test_without_mixed_precision_the_helpers_change_nothing() -> None:
@@ -228,19 +208,19 @@ def test_without_mixed_precision_the_helpers_change_nothing() -> None:
         assert model.weight.grad is not None
         return train.torch.prepare_optimizer(optimizer) is optimizer
 
-    assert run_in_function(function)
+    assert in_function(function)
 
 
 def test_accelerate_can_be_called_once_per_run() -> None:
-    replica = FunctionReplicaFactory()(RankInfo(), Control())
+    replica = FunctionRank()
 
     def twice() -> None:
         train.torch.accelerate(amp=True)
         train.torch.accelerate(amp=True)
 
     with pytest.raises(RuntimeError, match="called twice"):
-        run_in_function(twice, replica=replica)
-    run_in_function(lambda: train.torch.accelerate(amp=True), replica=replica)
+        in_function(twice, replica)
+    in_function(lambda: train.torch.accelerate(amp=True), replica)
 
 
 def test_reproducibility(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,7 +236,7 @@ def test_reproducibility(monkeypatch: pytest.MonkeyPatch) -> None:
         )
 
     try:
-        first, second = run_in_function(function), run_in_function(function)
+        first, second = in_function(function), in_function(function)
     finally:
         torch.use_deterministic_algorithms(False)
     assert first == second
@@ -275,25 +255,25 @@ def test_calls_outside_a_training_function_act_as_on_one_worker(name: str, monke
 
 
 def test_an_elastic_loader_resumes_from_its_state() -> None:
-    def make(rank_info: RankInfo) -> Any:
+    def make(rank: int = 0, ranks: int = 1) -> Any:
         loader = DataLoader(TensorDataset(torch.arange(20)), batch_size=3, shuffle=True, generator=torch.Generator())
-        return run_in_function(lambda: train.torch.elastic_data_loader(loader), rank_info)
+        return in_function(lambda: train.torch.elastic_data_loader(loader), rank=rank, ranks=ranks)
 
-    complete = make(RankInfo())
+    complete = make()
     assert len(complete) == 7
     iterator = iter(complete)
     seen = [value for _ in range(3) for value in next(iterator)[0].tolist()]
     state = complete.state_dict()
     rest: list[int] = []
     for rank in range(2):
-        part = make(RankInfo(world_rank=rank, world_size=2))
+        part = make(rank, 2)
         part.load_state_dict(state)
         assert len(part) == 2
         rest += [value for (batch,) in part for value in batch.tolist()]
     assert sorted(seen + rest) == list(range(20))
     assert complete.epochs_begun == part.epochs_begun == 1
     with pytest.raises(ValueError, match="map-style"):
-        run_in_function(lambda: train.torch.elastic_data_loader([1]))
+        in_function(lambda: train.torch.elastic_data_loader([1]))
 
 
 def trained(config: dict[str, Any]) -> tuple[list[float], list[float], str]:

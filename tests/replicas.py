@@ -1,0 +1,207 @@
+"""One rank of a run, in this process: without an engine, a process group or Ray.
+
+    rank = torch_rank(Line, {"rows": 12}, rank=1, ranks=2, seed=7)     what follows `ranks` are a trainer's settings
+    rank.train(1)
+    rank.rejoin()                                                      the other one has left
+
+A rank exchanges nothing with others. No other module of the tests makes replicas or their calls.
+"""
+
+import copy
+import pickle
+import signal
+from collections.abc import Callable
+from typing import Any
+
+from raysgd import train
+from raysgd.core.messages import FunctionReport, StartDealer
+from raysgd.core.outcomes import Interrupted
+from raysgd.core.progress import Control, Progress
+from raysgd.core.protocols import Call
+from raysgd.core.ranks import RankInfo
+from raysgd.train.replica import STOP_SIGNAL, FunctionReplica, FunctionReplicaFactory
+from raysgd.train.run_session import Attempt
+from raysgd.training.replica_base import ReplicaBase, apply_operator
+from raysgd.workers.blob import Blob
+
+__all__ = ["FunctionRank", "Interrupted", "OperatorRank", "Rank", "in_function", "tf_rank", "torch_rank"]
+
+
+class Rank:
+    """A replica, and what its worker sends to the driver.
+
+    reports   the progress messages: (progress, partial result)
+    uploads   the snapshots: (progress, content)
+    """
+
+    def __init__(self, factory: Callable[..., Any], rank: int = 0, ranks: int = 1, **numbers: int) -> None:
+        self.reports: list[tuple[Progress, Any]] = []
+        self.uploads: list[tuple[Progress, bytes]] = []
+        self.on_report: Callable[[], Any] = lambda: None
+        self._rank_info = RankInfo(world_rank=rank, world_size=ranks, **numbers)
+        self._control = Control(self._report)
+        self._control.upload = lambda message, *data: self.uploads.append(
+            (message.progress, b"".join(map(bytes, data)))
+        )
+        self.replica = factory(self._rank_info, self._control)
+
+    def _report(self, progress: Progress, partial: Any) -> None:
+        self.on_report()
+        self.reports.append((progress, partial))
+
+    @property
+    def progress(self) -> Progress:
+        progress: Progress = self.replica.progress
+        return progress
+
+    @property
+    def phase(self) -> str:
+        """Return what the worker says that it is doing."""
+        return self._control.phase
+
+    def partial(self) -> Any:
+        return self.replica.partial()
+
+    # -- the driver's requests
+
+    def interrupt(self) -> None:
+        """End the running call, as if a peer had failed."""
+        self._control.interrupt()
+
+    def clear(self) -> None:
+        """Forget the requests, as a new generation does."""
+        self._control.clear()
+
+    def stop_at(self, step: int) -> None:
+        """Ask for a stop at a batch boundary, to which all ranks have agreed."""
+        assert self._control.propose(step)
+        self._control.confirm()
+
+    def rejoin(self, rank: int = 0, ranks: int = 1) -> None:
+        """Begin a new generation."""
+        self.clear()
+        self._rank_info = RankInfo(world_rank=rank, world_size=ranks, generation=self._rank_info.generation + 1)
+        self.replica.joined(self._rank_info)
+
+    # -- state
+
+    def state(self) -> bytes:
+        """Return what another rank needs to continue."""
+        return bytes(self.replica.state())
+
+    def load(self, state: bytes) -> None:
+        self.replica.load(state)
+
+    def close(self) -> None:
+        self.replica.close()
+
+
+class OperatorRank(Rank):
+    """Calls have numbers. A call with the number of the one before repeats that, or continues it."""
+
+    @property
+    def operator(self) -> Any:
+        return self.replica.operator
+
+    @property
+    def data_names(self) -> dict[str, str]:
+        """Return how `register_data` names the data of each phase."""
+        names: dict[str, str] = self.replica.data_names
+        return names
+
+    def train(self, call: int = 1, num_steps: int | None = None, **more: Any) -> Any:
+        """Train the rest of an epoch. Return its results, or `Interrupted`."""
+        given = {"call": call, "num_steps": num_steps, "profile": False, "info": None, **more}
+        return self.replica.run(Call(ReplicaBase.train, given))
+
+    def validate(self, call: int = 1, num_steps: int | None = None) -> Any:
+        return self._evaluate(ReplicaBase.validate, call, num_steps)
+
+    def test(self, call: int = 1, num_steps: int | None = None) -> Any:
+        return self._evaluate(ReplicaBase.test, call, num_steps)
+
+    def _evaluate(self, method: Callable[..., Any], call: int, num_steps: int | None) -> Any:
+        given = {"call": call, "num_steps": num_steps, "profile": False, "info": None}
+        return self.replica.run(Call(method, given))
+
+    def apply(self, function: Callable[[Any], Any]) -> Any:
+        return self.replica.run(Call(apply_operator, {"function": function}))
+
+    def checkpoint(self) -> dict[str, Any]:
+        """Return what `save` would write."""
+        state: dict[str, Any] = copy.deepcopy(self.replica.full_state())
+        return state
+
+    def resume(self, checkpoint: dict[str, Any]) -> "OperatorRank":
+        """Load it, as the first `load` of a trainer does."""
+        here = self._rank_info
+        self.replica.joined(RankInfo())  # there is no process group, in which several ranks would agree
+        self.replica.take_over(lambda: copy.deepcopy(checkpoint), 1)
+        self.replica.joined(here)
+        return self
+
+
+def torch_rank(
+    operator: type[Any], config: dict[str, Any] | None = None, rank: int = 0, ranks: int = 1, **settings: Any
+) -> OperatorRank:
+    """Return a rank of a TorchTrainer. There are as many workers as it was made for, unless `num_workers` says otherwise."""
+    from raysgd.torch.replica import TorchReplicaFactory
+    from raysgd.torch.settings import TorchSettings
+
+    given = TorchSettings(**{"num_workers": ranks, **settings})
+    return OperatorRank(TorchReplicaFactory(operator, config or {}, given), rank, ranks)
+
+
+def tf_rank(operator: type[Any], config: dict[str, Any] | None = None, rank: int = 0, **settings: Any) -> OperatorRank:
+    """Return a rank of a TFTrainer, in a group of one: TensorFlow would wait for others."""
+    from raysgd.tf.replica import TFReplicaFactory
+    from raysgd.tf.settings import TFSettings
+
+    return OperatorRank(TFReplicaFactory(operator, config or {}, TFSettings(**settings)), rank)
+
+
+class FunctionRank(Rank):
+    """A rank of a Trainer. `messages` is what the function has reported: (message, metrics, checkpoint). `codec` is how the backend
+    encodes and decodes."""
+
+    def __init__(self, rank: int = 0, ranks: int = 1, codec: dict[str, Any] | None = None, **numbers: int) -> None:
+        self._handler = None if STOP_SIGNAL is None else signal.getsignal(STOP_SIGNAL)
+        super().__init__(FunctionReplicaFactory(**(codec or {})), rank, ranks, **numbers)
+        self.messages: list[tuple[FunctionReport, dict[str, Any], dict[str, Any] | None]] = []
+        self._control.deliver = self._deliver
+
+    def _deliver(self, message: FunctionReport | StartDealer, body: Any) -> None:
+        assert isinstance(message, FunctionReport)
+        split = message.metrics_size
+        payload = train.Checkpoint.from_bytes(body[split:], trusted=True).to_dict() if message.has_checkpoint else None
+        self.messages.append((message, pickle.loads(body[:split]), payload))
+
+    def run(
+        self, function: Callable[..., Any], *arguments: Any, checkpoint: bytes | None = None, **attempt: Any
+    ) -> Any:
+        """Make one attempt to run the function. Return its result, or `Interrupted`."""
+        given = {
+            "task": (function, arguments),
+            "attempt": Attempt(**{"run": 1, "number": 1, **attempt}),
+            "checkpoint": None if checkpoint is None else Blob(checkpoint),
+            "call": 1,
+        }
+        value = self.replica.run(Call(FunctionReplica.function, given))
+        return pickle.loads(value) if isinstance(value, bytes) else value
+
+    def committed(self) -> dict[str, Any]:
+        """Return the values of the last commit of `train.elastic`."""
+        content: dict[str, Any] = self.replica._commit.content
+        return content
+
+    def close(self) -> None:
+        super().close()
+        if STOP_SIGNAL is not None:
+            signal.signal(STOP_SIGNAL, self._handler)
+
+
+def in_function(function: Callable[[], Any], there: FunctionRank | None = None, **numbers: int) -> Any:
+    """Call it in a training function. Return its result without pickling."""
+    results: list[Any] = []
+    (there or FunctionRank(**numbers)).run(lambda: results.append(function()))
+    return results[0]
