@@ -24,7 +24,16 @@ from raysgd.train.run_session import Attempt
 from raysgd.training.replica_base import ReplicaBase, apply_operator
 from raysgd.workers.blob import Blob
 
-__all__ = ["FunctionRank", "Interrupted", "OperatorRank", "Rank", "in_function", "tf_rank", "torch_rank"]
+__all__ = [
+    "FunctionRank",
+    "Interrupted",
+    "OperatorRank",
+    "Rank",
+    "in_function",
+    "operator_alone",
+    "tf_rank",
+    "torch_rank",
+]
 
 
 class Rank:
@@ -150,6 +159,13 @@ def torch_rank(
 
     given = TorchSettings(**{"num_workers": ranks, **settings})
     return OperatorRank(TorchReplicaFactory(operator, config or {}, given), rank, ranks)
+
+
+def operator_alone(operator: type[Any], config: dict[str, Any] | None = None, **settings: Any) -> Any:
+    """Return an operator for PyTorch that no replica trains."""
+    from raysgd.torch.settings import TorchSettings
+
+    return operator(config or {}, settings=TorchSettings(**settings))
 
 
 def tf_rank(operator: type[Any], config: dict[str, Any] | None = None, rank: int = 0, **settings: Any) -> OperatorRank:

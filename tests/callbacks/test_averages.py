@@ -13,6 +13,7 @@ from raysgd import AutoCheckpoint, CheckpointError, ConfigError, ElasticConfig, 
 from raysgd.callbacks import EMA, LearningRateMonitor
 from raysgd.torch import TorchTrainer
 from tests.faults import Fault, Ground, LedgerOperator
+from tests.peek import parts_of
 from tests.torch.small import Line, inline, operator_of, rows, weights
 
 DECAY = 0.8
@@ -225,7 +226,7 @@ class HandAveraged(LedgerOperator):
 
 
 def both_averages(operator: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    (values,) = operator._parts.averages.state()
+    (values,) = parts_of(operator).averages.state()
     return torch.cat([each.flatten() for each in values.values()]).detach().clone(), operator.hand.clone()
 
 

@@ -20,6 +20,7 @@ from raysgd.core.progress import Progress
 from raysgd.train import DataParallelTrainer, RunConfig, ScalingConfig
 from tests.callbacks.recording import Line
 from tests.callbacks.test_history import filled, result
+from tests.peek import pace_of
 
 TAGS = "html|head|meta|title|style|body|section|h1|h2|h3|p|div|b|i|span|pre|code|figure|svg|g|path|text|circle|table|tr|th|td"
 ATTRIBUTES = "lang|charset|http-equiv|content|name|class|style|viewBox|role|aria-label|d|x|y|cx|cy|r|text-anchor"
@@ -279,7 +280,7 @@ def test_the_pace_of_a_long_run_needs_little_memory(monkeypatch: pytest.MonkeyPa
             history.on_progress(Underway(kind="train", worker="w", progress=Progress(batches=10 * (second + 1))))
         history.on_result(result(seconds=2000.0, metrics={"batch_count": 20_000}))
         now[0] += 500  # the script does something else
-    pace = history._timeline.pace
+    pace = pace_of(history)
     assert 250 < len(pace) <= 1000
     (_, seconds, batches), between = pace[-1], itertools.pairwise(pace)
     assert 7980 < seconds <= 8000 and batches == 10 * seconds

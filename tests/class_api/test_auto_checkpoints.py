@@ -17,6 +17,7 @@ from raysgd import AutoCheckpoint, CheckpointError, ConfigError, ElasticConfig, 
 from raysgd.callbacks import Callback
 from raysgd.storage import folders, locations
 from tests.faults import Fault, Ground
+from tests.peek import finish_saves
 from tests.torch.small import Line, inline, rows, weights
 
 EPOCHS, STEPS = 4, 5  # and batches in an epoch
@@ -67,7 +68,7 @@ def lived_until(folder: Any, script: Callable[[TorchTrainer], Any], config: dict
     trainer = started(folder, config, **arguments)
     with pytest.raises(Killed):
         script(trainer)
-    trainer._folder.wait()  # type: ignore[union-attr]
+    finish_saves(trainer)
     trainer.shutdown(force=True)
 
 

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from raysgd import AutoCheckpoint, TorchTrainer, TrainingOptions
 from raysgd.callbacks import EMA
 from raysgd.torch import TrainingOperator
+from tests.peek import models_of
 
 
 def data() -> tuple[torch.Tensor, torch.Tensor]:
@@ -47,7 +48,7 @@ class Normalized(TrainingOperator):
 
 
 def buffers(operator: Any) -> list[torch.Tensor]:
-    return [buffer.clone() for model in operator._parts.models for buffer in model.buffers()]
+    return [buffer.clone() for model in models_of(operator) for buffer in model.buffers()]
 
 
 def differ(trainer: TorchTrainer) -> int:
@@ -57,7 +58,7 @@ def differ(trainer: TorchTrainer) -> int:
 
 
 def disturb(operator: Any) -> None:
-    for model in operator._parts.models:
+    for model in models_of(operator):
         for buffer in model.buffers():
             buffer += operator.world_rank
 

@@ -15,6 +15,7 @@ from raysgd import CheckpointError, ElasticConfig
 from raysgd.storage import locations
 from raysgd.torch import TorchTrainer
 from tests.class_api.operators import Drawing, weights
+from tests.peek import loads_of, newest_snapshot
 
 
 def on(workers: int) -> TorchTrainer:
@@ -136,18 +137,12 @@ def test_a_worker_that_does_not_see_the_file_is_sent_it(
     sums = pair.apply_all_operators(lambda operator: [float(p.sum()) for p in operator.model.parameters()])
     assert sums[0] == sums[1]
     assert pair.train()["num_samples"] == saved.rest["num_samples"]
-    table = pair._engine._table
-    order = {table[worker].progress.loads for worker in table.members()}
-    assert len(order) == 1, "a rank that loaded it twice must not count as further"
+    assert len(loads_of(pair)) == 1, "a rank that loaded it twice must not count as further"
 
 
 def kill_all(trainer: TorchTrainer) -> None:
     for process in trainer.apply_all_workers(os.getpid):
         os.kill(process, signal.SIGKILL)
-
-
-def newest_snapshot(trainer: TorchTrainer) -> Any:
-    return trainer._engine._table.snapshots.latest()
 
 
 def copied(path: str, to: Path) -> Path:

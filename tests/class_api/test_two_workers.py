@@ -85,8 +85,8 @@ def test_hook_rendezvous_and_setup_run_in_this_order(trainer: TorchTrainer) -> N
 
 def test_ranks(trainer: TorchTrainer) -> None:
     def place(operator: Any) -> Any:
-        wrapped = type(operator.model).__name__, type(operator._parts.models[0]).__name__
-        assert operator.unwrapped(operator.model) is operator.unwrapped() is operator._parts.models[0]
+        wrapped = type(operator.model).__name__, type(operator.unwrapped()).__name__
+        assert operator.unwrapped(operator.model) is operator.unwrapped()
         return operator.world_rank, operator.local_rank, operator.world_size, operator.device.type, wrapped
 
     wrapped = ("DistributedDataParallel", "Net")

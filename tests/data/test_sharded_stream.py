@@ -17,6 +17,7 @@ from raysgd.data import ShardedStream
 from raysgd.data.sharded_stream import AGAIN, ShardFeed, ShardStep
 from raysgd.torch.data.shards import ShardSource
 from tests.torch.small import Recording, inline
+from tests.torch.sources import begin, drawn
 
 Sample = tuple[int, int]
 
@@ -111,27 +112,27 @@ def test_without_waiting_for_each_other_ranks_use_every_sample_once(ranks: int) 
 def test_a_source_keeps_its_iterator_when_an_older_one_is_deleted() -> None:
     """Otherwise one rank would assign the shards again in the next call, and the others would not."""
     source = ShardSource(stream_of([9, 9], batch_size=2), training=True, step=None, keep=2)
-    source.begin(0, RankInfo(), shared=True)
-    old: Any = source.batches(RankInfo(), 0)
+    begin(source, shared=True)
+    old: Any = drawn(source)
     assert next(old).offset == 2
-    new: Any = source.batches(RankInfo(generation=1), 2)
+    new: Any = drawn(source, 2, generation=1)
     assert next(new).offset == 4
     old.close()
-    assert source.batches(RankInfo(generation=1), 4) is new
-    assert source.batches(RankInfo(generation=1), 2) is not new
-    rest = list(source.batches(RankInfo(generation=1), 2))
-    assert rest[-1].offset == 18 and sum(drawn.rows or 0 for drawn in rest) == 16
+    assert drawn(source, 4, generation=1) is new
+    assert drawn(source, 2, generation=1) is not new
+    rest = list(drawn(source, 2, generation=1))
+    assert rest[-1].offset == 18 and sum(each.rows or 0 for each in rest) == 16
 
 
 def test_a_step_that_was_not_committed_leaves_no_place_behind() -> None:
     """Two ranks took two samples of each shard in a step that failed. One of them repeats it alone, from one shard."""
     source = ShardSource(stream_of([8, 8], batch_size=2), training=True, step=4, keep=2)
-    source.begin(0, RankInfo(), shared=True)
+    begin(source, shared=True)
     source._later.append((4, {0: 2, 1: 2}, set()))
-    alone = source.batches(RankInfo(generation=1), 0)
+    alone = drawn(source, 0, generation=1)
     assert next(alone).offset == 4
     assert [list(place) for place in source.state()["places"]][-1] == [4, [4, 0], []]
-    after = source.batches(RankInfo(generation=2), 4)
+    after = drawn(source, 4, generation=2)
     assert source._feed is not None and source._feed.counts == [4, 0]
     for _ in range(3):
         next(after)
@@ -141,10 +142,10 @@ def test_a_step_that_was_not_committed_leaves_no_place_behind() -> None:
 
 def test_a_source_keeps_the_places_of_the_last_steps_only() -> None:
     source = ShardSource(stream_of([9, 3, 9], batch_size=2), training=True, step=None, keep=2)
-    source.begin(0, RankInfo(), shared=True)
-    for drawn in source.batches(RankInfo(), 0):
+    begin(source, shared=True)
+    for each in drawn(source):
         places: list[Any] = source.state()["places"]
-        assert [place[0] for place in places] == [*range(0, drawn.offset, 2), drawn.offset][-4:]
+        assert [place[0] for place in places] == [*range(0, each.offset, 2), each.offset][-4:]
         assert all(sum(counts) == at for at, counts, _ in places)
         ended = {shard for shard, length in enumerate([9, 3, 9]) if places[-1][1][shard] == length}
         assert ended.issuperset(places[-1][2]) and places[0][2] == places[-1][2][: len(places[0][2])]

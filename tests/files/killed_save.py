@@ -24,7 +24,7 @@ def trained(where: Path, content: str, **given: Any) -> None:
     from tests.torch.small import Line, inline
 
     with inline(Line) as trainer:
-        for parameter in trainer.get_local_operator()._parts.models[0].parameters():
+        for parameter in trainer.get_model().parameters():
             torch.nn.init.constant_(parameter, float(content == "new"))
         trainer.save(where, **given)
 

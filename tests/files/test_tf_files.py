@@ -26,6 +26,7 @@ from tests.files.tf_cases import (  # noqa: E402
     saved_part,
     without,
 )
+from tests.peek import models_of  # noqa: E402
 from tests.tf.small import arrays  # noqa: E402
 from tests.tiers import NIGHTLY  # noqa: E402
 
@@ -201,6 +202,6 @@ def test_no_rank_loads_a_file_that_another_rank_refuses(ray_cluster: None, tmp_p
 def whole_of_a_rank(operator: Any) -> Any:
     import random
 
-    models = [weight.numpy().tobytes() for model in operator._parts.models for weight in model.weights]
+    models = [weight.numpy().tobytes() for model in models_of(operator) for weight in model.weights]
     numbers = [np.asarray(each).tobytes() for each in operator.optimizer.variables]
     return models, numbers, operator.seen, operator.best, operator.global_step, hash(random.getstate())

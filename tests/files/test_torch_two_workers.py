@@ -25,6 +25,7 @@ from tests.files.torch_cases import (
     stored,
     weights,
 )
+from tests.peek import models_of
 from tests.tiers import NIGHTLY
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -108,7 +109,7 @@ def test_after_a_worker_failure_in_a_load_all_ranks_have_the_same_state(ray_clus
         trainer.load(tmp_path / "x.pt")
         assert (tmp_path / "died").exists() and len(trainer.recoveries) >= 1
         assert torch.equal(weights(trainer), saved)
-        views = trainer.apply_all_operators(lambda op: [m.state_dict() for m in op._parts.models])
+        views = trainer.apply_all_operators(lambda op: [m.state_dict() for m in models_of(op)])
         assert all(same(view, views[0]) for view in views)
         assert trainer.train(num_steps=1)["batch_count"] == 1
 

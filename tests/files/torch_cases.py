@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import CheckpointError
 from raysgd.torch import TorchTrainer, TrainingOperator
+from tests.peek import parts_of
 
 STEPS = 5
 
@@ -84,7 +85,7 @@ def of_this_rank(operator: Any) -> Any:
     """Return everything that a load may change in one worker."""
     version, internal, gauss = random.getstate()
     kind, keys, *rest = numpy.random.get_state()
-    parts = operator._parts
+    parts = parts_of(operator)
     return copy.deepcopy(
         {
             "models": [model.state_dict() for model in parts.models],
@@ -110,7 +111,7 @@ def complete(trainer: TorchTrainer) -> Any:
 
 def fingerprint(operator: Any) -> int:
     """Return the state as one hash, which is fast enough to be compared after each of thousands of files."""
-    parts = operator._parts
+    parts = parts_of(operator)
     tensors = [value for model in parts.models for value in model.state_dict().values()]
     values: list[Any] = [operator.global_step, operator.best, random.getstate()]
     for optimizer in parts.optimizers:

@@ -18,6 +18,7 @@ from raysgd.torch import TorchTrainer, TrainingOperator
 from raysgd.torch.replica import TorchReplicaFactory
 from raysgd.torch.settings import TorchSettings
 from raysgd.workers.serialization import pack
+from tests.peek import pretend_workers
 from tests.torch.small import Line, inline, rows
 
 HOME = Path(raysgd.__file__).parent
@@ -437,7 +438,7 @@ def test_a_resumed_run_with_another_schedule_warns(
             for _ in trainer.epochs(2):
                 trainer.train()
         with begun(kind, folder) as trainer:
-            trainer._loops._workers = workers
+            pretend_workers(trainer, workers)
             trainer.fit(epochs, 0)
             trainer.fit(epochs + 1, 0)
     expected = f"a run with epochs=2 and num_workers=1, and this one has epochs={epochs} and num_workers={workers}"

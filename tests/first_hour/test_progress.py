@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from raysgd import Recovery
 from raysgd.callbacks import Callback
 from raysgd.callbacks.base import CallResult, Run, Underway
 from raysgd.callbacks.callback_list import CallbackList
 from raysgd.callbacks.history import History
 from raysgd.callbacks.progress_bar import ProgressBar
-from raysgd.core.policy import Recovery
 from raysgd.core.progress import Progress
 from tests.torch.small import Line, inline
 

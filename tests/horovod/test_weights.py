@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import TorchTrainer, TrainingOptions
 from raysgd.torch import TrainingOperator
+from tests.peek import models_of
 
 pytestmark = [pytest.mark.more, pytest.mark.horovod]
 
@@ -133,8 +134,9 @@ def set_loop(operator: Any, loop: str) -> None:
 
 
 def weights_of(operator: TrainingOperator) -> torch.Tensor:
-    models = operator._parts.models
-    return torch.cat([parameter.detach().flatten() for model in models for parameter in model.parameters()])
+    return torch.cat(
+        [parameter.detach().flatten() for model in models_of(operator) for parameter in model.parameters()]
+    )
 
 
 def differences(horovod: Weights, ddp: Weights) -> dict[str, float]:

@@ -6,8 +6,8 @@ import torch
 lightning = pytest.importorskip("lightning", reason="needs Lightning: pip install 'raysgd[lightning]'")
 
 from raysgd import TorchTrainer, TrainingOperator, TrainingOptions  # noqa: E402
-from raysgd.torch.settings import TorchSettings  # noqa: E402
 from tests.lightning import modules  # noqa: E402
+from tests.replicas import operator_alone  # noqa: E402
 
 EPOCHS = 3
 
@@ -58,7 +58,7 @@ def test_equal_weights_with_clipping(algorithm):
     by_lightning(theirs, gradient_clip_val=0.03, gradient_clip_algorithm=algorithm)
 
     options = TrainingOptions(**{f"clip_{algorithm}": 0.03})
-    operator = TrainingOperator.from_ptl(modules.Net)(settings=TorchSettings(options=options))
+    operator = operator_alone(TrainingOperator.from_ptl(modules.Net), options=options)
     for epoch in range(EPOCHS):
         operator.train_epoch(operator.module.train_dataloader(), epoch_idx=epoch)
     ours = operator.module.state_dict()

@@ -9,8 +9,8 @@ lightning = pytest.importorskip("lightning", reason="needs Lightning: pip instal
 
 from raysgd import TorchTrainer, TrainingOperator, TrainingOptions  # noqa: E402
 from raysgd.errors import ConfigError  # noqa: E402
-from raysgd.torch.settings import TorchSettings  # noqa: E402
 from tests.lightning.modules import Adversaries, Net, Plateau, rows  # noqa: E402
+from tests.replicas import operator_alone  # noqa: E402
 
 
 def trainer_of(module_cls):
@@ -106,4 +106,4 @@ def test_validation_needs_its_step():
 )
 def test_refused_keywords(module_cls, options, message):
     with pytest.raises(ConfigError, match=message):
-        TrainingOperator.from_ptl(module_cls)(settings=TorchSettings(options=TrainingOptions(**options)))
+        operator_alone(TrainingOperator.from_ptl(module_cls), options=TrainingOptions(**options))

@@ -18,6 +18,7 @@ pytest.importorskip("transformers")
 import transformers
 
 from raysgd.operators.fine_tuning import SMALL_LLAMA, FineTuningOperator, markov_documents, packed
+from tests.peek import parts_of
 
 
 def weights(trainer: TorchTrainer) -> dict[str, torch.Tensor]:
@@ -143,7 +144,7 @@ def test_texts_need_a_tokenizer(tmp_path: Path) -> None:
     transformers.PreTrainedTokenizerFast(tokenizer_object=words, eos_token="[END]").save_pretrained(tmp_path)
     config = {"train_data": ["to be or not", "to be"], "tokenizer": str(tmp_path), "block_size": 4}
     with TorchTrainer(training_operator_cls=FineTuningOperator, config=config) as trainer:
-        blocks = trainer.get_local_operator()._parts.train_loader.dataset
+        blocks = parts_of(trainer.get_local_operator()).train_loader.dataset
         assert [block[0].tolist() for block in blocks] == [[1, 2, 3, 4], [0, 1, 2, 0]]
     with pytest.raises(ValueError, match=r"'to be or not' is a text.*config\[\"tokenizer\"\]"):
         TorchTrainer(training_operator_cls=FineTuningOperator, config={**config, "tokenizer": None})

@@ -6,6 +6,7 @@ from torch import nn
 
 from raysgd import TorchTrainer
 from raysgd.operators.forecasting import ForecastingOperator, SeriesWindows, quantile_loss, seasonal_series
+from tests.peek import parts_of
 
 
 def test_learns_the_default_series() -> None:
@@ -65,7 +66,7 @@ def test_metrics_are_exact_over_all_windows(ray_cluster: None, workers: int) -> 
 def test_the_validation_forecasts_what_training_has_not_seen() -> None:
     config = {"series": [torch.arange(40.0)], "history": 8, "horizon": 4, "season": 2}
     with TorchTrainer(training_operator_cls=ForecastingOperator, config=config) as trainer:
-        parts = trainer.get_local_operator()._parts
+        parts = parts_of(trainer.get_local_operator())
         trained = {float(value) for past, future in parts.train_loader.dataset for value in (*past, *future)}
         forecast = [float(value) for _, future in parts.validation_loader.dataset for value in future]
     assert trained == {float(number) for number in range(32)}

@@ -9,6 +9,7 @@ import pytest
 import raysgd
 from raysgd import ConfigError, ElasticConfig, TrainingOptions
 from raysgd.torch import TorchTrainer
+from tests.peek import options_of
 from tests.torch.small import Line, inline, operator_of
 
 VALUES: list[tuple[dict[str, Any], str]] = [
@@ -201,7 +202,7 @@ def test_every_field_reaches_the_operator() -> None:
             each.name for each in fields(given) if getattr(given, each.name) != getattr(TrainingOptions(), each.name)
         }
         with inline(options=given) as trainer:
-            assert operator_of(trainer)._settings.options == given
+            assert options_of(operator_of(trainer)) == given
     # As many copies need as many workers: tests/elastic/test_sharded_models.py.
     assert set_here == {each.name for each in fields(TrainingOptions)} - {"replicas"}
 

@@ -12,6 +12,7 @@ from raysgd import AutoCheckpoint
 from raysgd.core.comparison import compare
 from raysgd.tf import TFTrainer
 from raysgd.tf.comparison import summary_of
+from tests.peek import finish_saves, parts_of
 from tests.tf.small import Small, arrays
 
 
@@ -41,7 +42,7 @@ def test_a_killed_script_ends_as_if_it_never_was(tmp_path: Path, every: Any, fil
     killed = started(tmp_path, every, die_at=14)
     with pytest.raises(Killed):
         killed.fit(2)
-    killed._folder.wait()  # type: ignore[union-attr]
+    finish_saves(killed)
     killed.shutdown(force=True)
     with started(tmp_path, every) as trainer:
         assert trainer.resumed_from == str(tmp_path / f"{file}.ckpt")
@@ -59,12 +60,12 @@ def test_a_variable_and_a_rate_that_differ_between_ranks_are_named(library: str)
     operators = [each.get_local_operator() for each in ranks]
     for each in ranks:
         each.train(num_steps=1)
-    equal = {rank: summary_of(each._parts, 0).as_text() for rank, each in enumerate(operators[:1] * 2)}
+    equal = {rank: summary_of(parts_of(each), 0).as_text() for rank, each in enumerate(operators[:1] * 2)}
     assert compare(equal) == []
     operators[1].optimizer.learning_rate = 0.02
     first = operators[1].model.trainable_variables[0]
     first.assign(-operators[0].model.trainable_variables[0])
-    found = compare({rank: summary_of(each._parts, 0).as_text() for rank, each in enumerate(operators)})
+    found = compare({rank: summary_of(parts_of(each), 0).as_text() for rank, each in enumerate(operators)})
     assert {each.kind for each in found} == {"settings", "weights"}
     (setting,) = [each for each in found if each.kind == "settings"]
     assert setting.name == "learning_rate of optimizers[0] (Adam)"

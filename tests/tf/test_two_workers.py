@@ -17,6 +17,7 @@ from raysgd import ElasticConfig  # noqa: E402
 from raysgd.core import policy  # noqa: E402
 from raysgd.tf import TFTrainer, TrainingOperator  # noqa: E402
 from tests.faults import until  # noqa: E402
+from tests.peek import drain_node  # noqa: E402
 from tests.tf.small import ROWS, arrays, fire, make_data  # noqa: E402
 
 pytestmark = [pytest.mark.more, pytest.mark.slow, pytest.mark.elastic]
@@ -167,9 +168,7 @@ def test_replacements_join_when_preempted_workers_leave(
         # Both workers are on the only node, which Ray drains now, until both know it.
         notices.unlink()
         pids = trainer.apply_all_workers(os.getpid)
-        group = trainer._engine._table.group
-        node = trainer._engine._table[trainer._engine._table.members()[0]].node
-        monkeypatch.setattr(group, "draining", lambda: {} if notices.exists() else {node: 60.0})
+        drain_node(trainer, monkeypatch, notices.exists, 60.0)
         train_until_recovered(2)
         assert trainer.recoveries[1].removed_ranks == (0, 1)
         told = dict(line.split() for line in notices.read_text().splitlines())

@@ -15,9 +15,10 @@ from raysgd.core.sampling_plan import SamplingPlan
 from raysgd.data import RayData
 from raysgd.ray_data.dealer import Dealer, PartRequest
 from raysgd.torch import TrainingOperator
-from raysgd.torch.settings import TorchSettings
 from tests.data.test_rows import Blocks
 from tests.local.runs import train
+from tests.peek import parts_of
+from tests.replicas import torch_rank
 
 pytestmark = pytest.mark.filterwarnings("ignore:the training loader does not shuffle")
 
@@ -150,8 +151,8 @@ def test_the_mean_over_ranks_is_an_option() -> None:
 def test_the_mean_over_ranks_is_the_mean_of_their_means(rows: int, batch: int, workers: int, adam: bool) -> None:
     config = {"rows": rows, "batch": batch, "adam": adam}
     means = train(Curve, config, [(None, workers)], options=options(gradients="ranks"))
-    parts: Any = Curve(config, settings=TorchSettings(scheduler_step_freq="batch"))
-    data = parts._parts.train_loader.dataset
+    parts = torch_rank(Curve, config, scheduler_step_freq="batch").operator
+    data = parts_of(parts).train_loader.dataset
     plan = SamplingPlan(rows, batch * workers, workers)
     for offset in range(0, rows, batch * workers):
         losses = [parts.criterion(parts.model(x), y) for x, y in (data[p.start : p.stop] for p in plan.parts(offset))]

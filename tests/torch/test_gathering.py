@@ -7,9 +7,8 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, Subset, TensorDataset
 
-from raysgd.core.ranks import RankInfo
 from raysgd.torch.data.sampling import Gathered, can_gather
-from raysgd.torch.data.sources import PlannedSource
+from tests.torch.sources import PlannedSource, epoch_of, loader_of
 
 ROWS = 23
 
@@ -57,9 +56,7 @@ NOT_GATHERED = {
 
 
 def planned(loader: DataLoader[Any]) -> list[Any]:
-    source = PlannedSource(loader, pad=False)
-    source.begin(0, RankInfo(), shared=False)
-    return [drawn.batch for drawn in source.batches(RankInfo(), 0)]
+    return [drawn.batch for drawn in epoch_of(PlannedSource(loader, pad=False))]
 
 
 @pytest.mark.parametrize("name", LOADERS)
@@ -78,7 +75,7 @@ def test_gathered_batches_equal_collated_ones(name: str) -> None:
 def test_other_data_sets_are_not_gathered(name: str) -> None:
     loader = NOT_GATHERED[name]()
     assert not can_gather(loader)
-    assert PlannedSource(loader, pad=False)._twin.dataset is loader.dataset
+    assert loader_of(PlannedSource(loader, pad=False)).dataset is loader.dataset
 
 
 def test_a_batch_is_a_copy() -> None:

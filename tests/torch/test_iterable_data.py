@@ -7,9 +7,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from raysgd.core.ranks import RankInfo
-from raysgd.torch.data.iterable import sharded_live
-from raysgd.torch.data.sources import LiveSource
+from tests.torch.sources import LiveSource, begin, drawn, epoch_of
 
 
 class Stream(IterableDataset[int]):
@@ -68,8 +66,8 @@ def split(worker_id: int) -> None:
 def shares(loader: Any, world: int) -> list[list[int]]:
     taken = []
     for rank in range(world):
-        batches = iter(sharded_live(loader, RankInfo(world_rank=rank, world_size=world)))
-        taken.append([number for batch in batches for number in torch.as_tensor(batch).flatten().tolist()])
+        batches = epoch_of(LiveSource(loader, shard=True, together=False), rank, world)
+        taken.append([number for each in batches for number in torch.as_tensor(each.batch).flatten().tolist()])
     return taken
 
 
@@ -119,11 +117,11 @@ def test_an_error_in_a_stream_resets_the_worker_info() -> None:
 
 def test_a_live_source_continues_and_returns_an_uncommitted_batch_again() -> None:
     source = LiveSource(DataLoader(Stream(6), batch_size=2), shard=True, together=True)
-    source.begin(0, RankInfo(), shared=False)
-    first = next(source.batches(RankInfo(), 0))
-    again = next(source.batches(RankInfo(), 0))
+    begin(source)
+    first = next(drawn(source))
+    again = next(drawn(source))
     assert again is first
-    rest = list(source.batches(RankInfo(), 1))
+    rest = list(drawn(source, 1))
     assert [each.batch.tolist() for each in rest] == [[2, 3], [4, 5]]
     assert [each.offset for each in rest] == [2, 3]
 
@@ -131,5 +129,4 @@ def test_a_live_source_continues_and_returns_an_uncommitted_batch_again() -> Non
 def test_each_epoch_restarts_a_generator_function_but_not_an_iterator() -> None:
     once = LiveSource(iter([1, 2]), shard=False, together=False)
     for expected in ([1, 2], []):
-        once.begin(0, RankInfo(), shared=False)
-        assert [each.batch for each in once.batches(RankInfo(), 0)] == expected
+        assert [each.batch for each in epoch_of(once)] == expected

@@ -4,6 +4,7 @@ Ranks are played one after the other, in this process: each has its own copy of 
 """
 
 import copy
+import multiprocessing
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -23,31 +24,23 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from raysgd import ConfigError
-from raysgd.core.ranks import RankInfo
-from raysgd.torch.data.sources import PlannedSource
-from raysgd.training.feed import Drawn
 from tests.torch.small import Numbers, flat
+from tests.torch.sources import PlannedSource, begin, drawn, epoch_of, loader_of
 
 Loaders = Callable[[], DataLoader[Any]]
 
 
-def whole(source: PlannedSource, rank_info: RankInfo, offset: int = 0) -> list[Drawn]:
-    return list(source.batches(rank_info, offset))
-
-
-def played(make: Loaders, world: int, *, pad: bool = True, epoch: int = 0) -> list[list[Drawn]]:
+def played(make: Loaders, world: int, *, pad: bool = True, epoch: int = 0) -> list[list[Any]]:
     """Return each rank's epoch. All copies draw the same order, as if rank 0 had sent its order to the others."""
     ranks = []
     for rank in range(world):
         torch.manual_seed(7)
-        source, rank_info = PlannedSource(make(), pad=pad), RankInfo(world_rank=rank, world_size=world)
-        source.begin(epoch, rank_info, shared=False)
-        ranks.append(whole(source, rank_info))
+        ranks.append(epoch_of(PlannedSource(make(), pad=pad), rank, world, epoch=epoch))
     return ranks
 
 
-def batches(drawn: list[Drawn]) -> list[list[int]]:
-    return [each.batch.tolist() for each in drawn]
+def batches(of_a_rank: list[Any]) -> list[list[int]]:
+    return [each.batch.tolist() for each in of_a_rank]
 
 
 def plain_epoch(make: Loaders) -> list[list[int]]:
@@ -107,8 +100,8 @@ LOADERS: dict[str, Loaders] = {
 @pytest.mark.parametrize("name", LOADERS)
 def test_one_rank_gets_the_batches_of_the_plain_loader(name: str) -> None:
     make = LOADERS[name]
-    ((drawn),) = played(make, 1)
-    assert batches(drawn) == plain_epoch(make)
+    (alone,) = played(make, 1)
+    assert batches(alone) == plain_epoch(make)
 
 
 @pytest.mark.parametrize("world", [2, 3, 5])
@@ -116,8 +109,8 @@ def test_one_rank_gets_the_batches_of_the_plain_loader(name: str) -> None:
 def test_several_ranks_share_the_same_epoch(name: str, world: int) -> None:
     make = LOADERS[name]
     ranks = played(make, world)
-    assert len({len(drawn) for drawn in ranks}) == 1, "every rank takes every step"
-    fresh = flat([each.batch.tolist() for drawn in ranks for each in drawn if each.fresh])
+    assert len({len(rank) for rank in ranks}) == 1, "every rank takes every step"
+    fresh = flat([each.batch.tolist() for rank in ranks for each in rank if each.fresh])
     assert Counter(fresh) == Counter(flat(plain_epoch(make)))
 
 
@@ -135,17 +128,17 @@ def test_a_step_of_all_ranks_is_a_prefix_of_the_order(world: int) -> None:
 @pytest.mark.parametrize(("rows", "world", "counted"), [(101, 2, 101), (7, 4, 7), (1, 2, 1), (3, 8, 3)])
 def test_validation_repeats_nothing(rows: int, world: int, counted: int) -> None:
     ranks = played(lambda: DataLoader(Numbers(rows), batch_size=32), world, pad=False)
-    assert sorted(flat(batches([each for drawn in ranks for each in drawn]))) == list(range(counted))
+    assert sorted(flat(batches([each for rank in ranks for each in rank]))) == list(range(counted))
 
 
 def test_the_last_samples_are_divided_among_the_ranks() -> None:
     ranks = played(lambda: DataLoader(Numbers(101), batch_size=32), 2)
-    assert [[len(batch) for batch in batches(drawn)] for drawn in ranks] == [[32, 19], [32, 18]]
+    assert [[len(batch) for batch in batches(rank)] for rank in ranks] == [[32, 19], [32, 18]]
 
 
 def test_drop_last_drops_the_last_step_of_all_ranks() -> None:
     ranks = played(lambda: DataLoader(Numbers(101), batch_size=32, drop_last=True), 2)
-    assert [[len(batch) for batch in batches(drawn)] for drawn in ranks] == [[32], [32]]
+    assert [[len(batch) for batch in batches(rank)] for rank in ranks] == [[32], [32]]
     assert played(lambda: DataLoader(Numbers(31), batch_size=32, drop_last=True), 2) == [[], []]
 
 
@@ -171,9 +164,9 @@ def test_a_sampler_that_returns_batches() -> None:
     assert batches(ranks[1]) == [[3, 4, 5], [9]]
 
 
-def test_without_batches_each_rank_gets_items() -> None:
+def test_without_batches_rank_gets_items() -> None:
     ranks = played(lambda: DataLoader(Numbers(5), batch_size=None), 2)
-    assert [[each.batch for each in drawn] for drawn in ranks] == [[0, 2, 4], [1, 3, 4]]
+    assert [[each.batch for each in rank] for rank in ranks] == [[0, 2, 4], [1, 3, 4]]
     assert [each.fresh for each in ranks[1]] == [True, True, False]
 
 
@@ -197,7 +190,7 @@ def test_a_sampler_without_a_length_says_what_to_do() -> None:
 
     source = PlannedSource(DataLoader(Numbers(4), sampler=Endless()), pad=True)
     with pytest.raises(ConfigError, match=r"Endless has no length.*__len__.*IterableDataset"):
-        source.begin(0, RankInfo(), shared=False)
+        begin(source)
 
 
 def test_set_epoch_is_called_on_each_part_of_a_loader() -> None:
@@ -213,7 +206,7 @@ def test_set_epoch_is_called_on_each_part_of_a_loader() -> None:
 
     source = PlannedSource(DataLoader(Told(4), sampler=ToldSampler(4)), pad=True)
     for epoch in (0, 1):
-        source.begin(epoch, RankInfo(), shared=False)
+        begin(source, epoch)
     assert told == [("sampler", 0), ("dataset", 0), ("sampler", 1), ("dataset", 1)]
 
 
@@ -236,14 +229,14 @@ def test_every_option_of_the_loader_is_kept() -> None:
     generator = torch.Generator().manual_seed(1)
     options: dict[str, Any] = {"collate_fn": collate, "timeout": 3.0, "generator": generator}
     make = lambda: Own(Numbers(4), batch_size=2, num_workers=0, **{**options, "timeout": 0})  # noqa: E731
-    ((drawn),) = played(make, 1)
-    assert batches(drawn) == [[1000, 1010], [1020, 1030]]
+    (alone,) = played(make, 1)
+    assert batches(alone) == [[1000, 1010], [1020, 1030]]
 
     given = Own(
         Numbers(4), batch_size=2, num_workers=2, prefetch_factor=5, persistent_workers=True,
         worker_init_fn=print, multiprocessing_context="spawn", pin_memory=False, **options,
     )  # fmt: skip
-    twin = PlannedSource(given, pad=True)._twin
+    twin = loader_of(PlannedSource(given, pad=True))
     assert type(twin) is Own
     kept = "prefetch_factor persistent_workers worker_init_fn multiprocessing_context timeout num_workers"
     for name in f"{kept} collate_fn pin_memory dataset batch_size".split():
@@ -261,27 +254,24 @@ class WhichWorker(Numbers):
 def test_persistent_loader_processes_follow_a_new_plan() -> None:
     """In three epochs, the second of which is divided again in its middle, the processes stay, and none uses an old plan."""
     loader = DataLoader(WhichWorker(16), batch_size=2, num_workers=2, persistent_workers=True, shuffle=True, timeout=30)
-    source, alone = PlannedSource(loader, pad=True), RankInfo()
-    source.begin(0, alone, shared=False)
-    first = whole(source, alone)
-    processes = source._twin._iterator._workers  # type: ignore[union-attr]
-    assert sorted(flat([each.batch[:, 0].tolist() for each in first])) == list(range(16))
+    source, others = PlannedSource(loader, pad=True), set(multiprocessing.active_children())
 
-    source.begin(1, alone, shared=False)
-    running = source.batches(alone, 0)
+    def numbers(of_a_rank: list[Any]) -> list[int]:
+        return list(flat([each.batch[:, 0].tolist() for each in of_a_rank]))
+
+    assert sorted(numbers(epoch_of(source))) == list(range(16))
+    processes = set(multiprocessing.active_children()) - others
+    assert len(processes) == 2
+
+    running = drawn(begin(source, 1))
     taken = [next(running) for _ in range(3)]
     order = [int(index) for index in source.order]
-    later = whole(source, RankInfo(world_rank=1, world_size=2, generation=1), taken[-1].offset)
-    assert list(flat([each.batch[:, 0].tolist() for each in taken])) == order[:6]
-    assert list(flat([each.batch[:, 0].tolist() for each in later])) == [
-        *order[8:10],
-        *order[12:14],
-        order[15],
-    ]
+    later = list(drawn(source, taken[-1].offset, rank=1, ranks=2, generation=1))
+    assert numbers(taken) == order[:6]
+    assert numbers(later) == [*order[8:10], *order[12:14], order[15]]
 
-    source.begin(2, alone, shared=False)
-    assert sorted(flat([each.batch[:, 0].tolist() for each in whole(source, alone)])) == list(range(16))
-    assert source._twin._iterator._workers is processes  # type: ignore[union-attr]
+    assert sorted(numbers(epoch_of(source, epoch=2))) == list(range(16))
+    assert set(multiprocessing.active_children()) - others == processes
     source.close()
     assert not any(process.is_alive() for process in processes)
 
@@ -289,15 +279,14 @@ def test_persistent_loader_processes_follow_a_new_plan() -> None:
 def test_the_position_in_an_epoch_is_kept_between_calls_and_restored_in_a_copy() -> None:
     make = LOADERS["shuffled"]
     torch.manual_seed(7)
-    source = PlannedSource(make(), pad=True)
-    source.begin(0, RankInfo(), shared=False)
-    running = source.batches(RankInfo(), 0)
+    source = begin(PlannedSource(make(), pad=True))
+    running = drawn(source)
     first = [next(running) for _ in range(2)]
-    assert source.batches(RankInfo(), 6) is running, "the same iterator continues: nothing is read twice"
+    assert drawn(source, 6) is running, "the same iterator continues: nothing is read twice"
 
     elsewhere = PlannedSource(make(), pad=True)
     elsewhere.order = copy.deepcopy(source.order)
-    rest = whole(elsewhere, RankInfo(), first[-1].offset)
+    rest = list(drawn(elsewhere, first[-1].offset))
     assert batches(first + rest) == plain_epoch(make)
 
 
@@ -306,9 +295,7 @@ def test_a_global_batch_is_divided_over_any_number_of_ranks() -> None:
         steps = []
         for rank in range(world):
             source = PlannedSource(DataLoader(Numbers(16), batch_size=2), pad=True, global_batch=8)
-            rank_info = RankInfo(world_rank=rank, world_size=world)
-            source.begin(0, rank_info, shared=False)
-            steps.append([len(batch) for batch in batches(whole(source, rank_info))])
+            steps.append([len(batch) for batch in batches(epoch_of(source, rank, world))])
         assert steps == [[8 // world] * 2] * world
 
 

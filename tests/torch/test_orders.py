@@ -10,11 +10,10 @@ import torch
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from raysgd.core.ranks import RankInfo
 from raysgd.errors import ConfigError
 from raysgd.torch.data import sampling
 from raysgd.torch.data.sampling import Recipe, agree, epoch_order
-from raysgd.torch.data.sources import PlannedSource
+from tests.torch.sources import PlannedSource, begin
 
 SAMPLES = 20_000
 DATA: Any = range(SAMPLES)
@@ -115,7 +114,7 @@ def test_any_other_order_is_sent(make: Callable[[], Any], wire: Wire) -> None:
 def test_a_peer_gets_the_recipe_of_an_order_that_all_have_drawn_from_it(make: Callable[[], Any], wire: Wire) -> None:
     torch.manual_seed(1)
     first, peer = (PlannedSource(DataLoader(DATA, sampler=make(), batch_size=1), pad=True) for _ in range(2))
-    first.begin(0, RankInfo(world_size=2), shared=True)
+    begin(first, ranks=2, shared=True)
     state = first.state_for_peers()
     recipe = make in BY_RECIPE.values()
     assert len(pickle.dumps(state)) < 12_000 or not recipe, "without the order"
@@ -125,8 +124,7 @@ def test_a_peer_gets_the_recipe_of_an_order_that_all_have_drawn_from_it(make: Ca
 
 
 def test_an_order_that_no_rank_has_verified_is_sent_to_peers() -> None:
-    alone = PlannedSource(DataLoader(DATA, shuffle=True), pad=True)
-    alone.begin(0, RankInfo(), shared=True)
+    alone = begin(PlannedSource(DataLoader(DATA, shuffle=True), pad=True), shared=True)
     assert alone.state_for_peers()["order"] is alone.order
 
 

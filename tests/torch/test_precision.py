@@ -9,6 +9,7 @@ from torch import nn
 
 from raysgd import ConfigError, TrainingOptions
 from raysgd.torch.precision import Fp16, make_precision
+from tests.peek import options_of, precision_of
 from tests.torch.small import Line, inline, operator_of, weights
 
 FORMATS: list[dict[str, Any]] = [
@@ -46,7 +47,7 @@ def test_each_precision_learns(arguments: dict[str, Any], use_gpu: bool) -> None
         losses = [trainer.train()["train_loss"] for _ in range(12)]
         assert losses == pytest.approx(expected, rel=0.05, abs=0.001)
         assert losses[-1] < 0.1 * losses[0], losses
-        assert operator_of(trainer).kind == kinds.get(operator_of(trainer)._settings.options.precision, torch.float16)
+        assert operator_of(trainer).kind == kinds.get(options_of(operator_of(trainer)).precision, torch.float16)
         assert trainer.validate()["val_loss"] < 0.1 * losses[0]
         assert weights(trainer).dtype == torch.float32
 
@@ -159,7 +160,7 @@ def test_a_custom_loop_that_accumulates() -> None:
     results = {}
     for precision in ("fp32", "fp16"):
         with inline(Accumulating, options=TrainingOptions(precision=precision), config={"rows": 16}) as trainer:
-            calm(operator_of(trainer)._precision)
+            calm(precision_of(operator_of(trainer)))
             for _ in range(3):
                 trainer.train()
             results[precision] = weights(trainer)

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
 from raysgd import ConfigError, TrainingOperator
-from raysgd.torch.settings import TorchSettings
+from tests.replicas import operator_alone
 from tests.torch.small import Line, inline
 
 Register = Callable[..., Any]
@@ -23,8 +23,8 @@ class Bare(TrainingOperator):
 
 
 def registered(freq: str | None = "batch", **parts: Any) -> Any:
-    settings = TorchSettings(scheduler_step_freq=freq)
-    return Bare({"body": lambda operator: operator.register(**parts)}, settings=settings).answer
+    body = {"body": lambda operator: operator.register(**parts)}
+    return operator_alone(Bare, body, scheduler_step_freq=freq).answer
 
 
 def model() -> nn.Linear:

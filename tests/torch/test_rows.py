@@ -19,12 +19,11 @@ from torch.utils.data import (
 )
 
 from raysgd import AutoCheckpoint, CheckpointError
-from raysgd.core.ranks import RankInfo
 from raysgd.torch import TorchTrainer
 from raysgd.torch.data.rows import LoaderRows, first_of
-from raysgd.torch.data.sources import LiveSource
 from tests.replicas import torch_rank
 from tests.torch.small import Line, Numbers, inline, rows
+from tests.torch.sources import LiveSource, begin, drawn
 
 
 class Wrapped(Dataset[int]):
@@ -100,17 +99,15 @@ class Divided(Whole):
 def test_a_stream_that_is_not_divided_shows_in_the_first_batch(kind: Any, same: bool) -> None:
     found = []
     for rank in range(2):
-        info = RankInfo(world_rank=rank, world_size=2)
         source = LiveSource(DataLoader(kind(), batch_size=3), shard=True, together=False)
         for epoch in range(2):
-            source.begin(epoch, info, shared=True)
-            next(source.batches(info, 0))
+            begin(source, epoch, ranks=2, shared=True)
+            next(drawn(source, rank=rank, ranks=2))
             assert source.first.startswith(f"{epoch} ")
         found.append(source.first)
     assert (found[0] == found[1]) == same
     unshared = LiveSource(DataLoader(kind(), batch_size=3), shard=False, together=False)
-    unshared.begin(0, info, shared=False)
-    next(unshared.batches(info, 0))
+    next(drawn(begin(unshared, ranks=2), ranks=2))
     assert unshared.first == "", "with add_dist_sampler=False, nothing is compared"
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from raysgd import CheckpointError, ElasticConfig, TorchTrainer, TrainingOptions
+from tests.peek import parts_of
 from tests.torch.small import Recording, flat, inline, operator_of
 
 
@@ -72,7 +73,7 @@ def test_a_loader_continues_from_its_newest_state(steps: int, skipped: int, accu
         trainer.train()
         operator = operator_of(trainer)
         assert seen(operator) == rest
-        assert operator._parts.train_loader.read == len(rest) + skipped
+        assert parts_of(operator).train_loader.read == len(rest) + skipped
         trainer.train()
         assert seen(operator) == numbers(2, 1, 50)
 

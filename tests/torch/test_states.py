@@ -16,6 +16,7 @@ from raysgd import AutoCheckpoint, CheckpointError, TrainingOptions
 from raysgd.torch.checkpoint import states
 from raysgd.torch.fsdp import gathered, placed
 from raysgd.train.torch import TorchConfig
+from tests.peek import parts_of
 from tests.torch.small import Line, inline, operator_of, weights
 
 
@@ -105,7 +106,7 @@ def test_a_changed_epoch_begins_with_the_next_call(epoch: int, within: int) -> N
         trainer.load_state_dict({**state, "epoch": epoch})
         operator = operator_of(trainer)
         assert torch.equal(weights(trainer), kept)
-        assert [each.state_dict() for each in operator._parts.schedulers] == state["schedulers"]
+        assert [each.state_dict() for each in parts_of(operator).schedulers] == state["schedulers"]
         steps = state["position"]["step"]
         first, second = trainer.train(), trainer.train()
         assert [(each["epoch"], each["num_samples"]) for each in (first, second)] == [(epoch + 1, 12), (epoch + 2, 12)]

@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, SequentialLR
 
 from raysgd.torch.tuned import Option, options, retune
+from tests.peek import parts_of
 
 
 def made(lr: float, scheduler: Any = None) -> Any:
@@ -41,10 +42,10 @@ def test_only_values_from_the_config_are_changed(values: dict[str, float], found
 )
 def test_a_schedule_continues_from_the_new_value(scheduler: Any) -> None:
     operator = made(0.1, scheduler)
-    (schedule,) = operator._parts.schedulers
+    (schedule,) = parts_of(operator).schedulers
     schedule.step()
     retune(operator, [Option(0, 0, "lr"), Option(0, 0, "momentum")], {"lr": (0.1, 0.4), "momentum": (0.5, 0.9)})
-    first, second = operator._parts.optimizers
+    first, second = parts_of(operator).optimizers
     assert first.param_groups[0]["lr"] == pytest.approx(0.2), "halved once, as before"
     assert first.param_groups[0]["momentum"] == pytest.approx(0.9)
     assert second.param_groups[0]["lr"] == 0.3
@@ -55,4 +56,4 @@ def test_a_schedule_continues_from_the_new_value(scheduler: Any) -> None:
 def test_a_value_that_was_zero_can_be_changed() -> None:
     operator = made(0.0)
     retune(operator, [Option(0, 0, "lr")], {"lr": (0.0, 0.4)})
-    assert operator._parts.optimizers[0].param_groups[0]["lr"] == 0.4
+    assert parts_of(operator).optimizers[0].param_groups[0]["lr"] == 0.4

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from raysgd import Recovery
 from raysgd.callbacks import Callback, CallResult, Run
 from raysgd.callbacks.base import TRACES
-from raysgd.core.policy import Recovery
 from raysgd.train.callbacks import make_callback_list
 from raysgd.train.iterator import TrainingIterator
 from raysgd.train.run import RoundResult

@@ -13,6 +13,7 @@ import pytest
 from raysgd import ElasticConfig, train
 from raysgd.ray_data.splits import make_splits, no_room_for_data
 from raysgd.train import DataConfig, Trainer
+from tests.peek import executor_of, want_workers
 
 ray_data = pytest.importorskip("ray.data")
 
@@ -67,7 +68,7 @@ def _run_with(trainer: Trainer, function: Any, shards: Any) -> list[Any]:
     """Run a function like a trainer with a dataset_config, which `Trainer.run(dataset=...)` does not have."""
     from raysgd.train.run import RunOptions
 
-    executor = trainer._executor
+    executor = executor_of(trainer)
     executor.start_training(function, trainer.logdir / "own", options=RunOptions(shards=shards))
     return executor.finish_training()
 
@@ -163,7 +164,7 @@ def test_new_workers_get_new_shards(made: Make) -> None:
         return train.world_size(), sum(1 for _ in train.get_dataset_shard().iter_rows())
 
     trainer = made(elastic=ElasticConfig())
-    trainer._executor._active()._membership._target = 3
+    want_workers(trainer, 3)
     assert trainer.run(parts, dataset=numbers(90)) == [(3, 30)] * 3
 
 

@@ -21,6 +21,7 @@ from raysgd.train.fit.run import _log_dir
 from raysgd.train.fit.settings import check_strategy
 from raysgd.train.run import check_function
 from raysgd.train.worker_group import limits_for
+from tests.peek import record_run, settings_of
 
 
 @pytest.mark.parametrize(
@@ -174,7 +175,7 @@ def test_get_dataset_config_returns_a_copy() -> None:
 )
 def test_invalid_arguments_of_restore_are_refused(tmp_path: Path, given: dict[str, Any], message: str) -> None:
     trainer = train.DataParallelTrainer(lambda: None, datasets={"train": [1, 2]})
-    RunRecord(tmp_path, tmp_path, RunNames("DataParallelTrainer", "run"), {}, None).begin(trainer._packed())
+    record_run(tmp_path, settings_of(trainer))
     with pytest.raises(ConfigError, match=message):
         train.DataParallelTrainer.restore(tmp_path, **given)
     found = train.DataParallelTrainer.restore(tmp_path, datasets={"train": [3]})
@@ -272,7 +273,7 @@ def test_a_new_run_config_keeps_the_settings_that_it_does_not_set(tmp_path: Path
     first = train.DataParallelTrainer(
         lambda: None, run_config=RunConfig(checkpoint_config=keep, failure_config=failures)
     )
-    RunRecord(tmp_path, tmp_path, RunNames("DataParallelTrainer", "run"), {}, None).begin(first._packed())
+    record_run(tmp_path, settings_of(first))
     callbacks = [PrintCallback()]
     other = RunConfig(callbacks=callbacks, failure_config=FailureConfig(max_failures=1))
     found = train.DataParallelTrainer.restore(tmp_path, run_config=other).run_config
@@ -282,7 +283,7 @@ def test_a_new_run_config_keeps_the_settings_that_it_does_not_set(tmp_path: Path
 def test_a_run_of_an_earlier_version_can_be_restored(tmp_path: Path) -> None:
     """Earlier versions had the settings in other modules."""
     config = RunConfig(checkpoint_config=train.CheckpointConfig(num_to_keep=1))
-    settings = train.DataParallelTrainer(lambda: None)._packed()
+    settings = settings_of(train.DataParallelTrainer(lambda: None))
     moved = [
         ("run_config", config, b"raysgd.train.fit.settings", b"raysgd.train.strategy"),
         ("scaling_config", ScalingConfig(3), b"raysgd.train.fit.settings", b"raysgd.train.settings"),
@@ -292,7 +293,7 @@ def test_a_run_of_an_earlier_version_can_be_restored(tmp_path: Path) -> None:
         packed = pickle.dumps((value,), protocol=0)
         assert now in packed
         settings[name] = packed.replace(now, before)
-    RunRecord(tmp_path, tmp_path, RunNames("DataParallelTrainer", "run"), {}, None).begin(settings)
+    record_run(tmp_path, settings)
     found = train.DataParallelTrainer.restore(tmp_path)
     assert (found.run_config, found.scaling_config) == (config, ScalingConfig(3))
     assert found.dataset_config == train.DataConfig(equal=False)
@@ -308,7 +309,7 @@ def test_attributes_that_setup_creates_are_not_stored(tmp_path: Path) -> None:
     for _ in range(2):
         with pytest.raises(ConfigError, match="callbacks must be a list"):
             trainer.fit()
-    assert "lock" in vars(trainer) and "lock" not in trainer._packed()
+    assert "lock" in vars(trainer) and "lock" not in settings_of(trainer)
     assert not list(tmp_path.iterdir()), "refused callbacks leave no directory"
 
 
