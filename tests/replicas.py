@@ -21,6 +21,7 @@ from raysgd.core.protocols import Call
 from raysgd.core.ranks import RankInfo
 from raysgd.train.replica import STOP_SIGNAL, FunctionReplica, FunctionReplicaFactory
 from raysgd.train.run_session import Attempt
+from raysgd.training.loading import take_over
 from raysgd.training.replica_base import ReplicaBase, apply_operator
 from raysgd.workers.blob import Blob
 
@@ -145,7 +146,7 @@ class OperatorRank(Rank):
         """Load it, as the first `load` of a trainer does."""
         here = self._rank_info
         self.replica.joined(RankInfo())  # there is no process group, in which several ranks would agree
-        self.replica.take_over(lambda: copy.deepcopy(checkpoint), 1)
+        take_over(self.replica, lambda: copy.deepcopy(checkpoint), 1)
         self.replica.joined(here)
         return self
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from raysgd import AutoCheckpoint, CheckpointError, ConfigError, ElasticConfig, TorchTrainer
 from raysgd.callbacks import Callback
-from raysgd.storage import folders, locations
+from tests import storing
 from tests.faults import Fault, Ground
 from tests.peek import finish_saves
 from tests.torch.small import Line, inline, rows, weights
@@ -198,7 +198,7 @@ def test_the_newest_and_the_best_stay(tmp_path: Path) -> None:
     with started(tmp_path, operator=Scored, settings=settings) as trainer:
         trainer.fit(6)
         names = ["loop1-epoch00002-step000000010", "loop1-epoch00005-step000000025", "loop1-epoch00006-step000000030"]
-        assert locations.names(tmp_path) == sorted(
+        assert storing.names(tmp_path) == sorted(
             [*(name + suffix for name in names for suffix in (".json", ".pt")), "notes.txt", "raysgd-history.jsonl"]
         )
         assert trainer.best_checkpoint == str(tmp_path / f"{names[0]}.pt")
@@ -310,12 +310,12 @@ def test_in_remote_storage_the_newer_trainer_takes_the_folder_over() -> None:
             older.train()
         with started(folder, settings={"keep": 1}) as newer:
             fitted(newer)
-            names = locations.names(locations.place(folder))
+            names = storing.names(folder)
             with pytest.raises(
                 CheckpointError, match=rf"the trainer of process {os.getpid()} on .* uses {folder}, too"
             ):
                 next(own)
-            assert locations.names(locations.place(folder)) == names
+            assert storing.names(folder) == names
 
 
 def test_a_damaged_checkpoint_that_cannot_be_deleted_is_left_out(
@@ -325,10 +325,10 @@ def test_a_damaged_checkpoint_that_cannot_be_deleted_is_left_out(
     older, newest = sorted(tmp_path.glob("*.pt"))
     newest.write_bytes(b"damaged")
 
-    def refuse(where: Path) -> None:
+    def refuse(_: Any, where: Path) -> None:
         raise PermissionError(1, "Operation not permitted", str(where))
 
-    monkeypatch.setattr(locations, "delete", refuse)
+    storing.instead(monkeypatch, "delete", refuse)
     caplog.clear()
     with started(tmp_path) as trainer:
         assert trainer.resumed_from == str(older)
@@ -377,7 +377,7 @@ RECORD: dict[str, Any] = {
 def test_a_record_of_another_kind_is_not_used(tmp_path: Path, record: dict[str, Any]) -> None:
     lived_until(tmp_path, fitted, {"die_at": 12})
     older, newest = sorted(tmp_path.glob("*.json"))
-    newest.write_bytes(folders.dump_json(record))
+    newest.write_bytes(storing.sealed_json(record))
     with started(tmp_path) as trainer:
         assert trainer.resumed_from == str(older.with_suffix(".pt"))
         fitted(trainer)
@@ -390,7 +390,7 @@ def test_on_s3(s3: str, undisturbed: tuple[torch.Tensor, list[Any]], tmp_path: P
     with started(folder, every=2, settings={"keep": 1}) as trainer:
         fitted(trainer)
         assert torch.equal(weights(trainer), undisturbed[0])
-        assert len(locations.names(locations.place(folder))) == 3
+        assert len(storing.names(folder)) == 3
 
 
 def test_a_save_writes_only_the_rows_that_are_new(tmp_path: Path) -> None:

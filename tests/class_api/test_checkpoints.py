@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from raysgd import CheckpointError, ElasticConfig
-from raysgd.storage import locations
 from raysgd.torch import TorchTrainer
+from tests import storing
 from tests.class_api.operators import Drawing, weights
 from tests.peek import loads_of, newest_snapshot
 
@@ -103,7 +103,7 @@ def test_workers_that_see_the_file_read_it_themselves(
     pair: TorchTrainer, saved: Saved, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair.train()
-    monkeypatch.setattr(locations, "read", no_bytes)
+    storing.instead(monkeypatch, "read", no_bytes)
     pair.load(saved.path)
     assert torch.equal(weights(pair), saved.weights)
     assert pair.train()["num_samples"] == saved.rest["num_samples"]
@@ -129,8 +129,7 @@ def test_a_worker_that_does_not_see_the_file_is_sent_it(
     pair.train()
     pair.apply_all_operators(lambda operator: sees_nothing_once(operator) if operator.world_rank == rank else None)
     read: list[Any] = []
-    real = locations.read
-    monkeypatch.setattr(locations, "read", lambda path: (read.append(path), real(path))[1])
+    storing.instead(monkeypatch, "read", lambda real, path: (read.append(path), real(path))[1])
     pair.load(saved.path)
     assert len(read) == 1, "the driver must read the file once, to send it"
     assert torch.equal(weights(pair), saved.weights)

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from raysgd import CheckpointError, ConfigError
-from raysgd.storage import locations
-from raysgd.storage.locations import place
+from tests import storing
 from tests.torch.small import inline, weights
 
 
@@ -34,11 +33,11 @@ def test_save_and_load_on_s3(request: pytest.FixtureRequest, bucket: str, use_ra
         assert not torch.equal(weights(trainer), saved)
         trainer.load(path)
         assert torch.equal(weights(trainer), saved)
-    assert locations.names(place(f"{bucket}/models")) == ["line.pt"]
+    assert storing.names(f"{bucket}/models") == ["line.pt"]
 
 
 def test_missing_and_unknown_files_are_named_in_the_error(bucket: str) -> None:
-    locations.write(f"{bucket}/foreign", b"hello")
+    storing.write(f"{bucket}/foreign", b"hello")
     with inline() as trainer:
         before = weights(trainer)
         with pytest.raises(CheckpointError, match=f"{bucket}/absent: there is no checkpoint"):

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from raysgd import CheckpointError, ConfigError, TorchTrainer
-from raysgd.storage import locations
 from raysgd.torch.checkpoint import shard_files
+from tests import storing
 from tests.speed.test_fsdp import same, trainer, weights
 from tests.torch.small import inline
 
@@ -83,20 +83,20 @@ def test_damage_at_a_uri_is_an_error(two: TorchTrainer, bucket: str) -> None:
         two.load(f"{bucket}/parts")
     before = weights(two)
     system = fsspec.filesystem("s3")
-    for name in [each for each in objects(f"{bucket}/parts") if not each.endswith(shard_files.MANIFEST)]:
+    for name in [each for each in objects(f"{bucket}/parts") if not each.endswith(storing.LIST)]:
         path = f"{bucket}/parts{name}"
         good = system.cat_file(path)
-        locations.write(path, good[:-9] + bytes([good[-9] ^ 1]) + good[-8:])
+        storing.write(path, good[:-9] + bytes([good[-9] ^ 1]) + good[-8:])
         with pytest.raises(CheckpointError, match=r"raysgd-folder|changed|damaged"):
             two.load(f"{bucket}/parts", trusted=True)
-        locations.write(path, good)
+        storing.write(path, good)
     assert same(weights(two), before)
     two.load(f"{bucket}/parts", trusted=True)
 
 
 def test_a_save_replaces_nothing_else(two: TorchTrainer, bucket: str, tmp_path: Path) -> None:
-    locations.write(f"{bucket}/one.pt", b"a file")
-    with locations.draft_folder(f"{bucket}/folder") as folder:
+    storing.write(f"{bucket}/one.pt", b"a file")
+    with storing.new_folder(f"{bucket}/folder") as folder:
         (folder / "note").write_text("a folder of another kind")
     for name in ("one.pt", "folder"):
         with pytest.raises(ConfigError, match="exists and contains something else"):

@@ -4,15 +4,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from raysgd.storage import locations
+from tests import storing
 
 
 def file(where: Path, content: str) -> None:
-    locations.write(where, content.encode() * 1000)
+    storing.write(where, content.encode() * 1000)
 
 
 def folder(where: Path, content: str) -> None:
-    with locations.draft_folder(where) as draft:
+    with storing.new_folder(where) as draft:
         for name in ("a", f"only {content}", "below/b"):
             (draft / name).parent.mkdir(exist_ok=True)
             (draft / name).write_text(content * 1000)

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from raysgd import CheckpointError
-from raysgd.storage import locations
 from raysgd.train import Checkpoint
 from raysgd.train.checkpoint_manager import CheckpointManager
+from tests import storing
 from tests.files.damage import Tallies, flipped, flips, lengths, quiet, show
 from tests.files.function_cases import CONTENT, FOLDER_WAYS, LIST, files_of, is_content, make_source, read_folder
 from tests.tiers import NIGHTLY
@@ -133,10 +133,10 @@ def test_metadata_and_the_list_agree_at_every_moment(
     stored = Checkpoint(Checkpoint.from_directory(source).to_uri(tmp_path / "saved"))
     stored.update_metadata({"more": 1})
     assert read_folder(tmp_path / "saved")[1]["more"] == 1
-    writes, real = 0, locations.write
+    writes = 0
     for allowed in range(4):
 
-        def write(*given: Any, allowed: int = allowed) -> Any:
+        def write(real: Any, *given: Any, allowed: int = allowed) -> Any:
             nonlocal writes
             writes += 1
             if writes > allowed:
@@ -145,7 +145,7 @@ def test_metadata_and_the_list_agree_at_every_moment(
 
         writes = 0
         with monkeypatch.context() as patch:
-            patch.setattr(locations, "write", write)
+            storing.instead(patch, "write", write)
             try:
                 stored.set_metadata({"try": allowed})
             except KeyboardInterrupt:
@@ -204,8 +204,8 @@ def test_a_hostile_list_is_refused(source: Path, listed: bytes, place: str) -> N
     where: Any = source
     if place == "remote":
         pytest.importorskip("fsspec")
-        where = locations.place(Checkpoint.from_directory(source).to_uri(f"memory://{uuid.uuid4().hex}/files"))
-    locations.write(where / LIST, listed)
+        where = Checkpoint.from_directory(source).to_uri(f"memory://{uuid.uuid4().hex}/files")
+    storing.write(f"{where}/{LIST}", listed)
     for load in (lambda: read_folder(where), lambda: Checkpoint(where).to_bytes()):
         with pytest.raises(CheckpointError) as caught:
             load()

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from raysgd import CheckpointError, ConfigError
-from raysgd.storage import digest, locations
 from raysgd.train import Checkpoint
+from tests import storing
 from tests.files.damage import quiet
 from tests.files.function_cases import FOLDER_WAYS, files_of, make_source
 
@@ -151,9 +151,9 @@ def test_logs_are_copied_without_the_targets_of_links(tmp_path: Path, caplog: py
     (tmp_path / "logs" / "a.txt").write_bytes(b"1")
     (tmp_path / "logs" / "key").symlink_to(private(tmp_path) / "key")
     os.mkfifo(tmp_path / "logs" / "fifo")
-    where = locations.place(f"memory://{uuid.uuid4().hex}")
-    locations.copy_logs(tmp_path / "logs", where)
-    assert locations.names(where) == ["a.txt"]
+    where = f"memory://{uuid.uuid4().hex}"
+    storing.copy_logs(tmp_path / "logs", where)
+    assert storing.names(where) == ["a.txt"]
     assert sorted(message.split(" is not copied")[0][-4:] for message in caplog.messages) == ["/key", "fifo"]
 
 
@@ -165,7 +165,7 @@ def tar_of(*members: tarfile.TarInfo) -> bytes:
     with tarfile.open(fileobj=stream, mode="w") as archive:
         for member in members:
             archive.addfile(member, io.BytesIO(b"x" * member.size) if member.isreg() else None)
-    return digest.sealed(stream.getvalue())
+    return storing.sealed(stream.getvalue())
 
 
 def member(name: str, kind: bytes = tarfile.REGTYPE, **more: Any) -> tarfile.TarInfo:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from raysgd.storage import locations
+from tests import storing
 from tests.files import killed_save
 from tests.tiers import lacks
 from tests.torch.small import Line, inline, weights
@@ -27,10 +27,10 @@ CALLS = CHANGES + NAMES
 def read(kind: str, where: Path) -> str:
     """Return what was saved there, as a user reads it. Raise an error if it is damaged or mixed."""
     if kind == "file":
-        data = locations.read(where)
+        data = storing.read(where)
         return found({data[:3].decode(): None}, len(data) == 3000)
     if kind == "folder":
-        with locations.folder(locations.place(where)) as here:
+        with storing.local_copy(where) as here:
             texts = {name: (here / name).read_text() for name in ("a", "below/b")}
             names = {path.name for path in here.iterdir()} - {"a", "below"}
             said = found({text[:3]: None for text in texts.values()}, all(len(text) == 3000 for text in texts.values()))

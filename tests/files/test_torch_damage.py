@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from raysgd.storage import checksums
 from raysgd.torch import TorchTrainer
 from raysgd.torch.checkpoint import states
+from tests import storing
 from tests.files.damage import Tally, show
 from tests.files.torch_cases import Bench, bench, flipped, rich, same, seed_all, stored, weights
 from tests.tiers import NIGHTLY
@@ -64,7 +64,9 @@ def small_file() -> bytes:
 
 def read(data: bytes) -> Any:
     """Read a file as `load` does before the trainer changes."""
-    assert checksums.verify(data), "only a file without an archive has no checksums, and such a file is refused next"
+    assert storing.has_checksums(data), (
+        "only a file without an archive has no checksums, and such a file is refused next"
+    )
     return states.parse(data, trusted=False)
 
 
@@ -219,4 +221,4 @@ def test_every_save_has_checksums(ray_cluster: None, tmp_path: Path, blocking: b
         kept = trainer.apply_all_operators(lambda operator: torch.serialization.get_crc32_options())
         assert kept == [False, False]
     with open(tmp_path / "x.pt", "rb") as file:
-        assert checksums.verify(file)
+        assert storing.has_checksums(file)

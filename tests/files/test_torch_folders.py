@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from raysgd import CheckpointError, TrainingOptions
-from raysgd.storage import digest, folders
+from tests import storing
 from tests.files.test_torch_contents import put, without
 from tests.files.torch_cases import Bench, bench, flipped, rich, same, seed_all
 from tests.tiers import NIGHTLY
@@ -55,8 +55,7 @@ def test_the_manifest_lists_every_file(here: Bench) -> None:
     manifest = json.loads((here.folder / "parts" / MANIFEST).read_text())
     assert sorted([*manifest["files"], MANIFEST]) == names(here)
     for name, known in manifest["files"].items():
-        with open(here.folder / "parts" / name, "rb") as file:
-            assert known == {"size": os.fstat(file.fileno()).st_size, "sha256": digest.digest_of(file)}
+        assert known == storing.entry_of(here.folder / "parts" / name)
     assert INDEX in manifest["files"] and any(name.endswith(".distcp") for name in manifest["files"])
 
 
@@ -125,7 +124,7 @@ def test_wrong_manifests_are_refused(here: Bench, name: str) -> None:
     def change(folder: Path) -> None:
         manifest = json.loads((folder / MANIFEST).read_text())
         del manifest["digest"]
-        (folder / MANIFEST).write_bytes(folders.dump_json(WRONG_MANIFESTS[name](manifest)))
+        (folder / MANIFEST).write_bytes(storing.sealed_json(WRONG_MANIFESTS[name](manifest)))
 
     assert MANIFEST in tried(here, change)
     assert here.tally["rejected"] == 1
@@ -133,11 +132,6 @@ def test_wrong_manifests_are_refused(here: Bench, name: str) -> None:
 
 def test_deep_json_is_refused(here: Bench) -> None:
     assert MANIFEST in tried(here, lambda folder: (folder / MANIFEST).write_text("[" * 200_000) and None)
-
-
-def with_new_manifest(folder: Path) -> None:
-    """Write a manifest that is correct for the present files."""
-    (folder / MANIFEST).write_bytes(folders.dump_list(folders.list_of(folder)))
 
 
 WRONG: dict[str, Callable[[Any], Any]] = {
@@ -157,7 +151,7 @@ def test_wrong_contents_are_refused(here: Bench, name: str) -> None:
     def change(folder: Path) -> None:
         outline = torch.load(folder / OUTLINE, weights_only=True)
         torch.save(WRONG[name](outline), folder / OUTLINE)
-        with_new_manifest(folder)
+        storing.list_files(folder)
 
     tried(here, change)
     assert here.tally["rejected"] == 1
@@ -172,7 +166,7 @@ def test_nonsense_with_the_right_digest_is_refused(here: Bench, name: str) -> No
 
         def change(folder: Path, content: bytes = content) -> None:
             (folder / name).write_bytes(content)
-            with_new_manifest(folder)
+            storing.list_files(folder)
 
         tried(here, change)
     assert here.tally["rejected"] == here.tally["tried"]

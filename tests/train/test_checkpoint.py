@@ -20,10 +20,11 @@ from typing import Any
 import pytest
 
 from raysgd.errors import CheckpointError, ConfigError
-from raysgd.storage import digest, locations, values
+from raysgd.storage import values
 from raysgd.train import Checkpoint
 from raysgd.train.run import payload_of
 from raysgd.workers import serialization
+from tests import storing
 
 
 @pytest.fixture
@@ -87,7 +88,7 @@ def test_an_archive_that_points_outside_is_refused() -> None:
         entry.size = 1
         archive.addfile(entry, io.BytesIO(b"x"))
     with pytest.raises(CheckpointError, match=r"\.\./outside"):
-        Checkpoint.from_bytes(digest.sealed(stream.getvalue()))
+        Checkpoint.from_bytes(storing.sealed(stream.getvalue()))
 
 
 def test_a_dictionary_can_be_written_to_a_folder(tmp_path: Path) -> None:
@@ -341,7 +342,7 @@ def test_reading_runs_no_code_from_the_file(tmp_path: Path, name: str) -> None:
     trace = tmp_path / "trace"
     data = BOMBS[name](Bomb(trace))
     (tmp_path / "saved").write_bytes(data)
-    with locations.draft_folder(tmp_path / "folder") as draft:
+    with storing.new_folder(tmp_path / "folder") as draft:
         (draft / "checkpoint.zip").write_bytes(data)
     tries: list[Callable[[], Any]] = [
         Checkpoint(tmp_path / "saved").to_dict,
@@ -409,12 +410,12 @@ def test_unpacked_files_are_deleted_with_the_object(tmp_path: Path) -> None:
 
 
 def test_other_files_are_not_deleted(root: str, directory: Path) -> None:
-    locations.write(f"{root}/models/notes", b"another file")
+    storing.write(f"{root}/models/notes", b"another file")
     checkpoint = Checkpoint.from_directory(directory)
     for taken in ("models", "models/notes"):
         with pytest.raises(CheckpointError, match=f"something else at .*{taken} already"):
             checkpoint.to_uri(f"{root}/{taken}")
-    assert locations.read(f"{root}/models/notes") == b"another file"
+    assert storing.read(f"{root}/models/notes") == b"another file"
 
 
 def test_replacing_a_checkpoint_deletes_only_its_own_files(directory: Path, tmp_path: Path) -> None:
@@ -423,9 +424,9 @@ def test_replacing_a_checkpoint_deletes_only_its_own_files(directory: Path, tmp_
     (tmp_path / "older").mkdir()
     (tmp_path / "older" / "gone").write_bytes(b"1")
     Checkpoint.from_directory(tmp_path / "older").to_uri(uri)
-    locations.write(f"{uri}/notes", b"another file")
+    storing.write(f"{uri}/notes", b"another file")
     there = Checkpoint.from_directory(directory).to_uri(uri)
-    assert locations.names(locations.place(uri)) == sorted(["notes", *(path.name for path in directory.iterdir())])
+    assert storing.names(uri) == sorted(["notes", *(path.name for path in directory.iterdir())])
     with Checkpoint(there).as_directory() as folder:
         assert not Path(folder, "notes").exists() and Path(folder, "weights.bin").read_bytes() == b"123"
 

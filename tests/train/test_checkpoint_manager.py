@@ -1,6 +1,7 @@
 """The checkpoint manager keeps the newest checkpoint in memory, and those of the strategy in storage."""
 
 import math
+import os
 import uuid
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,10 @@ import numpy as np
 import pytest
 
 from raysgd.errors import CheckpointError
-from raysgd.storage import locations
 from raysgd.storage.locations import place
 from raysgd.train import Checkpoint, CheckpointConfig, CheckpointStrategy
 from raysgd.train.checkpoint_manager import CheckpointManager
+from tests import storing
 
 
 def manager_of(tmp_path: Path, *losses: float, initial: bytes | None = None, **strategy: Any) -> CheckpointManager:
@@ -190,13 +191,13 @@ def test_the_best_are_kept_in_remote_storage() -> None:
     made = CheckpointManager(folder, strategy)
     for loss in (2, 4, 1, 3):
         add(made, stored({"loss": loss}), {})
-    assert locations.names(folder) == ["checkpoint_000001", "checkpoint_000003"]
+    assert storing.names(folder) == ["checkpoint_000001", "checkpoint_000003"]
     assert made.best_path == made.latest_path == folder / "checkpoint_000003"
     again = CheckpointManager(folder, strategy)
     again.adopt({})
     assert [(each.number, each.score) for each in again.stored] == [(1, -2), (3, -1)]
     add(again, stored({"loss": 0}), {})
-    assert locations.names(folder) == ["checkpoint_000003", "checkpoint_000004"]
+    assert storing.names(folder) == ["checkpoint_000003", "checkpoint_000004"]
 
 
 @pytest.mark.parametrize("attribute", [None, "loss"])
@@ -218,7 +219,7 @@ def test_a_failed_write_leaves_no_file(tmp_path: Path, monkeypatch: pytest.Monke
         raise OSError("no space left on device")
 
     made = CheckpointManager(tmp_path)
-    monkeypatch.setattr("raysgd.storage.locations.os.replace", full)
+    monkeypatch.setattr(os, "replace", full)
     with pytest.raises(OSError, match="no space"):
         add(made, stored({"epoch": 1}), {})
     assert on_disk(tmp_path) == []

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from raysgd import CheckpointError, ElasticConfig, train
-from raysgd.storage import locations
-from raysgd.storage.locations import Uri, place
+from raysgd.storage.locations import Uri
 from raysgd.train import (
     Checkpoint,
     CheckpointConfig,
@@ -22,6 +21,7 @@ from raysgd.train import (
     Trainer,
     TrainingCallback,
 )
+from tests import storing
 
 BEST = CheckpointConfig(num_to_keep=2, checkpoint_score_attribute="loss", checkpoint_score_order="min")
 
@@ -76,28 +76,26 @@ class Writing(TrainingCallback):
 def test_a_trainer_stores_its_runs_on_s3(made: Callable[..., Trainer], bucket: str, home: Path) -> None:
     trainer = made(bucket)
     trainer.run(epochs, {"epochs": 4}, callbacks=[Writing()], checkpoint_strategy=BEST)
-    folder = place(bucket) / "run_001" / "checkpoints"
+    folder = Uri(f"{bucket}/run_001/checkpoints")
     assert trainer.latest_checkpoint_dir == folder
-    assert locations.names(folder) == ["checkpoint_000001", "checkpoint_000003"]
+    assert storing.names(folder) == ["checkpoint_000001", "checkpoint_000003"]
     assert trainer.best_checkpoint_path == trainer.latest_checkpoint_path == folder / "checkpoint_000003"
     assert Checkpoint(f"{folder}/checkpoint_000003").to_dict()["epoch"] == 2
     assert trainer.latest_checkpoint is not None and trainer.latest_checkpoint["epoch"] == 3
     assert trainer.latest_run_dir == home / "runs" / "run_001"
-    assert locations.read(f"{bucket}/run_001/seen/rounds.txt") == b"0\n1\n2\n3\n"
+    assert storing.read(f"{bucket}/run_001/seen/rounds.txt") == b"0\n1\n2\n3\n"
 
     (home / "runs" / "run_001" / "later.txt").touch()
     with pytest.raises(ValueError, match=f"no checkpoint at {bucket}/absent"):
         trainer.run(epochs, {"epochs": 4}, checkpoint=f"{bucket}/absent")
-    assert locations.names(place(bucket) / "run_001") == ["checkpoints", "seen"], (
-        "no run has ended, so no logs are copied"
-    )
+    assert storing.names(f"{bucket}/run_001") == ["checkpoints", "seen"], "no run has ended, so no logs are copied"
 
     assert trainer.run(epochs, {"epochs": 4}, checkpoint=f"{folder}/checkpoint_000003") == [3]
     assert trainer.run(epochs, {"epochs": 4}, checkpoint=trainer.latest_checkpoint_path) == [4]
     trainer.run(epochs, {"epochs": 1}, checkpoint_strategy=CheckpointConfig(num_to_keep=0))
     assert (trainer.latest_checkpoint_path, trainer.best_checkpoint_path) == (None, None)
     assert trainer.latest_checkpoint["epoch"] == 0
-    with_checkpoints = [name for name in locations.names(place(bucket)) if "checkpoints" in names_in(bucket, name)]
+    with_checkpoints = [name for name in storing.names(bucket) if "checkpoints" in names_in(bucket, name)]
     assert with_checkpoints == ["run_001", "run_002"], (
         "the third run saved nothing, and the fourth keeps none in storage"
     )
@@ -106,7 +104,7 @@ def test_a_trainer_stores_its_runs_on_s3(made: Callable[..., Trainer], bucket: s
 
 
 def names_in(bucket: str, name: str) -> list[str]:
-    return locations.names(place(bucket) / name)
+    return storing.names(f"{bucket}/{name}")
 
 
 def test_a_missing_bucket_is_an_error_before_the_run(made: Callable[..., Trainer], s3: str) -> None:
@@ -197,7 +195,7 @@ def test_fit_is_stored_on_s3_and_restored_from_there(ray_cluster: None, bucket: 
     assert result.path == path and result.log_dir == home / "mine"
     assert result.checkpoint is not None
     assert result.checkpoint.get_internal_representation() == ("uri", f"{path}/checkpoint_000003")
-    assert [name for name in locations.names(place(path)) if name.startswith("checkpoint")] == [
+    assert [name for name in storing.names(path) if name.startswith("checkpoint")] == [
         "checkpoint_000002",
         "checkpoint_000003",
     ]

@@ -3,6 +3,7 @@
 import functools
 import importlib
 import json
+import os
 import pickle
 import threading
 from pathlib import Path
@@ -13,7 +14,6 @@ import pytest
 import raysgd
 from raysgd import CheckpointError, ConfigError, ElasticConfig, train
 from raysgd.callbacks import PrintCallback
-from raysgd.storage import locations
 from raysgd.storage.locations import Uri
 from raysgd.train import FailureConfig, RunConfig, ScalingConfig
 from raysgd.train.fit.records import RunNames, RunRecord, StoredRun
@@ -218,10 +218,8 @@ def test_a_resumed_run_keeps_its_ids_and_its_total_time(tmp_path: Path) -> None:
     record.rows[-1]["time_total_s"] = 100.0
     record.end(None)
     assert StoredRun.read(tmp_path).rows[-1]["confusion"] == {"(0, 1)": {"2": [{"(3, 4)": 5}]}}
-    locations.write(
-        tmp_path / "results.jsonl",
-        json.dumps({"metrics": record.rows[-1] | {"confusion": 0}, "checkpoint": None}).encode() + b"\n",
-    )
+    row = {"metrics": record.rows[-1] | {"confusion": 0}, "checkpoint": None}
+    (tmp_path / "results.jsonl").write_text(json.dumps(row) + "\n")
     past = StoredRun.read(tmp_path)
     again = RunRecord(tmp_path, tmp_path, RunNames("T", "run", **past.ids), {}, past)
     again.begin({})
@@ -244,7 +242,7 @@ def test_rows_are_rewritten_completely_or_not_at_all(tmp_path: Path, monkeypatch
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("raysgd.storage.locations.os.replace", killed)
+        patch.setattr(os, "replace", killed)
         with pytest.raises(KeyboardInterrupt):
             resumed.begin({})
     assert [row["epoch"] for row in StoredRun.read(tmp_path).rows] == [1]

@@ -1,0 +1,74 @@
+"""Stored files, as tests read, write and seal them: the module that knows how raysgd stores. `where` is a path or a URI."""
+
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from raysgd.storage import checksums, digest, folders, locations
+
+LIST = ".raysgd-folder.json"  # in a folder: its files, with their sizes and digests
+
+
+def read(where: Any) -> bytes:
+    return locations.read(where)
+
+
+def write(where: Any, data: bytes) -> None:
+    """Store a file, completely or not at all."""
+    locations.write(where, data)
+
+
+def names(where: Any) -> list[str]:
+    """Return the names of the files and folders in a folder, without hidden ones."""
+    return locations.names(locations.place(where))
+
+
+def new_folder(where: Any) -> AbstractContextManager[Path]:
+    """Return a context with an empty folder to fill, which is stored when it ends."""
+    return locations.draft_folder(where)
+
+
+def local_copy(where: Any) -> AbstractContextManager[Path]:
+    """Return a context with a stored folder, as a load reads it."""
+    return locations.folder(locations.place(where))
+
+
+def copy_logs(folder: Path, where: Any) -> None:
+    """Copy a run's logs to its storage."""
+    locations.copy_logs(folder, locations.place(where))
+
+
+def instead(patch: Any, name: str, function: Callable[..., Any]) -> None:
+    """Let the driver call this instead of what reads ("read"), writes ("write") or deletes ("delete") files, which it gets first."""
+    patch.setattr(locations, name, partial(function, getattr(locations, name)))
+
+
+# -- digests
+
+
+def sealed(data: bytes) -> bytes:
+    """Return a file with its digest, as a load of a file that is no archive of torch expects it."""
+    return digest.sealed(data)
+
+
+def sealed_json(content: dict[str, Any]) -> bytes:
+    return folders.dump_json(content)
+
+
+def list_files(folder: Path) -> None:
+    """Store the list of the files that a folder has now."""
+    (folder / LIST).write_bytes(folders.dump_list(folders.list_of(folder)))
+
+
+def entry_of(path: Path) -> dict[str, Any]:
+    """Return what the list says of a file."""
+    with open(path, "rb") as file:
+        return {"size": os.fstat(file.fileno()).st_size, "sha256": digest.digest_of(file)}
+
+
+def has_checksums(file: Any) -> bool:
+    """Return whether an archive of torch has checksums, all of which are right. Raise CheckpointError if one is wrong."""
+    return checksums.verify(file)
