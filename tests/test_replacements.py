@@ -1,57 +1,14 @@
 """If a replacement is overdue, a second one is started, and the first that is ready is used."""
 
-from __future__ import annotations
-
-import itertools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from raysgd.config import Limits
-from raysgd.core.outcomes import Ok
 from raysgd.engine.replacements import OVERDUE_S, Replacements
-from raysgd.engine.worker_table import WorkerTable
-from raysgd.workers.events import CallEnded, Event, WorkerEnded, WorkerStarted
+from tests.fake_group import FakeGroup, WorkerEnded, started
 
 START_S = 100.0
-
-
-class FakeGroup:
-    """A group without processes. It records what it is asked to do, and reports the events that a test adds."""
-
-    elastic = True
-
-    def __init__(self, room: int) -> None:
-        self.listener: Callable[[Event], None] = lambda event: None
-        self.free, self.dismissed = room, []
-        self._names, self._calls = itertools.count(1), itertools.count(1)
-        self.events: list[Event] = []
-
-    def launch(self, count: int) -> list[str]:
-        self.free -= count
-        return [f"w{next(self._names)}" for _ in range(count)]
-
-    def submit(self, worker: str, verb: str, arguments: dict[str, Any], *, generation: int = 0) -> int:
-        call = next(self._calls)
-        self.events.append(CallEnded(worker, call, Ok()))  # set-up takes no time in these tests
-        return call
-
-    def poll(self, timeout: float) -> list[Event]:
-        events, self.events = self.events, []
-        return events
-
-    def dismiss(self, worker: str) -> None:
-        self.dismissed.append(worker)
-
-    def room(self) -> int:
-        return self.free
-
-    def silent_for(self, worker: str) -> float:
-        return 0.0
-
-    def demand(self, count: int) -> str:
-        return f"{count} CPU ({self.free} free)"
 
 
 class Scenario:
@@ -60,11 +17,11 @@ class Scenario:
     def __init__(self, room: int, spares: int = 0) -> None:
         self.now = 1000.0
         self.group = FakeGroup(room)
-        self.table = WorkerTable(self.group, clock=lambda: self.now)  # type: ignore[arg-type]
+        self.table = self.group.table(lambda: self.now)
         limits = Limits(start_s=START_S, setup_s=60, join_s=60, collective_s=60, hang_s=60)
         self.replacements = Replacements(self.table, dict, limits=limits, in_place=True, spares=spares)
 
-    def after(self, seconds: float, *events: Event) -> None:
+    def after(self, seconds: float, *events: Any) -> None:
         self.now += seconds
         self.group.events += events
         for _ in range(2):  # the first starts the set-up, and the second one sees its end
@@ -96,7 +53,7 @@ def test_if_the_second_one_is_first_the_overdue_one_is_dismissed(scenario: Scena
     scenario.replacements.launch(1)
     scenario.after(OVERDUE_S + 1)
     scenario.replacements.launch(1)
-    scenario.after(3, WorkerStarted("w2", "node", 1))
+    scenario.after(3, started("w2"))
     assert scenario.replacements.ready == 1
     assert scenario.replacements.take(1) == ["w2"]
     assert scenario.group.dismissed == ["w1"]
@@ -105,7 +62,7 @@ def test_if_the_second_one_is_first_the_overdue_one_is_dismissed(scenario: Scena
 def test_an_overdue_replacement_that_starts_after_all_is_taken(scenario: Scenario) -> None:
     scenario.replacements.launch(1)
     scenario.after(OVERDUE_S + 1)
-    scenario.after(3, WorkerStarted("w1", "node", 1))
+    scenario.after(3, started("w1"))
     assert scenario.replacements.take(2) == ["w1"]
 
 
@@ -113,9 +70,9 @@ def test_an_overdue_replacement_is_kept_while_the_group_has_places(scenario: Sce
     scenario.replacements.launch(1)
     scenario.after(OVERDUE_S + 1)
     scenario.replacements.launch(1)
-    scenario.after(3, WorkerStarted("w2", "node", 1))
+    scenario.after(3, started("w2"))
     assert scenario.replacements.take(2) == ["w2"]
-    scenario.after(3, WorkerStarted("w1", "node", 2))
+    scenario.after(3, started("w1"))
     assert scenario.replacements.take(1) == ["w1"]
     assert scenario.group.dismissed == []
 
@@ -164,9 +121,9 @@ def spares(room: int, count: int) -> Scenario:
     """Return a scenario with this many spares, of which those that have room are ready."""
     scenario = Scenario(room, spares=count)
     scenario.replacements.look(0)
-    started = [WorkerStarted(f"w{1 + number}", "node", 1) for number in range(min(room, count))]
-    scenario.after(1, *started)
-    assert scenario.replacements.ready == len(started)
+    have_room = min(room, count)
+    scenario.after(1, *(started(f"w{1 + number}") for number in range(have_room)))
+    assert scenario.replacements.ready == have_room
     return scenario
 
 

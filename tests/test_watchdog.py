@@ -4,28 +4,11 @@ from typing import Any
 
 import pytest
 
-from raysgd.core.messages import ProgressReport, StackReport, StackRequest
-from raysgd.core.progress import Control, Progress, report_interval_s
+from raysgd.core.progress import Progress, report_interval_s
 from raysgd.engine.watchdog import Watchdog
-from raysgd.engine.worker_table import WorkerTable
-from raysgd.workers.events import Event, MessageReceived, PartReceived
+from tests.fake_group import FakeGroup, MessageReceived, PartReceived, StackReport, reporting
 
 LIMIT_S = 10.0
-
-
-class Silent:
-    """A group whose workers never answer. `silent` says for how long each has sent nothing."""
-
-    def __init__(self, silent: dict[str, float]) -> None:
-        self.silent_for = silent.__getitem__
-        self.launch = lambda count: list(silent)
-        self.killed: list[str] = []
-
-    def send(self, worker: str, message: Any) -> bool:
-        return True
-
-    def kill(self, worker: str) -> None:
-        self.killed.append(worker)
 
 
 @pytest.mark.parametrize(
@@ -40,8 +23,9 @@ class Silent:
 )
 def test_ranks_that_block_the_others_are_killed_at_the_limit(silent: dict[str, float], killed: list[str]) -> None:
     now = [1000.0]
-    group: Any = Silent(silent)
-    table = WorkerTable(group, clock=lambda: now[0])
+    group = FakeGroup(names=silent)
+    group.silence.update(silent)
+    table = group.table(lambda: now[0])
     table.launch(len(silent))
     now[0] += LIMIT_S + 1
     watchdog = Watchdog(table, list(silent), LIMIT_S)
@@ -52,13 +36,11 @@ def test_ranks_that_block_the_others_are_killed_at_the_limit(silent: dict[str, f
 
 def test_answers_to_another_request_are_not_taken() -> None:
     """A replacement whose set-up takes too long is asked for its stack while the watchdog waits for stacks."""
-    now, events = [1000.0], list[Event]()
-    group: Any = Silent({"a": 0.0, "b": 0.0})
-    group.poll = lambda timeout: [events.pop(0) for _ in list(events)]
-    table = WorkerTable(group, clock=lambda: now[0])
+    group = FakeGroup(names="ab")
+    table = group.table(lambda: 1000.0)
     table.launch(2)
     mine, other = table.request_stacks(["a"]), table.request_stacks(["b"])
-    events += [
+    group.events += [
         MessageReceived("a", StackReport(mine, ("train",))),
         MessageReceived("b", StackReport(other, ("set up",))),
     ]
@@ -73,48 +55,20 @@ class Watched:
     `running` make progress, and the others have ended their calls."""
 
     def __init__(self, ranks: int, running: range, *, step_s: float, limit_s: float) -> None:
-        self.now, self.step_s, self.asked, self.killed = 1000.0, step_s, 0, list[str]()
-        self.silent = dict.fromkeys(map(str, range(ranks)), 0.0)
-        self._events: list[Event] = []
-        self.stacks: dict[str, tuple[str, ...]] = {}  # what ranks answer
-        group: Any = self
-        self.table = WorkerTable(group, clock=lambda: self.now)
-        self.table.launch(ranks)
+        self.now, self.step_s = 1000.0, step_s
+        self.group = FakeGroup(names=map(str, range(ranks)), run=None)
+        self.table = self.group.table(lambda: self.now)
+        self.workers = self.table.launch(ranks)
         self.running = [str(rank) for rank in running]
-        self._calls = {worker: self.table.submit(worker, "run", {}) for worker in self.running}
-        self._watchdog = Watchdog(self.table, list(self.silent), limit_s)
+        self._watchdog = Watchdog(self.table, self.workers, limit_s)
         self._controls = {worker: self._control(worker, ranks) for worker in self.running}
 
-    def _control(self, worker: str, ranks: int) -> Control:
-        def publish(progress: Progress, partial: Any) -> None:
-            self._events.append(MessageReceived(worker, ProgressReport(self._calls[worker], progress)))
+    def _control(self, worker: str, ranks: int) -> Any:
+        call = self.table.submit(worker, "run", {})
+        return reporting(self.group, worker, call, int(worker), ranks, lambda: self.now)
 
-        control = Control(publish, clock=lambda: self.now)
-        control.set_rank(int(worker), ranks)
-        return control
-
-    def launch(self, count: int) -> list[str]:
-        return list(self.silent)
-
-    def submit(self, worker: str, verb: str, arguments: Any, *, generation: int) -> int:
-        return int(worker) + 1
-
-    def poll(self, timeout: float) -> list[Event]:
-        events, self._events = self._events, []
-        return events
-
-    def silent_for(self, worker: str) -> float:
-        return self.silent[worker]
-
-    def send(self, worker: str, message: Any) -> bool:
-        if isinstance(message, StackRequest):
-            self.asked += 1
-            if worker in self.stacks:
-                self._events.append(MessageReceived(worker, StackReport(message.round, self.stacks[worker])))
-        return True
-
-    def kill(self, worker: str) -> None:
-        self.killed.append(worker)
+    def tick(self, **more: Any) -> None:
+        self._watchdog.tick(self.running, **more)
 
     def train(self, seconds: float) -> None:
         for step in range(int(seconds / self.step_s)):
@@ -122,9 +76,9 @@ class Watched:
                 if control.due():
                     control.report(Progress(step=step))
             self.table.pump(0.0)
-            self._watchdog.tick(self.running)
+            self.tick()
             self.now += self.step_s
-            self._watchdog.tick(self.running)
+            self.tick()
 
 
 HANG_S = 5.0
@@ -137,16 +91,16 @@ def test_no_rank_that_makes_progress_is_suspected(ranks: int, left: int) -> None
     still in their call, as in a validation."""
     watched = Watched(ranks, range(max(ranks - left, 0), ranks), step_s=0.4, limit_s=HANG_S)
     watched.train(3 * report_interval_s(ranks) + 2 * HANG_S)
-    assert (watched.asked, watched.killed) == (0, [])
+    assert (watched.group.asked, watched.group.killed) == (0, [])
 
 
 @pytest.mark.parametrize("ranks", [2, 300])
 def test_a_rank_that_is_silent_for_a_moment_is_not_suspected_in_a_large_group(ranks: int) -> None:
     watched = Watched(ranks, range(ranks), step_s=0.4, limit_s=40.0)
     watched.train(2 * report_interval_s(ranks))
-    watched.silent["1"] = 3.0
+    watched.group.silence["1"] = 3.0
     watched.train(0.4)
-    assert (watched.asked, watched.killed) == (0, [])
+    assert (watched.group.asked, watched.group.killed) == (0, [])
 
 
 @pytest.mark.parametrize("ranks", [2, 300])
@@ -155,10 +109,10 @@ def test_a_call_without_progress_is_found_after_the_limit_in_a_group_of_any_size
     watched = Watched(ranks, range(ranks), step_s=0.4, limit_s=HANG_S)
     watched.train(2 * report_interval_s(ranks))
     stopped_at = watched.now
-    while not watched.killed:
+    while not watched.group.killed:
         watched.now += 0.5
-        watched.silent = dict.fromkeys(watched.silent, watched.now - stopped_at)
-        watched._watchdog.tick(watched.running)
+        watched.group.silence.update(dict.fromkeys(watched.workers, watched.now - stopped_at))
+        watched.tick()
     assert HANG_S <= watched.now - stopped_at <= HANG_S + 1.0
 
 
@@ -171,12 +125,12 @@ def leave(stacks: dict[str, tuple[str, ...]], *, limit_s: float, has_survivor: b
     ranks = len(stacks) + 2  # one has failed, and one may have survived
     watched = Watched(ranks, range(len(stacks)), step_s=0.4, limit_s=limit_s)
     watched.train(2 * report_interval_s(ranks))
-    began, watched.stacks = watched.now, stacks
-    while not watched.killed and watched.now < began + 3 * limit_s:
+    began, watched.group.stacks = watched.now, stacks
+    while not watched.group.killed and watched.now < began + 3 * limit_s:
         watched.now += 0.5
-        watched._watchdog.tick(watched.running, interrupted_s=watched.now - began, has_survivor=has_survivor)
+        watched.tick(interrupted_s=watched.now - began, has_survivor=has_survivor)
         watched.table.pump(0.0)
-    return watched.now - began, watched.killed
+    return watched.now - began, watched.group.killed
 
 
 @pytest.mark.parametrize(
@@ -203,23 +157,21 @@ def test_ranks_that_were_interrupted_a_moment_ago_are_not_blamed() -> None:
     leave."""
     watched = Watched(3, range(2), step_s=0.4, limit_s=20.0)
     watched.now += 21.0
-    watched.stacks = dict.fromkeys(watched.running, IN_COLLECTIVE)
+    watched.group.stacks = dict.fromkeys(watched.running, IN_COLLECTIVE)
     for interrupted_s in (0.1, 0.2):
-        watched._watchdog.tick(watched.running, interrupted_s=interrupted_s)
+        watched.tick(interrupted_s=interrupted_s)
         watched.table.pump(0.0)
-    assert watched.asked and watched.killed == []
+    assert watched.group.asked and watched.group.killed == []
 
 
 def test_a_transfer_that_moves_is_progress() -> None:
-    now, group = [1000.0], Silent({"a": 0.0})
-    events: list[Event] = []
-    group.poll = lambda timeout: [events.pop(0) for _ in list(events)]  # type: ignore[attr-defined]
-    table = WorkerTable(group, clock=lambda: now[0])  # type: ignore[arg-type]
+    now, group = [1000.0], FakeGroup(names="a")
+    table = group.table(lambda: now[0])
     table.launch(1)
     watchdog = Watchdog(table, ["a"], LIMIT_S)
     for _ in range(3):
         now[0] += LIMIT_S - 1
-        events.append(PartReceived("a"))
+        group.events.append(PartReceived("a"))
         table.pump(0)
         watchdog.tick(["a"])
     assert table["a"].moved_at == now[0] and group.killed == []

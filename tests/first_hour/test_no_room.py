@@ -1,7 +1,6 @@
 """What can never fit fails at once; a trainer whose room another trainer of this process holds says so at once."""
 
 import re
-import threading
 import types
 from typing import Any
 
@@ -9,26 +8,20 @@ import pytest
 
 from raysgd import ResourceError, shutdown_all
 from raysgd.config import ElasticConfig, Limits
-from raysgd.core.outcomes import Ok
-from raysgd.core.ranks import SingleWorkerBackend
 from raysgd.engine.engine import Engine
 from raysgd.engine.failure import check_can_fit
 from raysgd.workers import cluster, foreign
-from raysgd.workers.events import CallEnded, Event, WorkerStarted
-from raysgd.workers.inline_group import InlineGroup
+from tests.fake_group import FakeGroup, SingleWorkerBackend, started
 
 LIMITS = Limits(start_s=0.5, setup_s=5, join_s=5, collective_s=5, hang_s=60)
 
 
-class Slots(InlineGroup):
-    """A group whose workers answer Ok to everything, in a cluster of `free` places."""
-
-    elastic = True
-    free = 4
+class Slots(FakeGroup):
+    """A group whose workers start at once, in a cluster of 4 places. `places` says how many of them are free."""
 
     def __init__(self, places: dict[str, int], *, grows: bool = False) -> None:
-        super().__init__(SingleWorkerBackend())
-        self.places, self.grows, self.launched, self.count = places, grows, 0, 0
+        super().__init__(names=(f"{id(self)}-{number}" for number in range(100)))
+        self.places, self.grows = places, grows
 
     def capacity(self) -> int:
         return 4
@@ -39,26 +32,11 @@ class Slots(InlineGroup):
     def can_grow(self) -> bool:
         return self.grows
 
-    def demand(self, count: int) -> str:
-        return f"{count} CPU ({self.room()} free)"
-
     def launch(self, count: int) -> list[str]:
-        started = min(count, self.room())
-        self.places["free"] -= started
-        names = [f"{id(self)}-{self.launched + number}" for number in range(count)]
-        self.launched += count
-        self._events += [WorkerStarted(name, "node", 1) for name in names[:started]]
+        names, fit = super().launch(count), min(count, self.room())
+        self.places["free"] -= fit
+        self.events += map(started, names[:fit])
         return names
-
-    def submit(self, worker: str, verb: str, arguments: dict[str, Any], *, generation: int = 0) -> int:
-        self.count += 1
-        self._events.append(CallEnded(worker, self.count, Ok()))
-        return self.count
-
-    def poll(self, timeout: float) -> list[Event]:
-        if not self._events:
-            threading.Event().wait(min(timeout, 0.05))
-        return super().poll(timeout)
 
     def dismiss(self, worker: str) -> None:
         self.places["free"] = min(self.places["free"] + 1, 4)
@@ -94,7 +72,7 @@ class Late(Slots):
 
     def launch(self, count: int) -> list[str]:
         names = super().launch(count)
-        self._events.pop()
+        self.events.pop()
         return names
 
 

@@ -1,0 +1,129 @@
+"""A group without processes, and with it the engine's table of workers, for tests of the engine's parts."""
+
+import itertools
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from raysgd.core.messages import ProgressReport, StackReport, StackRequest
+from raysgd.core.outcomes import Interrupted, Ok, Outcome
+from raysgd.core.progress import Control, Progress
+from raysgd.core.ranks import SingleWorkerBackend
+from raysgd.engine.worker_table import WorkerTable
+from raysgd.workers.events import CallEnded, Event, MessageReceived, PartReceived, WorkerEnded, WorkerStarted
+
+__all__ = [
+    "FakeGroup",
+    "Interrupted",
+    "MessageReceived",
+    "Ok",
+    "PartReceived",
+    "SingleWorkerBackend",
+    "StackReport",
+    "WorkerEnded",
+    "reporting",
+    "started",
+]
+
+
+class FakeGroup:
+    """Records what it is asked for, and reports the `events` that a test adds.
+
+    free      how many more workers the cluster can hold
+    outcomes  of calls, by their verbs; Ok for others; None: calls do not end
+    silence   for how many seconds each worker has sent nothing
+    stacks    what workers answer when they are asked for their stacks
+    """
+
+    elastic = True
+
+    def __init__(self, free: int = 4, names: Iterable[str] = (), **outcomes: Outcome | None) -> None:
+        self.listener: Callable[[Event], None] = lambda event: None
+        self.free, self.launched, self.outcomes = free, 0, outcomes
+        self.events: list[Event] = []
+        self.silence: dict[str, float] = defaultdict(float)
+        self.stacks: dict[str, tuple[str, ...]] = {}
+        self.asked, self.killed, self.dismissed = 0, list[str](), list[str]()
+        self._names = itertools.chain(names, (f"w{number}" for number in itertools.count(1)))
+        self._calls = itertools.count(1)
+
+    def table(self, clock: Callable[[], float] = time.monotonic) -> WorkerTable:
+        return WorkerTable(self, clock=clock)  # type: ignore[arg-type]
+
+    def launch(self, count: int) -> list[str]:
+        self.free -= count
+        self.launched += count
+        return [next(self._names) for _ in range(count)]
+
+    def submit(self, worker: str, verb: str, arguments: dict[str, Any], *, generation: int = 0) -> int:
+        call, outcome = next(self._calls), self.outcomes.get(verb, Ok())
+        if outcome is not None:
+            self.events.append(CallEnded(worker, call, outcome))
+        return call
+
+    def poll(self, timeout: float) -> list[Event]:
+        if not self.events:
+            time.sleep(min(timeout, 0.05))
+        events, self.events = self.events, []
+        return events
+
+    def send(self, worker: str, message: Any) -> bool:
+        if isinstance(message, StackRequest):
+            self.asked += 1
+            if worker in self.stacks:
+                self.events.append(MessageReceived(worker, StackReport(message.round, self.stacks[worker])))
+        return True
+
+    def silent_for(self, worker: str) -> float:
+        return self.silence[worker]
+
+    def set_patience(self, unreachable_s: float) -> None:
+        """Workers are always reachable."""
+
+    def kill(self, worker: str) -> None:
+        self.killed.append(worker)
+
+    def dismiss(self, worker: str) -> None:
+        self.dismissed.append(worker)
+
+    def pack(self, value: Any) -> Any:
+        return value
+
+    def room(self) -> int:
+        return self.free
+
+    def capacity(self) -> int:
+        return self.free + self.launched
+
+    def can_grow(self) -> bool:
+        return False
+
+    def demand(self, count: int) -> str:
+        return f"{count} CPU ({self.room()} free)"
+
+    def draining(self) -> dict[str, float | None]:
+        return {}
+
+    def releasing(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def stop(self) -> None:
+        """There is no process to end."""
+
+
+def started(worker: str, address: str = "") -> WorkerStarted:
+    """Return the event that a worker's process has started."""
+    return WorkerStarted(worker, "node", 1, address)
+
+
+def reporting(group: FakeGroup, worker: str, call: int, rank: int, ranks: int, clock: Callable[[], float]) -> Control:
+    """Return the control of a worker whose reports reach the group."""
+
+    def publish(progress: Progress, partial: Any) -> None:
+        group.events.append(MessageReceived(worker, ProgressReport(call, progress)))
+
+    control = Control(publish, clock=clock)
+    control.set_rank(rank, ranks)
+    return control
