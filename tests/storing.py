@@ -3,11 +3,13 @@
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from raysgd.storage import checksums, digest, folders, locations
+from raysgd.training import saves
 
 LIST = ".raysgd-folder.json"  # in a folder: its files, with their sizes and digests
 
@@ -44,6 +46,46 @@ def copy_logs(folder: Path, where: Any) -> None:
 def instead(patch: Any, name: str, function: Callable[..., Any]) -> None:
     """Let the driver call this instead of what reads ("read"), writes ("write") or deletes ("delete") files, which it gets first."""
     patch.setattr(locations, name, partial(function, getattr(locations, name)))
+
+
+def save_limits(patch: Any, **seconds: float) -> None:
+    """Set limits of saves in the background: SHUTDOWN_S for all at the end, STALL_AT_LEAST_S for one that does not move."""
+    for name, limit_s in seconds.items():
+        patch.setattr(saves, name, limit_s)
+
+
+def miss_next_file() -> None:
+    """Let this process not see the next file that a load looks for."""
+    from raysgd.storage.seen import SeenFile
+
+    real = SeenFile.of
+
+    def of(opened: Any, path: Any) -> Any:
+        SeenFile.of = real  # type: ignore[method-assign]
+        return replace(real(opened, path), size=-1)
+
+    SeenFile.of = of  # type: ignore[method-assign, assignment]
+
+
+def instead_of_storing(function: Callable[[], Any]) -> None:
+    """Let this process call this when it would store what it has of a sharded checkpoint."""
+    from raysgd.torch.checkpoint import shard_files
+
+    shard_files._store = lambda *_: function()
+
+
+def state_file(state: dict[str, Any]) -> bytes:
+    """Return a checkpoint of a TorchTrainer with this content."""
+    from raysgd.torch.checkpoint import states
+
+    return bytes(states.dump(state))
+
+
+def parsed_state(data: bytes) -> dict[str, Any]:
+    """Return its content, as a load that trusts nothing in it."""
+    from raysgd.torch.checkpoint import states
+
+    return states.parse(data, trusted=False)
 
 
 # -- digests

@@ -7,6 +7,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import Recovery, TrainingOperator
 from raysgd.callbacks import Callback, Result, Run, Underway
+from raysgd.callbacks.callback_list import CallbackList
+from raysgd.core.progress import Progress
 
 
 class Line(TrainingOperator):
@@ -74,3 +76,13 @@ class Broken(Callback):
 
 class Demanding(Broken):
     stops_training = True
+
+
+def called_by_a_trainer(*callbacks: Callback) -> CallbackList:
+    """Return what calls these callbacks in a trainer."""
+    return CallbackList(list(callbacks))
+
+
+def underway(worker: str = "", metrics: Any = None, **progress: Any) -> Underway:
+    """Return what callbacks hear while a call of train() runs; `progress` are the worker's counters."""
+    return Underway(kind="train", worker=worker, progress=Progress(**progress), metrics=metrics or {})

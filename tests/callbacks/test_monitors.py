@@ -21,8 +21,8 @@ from raysgd.callbacks import (
     Throughput,
     summary_of,
 )
-from raysgd.callbacks.callback_list import CallbackList
 from raysgd.core import metrics
+from tests.callbacks.recording import called_by_a_trainer
 from tests.callbacks.test_averages import Two
 from tests.torch.small import Line, inline, rows
 
@@ -163,7 +163,7 @@ def test_throughput_of_a_training_function() -> None:
 
     rows = [{"num_samples": 30}, {"num_samples": 10}]
     result = CallResult(kind="report", epoch=1, step=1, metrics=rows[0], by_worker=rows, world_size=2, seconds=4.0)
-    assert CallbackList([Seeing()]).result(result) == {"samples_per_second": 10.0}
+    assert called_by_a_trainer(Seeing()).result(result) == {"samples_per_second": 10.0}
     assert seen[0].metrics == {"num_samples": 30, "samples_per_second": 10.0}
 
 

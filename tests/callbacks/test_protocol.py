@@ -8,8 +8,7 @@ import pytest
 
 from raysgd import TorchTrainer
 from raysgd.callbacks import Callback, Result
-from raysgd.callbacks.callback_list import CallbackList
-from tests.callbacks.recording import Broken, Demanding, Heard, Line
+from tests.callbacks.recording import Broken, Demanding, Heard, Line, called_by_a_trainer
 
 
 def trainer(*callbacks: Callback, **more: Any) -> TorchTrainer:
@@ -177,7 +176,7 @@ class Late(Callback):
 
 
 def test_a_stop_that_is_too_late_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    callbacks = CallbackList([Late(), Demanding()])
+    callbacks = called_by_a_trainer(Late(), Demanding())
     with caplog.at_level(logging.ERROR, logger="raysgd"):
         callbacks.error(ValueError("the call's own"))
         callbacks.raise_stop()

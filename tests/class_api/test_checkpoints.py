@@ -4,7 +4,6 @@ import os
 import random
 import signal
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -109,25 +108,12 @@ def test_workers_that_see_the_file_read_it_themselves(
     assert pair.train()["num_samples"] == saved.rest["num_samples"]
 
 
-def sees_nothing_once(operator: Any) -> None:
-    """Let the operator's process not see the file that it looks for next."""
-    from raysgd.storage.seen import SeenFile
-
-    real = SeenFile.of
-
-    def of(opened, path):
-        SeenFile.of = real
-        return replace(real(opened, path), size=-1)
-
-    SeenFile.of = of
-
-
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_worker_that_does_not_see_the_file_is_sent_it(
     pair: TorchTrainer, saved: Saved, rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair.train()
-    pair.apply_all_operators(lambda operator: sees_nothing_once(operator) if operator.world_rank == rank else None)
+    pair.apply_all_operators(lambda operator: storing.miss_next_file() if operator.world_rank == rank else None)
     read: list[Any] = []
     storing.instead(monkeypatch, "read", lambda real, path: (read.append(path), real(path))[1])
     pair.load(saved.path)

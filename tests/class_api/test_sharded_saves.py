@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from raysgd import CheckpointError, ConfigError, TorchTrainer
-from raysgd.torch.checkpoint import shard_files
 from tests import storing
 from tests.speed.test_fsdp import same, trainer, weights
 from tests.torch.small import inline
@@ -113,12 +112,12 @@ def test_a_failed_save_in_the_background_leaves_the_older_one(ray_cluster: None,
         sharded.train()
 
         def die_when_it_stores() -> None:
-            def store(*_: Any) -> Any:
+            def store() -> Any:
                 while not (tmp_path / "now").exists():
                     time.sleep(0.01)
                 os.kill(os.getpid(), signal.SIGKILL)
 
-            shard_files._store = store
+            storing.instead_of_storing(store)
 
         sharded.apply_all_workers(die_when_it_stores)
         handle = sharded.save(tmp_path / "parts", sharded=True, blocking=False)

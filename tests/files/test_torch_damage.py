@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from raysgd.torch import TorchTrainer
-from raysgd.torch.checkpoint import states
 from tests import storing
 from tests.files.damage import Tally, show
 from tests.files.torch_cases import Bench, bench, flipped, rich, same, seed_all, stored, weights
@@ -55,11 +54,9 @@ def small_file() -> bytes:
         "half": torch.ones(2, dtype=torch.bfloat16),
         "no": torch.zeros(0),
     }
-    buffer = io.BytesIO()
-    states.write(
-        {"models": [tensors], "optimizers": [{"lr": 0.1, "text": "é"}], "epoch": 3, "operator": [None, 1]}, buffer
+    return storing.state_file(
+        {"models": [tensors], "optimizers": [{"lr": 0.1, "text": "é"}], "epoch": 3, "operator": [None, 1]}
     )
-    return buffer.getvalue()
 
 
 def read(data: bytes) -> Any:
@@ -67,11 +64,11 @@ def read(data: bytes) -> Any:
     assert storing.has_checksums(data), (
         "only a file without an archive has no checksums, and such a file is refused next"
     )
-    return states.parse(data, trusted=False)
+    return storing.parsed_state(data)
 
 
 def read_any(data: bytes) -> Any:
-    return read(data) if data[:2] == b"PK" else states.parse(data, trusted=False)
+    return read(data) if data[:2] == b"PK" else storing.parsed_state(data)
 
 
 def test_no_damage_of_a_small_file_loads_silently(request: pytest.FixtureRequest) -> None:

@@ -8,12 +8,8 @@ from typing import Any
 import pytest
 
 from raysgd import Recovery
-from raysgd.callbacks import Callback
-from raysgd.callbacks.base import CallResult, Run, Underway
-from raysgd.callbacks.callback_list import CallbackList
-from raysgd.callbacks.history import History
-from raysgd.callbacks.progress_bar import ProgressBar
-from raysgd.core.progress import Progress
+from raysgd.callbacks import Callback, CallResult, History, ProgressBar, Run
+from tests.callbacks.recording import called_by_a_trainer, underway
 from tests.torch.small import Line, inline
 
 
@@ -30,11 +26,10 @@ def shown(stream: Any, monkeypatch: pytest.MonkeyPatch, *, present: int) -> str:
     monkeypatch.setattr(sys, "stderr", stream)
     bar = ProgressBar()
     bar.on_start(Run(trainer="T", name="N", num_workers=4))
-    bar.on_progress(Underway(kind="train", worker="", progress=Progress(phase="train")))
+    bar.on_progress(underway(phase="train"))
     if present < 4:
         bar.on_recovery(Recovery("worker death", (3,), 4, present, True, 0, 0.1))
-    now = Progress(phase="train", epoch=3, batches=1, expected=2)
-    bar.on_progress(Underway(kind="train", worker="a", progress=now, metrics=METRICS))
+    bar.on_progress(underway("a", METRICS, phase="train", epoch=3, batches=1, expected=2))
     bar.on_result(
         CallResult(kind="train", epoch=3, step=2, metrics=METRICS, by_worker=[], world_size=present, seconds=1.0)
     )
@@ -66,8 +61,8 @@ def test_the_bar_says_what_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> None
     bar = ProgressBar()
     bar.on_start(Run(trainer="T", name="N", num_workers=4))
     bar.on_wait("nothing, because no call runs")
-    bar.on_progress(Underway(kind="train", worker="", progress=Progress(phase="train")))
-    now = Underway(kind="train", worker="a", progress=Progress(epoch=3, batches=1, expected=2), metrics=METRICS)
+    bar.on_progress(underway(phase="train"))
+    now = underway("a", METRICS, epoch=3, batches=1, expected=2)
     bar.on_progress(now)
     bar.on_wait("2 more workers, which need 2 CPU (1 free)")
     waiting = terminal.getvalue()
@@ -140,7 +135,7 @@ def test_reports_of_a_training_function_say_it_too() -> None:
             raise OSError("the disk is full")
 
     history = History()
-    callbacks = CallbackList([history, FailsAlways()])
+    callbacks = called_by_a_trainer(history, FailsAlways())
     callbacks.result(
         CallResult(kind="report", epoch=1, step=1, metrics={"a": 1}, by_worker=[], world_size=1, seconds=1.0)
     )

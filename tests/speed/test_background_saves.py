@@ -12,8 +12,7 @@ from torch import nn
 
 from raysgd import CheckpointError, ConfigError, ElasticConfig, NotActiveError
 from raysgd.torch import TorchTrainer
-from raysgd.training import saves
-from raysgd.training.saves import SaveHandle
+from tests import storing
 from tests.files import damage
 from tests.torch.small import Line, inline, weights
 
@@ -57,7 +56,6 @@ def test_training_continues_while_an_earlier_state_is_saved(where: dict[str, Any
         saved = weights(trainer)
         handle = trainer.save(tmp_path / "then.pt", blocking=False)
         trainer.train()
-        assert isinstance(handle, SaveHandle)
         assert handle.result(60) == handle.path == str(tmp_path / "then.pt")
         assert handle.done() and handle.exception() is None and "done" in repr(handle)
         assert not torch.equal(weights(trainer), saved)
@@ -76,7 +74,7 @@ def test_only_true_and_false_choose_how_to_save(tmp_path: Path) -> None:
 def test_save_returns_before_the_file_exists_and_shutdown_waits_for_it(tmp_path: Path) -> None:
     trainer = inline(Extra, config={"slow": (1.0, False)})
     handle = trainer.save(tmp_path / "slow.pt", blocking=False)
-    assert isinstance(handle, SaveHandle) and not handle.done() and "running" in repr(handle)
+    assert not handle.done() and "running" in repr(handle)
     with pytest.raises(TimeoutError):
         handle.result(0.01)
     trainer.shutdown()
@@ -148,7 +146,7 @@ def test_shutdown_waits_for_saves_with_a_limit(
     where: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All saves together have one limit. The old files are unchanged, and the workers are ended."""
-    monkeypatch.setattr(saves, "SHUTDOWN_S", 0.5)
+    storing.save_limits(monkeypatch, SHUTDOWN_S=0.5)
     for name in ("a.pt", "b.pt"):
         (tmp_path / name).write_bytes(b"the old one")
     trainer = inline(Extra, config={"slow": (5.0, False)}, **where)
@@ -158,7 +156,7 @@ def test_shutdown_waits_for_saves_with_a_limit(
         trainer.shutdown()
     assert time.monotonic() - began < 20
     for name, handle in zip(("a.pt", "b.pt"), handles, strict=True):
-        assert isinstance(handle, SaveHandle) and isinstance(handle.exception(), CheckpointError)
+        assert isinstance(handle.exception(), CheckpointError)
         assert (tmp_path / name).read_bytes() == b"the old one"
         (said,) = (
             m for m in caplog.messages if m.startswith(f"the save to {tmp_path / name} in the background was abandoned")
@@ -180,20 +178,19 @@ def test_a_forced_shutdown_abandons_saves(ray_cluster: None, tmp_path: Path, cap
     trainer = inline(Extra, config={"slow": (30.0, False)}, use_ray=True)
     handle = trainer.save(tmp_path / "a.pt", blocking=False)
     trainer.shutdown(force=True)
-    assert isinstance(handle, SaveHandle) and isinstance(handle.exception(20), CheckpointError)
+    assert isinstance(handle.exception(20), CheckpointError)
     assert os.listdir(tmp_path) == ["a.pt"] and (tmp_path / "a.pt").read_bytes() == b"the old one"
 
 
 def test_a_worker_that_hangs_in_a_save_is_ended(
     ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(saves, "STALL_AT_LEAST_S", 1.0)
+    storing.save_limits(monkeypatch, STALL_AT_LEAST_S=1.0)
     (tmp_path / "a.pt").write_bytes(b"the old one")
     with inline(
         Extra, config={"slow": (30.0, False)}, use_ray=True, elastic=ElasticConfig(hang_timeout_s=1)
     ) as trainer:
         handle = trainer.save(tmp_path / "a.pt", blocking=False)
-        assert isinstance(handle, SaveHandle)
         with pytest.raises(CheckpointError, match="it has made no progress for 1 s"):
             handle.result(25)
         assert os.listdir(tmp_path) == ["a.pt"] and (tmp_path / "a.pt").read_bytes() == b"the old one"

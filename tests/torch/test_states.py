@@ -12,10 +12,10 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
-from raysgd import AutoCheckpoint, CheckpointError, TrainingOptions
+from raysgd import AutoCheckpoint, CheckpointError, TrainingOptions, train
 from raysgd.torch.checkpoint import states
 from raysgd.torch.fsdp import gathered, placed
-from raysgd.train.torch import TorchConfig
+from tests import storing
 from tests.peek import parts_of
 from tests.torch.small import Line, inline, operator_of, weights
 
@@ -153,12 +153,12 @@ class Other(Line):
 def of(**config: Any) -> bytes:
     with inline(Other, config={"model": lambda: nn.Linear(2, 1), **config}) as trainer:
         trainer.train(num_steps=0)
-        return bytes(states.dump(trainer.state_dict()))
+        return storing.state_file(trainer.state_dict())
 
 
 def line() -> bytes:
     with inline() as trainer:
-        return bytes(states.dump(trainer.state_dict()))
+        return storing.state_file(trainer.state_dict())
 
 
 REFUSED: dict[str, tuple[Callable[[], bytes], str]] = {
@@ -205,13 +205,13 @@ def test_an_invalid_state_is_refused_and_changes_nothing(tmp_path: Path, name: s
     path.write_bytes(make())
     with inline() as trainer:
         trainer.train(num_steps=2)
-        before = bytes(states.dump(trainer.state_dict()))
+        before = storing.state_file(trainer.state_dict())
         with pytest.raises(CheckpointError) as caught:
             trainer.load(path)
         assert says in str(caught.value)
         assert str(path) in str(caught.value)
         assert "Nothing was changed" in str(caught.value) or "damaged" in str(caught.value)
-        assert bytes(states.dump(trainer.state_dict())) == before
+        assert storing.state_file(trainer.state_dict()) == before
         assert trainer.train()["batch_count"] == 1
 
 
@@ -251,7 +251,7 @@ def test_every_save_has_the_versions_of_modules(tmp_path: Path, name: str) -> No
     [
         lambda state: gathered({"models": [state]}, keep=True)["models"][0],
         lambda state: placed(state, state),
-        lambda state: TorchConfig().backend_cls.encode_data({"model": state})["model"],
+        lambda state: train.TorchConfig().backend_cls.encode_data({"model": state})["model"],
     ],
     ids=["gathered from shards", "divided into shards", "in a checkpoint of a function"],
 )
