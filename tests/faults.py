@@ -53,6 +53,9 @@ class Fault:
             os.close(os.open(Path(marks) / self.name, os.O_CREAT | os.O_EXCL))
         except FileExistsError:
             return
+        self.happen()
+
+    def happen(self) -> None:
         if self.kind == "kill":
             for process in (*self.others, os.getpid()):
                 os.kill(process, signal.SIGKILL)

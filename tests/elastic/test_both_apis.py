@@ -7,7 +7,7 @@ with its weights of what they have seen.
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -198,11 +198,28 @@ def one_epoch(config: dict[str, Any]) -> list[int]:
     return ledger
 
 
-@pytest.fixture(scope="module", params=[ClassApi, FunctionApi], ids=["class", "function"])
+APIS = {"class": ClassApi, "function": FunctionApi}
+# The other rows are in `make more`: tests/local and tests/simulation have them, too.
+FIRST = {
+    "class": ("killed in a step", "two killed at once", "killed while a recovery runs", "all killed"),
+    "function": ("killed before a step", "killed while a recovery runs", "stopped", "all killed"),
+}
+
+
+def each_of(names: Iterable[str], first: Mapping[str, Collection[str]]) -> list[Any]:
+    """Return a row for each API and name. Those that are not in `first` are marked `more`."""
+    return [
+        pytest.param(api, name, marks=[] if name in first[api] else pytest.mark.more, id=f"{api}-{name}")
+        for api in APIS
+        for name in names
+    ]
+
+
+@pytest.fixture(scope="module")
 def shared(
     request: pytest.FixtureRequest, ray_cluster: None, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Api]:
-    api = request.param(tmp_path_factory.mktemp("api"))
+    api = APIS[request.param](tmp_path_factory.mktemp("api"))
     yield api
     api.close()
 
@@ -213,7 +230,7 @@ def assert_exact(api: Api) -> None:
     assert Counter(ledgers[0]) == Counter(range(SAMPLES)), "the weights have seen each sample exactly once"
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize(("shared", "name"), each_of(SCENARIOS, FIRST), indirect=["shared"])
 def test_a_fault_in_an_epoch(shared: Api, name: str) -> None:
     scenario = SCENARIOS[name]
     processes = shared.begin()
@@ -233,7 +250,11 @@ def test_a_fault_in_an_epoch(shared: Api, name: str) -> None:
         assert failures[0].removed_ranks == (first.rank,)
 
 
-@pytest.mark.parametrize("where", ["before", "backward", "after"])
+@pytest.mark.parametrize(
+    ("shared", "where"),
+    each_of(("before", "backward", "after"), dict.fromkeys(APIS, ("backward",))),
+    indirect=["shared"],
+)
 def test_a_user_error(shared: Api, where: str) -> None:
     """It reaches the user with its rank, no worker fails, and training can continue from its position or a checkpoint."""
     shared.begin()

@@ -4,12 +4,14 @@ import os
 import subprocess
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from examples.benchmarks.harming import Injected, forget_memory_limits, why_no_memory_limit
 from raysgd import ElasticConfig
+from raysgd.torch.process_group import TorchBackend
 from tests.faults import Fault, Ground
 
 pytestmark = pytest.mark.elastic
@@ -67,6 +69,14 @@ def test_an_exception_at_any_moment_reaches_the_user(ground: Ground, where: str)
     assert len(ground.trainer.recoveries) == before and ground.trainer.world_size == 3
 
 
+def test_ranks_rejoin_after_the_network_was_cut(ground: Ground) -> None:
+    before = len(ground.trainer.recoveries)
+    ground.arm(Fault(1, 6, "cut", "backward"))
+    ground.trainer.train()
+    cut = ground.trainer.recoveries[before]
+    assert (cut.reason, cut.removed_ranks, cut.world_size_after, cut.in_place) == ("network", (), 3, True)
+
+
 def test_connections_that_are_half_open(ground: Ground) -> None:
     """Nothing reaches rank 1 anymore, and no connection is closed."""
     ground.arm(Fault(1, 6, "half-open", "backward"))
@@ -113,3 +123,31 @@ def test_the_driver_is_stopped_for_longer_than_the_limit(ground: Ground) -> None
 @pytest.mark.nightly
 def test_the_driver_is_stopped_for_half_a_minute(ground: Ground) -> None:
     pause_driver(ground, 30.0)
+
+
+def die_when_joining_again(marks: str) -> Any:
+    """An initialization hook: once, the process is killed when it joins its second generation."""
+
+    def hook() -> None:
+        join, meetings = TorchBackend.join, []
+
+        def dying(self: Any, rank_info: Any, settings: Any) -> None:
+            meetings.append(rank_info)
+            if len(meetings) == 2 and rank_info.world_rank == 1:
+                Fault(1, 0, "kill", "rendezvous").fire(marks)
+            join(self, rank_info, settings)
+
+        TorchBackend.join = dying  # type: ignore[method-assign]
+
+    return hook
+
+
+def test_a_worker_fails_during_the_rendezvous(ray_cluster: None, tmp_path: Path) -> None:
+    marks, elastic = tmp_path / "marks", ElasticConfig(grow=False, hang_timeout_s=60)
+    made = Ground(marks, num_workers=4, elastic=elastic, initialization_hook=die_when_joining_again(str(marks)))
+    with made.trainer as trainer:
+        made.arm(Fault(3, 6))
+        trainer.train()
+        made.assert_epoch_exact()
+        failure = trainer.recoveries[0]
+        assert (failure.removed_ranks, failure.world_size_after, failure.in_place) == ((1, 3), 2, True)

@@ -37,7 +37,7 @@ def ground(shared: Ground) -> Ground:
     [
         (Fault(2, 5, "sleep"), "faults.py"),
         (Fault(0, 5, "stop", "backward"), "answer"),
-        (Fault(1, 5, "gil"), "does not answer"),
+        pytest.param(Fault(1, 5, "gil"), "does not answer", marks=pytest.mark.more),
     ],
     ids=["deadlock in user code", "stopped rank 0", "holds the interpreter lock"],
 )
@@ -76,6 +76,7 @@ class StuckLoader(LedgerOperator):
         self.register_data(train_loader=loader)
 
 
+@pytest.mark.more
 def test_a_stuck_data_loader_on_one_rank(ray_cluster: None, tmp_path: Path) -> None:
     elastic = ElasticConfig(hang_timeout_s=LIMIT_S, grow=False)
     ground = Ground(tmp_path / "stuck", operator=StuckLoader, num_workers=2, elastic=elastic)

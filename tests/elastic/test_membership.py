@@ -9,7 +9,6 @@ import pytest
 
 from raysgd import ConfigError, ElasticConfig
 from raysgd.core import policy
-from raysgd.workers.ray_group import RayGroup
 from tests.faults import Fault, Ground, LedgerOperator, until
 
 pytestmark = pytest.mark.elastic
@@ -25,7 +24,6 @@ class Listening(LedgerOperator):
     def on_preemption_notice(self, deadline_s: float | None) -> None:
         with Path(self.marks, "notices").open("a") as file:
             file.write(f"{os.getpid()} {deadline_s}\n")
-        self.fault("notice")
 
 
 @pytest.fixture(scope="module")
@@ -96,60 +94,6 @@ def test_a_replacement_joins_at_the_boundary_at_which_a_preempted_worker_leaves(
     assert (change.world_size_before, change.world_size_after, change.in_place) == (3, 3, True)
     assert (ground.marks / "notices").read_text() == f"{pids[1]} None\n"
     assert ground.trainer.apply_all_workers(os.getpid)[:2] == [pids[0], pids[2]]
-
-
-def test_an_error_at_a_notice_is_raised_and_the_trainer_continues(ground: Ground) -> None:
-    ground.whole_again(3)
-    before = len(ground.trainer.recoveries)
-    ground.arm(Fault(2, 3, "term"), Fault(2, 0, "raise", where="notice"))
-    with pytest.raises(ZeroDivisionError, match="notice") as caught:
-        ground.trainer.train()
-    assert vars(caught.value)["raysgd_rank"] == 2
-    ground.trainer.train()
-    ground.assert_epoch_exact()
-    assert len((ground.marks / "notices").read_text().splitlines()) == 2, "it is not called again"
-    for _ in until(lambda: "preemption" in [each.reason for each in ground.trainer.recoveries[before:]]):
-        ground.trainer.train()
-        ground.assert_epoch_exact()
-
-
-def test_a_failure_while_ranks_stop_for_a_replacement(ground: Ground) -> None:
-    ground.whole_again(3)
-    ground.arm(Fault(1, 3), Fault(0, 0, where="save"))
-    for _ in range(2):
-        ground.trainer.train(max_retries=-1)
-        ground.assert_epoch_exact()
-        ground.whole_again(3)
-
-
-def test_growth_only_between_calls(ray_cluster: None, tmp_path: Path) -> None:
-    elastic = ElasticConfig(grow="epoch", hang_timeout_s=60)
-    ground = Ground(tmp_path / "grow", num_workers=2, config={"samples": 200, "pace": 0.01}, elastic=elastic)
-    try:
-        ground.arm(Fault(1, 3))
-        for _ in until(lambda: len(ground.trainer.recoveries) == 2):
-            result = ground.trainer.train()
-            ground.assert_epoch_exact()
-        assert [recovery.reason for recovery in ground.trainer.recoveries] == ["worker death", "growth"]
-        assert ground.trainer.recoveries[1].batch == 50 > result["batch_count"]
-    finally:
-        ground.trainer.shutdown()
-
-
-def test_without_growth_no_replacement_is_started(
-    ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ground = Ground(tmp_path / "grow", num_workers=2, elastic=ElasticConfig(grow=False, hang_timeout_s=60))
-    launched: list[int] = []
-    try:
-        ground.arm(Fault(1, 3))
-        monkeypatch.setattr(RayGroup, "launch", lambda self, count: launched.append(count) or [])
-        for _ in range(2):
-            ground.trainer.train()
-            ground.assert_epoch_exact()
-        assert [recovery.reason for recovery in ground.trainer.recoveries] == ["worker death"] and launched == []
-    finally:
-        ground.trainer.shutdown()
 
 
 def test_a_failure_takes_a_hot_spare(ray_cluster: None, tmp_path: Path) -> None:

@@ -194,6 +194,11 @@ class Cluster:
         """Let faults happen in the worker whose code runs."""
         self.here.point(name)
 
+    def hit(self, kind: str) -> None:
+        """Let a fault of this kind happen to the worker whose code runs."""
+        self._schedule._hit(self.here, Disturbance(kind, ""))
+        self.point("")  # where a worker that was killed ends
+
     def together(self, value: Any) -> list[Any]:
         """Return what all ranks bring."""
         backend = self.here.backend

@@ -1,0 +1,212 @@
+"""What calls return, raise and note when ranks fail, raise errors, leave and join."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raysgd import CheckpointError, TrainingFailedError
+from tests.faults import LedgerOperator
+from tests.local.ground import Fault, LocalGround
+from tests.local.group import Cluster
+
+Make = Callable[..., LocalGround]
+
+
+def reasons(ground: LocalGround) -> list[str]:
+    return [each.reason for each in ground.trainer.recoveries]
+
+
+def epochs(ground: LocalGround, count: int = 4) -> None:
+    """Train epochs, in which workers have the time to join and to leave."""
+    for _ in range(count):
+        assert ground.trainer.train()["num_samples"] == ground.samples
+        ground.assert_epoch_exact()
+
+
+# -- failures -----------------------------------------------------------------------------------------
+
+
+def test_num_steps_count_each_batch_once(make: Make) -> None:
+    ground = make()
+    ground.trainer.train(num_steps=3)
+    ground.arm(Fault(1, 4))
+    assert ground.trainer.train(num_steps=10)["batch_count"] == 10
+    ground.trainer.train()
+    ground.assert_epoch_exact()
+    assert reasons(ground) == ["worker death"]
+
+
+def test_more_failures_than_max_retries_raise_an_error_that_lists_them(make: Make) -> None:
+    ground = make()
+    ground.arm(Fault(0, 3), Fault(1, 8))
+    with pytest.raises(TrainingFailedError, match=r"max_retries=1.*(?s:.*)worker death in epoch \d+, batch \d+"):
+        ground.trainer.train(max_retries=1)
+    ground.trainer.train()
+    ground.assert_epoch_exact()
+
+
+def test_as_many_failures_as_max_retries_are_allowed(make: Make) -> None:
+    ground = make()
+    ground.arm(Fault(0, 3))
+    ground.trainer.train(max_retries=1)
+    ground.assert_epoch_exact()
+    ground.arm(Fault(0, 3))
+    with pytest.raises(TrainingFailedError, match="max_retries=0"):
+        ground.trainer.train(max_retries=0)
+    ground.trainer.train()
+    ground.assert_epoch_exact()
+
+
+class Poisoned(LedgerOperator):
+    """One sample kills each process that trains on it, like a crash in native code."""
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        if 17 in batch[0].tolist() and self.global_step > 2:
+            Cluster.running.hit("kill")
+        return super().train_batch(batch, batch_info)
+
+
+def test_a_crash_that_repeats_names_its_batch(make: Make) -> None:
+    ground = make(operator=Poisoned)
+    with pytest.raises(TrainingFailedError, match="max_retries=2") as caught:
+        for _ in range(2):  # in the first epoch, the sample may be in one of the first batches
+            ground.trainer.train(max_retries=2)
+    places = [line for line in str(caught.value).splitlines() if "worker death in epoch" in line]
+    assert len(places) == 3, "the same sample each time; its batch moves a little as fewer ranks share the epoch"
+    assert len({line.split(",")[0].split("worker death")[1] for line in places}) == 1
+
+
+# -- errors of the user's code ------------------------------------------------------------------------
+
+
+def test_all_ranks_raise_at_once(make: Make) -> None:
+    ground = make()
+    ground.arm(*(Fault(rank, 2, "raise") for rank in range(3)))
+    with pytest.raises(ZeroDivisionError):
+        ground.trainer.train()
+    ground.arm()  # a rank that another rank's error interrupted has not raised its own
+    ground.trainer.train()
+    ground.assert_epoch_exact()
+    assert reasons(ground) == []
+
+
+@pytest.mark.parametrize("ranks", [(0, 2), (2, 0)])
+def test_a_user_error_and_a_failure_at_once_raise_the_user_error(make: Make, ranks: Sequence[int]) -> None:
+    ground = make()
+    ground.arm(Fault(ranks[0], 4, "raise"), Fault(ranks[1], 4, "kill"))
+    with pytest.raises(ZeroDivisionError) as caught:
+        ground.trainer.train()
+    assert vars(caught.value)["raysgd_rank"] == ranks[0]
+    ground.trainer.train()
+    ground.assert_epoch_exact()
+
+
+def test_an_error_in_validation(make: Make) -> None:
+    # One peer has finished its part by then; the other one is interrupted in the middle of it.
+    ground = make()
+    ground.arm(Fault(1, 1, "raise", "validate"), Fault(0, 1, "sleep", "validate", seconds=1.0))
+    with pytest.raises(ZeroDivisionError):
+        ground.trainer.validate()
+    assert ground.trainer.validate()["num_samples"] == 50
+    assert reasons(ground) == []
+
+
+# -- no worker is left --------------------------------------------------------------------------------
+
+
+class Computing(LedgerOperator):
+    """Its batches need time, also on one worker, which exchanges nothing."""
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        Cluster.running.here.compute()
+        return super().train_batch(batch, batch_info)
+
+
+def alone(make: Make, **elastic: Any) -> LocalGround:
+    return make(num_workers=1, operator=Computing, elastic={"grow": True, **elastic})
+
+
+@pytest.mark.parametrize(("every", "most"), [(10, 12), (1, 3)])
+def test_with_frequent_snapshots_few_batches_are_repeated(make: Make, every: int, most: int) -> None:
+    ground = alone(make, snapshot_every=every)
+    ground.arm(Fault(0, 28))
+    epochs(ground, 1)
+    (failure,) = ground.trainer.recoveries
+    assert failure.batches_redone <= most and not failure.in_place
+
+
+def test_without_snapshots_training_starts_over(make: Make) -> None:
+    ground = alone(make, snapshot_every=None)
+    ground.trainer.train(num_steps=60)
+    ground.arm(Fault(0, 5))
+    ground.trainer.train()
+    assert ground.trainer.recoveries[-1].batches_redone >= 60
+    (ledger,) = ground.trainer.apply_all_operators(lambda operator: list(operator.ledger))
+    assert sorted(ledger) == [*range(240)]
+
+
+def test_an_older_state_is_not_saved_under_the_name_of_the_newer_one(make: Make, tmp_path: Path) -> None:
+    ground = alone(make, snapshot_every=None)
+    ground.trainer.train()
+    ground.arm(Fault(0, 1, where="save"))
+    with pytest.raises(CheckpointError, match=r"all workers failed during 'save'.*nothing was saved"):
+        ground.trainer.save(tmp_path / "new.pt")
+    assert not (tmp_path / "new.pt").exists() and ground.trainer.world_size == 1
+    ground.trainer.save(tmp_path / "old.pt")  # now the user knows what it is
+
+
+def test_a_preemption_notice_to_the_only_worker_repeats_no_batch(make: Make) -> None:
+    ground = alone(make)
+    ground.arm(Fault(0, 20, "term"))
+    epochs(ground)
+    (notice,) = ground.trainer.recoveries
+    assert (notice.reason, notice.batches_redone) == ("preemption", 0)
+
+
+# -- members ------------------------------------------------------------------------------------------
+
+
+class Noticing(LedgerOperator):
+    def on_preemption_notice(self, deadline_s: float | None) -> None:
+        Cluster.running.notes.append(self.world_rank)
+        self.fault("notice")
+
+
+def test_an_error_at_a_notice_is_raised_and_the_trainer_continues(make: Make) -> None:
+    ground = make(operator=Noticing, elastic={"grow": True})
+    ground.arm(Fault(2, 3, "term"), Fault(2, 0, "raise", where="notice"))
+    with pytest.raises(ZeroDivisionError, match="notice") as caught:
+        ground.trainer.train()
+    assert vars(caught.value)["raysgd_rank"] == 2
+    ground.trainer.train()
+    ground.assert_epoch_exact()
+    epochs(ground)
+    assert Cluster.running.notes == [2], "it is called once"
+    assert reasons(ground) == ["preemption"]
+
+
+def test_a_failure_while_ranks_stop_for_a_replacement(make: Make) -> None:
+    ground = make(elastic={"grow": True})
+    ground.arm(Fault(1, 3), Fault(0, 0, where="save"))  # the state for the replacement
+    epochs(ground)
+    assert ground.fired() == 2 and ground.trainer.world_size == 3
+
+
+def test_growth_only_between_calls(make: Make) -> None:
+    ground = make(elastic={"grow": "epoch"})
+    ground.arm(Fault(1, 3))
+    epochs(ground)
+    assert reasons(ground) == ["worker death", "growth"] and ground.trainer.world_size == 3
+    assert ground.trainer.recoveries[1].batch == 30, "the last one of an epoch of two workers"
+
+
+def test_without_growth_no_replacement_is_started(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    ground = make()
+    group = Cluster.running._group
+    launched, launch = list[int](), group.launch
+    monkeypatch.setattr(group, "launch", lambda count: launched.append(count) or launch(count))
+    ground.arm(Fault(1, 3))
+    epochs(ground)
+    assert reasons(ground) == ["worker death"] and launched == [] and ground.trainer.world_size == 2

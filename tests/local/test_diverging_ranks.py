@@ -1,0 +1,121 @@
+"""Code that lets the ranks train different models, without an error: it is found, and the message names the place and the cause."""
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from raysgd import DivergenceError, ElasticConfig
+from raysgd.torch import TorchTrainer, TrainingOperator
+from tests.local.group import Cluster
+
+STEPS = 16
+
+
+class Mistaken(TrainingOperator):
+    """Makes the mistake that the config names; "a flipped bit", once, in the fourth step of rank 1."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        torch.manual_seed(1)
+        model, self.mistake, self.steps = nn.Linear(4, 1, bias=False), config["mistake"], 0
+        rate = 0.05 * (1 + self.world_rank) if self.mistake == "a rate for each rank" else 0.05
+        optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+        self.model, self.optimizer, self.criterion = self.register(
+            models=model, optimizers=optimizer, criterion=nn.MSELoss()
+        )
+        if self.mistake == "an unregistered module":
+            self.second = nn.Linear(4, 4)
+            self.second_optimizer = torch.optim.SGD(self.second.parameters(), lr=0.05)
+        features = torch.randn(8 * STEPS, 4, generator=torch.Generator().manual_seed(0))
+        data = TensorDataset(features, 3 * features.sum(1, keepdim=True))
+        self.register_data(train_loader=DataLoader(data, batch_size=4, shuffle=True))
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        features, target = batch
+        self.steps += 1
+        if self.mistake == "a flipped bit" and self.world_rank == 1 and self.steps == 4 and not Cluster.running.notes:
+            Cluster.running.notes.append("flipped")
+            with torch.no_grad():
+                self.model.weight[0, 0] += 0.5
+        if self.mistake == "an unregistered module":
+            self.second_optimizer.zero_grad()
+            features = self.second(features)
+        loss = self.criterion(self.model(features), target)
+        self.zero_grad(self.optimizer)
+        self.backward(loss)
+        self.step(self.optimizer)
+        if self.mistake == "an unregistered module":
+            self.second_optimizer.step()
+        return {"loss": loss.item(), "num_samples": len(target)}
+
+
+@pytest.fixture(autouse=True)
+def cluster() -> Iterator[None]:
+    with Cluster():
+        yield
+
+
+def trainer(mistake: str, workers: int = 2, **elastic: Any) -> TorchTrainer:
+    return TorchTrainer(
+        training_operator_cls=Mistaken,
+        config={"mistake": mistake},
+        num_workers=workers,
+        use_gpu=False,
+        elastic=ElasticConfig(**elastic),
+    )
+
+
+def weights_of(each: Any, name: str = "model") -> Any:
+    return each.apply_all_operators(lambda operator: next(getattr(operator, name).parameters()).flatten().tolist())
+
+
+@pytest.mark.parametrize(
+    ("mistake", "named", "differing"),
+    [
+        (
+            "an unregistered module",
+            "of self.second, which belongs to no registered model and is therefore not averaged, differs between rank 0 and rank 1",
+            "second",
+        ),
+        ("a rate for each rank", "lr of self.optimizer (SGD) is 0.05 on rank 0, 0.1 on rank 1; the parameter", "model"),
+    ],
+)
+def test_a_mistake_that_raises_no_error_is_logged_once(
+    mistake: str, named: str, differing: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "raysgd"), trainer(mistake) as training:
+        training.train()
+        training.train()
+        first, second = weights_of(training, differing)
+        assert first != second
+    (text,) = [record.getMessage() for record in caplog.records if "do not train the same model" in record.getMessage()]
+    assert text.startswith(f"after step {STEPS} ")
+    assert named in text
+    assert "self.model.module(x)" in text
+    assert "not passed to register()" in text
+
+
+@pytest.mark.parametrize(("when", "step"), [("call", STEPS), (2, 2)])
+def test_an_error_is_raised_in_the_call_and_the_trainer_can_be_used_again(when: Any, step: int) -> None:
+    """The next call begins with rank 0's weights on all ranks, also if the error was raised after the last step."""
+    with trainer("a rate for each rank", compare_weights=when, on_divergence="raise") as training:
+        with pytest.raises(
+            DivergenceError, match=rf"after step {step} .* lr of self.optimizer \(SGD\) is 0.05 on rank 0, 0.1 on"
+        ):
+            training.train()
+        training.apply_all_operators(lambda operator: operator.optimizer.param_groups[0].update(lr=0.05))
+        training.train()
+        first, second = weights_of(training)
+        assert first == second
+        assert training.recoveries == []
+
+
+def test_without_a_majority_no_rank_is_evicted() -> None:
+    with trainer("a flipped bit", compare_weights=2, on_divergence="evict") as training:
+        with pytest.raises(DivergenceError, match=r"after step 4 .* no more than half of the ranks are equal"):
+            training.train()
+        assert training.world_size == 2

@@ -1,0 +1,176 @@
+"""Ranks fail in all kinds of loops and data: custom loops, live iterators, batch samplers, sharded streams, short epochs."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import accumulate
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, get_worker_info
+
+from raysgd import CheckpointError
+from raysgd.data import ShardedStream
+from tests.faults import LedgerOperator, Numbered
+from tests.local.ground import Fault, LocalGround
+from tests.torch.small import inline, operator_of
+
+Make = Callable[..., LocalGround]
+
+
+class OwnLoop(LedgerOperator):
+    """A custom loop with v1's signature, and an `except` that must not catch the exceptions that stop it."""
+
+    def train_epoch(self, iterator: Any, info: Any) -> dict[str, Any]:
+        losses = []
+        for batch in iterator:
+            losses.append(self.train_batch(batch, {})["train_loss"])
+            self.global_step += 1
+        return {"mean_loss": torch.stack(losses).mean().item() if losses else 0.0}
+
+
+def test_a_custom_train_epoch(make: Make) -> None:
+    ground = make(operator=OwnLoop)
+    ground.arm(Fault(1, 6), Fault(0, 11, where="after"))
+    result = ground.trainer.train()
+    assert ground.fired() == 2
+    ground.assert_epoch_exact()
+    assert result["epoch"] == 1 and result["mean_loss"] > 0
+
+
+def test_growth_during_a_custom_train_epoch(make: Make) -> None:
+    ground = make(operator=OwnLoop, elastic={"grow": True})
+    ground.arm(Fault(1, 6))
+    ground.trainer.train()
+    ground.assert_epoch_exact()
+    assert [each.reason for each in ground.trainer.recoveries] == ["worker death", "growth"]
+
+
+class Loading(LedgerOperator):
+    """Its loader is that of `config["loader_of"]`."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        super().setup(config)
+        self.register_data(train_loader=config["loader_of"]())
+
+
+def loading(make: Make, loader: Callable[[], Any], samples: int = 240) -> LocalGround:
+    return make(operator=Loading, config={"loader_of": loader, "samples": samples})
+
+
+class Stream(IterableDataset):  # type: ignore[type-arg]
+    """Divides itself by worker info, as such data sets do."""
+
+    def __init__(self, size: int) -> None:
+        self.samples = Numbered(size)
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        start, step = (info.id, info.num_workers) if info is not None else (0, 1)
+        for index in range(start, len(self.samples), step):
+            yield self.samples[index]
+
+
+def test_live_iterators_continue_where_they_were(make: Make) -> None:
+    ground = loading(make, lambda: DataLoader(Stream(240), batch_size=4))
+    ground.arm(Fault(1, 6))
+    ground.trainer.train()
+    seen = ground.trained()
+    assert max(seen.values()) == 1
+    survivors = {index for index in range(240) if index % 3 != 1}
+    assert survivors <= set(seen), "the survivors train on all samples of their parts, each once"
+    assert len(set(seen) - survivors) == 5 * 4, "and of the failed rank's part, on those before the failure"
+
+
+class Buckets(BatchSampler):
+    """A user's batch sampler, whose batches are not split."""
+
+    def __init__(self) -> None:
+        super().__init__(RandomSampler(range(100), generator=torch.Generator().manual_seed(5)), 3, False)
+
+
+def test_batch_samplers_keep_every_sample(make: Make) -> None:
+    ground = loading(make, lambda: DataLoader(Numbered(100), batch_sampler=Buckets()), 100)
+    for rank in (1, 0):
+        ground.arm(Fault(rank, 4))
+        ground.trainer.train()
+        assert ground.fired() == 1
+        ground.assert_epoch_exact()
+
+
+@pytest.mark.parametrize("size", [1, 5])
+def test_last_steps_with_fewer_samples_than_ranks(make: Make, size: int) -> None:
+    ground = loading(make, lambda: DataLoader(Numbered(size), batch_size=2), size)
+    ground.arm(Fault(2, 1))
+    result = ground.trainer.train()
+    assert ground.fired() == 1
+    assert set(ground.trained()) == set(range(size))
+    assert result["num_samples"] == size
+
+
+def test_drop_last_drops_less_than_one_step(make: Make) -> None:
+    ground = loading(make, lambda: DataLoader(Numbered(101), batch_size=4, drop_last=True))
+    ground.arm(Fault(1, 4))
+    ground.trainer.train()
+    seen = ground.trained()
+    assert max(seen.values()) == 1 and 101 - len(seen) < 2 * 4
+
+
+# -- a ShardedStream ----------------------------------------------------------------------------------
+
+LENGTHS = (5, 40, 1, 63, 17, 0, 34)
+SAMPLES = sum(LENGTHS)
+
+
+class Sharded(LedgerOperator):
+    def setup(self, config: dict[str, Any]) -> None:
+        super().setup(config)
+        samples, starts = Numbered(SAMPLES), [0, *accumulate(LENGTHS)]
+
+        def open_shard(shard: int) -> Iterator[Any]:
+            if config.get("broken") == shard:
+                raise OSError("no such file")
+            for index in range(starts[shard], starts[shard + 1]):
+                yield samples[index]
+
+        shards = config.get("shards", len(LENGTHS))
+        stream = ShardedStream(open_shard, shards, batch_size=4, shuffle=8, readers=2)
+        self.register_data(train_loader=stream, validation_loader=ShardedStream(open_shard, shards, batch_size=4))
+
+
+def test_another_number_of_workers_resumes_in_the_middle_of_a_stream(make: Make) -> None:
+    ground = make(operator=Sharded, config={"samples": SAMPLES})
+    ground.trainer.train(num_steps=4)
+    state = ground.trainer.state_dict()
+    ground.trainer.train()
+    ground.assert_epoch_exact()
+    assert ground.trainer.validate()["num_samples"] == SAMPLES
+    ground.trainer.shutdown()
+    for workers in (1, 2, 4):
+        other = make(operator=Sharded, config={"samples": SAMPLES}, num_workers=workers)
+        other.trainer.load_state_dict(state)
+        other.trainer.train()
+        other.assert_epoch_exact()
+        other.trainer.shutdown()
+    with (
+        inline(Sharded, config={"shards": 6}) as fewer,
+        pytest.raises(CheckpointError, match=r"7 shards, and the .* 6"),
+    ):
+        fewer.load_state_dict(state)
+
+
+def test_a_call_after_the_last_batch_of_a_stream_begins_the_next_epoch() -> None:
+    with inline(Sharded, config={"samples": SAMPLES}) as alone:
+        for _ in range(SAMPLES // 4):
+            alone.train(num_steps=1)
+        assert alone.train(num_steps=3)["epoch"] == 2
+        ledger = operator_of(alone).ledger
+        assert Counter(ledger[:SAMPLES]) == Counter(range(SAMPLES)) and ledger[:12] != ledger[SAMPLES:]
+
+
+def test_an_error_in_a_shard_names_it() -> None:
+    with (
+        inline(Sharded, config={"broken": 3}) as trainer,
+        pytest.raises(RuntimeError, match=r"shard 3 of a Sharded.*OSE"),
+    ):
+        trainer.train()
