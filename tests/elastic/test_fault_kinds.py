@@ -16,7 +16,7 @@ from tests.faults import Fault, Ground
 
 pytestmark = pytest.mark.elastic
 
-LIMIT_S = 8.0
+LIMIT_S = 5.0
 
 
 @pytest.fixture(scope="module")

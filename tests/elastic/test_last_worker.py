@@ -77,6 +77,7 @@ class StoppedInSetup(LedgerOperator):
         first.touch()
 
 
+@pytest.mark.more
 def test_a_new_process_that_is_stopped_in_its_setup_does_not_block_training(ray_cluster: None, tmp_path: Path) -> None:
     elastic, config = ElasticConfig(hang_timeout_s=5), {"pace": 0.005}
     ground = Ground(

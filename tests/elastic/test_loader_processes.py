@@ -31,7 +31,6 @@ from tests.torch.small import Line, inline, rows
 pytestmark = pytest.mark.elastic
 
 SAMPLES = 96
-BY_SIGNAL = [(signal.SIGKILL, "SIGKILL"), (signal.SIGBUS, "shared memory"), (signal.SIGSEGV, "SIGSEGV")]
 
 
 def fatal(marks: str, index: int) -> None:
@@ -151,7 +150,14 @@ def test_killed_at_any_moment(ground: Ground) -> None:
     assert {r.reason for r in ground.trainer.recoveries} <= {"data loader"}
 
 
-@pytest.mark.parametrize(("number", "told"), BY_SIGNAL, ids=[told for _, told in BY_SIGNAL])
+@pytest.mark.parametrize(
+    ("number", "told"),
+    [
+        pytest.param(signal.SIGKILL, "SIGKILL", id="SIGKILL"),
+        pytest.param(signal.SIGBUS, "shared memory", id="SIGBUS"),
+        pytest.param(signal.SIGSEGV, "SIGSEGV", id="SIGSEGV", marks=pytest.mark.more),
+    ],
+)
 def test_killed_in_an_epoch(ground: Ground, number: int, told: str, caplog: Any) -> None:
     (ground.marks / "kill-50").write_text(str(int(number)))
     pids, before = ground.trainer.apply_all_workers(os.getpid), len(ground.trainer.recoveries)
@@ -204,14 +210,6 @@ def test_max_retries_limits_failures_and_the_error_mentions_memory(ground: Groun
     ground.assert_epoch_exact()
 
 
-def test_max_retries_0_allows_no_failure(ground: Ground) -> None:
-    (ground.marks / "kill-50").write_text(str(int(signal.SIGKILL)))
-    with pytest.raises(TrainingFailedError, match="max_retries=0"):
-        ground.trainer.train(max_retries=0)
-    ground.trainer.train()
-    ground.assert_epoch_exact()
-
-
 def test_a_user_error_with_the_same_text_is_not_retried(ground: Ground) -> None:
     (ground.marks / "raise-50").touch()
     before = len(ground.trainer.recoveries)
@@ -220,6 +218,7 @@ def test_a_user_error_with_the_same_text_is_not_retried(ground: Ground) -> None:
     assert len(ground.trainer.recoveries) == before
 
 
+@pytest.mark.more
 def test_a_custom_loop_that_catches_errors_loses_no_samples(ray_cluster: None, tmp_path: Path) -> None:
     config = {"samples": SAMPLES}
     ground = Ground(tmp_path / "own", operator=OwnLoop, num_workers=2, config=config)
@@ -424,7 +423,9 @@ def stopped_while_it_waits(config: dict[str, Any]) -> None:
         pass
 
 
-@pytest.mark.parametrize("prepared", [False, True], ids=["elastic", "prepared"])
+@pytest.mark.parametrize(
+    "prepared", [pytest.param(False, id="elastic"), pytest.param(True, id="prepared", marks=pytest.mark.more)]
+)
 def test_the_processes_of_a_loader_end_if_the_function_is_stopped(
     functions: Trainer, prepared: bool, tmp_path: Path
 ) -> None:

@@ -94,6 +94,7 @@ def test_a_hang_in_setup_that_holds_the_interpreter(ray_cluster: None, tmp_path:
     assert noted(tmp_path, "rank1") == 1
 
 
+@pytest.mark.more
 def test_a_hang_in_the_initialization_hook(ray_cluster: None, tmp_path: Path) -> None:
     folder = str(tmp_path)
 
@@ -107,6 +108,7 @@ def test_a_hang_in_the_initialization_hook(ray_cluster: None, tmp_path: Path) ->
     assert "the initialization hook" in text and noted(tmp_path, "hook") == 2
 
 
+@pytest.mark.more
 def test_a_hang_while_the_class_is_imported(ray_cluster: None, tmp_path: Path) -> None:
     check(start(tmp_path, config={"value": Unpickled()}), "never_ends")
 
@@ -116,12 +118,14 @@ class Remote:
         never_ends()
 
 
-def test_a_hang_in_the_setup_of_functions(ray_cluster: None, tmp_path: Path) -> None:
-    for given in ({"train_cls": Remote}, {"initialization_hook": never_ends}):
-        trainer = Trainer("torch", num_workers=1, logdir=tmp_path, elastic=SHORT)
-        with pytest.raises(WorkerStartError) as caught:
-            trainer.start(**given)  # type: ignore[arg-type]
-        check(str(caught.value), "never_ends", rank=0)
+@pytest.mark.parametrize(
+    "given", [{"initialization_hook": never_ends}, pytest.param({"train_cls": Remote}, marks=pytest.mark.more)]
+)
+def test_a_hang_in_the_setup_of_functions(ray_cluster: None, tmp_path: Path, given: Any) -> None:
+    trainer = Trainer("torch", num_workers=1, logdir=tmp_path, elastic=SHORT)
+    with pytest.raises(WorkerStartError) as caught:
+        trainer.start(**given)
+    check(str(caught.value), "never_ends", rank=0)
 
 
 def until_over(config: dict[str, Any]) -> None:

@@ -86,6 +86,7 @@ def test_a_trainer_that_is_used_in_several_threads(ray_cluster: None, tmp_path: 
         in_thread(ground.trainer.shutdown)
 
 
+@pytest.mark.more
 def test_loader_processes_of_a_trainer_in_a_thread(tmp_path: Path) -> None:
     """Outside the main thread there is no handler of SIGCHLD, and torch checks its processes every five seconds."""
     (tmp_path / "kill-31").write_text(str(int(signal.SIGKILL)))
@@ -113,6 +114,7 @@ def steps(config: dict[str, Any]) -> list[int]:
     return done
 
 
+@pytest.mark.more
 def test_two_function_trainers_at_once_in_threads(ray_cluster: None, tmp_path: Path) -> None:
     def work(rank: int) -> tuple[list[list[int]], list[tuple[int, ...]]]:
         marks = tmp_path / str(rank)

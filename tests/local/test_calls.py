@@ -137,6 +137,17 @@ def test_with_frequent_snapshots_few_batches_are_repeated(make: Make, every: int
     assert failure.batches_redone <= most and not failure.in_place
 
 
+def test_metrics_from_before_the_snapshot_count(make: Make) -> None:
+    """One worker fails, and then the other: the snapshot's count begins at the first failure."""
+    ground = make(num_workers=2, elastic={"snapshot_every": 5})
+    ground.arm(Fault(1, 9), Fault(0, 25))
+    result = ground.trainer.train()
+    ground.assert_epoch_exact()
+    assert [recovery.in_place for recovery in ground.trainer.recoveries] == [True, False]
+    steps = ground.trainer.apply_all_operators(lambda operator: operator.global_step)[0]
+    assert (result["num_samples"], result["batch_count"]) == (240, steps)
+
+
 def test_without_snapshots_training_starts_over(make: Make) -> None:
     ground = alone(make, snapshot_every=None)
     ground.trainer.train(num_steps=60)
