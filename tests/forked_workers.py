@@ -18,6 +18,7 @@ processes of Ray, and workers with a `runtime_env`, start as usual. With RAYSGD_
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import socket
@@ -26,6 +27,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from importlib import import_module
 from pathlib import Path
 
 __all__ = ["ForkServer", "forks_workers"]
@@ -187,12 +189,33 @@ def become(connection: socket.socket, length: int, descriptors: list[int]) -> No
     connection.close()
 
 
+# What Ray and its serialization import of other packages: half of the time that `import ray` takes.
+OF_RAY = (
+    "filelock",
+    "google.protobuf.json_format",
+    "jsonschema",
+    "msgpack",
+    "pydantic.deprecated.class_validators",
+    "pydantic.json_schema",
+    "pydantic.v1",
+    "requests",
+    "starlette.datastructures",
+    "wcwidth",
+    "yaml",
+)
+
+
 def preload(kind: str) -> None:
     """Import what every rank imports, but not Ray, which reads a worker's variables when it is imported."""
     import torch._dynamo  # noqa: F401  (every optimizer imports it)
 
+    import raysgd.torch.process_group
     import raysgd.torch.replica
+    import raysgd.workers.actor
 
+    for name in OF_RAY:
+        with suppress(ImportError):  # another version of Ray need not have it
+            import_module(name)
     if kind == "tensorflow":
         import raysgd.tf.replica  # noqa: F401
 
@@ -203,6 +226,7 @@ if __name__ == "__main__":
     import runpy
 
     preload(sys.argv[2])
+    gc.freeze()  # or each fork would look for garbage in all of this, and copy the pages for it
     serve(sys.argv[1])
     sys.modules["numpy"].random.seed()  # or all forks would draw the same numbers
     runpy.run_path(sys.argv[0], run_name="__main__")
