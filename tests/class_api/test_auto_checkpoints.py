@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from raysgd import AutoCheckpoint, CheckpointError, ConfigError, ElasticConfig, TorchTrainer
+from raysgd import AutoCheckpoint, CheckpointError, ConfigError, TorchTrainer
 from raysgd.callbacks import Callback
 from tests import storing
 from tests.faults import Fault, Ground
@@ -501,37 +501,3 @@ def test_a_callback_ends_the_loop(tmp_path: Path) -> None:
         assert [row["epoch"] for row in trainer.fit(EPOCHS, 0)] == [1, 2]
         assert trainer.latest_checkpoint is not None and "epoch00002" in trainer.latest_checkpoint
         assert len(trainer.fit(1, 0)) == 3, "the next loop is another one"
-
-
-@pytest.mark.elastic
-@pytest.mark.parametrize("all_die", [False, True])
-def test_a_worker_that_is_killed_during_a_save_within_an_epoch(
-    ray_cluster: None, tmp_path: Path, all_die: bool
-) -> None:
-    """The save is a call within the call of `train`. If all workers die in it, new ones begin at the snapshot."""
-    ground = Ground(
-        tmp_path / "marks",
-        num_workers=2,
-        config={"samples": 80},
-        elastic=ElasticConfig(grow=False, hang_timeout_s=60),
-        checkpoints=AutoCheckpoint(path=tmp_path / "saves", every=4),
-    )
-    try:
-        others = ground.trainer.apply_all_workers(os.getpid)[1:] if all_die else []
-        ground.arm(Fault(0, 5, where="save", others=tuple(others)))  # before the fifth batch
-        for _ in ground.trainer.epochs(1):
-            result = ground.trainer.train()
-            ground.assert_epoch_exact()
-        assert ground.fired() == 1
-        assert (result["num_samples"], result["epoch"]) == (80, 1)
-        (failure,) = ground.trainer.recoveries
-        expected = ("worker death", 4, 4, False) if all_die else ("worker death", 4, 0, True)
-        assert (failure.reason, failure.batch, failure.batches_redone, failure.in_place) == expected
-        saved = ground.trainer.latest_checkpoint
-        weights_before = ground.weights()
-    finally:
-        ground.trainer.shutdown()
-    with Ground(tmp_path / "again", num_workers=1, config={"samples": 80}).trainer as trainer:
-        trainer.load(saved)
-        for mine, theirs in zip(trainer.get_model().parameters(), weights_before, strict=True):
-            assert torch.equal(mine, theirs), "the newest checkpoint is that of the end"

@@ -85,7 +85,7 @@ def saved(path: Path) -> list[nn.Module]:
     ("workers", "settings"),
     [
         pytest.param(2, {}, id="two"),
-        pytest.param(3, {"callbacks": [EMA(0.9)]}, id="three, averaged"),
+        pytest.param(3, {"callbacks": [EMA(0.9)]}, id="three, averaged", marks=pytest.mark.more),
         pytest.param(2, {"options": TrainingOptions(parallel="fsdp")}, id="sharded", marks=pytest.mark.more),
         pytest.param(2, {"backend": "horovod"}, id="Horovod", marks=[pytest.mark.horovod, pytest.mark.more]),
     ],

@@ -135,38 +135,23 @@ def copied(path: str, to: Path) -> Path:
     return to
 
 
-def test_if_all_workers_fail_after_a_load_new_ones_start_from_the_file(saved: Saved, tmp_path: Path) -> None:
+def test_if_all_workers_fail_after_a_load_new_ones_start_from_the_file(
+    pair: TorchTrainer, saved: Saved, tmp_path: Path
+) -> None:
     path = copied(saved.path, tmp_path / "file.pt")
-    with on(2) as trainer:
-        trainer.train()
-        trainer.load(path)
-        assert callable(newest_snapshot(trainer).data), "no worker sent a snapshot"
-        path.unlink()
-        kill_all(trainer)
-        assert torch.equal(weights(trainer), saved.weights)
-        (failure, *_) = trainer.recoveries
-        assert (failure.in_place, failure.batches_redone) == (False, 0)
-        rest = trainer.train()
-        assert (rest["epoch"], rest["num_samples"]) == (saved.rest["epoch"], saved.rest["num_samples"])
-        assert not callable(newest_snapshot(trainer).data), "the call began with a snapshot"
-
-
-class Counting(Drawing):
-    resizes = 0
-
-    def resized(self, old_world_size: int, new_world_size: int) -> None:
-        self.resizes += 1
-
-
-def test_new_workers_after_a_load_are_as_many_as_the_ones_that_loaded(saved: Saved) -> None:
-    """The file is of two workers, and was loaded by three."""
-    with TorchTrainer(
-        training_operator_cls=Counting, num_workers=3, use_gpu=False, config={"shuffle": True}
-    ) as trainer:
-        trainer.load(saved.path)
-        kill_all(trainer)
-        assert trainer.train()["num_samples"] == 32, "the rest of the epoch"
-        assert trainer.apply_all_operators(lambda operator: operator.resizes) == [0, 0, 0]
+    pair.train()
+    pair.load(path)
+    assert callable(newest_snapshot(pair).data), "no worker sent a snapshot"
+    path.unlink()
+    before = len(pair.recoveries)
+    kill_all(pair)
+    assert torch.equal(weights(pair), saved.weights)
+    failure = pair.recoveries[before]
+    assert (failure.in_place, failure.batches_redone) == (False, 0)
+    pair.resize(2)
+    rest = pair.train()
+    assert (rest["epoch"], rest["num_samples"]) == (saved.rest["epoch"], saved.rest["num_samples"])
+    assert not callable(newest_snapshot(pair).data), "the call began with a snapshot"
 
 
 @pytest.mark.parametrize("change", [pytest.param("damage", marks=pytest.mark.more), "another checkpoint"])
@@ -187,23 +172,16 @@ def test_a_loaded_file_that_has_changed_is_not_loaded_again(change: str, saved: 
             trainer.train()
 
 
-def test_without_snapshots_a_loaded_file_is_not_kept(saved: Saved) -> None:
-    elastic = ElasticConfig(snapshot_every=None)
-    with TorchTrainer(training_operator_cls=Drawing, num_workers=2, use_gpu=False, elastic=elastic) as trainer:
-        trainer.load(saved.path)
-        assert newest_snapshot(trainer) is None
-
-
-def test_a_load_that_fails_keeps_the_snapshot_from_before(saved: Saved, tmp_path: Path) -> None:
+def test_a_load_that_fails_keeps_the_snapshot_from_before(pair: TorchTrainer, saved: Saved, tmp_path: Path) -> None:
     broken = tmp_path / "broken.pt"
-    with on(2) as trainer:
-        trainer.load(saved.path)
-        before = newest_snapshot(trainer)
-        state = torch.load(saved.path, weights_only=True)
-        state["models"][0]["layers.0.weight"] = torch.zeros(4, 4)
-        torch.save(state, broken)
-        with pytest.raises(CheckpointError, match=r"layers.0.weight has shape"):
-            trainer.load(broken)
-        assert newest_snapshot(trainer) is before
-        kill_all(trainer)
-        assert torch.equal(weights(trainer), saved.weights)
+    pair.load(saved.path)
+    before = newest_snapshot(pair)
+    state = torch.load(saved.path, weights_only=True)
+    state["models"][0]["layers.0.weight"] = torch.zeros(4, 4)
+    torch.save(state, broken)
+    with pytest.raises(CheckpointError, match=r"layers.0.weight has shape"):
+        pair.load(broken)
+    assert newest_snapshot(pair) is before
+    kill_all(pair)
+    assert torch.equal(weights(pair), saved.weights)
+    pair.resize(2)

@@ -145,8 +145,15 @@ def test_callbacks_may_use_their_trainer() -> None:
     assert callback.states == [1, 2]
 
 
-@pytest.mark.parametrize("stuck", [False, True], ids=["between batches", "in a long batch"])
-@pytest.mark.parametrize("use_ray", [False, True], ids=["inline", "remote"])
+@pytest.mark.parametrize(
+    ("use_ray", "stuck"),
+    [
+        pytest.param(False, False, id="inline, between batches"),
+        pytest.param(False, True, id="inline, in a long batch"),
+        pytest.param(True, False, id="remote, between batches", marks=pytest.mark.more),
+        pytest.param(True, True, id="remote, in a long batch"),
+    ],
+)
 def test_another_thread_may_shut_it_down(
     ray_cluster: None, held: Path, use_ray: bool, stuck: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

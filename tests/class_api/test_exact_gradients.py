@@ -70,8 +70,8 @@ DDP = {
 @pytest.mark.parametrize(
     "case",
     [
-        "helpers",
         "direct",
+        pytest.param("helpers", marks=pytest.mark.more),
         pytest.param("compiled", marks=pytest.mark.nightly),
         pytest.param("horovod", marks=pytest.mark.horovod),
         pytest.param("horovod, direct", marks=[pytest.mark.horovod, pytest.mark.nightly]),

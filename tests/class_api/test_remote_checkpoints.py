@@ -72,6 +72,7 @@ def test_saving_to_a_directory_is_refused(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.more
 def test_tensorflow(bucket: str) -> None:
     pytest.importorskip("tensorflow")
     from raysgd.tf import TFTrainer

@@ -72,6 +72,7 @@ def test_after_a_function_trainers_shutdown_the_cpus_are_free() -> None:
     assert free_cpus() == every
 
 
+@pytest.mark.more
 def test_a_shutdown_does_not_wait_for_cpus_that_other_tasks_take(tmp_path: Path) -> None:
     """Tasks that wait for these CPUs get them before they are ever reported as free."""
     import ray

@@ -22,9 +22,12 @@ KINDS = {"stop": "freeze", "term": "notice"}
 
 
 class Fault(faults.Fault):
-    """Happens to the simulated worker that reaches it."""
+    """Happens to the simulated worker that reaches it. `others` are the ranks that die with it."""
 
     def happen(self) -> None:
+        for worker in Cluster.running.workers:
+            if worker.host.rank in self.others:
+                worker.die("SIGKILL")
         if self.kind == "raise":
             super().happen()
         elif self.kind == "sleep":

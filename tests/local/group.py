@@ -190,6 +190,12 @@ class Cluster:
         worker: Any = self._group.current[current()]
         return worker
 
+    @property
+    def workers(self) -> list[LocalWorker]:
+        """Return the workers that live, of the trainer that was made last."""
+        every: Any = self._group.workers.values()
+        return [worker for worker in every if worker.alive]
+
     def point(self, name: str) -> None:
         """Let faults happen in the worker whose code runs."""
         self.here.point(name)

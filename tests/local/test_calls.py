@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from raysgd import CheckpointError, TrainingFailedError
+from raysgd import AutoCheckpoint, CheckpointError, TrainingFailedError
 from tests.faults import LedgerOperator
 from tests.local.ground import Fault, LocalGround
 from tests.local.group import Cluster
@@ -174,6 +175,58 @@ def test_a_preemption_notice_to_the_only_worker_repeats_no_batch(make: Make) -> 
     epochs(ground)
     (notice,) = ground.trainer.recoveries
     assert (notice.reason, notice.batches_redone) == ("preemption", 0)
+
+
+def kill_all() -> None:
+    for worker in list(Cluster.running.workers):
+        worker.die("SIGKILL")
+
+
+def test_new_workers_after_a_load_are_as_many_as_the_ones_that_loaded(make: Make, tmp_path: Path) -> None:
+    """The file is of two workers, and was loaded by three."""
+    saved = make(num_workers=2)
+    saved.trainer.train(num_steps=4)
+    path = saved.trainer.save(tmp_path / "two.pt")
+    saved.trainer.shutdown()
+    ground = make()
+    ground.trainer.load(path)
+    kill_all()
+    assert ground.trainer.train()["num_samples"] == ground.samples - 32, "the rest of the epoch"
+    ground.assert_epoch_exact()
+    assert ground.trainer.apply_all_operators(lambda operator: operator.resizes) == [[]] * 3
+
+
+def test_without_snapshots_a_loaded_file_is_not_kept(make: Make, tmp_path: Path) -> None:
+    """New workers start over, and the error of a call that needs the state says so."""
+    ground = make(elastic={"snapshot_every": None})
+    ground.trainer.train()
+    ground.trainer.load(ground.trainer.save(tmp_path / "saved.pt"))
+    kill_all()
+    with pytest.raises(CheckpointError, match="nothing was saved"):
+        ground.trainer.save(tmp_path / "again.pt")
+    assert ground.trainer.apply_all_operators(lambda operator: operator.ledger) == [[]] * 3
+
+
+@pytest.mark.parametrize("all_die", [False, True])
+def test_a_worker_that_is_killed_during_a_save_within_an_epoch(make: Make, tmp_path: Path, all_die: bool) -> None:
+    """The save is a call within the call of `train`. If all workers die in it, new ones begin at the snapshot."""
+    checkpoints = AutoCheckpoint(path=tmp_path / "saves", every=4)
+    ground = make(num_workers=2, config={"samples": 80}, checkpoints=checkpoints)
+    ground.arm(Fault(0, 5, where="save", others=(1,) if all_die else ()))  # before the fifth batch
+    for _ in ground.trainer.epochs(1):
+        result = ground.trainer.train()
+        ground.assert_epoch_exact()
+    assert ground.fired() == 1
+    assert (result["num_samples"], result["epoch"]) == (80, 1)
+    (failure,) = ground.trainer.recoveries
+    expected = ("worker death", 4, 4, False) if all_die else ("worker death", 4, 0, True)
+    assert (failure.reason, failure.batch, failure.batches_redone, failure.in_place) == expected
+    saved, weights = ground.trainer.latest_checkpoint, ground.weights()
+    ground.trainer.shutdown()
+    again = make(num_workers=1, config={"samples": 80})
+    again.trainer.load(saved)
+    for mine, theirs in zip(again.weights(), weights, strict=True):
+        assert torch.equal(mine, theirs), "the newest checkpoint is that of the end"
 
 
 # -- members ------------------------------------------------------------------------------------------
