@@ -226,7 +226,7 @@ if __name__ == "__main__":
     import runpy
 
     preload(sys.argv[2])
-    gc.freeze()  # or each fork would look for garbage in all of this, and copy the pages for it
+    gc.freeze()  # the forks look for no garbage in all of this
     serve(sys.argv[1])
     sys.modules["numpy"].random.seed()  # or all forks would draw the same numbers
     runpy.run_path(sys.argv[0], run_name="__main__")

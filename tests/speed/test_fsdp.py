@@ -145,6 +145,7 @@ def averages(from_trainer: TorchTrainer) -> torch.Tensor:
     return torch.cat([value.detach().flatten().float() for value in model.state_dict().values()])
 
 
+@pytest.mark.more
 def test_averaged_shards_and_the_norm_of_their_gradients(tmp_path: Path) -> None:
     monitors = [EMA(0.8), GradientNormMonitor()]
     with trainer(1, 12, callbacks=monitors) as plain:
@@ -172,6 +173,7 @@ def test_averaged_shards_and_the_norm_of_their_gradients(tmp_path: Path) -> None
             assert same(averages(plain), expected)
 
 
+@pytest.mark.more
 def test_compiled_shards_are_saved_in_the_background(alone: Any, tmp_path: Path) -> None:
     expected, _, later = alone
     with trainer(2, 6, parallel="fsdp", compile={"backend": "eager"}) as two:

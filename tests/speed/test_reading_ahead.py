@@ -168,27 +168,23 @@ def test_a_call_reads_no_batch_of_the_next_call() -> None:
         assert same_weights(limited, whole)
 
 
+READING_LATER: dict[str, tuple[type, dict[str, Any], TrainingOptions | None]] = {
+    "own batches": (OwnBatch, {}, None),
+    "accumulation": (Operator, {}, TrainingOptions(accumulate=2)),
+    "own epoch": (OwnEpoch, {}, None),
+    "an assigned method": (Assigned, {}, None),
+    "own rule": (OwnRule, {}, None),
+    "own optimizer": (Operator, {"optimizer": OwnSGD}, None),
+    "loader processes": (Operator, {"processes": 1}, None),
+    "no DDP": (Operator, {}, TrainingOptions(parallel=None)),
+}
+
+
 @pytest.mark.parametrize(
     ("operator", "config", "options"),
     [
-        (OwnBatch, {}, None),
-        (OwnEpoch, {}, None),
-        (Assigned, {}, None),
-        (OwnRule, {}, None),
-        (Operator, {"optimizer": OwnSGD}, None),
-        (Operator, {"processes": 1}, None),
-        (Operator, {}, TrainingOptions(accumulate=2)),
-        (Operator, {}, TrainingOptions(parallel=None)),
-    ],
-    ids=[
-        "own batches",
-        "own epoch",
-        "an assigned method",
-        "own rule",
-        "own optimizer",
-        "loader processes",
-        "accumulation",
-        "no DDP",
+        pytest.param(*case, id=name, marks=[] if name in ("own batches", "accumulation") else pytest.mark.more)
+        for name, case in READING_LATER.items()
     ],
 )
 @on_workers

@@ -153,7 +153,7 @@ def sum_over_ranks() -> tuple[float, str | None]:
     return total.item(), os.environ.get("MASTER_PORT")
 
 
-@pytest.mark.parametrize("init_method", ["env", "tcp"])
+@pytest.mark.parametrize("init_method", ["env", pytest.param("tcp", marks=pytest.mark.more)])
 def test_the_torch_backend(starting: Start, init_method: Any, tmp_path: Path) -> None:
     config = TorchConfig(backend="gloo", init_method=init_method)
     made = starting(config)

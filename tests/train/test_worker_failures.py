@@ -82,7 +82,10 @@ def epochs(config: dict[str, Any]) -> dict[str, Any]:
     return {"pid": os.getpid(), "rank": train.world_rank(), "size": train.world_size(), "start": start}
 
 
-@pytest.mark.parametrize(("rank", "when", "exits"), [(0, "before", False), (0, "after", True), (2, "after", False)])
+@pytest.mark.parametrize(
+    ("rank", "when", "exits"),
+    [(0, "before", False), pytest.param(0, "after", True, marks=pytest.mark.more), (2, "after", False)],
+)
 def test_the_survivors_run_the_function_again(made: Make, marks: str, rank: int, when: str, exits: bool) -> None:
     """Also if the function calls Ray's `exit_actor`, which ends its process on purpose."""
     trainer = made(elastic=NO_GROWTH)
@@ -159,6 +162,7 @@ def test_when_no_worker_is_left_new_workers_resume_from_the_checkpoint(made: Mak
     assert [failure.reason for failure in trainer.recoveries][:1] == ["worker death"]
 
 
+@pytest.mark.more
 def test_max_retries_can_be_unlimited(made: Make, marks: str) -> None:
     """The worker fails five times, more often than the default allows."""
 
@@ -193,6 +197,7 @@ def test_new_workers_join_at_a_checkpoint(made: Make, marks: str) -> None:
     assert reasons == ["worker death", "growth"]
 
 
+@pytest.mark.more
 def test_new_workers_join_although_only_rank_0_saves(made: Make, marks: str) -> None:
     """Rank 0 stops at its checkpoint. The other ranks save none, and are interrupted in their collective call."""
 
@@ -221,7 +226,8 @@ def test_new_workers_join_although_only_rank_0_saves(made: Make, marks: str) -> 
     assert (growth.reason, growth.world_size_after, growth.in_place) == ("growth", 3, True)
 
 
-def test_elastic_state_resumes_in_the_middle_of_an_epoch(made: Make, marks: str) -> None:
+@pytest.mark.parametrize("rank", [0, pytest.param(2, marks=pytest.mark.more)])
+def test_elastic_state_resumes_in_the_middle_of_an_epoch(made: Make, marks: str, rank: int) -> None:
     """Although a worker fails, every sample is used exactly once per epoch, and all ranks have the same weights."""
 
     def function(config: dict[str, Any]) -> tuple[list[int], list[float], int]:
@@ -250,12 +256,10 @@ def test_elastic_state_resumes_in_the_middle_of_an_epoch(made: Make, marks: str)
         weights = [value for parameter in model.parameters() for value in parameter.flatten().tolist()]
         return state["seen"], weights, train.world_size()
 
-    for rank in (0, 2):
-        (Path(marks) / str(rank)).mkdir()
-        trainer = made("torch", elastic=NO_GROWTH)
-        results = trainer.run(function, {"marks": f"{marks}/{rank}", "rank": rank})
-        assert [size for _, _, size in results] == [2, 2]
-        for seen, weights, _ in results:
-            assert Counter(seen) == Counter({index: 2 for index in range(90)})
-            assert weights == results[0][1]
-        assert len(trainer.recoveries) == 1
+    trainer = made("torch", elastic=NO_GROWTH)
+    results = trainer.run(function, {"marks": marks, "rank": rank})
+    assert [size for _, _, size in results] == [2, 2]
+    for seen, weights, _ in results:
+        assert Counter(seen) == Counter({index: 2 for index in range(90)})
+        assert weights == results[0][1]
+    assert len(trainer.recoveries) == 1
