@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from raysgd import AutoCheckpoint, CheckpointError, ConfigError, TorchTrainer
 from raysgd.callbacks import Callback
 from tests import storing
-from tests.faults import Fault, Ground
 from tests.peek import finish_saves
 from tests.torch.small import Line, inline, rows, weights
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from raysgd import CheckpointError, ElasticConfig
+from raysgd import CheckpointError
 from raysgd.torch import TorchTrainer
 from tests import storing
 from tests.class_api.operators import Drawing, weights
