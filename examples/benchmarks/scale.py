@@ -34,9 +34,9 @@ from typing import Any
 from report import claim_stdout, emit, spread
 
 from raysgd.config import ElasticConfig, Limits
-from raysgd.core.connection import PREFIX, framed, sizes
 from raysgd.core.descriptors import allow_connections
-from raysgd.core.messages import Alive, CallAnswer, Hello, Interrupt, Message, PerformCall, ProgressReport, decode
+from raysgd.core.frames import HEAD_BYTES, NUMBER_BYTES, PROOF_BYTES, WORKER, Session, new_number, proof
+from raysgd.core.messages import Alive, CallAnswer, Hello, Interrupt, Message, PerformCall, ProgressReport
 from raysgd.core.outcomes import Interrupted, Ok, Outcome
 from raysgd.core.progress import Progress, report_interval_s
 from raysgd.core.protocols import Call
@@ -44,7 +44,7 @@ from raysgd.core.ranks import RankInfo, SingleWorkerBackend
 from raysgd.engine.engine import Engine, Job
 from raysgd.engine.watchdog import Watchdog
 from raysgd.engine.worker_table import WorkerTable
-from raysgd.workers.calls import ANSWER, CALL, CALL_HEAD, CallChannel, packed_outcome, seal, unseal
+from raysgd.workers.calls import opened, packed_outcome
 from raysgd.workers.control_server import ControlServer
 from raysgd.workers.events import CallEnded, Event, MessageReceived, WorkerEnded, WorkerStarted
 from raysgd.workers.serialization import dumps_without_references
@@ -345,7 +345,6 @@ class Served(Rest):
         self.control = ControlServer(self.events, "127.0.0.1")
         self.listener: Callable[[Event], None] = lambda event: None
         self.send, self.silent_for = self.control.send, self.control.silent_for
-        self.channel = CallChannel(self.control)
         self.names: list[str] = []
         self._calls, self._newest = itertools.count(1), (dict[str, Any](), b"")
 
@@ -357,7 +356,7 @@ class Served(Rest):
         call = next(self._calls)
         if self._newest[0] is not arguments:
             self._newest = arguments, dumps_without_references((verb, arguments))
-        self.channel.send(worker, CALL_HEAD.pack(call, generation) + self._newest[1])
+        self.control.send(worker, PerformCall(call, generation, self._newest[1]))
         return call
 
     def poll(self, timeout: float) -> list[Event]:
@@ -366,37 +365,43 @@ class Served(Rest):
             found.append(self.events.get(timeout=timeout))
             while True:
                 found.append(self.events.get_nowait())
-        return [self.channel.opened(event) for event in found]
+        return [opened(event) for event in found]
 
 
 class Client:
-    """One rank's end of a control connection. It notes when it was interrupted, and answers calls if it has a key."""
+    """One rank's end of a control connection. It notes when it was interrupted, and answers calls if it is to do so."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes) -> None:
-        self.reader, self.writer, self.key = reader, writer, key
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, session: Session, answers: bool
+    ) -> None:
+        self.reader, self.writer, self.session, self.answers = reader, writer, session, answers
         self.interrupted_at = 0.0
+
+    def send(self, message: Message) -> None:
+        self.writer.write(self.session.framed(message))
+
+    async def receive(self) -> Message:
+        head = await self.reader.readexactly(HEAD_BYTES)
+        return self.session.opened(head, await self.reader.readexactly(self.session.sizes(head).message))
 
     async def read(self) -> None:
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
-                header, size = sizes(await self.reader.readexactly(PREFIX.size))
-                message, body = decode(await self.reader.readexactly(header)), await self.reader.readexactly(size)
+                message = await self.receive()
                 if isinstance(message, Interrupt):
                     self.interrupted_at = time.monotonic()
-                elif isinstance(message, PerformCall) and self.key:
-                    call, _ = CALL_HEAD.unpack_from(unseal(self.key, CALL, body))
-                    answer = seal(self.key, ANSWER, CALL_HEAD.pack(call, 0) + (packed_outcome(Ok()) or b""))
-                    self.writer.write(framed(CallAnswer(), len(answer)) + answer)
+                elif isinstance(message, PerformCall) and self.answers:
+                    self.send(CallAnswer(message.call, packed_outcome(Ok()) or b""))
 
 
-def hold(pipe: Any, address: Any, numbers: Sequence[int], ranks: int, key: bytes) -> None:
+def hold(pipe: Any, address: Any, numbers: Sequence[int], ranks: int, answers: bool) -> None:
     """Run in a process of its own: hold the connections of these ranks, and do what the benchmark asks for."""
-    asyncio.run(Holder(pipe, address, numbers, ranks, key).serve())
+    asyncio.run(Holder(pipe, address, numbers, ranks, answers).serve())
 
 
 class Holder:
-    def __init__(self, pipe: Any, address: Any, numbers: Sequence[int], ranks: int, key: bytes) -> None:
-        self._pipe, self._address, self._numbers, self._ranks, self._key = pipe, address, numbers, ranks, key
+    def __init__(self, pipe: Any, address: Any, numbers: Sequence[int], ranks: int, answers: bool) -> None:
+        self._pipe, self._address, self._numbers, self._ranks, self._answers = pipe, address, numbers, ranks, answers
         self._clients: dict[int, Client] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -417,17 +422,20 @@ class Holder:
                 self._pipe.send(min((client.interrupted_at for client in self._clients.values()), default=math.inf))
 
     async def _join(self, number: int) -> None:
-        greeting = self._address.token.encode() + framed(Hello(f"w{number}", f"node{number // PER_NODE}", number + 1))
+        key, mine = self._address.key, new_number()
         for pause_s in (0.1, 0.3, 1.0, 3.0, 3.0, 3.0, 3.0):  # as a worker does
             try:
                 reader, writer = await asyncio.open_connection(self._address.host, self._address.port)
-                writer.write(greeting)
-                header, _ = sizes(await reader.readexactly(PREFIX.size))
-                await reader.readexactly(header)
+                numbers = await reader.readexactly(NUMBER_BYTES) + mine
+                client = Client(reader, writer, Session(key, WORKER, numbers), self._answers)
+                writer.write(mine + proof(key, WORKER, numbers))
+                client.send(Hello(f"w{number}", f"node{number // PER_NODE}", number + 1))
+                await reader.readexactly(PROOF_BYTES)
+                await client.receive()
             except (asyncio.IncompleteReadError, OSError):
                 await asyncio.sleep(pause_s)
                 continue
-            client = self._clients[number] = Client(reader, writer, self._key)
+            self._clients[number] = client
             for work in (client.read(), self._beat(client, number)):
                 self._tasks.add(asyncio.create_task(work))
             return
@@ -435,15 +443,15 @@ class Holder:
 
     async def _beat(self, client: Client, number: int) -> None:
         """Send "alive" every second, and progress when it is this rank's turn."""
-        alive, interval_s = framed(Alive()), report_interval_s(self._ranks)
+        interval_s = report_interval_s(self._ranks)
         await asyncio.sleep(number / self._ranks)
         report_at, step = time.monotonic() + interval_s * number / self._ranks, 0
         while not client.writer.is_closing():
-            client.writer.write(alive)
+            client.send(Alive())
             if time.monotonic() >= report_at:
                 report_at, step = report_at + interval_s, step + 1
                 partial = {"train_loss": 0.5, "num_samples": 32, "batch_count": step, "epoch": 1}
-                client.writer.write(framed(ProgressReport(number + 1, Progress(step=step, phase="train"), partial)))
+                client.send(ProgressReport(number + 1, Progress(step=step, phase="train"), partial))
             await asyncio.sleep(1.0)
 
 
@@ -462,7 +470,7 @@ def calls_on(ranks: int, calls: int, other_cores: set[int]) -> Row:
     allow_connections(ranks, each=1)
     group = Served()
     group.control.expected_workers = ranks
-    pipes, holders = started_holders(group, ranks, other_cores, group.channel.key)
+    pipes, holders = started_holders(group, ranks, other_cores, True)
     try:
         engine = engine_of(group, ranks, time.monotonic)
         spent, took = [], []
@@ -493,7 +501,7 @@ def control(ranks: int, seconds: float, closes: int, other_cores: set[int]) -> R
     group.control.expected_workers = ranks
     table = WorkerTable(group)
     workers = table.launch(ranks)
-    pipes, holders = started_holders(group, ranks, other_cores, b"")
+    pipes, holders = started_holders(group, ranks, other_cores, False)
     try:
         first_at = joined_at = 0.0
         began, deadline = time.process_time(), time.monotonic() + 120
@@ -528,14 +536,14 @@ def control(ranks: int, seconds: float, closes: int, other_cores: set[int]) -> R
     }
 
 
-def started_holders(group: Any, ranks: int, cores: set[int], key: bytes) -> tuple[list[Any], list[Any]]:
-    """Start the processes that hold the ranks' connections, on these cores. With a key, the ranks answer calls. Return the
+def started_holders(group: Any, ranks: int, cores: set[int], answers: bool) -> tuple[list[Any], list[Any]]:
+    """Start the processes that hold the ranks' connections, on these cores. With `answers`, the ranks answer calls. Return the
     pipes to them, and the processes."""
     context = multiprocessing.get_context("spawn")
     pipes, holders = [], []
     for shard in range(SHARDS):
         mine, theirs = context.Pipe()
-        given = (theirs, group.control.address_for_workers(), range(shard, ranks, SHARDS), ranks, key)
+        given = (theirs, group.control.address_for_workers(), range(shard, ranks, SHARDS), ranks, answers)
         holders.append(context.Process(target=hold, args=given, daemon=True))
         holders[-1].start()
         os.sched_setaffinity(holders[-1].pid, cores)

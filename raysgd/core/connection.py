@@ -1,8 +1,6 @@
-"""Connect to the driver, and send and receive complete messages over a socket in blocking mode. Both.
+"""Connect to the driver, and send and receive messages and bodies over a socket in blocking mode. Both.
 
-A connection starts with the driver's token, as TOKEN_BYTES raw bytes; the driver reads and parses nothing before that
-is verified. Then messages follow: the length of a header and of a body, the header (a message of `messages` as JSON),
-and the body, raw bytes that may be empty. Nothing is pickled or unpickled here."""
+`frames` describes what is sent."""
 
 from __future__ import annotations
 
@@ -12,42 +10,42 @@ import logging
 import mmap
 import os
 import socket
-import struct
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from raysgd.core.messages import Admitted, Message, Rejected, decode, encode
+from raysgd.core.frames import (
+    CODE_BYTES,
+    DRIVER,
+    HEAD_BYTES,
+    NUMBER_BYTES,
+    PROOF_BYTES,
+    WORKER,
+    AlteredError,
+    Session,
+    Sizes,
+    new_number,
+    proof,
+    proves,
+)
+from raysgd.core.messages import Admitted, Message, Rejected
 
 __all__ = [
     "PIECE",
-    "PREFIX",
-    "TOKEN_BYTES",
     "Body",
+    "Connection",
     "ControlAddress",
     "RejectedError",
     "as_timeout",
     "connect",
     "detect_unreachable",
-    "framed",
     "make_room",
-    "receive",
-    "receive_body",
-    "receive_into",
-    "receive_message",
-    "receive_some",
-    "send",
-    "send_now",
-    "sizes",
 ]
 
 logger = logging.getLogger(__name__)
 
-TOKEN_BYTES = 32
-PREFIX = struct.Struct(">IQ")
-LARGEST_HEADER = 1 << 20
 PIECE = 4 << 20
 JOINED = 1 << 16
 LARGE = 64 << 20
@@ -64,12 +62,12 @@ UNREACHABLE = {errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ETI
 
 @dataclass(frozen=True)
 class ControlAddress:
-    """Where the driver listens, the token that lets a worker in, and how long the driver's machine may not answer before
+    """Where the driver listens, the key that lets a worker in, and how long the driver's machine may not answer before
     its connections end."""
 
     host: str
     port: int
-    token: str = field(repr=False)
+    key: bytes = field(repr=False)
     unreachable_s: float = 60.0
 
 
@@ -77,33 +75,133 @@ class RejectedError(ConnectionError):
     """Raised when the driver knows this client but refuses the connection, because the transfer that it names has ended."""
 
 
-def connect(address: ControlAddress, first: Message, *, patience_s: float = PATIENCE_S) -> socket.socket:
-    """Open a connection, show the token and send the first message. Return the socket when the driver has admitted it.
+class Connection:
+    """One end of a connection whose other end has the key, too. One thread at a time may send, and one receive."""
+
+    def __init__(self, opened: socket.socket, session: Session) -> None:
+        self.socket, self._session = opened, session
+
+    def __enter__(self) -> Connection:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self.socket.close()
+
+    # -- sending --------------------------------------------------------------------------------------
+
+    def send(self, message: Message, *body: bytes | bytearray | memoryview, guarded: int = 0) -> None:
+        """Send a message, whose body are these buffers, one after another. The first `guarded` bytes have a code. Return when
+        the kernel has all of it.
+
+        The socket's timeout limits a standstill, and not the whole transfer."""
+        views = [memoryview(each).cast("B") for each in body if len(each)]
+        small = bytearray(self._session.framed(message, guarded, sum(map(len, views)) - guarded))
+        for view in self._with_code(views, guarded):
+            if len(small) + len(view) <= JOINED:  # one packet
+                small += view
+                continue
+            self._send_all(memoryview(bytes(small)))
+            small.clear()
+            self._send_all(view)
+        self._send_all(memoryview(small))
+
+    def _with_code(self, views: list[memoryview], guarded: int) -> Iterator[memoryview]:
+        """Yield a body, with the code behind its guarded part."""
+        code: Any = self._session.sent.begin() if guarded else None
+        for view in views:
+            while guarded and len(view):
+                piece, view = view[: min(guarded, PIECE)], view[min(guarded, PIECE) :]
+                code.update(piece)
+                yield piece
+                guarded -= len(piece)
+                if not guarded:
+                    yield memoryview(code.digest())
+            if len(view):
+                yield view
+
+    def begin(self, message: Message, guarded: memoryview, rest: int) -> None:
+        """Send a message and the guarded part of its body. `rest` bytes follow with `send_some`."""
+        self._send_all(memoryview(self._session.framed(message, len(guarded), rest)))
+        for view in self._with_code([guarded], len(guarded)):
+            self._send_all(view)
+
+    def send_some(self, data: memoryview) -> int:
+        return self.socket.send(data)
+
+    def _send_all(self, data: memoryview) -> None:
+        """Send all of it. (The timeout of `sendall` is for everything together.)"""
+        while data:
+            data = data[self.socket.send(data) :]
+
+    # -- receiving ------------------------------------------------------------------------------------
+
+    def receive(self) -> tuple[Message, Sizes]:
+        """Return the next message and the sizes of its body, which follows. Raise ConnectionError when the connection
+        ends."""
+        head = _exactly(self.socket, HEAD_BYTES)
+        sizes = self._session.sizes(head)
+        return self._session.opened(head, _exactly(self.socket, sizes.message)), sizes
+
+    def expect(self, kind: type[MessageT]) -> MessageT:
+        """Return the next message, which must be of this type and have no body."""
+        message, sizes = self.receive()
+        if not isinstance(message, kind) or sizes.body:
+            raise ValueError(f"received {type(message).__name__} instead of {kind.__name__}")
+        return message
+
+    def receive_body(
+        self, sizes: Sizes, moved: Callable[[], None] = lambda: None, *, room: Callable[[int], Body] | None = None
+    ) -> Body:
+        """Return a message's body, read directly to where it stays. Call `moved` whenever a part has arrived."""
+        body = (room or make_room)(sizes.body)
+        view = memoryview(body)
+        self.receive_guarded(view[: sizes.guarded], moved)
+        _receive_into(self.socket, view[sizes.guarded :], moved)
+        if isinstance(body, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
+            body.madvise(mmap.MADV_DONTNEED)  # the system may keep it only in the file until it is read
+        return body
+
+    def receive_guarded(self, room: memoryview, moved: Callable[[], None] = lambda: None) -> None:
+        """Fill the buffer with the guarded part of a body. Raise AlteredError if its code is wrong."""
+        if not room:
+            return
+        code = self._session.received.begin()
+        while room:
+            count = self.receive_some(room)
+            code.update(room[:count])
+            room = room[count:]
+            moved()
+        self._session.check(code, _exactly(self.socket, CODE_BYTES))
+
+    def receive_some(self, room: memoryview) -> int:
+        """Fill a part of the buffer, and return the size of that part. Raise TimeoutError if the other machine does not
+        respond."""
+        return _receive_some(self.socket, room)
+
+
+def connect(address: ControlAddress, first: Message, *, patience_s: float = PATIENCE_S) -> Connection:
+    """Open a connection, prove the key and send the first message. Return when the driver has admitted it.
 
     A connection that ends before that is tried again for `patience_s`."""
-    greeting = address.token.encode() + framed(first)
     until = time.monotonic() + patience_s
     for pause_s in itertools.chain(PAUSES_S, itertools.repeat(PAUSES_S[-1])):
-        connection = socket.create_connection((address.host, address.port), timeout=CONNECT_S)
+        opened = socket.create_connection((address.host, address.port), timeout=CONNECT_S)
         try:
-            connection.settimeout(SEND_S)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            detect_unreachable(connection, address.unreachable_s)
-            connection.sendall(greeting)
-            answer, _ = receive_message(connection)
-            if isinstance(answer, Admitted):
-                return connection
-            if isinstance(answer, Rejected):
-                raise RejectedError(answer.reason)
+            opened.settimeout(SEND_S)
+            opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            detect_unreachable(opened, address.unreachable_s)
+            return _greet(opened, address.key, first)
         except (ConnectionError, ValueError) as error:
+            opened.close()
             if isinstance(error, RejectedError):
-                connection.close()
                 raise
             logger.debug("the driver at %s:%d closed a new connection: %s", address.host, address.port, error)
         except BaseException:
-            connection.close()
+            opened.close()
             raise
-        connection.close()
         if time.monotonic() + pause_s > until:
             break
         time.sleep(pause_s)
@@ -113,88 +211,38 @@ def connect(address: ControlAddress, first: Message, *, patience_s: float = PATI
     )
 
 
-def framed(message: Message, size: int = 0) -> bytes:
-    """Return what is sent before the body, which has `size` bytes."""
-    header = encode(message)
-    if len(header) > LARGEST_HEADER:
-        raise ValueError(f"a control message of {len(header)} bytes is too long: at most {LARGEST_HEADER} are allowed")
-    return PREFIX.pack(len(header), size) + header
+def _greet(opened: socket.socket, key: bytes, first: Message) -> Connection:
+    mine = new_number()
+    numbers = bytes(_exactly(opened, NUMBER_BYTES)) + mine
+    session = Session(key, WORKER, numbers)
+    opened.sendall(mine + proof(key, WORKER, numbers) + session.framed(first))
+    if not proves(_exactly(opened, PROOF_BYTES), key, DRIVER, numbers):
+        raise AlteredError("the other end does not have this trainer's key")
+    connection = Connection(opened, session)
+    answer, _ = connection.receive()
+    if isinstance(answer, Rejected):
+        raise RejectedError(answer.reason)
+    if not isinstance(answer, Admitted):
+        raise ValueError(f"the driver answered {type(answer).__name__}")
+    return connection
 
 
-def send(connection: socket.socket, message: Message, *body: bytes | bytearray | memoryview) -> None:
-    """Send a message, whose body are these buffers, one after another. Return when the kernel has it.
-
-    The socket's timeout limits a standstill, and not the whole transfer."""
-    views = [memoryview(each).cast("B") for each in body if len(each)]
-    small = bytearray(framed(message, sum(map(len, views))))  # and what follows, if that is small: one packet
-    for view in views:
-        if len(small) + len(view) <= JOINED:
-            small += view
-            continue
-        _send_all(connection, memoryview(bytes(small)))
-        small.clear()
-        _send_all(connection, view)
-    if small:
-        _send_all(connection, memoryview(small))
+def _exactly(opened: socket.socket, size: int) -> bytearray:
+    data = bytearray(size)
+    _receive_into(opened, memoryview(data))
+    return data
 
 
-def _send_all(connection: socket.socket, data: memoryview) -> None:
-    """Send all of it. (The timeout of `sendall` is for everything together.)"""
-    while data:
-        data = data[connection.send(data) :]
-
-
-def send_now(connection: socket.socket, frame: bytes) -> None:
-    """Send a framed message on a non-blocking socket. Raise BlockingIOError when the kernel has no room for all of it: the
-    other end has not read for a long time, and the connection cannot be used any more."""
-    if connection.send(frame) < len(frame):
-        raise BlockingIOError("only a part of the message could be sent")
-
-
-def sizes(prefix: bytes | bytearray) -> tuple[int, int]:
-    """Return the sizes of a header and a body. Raise ValueError if the header is too large."""
-    header, body = PREFIX.unpack(prefix)
-    if header > LARGEST_HEADER:
-        raise ValueError(f"not a raysgd control message: its header has {header} bytes, more than {LARGEST_HEADER}")
-    return header, body
-
-
-def receive_message(connection: socket.socket) -> tuple[Message, int]:
-    """Return the next message and the size of its body, which follows. Raise ConnectionError when the connection
-    ends."""
-    header, body = sizes(_exactly(connection, PREFIX.size))
-    return decode(_exactly(connection, header)), body
-
-
-def receive(connection: socket.socket, expected: type[MessageT]) -> MessageT:
-    """Return the next message, which must be of this type and have no body."""
-    message, size = receive_message(connection)
-    if not isinstance(message, expected) or size:
-        raise ValueError(f"received {type(message).__name__} instead of {expected.__name__}")
-    return message
-
-
-def receive_body(connection: socket.socket, size: int, moved: Callable[[], None] = lambda: None) -> Body:
-    """Return a message's body, read directly to where it stays. Call `moved` whenever a part has arrived."""
-    body = make_room(size)
-    receive_into(connection, memoryview(body), moved)
-    if isinstance(body, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
-        body.madvise(mmap.MADV_DONTNEED)  # the system may keep it only in the file until it is read
-    return body
-
-
-def receive_into(connection: socket.socket, room: memoryview, moved: Callable[[], None] = lambda: None) -> None:
+def _receive_into(opened: socket.socket, room: memoryview, moved: Callable[[], None] = lambda: None) -> None:
     """Fill the buffer. Call `moved` whenever a part has arrived."""
     while room:
-        room = room[receive_some(connection, room[:PIECE]) :]
+        room = room[_receive_some(opened, room) :]
         moved()
 
 
-def receive_some(connection: socket.socket, room: memoryview) -> int:
-    """Fill a part of the buffer, and return the size of that part. Raise TimeoutError if the other machine does not
-    respond."""
+def _receive_some(opened: socket.socket, room: memoryview) -> int:
     try:
-        count = connection.recv_into(room)
+        count = opened.recv_into(room[:PIECE])
     except OSError as error:
         raise as_timeout(error) from None
     if count == 0:
@@ -223,12 +271,6 @@ def as_timeout(error: OSError) -> OSError:
     """Return a TimeoutError for errors that mean an unreachable machine, and other errors as they are. (If a machine in
     the same network is switched off, the error is "no route to host".)"""
     return TimeoutError(str(error)) if error.errno in UNREACHABLE else error
-
-
-def _exactly(connection: socket.socket, size: int) -> bytearray:
-    data = bytearray(size)
-    receive_into(connection, memoryview(data))
-    return data
 
 
 def make_room(size: int) -> Body:

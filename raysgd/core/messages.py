@@ -1,10 +1,11 @@
 """Define every message between the driver and its workers. Both.
 
-A message is a frozen dataclass. On a connection it is a JSON object with the name of its class as `type` and its
-fields; some are followed by a body of raw bytes. `connection` describes how they are framed.
+A message is a frozen dataclass, which is pickled. Some are followed by a body, and only these can be large. `frames` describes
+how they are sent. Objects of the user are bytes in a message or in a body, so that they are unpickled by whoever
+needs them, and not by the thread that receives them.
 
-Every connection starts with the token, then with one of `Hello`, `OpenBulk` and `OpenTransfer`, which the driver
-answers with `Admitted` or `Rejected`:
+The first message of a connection is one of `Hello`, `OpenBulk` and `OpenTransfer`, which the driver answers with `Admitted` or
+`Rejected`:
 
     Hello            the control connection of a worker, for as long as it lives
     OpenBulk         carries what is large or must not be lost: snapshots, reports of training functions
@@ -13,52 +14,11 @@ answers with `Admitted` or `Rejected`:
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
-from dataclasses import dataclass, field, fields, is_dataclass
-from functools import cache
-from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from raysgd.core.outcomes import CollectivePlace
 from raysgd.core.progress import Progress
-
-__all__ = [
-    "Admitted",
-    "Alive",
-    "AllowReports",
-    "BoundaryAnswer",
-    "Bye",
-    "CallAnswer",
-    "ConfirmBoundary",
-    "FunctionReport",
-    "GiveState",
-    "Hello",
-    "Interrupt",
-    "KillProcess",
-    "Message",
-    "MessageError",
-    "OpenBulk",
-    "OpenTransfer",
-    "PerformCall",
-    "PreemptionNotice",
-    "ProgressReport",
-    "ProposeBoundary",
-    "Received",
-    "Rejected",
-    "SnapshotUpload",
-    "StackReport",
-    "StackRequest",
-    "StartDealer",
-    "State",
-    "TakeState",
-    "decode",
-    "encode",
-]
-
-
-class MessageError(ValueError):
-    """What was received is not a message of this module."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +49,7 @@ class OpenBulk(Message):
 
 @dataclass(frozen=True)
 class OpenTransfer(Message):
-    """A worker sends this to give or take the state with this secret name. `GiveState` or `TakeState` follows."""
+    """A worker sends this to give or take one state, which has this name. `GiveState` or `TakeState` follows."""
 
     name: str
 
@@ -158,8 +118,10 @@ class StackReport(Message):
 
 @dataclass(frozen=True)
 class CallAnswer(Message):
-    """A worker sends this when a call has ended. Body: the pickled outcome, sealed (`workers/calls.py`). Ray sends an
-    outcome that is large."""
+    """A worker sends this when a call has ended, with the pickled outcome. Ray sends an outcome that is large."""
+
+    call: int
+    outcome: bytes
 
 
 # -- the control connection, from the driver ----------------------------------------------------------
@@ -167,8 +129,16 @@ class CallAnswer(Message):
 
 @dataclass(frozen=True)
 class PerformCall(Message):
-    """The driver asks a worker to perform a call. Body: the pickled call, sealed (`workers/calls.py`). `CallAnswer`
-    follows. Without a body, the worker's main thread performs one call that the driver has submitted to Ray."""
+    """The driver asks a worker to perform a call: the pickled verb and arguments. `CallAnswer` follows."""
+
+    call: int
+    generation: int
+    packed: bytes
+
+
+@dataclass(frozen=True)
+class FreeMainThread(Message):
+    """The driver has submitted a call to Ray. The worker's main thread performs it."""
 
 
 @dataclass(frozen=True)
@@ -227,8 +197,7 @@ class Bye(Message):
 @dataclass(frozen=True)
 class SnapshotUpload(Message):
     """Rank 0 sends this when a snapshot is due. Body: the full state, or nothing if the ranks keep
-    it themselves. `call` and `partial` are those of
-    `ProgressReport`. The driver keeps the newest snapshot, in case all workers fail."""
+    it themselves. `call` and `partial` are those of `ProgressReport`. The driver keeps the newest snapshot, in case all workers fail."""
 
     progress: Progress
     call: int
@@ -237,7 +206,7 @@ class SnapshotUpload(Message):
 
 @dataclass(frozen=True)
 class FunctionReport(Message):
-    """A rank sends this in `train.report` ("report") and `train.save_checkpoint` ("checkpoint"). Body: the pickled
+    """A rank sends this in `train.report` ("report") and `train.save_checkpoint` ("checkpoint"). Body, guarded: the pickled
     metrics, `metrics_size` bytes, then the checkpoint, if there is one. The driver drops those of earlier attempts."""
 
     kind: Literal["report", "checkpoint"]
@@ -250,7 +219,7 @@ class FunctionReport(Message):
 
 @dataclass(frozen=True)
 class StartDealer(Message):
-    """Each rank sends this when it registers a Ray Dataset. Body: the pickled dataset. The driver starts one actor of
+    """Each rank sends this when it registers a Ray Dataset. Body, guarded: the pickled dataset. The driver starts one actor of
     this name, from which all ranks read."""
 
     name: str
@@ -266,11 +235,11 @@ class Received(Message):
 
 @dataclass(frozen=True)
 class GiveState(Message):
-    """The worker sends its state. Body: the state. `report` is JSON: of a save, what the worker has written, or its error.
-    `Received` follows."""
+    """The worker sends its state. Body: the state, or the content of a save. `report` is what the worker of a save has written,
+    or its error. `Received` follows."""
 
     worker: str
-    report: str = "null"
+    report: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -283,75 +252,3 @@ class TakeState(Message):
 @dataclass(frozen=True)
 class State(Message):
     """The driver passes the state on, while it arrives. Body: the state."""
-
-
-TYPES: dict[str, Callable[..., Message]] = {each.__name__: each for each in Message.__subclasses__()}
-
-
-def encode(message: Message) -> bytes:
-    """Return the message as JSON.
-
-    >>> encode(Interrupt(3))
-    b'{"type": "Interrupt", "generation": 3}'
-    """
-    return json.dumps({"type": type(message).__name__, **vars(message)}, default=_plain).encode()
-
-
-def _plain(value: Any) -> Any:
-    """Return a NumPy number as a Python number, because counts and metrics can be NumPy numbers, and a dataclass as a
-    dictionary."""
-    if is_dataclass(value):
-        return vars(value)
-    if hasattr(value, "item"):
-        return value.item()
-    raise TypeError(f"{type(value).__name__} cannot be part of a control message")
-
-
-def decode(data: bytes | bytearray) -> Message:
-    """Return the message. Raise MessageError for an unknown type, and for fields that are missing, unknown or of
-    another type than the class says."""
-    try:
-        content = json.loads(data)
-        if not isinstance(content, dict):
-            raise MessageError("it is not a JSON object")
-        kind = TYPES.get(str(content.pop("type", None)))
-        if kind is None:
-            raise MessageError("its type is unknown")
-        message: Message = _built(kind, content)
-    except (ValueError, RecursionError) as error:
-        why = str(error) if isinstance(error, MessageError) else f"{type(error).__name__}: {error}"
-        raise MessageError(f"not a raysgd control message: {why}") from None
-    return message
-
-
-@cache
-def _hints(kind: Any) -> dict[str, Any]:
-    hints = get_type_hints(kind)
-    return {field.name: hints[field.name] for field in fields(kind)}
-
-
-def _built(kind: Any, given: dict[str, Any]) -> Any:
-    """Return an object of this dataclass with exactly these fields."""
-    hints = _hints(kind)
-    if given.keys() != hints.keys():
-        raise MessageError(f"the fields of {kind.__name__} are {', '.join(hints) or 'none'}")
-    return kind(**{name: _checked(given[name], hint, f"{kind.__name__}.{name}") for name, hint in hints.items()})
-
-
-def _checked(value: Any, hint: Any, where: str) -> Any:
-    origin, arguments = get_origin(hint), get_args(hint)
-    if origin in (Union, UnionType):  # only "or None" is used
-        return None if value is None else _checked(value, arguments[0], where)
-    if origin is Literal and value in arguments:
-        return value
-    if is_dataclass(hint) and isinstance(value, dict):
-        return _built(hint, value)
-    if origin is tuple and isinstance(value, list):
-        hints = arguments[:1] * len(value) if arguments[-1] is ... else arguments
-        if len(hints) == len(value):
-            return tuple(_checked(each, hint, where) for each, hint in zip(value, hints, strict=True))
-    if origin is dict and isinstance(value, dict):
-        return value
-    if isinstance(hint, type) and type(value) is hint:
-        return value
-    raise MessageError(f"{where} must be {getattr(hint, '__name__', hint)}")

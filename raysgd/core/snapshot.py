@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import struct
 import threading
 from dataclasses import dataclass, field
 from typing import Any
 
 from raysgd.core.progress import Progress
 
-__all__ = ["Snapshot", "SnapshotStore"]
+__all__ = ["GUARDED", "Snapshot", "SnapshotStore", "guarded_part"]
+
+GUARDED = struct.Struct(">Q")
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,13 @@ class Snapshot:
     def content(self) -> Any:
         """Return the state as bytes."""
         return self.data() if callable(self.data) else self.data
+
+
+def guarded_part(*state: Any) -> int:
+    """Return how many bytes of a state, from the first one on, are unpickled later, so that nobody may change them on their way.
+    Each state begins with this number; the rest is only data. The state is in these buffers, one after another."""
+    size = sum(map(len, state))
+    return min(GUARDED.unpack_from(state[0])[0], size) if size and len(state[0]) >= GUARDED.size else size
 
 
 class SnapshotStore:

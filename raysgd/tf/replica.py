@@ -190,11 +190,11 @@ class TFReplica(ReplicaBase):
         return {**states.gather(self.operator), **self._positions()}
 
     def _dump(self, state: dict[str, Any]) -> memoryview:
-        return states.dump(state)
+        return states.packed(state)
 
     def load(self, data: Any) -> None:
         """Load the state of another replica of this trainer, in a new process of a group that may have another size."""
-        state = states.parse(data)
+        state = states.unpack(data)
         self.adopt(state)
         self.damage = None
         if state["world_size"] != self._rank_info.world_size:

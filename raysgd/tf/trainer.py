@@ -147,7 +147,7 @@ class TFTrainer(TrainerBase):
             TensorFlowBackend, join_s=limits.join_s, threads=settings.threads, use_gpu=settings.use_gpu
         )
         engine = make_engine(self._factory, calls, resources, elastic, limits, initialization_hook, make_backend)
-        self._loads = Loads(engine, lambda file: states.parse(file.read()), states.dump)
+        self._loads = Loads(engine, lambda file: states.parse(file.read()), states.packed)
         super().__init__(engine, calls, number, folder, resume=resume is not None)
 
     # -- training -------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from raysgd.core.outcomes import DataLoaderFailure, Interrupted
 from raysgd.core.progress import Control, Progress
 from raysgd.core.protocols import Call
 from raysgd.core.ranks import RankInfo
+from raysgd.core.snapshot import GUARDED
 from raysgd.errors import ConfigError
 from raysgd.train.elastic_state import Commit
 from raysgd.train.run_session import Attempt, Session, Stopped, running
@@ -223,10 +224,11 @@ class FunctionReplica:
         """Return nothing: the driver already has the reports of a function."""
 
     def state(self) -> bytes:
-        return self._factory.dumps((self._run_number, self._steps, self._commit.content))
+        packed = self._factory.dumps((self._run_number, self._steps, self._commit.content))
+        return GUARDED.pack(GUARDED.size + len(packed)) + packed
 
     def load(self, data: bytes) -> None:
-        self._run_number, self._steps, self._commit.content = pickle.loads(data)
+        self._run_number, self._steps, self._commit.content = pickle.loads(memoryview(data)[GUARDED.size :])
 
     def close(self) -> None:
         """Drop the user's object, whose `__del__` may release resources."""

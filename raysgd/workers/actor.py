@@ -18,12 +18,13 @@ from types import FrameType
 from typing import Any
 
 from raysgd.core.connection import ControlAddress
+from raysgd.core.messages import PerformCall
 from raysgd.core.outcomes import Failed, Ok, Outcome
 from raysgd.core.protocols import ProcessGroupBackend
 from raysgd.errors import described
 from raysgd.storage.durable import own_folder, private_place
 from raysgd.workers.blob import unpickled
-from raysgd.workers.calls import ANSWER, CALL, CALL_HEAD, packed_outcome, seal, unseal
+from raysgd.workers.calls import packed_outcome
 from raysgd.workers.control_client import ControlClient
 from raysgd.workers.replica_host import ReplicaHost
 from raysgd.workers.user_code import UserCode, add_to_path, install
@@ -41,10 +42,9 @@ class WorkerActor:
     """One worker process. Its methods run one at a time on the main thread, which data loaders, signal handlers and
     user code require; so `max_concurrency` must be 1."""
 
-    def __init__(self, worker: str, address: ControlAddress, key: bytes, backend: ProcessGroupBackend) -> None:
+    def __init__(self, worker: str, address: ControlAddress, backend: ProcessGroupBackend) -> None:
         import ray
 
-        self._key = key
         node = ray.get_runtime_context().get_node_id()
         self._client = ControlClient(address, worker, node, backend.abort, _leave)
         self._host = ReplicaHost(backend, self._client.control)
@@ -70,29 +70,28 @@ class WorkerActor:
     def serve(self) -> tuple[int, Outcome] | None:
         """Perform the calls that arrive on the control connection. Return the number and the outcome of a call whose
         answer is large, or None when the driver has submitted a call to Ray. The driver calls this again at once."""
-        while data := self._client.calls.get():
-            call, outcome = self._perform(unseal(self._key, CALL, bytes(data)))
+        while isinstance(message := self._client.calls.get(), PerformCall):
+            call, outcome = self._perform(message)
             packed = packed_outcome(outcome)
             if packed is None:
                 return call, outcome
-            self._client.answer(seal(self._key, ANSWER, CALL_HEAD.pack(call, 0) + packed))
+            self._client.answer(call, packed)
         return None
 
-    def perform(self, packed: bytes, others: dict[str, Any]) -> tuple[int, Outcome]:
+    def perform(self, message: PerformCall, others: dict[str, Any]) -> tuple[int, Outcome]:
         """Perform a call that was submitted to Ray, because only Ray can send its other arguments."""
         import ray
 
         given = {name: ray.get(each) if isinstance(each, ray.ObjectRef) else each for name, each in others.items()}
-        return self._perform(packed, given)
+        return self._perform(message, given)
 
-    def _perform(self, data: bytes, others: Mapping[str, Any] | None = None) -> tuple[int, Outcome]:
-        """Perform a call: `CALL_HEAD`, then the pickled verb and arguments. Return its number and its outcome."""
-        call, generation = CALL_HEAD.unpack_from(data)
-        self._client.begin(call)
-        verb, arguments = pickle.loads(memoryview(data)[CALL_HEAD.size :])
+    def _perform(self, message: PerformCall, others: Mapping[str, Any] | None = None) -> tuple[int, Outcome]:
+        """Perform a call. Return its number and its outcome."""
+        self._client.begin(message.call)
+        verb, arguments = pickle.loads(message.packed)
         if verb in ("join", "warm"):
-            self._client.generation = generation
-        return call, self._host.perform(verb, {**arguments, **(others or {})})
+            self._client.generation = message.generation
+        return message.call, self._host.perform(verb, {**arguments, **(others or {})})
 
     def value(self, verb: str, arguments: dict[str, Any]) -> Any:
         """Perform a call whose Ray reference the user holds. Return its value, or raise its error."""

@@ -5,7 +5,6 @@ only one connection to read, and each thread sends its own messages."""
 
 from __future__ import annotations
 
-import json
 import logging
 import numbers
 import os
@@ -22,7 +21,7 @@ from typing import Any
 
 from raysgd.config import CONTROL_PORT
 from raysgd.constants import BATCH_COUNT, NUM_SAMPLES
-from raysgd.core.connection import SEND_S, Body, ControlAddress, connect, receive, receive_body, receive_message, send
+from raysgd.core.connection import SEND_S, Body, Connection, ControlAddress, connect
 from raysgd.core.hang import place_of
 from raysgd.core.messages import (
     Alive,
@@ -31,6 +30,7 @@ from raysgd.core.messages import (
     Bye,
     CallAnswer,
     ConfirmBoundary,
+    FreeMainThread,
     FunctionReport,
     Hello,
     Interrupt,
@@ -49,6 +49,7 @@ from raysgd.core.messages import (
 )
 from raysgd.core.metrics import COMMITTED, SKIPPED
 from raysgd.core.progress import Control, Progress
+from raysgd.core.snapshot import guarded_part
 from raysgd.workers.transfer import Giving, take
 
 __all__ = ["CANNOT_CONNECT", "ControlClient", "brief"]
@@ -56,14 +57,13 @@ __all__ = ["CANNOT_CONNECT", "ControlClient", "brief"]
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 1.0
-NO_BODY = bytearray()
 DRIVER_GONE = 78
 CANNOT_CONNECT = "cannot connect to the script's machine"
 DEEPEST = 100  # frames of a stack, of which an import alone can have dozens
 
 BULK_S = 600.0  # for the driver to take any few MB of a large message: it may be suspended for a while
 
-# Limits on the metrics in a progress message: characters of one text, bytes of all metrics, bits of one integer.
+# Limits on the metrics in a progress message: characters of one text, of all metrics, bits of one integer.
 LONGEST_TEXT, LONGEST_BRIEF, LARGEST_INT_BITS = 200, 64_000, 64
 
 
@@ -83,21 +83,22 @@ class ControlClient:
         self._address, self._worker = address, worker
         self._abort, self._dismissed = abort, dismissed
         self._send_lock = threading.Lock()
-        self._socket = _connected(address, Hello(worker, node, os.getpid()))
-        self._socket.settimeout(SEND_S)
-        self._bulk: socket.socket | None = None
+        self._connection = _connected(address, Hello(worker, node, os.getpid()))
+        self._connection.socket.settimeout(SEND_S)
+        self._bulk: Connection | None = None
         self._bulk_lock = threading.Lock()
-        os.register_at_fork(after_in_child=self._forget_bulk)
+        os.register_at_fork(after_in_child=self._forget_connections)
         self._writable = selectors.DefaultSelector()
-        self._writable.register(self._socket, selectors.EVENT_WRITE)
+        self._writable.register(self._connection.socket, selectors.EVENT_WRITE)
         self.control = Control(self._publish)
         self.on_end: Callable[[], None] = lambda: None
         self.generation = -1
         self.call = -1
         self._call_lock = threading.Lock()
-        self.calls: queue.SimpleQueue[Body] = queue.SimpleQueue()  # what the driver asks the main thread
+        # What the driver asks the main thread to do.
+        self.calls: queue.SimpleQueue[PerformCall | FreeMainThread] = queue.SimpleQueue()
         self._main = threading.main_thread().ident or 0
-        self._open = True
+        self._open, self._forked = True, False
         threading.Thread(target=self._listen, name="raysgd-control", daemon=True).start()
 
     def begin(self, call: int) -> None:
@@ -107,9 +108,9 @@ class ControlClient:
             self.control.withdraw()
             self.call = call
 
-    def answer(self, body: bytes) -> None:
-        """Send the outcome of a call."""
-        self._send(CallAnswer(), body)
+    def answer(self, call: int, outcome: bytes) -> None:
+        """Send the pickled outcome of a call."""
+        self._send(CallAnswer(call, outcome))
 
     def notice(self) -> None:
         """Report that this worker will be stopped soon."""
@@ -119,21 +120,24 @@ class ControlClient:
 
     def upload(self, message: SnapshotUpload, *body: bytes | memoryview) -> None:
         """Send a snapshot over the bulk connection, so that stop requests never wait behind it."""
-        self.deliver(replace(message, partial=brief(message.partial)), *body)
+        self._deliver(replace(message, partial=brief(message.partial)), *body, guarded=guarded_part(*body))
 
-    def deliver(self, message: SnapshotUpload | FunctionReport | StartDealer, *body: bytes | memoryview) -> None:
+    def deliver(self, message: FunctionReport | StartDealer, body: bytes) -> None:
         """Send a message that must not be lost with this process. Return when the driver has received all of it."""
+        self._deliver(message, body, guarded=len(body))
+
+    def _deliver(self, message: Message, *body: bytes | memoryview, guarded: int) -> None:
         with self._bulk_lock:
             bulk, self._bulk = self._bulk, None  # stored again at the end, because Ctrl-C may end this at any line
-            if bulk is not None and not _is_idle(bulk):  # a device between the machines has closed it meanwhile
+            if bulk is not None and not _is_idle(bulk.socket):  # a device between the machines has closed it meanwhile
                 bulk.close()
                 bulk = None
             if bulk is None:
                 bulk = connect(self._address, OpenBulk(self._worker))
             try:
-                bulk.settimeout(BULK_S)
-                send(bulk, message, *body)
-                receive(bulk, Received)
+                bulk.socket.settimeout(BULK_S)
+                bulk.send(message, *body, guarded=guarded)
+                bulk.expect(Received)
             except BaseException:
                 bulk.close()
                 raise
@@ -147,9 +151,11 @@ class ControlClient:
         """Return the state that another worker, or the driver, gives."""
         return take(self._address, self._worker, transfer)
 
-    def _forget_bulk(self) -> None:
-        """Drop the bulk connection and its lock in a forked process, because they belong to the parent."""
+    def _forget_connections(self) -> None:
+        """Drop the connections and locks in a forked process, because they belong to the parent: what both send on one would have
+        the same codes. This process sends over a bulk connection of its own."""
         self._bulk, self._bulk_lock = None, threading.Lock()
+        self._send_lock, self._forked = threading.Lock(), True
 
     def _publish(self, progress: Progress, partial: dict[str, Any] | None) -> None:
         """Send progress, unless the driver does not read at the moment: training must not wait for it, and a later
@@ -157,36 +163,37 @@ class ControlClient:
         if self._writable.select(0):
             self._send(ProgressReport(self.call, progress, brief(partial)))
 
-    def _send(self, message: Message, body: bytes = b"") -> None:
+    def _send(self, message: Message) -> None:
+        if self._forked:
+            return
         try:
             with self._send_lock:
-                send(self._socket, message, body)
+                self._connection.send(message)
         except OSError:
             if self._open:
                 self._driver_gone()
 
     def _listen(self) -> None:
         incoming = selectors.DefaultSelector()
-        incoming.register(self._socket, selectors.EVENT_READ)
+        incoming.register(self._connection.socket, selectors.EVENT_READ)
         while self._open:
             if not incoming.select(HEARTBEAT_S):
                 self._send(Alive())
                 continue
             try:
-                message, size = receive_message(self._socket)
-                body = receive_body(self._socket, size)
-            except (OSError, ValueError) as error:
+                message, _ = self._connection.receive()
+            except Exception as error:
                 logger.info("the control connection to the driver has ended: %s", error)
                 self._driver_gone()
                 return
             try:
-                self._handle(message, body)
+                self._handle(message)
             except Exception:  # without this thread, the driver would treat the process as stopped
                 logger.exception("%s could not be carried out", type(message).__name__)
 
-    def _handle(self, message: Message, body: Body = NO_BODY) -> None:
-        if isinstance(message, PerformCall):
-            self.calls.put(body)
+    def _handle(self, message: Message) -> None:
+        if isinstance(message, PerformCall | FreeMainThread):
+            self.calls.put(message)
         elif isinstance(message, Interrupt):
             if message.generation >= self.generation:
                 self.control.interrupt()
@@ -232,7 +239,7 @@ class ControlClient:
             os._exit(DRIVER_GONE)  # the driver has ended, and the main thread may be stuck in a collective
 
 
-def _connected(address: ControlAddress, hello: Hello) -> socket.socket:
+def _connected(address: ControlAddress, hello: Hello) -> Connection:
     """Return the control connection. Raise an error that says which machine cannot be reached from which."""
     try:
         return connect(address, hello)
@@ -258,8 +265,8 @@ def _is_idle(connection: socket.socket) -> bool:
 
 
 def brief(result: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Return the part of a result that progress messages contain: its counts, and numbers and short strings up to 64
-    kB.
+    """Return the part of a result that progress messages contain: its counts, and numbers and short strings, 64,000 characters
+    at most.
 
     Everything else (long strings, tables, more metrics than that) reaches the driver with the call's result.
     """
@@ -268,22 +275,24 @@ def brief(result: Mapping[str, Any] | None) -> dict[str, Any] | None:
     kept: dict[str, Any] = {}
     size = 0
     for name in dict.fromkeys(("epoch", BATCH_COUNT, NUM_SAMPLES, SKIPPED, COMMITTED, *result)):
-        value = _as_python(result.get(name))
-        if isinstance(name, str) and _is_brief(name) and _is_brief(value):
-            size += len(json.dumps({name: value}))
+        value = _plain(result.get(name))
+        if value is not None and isinstance(name, str) and len(name) <= LONGEST_TEXT:
+            size += len(name) + len(repr(value))
             if size > LONGEST_BRIEF:
                 break
             kept[name] = value
-    return {name: kept[name] for name in result if name in kept}
+    return {str.__str__(name): kept[name] for name in result if name in kept}
 
 
-def _as_python(value: Any) -> Any:
-    """Return a NumPy number as a Python number, and any other value as it is."""
-    from_numpy = type(value).__module__ == "numpy" and isinstance(value, numbers.Number)
-    return value.item() if from_numpy else value
-
-
-def _is_brief(value: Any) -> bool:
+def _plain(value: Any) -> Any:
+    """Return a number or a short string as Python's own, for which the driver imports no module. Return None for anything
+    else."""
+    if type(value).__module__ == "numpy" and isinstance(value, numbers.Real):
+        value = value.item()  # type: ignore[attr-defined]
+    if isinstance(value, bool):
+        return value
     if isinstance(value, int):
-        return value.bit_length() <= LARGEST_INT_BITS
-    return isinstance(value, float) or (isinstance(value, str) and len(value) <= LONGEST_TEXT)
+        return int(value) if value.bit_length() <= LARGEST_INT_BITS else None
+    if isinstance(value, float):
+        return float(value)
+    return str.__str__(value) if isinstance(value, str) and len(value) <= LONGEST_TEXT else None

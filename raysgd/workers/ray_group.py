@@ -18,7 +18,7 @@ from typing import Any
 
 from raysgd.config import WorkerResources, flag_from_environment
 from raysgd.core.descriptors import allow_connections
-from raysgd.core.messages import KillProcess, Message, PreemptionNotice, StartDealer
+from raysgd.core.messages import FreeMainThread, KillProcess, Message, PerformCall, PreemptionNotice, StartDealer
 from raysgd.core.outcomes import Failed, Outcome
 from raysgd.core.policy import OUT_OF_STEP, UNREACHABLE
 from raysgd.core.protocols import ProcessGroupBackend
@@ -28,7 +28,7 @@ from raysgd.ray_data.splits import no_room_for_data
 from raysgd.workers import cluster
 from raysgd.workers.actor import WorkerActor
 from raysgd.workers.blob import SMALL, Blob
-from raysgd.workers.calls import CALL_HEAD, CallChannel, with_value
+from raysgd.workers.calls import opened, with_value
 from raysgd.workers.control_client import CANNOT_CONNECT
 from raysgd.workers.control_server import ControlServer
 from raysgd.workers.events import CallEnded, Event, MessageReceived, WorkerEnded, WorkerStarted
@@ -103,7 +103,6 @@ class RayGroup:
         self.control = ControlServer(
             self._events, ray.util.get_node_ip_address(), node=self._here
         )  # last, as it starts a thread
-        self._channel = CallChannel(self.control)
 
     # -- members --------------------------------------------------------------------------------------
 
@@ -125,7 +124,7 @@ class RayGroup:
                 scheduling_strategy=cluster.placement(),
                 max_restarts=0,
                 max_task_retries=0,
-            ).remote(worker, address, self._channel.key, self._backend)
+            ).remote(worker, address, self._backend)
             self._handles[worker] = _Handle(actor)
             # This call fails if the process ends before it has connected, which nothing else would report.
             actor.__ray_ready__.remote().future().add_done_callback(partial(self._up, worker))
@@ -143,12 +142,12 @@ class RayGroup:
             self._serve(worker)
         handle.call = call
         packed, others = self._packed(verb, arguments)
-        data = CALL_HEAD.pack(call, generation) + packed
-        if len(data) < SMALL and not others:
-            self._channel.send(worker, data)
+        message = PerformCall(call, generation, packed)
+        if len(packed) < SMALL and not others:
+            self.control.send(worker, message)
             return call
-        handle.actor.perform.remote(data, others).future().add_done_callback(partial(self._done, worker, call))
-        self._channel.free_main_thread(worker)
+        handle.actor.perform.remote(message, others).future().add_done_callback(partial(self._done, worker, call))
+        self.control.send(worker, FreeMainThread())
         return call
 
     def _serve(self, worker: str) -> None:
@@ -177,7 +176,7 @@ class RayGroup:
         """Start a call, and return its Ray reference for the user to wait for."""
         require_ray(self._session)
         reference = self._handles[worker].actor.value.remote(verb, arguments)
-        self._channel.free_main_thread(worker)
+        self.control.send(worker, FreeMainThread())
         return reference
 
     def pack(self, value: Any) -> Any:
@@ -223,7 +222,7 @@ class RayGroup:
             while True:
                 self._arrived.append(self._events.get_nowait())
         while self._arrived:
-            event = self._channel.opened(self._arrived.popleft())
+            event = opened(self._arrived.popleft())
             if self._note(event):
                 self._ready.append(self._explained(event))
         ready, self._ready = self._ready, []

@@ -19,6 +19,7 @@ from raysgd.core.outcomes import Failed, Interrupted, Ok, Outcome
 from raysgd.core.progress import Control, Progress
 from raysgd.core.protocols import Call, ProcessGroupBackend, Replica, ReplicaFactory
 from raysgd.core.ranks import RankInfo
+from raysgd.core.snapshot import guarded_part
 from raysgd.errors import described, shown, text_of
 from raysgd.workers.blob import Blob, PickledObject, unpickled
 from raysgd.workers.foreign import is_exit_of_actor
@@ -172,7 +173,8 @@ class ReplicaHost:
         """Give the state to those that take it. With "" as transfer, only take part in gathering it."""
         assert self._replica is not None
         data = self._replica.state()
-        return self._moved(lambda: self._control.giving(transfer).send(data) if transfer else None)
+        guarded = guarded_part(data)
+        return self._moved(lambda: self._control.giving(transfer).send(data, guarded=guarded) if transfer else None)
 
     def _load(self, transfer: str) -> Interrupted | None:
         assert self._replica is not None

@@ -7,7 +7,6 @@ script's files takes the same way, and so does what a worker reports of a save i
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import socket
 import threading
@@ -15,21 +14,10 @@ from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from typing import Any, Protocol
 
-from raysgd.core.connection import (
-    PIECE,
-    Body,
-    ControlAddress,
-    connect,
-    framed,
-    make_room,
-    receive,
-    receive_into,
-    receive_message,
-    receive_some,
-    send,
-)
+from raysgd.core.connection import PIECE, Body, Connection, ControlAddress, connect, make_room
+from raysgd.core.frames import Sizes
 from raysgd.core.messages import GiveState, OpenTransfer, Received, State, TakeState
-from raysgd.errors import described
+from raysgd.core.snapshot import guarded_part
 
 __all__ = ["Giving", "InlineTransfer", "Transfer", "TransferServer", "take"]
 
@@ -42,7 +30,7 @@ LOOK_S = 1.0
 class TransferServer(Protocol):
     """What a transfer needs of the control server."""
 
-    def expect_transfer(self, take: Callable[[socket.socket], None]) -> str: ...
+    def expect_transfer(self, serve: Callable[[Connection], None]) -> str: ...
     def end_transfer(self, name: str) -> None: ...
     def noting(self, worker: str) -> Callable[[], None]: ...
 
@@ -56,16 +44,17 @@ class Transfer:
         self._server = server
         self._changed = threading.Condition()
         self._data: Any = None
-        self._size, self._filled = -1, 0
+        self._size, self._guarded, self._filled = -1, 0, 0
         self._closed = False
-        self._connections: set[socket.socket] = set()
+        self._connections: set[Connection] = set()
         self.given: Future[dict[str, Any] | None] = Future()
-        self.name = server.expect_transfer(self._accept)
+        self.name = server.expect_transfer(self._serve)
 
     def fill(self, data: Any) -> None:
         """Give a state that the driver has."""
         with self._changed:
             self._data = memoryview(data).cast("B")
+            self._guarded = guarded_part(self._data)
             self._size = self._filled = len(self._data)
             self._changed.notify_all()
 
@@ -86,72 +75,69 @@ class Transfer:
             self._closed = True
             self._changed.notify_all()
             for connection in self._connections:
-                _shut(connection)
+                _shut(connection.socket)
         self._lost("the transfer has ended")
 
-    def _accept(self, connection: socket.socket) -> None:
+    def _serve(self, connection: Connection) -> None:
         with self._changed:
+            if self._closed:
+                return
             self._connections.add(connection)
-        threading.Thread(target=self._serve, args=(connection,), name="raysgd-transfer", daemon=True).start()
-
-    def _serve(self, connection: socket.socket) -> None:
         try:
-            message, size = receive_message(connection)
+            message, sizes = connection.receive()
             if isinstance(message, GiveState):
-                self._receive(connection, size, self._server.noting(message.worker))
-                report = json.loads(message.report)
+                self._receive(connection, sizes, self._server.noting(message.worker))
                 with contextlib.suppress(InvalidStateError):  # it was closed at this moment
-                    self.given.set_result(report)
+                    self.given.set_result(message.report)
             elif isinstance(message, TakeState):
                 self._send(connection, self._server.noting(message.worker))
             else:
                 raise ValueError(f"{type(message).__name__} on a connection for a transfer")
         except OSError as error:
             self._lost(str(error))
-            logger.debug("a connection of a transfer has ended: %s", error)
-        except Exception as error:
-            logger.warning("a worker's state cannot be passed on: %s", described(error))
+            raise
         finally:
             with self._changed:
                 self._connections.discard(connection)
-            connection.close()
 
     def _lost(self, why: str) -> None:
         with contextlib.suppress(InvalidStateError):  # it was given
             self.given.set_exception(ConnectionError(why))
 
-    def _receive(self, connection: socket.socket, size: int, note: Callable[[], None]) -> None:
+    def _receive(self, connection: Connection, sizes: Sizes, note: Callable[[], None]) -> None:
         """Receive the state. If that fails, those that take it get no more either."""
         with self._changed:
             if self._size >= 0:
                 raise ValueError("a second worker gives this state")
-            self._size = size
+            self._size, self._guarded = sizes.body, sizes.guarded
         try:
-            body = make_room(size)
-            with self._changed:
-                self._data = body
-                self._changed.notify_all()
+            body = make_room(self._size)
             view = memoryview(body)
-            while self._filled < size:
-                count = receive_some(connection, view[self._filled : self._filled + PIECE])
-                with self._changed:
-                    self._filled += count
-                    self._changed.notify_all()
+            connection.receive_guarded(view[: self._guarded], note)
+            self._fill(body, self._guarded)
+            while self._filled < self._size:
+                self._fill(body, self._filled + connection.receive_some(view[self._filled :]))
                 note()
-            send(connection, Received())
+            connection.send(Received())
         except BaseException:
             self.close()
             raise
 
-    def _send(self, connection: socket.socket, note: Callable[[], None]) -> None:
-        connection.settimeout(STALL_S)
+    def _fill(self, body: Body, filled: int) -> None:
+        with self._changed:
+            self._data, self._filled = body, filled
+            self._changed.notify_all()
+
+    def _send(self, connection: Connection, note: Callable[[], None]) -> None:
+        connection.socket.settimeout(STALL_S)
         self._wait_beyond(-1, note)
-        connection.sendall(framed(State(), self._size))
-        sent = 0
+        with memoryview(self._data) as view:
+            connection.begin(State(), view[: self._guarded], self._size - self._guarded)
+        sent = self._guarded
         while sent < self._size:
             end = self._wait_beyond(sent, note)
             with memoryview(self._data) as view:
-                sent += connection.send(view[sent : min(end, sent + PIECE)])
+                sent += connection.send_some(view[sent : min(end, sent + PIECE)])
             note()
 
     def _wait_beyond(self, sent: int, note: Callable[[], None]) -> int:
@@ -176,7 +162,7 @@ class InlineTransfer:
     def fill(self, data: Any) -> None:
         self.data, self.moved = data, len(data)
 
-    def send(self, *data: Any, report: dict[str, Any] | None = None) -> None:
+    def send(self, *data: Any, guarded: int = 0, report: dict[str, Any] | None = None) -> None:
         """Do what `Giving` does."""
         self.fill(b"".join(data))
         with contextlib.suppress(InvalidStateError):  # it was closed
@@ -193,25 +179,24 @@ class Giving:
     def __init__(self, address: ControlAddress, worker: str, name: str) -> None:
         self._worker, self._connection = worker, connect(address, OpenTransfer(name))
 
-    def send(self, *data: Any, report: dict[str, Any] | None = None) -> None:
-        """Send a state, and what is to be said of it. Return when the driver has all of it."""
+    def send(self, *data: Any, guarded: int = 0, report: dict[str, Any] | None = None) -> None:
+        """Send a state, and what is to be said of it. The first `guarded` bytes are unpickled later. Return when the driver has
+        all of it."""
         with self._connection as connection:
-            connection.settimeout(STALL_S)
-            send(connection, GiveState(self._worker, json.dumps(report)), *data)
-            receive(connection, Received)
+            connection.socket.settimeout(STALL_S)
+            connection.send(GiveState(self._worker, report), *data, guarded=guarded)
+            connection.expect(Received)
 
 
 def take(address: ControlAddress, worker: str, name: str) -> Body:
     """Return a state that is given to the driver."""
     with connect(address, OpenTransfer(name)) as connection:
-        connection.settimeout(STALL_S)
-        send(connection, TakeState(worker))
-        message, size = receive_message(connection)
+        connection.socket.settimeout(STALL_S)
+        connection.send(TakeState(worker))
+        message, sizes = connection.receive()
         if not isinstance(message, State):
             raise ConnectionError(f"received {type(message).__name__} instead of a state")
-        body = bytearray(size)  # not a file, because a replica can keep parts of it
-        receive_into(connection, memoryview(body))
-        return body
+        return connection.receive_body(sizes, room=bytearray)  # not a file, because a replica can keep parts of it
 
 
 def _shut(connection: socket.socket) -> None:

@@ -1,4 +1,4 @@
-"""Attack every port on which given processes listen, with clients without a token, in a separate process.
+"""Attack every port on which given processes listen, with clients without the key, in a separate process.
 
     with Storm(folder, ["http", "silent-300"]) as storm:
         trainer.train()
@@ -30,7 +30,8 @@ from typing import Any
 
 __all__ = ["ATTACKS", "Report", "Storm", "listening", "note_ports"]
 
-PREFIX = struct.Struct(">IQ")
+PREFIX = struct.Struct(">IQQ")
+PROOF = bytes(64)  # a number and a proof, which is wrong
 LOOK_S = 0.003
 CONNECT_S = 5.0
 PUSHED_AT_MOST = 64 << 20
@@ -46,17 +47,9 @@ class Creates:
         return open, (self.path, "w")
 
 
-def framed(header: bytes, body: int = 0) -> bytes:
-    """Return a message in the format of the control channel."""
-    return PREFIX.pack(len(header), body) + header
-
-
-def hello(worker: str) -> bytes:
-    return framed(json.dumps({"type": "Hello", "worker": worker, "node": "n", "pid": 1}).encode())
-
-
-def open_bulk(worker: str) -> bytes:
-    return framed(json.dumps({"type": "OpenBulk", "worker": worker}).encode())
+def framed(message: bytes, guarded: int = 0, rest: int = 0) -> bytes:
+    """Return a message in the format of the control channel, with a wrong code."""
+    return PREFIX.pack(len(message), guarded, rest) + bytes(32) + message
 
 
 @dataclass(frozen=True)
@@ -79,24 +72,21 @@ PAYLOADS: dict[str, Payload] = {
     "http": lambda aim: b"GET / HTTP/1.1\r\nHost: example\r\nContent-Length: 5\r\n\r\nhello",
     "http-put": lambda aim: b"PUT /global/0 HTTP/1.1\r\nHost: example\r\nContent-Length: 3\r\n\r\nabc",
     "ff": lambda aim: b"\xff" * 64,
-    "half-prefix": lambda aim: PREFIX.pack(100, 0)[:6],
-    "half-header": lambda aim: PREFIX.pack(100, 0) + b'{"type": "Hello", "wor',
-    "nested-json": lambda aim: framed(NESTED),
+    "half-prefix": lambda aim: PROOF + PREFIX.pack(100, 0, 0)[:6],
+    "half-message": lambda aim: PROOF + framed(b"x" * 100)[:-50],
     "nested-json-line": lambda aim: NESTED + b"\n",
     "json-number-line": lambda aim: b"1\n",
     "json-list-line": lambda aim: b"[1]\n",
     "pickle": lambda aim: pickle.dumps(Creates(aim.marker)),
     "pickle-framed": lambda aim: struct.pack(">Q", len(evil := pickle.dumps(Creates(aim.marker)))) + evil,
-    "pickle-header": lambda aim: framed(pickle.dumps(Creates(aim.marker))),
-    "huge-length": lambda aim: PREFIX.pack(2**32 - 1, 2**64 - 1) + b"{}",
+    "pickle-message": lambda aim: PROOF + framed(pickle.dumps(Creates(aim.marker))),
+    "pickle-body": lambda aim: PROOF + framed(b"x", len(evil := pickle.dumps(Creates(aim.marker)))) + evil,
+    "huge-length": lambda aim: PROOF + PREFIX.pack(2**32 - 1, 2**64 - 1, 2**64 - 1) + b"{}",
     "huge-length-native": lambda aim: struct.pack("<Q", 2**62) + b"x" * 100,
-    "huge-body": lambda aim: framed(b'{"type": "OpenBulk", "worker": "w"}', 2**62),
+    "huge-body": lambda aim: PROOF + framed(b"x", 2**62, 2**62),
     "zeros": lambda aim: bytes(4096),
-    "forged": lambda aim: b"".join(hello(worker) for worker in aim.workers or ("w",)),
-    "forged-upload": lambda aim: open_bulk((*aim.workers, "w")[0]),
-    "forged-checkpoint": lambda aim: b"0" * 32 + framed(b'{"type": "OpenTransfer", "name": "' + b"0" * 32 + b'"}'),
-    "forged-after-token": lambda aim: b"0" * 32 + hello((*aim.workers, "w")[0]),
-    "token-without-end": lambda aim: b"0" * 31,
+    "forged": lambda aim: b"".join(PROOF + framed(worker.encode()) for worker in aim.workers or ("w",)),
+    "proof-without-end": lambda aim: PROOF[:-1],
 }
 
 
@@ -133,7 +123,7 @@ class Client:
     def drip(self) -> None:
         """Send one byte per second of something that could become a message."""
         connection = self.connect()
-        for byte in hello("w"):
+        for byte in PROOF + framed(b"x"):
             if connection is None or self.stop.wait(1.0):
                 return
             try:
@@ -207,7 +197,7 @@ ATTACKS: dict[str, Callable[[Client], None]] = {
     "silent-300": lambda client: client.silent(300),
     "drip": Client.drip,
     "reset": lambda client: client.reset(b""),
-    "reset-half": lambda client: client.reset(PREFIX.pack(100, 0)[:6]),
+    "reset-half": lambda client: client.reset(PROOF[:6]),
     "knock": Client.knock,
     "push-300": lambda client: client.push(300),
 }

@@ -1,4 +1,4 @@
-"""Attack the ports that saves use, with clients without a token, from a separate process on this machine.
+"""Attack the ports that saves use, with clients without the key, from a separate process on this machine.
 
 It watches the listening ports of a driver's process, and attacks each one that is not among the given ones, which are
 Ray's. Run it as `python save_ports.py PID KIND PORTS`; it says "ready" on its standard output, ends when its standard
@@ -114,14 +114,14 @@ def random_bytes(connection: socket.socket) -> Steps:
     yield 1.0
 
 
-def wrong_token(connection: socket.socket) -> Steps:
-    """Send what a worker sends, after a wrong token: data, and the end."""
-    connection.sendall(b"0" * 32 + struct.pack("!q", 4) + b"evil" + struct.pack("!q", 0))
+def wrong_proof(connection: socket.socket) -> Steps:
+    """Send what a worker sends, after a wrong proof."""
+    connection.sendall(bytes(64) + struct.pack(">IQQ", 4, 0, 0) + bytes(32) + b"evil")
     yield 1.0
 
 
-def half_token(connection: socket.socket) -> Steps:
-    connection.sendall(b"0" * 16)
+def half_proof(connection: socket.socket) -> Steps:
+    connection.sendall(bytes(32))
     yield 0.5
 
 
@@ -143,8 +143,8 @@ KINDS: dict[str, tuple[int, Callable[[socket.socket], Steps]]] = {
     "silent-300": (300, silent),
     "drip": (3, drip),
     "random": (3, random_bytes),
-    "wrong-token": (3, wrong_token),
-    "half-token": (3, half_token),
+    "wrong-proof": (3, wrong_proof),
+    "half-proof": (3, half_proof),
     "flood": (3, flood),
 }
 

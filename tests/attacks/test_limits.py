@@ -1,4 +1,4 @@
-"""Limits on what clients without the token can use up: the driver's memory and its file descriptors.
+"""Limits on what clients without the key can use up: the driver's memory and its file descriptors.
 
 The driver is a separate process, so that its memory can be measured, and its limit of open files can be lowered.
 """
@@ -26,7 +26,7 @@ pytestmark = [
 ]
 
 ROOT = Path(__file__).resolve().parents[2]
-FLOODS = ["silent-300", "push-300", "huge-length", "huge-body", "nested-json", "drip"]
+FLOODS = ["silent-300", "push-300", "huge-length", "huge-body", "nested-json-line", "drip"]
 
 
 def run(background: Background) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Clients without a token attack every port that the library opens while it trains, without any effect.
+"""Clients without the key attack every port that the library opens while it trains, without any effect.
 
 The ports are those on which the driver and the workers listen, except for Ray's, which were open before. One trainer
 goes through all attacks, one after the other and then all at once. In a nightly run, each single attack is followed

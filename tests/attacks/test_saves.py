@@ -1,4 +1,4 @@
-"""Clients without a token cannot disturb a save: it writes the weights, or fails and leaves the old file."""
+"""Clients without the key cannot disturb a save: it writes the weights, or fails and leaves the old file."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def trainer(rays_ports: set[tuple[str, int]]) -> Iterator[TorchTrainer]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_clients_without_a_token_change_nothing(
+def test_clients_without_the_key_change_nothing(
     trainer: TorchTrainer, rays_ports: set[tuple[str, int]], kind: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "x.pt"

@@ -1,0 +1,169 @@
+"""Prove that both ends of a connection have the trainer's key, and make frames that nobody else can make. Pure. Both.
+
+Both ends send a random number first, and prove the key with a code of both numbers. So the key never travels, and a proof is of
+no use on another connection, or to the other end:
+
+    driver      number (NUMBER_BYTES)
+    worker      number, proof (PROOF_BYTES)     the driver reads nothing else before it has checked this
+    driver      proof                           the worker reads nothing else before it has checked this
+    both        frames; the worker sends its first one with its proof
+
+A frame is a message, and perhaps a body:
+
+    prefix      how many bytes the message has, and how many of the body are guarded, and are not
+    code        of the prefix and the message
+    message     a pickled object of `messages`
+    body        the guarded part, its code, and the rest
+
+The key of the codes is made of the trainer's key and both numbers, so a frame of another connection has a wrong code. Each code
+includes the side that sends, and how many codes it has sent before, so frames that are missing, repeated, or in another order
+have wrong codes too. Nothing is unpickled before its code is checked. What is only data (the tensors of a state) has no code,
+because making and checking one takes longer than sending it."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import pickle
+import secrets
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from raysgd.core.messages import Message
+
+__all__ = [
+    "CODE_BYTES",
+    "DRIVER",
+    "HEAD_BYTES",
+    "KEY_BYTES",
+    "NUMBER_BYTES",
+    "PROOF_BYTES",
+    "WORKER",
+    "AlteredError",
+    "Codes",
+    "Session",
+    "Sizes",
+    "new_number",
+    "proof",
+    "proves",
+]
+
+KEY_BYTES = NUMBER_BYTES = PROOF_BYTES = CODE_BYTES = 32
+DRIVER, WORKER = b"driver", b"worker"
+PREFIX = struct.Struct(">IQQ")
+HEAD_BYTES = PREFIX.size + CODE_BYTES
+LARGEST_MESSAGE = 1 << 20
+COUNT = struct.Struct(">Q")
+
+
+class AlteredError(ConnectionError):
+    """Raised for what the other end of a connection did not send, or not at this place."""
+
+
+def new_number() -> bytes:
+    return secrets.token_bytes(NUMBER_BYTES)
+
+
+def proof(key: bytes, side: bytes, numbers: bytes) -> bytes:
+    """Return the proof of one side. `numbers` are the driver's and then the worker's."""
+    return hmac.digest(key, side + numbers, "sha256")
+
+
+def proves(given: bytes | bytearray, key: bytes, side: bytes, numbers: bytes) -> bool:
+    return hmac.compare_digest(given, proof(key, side, numbers))
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of a message, and of the two parts of the body that follows it."""
+
+    message: int
+    guarded: int = 0
+    rest: int = 0
+
+    @property
+    def body(self) -> int:
+        return self.guarded + self.rest
+
+
+class Codes:
+    """Makes the codes of what one side sends on one connection. Owns how many there were."""
+
+    def __init__(self, secret: bytes, side: bytes) -> None:
+        self._secret, self._side, self._count = secret, side, 0
+
+    def begin(self) -> Any:
+        """Return what makes the next code: `update` it with the content, and take its `digest`."""
+        code = hashlib.blake2b(COUNT.pack(self._count), digest_size=CODE_BYTES, key=self._secret, person=self._side)
+        self._count += 1
+        return code
+
+
+class Session:
+    """What one end of one connection needs to make frames, and to check those of the other end. Owns the codes of both
+    directions."""
+
+    def __init__(self, key: bytes, side: bytes, numbers: bytes) -> None:
+        secret = proof(key, b"session", numbers)
+        self.sent, self.received = Codes(secret, side), Codes(secret, WORKER if side == DRIVER else DRIVER)
+
+    def framed(self, message: Message, guarded: int = 0, rest: int = 0) -> bytes:
+        """Return what is sent before the body, which has these sizes."""
+        packed = pickle.dumps(message, 5)
+        if len(packed) > LARGEST_MESSAGE:
+            raise ValueError(
+                f"a control message of {len(packed)} bytes is too long: at most {LARGEST_MESSAGE} are allowed"
+            )
+        prefix = PREFIX.pack(len(packed), guarded, rest)
+        code = self.sent.begin()
+        code.update(prefix)
+        code.update(packed)
+        return b"".join((prefix, code.digest(), packed))
+
+    @staticmethod
+    def sizes(head: bytes | bytearray | memoryview) -> Sizes:
+        """Return what the beginning of a frame says, which is not checked yet. Raise AlteredError if that cannot be true."""
+        sizes = Sizes(*PREFIX.unpack_from(head))
+        if sizes.message > LARGEST_MESSAGE:
+            raise AlteredError(
+                f"not a raysgd control message: it has {sizes.message} bytes, more than {LARGEST_MESSAGE}"
+            )
+        return sizes
+
+    def opened(self, head: bytes | bytearray | memoryview, packed: bytes | bytearray | memoryview) -> Message:
+        """Return the message of a frame, of which these are the first HEAD_BYTES and what follows them. Raise AlteredError,
+        and unpickle nothing, if its code is wrong."""
+        code = self.received.begin()
+        code.update(head[: PREFIX.size])
+        code.update(packed)
+        self.check(code, head[PREFIX.size : HEAD_BYTES])
+        message = pickle.loads(packed)
+        if not isinstance(message, Message):
+            raise ValueError(f"not a raysgd control message: {type(message).__name__}")
+        return message
+
+    def taken(self, received: bytearray) -> Iterator[Message]:
+        """Remove the complete frames from the beginning of what has been received, and yield their messages. Raise AlteredError
+        for one with a body."""
+        while len(received) >= HEAD_BYTES:
+            head = bytes(received[:HEAD_BYTES])
+            sizes = self.sizes(head)
+            if sizes.body:
+                raise AlteredError(
+                    f"not a raysgd control message: it has a body of {sizes.body} bytes on a control connection"
+                )
+            end = HEAD_BYTES + sizes.message
+            if len(received) < end:
+                return
+            packed = bytes(received[HEAD_BYTES:end])
+            del received[:end]
+            yield self.opened(head, packed)
+
+    @staticmethod
+    def check(code: Any, given: bytes | bytearray | memoryview) -> None:
+        if not hmac.compare_digest(code.digest(), given):
+            raise AlteredError(
+                "a message on its connection has a wrong code: it was not sent by the other end, or not at this place"
+            )

@@ -1,0 +1,368 @@
+"""Someone without the key connects, reads the traffic, or changes it: nothing that they sent is unpickled or carried out.
+
+A pickle runs whatever it names, so each of them sends one that notes that it was unpickled."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import queue
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from typing import Any
+
+import pytest
+
+from raysgd.core.connection import ControlAddress, connect
+from raysgd.core.frames import (
+    CODE_BYTES,
+    DRIVER,
+    HEAD_BYTES,
+    KEY_BYTES,
+    NUMBER_BYTES,
+    PREFIX,
+    PROOF_BYTES,
+    WORKER,
+    AlteredError,
+    Session,
+    new_number,
+    proof,
+)
+from raysgd.core.messages import (
+    Alive,
+    CallAnswer,
+    FunctionReport,
+    Hello,
+    KillProcess,
+    OpenBulk,
+    PreemptionNotice,
+    Received,
+    StackRequest,
+    StartDealer,
+)
+from raysgd.core.snapshot import GUARDED
+from raysgd.workers.control_server import ControlServer
+from raysgd.workers.events import Event, MessageReceived, PartReceived, WorkerEnded, WorkerStarted
+from raysgd.workers.transfer import Giving, Transfer, take
+from tests.traffic import Change, Runs, Tap, units
+
+EVIL = pickle.dumps(Runs())
+REPORT = FunctionReport("report", run=1, attempt=2, rank=3, metrics_size=3, has_checkpoint=False)
+
+
+class Driver:
+    """A control server and its events."""
+
+    def __init__(self) -> None:
+        self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self.server = ControlServer(self.events, "127.0.0.1", admission_s=2.0)
+        self.address = self.server.address_for_workers()
+
+    def next(self) -> Event:
+        while isinstance(event := self.events.get(timeout=5), PartReceived):
+            continue
+        return event
+
+    def still_serves(self) -> None:
+        """Check that nobody else has had an effect, and that a new worker has."""
+        with connect(self.address, Hello("late", "n", 1)):
+            started = self.next()
+            assert isinstance(started, WorkerStarted) and started.worker == "late"
+        assert isinstance(self.next(), WorkerEnded) and self.events.empty()
+
+
+@pytest.fixture
+def driver() -> Iterator[Driver]:
+    Runs.noted.clear()
+    driver = Driver()
+    with closing(driver.server):
+        yield driver
+    assert not Runs.noted, "what a stranger sent was unpickled"
+
+
+def frame(content: bytes, code: bytes = bytes(CODE_BYTES), body: bytes = b"") -> bytes:
+    return PREFIX.pack(len(content), len(body), 0) + code + content + body
+
+
+def strange(key: bytes = bytes(KEY_BYTES), side: bytes = WORKER) -> Callable[[bytes], bytes]:
+    """Return what a client does that speaks the protocol, but with another key, or as another side."""
+
+    def answer(number: bytes) -> bytes:
+        mine = new_number()
+        session = Session(key, WORKER, number + mine)
+        return mine + proof(key, side, number + mine) + session.framed(Runs())  # type: ignore[arg-type]
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        lambda number: EVIL,
+        lambda number: frame(EVIL),
+        lambda number: bytes(NUMBER_BYTES + PROOF_BYTES) + frame(EVIL),
+        lambda number: number + number + frame(EVIL, number),
+        lambda number: b"GET / HTTP/1.1\r\nHost: example\r\n\r\n" + EVIL,
+        lambda number: b"\xff" * 5000,
+        strange(),
+        strange(b""),
+    ],
+)
+def test_who_does_not_prove_the_key_is_not_read(driver: Driver, answer: Callable[[bytes], bytes]) -> None:
+    with socket.create_connection((driver.address.host, driver.address.port), timeout=5) as client:
+        number = client.recv(NUMBER_BYTES)
+        client.sendall(answer(number))
+        with contextlib.suppress(ConnectionResetError):
+            assert client.recv(1) == b"", "the driver proves its own key only to those who have"
+    driver.still_serves()
+
+
+def test_a_worker_proves_its_key_before_it_is_read(driver: Driver) -> None:
+    """A proof for the driver's side, made with the right key, is none of a worker."""
+    with socket.create_connection((driver.address.host, driver.address.port), timeout=5) as client:
+        client.sendall(strange(driver.address.key, DRIVER)(client.recv(NUMBER_BYTES)))
+        with contextlib.suppress(ConnectionResetError):
+            assert client.recv(1) == b""
+    driver.still_serves()
+
+
+# -- someone takes the driver's place -----------------------------------------------------------------
+
+
+def impostor(answer: Callable[[bytes], bytes], number: bytes = bytes(NUMBER_BYTES)) -> None:
+    """Let a worker connect to a driver that sends this number, and then this answer to what the worker has sent."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            opened, _ = listener.accept()
+            with opened:
+                opened.sendall(number)
+                sent = units(opened, WORKER)
+                opened.sendall(answer(next(sent) + next(sent)))
+                with contextlib.suppress(OSError, EOFError):
+                    next(sent)
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        address = ControlAddress("127.0.0.1", listener.getsockname()[1], bytes(range(KEY_BYTES)))
+        with pytest.raises(ConnectionAbortedError):
+            connect(address, Hello("w", "n", 1), patience_s=0.0)
+        thread.join(5)
+    assert not Runs.noted
+
+
+def test_a_worker_believes_no_driver_without_the_key() -> None:
+    impostor(lambda sent: bytes(PROOF_BYTES) + frame(EVIL))
+    impostor(lambda sent: EVIL + bytes(PROOF_BYTES) + EVIL)
+
+
+def test_a_challenge_that_is_sent_back_proves_nothing() -> None:
+    """The worker's own number, proof and frame."""
+    impostor(lambda sent: sent[NUMBER_BYTES:])
+    impostor(lambda sent: sent[:PROOF_BYTES] + sent[NUMBER_BYTES + PROOF_BYTES :])
+
+
+def test_a_driver_is_not_fooled_with_its_own_challenge(driver: Driver) -> None:
+    """One connection's number is the other one's challenge."""
+    with contextlib.ExitStack() as opened:
+        one, other = (
+            opened.enter_context(socket.create_connection((driver.address.host, driver.address.port), timeout=5))
+            for _ in range(2)
+        )
+        for source, target in ((one, other), (other, one)):
+            target.sendall(source.recv(NUMBER_BYTES) * 2 + frame(EVIL))
+        for each in (one, other):
+            with contextlib.suppress(ConnectionResetError):
+                assert each.recv(1) == b""
+    driver.still_serves()
+
+
+# -- someone has recorded the traffic -----------------------------------------------------------------
+
+
+def recorded(driver: Driver) -> tuple[list[bytes], list[bytes]]:
+    """Return what a worker and the driver sent on a bulk connection, and check that it had an effect."""
+    with Tap(driver.address) as tap:
+        with connect(tap.address, OpenBulk("w")) as bulk:
+            bulk.send(REPORT, b"abc", guarded=3)
+            bulk.expect(Received)
+        event = driver.next()
+        assert isinstance(event, MessageReceived) and event.message == REPORT
+        (passed,) = tap.connections
+        return list(passed.worker), list(passed.driver)
+
+
+def test_a_recorded_session_of_a_worker_is_refused(driver: Driver) -> None:
+    sent, _ = recorded(driver)
+    with socket.create_connection((driver.address.host, driver.address.port), timeout=5) as client:
+        client.recv(NUMBER_BYTES)
+        client.sendall(b"".join(sent))
+        with contextlib.suppress(ConnectionResetError):
+            assert client.recv(1) == b""
+    driver.still_serves()
+
+
+def test_a_recorded_session_of_the_driver_is_refused(driver: Driver) -> None:
+    _, sent = recorded(driver)
+    impostor(lambda _: b"".join(sent[1:]), sent[0])
+
+
+def test_the_traffic_has_no_key(driver: Driver) -> None:
+    traffic = b"".join(each for side in recorded(driver) for each in side)
+    assert driver.address.key not in traffic and driver.address.key.hex().encode() not in traffic
+
+
+# -- someone changes the traffic ----------------------------------------------------------------------
+
+FIRST = 3  # proof, Hello, and then the first message
+
+
+def at(place: int, side: bytes, change: Callable[[list[bytes]], list[bytes]]) -> Change:
+    """Change what this side sends at this place, and pass everything else on."""
+    return lambda sender, sent: change(sent) if sender == side and len(sent) == place else sent[-1:]
+
+
+def flipped(unit: bytes, place: int) -> bytes:
+    changed = bytearray(unit)
+    changed[place] ^= 1
+    return bytes(changed)
+
+
+def forged(sent: list[bytes]) -> list[bytes]:
+    """A pickle in the message's place, with the message's code."""
+    content = sent[-1][HEAD_BYTES:]
+    return [sent[-1][:HEAD_BYTES] + EVIL.ljust(len(content), b".")]
+
+
+CHANGES: dict[str, Callable[[list[bytes]], list[bytes]]] = {
+    "altered": lambda sent: [flipped(sent[-1], -1)],
+    "its code altered": lambda sent: [flipped(sent[-1], PREFIX.size)],
+    "its sizes altered": lambda sent: [flipped(sent[-1], 11), bytes(1 << 10)],
+    "another pickle in its place": forged,
+    "dropped": lambda sent: [],
+    "repeated": lambda sent: [sent[-1], sent[-1]],
+    "an older one before it": lambda sent: [sent[-2], sent[-1]],
+    "a message added": lambda sent: [frame(EVIL), sent[-1]],
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_message_of_a_worker_ends_its_connection(driver: Driver, change: str) -> None:
+    with (
+        Tap(driver.address, at(FIRST, WORKER, CHANGES[change])) as tap,
+        connect(tap.address, Hello("w", "n", 1)) as worker,
+    ):
+        assert isinstance(driver.next(), WorkerStarted)
+        worker.send(CallAnswer(7, bytes(100)))
+        worker.send(PreemptionNotice())
+        event = driver.next()
+        if change == "repeated":  # the first one is genuine
+            assert isinstance(event, MessageReceived)
+            event = driver.next()
+        assert isinstance(event, WorkerEnded) and event.reason == "network"
+    driver.still_serves()
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_message_of_the_driver_is_an_error(driver: Driver, change: str) -> None:
+    with Tap(driver.address, at(FIRST + 1, DRIVER, CHANGES[change])) as tap:
+        with connect(tap.address, Hello("w", "n", 1)) as worker:
+            assert isinstance(driver.next(), WorkerStarted)
+            driver.server.send("w", KillProcess(1))
+            driver.server.send("w", StackRequest(2))
+            with pytest.raises(AlteredError):
+                if change == "repeated":
+                    assert worker.expect(KillProcess) == KillProcess(1)
+                worker.receive()
+        assert isinstance(driver.next(), WorkerEnded)
+    driver.still_serves()
+
+
+def test_messages_in_another_order_end_the_connection(driver: Driver) -> None:
+    def swapped(side: bytes, sent: list[bytes]) -> list[bytes]:
+        if side == WORKER and len(sent) == FIRST:
+            return []
+        return [sent[-1], sent[-2]] if side == WORKER and len(sent) == FIRST + 1 else sent[-1:]
+
+    with Tap(driver.address, swapped) as tap, connect(tap.address, Hello("w", "n", 1)) as worker:
+        assert isinstance(driver.next(), WorkerStarted)
+        worker.send(PreemptionNotice())
+        worker.send(CallAnswer(7, b""))
+        event = driver.next()
+        assert isinstance(event, WorkerEnded) and "wrong code" in event.cause
+
+
+def test_messages_of_two_connections_are_not_exchanged(driver: Driver) -> None:
+    """The same place of both, so that only the key of the connection differs."""
+    first: list[bytes] = []
+
+    def change(side: bytes, sent: list[bytes]) -> list[bytes]:
+        if side != WORKER or len(sent) != FIRST:
+            return sent[-1:]
+        first.append(sent[-1])
+        return first[:1]
+
+    with Tap(driver.address, change) as tap, contextlib.ExitStack() as opened:
+        workers = [opened.enter_context(connect(tap.address, Hello(name, "n", 1))) for name in "ab"]
+        assert all(isinstance(driver.next(), WorkerStarted) for _ in workers)
+        for worker in workers:
+            worker.send(PreemptionNotice())
+            event = driver.next()
+            assert event.worker == ("a" if worker is workers[0] else "b")
+            assert isinstance(event, MessageReceived if worker is workers[0] else WorkerEnded)
+
+
+# -- bodies -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", [0, 1 << 20, -CODE_BYTES - 1, -1], ids=["first", "middle", "last", "code"])
+@pytest.mark.parametrize("message", [REPORT, StartDealer("d")])
+def test_a_body_that_would_be_unpickled_is_dropped_if_it_was_changed(driver: Driver, message: Any, place: int) -> None:
+    body = EVIL.ljust(2 << 20, b".")
+    change = at(4, WORKER, lambda sent: [flipped(sent[-1], place)])
+    with Tap(driver.address, change) as tap, connect(tap.address, OpenBulk("w")) as bulk:
+        bulk.send(message, body, guarded=len(body))
+        with pytest.raises(ConnectionError):
+            bulk.expect(Received)
+    driver.still_serves()
+
+
+STATE = GUARDED.pack(100) + bytes(92) + b"t" * 1000
+
+
+def test_a_state_whose_pickle_was_changed_reaches_nobody(driver: Driver) -> None:
+    """From the worker that gives it to the driver, and from there to those that take it."""
+    change = at(4, WORKER, lambda sent: [flipped(sent[-1], 50)])
+    with ThreadPoolExecutor() as pool, Tap(driver.address, change) as tap, closing(Transfer(driver.server)) as transfer:
+        taken = pool.submit(take, driver.address, "b", transfer.name)
+        with pytest.raises(ConnectionError):
+            Giving(tap.address, "a", transfer.name).send(STATE, guarded=100)
+        with pytest.raises(ConnectionError):
+            taken.result(5)
+    driver.still_serves()
+
+
+def test_a_state_whose_pickle_was_changed_on_its_way_to_a_worker_is_not_loaded(driver: Driver) -> None:
+    change = at(5, DRIVER, lambda sent: [flipped(sent[-1], 50)])
+    with Tap(driver.address, change) as tap, closing(Transfer(driver.server)) as transfer:
+        transfer.fill(STATE)
+        assert take(driver.address, "b", transfer.name) == STATE
+        with pytest.raises(AlteredError):
+            take(tap.address, "b", transfer.name)
+    driver.still_serves()
+
+
+def test_a_message_that_is_cut_is_no_message(driver: Driver) -> None:
+    with (
+        Tap(driver.address, at(4, WORKER, lambda sent: [sent[-1][:-1]])) as tap,
+        connect(tap.address, OpenBulk("w")) as bulk,
+    ):
+        bulk.send(REPORT, b"abc", guarded=3)
+        tap.cut()
+        with pytest.raises(OSError):
+            bulk.send(Alive())
+            bulk.expect(Received)
+    driver.still_serves()
