@@ -394,7 +394,7 @@ class ControlServer:
         peer.socket.send(peer.session.framed(Admitted()))
         peer.socket.setblocking(True)
         self._handed_over.add(peer.socket)
-        name = f"raysgd-{type(first).__name__}"
+        name = f"raysgd-bulk-{first.worker}" if isinstance(first, OpenBulk) else "raysgd-transfer"
         threading.Thread(target=self._serve_alone, args=(peer, serve), name=name, daemon=True).start()
 
     def _serve_alone(self, peer: _Peer, serve: Serve) -> None:

@@ -12,9 +12,11 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from raysgd.core.connection import ControlAddress, connect
 from raysgd.core.frames import (
@@ -40,16 +42,24 @@ from raysgd.core.messages import (
     OpenBulk,
     PreemptionNotice,
     Received,
+    SnapshotUpload,
     StackRequest,
     StartDealer,
 )
-from raysgd.core.snapshot import GUARDED
+from raysgd.core.outcomes import Ok
+from raysgd.core.progress import Control, Progress
+from raysgd.core.ranks import SingleWorkerBackend
+from raysgd.core.snapshot import GUARDED, guarded_part
+from raysgd.torch.checkpoint import packing
+from raysgd.workers.control_client import ControlClient
 from raysgd.workers.control_server import ControlServer
 from raysgd.workers.events import Event, MessageReceived, PartReceived, WorkerEnded, WorkerStarted
+from raysgd.workers.replica_host import ReplicaHost
 from raysgd.workers.transfer import Giving, Transfer, take
 from tests.traffic import Change, Runs, Tap, units
 
 EVIL = pickle.dumps(Runs())
+STATE = GUARDED.pack(100) + bytes(92) + b"t" * 1000
 REPORT = FunctionReport("report", run=1, attempt=2, rank=3, metrics_size=3, has_checkpoint=False)
 
 
@@ -132,8 +142,11 @@ def test_a_worker_proves_its_key_before_it_is_read(driver: Driver) -> None:
 # -- someone takes the driver's place -----------------------------------------------------------------
 
 
-def impostor(answer: Callable[[bytes], bytes], number: bytes = bytes(NUMBER_BYTES)) -> None:
-    """Let a worker connect to a driver that sends this number, and then this answer to what the worker has sent."""
+OTHER_KEY = bytes(range(KEY_BYTES))
+
+
+def impostor(answer: Callable[[bytes], bytes], number: bytes = bytes(NUMBER_BYTES), *, key: bytes = OTHER_KEY) -> None:
+    """Let a worker with this key connect to a driver that sends this number, and then this answer to what the worker has sent."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def serve() -> None:
@@ -147,7 +160,7 @@ def impostor(answer: Callable[[bytes], bytes], number: bytes = bytes(NUMBER_BYTE
 
         thread = threading.Thread(target=serve, daemon=True)
         thread.start()
-        address = ControlAddress("127.0.0.1", listener.getsockname()[1], bytes(range(KEY_BYTES)))
+        address = ControlAddress("127.0.0.1", listener.getsockname()[1], key)
         with pytest.raises(ConnectionAbortedError):
             connect(address, Hello("w", "n", 1), patience_s=0.0)
         thread.join(5)
@@ -207,7 +220,7 @@ def test_a_recorded_session_of_a_worker_is_refused(driver: Driver) -> None:
 
 def test_a_recorded_session_of_the_driver_is_refused(driver: Driver) -> None:
     _, sent = recorded(driver)
-    impostor(lambda _: b"".join(sent[1:]), sent[0])
+    impostor(lambda _: b"".join(sent[1:]), sent[0], key=driver.address.key)
 
 
 def test_the_traffic_has_no_key(driver: Driver) -> None:
@@ -247,6 +260,16 @@ CHANGES: dict[str, Callable[[list[bytes]], list[bytes]]] = {
     "an older one before it": lambda sent: [sent[-2], sent[-1]],
     "a message added": lambda sent: [frame(EVIL), sent[-1]],
 }
+
+
+@pytest.mark.parametrize(("side", "place"), [(WORKER, 1), (DRIVER, 1), (DRIVER, 2)], ids=["worker", "number", "driver"])
+def test_a_changed_challenge_or_proof_admits_nobody(driver: Driver, side: bytes, place: int) -> None:
+    with (
+        Tap(driver.address, at(place, side, lambda sent: [flipped(sent[-1], -1)])) as tap,
+        pytest.raises(ConnectionAbortedError),
+    ):
+        connect(tap.address, OpenBulk("w"), patience_s=0.0)
+    driver.still_serves()
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -318,19 +341,58 @@ def test_messages_of_two_connections_are_not_exchanged(driver: Driver) -> None:
 # -- bodies -------------------------------------------------------------------------------------------
 
 
+@contextlib.contextmanager
+def worker_behind(driver: Driver, change: Change) -> Iterator[ControlClient]:
+    """Yield a worker's client, and dismiss it: one that loses its driver would end this process."""
+    gone = threading.Event()
+    with Tap(driver.address, change) as tap:
+        client = ControlClient(tap.address, "w", "n", lambda: None, gone.set)
+        assert isinstance(driver.next(), WorkerStarted)
+        try:
+            yield client
+        finally:
+            driver.server.disconnect("w")
+            gone.wait(5)
+
+
 @pytest.mark.parametrize("place", [0, 1 << 20, -CODE_BYTES - 1, -1], ids=["first", "middle", "last", "code"])
 @pytest.mark.parametrize("message", [REPORT, StartDealer("d")])
 def test_a_body_that_would_be_unpickled_is_dropped_if_it_was_changed(driver: Driver, message: Any, place: int) -> None:
-    body = EVIL.ljust(2 << 20, b".")
-    change = at(4, WORKER, lambda sent: [flipped(sent[-1], place)])
-    with Tap(driver.address, change) as tap, connect(tap.address, OpenBulk("w")) as bulk:
-        bulk.send(message, body, guarded=len(body))
-        with pytest.raises(ConnectionError):
-            bulk.expect(Received)
+    def change(side: bytes, sent: list[bytes]) -> list[bytes]:
+        return [flipped(sent[-1], place) if len(sent[-1]) > 1 << 20 else sent[-1]]
+
+    with worker_behind(driver, change) as client, pytest.raises(ConnectionError):
+        client.deliver(message, EVIL.ljust(2 << 20, b"."))
     driver.still_serves()
 
 
-STATE = GUARDED.pack(100) + bytes(92) + b"t" * 1000
+def test_a_snapshot_whose_pickle_was_changed_is_dropped(driver: Driver) -> None:
+    def change(side: bytes, sent: list[bytes]) -> list[bytes]:
+        return [flipped(sent[-1], 50) if len(sent[-1]) == 100 + CODE_BYTES else sent[-1]]
+
+    with worker_behind(driver, change) as client, pytest.raises(ConnectionError):
+        client.upload(SnapshotUpload(Progress(), 1), STATE[:10], STATE[10:])
+    driver.still_serves()
+
+
+def test_the_pickle_of_a_state_is_what_is_guarded() -> None:
+    """Nothing behind it is unpickled, whatever it is."""
+    parts = packing.pack({"a": torch.ones(1000), "text": "x" * 1000, "b": torch.ones(3)}, copy=True)
+    guarded, whole = guarded_part(*parts), bytes(packing.joined(parts))
+    assert guarded == guarded_part(whole) and whole.index(b"x" * 1000) + 1000 < guarded
+    changed = packing.unpack(whole[:guarded] + EVIL.ljust(len(whole) - guarded, b"."))
+    assert changed["text"] == "x" * 1000 and changed["a"].shape == (1000,)
+
+
+def test_a_worker_gives_its_state_with_a_code() -> None:
+    given: list[int] = []
+    control = Control()
+    control.giving = lambda name: SimpleNamespace(send=lambda state, guarded: given.append(guarded))
+    host = ReplicaHost(SingleWorkerBackend(), control, remote=False)
+    host.perform(
+        "build", {"factory": lambda *_: SimpleNamespace(state=lambda: STATE, progress=Progress()), "rank_info": None}
+    )
+    assert isinstance(host.perform("state", {"transfer": "t"}), Ok) and given == [100]
 
 
 def test_a_state_whose_pickle_was_changed_reaches_nobody(driver: Driver) -> None:

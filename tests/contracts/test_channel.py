@@ -160,6 +160,7 @@ class Channel:
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.server = ControlServer(self.events, "127.0.0.1", **limits)
         self.aborted: list[str] = []
+        self.dismissed: list[str] = []
 
     @property
     def address(self) -> ControlAddress:
@@ -167,7 +168,9 @@ class Channel:
 
     def client(self, worker: str = "w", *, through: Tap | None = None) -> ControlClient:
         address = self.address if through is None else through.address
-        return ControlClient(address, worker, "node", lambda: self.aborted.append(worker))
+        return ControlClient(
+            address, worker, "node", lambda: self.aborted.append(worker), lambda: self.dismissed.append(worker)
+        )
 
     def greet(self, worker: str = "w") -> Connection:
         """Open a worker's control connection without a client."""
@@ -393,7 +396,7 @@ def test_all_reports_and_snapshots_of_a_worker_use_one_connection(channel: Chann
         assert channel.next(MessageReceived).message == StartDealer("d")
         assert len(tap.connections) == 2, "the control connection, and one more"
         channel.server.disconnect("w")
-        wait_for(lambda: not client._open)
+        wait_for(lambda: channel.dismissed == ["w"])
 
 
 def test_a_large_body_does_not_delay_the_control_connection(channel: Channel) -> None:
@@ -430,7 +433,7 @@ def test_a_delivery_that_does_not_arrive_is_an_error_and_the_next_one_works(chan
         assert bytes(channel.next(MessageReceived).body) == b"def" and channel.events.empty()
         assert len(tap.connections) == 3
         channel.server.disconnect("w")
-        wait_for(lambda: not client._open)
+        wait_for(lambda: channel.dismissed == ["w"])
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are not forked here")
