@@ -32,18 +32,6 @@ from raysgd.core.frames import (
 )
 from raysgd.core.messages import Admitted, Message, Rejected
 
-__all__ = [
-    "PIECE",
-    "Body",
-    "Connection",
-    "ControlAddress",
-    "RejectedError",
-    "as_timeout",
-    "connect",
-    "detect_unreachable",
-    "make_room",
-]
-
 logger = logging.getLogger(__name__)
 
 PIECE = 4 << 20
@@ -110,7 +98,7 @@ class Connection:
 
     def _with_code(self, views: list[memoryview], guarded: int) -> Iterator[memoryview]:
         """Yield a body, with the code behind its guarded part."""
-        code: Any = self._session.sent.begin() if guarded else None
+        code: Any = next(self._session.sent) if guarded else None
         for view in views:
             while guarded and len(view):
                 piece, view = view[: min(guarded, PIECE)], view[min(guarded, PIECE) :]
@@ -168,7 +156,7 @@ class Connection:
         """Fill the buffer with the guarded part of a body. Raise AlteredError if its code is wrong."""
         if not room:
             return
-        code = self._session.received.begin()
+        code = next(self._session.received)
         while room:
             count = self.receive_some(room)
             code.update(room[:count])

@@ -6,8 +6,6 @@ import resource
 
 from raysgd.errors import ResourceError
 
-__all__ = ["allow_connections"]
-
 OWN = 256  # what a process opens without any worker: Python, Ray, torch, files of the user
 
 

@@ -24,31 +24,14 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import itertools
 import pickle
 import secrets
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from raysgd.core.messages import Message
-
-__all__ = [
-    "CODE_BYTES",
-    "DRIVER",
-    "HEAD_BYTES",
-    "KEY_BYTES",
-    "NUMBER_BYTES",
-    "PROOF_BYTES",
-    "WORKER",
-    "AlteredError",
-    "Codes",
-    "Session",
-    "Sizes",
-    "new_number",
-    "proof",
-    "proves",
-]
 
 KEY_BYTES = NUMBER_BYTES = PROOF_BYTES = CODE_BYTES = 32
 DRIVER, WORKER = b"driver", b"worker"
@@ -75,30 +58,22 @@ def proves(given: bytes | bytearray, key: bytes, side: bytes, numbers: bytes) ->
     return hmac.compare_digest(given, proof(key, side, numbers))
 
 
-@dataclass(frozen=True)
-class Sizes:
+class Sizes(NamedTuple):
     """The sizes of a message, and of the two parts of the body that follows it."""
 
     message: int
-    guarded: int = 0
-    rest: int = 0
+    guarded: int
+    rest: int
 
     @property
     def body(self) -> int:
         return self.guarded + self.rest
 
 
-class Codes:
-    """Makes the codes of what one side sends on one connection. Owns how many there were."""
-
-    def __init__(self, secret: bytes, side: bytes) -> None:
-        self._secret, self._side, self._count = secret, side, 0
-
-    def begin(self) -> Any:
-        """Return what makes the next code: `update` it with the content, and take its `digest`."""
-        code = hashlib.blake2b(COUNT.pack(self._count), digest_size=CODE_BYTES, key=self._secret, person=self._side)
-        self._count += 1
-        return code
+def _codes(secret: bytes, side: bytes) -> Iterator[Any]:
+    """Yield what makes each code of one side on one connection: `update` it with the content, and take its `digest`."""
+    for count in itertools.count():
+        yield hashlib.blake2b(COUNT.pack(count), digest_size=CODE_BYTES, key=secret, person=side)
 
 
 class Session:
@@ -107,7 +82,7 @@ class Session:
 
     def __init__(self, key: bytes, side: bytes, numbers: bytes) -> None:
         secret = proof(key, b"session", numbers)
-        self.sent, self.received = Codes(secret, side), Codes(secret, WORKER if side == DRIVER else DRIVER)
+        self.sent, self.received = _codes(secret, side), _codes(secret, WORKER if side == DRIVER else DRIVER)
 
     def framed(self, message: Message, guarded: int = 0, rest: int = 0) -> bytes:
         """Return what is sent before the body, which has these sizes."""
@@ -117,9 +92,8 @@ class Session:
                 f"a control message of {len(packed)} bytes is too long: at most {LARGEST_MESSAGE} are allowed"
             )
         prefix = PREFIX.pack(len(packed), guarded, rest)
-        code = self.sent.begin()
-        code.update(prefix)
-        code.update(packed)
+        code = next(self.sent)
+        code.update(prefix + packed)
         return b"".join((prefix, code.digest(), packed))
 
     @staticmethod
@@ -135,7 +109,7 @@ class Session:
     def opened(self, head: bytes | bytearray | memoryview, packed: bytes | bytearray | memoryview) -> Message:
         """Return the message of a frame, of which these are the first HEAD_BYTES and what follows them. Raise AlteredError,
         and unpickle nothing, if its code is wrong."""
-        code = self.received.begin()
+        code = next(self.received)
         code.update(head[: PREFIX.size])
         code.update(packed)
         self.check(code, head[PREFIX.size : HEAD_BYTES])

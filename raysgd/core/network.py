@@ -9,8 +9,6 @@ from collections.abc import Iterable
 from raysgd.config import CONTROL_PORT
 from raysgd.errors import ConfigError
 
-__all__ = ["LOOPBACK", "address_towards", "listen", "own_address"]
-
 LOOPBACK = "127.0.0.1"
 ANY_PORT = 9
 OUTSIDE = "8.8.8.8"  # any address that is not in a network of this machine; nothing is sent there

@@ -5,8 +5,6 @@ from __future__ import annotations
 import pickle
 from typing import Any
 
-__all__ = ["SMALL", "Blob", "PickledObject", "unpickled"]
-
 SMALL = 1 << 16  # bytes that are not worth a place in Ray's object store
 
 

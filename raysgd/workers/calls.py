@@ -14,8 +14,6 @@ from raysgd.errors import described
 from raysgd.workers.blob import SMALL, PickledObject, unpickled
 from raysgd.workers.events import CallEnded, Event, MessageReceived
 
-__all__ = ["opened", "packed_outcome", "with_value"]
-
 
 def packed_outcome(outcome: Outcome) -> bytes | None:
     """Return a small outcome pickled, or None for one that Ray should send, because that copies it less often."""

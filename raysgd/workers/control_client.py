@@ -52,8 +52,6 @@ from raysgd.core.progress import Control, Progress
 from raysgd.core.snapshot import guarded_part
 from raysgd.workers.transfer import Giving, take
 
-__all__ = ["CANNOT_CONNECT", "ControlClient", "brief"]
-
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 1.0
@@ -153,7 +151,7 @@ class ControlClient:
 
     def _forget_connections(self) -> None:
         """Drop the connections and locks in a forked process, because they belong to the parent: what both send on one would have
-        the same codes. This process sends over a bulk connection of its own."""
+        the same codes. This process reports over a bulk connection of its own, and no progress."""
         self._bulk, self._bulk_lock = None, threading.Lock()
         self._send_lock, self._forked = threading.Lock(), True
 

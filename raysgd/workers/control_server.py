@@ -50,8 +50,6 @@ from raysgd.core.network import listen
 from raysgd.errors import described
 from raysgd.workers.events import Event, MessageReceived, PartReceived, WorkerEnded, WorkerStarted
 
-__all__ = ["ControlServer"]
-
 logger = logging.getLogger(__name__)
 
 ENDED = "its process ended (its control connection was closed)"

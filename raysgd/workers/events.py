@@ -8,8 +8,6 @@ from raysgd.core.connection import Body
 from raysgd.core.messages import Message
 from raysgd.core.outcomes import Outcome
 
-__all__ = ["CallEnded", "Event", "MessageReceived", "PartReceived", "WorkerEnded", "WorkerStarted"]
-
 
 @dataclass(frozen=True)
 class WorkerStarted:

@@ -19,8 +19,6 @@ from raysgd.core.frames import Sizes
 from raysgd.core.messages import GiveState, OpenTransfer, Received, State, TakeState
 from raysgd.core.snapshot import guarded_part
 
-__all__ = ["Giving", "InlineTransfer", "Transfer", "TransferServer", "take"]
-
 logger = logging.getLogger(__name__)
 
 STALL_S = 600.0  # for the other end to send or take anything: a machine may be suspended for a while

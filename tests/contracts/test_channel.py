@@ -99,19 +99,6 @@ def test_bodies_arrive_completely(ends: Ends, guarded: int | None) -> None:
         driver.receive()
 
 
-def test_a_message_that_comes_byte_by_byte(ends: Ends) -> None:
-    worker, driver = ends
-    session = Session(bytes(KEY_BYTES), WORKER, bytes(64))
-    slow = Connection(driver.socket, Session(bytes(KEY_BYTES), DRIVER, bytes(64)))
-
-    def drip() -> None:
-        for byte in session.framed(StackRequest(5)):
-            worker.socket.sendall(bytes([byte]))
-
-    threading.Thread(target=drip, daemon=True).start()
-    assert slow.expect(StackRequest) == StackRequest(5)
-
-
 needs_fallocate = pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="this system has no posix_fallocate")
 
 
@@ -474,7 +461,7 @@ def test_a_message_that_cannot_be_carried_out_does_not_end_the_workers_thread(
 @pytest.mark.parametrize("size", [2**62, 2**64 - 1])
 def test_a_body_without_room_ends_its_connection_only(channel: Channel, size: int) -> None:
     with channel.greet("w") as worker, connect(channel.address, OpenBulk("w")) as bulk:
-        bulk.socket.sendall(bulk._session.framed(REPORT, 0, size))
+        bulk.begin(REPORT, memoryview(b""), size)
         assert ended(bulk.socket)
         assert channel.next(WorkerStarted) and channel.server.send("w", StackRequest(1))
         assert worker.expect(StackRequest) == StackRequest(1)
