@@ -1,5 +1,6 @@
 """The contract of the control channel: what the driver and its workers rely on, and what other clients cannot do."""
 
+import contextlib
 import json
 import mmap
 import os
@@ -351,7 +352,7 @@ def test_an_outcome_that_cannot_be_unpickled_is_a_failed_call() -> None:
 
 
 def interrupted_at(line: int, function: Callable[[], Any]) -> bool:
-    """Call the function, and press Ctrl-C in its nth line, if it has so many."""
+    """Call the function, and press Ctrl-C in its nth line. Return whether it has so many."""
     left = line
 
     def trace(frame: Any, event: str, _: Any) -> Any:
@@ -362,20 +363,21 @@ def interrupted_at(line: int, function: Callable[[], Any]) -> bool:
             raise KeyboardInterrupt
         return trace
 
-    try:
-        sys.settrace(trace)
-        function()
-    except KeyboardInterrupt:
-        return True
-    finally:
-        sys.settrace(None)
-    return False
+    with contextlib.suppress(KeyboardInterrupt):
+        try:
+            sys.settrace(trace)
+            function()
+        finally:
+            sys.settrace(None)
+    return left < 0
 
 
 def test_ctrl_c_at_any_line_of_a_send_does_not_disturb_other_messages(channel: Channel) -> None:
     """They keep their order, and so the codes that the worker expects."""
     with channel.greet() as worker:
         channel.next(WorkerStarted)
+        channel.server.send("w", StackRequest(-1))  # the first one of its type takes more lines
+        assert worker.expect(StackRequest) == StackRequest(-1)
         line = 0
         while interrupted_at(line, partial(channel.server.send, "w", StackRequest(line))):
             line += 1
