@@ -395,6 +395,7 @@ class Engine:
             if seen.kind == "done":
                 if job.again != "resume" or not self._evicts(job, fan_out, self._table.clock() - began_at):
                     return parts
+                self._table.wait_for_killed()
                 continue  # which finds that workers have failed
             if seen.kind == "paused" and self._is_own_pause(job, parts, running):
                 continue

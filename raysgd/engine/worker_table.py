@@ -178,6 +178,13 @@ class WorkerTable:
             self._workers[worker].killed_for = KillReason(reason, why, hung_at)
             self.group.kill(worker)
 
+    def wait_for_killed(self) -> None:
+        """Wait until the members that were killed have ended. Until then, they may answer another call."""
+        while any(
+            info.in_group and info.killed_for is not None and info.ended is None for info in self._workers.values()
+        ):
+            self.pump(LOOK_S)
+
     def cancel(self, error: BaseException | None) -> None:
         """Make the running call's next wait raise `error`. With None, withdraw that. Any thread may call this."""
         self._cancelled_by = error

@@ -74,16 +74,14 @@ def test_a_mistake_that_raises_no_error_is_logged_once(ray_cluster: None, caplog
     assert "self.model.module(x)" in text
 
 
-@pytest.mark.parametrize("when", [pytest.param("call", marks=pytest.mark.more), 2])
-def test_a_rank_that_differs_from_most_is_evicted(when: Any, ray_cluster: None, tmp_path: Path) -> None:
+def test_a_rank_that_differs_from_most_is_evicted(ray_cluster: None, tmp_path: Path) -> None:
     """Its replacement has the weights of the others."""
     mark = str(tmp_path / "flipped")
-    with trainer("a flipped bit", workers=3, mark=mark, compare_weights=when, on_divergence="evict") as training:
+    with trainer("a flipped bit", workers=3, mark=mark, compare_weights=2, on_divergence="evict") as training:
         training.train()
         (failure,) = training.recoveries
         assert (failure.reason, failure.removed_ranks) == ("divergence", (1,))
-        step = 4 if when == 2 else -(-8 * STEPS // 12)
-        assert f"its weights differ from those of most ranks after step {step}: " in failure.detail
+        assert "its weights differ from those of most ranks after step 4: " in failure.detail
         training.resize(3)
         training.train()
         first, second, third = weights_of(training)

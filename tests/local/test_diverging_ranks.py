@@ -114,6 +114,20 @@ def test_an_error_is_raised_in_the_call_and_the_trainer_can_be_used_again(when: 
         assert training.recoveries == []
 
 
+@pytest.mark.parametrize(("when", "step"), [("call", 11), (2, 4)])
+def test_a_rank_that_differs_from_most_is_evicted_in_the_call(when: Any, step: int) -> None:
+    """Its replacement has the weights of the others."""
+    with trainer("a flipped bit", workers=3, compare_weights=when, on_divergence="evict") as training:
+        training.train()
+        (failure,) = training.recoveries
+        assert (failure.reason, failure.removed_ranks) == ("divergence", (1,))
+        assert f"its weights differ from those of most ranks after step {step}: " in failure.detail
+        training.resize(3)
+        training.train()
+        first, second, third = weights_of(training)
+        assert first == second == third
+
+
 def test_without_a_majority_no_rank_is_evicted() -> None:
     with trainer("a flipped bit", compare_weights=2, on_divergence="evict") as training:
         with pytest.raises(DivergenceError, match=r"after step 4 .* no more than half of the ranks are equal"):
