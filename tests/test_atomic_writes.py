@@ -175,7 +175,10 @@ def test_devices_and_pipes_are_refused_as_folders(tmp_path: Path, kind: str, mon
     monkeypatch.chdir(tmp_path)
     SPECIAL[kind](Path("x").absolute() if kind != "socket" else Path("x"))
     before = {name: os.lstat(name).st_mode for name in os.listdir()}
-    with pytest.raises(ConfigError, match="pass the path of a folder"), locations.draft_folder(tmp_path / "x"):
+    with (
+        pytest.raises(ConfigError, match="pass the path of a regular file or a folder"),
+        locations.draft_folder(tmp_path / "x"),
+    ):
         pass
     assert {name: os.lstat(name).st_mode for name in os.listdir()} == before
 

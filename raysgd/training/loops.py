@@ -85,7 +85,7 @@ class EpochLoops:
             path = folder.path(place) or ""
             try:
                 load(path)
-            except (CheckpointError, OSError) as error:
+            except (CheckpointError, ConfigError, OSError) as error:
                 if not folder.is_damaged(place):
                     raise CheckpointError(
                         f"resume='auto' found a checkpoint that this trainer cannot load: {error}. To start from the beginning, pass "

@@ -378,7 +378,7 @@ def test_a_snapshot_whose_pickle_was_changed_is_dropped(driver: Driver) -> None:
 def test_the_pickle_of_a_state_is_what_is_guarded() -> None:
     """Nothing behind it is unpickled, whatever it is."""
     parts = packing.pack({"a": torch.ones(1000), "text": "x" * 1000, "b": torch.ones(3)}, copy=True)
-    guarded, whole = guarded_part(*parts), bytes(packing.joined(parts))
+    guarded, whole = guarded_part(*parts), b"".join(parts)
     assert guarded == guarded_part(whole) and whole.index(b"x" * 1000) + 1000 < guarded
     changed = packing.unpack(whole[:guarded] + EVIL.ljust(len(whole) - guarded, b"."))
     assert changed["text"] == "x" * 1000 and changed["a"].shape == (1000,)

@@ -425,7 +425,7 @@ def test_a_save_that_fails_is_raised(tmp_path: Path) -> None:
 
     with (
         started(tmp_path / "run", callbacks=[Breaking()]) as trainer,
-        pytest.raises((CheckpointError, OSError), match="run"),
+        pytest.raises(ConfigError, match=r"run.*cannot be a path here: Not a directory"),
     ):
         trainer.fit(2)
 

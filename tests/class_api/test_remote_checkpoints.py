@@ -40,7 +40,7 @@ def test_missing_and_unknown_files_are_named_in_the_error(bucket: str) -> None:
     storing.write(f"{bucket}/foreign", b"hello")
     with inline() as trainer:
         before = weights(trainer)
-        with pytest.raises(CheckpointError, match=f"{bucket}/absent: there is no checkpoint"):
+        with pytest.raises(CheckpointError, match=f"there is no checkpoint at {bucket}/absent"):
             trainer.load(f"{bucket}/absent")
         with pytest.raises(CheckpointError, match=f"{bucket}/foreign: not a complete checkpoint"):
             trainer.load(f"{bucket}/foreign")

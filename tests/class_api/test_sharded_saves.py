@@ -62,7 +62,7 @@ def test_a_save_holds_the_state_of_its_call(
         two.train()
         assert (given if isinstance(given, str) else given.result(120)) == uri
     left = sorted(os.listdir(uri)) if place == "path" else objects(uri)
-    assert len(left) == (5 if place == "path" else 6), left  # of the first save, nothing is left
+    assert len(left) == 5, left  # of the first save, nothing is left
     assert not same(weights(two), expected)
     two.load(uri, trusted=True)
     assert same(weights(two), expected)
