@@ -279,12 +279,12 @@ class Engine:
             self._table.snapshots.forget()
 
     @contextmanager
-    def state_replaced_by_hand(self) -> Iterator[None]:
+    def state_replaced_by_hand(self, loads: int) -> Iterator[None]:
         """Drop the newest snapshot before the workers load another state, because they may send a snapshot of that
         state meanwhile. Restore it if loading fails."""
         kept = self._table.snapshots.latest()
         self._snapshot_is_stale = True
-        self._table.snapshots.forget(least_loads=self.progress.loads + 1)
+        self._table.snapshots.forget(least_loads=loads)
         try:
             yield
         except BaseException:

@@ -180,10 +180,12 @@ class WorkerTable:
 
     def wait_for_killed(self) -> None:
         """Wait until the members that were killed have ended. Until then, they may answer another call."""
-        while any(
-            info.in_group and info.killed_for is not None and info.ended is None for info in self._workers.values()
-        ):
-            self.pump(LOOK_S)
+        until = self.clock() + KILLED_S
+        while left := [info for info in self._workers.values() if info.in_group and info.killed_for and not info.ended]:
+            if self.clock() >= until:
+                self._end_unreported(info.worker for info in left)
+            else:
+                self.pump(LOOK_S)
 
     def cancel(self, error: BaseException | None) -> None:
         """Make the running call's next wait raise `error`. With None, withdraw that. Any thread may call this."""
@@ -359,11 +361,15 @@ class WorkerTable:
             if self._workers[worker].killed_for is None:
                 remaining.append(worker)
             else:
-                self._workers[worker].ended = WorkerEnded(worker, "it was killed, and its exit was never reported")
-                self._note_change(worker)
+                self._end_unreported([worker])
         silent = [worker for worker in remaining if self.group.silent_for(worker) > SILENT_S]
         for worker, story in self.stuck(silent or remaining, verbs, limit_s).items():
             self.kill(worker, "hang", story)
+
+    def _end_unreported(self, workers: Iterable[str]) -> None:
+        for worker in workers:
+            self._workers[worker].ended = WorkerEnded(worker, "it was killed, and its exit was never reported")
+            self._note_change(worker)
 
     def stuck(self, workers: Sequence[str], verbs: Mapping[str, str], limit_s: float) -> dict[str, str]:
         """Return, for each of these workers that is still busy, what it did not finish in time, and where it is.

@@ -196,7 +196,7 @@ class TFReplica(ReplicaBase):
         """Load the state of another replica of this trainer, in a new process of a group that may have another size."""
         state = states.unpack(data)
         self.adopt(state)
-        self.damage = None
+        self.half_loaded = state.get("half_loaded", False)
         if state["world_size"] != self._rank_info.world_size:
             self.operator.resized(state["world_size"], self._rank_info.world_size)
 

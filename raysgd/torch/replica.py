@@ -409,7 +409,7 @@ class TorchReplica(ReplicaBase):
         if (position := state.get("validation_loader")) is not None:
             self._sources["validation"] = self._open_source(self.operator._parts.validation_loader, "validation")
             self._sources["validation"].load(position)
-        self._loaded_from, self.damage = state["world_size"], None
+        self._loaded_from, self.half_loaded = state["world_size"], state.get("half_loaded", False)
 
     def _adopt(self, state: dict[str, Any], *, models: bool = True) -> None:
         if models:
@@ -500,6 +500,7 @@ class TorchReplica(ReplicaBase):
     def _unsharded_state(self) -> dict[str, Any]:
         """Return what a peer needs besides shards."""
         state = states.gather(self.operator) | self._loop_state() | self._loader_states_for_peers()
+        state["half_loaded"] = self.half_loaded
         return {name: value for name, value in state.items() if name not in ("models", "optimizers", "averages")}
 
     def close(self) -> None:

@@ -7,23 +7,26 @@ no state that others could take, so that no state that is half loaded survives a
 
 from __future__ import annotations
 
+import logging
 import os
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from raysgd.errors import CheckpointError, TrainingFailedError
+from raysgd.errors import CheckpointError, described
 from raysgd.storage.seen import UnseenError
 from raysgd.training.position import at_its_epoch
 
 if TYPE_CHECKING:
     from raysgd.training.replica_base import ReplicaBase
 
-__all__ = ["Refusal", "agreed", "restore", "take_over"]
+__all__ = ["HALF_LOADED", "Refusal", "agreed", "restore", "take_over"]
+
+logger = logging.getLogger("raysgd")
 
 HALF_LOADED = (
-    "a load failed, and the state from before could not be restored, so this worker has a part of each: load a checkpoint, or "
+    "the state from before a load that failed could not be restored, so this worker has a part of each: load a checkpoint, or "
     "create a new trainer"
 )
 T = TypeVar("T")
@@ -59,27 +62,31 @@ def take_over(
     if state is None or refusal is not None:
         return refusal
     go_back = replica.way_back()
-    replica.damage = TrainingFailedError(HALF_LOADED)
+    replica.half_loaded = True
     try:
         _, refusal = agreed(replica, lambda: replica.adopt(state))
-    except BaseException:  # another rank has failed, or the user has pressed Ctrl-C
-        _go(replica, go_back)
+    except BaseException:  # another rank has failed, or the user has pressed Ctrl-C, and that counts
+        try:
+            _go(replica, go_back)
+        except Exception as error:
+            logger.warning("%s (%s)", HALF_LOADED, described(error))
         raise
     if refusal is not None:
-        _go(replica, go_back)
+        try:
+            _go(replica, go_back)
+        except Exception as error:
+            why = f"{refusal.why or 'another rank has refused the state'}. Then {HALF_LOADED} ({described(error)})"
+            raise CheckpointError(why) from error
         return refusal
     replica.complete_load(state)
-    replica.damage = None
+    replica.half_loaded = False
     replica.end_load(state, loads, kept=kept)
     return None
 
 
 def _go(replica: ReplicaBase, go_back: Callable[[], None]) -> None:
-    try:
-        go_back()
-    except Exception as error:
-        raise CheckpointError(f"{HALF_LOADED} ({type(error).__name__}: {error})") from error
-    replica.damage = None
+    go_back()
+    replica.half_loaded = False
 
 
 def agreed(replica: ReplicaBase, part: Callable[[], T]) -> tuple[T | None, Refusal | None]:

@@ -16,6 +16,7 @@ from raysgd.errors import CheckpointError, RemoteTraceback
 from raysgd.storage import checksums, locations, remote
 from raysgd.storage.seen import SeenFile, UnseenError, readable, verified_file
 from raysgd.training import loading
+from raysgd.training.position import at_its_epoch
 from raysgd.workers.blob import Blob
 
 __all__ = ["Loads"]
@@ -35,6 +36,7 @@ class Loads:
         load_folder: Callable[..., None] | None = None,
     ) -> None:
         self._engine, self._read, self._pack, self._load_folder = engine, read, pack, load_folder
+        self._count = 0  # the number of the newest load
 
     def load(self, path: str | os.PathLike[str], *, trusted: bool = False) -> None:
         where = locations.place_to_load(path)
@@ -80,9 +82,10 @@ class Loads:
         """Load a state on all ranks. If one of them refuses it, none loads it, and the reason is raised. Keep the file that was
         `loaded`, if there is one, for new workers."""
         engine = self._engine
-        with engine.state_replaced_by_hand():
-            # Counted here, so that a rank that loaded this state before the call was repeated has the same number as others.
-            loads = engine.progress.loads + 1
+        # Counted here, so that a rank that loaded this state before the call was repeated has the same number as others, and that
+        # it grows if all ranks are half loaded, which have none.
+        loads = self._count = max(self._count, engine.progress.loads) + 1
+        with engine.state_replaced_by_hand(loads):
             values = engine.run(Job(Call(method, {**arguments, "loads": loads})))[-1].values
             refused = [
                 (rank, each) for rank, each in enumerate(values) if isinstance(each, loading.Refusal) and each.why
@@ -117,7 +120,7 @@ class _LoadedFile:
                     raise CheckpointError("the file has changed since")
                 checksums.verify(file)
                 file.seek(0)
-                state = self._read(file)
+                state = at_its_epoch(self._read(file))
             state.pop("rng", None)
             state["position"] = {**state["position"], "call": -1, "call_done": False, "loads": loads}
             state["validation_position"] = {**state["validation_position"], "call": -1, "ended": True}

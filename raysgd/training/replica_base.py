@@ -35,6 +35,7 @@ from raysgd.core.ranks import RankInfo
 from raysgd.core.timers import Timers
 from raysgd.errors import ConfigError, TrainingFailedError, shown
 from raysgd.training.feed import Feed, MembershipChange, Source
+from raysgd.training.loading import HALF_LOADED
 from raysgd.training.operator_base import OperatorBase
 from raysgd.training.position import Position
 from raysgd.training.seeding import derived_seed
@@ -131,7 +132,7 @@ class ReplicaBase(ABC):
         self._validation_began = self._val_position.as_dict()
         self._feed: Feed | None = None
         self._sources: dict[Phase, Any] = {}
-        self.damage: TrainingFailedError | None = None  # this state is half loaded
+        self.half_loaded = False  # this state is a part of one and a part of another
         self._snapshots = Snapshotter(settings.snapshot_every, control)
         self._compare_every, self._compare_at = settings.elastic.compare_every, math.inf
         self._seed_place("train", 0, self.rank)
@@ -139,15 +140,15 @@ class ReplicaBase(ABC):
     @property
     def progress(self) -> Progress:
         progress = self._position.progress(self._control.phase)
-        return progress if self.damage is None else replace(progress, loads=-1)  # no other rank takes this state
+        return replace(progress, loads=-1) if self.half_loaded else progress  # no other rank takes this state
 
     @property
     def rank(self) -> int:
         return self._rank_info.world_rank
 
     def run(self, call: Call) -> Any:
-        if self.damage is not None and "loads" not in call.arguments and call.method not in (apply, apply_operator):
-            raise self.damage
+        if self.half_loaded and "loads" not in call.arguments and call.method not in (apply, apply_operator):
+            raise TrainingFailedError(HALF_LOADED)
         self._control.phase = call.name
         self._begin_call()
         try:
@@ -543,7 +544,7 @@ class ReplicaBase(ABC):
 
     def state(self) -> memoryview:
         """Return the state as bytes, for a rank that is behind or new."""
-        return self._dump(self._state_for_peers())
+        return self._dump({**self._state_for_peers(), "half_loaded": self.half_loaded})
 
     def _state_for_peers(self) -> dict[str, Any]:
         """Return the state for another rank of this trainer."""

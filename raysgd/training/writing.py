@@ -20,6 +20,7 @@ __all__ = ["END_BYTES", "DraftFile", "Report", "checkpoint", "random_state", "re
 
 logger = logging.getLogger("raysgd")
 
+LONGEST_ERROR = 10_000  # characters, because a message has a limit
 END_BYTES = 4096  # of a file that a worker wrote, the driver compares the size and this much of its end
 Report = dict[str, Any]
 
@@ -79,7 +80,7 @@ def reported(
             report = write(given.append)
         except Exception as error:
             logger.warning("a save in the background failed", exc_info=True)  # the driver raises the error
-            report = {"error": described(error)}
+            report = {"error": described(error)[:LONGEST_ERROR]}
         try:
             giving.send(*given, report=report)
         except OSError as error:

@@ -177,7 +177,7 @@ def load_what_another_rank_refuses(patch: Patch) -> None:
 @mutant
 def keep_a_state_that_was_refused(patch: Patch) -> None:
     def stay(replica: Any, go_back: Any) -> None:
-        replica.damage = None
+        replica.half_loaded = False
 
     patch.setattr(loading, "_go", stay)
 

@@ -94,7 +94,7 @@ class SimReplica:
         self._mark = 0
         self.steps: list[Step] = []
         self.weights = 0
-        self.damage: Exception | None = None  # between two states
+        self.half_loaded = False
         self._refuses = False  # the state that is being loaded
         self.damaged = False  # whether a fault has changed the weights, or those that they were taken from
         self._meter, self._units_before = AverageMeterCollection(), 0
@@ -103,7 +103,7 @@ class SimReplica:
     @property
     def progress(self) -> Progress:
         progress = self._position.progress(self._control.phase)
-        return progress if self.damage is None else replace(progress, loads=-1)
+        return replace(progress, loads=-1) if self.half_loaded else progress
 
     @property
     def loads(self) -> int:
@@ -230,10 +230,10 @@ class SimReplica:
     def load(self, data: Any) -> None:
         self._worker.point("load_state_dict")
         position, steps, *_ = pickle.loads(data)
-        loads = self._position.loads if self.damage is None else -1
+        loads = -1 if self.half_loaded else self._position.loads
         self._worker.checker.takes(self._worker, self.steps, loads, steps, position["loads"])
         self._take(data)
-        self.damage = None
+        self.half_loaded = False
 
     def _take(self, data: Any) -> None:
         position, self.steps, self.weights, self.damaged = pickle.loads(data)

@@ -262,7 +262,7 @@ class Script:
         data, steps = self._saved
         loads = self.engine.progress.loads + 1
         try:
-            with self.engine.state_replaced_by_hand():
+            with self.engine.state_replaced_by_hand(loads):
                 if refuses < 0:
                     self.checker.loaded(steps, loads)
                 values = self._call(SimReplica.restore, {"data": data, "loads": loads, "refuses": refuses})
@@ -274,7 +274,7 @@ class Script:
             for name in self.engine._table.members():
                 replica = self.group.workers[name].replica
                 assert replica is not None
-                if replica.loads == loads or replica.damage is not None:
+                if replica.loads == loads or replica.half_loaded:
                     raise Violation(f"{name} has loaded a state that another rank has refused") from None
             return
         if refuses >= 0:

@@ -1,7 +1,7 @@
 """Check that a checkpoint's content fits an operator before any of it is loaded. Worker.
 
 Only loading shows whether a user's own class accepts its state (the operator, an optimizer that is not torch's). If that
-fails, `undo` restores what was there before.
+fails, `training.loading` restores what was there before.
 """
 
 from __future__ import annotations
