@@ -83,7 +83,8 @@ class ClusterError(RaysgdError, ConnectionError):
 
 
 class CheckpointError(RaysgdError, RuntimeError):
-    """A checkpoint is damaged, was not written by raysgd, or does not fit the trainer. Nothing was changed."""
+    """A checkpoint is damaged, was not written by raysgd, or does not fit the trainer. Nothing was changed, unless the
+    message says so."""
 
 
 class TrainerBusyError(RaysgdError, RuntimeError):
