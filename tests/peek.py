@@ -80,3 +80,8 @@ def record_run(folder: Path, settings: dict[str, Any]) -> None:
     from raysgd.train.fit.records import RunNames, RunRecord
 
     RunRecord(folder, folder, RunNames("DataParallelTrainer", "run"), {}, None).begin(settings)
+
+
+def save_no_random_states(trainer: Any) -> None:
+    """Leave the random states out of what this trainer saves."""
+    trainer._saves.random_states = lambda: []

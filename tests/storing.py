@@ -92,7 +92,7 @@ def parsed_state(data: bytes) -> dict[str, Any]:
 
 
 def sealed(data: bytes) -> bytes:
-    """Return a file with its digest, as a load of a file that is no archive of torch expects it."""
+    """Return a file with its digest, as loads expect it of files that are not archives of torch."""
     return digest.sealed(data)
 
 

@@ -1,4 +1,4 @@
-"""Prove that both ends of a connection have the trainer's key, and make frames that nobody else can make. Pure. Both.
+"""Prove that both ends of a connection have the trainer's key, and make frames that no other program can make. Pure. Both.
 
 Both ends send a random number first, and prove the key with a code of both numbers. So the key never travels, and a proof is of
 no use on another connection, or to the other end:

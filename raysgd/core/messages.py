@@ -1,8 +1,8 @@
 """Define every message between the driver and its workers. Both.
 
 A message is a frozen dataclass, which is pickled. Some are followed by a body, and only these can be large. `frames` describes
-how they are sent. Objects of the user are bytes in a message or in a body, so that they are unpickled by whoever
-needs them, and not by the thread that receives them.
+how they are sent. Objects of the user are bytes in a message or in a body, so that they are unpickled in the thread
+that needs them, and not in the one that receives them.
 
 The first message of a connection is one of `Hello`, `OpenBulk` and `OpenTransfer`, which the driver answers with `Admitted` or
 `Rejected`:

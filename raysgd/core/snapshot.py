@@ -36,7 +36,7 @@ class Snapshot:
 
 
 def guarded_part(*state: Any) -> int:
-    """Return how many bytes of a state, from the first one on, are unpickled later, so that nobody may change them on their way.
+    """Return how many bytes of a state, from the first one on, are unpickled later, and must not be changed on their way.
     Each state begins with this number; the rest is only data. The state is in these buffers, one after another."""
     size = sum(map(len, state))
     return min(GUARDED.unpack_from(state[0])[0], size) if size and len(state[0]) >= GUARDED.size else size

@@ -61,14 +61,14 @@ SPECIAL = {
 
 def place_to_save(where: Any) -> Place:
     """Return the place for a path or a URI, with an absolute path, because that is what users need to find the file."""
-    found = _possible(where)
+    found = _checked(where)
     if not isinstance(found, Uri):
         return found.absolute()
     remote.check_scheme(found)
     return found
 
 
-def _possible(where: Any) -> Place:
+def _checked(where: Any) -> Place:
     """Return the place for a path or a URI. Raise ConfigError if nothing can be saved or loaded there."""
     found = place(where)
     if isinstance(found, Uri):
@@ -138,7 +138,7 @@ def check_folder(where: Place) -> Path | None:
 
 
 def _replaced(where: Path) -> Path:
-    _possible(where)
+    _checked(where)
     return Path(os.path.realpath(where)) if where.is_symlink() else where  # the link is not replaced
 
 
@@ -311,7 +311,7 @@ def _replaced_by(target: Path) -> list[Path]:
 def place_to_load(where: Any) -> Place:
     """Return the place for a path or a URI. If there is nothing, because a process was killed while it replaced a folder, return
     the old folder."""
-    found = _possible(where)
+    found = _checked(where)
     if isinstance(found, Path) and not os.path.exists(found):
         target = Path(os.path.realpath(found))
         for old in _replaced_by(target) if target.parent.is_dir() else []:

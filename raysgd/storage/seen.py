@@ -39,12 +39,9 @@ def readable() -> Iterator[None]:
 def verified_file(path: Path) -> tuple[SeenFile | None, bool]:
     """Verify a file. Return it if workers can read it themselves, and whether it has checksums. They can read torch's zip
     format, whose end contains the checksums of all its content."""
-    with readable():
-        if path.is_dir():
-            raise CheckpointError("it is a directory: pass load() the file that save() wrote")
-        with open(path, "rb") as file:
-            archive = file.read(2) == b"PK" and path.suffix != ".safetensors"  # torch expects another format in those
-            return SeenFile.of(file, path) if archive else None, checksums.verify(file)
+    with readable(), open(path, "rb") as file:
+        archive = file.read(2) == b"PK" and path.suffix != ".safetensors"  # torch expects another format in those
+        return SeenFile.of(file, path) if archive else None, checksums.verify(file)
 
 
 @dataclass(frozen=True)

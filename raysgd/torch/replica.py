@@ -433,7 +433,7 @@ class TorchReplica(ReplicaBase):
         check_fits(self.operator, state)
 
     def way_back(self) -> Callable[[], None]:
-        state, positions = states.kept(self.operator), self._positions()
+        put_back, positions = states.way_back(self.operator), self._positions()
         loader = self.operator._parts.train_loader
         generators = random_sources(loader) if is_planned(loader) else []
         drawn = [(each, each.get_state()) for each in generators]
@@ -441,7 +441,7 @@ class TorchReplica(ReplicaBase):
         numbers = states.random_state()
 
         def go_back() -> None:
-            states.put_back(self.operator, state)
+            put_back()
             self._adopt_positions(positions)
             vars(self).update(own)
             for generator, drawn_state in drawn:

@@ -19,7 +19,7 @@ from raysgd.errors import CheckpointError, ConfigError, suggesting
 from raysgd.ray_data.reader import SharedRowReaders, local_row_reader
 from raysgd.torch import replica_calls, setup
 from raysgd.torch.checkpoint import packing, states
-from raysgd.torch.checkpoint.sharded import load_shards, save_shards
+from raysgd.torch.checkpoint.sharded import ShardedLoads, save_shards
 from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.options import TrainingOptions
 from raysgd.torch.settings import TorchSettings
@@ -28,7 +28,6 @@ from raysgd.torch.wrapping import Exchange
 from raysgd.training.arguments import check_call, check_common, check_flags, refuse_unknown
 from raysgd.training.auto_checkpoint import AutoCheckpoint
 from raysgd.training.call_runner import CallRunner, exclusive
-from raysgd.training.loads import Loads
 from raysgd.training.loops import opened_folder
 from raysgd.training.saves import SaveHandle
 from raysgd.training.trainer_base import Metrics, TrainerBase, described_run, limits_of, make_engine
@@ -154,7 +153,7 @@ class TorchTrainer(TrainerBase):
             self._factory, calls, resources, elastic, limits, initialization_hook, make_backend, strategy.sharded
         )
         self._compares = options.parallel is not None
-        self._loads = Loads(engine, partial(states.parse, trusted=False), packing.packed, load_shards)
+        self._loads = ShardedLoads(engine, partial(states.parse, trusted=False), packing.packed)
         super().__init__(engine, calls, num_workers, folder, resume=resume is not None)
 
     # -- training -------------------------------------------------------------------------------------

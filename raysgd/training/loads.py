@@ -26,16 +26,15 @@ logger = logging.getLogger("raysgd")
 
 class Loads:
     """Lets the workers load states. `read` returns the state in an open file, and `pack` returns a state as a worker's snapshot has
-    it. `load_folder(self, folder, trusted=...)` loads a checkpoint that is a folder."""
+    it."""
 
     def __init__(
         self,
         engine: Engine,
         read: Callable[[BinaryIO], dict[str, Any]],
         pack: Callable[[dict[str, Any]], Any],
-        load_folder: Callable[..., None] | None = None,
     ) -> None:
-        self._engine, self._read, self._pack, self._load_folder = engine, read, pack, load_folder
+        self._engine, self._read, self._pack = engine, read, pack
         self._count = 0  # the number of the newest load
 
     def load(self, path: str | os.PathLike[str], *, trusted: bool = False) -> None:
@@ -45,16 +44,18 @@ class Loads:
         has_checksums = True  # a folder has digests
         try:
             with readable():
-                is_folder = self._load_folder is not None and where.is_dir()
+                is_folder = where.is_dir()
             if is_folder:
-                assert self._load_folder is not None
-                self._load_folder(self, where, trusted=trusted)
+                self._load_folder(where, trusted=trusted)
             else:
                 has_checksums = self._load_file(where, trusted=trusted)
         except CheckpointError as error:
             raise CheckpointError(str(error) if str(where) in str(error) else f"{where}: {error}") from error
         if not has_checksums:
             locations.warn_without_checksums(where)
+
+    def _load_folder(self, folder: locations.Place, *, trusted: bool) -> None:
+        raise CheckpointError("it is a directory: pass load() the file that save() wrote")
 
     def restore(self, data: Any, *, trusted: bool = False) -> None:
         """Send a checkpoint to the workers, which check it and load it."""

@@ -117,7 +117,8 @@ class Transfer:
                 self._fill(body, self._filled + connection.receive_some(view[self._filled :]))
                 note()
             connection.send(Received())
-        except BaseException:
+        except BaseException as error:
+            self._lost(str(error))
             self.close()
             raise
 

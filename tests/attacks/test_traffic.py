@@ -77,7 +77,7 @@ class Driver:
         return event
 
     def still_serves(self) -> None:
-        """Check that nobody else has had an effect, and that a new worker has."""
+        """Check that no attacker has had an effect, and that a new worker is admitted."""
         with connect(self.address, Hello("late", "n", 1)):
             started = self.next()
             assert isinstance(started, WorkerStarted) and started.worker == "late"
@@ -263,7 +263,7 @@ CHANGES: dict[str, Callable[[list[bytes]], list[bytes]]] = {
 
 
 @pytest.mark.parametrize(("side", "place"), [(WORKER, 1), (DRIVER, 1), (DRIVER, 2)], ids=["worker", "number", "driver"])
-def test_a_changed_challenge_or_proof_admits_nobody(driver: Driver, side: bytes, place: int) -> None:
+def test_a_changed_challenge_or_proof_is_refused(driver: Driver, side: bytes, place: int) -> None:
     with (
         Tap(driver.address, at(place, side, lambda sent: [flipped(sent[-1], -1)])) as tap,
         pytest.raises(ConnectionAbortedError),
@@ -395,7 +395,7 @@ def test_a_worker_gives_its_state_with_a_code() -> None:
     assert isinstance(host.perform("state", {"transfer": "t"}), Ok) and given == [100]
 
 
-def test_a_state_whose_pickle_was_changed_reaches_nobody(driver: Driver) -> None:
+def test_a_state_whose_pickle_was_changed_is_not_passed_on(driver: Driver) -> None:
     """From the worker that gives it to the driver, and from there to those that take it."""
     change = at(4, WORKER, lambda sent: [flipped(sent[-1], 50)])
     with ThreadPoolExecutor() as pool, Tap(driver.address, change) as tap, closing(Transfer(driver.server)) as transfer:

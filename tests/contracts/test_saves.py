@@ -116,7 +116,7 @@ def test_the_file_is_what_the_worker_wrote(save: Callable[[], Any], tmp_path: Pa
 def test_an_error_of_the_worker_leaves_the_old_file(save: Callable[[], Any], engine: Engine, tmp_path: Path) -> None:
     def fails(file: Any) -> None:
         file.write(b"half of it")
-        raise TypeError("cannot pickle this")
+        raise TypeError("cannot pickle this: " + "x" * 2_000_000)  # longer than a message of the control channel can be
 
     engine.writes = [fails]
     with pytest.raises((TypeError, CheckpointError), match="cannot pickle this"):

@@ -13,7 +13,7 @@ from tests.local.group import Cluster
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Callable[..., LocalGround]]:
-    """Return a function that makes a ground of three workers that are not replaced, unless it is told otherwise."""
+    """Return a function that makes a ground of three workers that are not replaced by default."""
     made: list[LocalGround] = []
 
     def ground(**arguments: Any) -> LocalGround:

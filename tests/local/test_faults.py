@@ -14,10 +14,11 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from raysgd import CheckpointError, DivergenceError, ElasticConfig, TorchTrainer
+from raysgd import CheckpointError, DivergenceError, ElasticConfig, TorchTrainer, TrainingFailedError
 from raysgd.torch import TrainingOperator
 from tests.local.group import Cluster, Fault
 from tests.local.runs import weights_of
+from tests.peek import loads_of
 
 ROWS, BATCH, WORKERS, STEPS = 26, 2, 3, 5
 POINTS = ("begun", "forward", "reduced", "applied", "stepped", "logged")
@@ -244,6 +245,29 @@ def test_a_rank_that_cannot_go_back_takes_the_state_of_the_others(
         with pytest.raises(CheckpointError, match="could not be restored"):
             run.load(refused)
         assert len(seen(run)) == 2 * BATCH * WORKERS and Stubborn.others == 0
+        run.train()
+        torch.testing.assert_close(weights_of(run), undisturbed[0], rtol=1e-12, atol=1e-12)
+
+
+def test_workers_that_join_a_half_loaded_one_are_half_loaded_too(
+    refused: Path, undisturbed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only a load helps, and it counts as the newest one."""
+    with Cluster(), trainer(operator=Stubborn) as run:
+        good = run.save(tmp_path / "good.pt")
+        run.load(good)
+        run.resize(1)
+        with monkeypatch.context() as patch:
+            patch.setattr(Stubborn, "most", 0)
+            patch.setattr(Stubborn, "others", 1)
+            with pytest.raises(CheckpointError, match=r"this rank refuses.*Then .*could not be restored"):
+                run.load(refused)
+        run.resize(WORKERS)
+        for call in (run.train, run.validate, run.state_dict):
+            with pytest.raises(TrainingFailedError, match="has a part of each: load a checkpoint"):
+                call()
+        run.load(good)
+        assert loads_of(run) == {3}  # with the one that was refused
         run.train()
         torch.testing.assert_close(weights_of(run), undisturbed[0], rtol=1e-12, atol=1e-12)
 

@@ -311,5 +311,5 @@ def test_a_broken_engine_is_detected(name: str) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", MUTANTS)
 def test_each_broken_engine_is_detected_within_ten_thousand_seeds(name: str) -> None:
-    """Most are detected within a hundred. Workers that have loaded a state and others that have not meet rarely."""
+    """Most are detected within a hundred. A group rarely has workers that have loaded a state and others that have not."""
     assert seeds_needed(name, 10_000)

@@ -24,7 +24,7 @@ from raysgd.training.loads import Loads
 from raysgd.training.saves import SaveHandle, Saves
 from raysgd.training.writing import Report
 
-__all__ = ["load_shards", "save_shards"]
+__all__ = ["ShardedLoads", "save_shards"]
 
 logger = logging.getLogger("raysgd")
 
@@ -38,23 +38,26 @@ def save_shards(saves: Saves, engine: Engine, path: str | os.PathLike[str], *, b
     return saves.write(draft, replica_calls.save_shards, ranks, blocking=blocking, stall_s=stall_s)
 
 
-def load_shards(loads: Loads, folder: locations.Place, *, trusted: bool) -> None:
-    if not trusted:
-        raise CheckpointError(
-            "this is a directory, as save(sharded=True) writes it: torch keeps a pickled index in it, and reading that can run "
-            "code. If you trust its author, pass trusted=True"
-        )
-    if isinstance(folder, Path):
-        with readable():
-            files = shard_files.read_manifest(folder)
-        loads.take(replica_calls.restore_shards, {"folder": folder.absolute(), "files": files})
-        return
-    inner, files = shard_files.of_list(remote.listed(folder))
-    if remote.is_in_this_process(folder):
-        with locations.folder(folder) as local:
-            loads.take(replica_calls.restore_shards, {"folder": local / inner, "files": files})
-    else:
-        loads.take(replica_calls.restore_shards, {"folder": folder / inner, "files": files})
+class ShardedLoads(Loads):
+    """Also loads sharded checkpoints."""
+
+    def _load_folder(self, folder: locations.Place, *, trusted: bool) -> None:
+        if not trusted:
+            raise CheckpointError(
+                "this is a directory, as save(sharded=True) writes it: torch keeps a pickled index in it, and reading that can run "
+                "code. If you trust its author, pass trusted=True"
+            )
+        if isinstance(folder, Path):
+            with readable():
+                files = shard_files.read_manifest(folder)
+            self.take(replica_calls.restore_shards, {"folder": folder.absolute(), "files": files})
+            return
+        inner, files = shard_files.of_list(remote.listed(folder))
+        if remote.is_in_this_process(folder):
+            with locations.folder(folder) as local:
+                self.take(replica_calls.restore_shards, {"folder": local / inner, "files": files})
+        else:
+            self.take(replica_calls.restore_shards, {"folder": folder / inner, "files": files})
 
 
 class _ShardedDraft:

@@ -8,7 +8,7 @@ import logging
 import os
 import random
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy
@@ -31,11 +31,9 @@ __all__ = [
     "dump_given",
     "foreign_types",
     "gather",
-    "kept",
     "loads_models_by_copying",
     "parse",
     "peek",
-    "put_back",
     "random_state",
     "read",
     "restore",
@@ -46,6 +44,7 @@ __all__ = [
     "seed_generators",
     "shaped",
     "unchanging",
+    "way_back",
     "write",
 ]
 
@@ -259,60 +258,46 @@ def restore_rest(operator: TrainingOperator, state: dict[str, Any]) -> None:
     operator.load_state_dict(state.get("operator"))
 
 
-def kept(operator: TrainingOperator) -> dict[str, Any]:
-    """Return the present state, for `put_back`, whatever is loaded meanwhile. Nothing is copied that a load replaces, or that can
-    be loaded last, because it cannot fail: torch's optimizers replace their tensors, and models usually only copy them."""
-    parts, state = operator._parts, gather(operator)
-    kept: dict[str, Any] = {
-        name: copied(value)
-        for name, value in state.items()
-        if name not in ("format", "version", "models", "optimizers", "averages")
-    }
-    if not loads_models_by_copying(operator):
-        kept["models"] = [_kept_model(model) for model in state["models"]]
-    kept["optimizers"] = [None if _replaces(each) else copied(each.state_dict()) for each in parts.optimizers]
-    groups = [group for each in parts.optimizers if _replaces(each) for group in each.param_groups]
-    contents = [operator, parts.averages, *parts.schedulers, *filter(_replaces, parts.optimizers)]
-    kept["contents"] = [(vars(each), dict(vars(each))) for each in contents] + [(each, dict(each)) for each in groups]
-    return kept
+def way_back(operator: TrainingOperator) -> Callable[[], None]:
+    """Return what loads the present state, whatever is loaded meanwhile. Nothing is copied that a load replaces, or that can be
+    loaded last, because it cannot fail: torch's optimizers replace their tensors, and models usually only copy them."""
+    parts, precision = operator._parts, operator._precision
+    models = [] if loads_models_by_copying(operator) else [(each, _kept_model(each)) for each in parts.models]
+    ordinary = [each for each in parts.optimizers if _replaces_tensors(each)]
+    users = [(each, copied(each.state_dict())) for each in (*parts.schedulers, operator)]
+    scaler = copied(precision.state())
+    contents = [vars(each) for each in (operator, parts.averages, *parts.schedulers, *ordinary)]
+    contents += [group for optimizer in ordinary for group in optimizer.param_groups]
+    before = [dict(content) for content in contents]
+    states = models + [(o, copied(o.state_dict())) for o in parts.optimizers if not _replaces_tensors(o)]
+
+    def go_back() -> None:
+        for content, own in zip(contents, before, strict=True):
+            content.clear()
+            content.update(own)
+        for each, state in states:
+            each.load_state_dict(state)
+        if scaler:
+            precision.load(scaler)
+        for each, state in users:  # which may refuse it, so not if their attributes are all that has changed
+            if state is not None and not _are_equal(copied(each.state_dict()), state):
+                each.load_state_dict(state)
+
+    return go_back
 
 
-def _replaces(optimizer: Any) -> bool:
+def _replaces_tensors(optimizer: Any) -> bool:
     return getattr(type(optimizer), "load_state_dict", None) is torch.optim.Optimizer.load_state_dict
 
 
-def _kept_model(state: Any) -> dict[str, Any]:
-    """Return a copy in main memory; of sharded tensors, this rank's shards on their device."""
+def _kept_model(model: torch.nn.Module) -> dict[str, Any]:
+    """Return a copy of its state in main memory; of sharded tensors, this rank's shards on their device."""
+    state = model.state_dict()
     own = {
         name: value.detach().clone() if hasattr(value, "full_tensor") else copied(value)
         for name, value in state.items()
     }
     return foreign.with_module_versions(own, state)
-
-
-def put_back(operator: TrainingOperator, kept: dict[str, Any]) -> None:
-    """Load what `kept` returned."""
-    parts, precision = operator._parts, operator._precision
-    for content, before in kept["contents"]:
-        content.clear()
-        content.update(before)
-    for model, saved in zip(parts.models, kept.get("models", ()), strict=False):
-        model.load_state_dict(saved)
-    for optimizer, saved in zip(parts.optimizers, kept["optimizers"], strict=True):
-        if saved is not None:
-            optimizer.load_state_dict(saved)
-    for scheduler, saved in zip(parts.schedulers, kept.get("schedulers", ()), strict=True):
-        _load_unless_equal(scheduler, saved)
-    if kept.get(precision.key):
-        precision.load(kept[precision.key])
-    if kept["operator"] is not None:
-        _load_unless_equal(operator, kept["operator"])
-
-
-def _load_unless_equal(thing: Any, saved: Any) -> None:
-    """Load a state of a user's class, which may refuse it, unless the attributes that it has again are all there is to it."""
-    if not _are_equal(copied(thing.state_dict()), saved):
-        thing.load_state_dict(saved)
 
 
 def _are_equal(one: Any, other: Any) -> bool:
