@@ -41,12 +41,14 @@ def own_environment() -> tuple[Path, ForkServer | None]:
     folder = tempfile.mkdtemp(prefix="raysgd-", dir="/tmp" if os.path.isdir("/tmp") else None)
     forks = ForkServer(Path(folder)) if forks_workers() else None
     # More than one thread of arithmetic per worker would slow down a small machine, a test must never use a real
-    # cluster, and newer versions of Ray write a token into the home folder unless they get one.
+    # cluster, and newer versions of Ray write a token into the home folder unless they get one. torch's rendezvous asks
+    # the name server for each address that connects: a lost answer costs 1 s instead of 5.
     os.environ.update(
         RAY_ADDRESS="local",
         RAY_TMPDIR=folder,
         RAY_AUTH_TOKEN=secrets.token_hex(32),
         OMP_NUM_THREADS="1",
+        RES_OPTIONS="timeout:1",
         PYTHONPATH=os.pathsep.join(
             filter(None, [forks and str(forks.customization), str(ROOT), os.environ.get("PYTHONPATH")])
         ),

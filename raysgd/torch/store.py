@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import json
 import logging
+import os
 import secrets
 import selectors
 import socket
@@ -53,20 +54,22 @@ def _listen(host: str, limit: datetime.timedelta) -> Any:
 
 
 def _server(host: str, limit: datetime.timedelta, *, use_libuv: bool) -> Any:
-    listener = _bound(host)
-    place: dict[str, Any] = {"master_listen_fd": listener.fileno()} if listener is not None else {}
-    port = listener.getsockname()[1] if listener is not None else 0
+    place: dict[str, Any] = {}
+    port, inode = 0, None
+    if (listener := _bound(host)) is not None:
+        port, inode = listener.getsockname()[1], os.fstat(listener.fileno()).st_ino
+        place["master_listen_fd"] = listener.detach()
     try:
-        store = dist.TCPStore(  # type: ignore[attr-defined]
+        return dist.TCPStore(  # type: ignore[attr-defined]
             host, port, None, True, timeout=limit, wait_for_workers=False, use_libuv=use_libuv, **place
         )
     except BaseException:
-        if listener is not None:
-            listener.close()
+        # After Ctrl-C, the store may have taken the socket and closed it. Another file can have its number then.
+        for number in place.values():
+            with contextlib.suppress(OSError):
+                if os.fstat(number).st_ino == inode:
+                    os.close(number)
         raise
-    if listener is not None:
-        listener.detach()  # the store closes it
-    return store
 
 
 def _bound(host: str) -> socket.socket | None:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from raysgd.core.ranks import assign_ranks
 from raysgd.torch.process_group import TorchBackend
-from raysgd.torch.store import exchange_addresses, wait_for_all
+from raysgd.torch.store import exchange_addresses, open_store, wait_for_all
 
 HOST = "127.0.0.2"  # another loopback address: on Linux, all of 127.0.0.0/8 are
 ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="needs a second loopback address, which Linux has")
@@ -41,6 +41,21 @@ def test_the_store_listens_on_the_address_that_workers_receive() -> None:
         assert listening(settings[0]["port"]) == [HOST]
     finally:
         driver.plan([])
+
+
+@pytest.mark.parametrize("made", [False, True])
+def test_ctrl_c_while_a_store_opens(monkeypatch: pytest.MonkeyPatch, *, made: bool) -> None:
+    """Whether or not the store has already taken the socket, that is closed, once. The guard of all tests would see it."""
+
+    def interrupted(*given: Any, **named: Any) -> None:
+        if made:
+            store(*given, **named)
+        raise KeyboardInterrupt
+
+    store = dist.TCPStore
+    monkeypatch.setattr(dist, "TCPStore", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        open_store("127.0.0.1", limit_s=10)
 
 
 def join_and_leave(backend: TorchBackend, rank_info: Any, settings: dict[str, Any], said: Any) -> None:
