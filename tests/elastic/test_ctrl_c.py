@@ -35,7 +35,7 @@ class Talks(Callback):
             self.said = True
             print("UNDERWAY", flush=True)
 
-ground = Ground(Path(sys.argv[1]), num_workers=2, config={"samples": 2000, "pace": 0.02}, callbacks=[Talks()])
+ground = Ground(Path(sys.argv[1]), num_workers=2, config={"samples": 400, "pace": 0.02}, callbacks=[Talks()])
 pids = ground.trainer.apply_all_workers(os.getpid)
 print("PIDS", json.dumps(pids), flush=True)
 try:
@@ -44,7 +44,7 @@ try:
 except KeyboardInterrupt:
     print("STOPPED", flush=True)
 result = ground.trainer.train()
-print("FACTS", json.dumps({"exact": ground.trained() == Counter(range(2000)), "same": ground.trainer.apply_all_workers(os.getpid) == pids,
+print("FACTS", json.dumps({"exact": ground.trained() == Counter(range(400)), "same": ground.trainer.apply_all_workers(os.getpid) == pids,
       "recoveries": len(ground.trainer.recoveries)}), flush=True)
 ground.trainer.shutdown()
 """

@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.usefixtures("ray_cluster"), pytest.mark.slow]
 # Each epoch ends with half an accumulation window.
 SMALL = {"workers": 2, "epochs": 2, "batch": 16, "windows": 16 * 18, "validated": 41, "accumulate": 4, "lr": 0.003}
 SMALL |= {"length": 32, "width": 32, "heads": 2, "layers": 2}
-LARGE = {**SMALL, "workers": 3, "epochs": 3, "batch": 30, "windows": 30 * 34, "length": 64, "width": 64, "layers": 4}
+LARGE = {**SMALL, "workers": 3, "batch": 30, "windows": 30 * 21, "length": 64, "width": 64, "layers": 4}
 
 
 class Loop:
