@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import queue
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -11,10 +12,20 @@ from typing import Any, ClassVar
 
 from raysgd.core.connection import ControlAddress
 from raysgd.core.frames import CODE_BYTES, DRIVER, HEAD_BYTES, NUMBER_BYTES, PREFIX, PROOF_BYTES, WORKER
+from raysgd.workers.events import Event, MessageReceived
 
-__all__ = ["Passed", "Runs", "Tap", "units"]
+__all__ = ["Events", "Passed", "Runs", "Tap", "units"]
 
 FIRST = {WORKER: (NUMBER_BYTES + PROOF_BYTES,), DRIVER: (NUMBER_BYTES, PROOF_BYTES)}
+
+
+class Events(queue.SimpleQueue[Event]):
+    """What workers have sent. Acknowledges reports at once, as a driver does that is not behind."""
+
+    def put(self, event: Event) -> None:  # type: ignore[override]
+        super().put(event)
+        if isinstance(event, MessageReceived):
+            event.acknowledge()
 
 
 @dataclass

@@ -171,15 +171,6 @@ class StackRequest(Message):
 
 
 @dataclass(frozen=True)
-class AllowReports(Message):
-    """The driver sends this to each rank when the user has fetched a round of a training function's reports. In this
-    run, a rank waits in `train.report` after its report number `reports`, until the driver allows more."""
-
-    run: int
-    reports: int
-
-
-@dataclass(frozen=True)
 class KillProcess(Message):
     """The driver asks a worker to kill a process on the same machine: a worker that hangs."""
 
@@ -207,7 +198,8 @@ class SnapshotUpload(Message):
 @dataclass(frozen=True)
 class FunctionReport(Message):
     """A rank sends this in `train.report` ("report") and `train.save_checkpoint` ("checkpoint"). Body, guarded: the pickled
-    metrics, `metrics_size` bytes, then the checkpoint, if there is one. The driver drops those of earlier attempts."""
+    metrics, `metrics_size` bytes, then the checkpoint, if there is one. The driver drops those of earlier attempts. Its answer
+    is the permission to go on: it comes later if the user or the storage is too far behind."""
 
     kind: Literal["report", "checkpoint"]
     run: int

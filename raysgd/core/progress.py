@@ -103,8 +103,8 @@ class Control:
 
     Owns the stop requests of one worker, its phase (for reports of hangs) and the last published progress. `upload`
     sends a snapshot to the driver; it is None if the driver takes no snapshots. `deliver` sends a message that must not
-    get lost, and returns when the driver has received it. `giving(name)` returns what sends this worker's state to those that `take` it.
-    `on_interrupt` is called on the control thread. `begun_after`
+    get lost, and returns when the driver has acknowledged it. `giving(name)` returns what sends this worker's state to
+    those that `take` it. `on_interrupt` is called on the control thread. `begun_after`
     holds, for the newest steps, how many collective calls (`collectives`) had been made when each began; `called` returns the steps
     and lines of the newest calls of models, which make some of them. Never blocks
     the control thread, and costs the training thread one attribute read per batch while there is no request.
@@ -142,7 +142,6 @@ class Control:
         self._stop_at: int | None = None
         self._confirmed = False
         self._interrupted = False
-        self._allowed = (0, 0)
         self._clock, self._changed = clock, changed or threading.Condition()
         self.progress = Progress()
 
@@ -175,12 +174,6 @@ class Control:
             self.begun_after.clear()  # a call may begin the same steps again, after a load
             self._changed.notify_all()
 
-    def allow_reports(self, run: int, reports: int) -> None:
-        """Note that a training function may continue after this many reports in this run."""
-        with self._changed:
-            self._allowed = max(self._allowed, (run, reports))
-            self._changed.notify_all()
-
     def clear(self) -> None:
         """Drop all requests, because a new call or generation begins."""
         with self._changed:
@@ -210,12 +203,6 @@ class Control:
                 return False
             self.begun = step
         return True
-
-    def wait_until_allowed(self, run: int, reports: int) -> None:
-        """Wait until the driver allows this report of a training function, or until the generation ends."""
-        with self._changed:
-            while not self._interrupted and self._allowed < (run, reports):
-                self._changed.wait(0.5)
 
     def set_rank(self, rank: int, ranks: int) -> None:
         """Share the driver's budget of reports with the other ranks. All call this at about the same time, when their

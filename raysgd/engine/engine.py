@@ -24,7 +24,7 @@ from dataclasses import replace
 from typing import Any, ClassVar, NoReturn, TypeVar
 
 from raysgd.config import ElasticConfig, Limits
-from raysgd.core.messages import FunctionReport, Message
+from raysgd.core.messages import FunctionReport
 from raysgd.core.outcomes import Failed, Interrupted, Ok, Outcome
 from raysgd.core.policy import OUT_OF_STEP, Observation, Recovery, classify, different_calls
 from raysgd.core.progress import Progress, most_advanced
@@ -81,7 +81,7 @@ class Engine:
         on_progress: Callable[[WorkerInfo], None] = lambda info: None,
         on_recovery: Callable[[Recovery], None] = lambda recovery: None,
         on_wait: Callable[[str], None] = lambda what: None,
-        on_message: Callable[[FunctionReport, Any], None] = lambda message, body: None,
+        on_report: Callable[[FunctionReport, Any, Callable[[], None]], None] = lambda message, body, acknowledge: None,
         clock: Callable[[], float] = time.monotonic,
         jitter: Callable[[], float] = random.random,
         during: During = nullcontext,
@@ -90,7 +90,7 @@ class Engine:
         self._least = target if least is None else least
         group.set_patience(limits.unreachable_s)
         self._table = table = WorkerTable(
-            group, silent_s=limits.silent_s, clock=clock, on_progress=on_progress, on_message=on_message, during=during
+            group, silent_s=limits.silent_s, clock=clock, on_progress=on_progress, on_report=on_report, during=during
         )
         self._log, in_place = RecoveryLog(self._cancellable(on_recovery), self._cancellable(on_wait)), backend.in_place
         packed = _packed(group, factory, hook)
@@ -342,11 +342,6 @@ class Engine:
     def cancel(self, error: BaseException | None) -> None:
         """Stop the running call, which raises `error`. With None, withdraw that. Any thread may call this."""
         self._table.cancel(error)
-
-    def send(self, message: Message) -> None:
-        """Send a message to every rank, without waiting. Any thread may call this."""
-        for worker in self._table.members():
-            self.group.send(worker, message)
 
     def pack(self, value: Any) -> Any:
         """Return a user's object in the form in which it is sent to workers as an argument of a job."""

@@ -122,13 +122,13 @@ class WorkerTable:
         silent_s: float = math.inf,
         clock: Callable[[], float] = time.monotonic,
         on_progress: Callable[[WorkerInfo], None] = lambda info: None,
-        on_message: Callable[[FunctionReport, Any], None] = lambda message, body: None,
+        on_report: Callable[[FunctionReport, Any, Callable[[], None]], None] = lambda message, body, acknowledge: None,
         during: During = nullcontext,
     ) -> None:
         self.group, self.clock, self.during = group, clock, during
         self.snapshots = SnapshotStore()
         self._silent_s = silent_s
-        self._on_progress, self._on_message = on_progress, on_message
+        self._on_progress, self._on_report = on_progress, on_report
         self._workers: dict[str, WorkerInfo] = {}
         self._members: list[str] | None = None  # in rank order, until they change
         self._open: list[weakref.ref[OpenCalls]] = []
@@ -452,7 +452,7 @@ class WorkerTable:
         if isinstance(event, MessageReceived) and isinstance(message, SnapshotUpload):
             self.snapshots.offer(Snapshot(event.body, message.progress, message.call, message.partial))
         elif isinstance(event, MessageReceived) and isinstance(message, FunctionReport):
-            self._on_message(message, event.body)
+            self._on_report(message, event.body, event.acknowledge)
         if info is None:
             return
         if isinstance(event, WorkerStarted):

@@ -6,7 +6,6 @@ import logging
 import math
 import queue
 import threading
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +26,6 @@ logger = logging.getLogger("raysgd")
 PREFIX = "checkpoint_"
 # The limit for one item. Storage that accepts nothing at all for 600 s is an error before that (`storage.remote`).
 WRITE_LIMIT_S = 3600.0
-POLL_S = 1.0
 
 Work = Callable[[], None]
 
@@ -167,59 +165,50 @@ class CheckpointManager:
 class BackgroundWriter:
     """Does work in order on a thread of its own, so that a recovery never waits for a disk or a bucket.
 
-    Owns the thread and its queue. `fail` is called with the first error, and later work is not done. `room` limits the
-    heavy work in the queue, and so its memory: `put` waits until there is room. All waits end with an error when one item
-    takes longer than WRITE_LIMIT_S.
+    Owns the thread and its queue. `fail` is called with the first error, and later work is not done. An item that takes
+    longer than WRITE_LIMIT_S is an error, and nothing waits for it any more.
     """
 
-    def __init__(self, fail: Callable[[BaseException], None], *, room: int = 2) -> None:
+    def __init__(self, fail: Callable[[BaseException], None]) -> None:
         self._fail = fail
-        self._room = threading.Semaphore(room)
-        self._work: queue.SimpleQueue[tuple[Work, bool] | None] = queue.SimpleQueue()
-        self._item_began: float | None = None
+        self._work: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
+        self._ended = threading.Event()
         self.error: BaseException | None = None
-        self._thread = threading.Thread(target=self._serve, name="raysgd-writer", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._serve, name="raysgd-writer", daemon=True).start()
 
-    def put(self, work: Work, *, heavy: bool = False) -> None:
-        """Add work. Heavy work waits until there is room."""
-        if heavy:
-            self._wait(lambda seconds: self._room.acquire(timeout=seconds))
-        self._work.put((work, heavy))
+    def put(self, work: Work) -> None:
+        self._work.put(work)
 
     def finish(self) -> BaseException | None:
         """Wait until all work is done. Return the error, if there was one."""
         self._work.put(None)
-        try:
-            self._wait(self._has_ended)
-        except CheckpointError as error:
-            self.error = self.error or error
+        self._ended.wait()
         return self.error
 
-    def _has_ended(self, seconds: float) -> bool:
-        self._thread.join(seconds)
-        return not self._thread.is_alive()
-
-    def _wait(self, until: Callable[[float], bool]) -> None:
-        while not until(min(POLL_S, WRITE_LIMIT_S)):
-            began = self._item_began
-            if began is not None and time.monotonic() - began > WRITE_LIMIT_S:
-                raise CheckpointError(
-                    f"a checkpoint could not be stored within {WRITE_LIMIT_S:g} s, so raysgd stopped waiting for it. The "
-                    "checkpoint is incomplete and invisible to readers; earlier checkpoints are not affected"
-                )
-
     def _serve(self) -> None:
-        while (item := self._work.get()) is not None:
-            work, heavy = item
-            self._item_began = time.monotonic()
+        while (work := self._work.get()) is not None:
+            limit = threading.Timer(WRITE_LIMIT_S, self._give_up)
+            limit.daemon = True
+            limit.start()
             try:
                 if self.error is None:
                     work()
             except BaseException as error:  # passed to the thread that waits for the run
-                self.error = error
-                self._fail(error)
+                self._stop(error)
             finally:
-                self._item_began = None
-                if heavy:
-                    self._room.release()
+                limit.cancel()
+        self._ended.set()
+
+    def _give_up(self) -> None:
+        self._stop(
+            CheckpointError(
+                f"a checkpoint could not be stored within {WRITE_LIMIT_S:g} s, so raysgd stopped waiting for it. The "
+                "checkpoint is incomplete and invisible to readers; earlier checkpoints are not affected"
+            )
+        )
+        self._ended.set()
+
+    def _stop(self, error: BaseException) -> None:
+        if self.error is None:
+            self.error = error
+            self._fail(error)

@@ -25,7 +25,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from raysgd.config import ElasticConfig, at_least, refuse_comparison, refuse_rates
-from raysgd.core.messages import AllowReports, FunctionReport
+from raysgd.core.messages import FunctionReport
 from raysgd.core.policy import Recovery
 from raysgd.core.protocols import Call
 from raysgd.engine.call_lock import CallLock, Claim
@@ -110,8 +110,7 @@ class BackendExecutor:
         self._engine: Engine | None = None
         self._group: WorkerGroup | None = None
         self._hooks_group: WorkerGroup | None = None  # for the backend's hooks, which a worker failure does not end
-        self._hooks_called_for = -1  # the generation
-        self._seen_recoveries = self._recoveries_before = 0
+        self._recoveries_before = 0
         self._numbers = itertools.count(1)
         self._run: FunctionRun | None = None
         self._thread: threading.Thread | None = None
@@ -152,10 +151,11 @@ class BackendExecutor:
             least=self._least,
             elastic=self._elastic,
             limits=limits,
-            on_message=self._on_message,
+            on_report=self._on_report,
         )
         engine.start()
         self._engine = engine
+        self._hooks_called_for, self._seen_recoveries = -1, 0  # the generation, and its recoveries
         has_object = train_cls is not None
         self._group = WorkerGroup.of(engine, has_object=has_object, guard=self._check_free)
         self._hooks_group = WorkerGroup.of(
@@ -262,16 +262,14 @@ class BackendExecutor:
             packed = engine.pack(task)
             self._recoveries_before = len(engine.recoveries)
             ready()
-            number = next(self._numbers)
             self._run = run = FunctionRun(
-                number,
+                next(self._numbers),
                 manager,
                 fail=engine.cancel,
                 decode=self._backend.decode_data,
                 decode_checkpoint=functools.partial(_decoded, self._backend),
                 options=options,
                 ahead=self._reports_ahead,
-                allow=lambda reports: engine.send(AllowReports(number, reports)),
             )
             self._running = claim
             engine.state_changed_by_hand(replaced=True)
@@ -368,7 +366,7 @@ class BackendExecutor:
                 lead=1,  # a function's steps are checkpoints, which may be hours apart
                 prepare=lambda: self._prepare(engine, run),
                 hurry_s=HURRY_S,
-                is_waiting=run.waits_for_user,
+                is_waiting=run.keeps_ranks_waiting,
             )
             run.finish([pickle.loads(value) for value in engine.run(job)[-1].values])
         except TrainingFailedError as failed:
@@ -412,9 +410,9 @@ class BackendExecutor:
         failed = sum(each.reason not in PLANNED for each in self.recoveries_of_run)
         return self._max_retries if self._max_retries < 0 else max(self._max_retries - failed, 0)
 
-    def _on_message(self, message: FunctionReport, body: Any) -> None:
+    def _on_report(self, message: FunctionReport, body: Any, acknowledge: Callable[[], None]) -> None:
         if self._run is not None:
-            self._run.receive(message, body)
+            self._run.receive(message, body, acknowledge)
 
     # -- checkpoints ----------------------------------------------------------------------------------
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import pickle
 import signal
@@ -120,7 +119,6 @@ class FunctionReplica:
             encode=self._factory.encode,
             decode=self._factory.decode,
             at_boundary=self._at_boundary,
-            wait=functools.partial(self._wait, attempt),
             commit=self._commit,
         )
         self._control.begun = self._steps + 1
@@ -180,12 +178,6 @@ class FunctionReplica:
         if self._control.due(last=last):
             with self._unstoppable():  # a signal in the middle of a message would send half of it
                 self._control.report(self.progress)
-
-    def _wait(self, attempt: Attempt, reports: int) -> None:
-        """Wait until the user has fetched enough of the function's reports."""
-        if reports > attempt.allowed:
-            with self._unstoppable():  # a signal could leave the lock held, for which the control thread would wait
-                self._control.wait_until_allowed(attempt.run, reports)
 
     @contextlib.contextmanager
     def _unstoppable(self) -> Iterator[None]:

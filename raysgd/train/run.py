@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import math
 import pickle
 import queue
+import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +22,7 @@ from raysgd.train.checkpoint import Checkpoint
 from raysgd.train.checkpoint_manager import BackgroundWriter, CheckpointManager
 from raysgd.train.errors import ReportMismatchError
 from raysgd.train.fit.settings import REPORTS_AHEAD
-from raysgd.train.run_session import UNLIMITED, Attempt
+from raysgd.train.run_session import Attempt
 
 __all__ = [
     "FunctionRun",
@@ -36,6 +38,7 @@ __all__ = [
     "payload_of",
 ]
 
+UNSTORED = 2  # as many checkpoints can wait for the storage before ranks do
 DETAILED = "TRAIN_RESULT_ENABLE_DETAILED_AUTOFILLED_METRICS"
 CALLS = {"report": "train.report()", "checkpoint": "train.save_checkpoint()"}
 
@@ -75,6 +78,10 @@ class Rounds:
     def ahead(self) -> int:
         """Return by how many rounds some rank is ahead of the slowest one."""
         return max(map(len, self._waiting), default=0)
+
+    def reports_of(self, rank: int) -> Sequence[Report]:
+        """Return the reports of this rank whose rounds are incomplete."""
+        return self._waiting[rank]
 
     def take_incomplete(self) -> list[Round]:
         """Remove and return the rounds that are still incomplete, oldest first."""
@@ -121,6 +128,16 @@ class ShardMaker(Protocol):
         """Called when the run ends."""
 
 
+@dataclass(frozen=True)
+class Waiting:
+    """A call of a rank that is not acknowledged: the number of its round, that among the rounds of reports (0 for a
+    checkpoint), and what acknowledges it."""
+
+    number: int
+    report: int
+    acknowledge: Callable[[], None]
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
     """What a run passes to its function besides the config."""
@@ -144,11 +161,14 @@ class RoundResult:
 
 
 class FunctionRun:
-    """Owns the rounds of the current attempt, the queue of complete rounds, and the writer that stores checkpoints.
+    """Owns the rounds of the current attempt, the queue of complete rounds, the writer that stores checkpoints, and the
+    reports that wait for their acknowledgement.
 
-    Calls `fail` for errors in here, because reports are received while the engine is waiting for the function. A rank
-    waits in `train.report` while the user has not fetched the last `ahead` rounds. `allow` is called with the number of
-    the report in which ranks wait from then on.
+    Calls `fail` for errors in here, because reports are received while the engine is waiting for the function.
+
+    An acknowledgement is the permission to go on. A rank waits for it in a report while the user has not fetched the last
+    `ahead` rounds, and in any call while the storage is more than UNSTORED rounds behind. All ranks wait in the same
+    round: a rank that went on alone would wait for the others in a collective call, which has a time limit.
     """
 
     def __init__(
@@ -161,17 +181,19 @@ class FunctionRun:
         decode_checkpoint: Callable[[bytes], bytes] = lambda payload: payload,
         options: RunOptions | None = None,
         ahead: int = REPORTS_AHEAD,
-        allow: Callable[[int], None] = lambda reports: None,
     ) -> None:
         self.number, self.manager = number, manager
         self._fail, self._decode, self._decode_checkpoint = fail, decode, decode_checkpoint
-        self._ahead, self._allow = ahead, allow
+        self._ahead: float = ahead
         self._fetched = self._lenience = 0
+        self._settled = self._unstored = 0  # rounds that the writer has done, and checkpoints that it has not
+        self._waiting: list[Waiting] = []
+        self._lock = threading.Lock()  # for these six: the threads of the engine, the user and the writer change them
         self._mismatched = False
         self._options = options or RunOptions()
         self._detailed = flag_from_environment(DETAILED)
         self._attempt = 0
-        self._reports = 0
+        self._reports = self._closed = 0  # rounds
         self._rounds = Rounds(0)
         self._complete: queue.SimpleQueue[RoundResult | None] = queue.SimpleQueue()
         self._writer = BackgroundWriter(fail)
@@ -184,6 +206,7 @@ class FunctionRun:
         """Return what the ranks need for the next attempt. Rank 0's newest checkpoint of the last attempt counts, because
         what the driver received from it is never lost."""
         self._close_incomplete_rounds()
+        self._let_go_on(everyone=True)  # their calls have ended, but not what the function has started
         self._attempt += 1
         self._rounds = Rounds(world_size)
         shards = self._options.shards(world_size, nodes) if self._options.shards is not None else ()
@@ -191,16 +214,16 @@ class FunctionRun:
             run=self.number,
             number=self._attempt,
             reports=self._reports,
-            allowed=self._allowed,
             metadata=dict(self._options.metadata),
             trial=dict(self._options.trial),
             shards=tuple(shards),
             detailed=self._detailed,
         )
 
-    def receive(self, message: FunctionReport, body: Any) -> None:
-        """Receive one rank's report. Ignore late reports of earlier attempts, whose senders no longer wait for it."""
+    def receive(self, message: FunctionReport, body: Any, acknowledge: Callable[[], None] = lambda: None) -> None:
+        """Receive one rank's report. Ignore late reports of earlier attempts."""
         if (message.run, message.attempt) != (self.number, self._attempt) or self._mismatched:
+            acknowledge()
             return
         try:
             split = message.metrics_size
@@ -208,12 +231,19 @@ class FunctionRun:
             if message.kind == "report":
                 metrics = self._decode(metrics)
             payload = bytes(memoryview(body)[split:]) if message.has_checkpoint else None
+            ahead = self._rounds.reports_of(message.rank)
+            number = self._closed + len(ahead) + 1
+            report = self._reports + sum(each.kind == "report" for each in ahead) + 1 if message.kind == "report" else 0
+            waiting = Waiting(number, report, acknowledge)
             complete = self._rounds.add(Report(message.rank, message.kind, metrics, payload))
             if complete is not None:
                 self._close_round(complete)
         except Exception as error:
             self._mismatched = isinstance(error, ReportMismatchError)  # what follows does not belong together either
             self._fail(error)
+            acknowledge()
+            return
+        self._let_go_on(waiting)
 
     def finish(self, values: list[Any]) -> None:
         """Note what the function returned on every rank."""
@@ -230,6 +260,7 @@ class FunctionRun:
             self._options.shards.close()
         unstored = self._writer.finish()
         self.error = error or unstored
+        self._let_go_on(everyone=True)
         self._complete.put(None)
 
     def _close_incomplete_rounds(self) -> None:
@@ -242,15 +273,48 @@ class FunctionRun:
             self._close_round(incomplete, complete=False)
 
     def _close_round(self, round_: Round, *, complete: bool = True) -> None:
-        payload = checkpoint_of(round_)
+        payload, result, number = checkpoint_of(round_), None, 0
         if payload is not None:
             payload = self._decode_checkpoint(payload)
             number = self.manager.register(payload)
-            self._writer.put(partial(self.manager.store, number, payload, round_[0].metrics), heavy=True)
+            with self._lock:
+                self._unstored += 1
         if round_[0].kind == "report":
             self._reports += 1
             result = RoundResult([report.metrics for report in round_], self.manager.latest_id, complete)
-            self._writer.put(partial(self._complete.put, result))  # visible once its checkpoint is stored
+        self._closed += 1
+        self._writer.put(partial(self._settle, number, payload, round_[0].metrics, result))
+
+    def _settle(self, number: int, payload: bytes | None, metrics: dict[str, Any], result: RoundResult | None) -> None:
+        """Store a round's checkpoint, then make it visible to the user. The writer's thread."""
+        if payload is not None:
+            self.manager.store(number, payload, metrics)
+        with self._lock:
+            self._settled += 1
+            self._unstored -= payload is not None
+        if result is not None:
+            self._complete.put(result)
+        self._let_go_on()
+
+    def _let_go_on(self, *more: Waiting, everyone: bool = False) -> None:
+        """Acknowledge the reports that need not wait any more."""
+        with self._lock:
+            waiting, self._waiting = [*self._waiting, *more], []
+            for each in waiting:
+                if everyone or (self._is_fetched(each) and self._is_stored(each)):
+                    each.acknowledge()
+                else:
+                    self._waiting.append(each)
+
+    def _is_fetched(self, waiting: Waiting) -> bool:
+        return waiting.report < self._fetched + self._ahead + self._lenience
+
+    def _is_stored(self, waiting: Waiting) -> bool:
+        return waiting.number <= self._settled + UNSTORED or not self._unstored
+
+    def keeps_ranks_waiting(self) -> bool:
+        """Return whether ranks wait for the user or for the storage."""
+        return bool(self._waiting) and (self._reports - self._fetched >= self._ahead or self._unstored > 0)
 
     # -- the user's thread ----------------------------------------------------------------------------
 
@@ -260,8 +324,9 @@ class FunctionRun:
         if result is None:
             self._complete.put(None)
             return None
-        self._fetched, self._lenience = self._fetched + 1, 0
-        self._allow(self._allowed)
+        with self._lock:
+            self._fetched, self._lenience = self._fetched + 1, 0
+        self._let_go_on()
         return result
 
     def tolerate_ahead(self) -> None:
@@ -269,21 +334,12 @@ class FunctionRun:
         for a round that the others never report, or that they report only after a collective call."""
         if self._rounds.ahead:
             self._lenience = max(1, 2 * self._lenience)
-            self._allow(self._allowed)
+            self._let_go_on()
 
     def release(self) -> None:
         """Let the function run to its end, because the user fetches no more rounds."""
-        self._ahead = UNLIMITED
-        self._allow(self._allowed)
-
-    def waits_for_user(self) -> bool:
-        """Return whether the ranks wait in `train.report` until the user fetches a round."""
-        return self._reports - self._fetched >= self._ahead
-
-    @property
-    def _allowed(self) -> int:
-        """Return the number of the last report that does not wait for the user."""
-        return self._fetched + self._ahead - 1 + self._lenience
+        self._ahead = math.inf
+        self._let_go_on()
 
     def unfetched(self) -> list[RoundResult]:
         """Remove and return the rounds that are complete now."""

@@ -25,7 +25,6 @@ from raysgd.train.checkpoint import Checkpoint, is_directory
 from raysgd.train.fit.settings import TIMESTAMP
 
 __all__ = [
-    "UNLIMITED",
     "Attempt",
     "OutsideSession",
     "Session",
@@ -35,9 +34,6 @@ __all__ = [
     "running",
     "trial_functions",
 ]
-
-
-UNLIMITED = 1 << 62
 
 
 class TrainingResultType(Enum):
@@ -66,14 +62,12 @@ class Attempt:
 
     checkpoint  the newest checkpoint of the run, as bytes
     reports     how many rounds earlier attempts of the run have reported
-    allowed     the number of the report in which a rank waits, unless the user has fetched more by then
     """
 
     run: int
     number: int = 0
     checkpoint: bytes | None = None
     reports: int = 0
-    allowed: int = UNLIMITED
     metadata: Mapping[str, Any] = field(default_factory=dict)
     trial: Mapping[str, Any] = field(default_factory=dict)
     shards: tuple[Mapping[str, Any], ...] = ()
@@ -84,8 +78,7 @@ class Session:
     """Owns one rank's counters in one attempt.
 
     `dumps` is the driver's choice of pickler. `at_boundary` is called after each checkpoint and commit, where the run
-    can continue with other workers. `wait` is called with each report's number, and returns when the driver allows the
-    function to continue. `commit` holds the last commit of `train.elastic`.
+    can continue with other workers. `commit` holds the last commit of `train.elastic`.
     """
 
     def __init__(
@@ -98,11 +91,10 @@ class Session:
         encode: Callable[[dict[str, Any]], dict[str, Any]],
         decode: Callable[[dict[str, Any]], dict[str, Any]] = lambda data: data,
         at_boundary: Callable[[], None],
-        wait: Callable[[int], None] = lambda reports: None,
         commit: Any = None,
     ) -> None:
         self.rank_info, self.attempt, self.commit = rank_info, attempt, commit
-        self.dumps, self.at_boundary, self._wait = dumps, at_boundary, wait
+        self.dumps, self.at_boundary = dumps, at_boundary
         self.precision: Any = None  # set by train.torch.accelerate
         self.at_end = contextlib.ExitStack()  # what is closed when the function has ended in any way
         self._control, self._encode, self._decode = control, encode, decode
@@ -118,12 +110,10 @@ class Session:
         """Send metrics, and a checkpoint if there is one. Return when the driver has received them, and is not too many
         rounds behind."""
         check_metrics(metrics, of="train.report() cannot report this")
-        self._reports += 1
         row = {**self._autofilled(), **self._encode(dict(metrics))}
         payload = self._packed(checkpoint) if checkpoint is not None else None
         self._send("report", row, payload)
-        self._wait(self._reports)
-        self._check_stop()
+        self._reports += 1  # and not before: a function may catch an error of the lines above
 
     def save_checkpoint(self, values: dict[str, Any]) -> None:
         self._send("checkpoint", {}, self._packed(Checkpoint.from_dict(values)))
@@ -174,7 +164,7 @@ class Session:
         row: dict[str, Any] = {
             TIMESTAMP: int(now),
             "_time_this_iter_s": now - self._last,
-            "_training_iteration": self._reports,
+            "_training_iteration": self._reports + 1,
         }
         if self.attempt.detailed:
             row |= {

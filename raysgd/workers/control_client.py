@@ -5,6 +5,7 @@ only one connection to read, and each thread sends its own messages."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import numbers
 import os
@@ -25,7 +26,6 @@ from raysgd.core.connection import SEND_S, Body, Connection, ControlAddress, con
 from raysgd.core.hang import place_of
 from raysgd.core.messages import (
     Alive,
-    AllowReports,
     BoundaryAnswer,
     Bye,
     CallAnswer,
@@ -59,6 +59,7 @@ DRIVER_GONE = 78
 CANNOT_CONNECT = "cannot connect to the script's machine"
 DEEPEST = 100  # frames of a stack, of which an import alone can have dozens
 
+LOOK_S = 0.5
 BULK_S = 600.0  # for the driver to take any few MB of a large message: it may be suspended for a while
 
 # Limits on the metrics in a progress message: characters of one text, of all metrics, bits of one integer.
@@ -121,7 +122,8 @@ class ControlClient:
         self._deliver(replace(message, partial=brief(message.partial)), *body, guarded=guarded_part(*body))
 
     def deliver(self, message: FunctionReport | StartDealer, body: bytes) -> None:
-        """Send a message that must not be lost with this process. Return when the driver has received all of it."""
+        """Send a message that must not be lost with this process. Return when the driver has acknowledged it, or when the
+        generation has ended."""
         self._deliver(message, body, guarded=len(body))
 
     def _deliver(self, message: Message, *body: bytes | memoryview, guarded: int) -> None:
@@ -135,11 +137,25 @@ class ControlClient:
             try:
                 bulk.socket.settimeout(BULK_S)
                 bulk.send(message, *body, guarded=guarded)
+                if isinstance(message, FunctionReport) and not self._is_answered(bulk.socket):
+                    bulk.close()
+                    return
                 bulk.expect(Received)
             except BaseException:
                 bulk.close()
                 raise
             self._bulk = bulk
+
+    def _is_answered(self, bulk: socket.socket) -> bool:
+        """Wait for the driver's answer to a report, which may take as long as the user does. Return False if the generation
+        ends before."""
+        bulk.settimeout(LOOK_S)
+        while not self.control.interrupted:
+            with contextlib.suppress(TimeoutError):
+                bulk.recv(1, socket.MSG_PEEK)
+                bulk.settimeout(BULK_S)
+                return True
+        return False
 
     def giving(self, transfer: str) -> Giving:
         """Return what sends this worker's state to those that take it."""
@@ -204,8 +220,6 @@ class ControlClient:
             self._send(BoundaryAnswer(message.round, accepted, begun))
         elif isinstance(message, ConfirmBoundary):
             self.control.confirm()
-        elif isinstance(message, AllowReports):
-            self.control.allow_reports(message.run, message.reports)
         elif isinstance(message, StackRequest):
             frames = tuple(self._stack())
             control = self.control

@@ -414,8 +414,10 @@ class ControlServer:
             if not isinstance(message, SnapshotUpload | FunctionReport | StartDealer):
                 raise ValueError(f"{type(message).__name__} on a bulk connection")
             body = connection.receive_body(sizes, self.noting(worker))
-            self._events.put(MessageReceived(worker, message, body))
-            connection.send(Received())
+            acknowledge = partial(_acknowledge, connection)
+            self._events.put(MessageReceived(worker, message, body, acknowledge))
+            if not isinstance(message, FunctionReport):
+                acknowledge()
 
     def noting(self, worker: str) -> Callable[[], None]:
         """Return what reports now and then that a part of a message has arrived."""
@@ -429,6 +431,13 @@ class ControlServer:
                 self._events.put(PartReceived(worker))
 
         return note
+
+
+def _acknowledge(connection: Connection) -> None:
+    try:
+        connection.send(Received())
+    except OSError as error:  # a rank that was stopped meanwhile has closed it
+        logger.debug("a message could not be acknowledged: %s", error)
 
 
 def _is_end(error: Exception) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from raysgd.core.connection import Body
 from raysgd.core.messages import Message
@@ -41,11 +42,13 @@ class WorkerEnded:
 
 @dataclass(frozen=True)
 class MessageReceived:
-    """A worker sent a message: progress, an answer, a snapshot or a report. `body` holds its data."""
+    """A worker sent a message: progress, an answer, a snapshot or a report. `body` holds its data. The sender of a
+    `FunctionReport` waits until somebody calls `acknowledge`; any thread may."""
 
     worker: str
     message: Message
     body: bytes | Body = b""
+    acknowledge: Callable[[], None] = field(default=lambda: None, compare=False)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-import queue
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -56,7 +55,7 @@ from raysgd.workers.control_server import ControlServer
 from raysgd.workers.events import Event, MessageReceived, PartReceived, WorkerEnded, WorkerStarted
 from raysgd.workers.replica_host import ReplicaHost
 from raysgd.workers.transfer import Giving, Transfer, take
-from tests.traffic import Change, Runs, Tap, units
+from tests.traffic import Change, Events, Runs, Tap, units
 
 EVIL = pickle.dumps(Runs())
 STATE = GUARDED.pack(100) + bytes(92) + b"t" * 1000
@@ -67,7 +66,7 @@ class Driver:
     """A control server and its events."""
 
     def __init__(self) -> None:
-        self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self.events = Events()
         self.server = ControlServer(self.events, "127.0.0.1", admission_s=2.0)
         self.address = self.server.address_for_workers()
 

@@ -60,10 +60,10 @@ from raysgd.workers.blob import SMALL, Blob, PickledObject
 from raysgd.workers.calls import opened, packed_outcome
 from raysgd.workers.control_client import ControlClient, brief
 from raysgd.workers.control_server import UNADMITTED_AT_MOST, ControlServer
-from raysgd.workers.events import CallEnded, Event, MessageReceived, PartReceived, WorkerEnded, WorkerStarted
+from raysgd.workers.events import CallEnded, MessageReceived, PartReceived, WorkerEnded, WorkerStarted
 from raysgd.workers.replica_host import ReplicaHost
 from raysgd.workers.transfer import Giving, Transfer, take
-from tests.traffic import Tap
+from tests.traffic import Events, Tap
 
 REPORT = FunctionReport("report", run=1, attempt=2, rank=3, metrics_size=3, has_checkpoint=False)
 
@@ -147,7 +147,7 @@ class Channel:
     """A control server with its events, and its clients."""
 
     def __init__(self, **limits: Any) -> None:
-        self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self.events = Events()
         self.server = ControlServer(self.events, "127.0.0.1", **limits)
         self.aborted: list[str] = []
         self.dismissed: list[str] = []
@@ -409,6 +409,30 @@ def test_all_reports_and_snapshots_of_a_worker_use_one_connection(channel: Chann
         assert len(tap.connections) == 2, "the control connection, and one more"
         channel.server.disconnect("w")
         wait_for(lambda: channel.dismissed == ["w"])
+
+
+def test_a_report_waits_for_its_acknowledgement_and_for_no_other_message(
+    channel: Channel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until then the rank must not go on, unless its generation ends."""
+    monkeypatch.setattr(Events, "put", queue.SimpleQueue.put)
+    client = channel.client()
+    channel.next(WorkerStarted)
+    for ends in (False, True):
+        sender = threading.Thread(target=client.deliver, args=(REPORT, b"abc"), daemon=True)
+        sender.start()
+        report = channel.next(MessageReceived)
+        channel.server.send("w", StackRequest(1))
+        assert isinstance(channel.next(MessageReceived).message, StackReport)
+        assert sender.is_alive()
+        if ends:
+            channel.server.send("w", Interrupt(1))
+        else:
+            report.acknowledge()
+        sender.join(10)
+        assert not sender.is_alive()
+    report.acknowledge()  # too late, and no error
+    channel.server.disconnect("w")
 
 
 def test_a_large_body_does_not_delay_the_control_connection(channel: Channel) -> None:

@@ -225,6 +225,20 @@ def test_reports_are_counted_and_timed(workers: OnWorkers) -> None:
     assert all(abs(row["_timestamp"] - time.time()) < DEADLINE_S for row in second)
 
 
+def test_a_report_that_cannot_be_sent_is_not_counted(workers: OnWorkers) -> None:
+    """Otherwise each such error would let the function fall behind what it may be ahead, until it waits for ever."""
+
+    def function() -> None:
+        for step in range(workers_ahead + 1):
+            with contextlib.suppress(TypeError):
+                train.report(step=threading.Lock())
+            train.report(step=step)
+
+    workers_ahead, listener = workers.ahead, Listener("_training_iteration")
+    workers.run(function, callbacks=[listener])
+    assert listener.rounds == [[number] * workers.ranks for number in range(1, workers.ahead + 2)]
+
+
 def test_a_round_appears_when_its_last_rank_has_reported(two: OnWorkers, tmp_path: Path) -> None:
     def function() -> None:
         if train.world_rank() == 1:

@@ -238,8 +238,10 @@ class Main:
 
         def arrive() -> None:
             if not (self.worker.lost or self.worker.given_up):  # the driver has closed the connection
-                self._group.emit(MessageReceived(self.worker.name, message, bytes(body)))
-                self._answers.send(lambda: self.worker.at(0.0, lambda: self._end(over)))
+                self._group.emit(MessageReceived(self.worker.name, message, bytes(body), acknowledge))
+
+        def acknowledge() -> None:
+            self._answers.send(lambda: self.worker.at(0.0, lambda: self._end(over)))
 
         self._reports.send(arrive)
         self._wait(over)
@@ -267,15 +269,13 @@ class Main:
 class Storage:
     """A replacement for `BackgroundWriter`, which takes its time."""
 
-    def __init__(self, world: World, slowest_s: float, fail: Callable[[BaseException], None], *, room: int = 2) -> None:
-        self._world, self._slowest_s, self._fail, self._room = world, slowest_s, fail, room
-        self._work: list[tuple[Callable[[], None], bool]] = []
+    def __init__(self, world: World, slowest_s: float, fail: Callable[[BaseException], None]) -> None:
+        self._world, self._slowest_s, self._fail = world, slowest_s, fail
+        self._work: list[Callable[[], None]] = []
         self.error: BaseException | None = None
 
-    def put(self, work: Callable[[], None], *, heavy: bool = False) -> None:
-        if heavy:
-            self._world.run(1e6, lambda: sum(each for _, each in self._work) < self._room)
-        self._work.append((work, heavy))
+    def put(self, work: Callable[[], None]) -> None:
+        self._work.append(work)
         if len(self._work) == 1:
             self._begin()
 
@@ -284,13 +284,12 @@ class Storage:
         return self.error
 
     def _begin(self) -> None:
-        self._world.at(self._world.between(0.0, self._slowest_s) if self._work[0][1] else 0.0, self._do)
+        self._world.at(self._world.between(0.0, self._slowest_s), self._do)
 
     def _do(self) -> None:
-        work, _ = self._work[0]
         try:
             if self.error is None:
-                work()
+                self._work[0]()
         except Exception as error:
             self.error = error
             self._fail(error)

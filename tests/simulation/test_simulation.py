@@ -16,9 +16,9 @@ from tests.simulation.group import Worker
 from tests.simulation.mutants import MUTANTS, seeds_needed
 from tests.simulation.plan import Fault, Plan, plan_for
 from tests.simulation.scenario import Script, run
-from tests.tiers import NIGHTLY
 from tests.simulation.seeds import State, simulate
 from tests.simulation.shrink import kind_of, shrink
+from tests.tiers import NIGHTLY
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 

@@ -219,12 +219,6 @@ def test_hooks_of_a_custom_backend(starting: Start, tmp_path: Path) -> None:
     assert (tmp_path / "note").read_text() == "['hello', 'hello']"
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="the executor remembers the number of the generation for which it has called the hooks, also beyond shutdown(), and the "
-    "engine that the next start() creates counts from the same number: on_start is not called for its workers",
-)
 def test_on_start_is_called_when_the_executor_starts_again(starting: Start, tmp_path: Path) -> None:
     made = starting(GreetingConfig(str(tmp_path / "note")))
     made.shutdown()

@@ -46,14 +46,13 @@ class Driver:
 
     def __init__(self, tmp_path: Path, *, manager: CheckpointManager | None = None, ranks: int = 2) -> None:
         self.failed: list[BaseException] = []
-        self.allowed: list[int] = []
+        self.went_on: list[tuple[int, int]] = []  # rank and step
         self.run = FunctionRun(
             1,
             manager or CheckpointManager(tmp_path),
             fail=self.failed.append,
             decode=dict,
             ahead=2,
-            allow=self.allowed.append,
         )
         self.attempt = self.run.begin_attempt(ranks)
 
@@ -67,7 +66,8 @@ class Driver:
             metrics_size=len(head),
             has_checkpoint=checkpoint is not None,
         )
-        self.run.receive(message, head + (b"" if checkpoint is None else pickle.dumps(checkpoint)))
+        body = head + (b"" if checkpoint is None else pickle.dumps(checkpoint))
+        self.run.receive(message, body, lambda: self.went_on.append((rank, metrics.get("step", -1))))
 
     def latest(self) -> Any:
         found = self.run.manager.latest
@@ -138,31 +138,37 @@ def test_after_a_mismatch_nothing_is_a_round(driver: Driver) -> None:
 
 
 def test_the_ranks_wait_when_two_rounds_were_not_fetched(driver: Driver) -> None:
-    assert driver.attempt.allowed == 1, "the second report waits"
     for step in range(2):
-        assert not driver.run.waits_for_user()
+        assert not driver.run.keeps_ranks_waiting()
         driver.report(0, step=step)
         driver.report(1, step=step)
-    assert driver.run.waits_for_user()
-    assert driver.allowed == []
+    assert driver.went_on == [(0, 0), (1, 0)] and driver.run.keeps_ranks_waiting()
     driver.run.next_round(60)
-    assert driver.allowed == [2]
-    assert not driver.run.waits_for_user()
-    assert driver.run.begin_attempt(2).allowed == 2
+    assert driver.went_on == [(0, 0), (1, 0), (0, 1), (1, 1)] and not driver.run.keeps_ranks_waiting()
+    for rank in (0, 1):
+        driver.report(rank, step=2)
+    assert len(driver.went_on) == 4
     driver.run.release()
-    assert driver.allowed[-1] > 1000
+    assert len(driver.went_on) == 6
+
+
+def test_who_waits_when_the_workers_fail_waits_no_longer(driver: Driver) -> None:
+    for rank, step in ((0, 0), (1, 0), (0, 1), (1, 1)):
+        driver.report(rank, step=step)
+    driver.run.begin_attempt(2)
+    assert len(driver.went_on) == 4
+    driver.report(0, step=9)  # late, of the first attempt
+    assert driver.went_on[4:] == [(0, 9)]
 
 
 def test_ranks_that_are_ahead_of_others_continue_while_the_user_waits(driver: Driver) -> None:
-    driver.run.tolerate_ahead()
-    assert driver.allowed == [], "no rank is ahead"
-    driver.report(0, step=0)
-    for _ in range(3):
+    for step in range(6):
+        driver.report(0, step=step)
+    assert driver.went_on == [(0, 0)], "the second one waits for the user"
+    for count in (2, 3, 5):
         driver.run.tolerate_ahead()
-    assert driver.allowed == [2, 3, 5]
-    driver.report(1, step=0)
-    driver.run.next_round(60)
-    assert driver.allowed[-1] == 2
+        assert len(driver.went_on) == count
+    assert not driver.run.keeps_ranks_waiting(), "it is for the other rank that rank 0 waits"
 
 
 class SlowStorage(CheckpointManager):
@@ -204,7 +210,7 @@ def test_slow_storage_delays_no_recovery_and_a_round_is_visible_after_its_checkp
 def test_an_error_of_the_storage_ends_the_run(tmp_path: Path) -> None:
     driver, manager = with_slow_storage(tmp_path)
     manager.fails = True
-    for epoch in range(2):  # as many as there is room for in the queue
+    for epoch in range(2):
         driver.report(0, checkpoint={"epoch": epoch})
     manager.allowed.set()
     driver.run.close()
@@ -212,35 +218,26 @@ def test_an_error_of_the_storage_ends_the_run(tmp_path: Path) -> None:
     assert driver.failed == [driver.run.error], "reported once, while the function is running"
 
 
-def test_few_checkpoints_wait_to_be_stored(tmp_path: Path) -> None:
+def test_the_ranks_wait_for_slow_storage_and_the_driver_does_not(tmp_path: Path) -> None:
     driver, manager = with_slow_storage(tmp_path)
-    done: list[int] = []
-
-    def report_all() -> None:
-        for epoch in range(4):
-            driver.report(0, checkpoint={"epoch": epoch})
-            done.append(epoch)
-
-    thread = threading.Thread(target=report_all)
-    thread.start()
-    thread.join(0.3)
-    assert thread.is_alive() and len(done) <= 2
+    for epoch in range(4):
+        driver.report(0, checkpoint={"epoch": epoch}, step=epoch)
+    assert driver.went_on == [(0, 0), (0, 1)] and driver.run.keeps_ranks_waiting()
+    assert driver.latest() == 3, "all were received"
     manager.allowed.set()
-    thread.join(60)
     driver.run.close()
-    assert done == [0, 1, 2, 3]
+    assert len(driver.went_on) == 4
     assert len(list(tmp_path.iterdir())) == 4
 
 
 def test_a_run_does_not_wait_forever_for_storage_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint_manager, "WRITE_LIMIT_S", 0.3)
     driver, manager = with_slow_storage(tmp_path)
-    for epoch in range(3):  # one more than there is room for in the queue
-        driver.report(0, checkpoint={"epoch": epoch})
+    driver.report(0, checkpoint={"epoch": 0})
+    driver.run.close()
     (error,) = driver.failed
     assert isinstance(error, CheckpointError) and "could not be stored within 0.3 s" in str(error)
-    driver.run.close()
-    assert isinstance(driver.run.error, CheckpointError)
+    assert driver.run.error is error
     assert driver.run.next_round(0) is None
     assert list(tmp_path.iterdir()) == []
     manager.allowed.set()
