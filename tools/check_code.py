@@ -28,7 +28,7 @@ LAYERS = {
     "2": "workers ray_data callbacks/ray_metrics",
     "3": "engine",
     "4": "torch/trainer torch/setup torch/strategies torch/checkpoint/sharded tf/trainer train/trainer train/executor "
-    "train/iterator train/worker_group train/fit/run train/fit/trainer train/frameworks "
+    "train/iterator train/worker_group train/fit/run train/fit/trainer train/fit/frameworks "
     "training/call_runner training/trainer_base training/loads training/saves tune",
     "5a": "__init__ callbacks/__init__ torch/__init__ tf/__init__ train/__init__ horovod/__init__ data/__init__ "
     "train/torch train/tensorflow train/horovod",
@@ -52,7 +52,7 @@ SIBLINGS = {
     "train/trainer": {"train/executor", "train/iterator", "train/worker_group", "tune"},
     "train/fit/run": {"train/executor", "train/iterator"},
     "train/fit/trainer": {"train/executor", "train/fit/run", "tune"},
-    "train/frameworks": {"train/fit/trainer"},
+    "train/fit/frameworks": {"train/fit/trainer"},
     "tune": {"train/executor", "train/iterator", "tf/trainer", "torch/setup"},
     "torch/trainer": {
         "torch/checkpoint/sharded",

@@ -8,8 +8,8 @@ from raysgd.callbacks.base import TRACES as PYTORCH_PROFILER_KEY
 from raysgd.callbacks.folder import RESULTS
 from raysgd.config import FUNCTION_START_LIMIT as TRAIN_PLACEMENT_GROUP_TIMEOUT_S_ENV
 from raysgd.ray_data.datasets import DEFAULT_NAME as TRAIN_DATASET_KEY
-from raysgd.train.fit.settings import TIMESTAMP
 from raysgd.train.run import DETAILED as ENABLE_DETAILED_AUTOFILLED_METRICS_ENV
+from raysgd.train.settings import TIMESTAMP
 
 __all__ = [
     "ALL_RESERVED_KEYS",

@@ -24,7 +24,6 @@ from raysgd.train.errors import (
     TrainingWorkerError,
 )
 from raysgd.train.fit.result import Result
-from raysgd.train.fit.settings import CheckpointConfig, CheckpointStrategy, FailureConfig, RunConfig, ScalingConfig
 from raysgd.train.functions import (
     get_checkpoint,
     get_context,
@@ -36,14 +35,15 @@ from raysgd.train.functions import (
     world_rank,
     world_size,
 )
+from raysgd.train.settings import CheckpointConfig, CheckpointStrategy, FailureConfig, RunConfig, ScalingConfig
 
 if TYPE_CHECKING:
     from raysgd.compat import session
     from raysgd.train import tensorflow as tensorflow
     from raysgd.train import torch as torch
     from raysgd.train.executor import BackendExecutor
+    from raysgd.train.fit.frameworks import HorovodTrainer, TensorflowTrainer, TorchTrainer
     from raysgd.train.fit.trainer import DataParallelTrainer
-    from raysgd.train.frameworks import HorovodTrainer, TensorflowTrainer, TorchTrainer
     from raysgd.train.iterator import SGDIterator, TrainingIterator
     from raysgd.train.trainer import Trainer
     from raysgd.train.worker_group import WorkerGroup
@@ -98,10 +98,10 @@ _HOMES = {
     "BackendExecutor": "raysgd.train.executor",
     "BaseTrainer": "raysgd.train.fit.trainer:DataParallelTrainer",  # AIR's name; it is not in `__all__`
     "DataParallelTrainer": "raysgd.train.fit.trainer",
-    "HorovodTrainer": "raysgd.train.frameworks",
+    "HorovodTrainer": "raysgd.train.fit.frameworks",
     "SGDIterator": "raysgd.train.iterator",
-    "TensorflowTrainer": "raysgd.train.frameworks",
-    "TorchTrainer": "raysgd.train.frameworks",
+    "TensorflowTrainer": "raysgd.train.fit.frameworks",
+    "TorchTrainer": "raysgd.train.fit.frameworks",
     "Trainer": "raysgd.train.trainer",
     "TrainingIterator": "raysgd.train.iterator",
     "WorkerGroup": "raysgd.train.worker_group",

@@ -330,7 +330,7 @@ def __getattr__(name: str) -> Any:
     """Support names of `ray.train.checkpoint` that are elsewhere, without importing their modules here."""
     homes = {
         "CheckpointManager": "raysgd.train.checkpoint_manager",
-        "CheckpointStrategy": "raysgd.train.fit.settings",
+        "CheckpointStrategy": "raysgd.train.settings",
         "TuneCheckpointManager": "raysgd.compat.without_effect",
     }
     return load("raysgd.train.checkpoint", name, homes)

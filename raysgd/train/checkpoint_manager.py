@@ -17,7 +17,7 @@ from raysgd.storage.folders import MARKER
 from raysgd.storage.locations import Place
 from raysgd.storage.remote import Uri, probe
 from raysgd.train.checkpoint import Checkpoint, is_directory
-from raysgd.train.fit.settings import CheckpointConfig
+from raysgd.train.settings import CheckpointConfig
 
 __all__ = ["BackgroundWriter", "CheckpointManager", "StoredCheckpoint"]
 

@@ -42,10 +42,10 @@ from raysgd.train.errors import (
     TrainingRunningError,
     TrainingWorkerError,
 )
-from raysgd.train.fit.settings import HANG_S, REPORTS_AHEAD, CheckpointConfig, check_failure_limit, check_strategy
 from raysgd.train.replica import FunctionReplica, FunctionReplicaFactory
 from raysgd.train.run import FunctionRun, RoundResult, RunOptions, check_function, function_name, payload_of
 from raysgd.train.run_session import TrainingResultType
+from raysgd.train.settings import HANG_S, REPORTS_AHEAD, CheckpointConfig, check_failure_limit, check_strategy
 from raysgd.train.worker_group import TrainWorkerGroup, WorkerGroup, WorkersChanged, check_resources, limits_for
 from raysgd.workers.blob import Blob
 from raysgd.workers.cluster import driver_address, ensure_cluster

@@ -9,4 +9,4 @@ __all__ = ["HorovodConfig"]
 
 # As in Ray. The module of this name imports Ray, which the workers do not need.
 __path__: list[str] = []  # lets Python look for `raysgd.train.horovod.config`, which raysgd.compat provides
-__getattr__ = lazy_names("raysgd.train.horovod", {"HorovodTrainer": "raysgd.train.frameworks"})[0]
+__getattr__ = lazy_names("raysgd.train.horovod", {"HorovodTrainer": "raysgd.train.fit.frameworks"})[0]

@@ -21,8 +21,8 @@ from raysgd.storage.locations import Uri, place
 from raysgd.train.checkpoint import Checkpoint
 from raysgd.train.checkpoint_manager import BackgroundWriter, CheckpointManager
 from raysgd.train.errors import ReportMismatchError
-from raysgd.train.fit.settings import REPORTS_AHEAD
 from raysgd.train.run_session import Attempt
+from raysgd.train.settings import REPORTS_AHEAD
 
 __all__ = [
     "FunctionRun",

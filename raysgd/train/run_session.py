@@ -22,7 +22,7 @@ from raysgd.core.progress import Control
 from raysgd.core.ranks import RankInfo
 from raysgd.errors import ConfigError, described
 from raysgd.train.checkpoint import Checkpoint, is_directory
-from raysgd.train.fit.settings import TIMESTAMP
+from raysgd.train.settings import TIMESTAMP
 
 __all__ = [
     "Attempt",

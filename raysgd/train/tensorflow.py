@@ -24,4 +24,4 @@ def prepare_dataset_shard(tf_dataset_shard: Any) -> Any:
 
 # As in Ray. The module of this name imports Ray, which the workers do not need.
 __path__: list[str] = []  # lets Python look for `raysgd.train.tensorflow.config`, which raysgd.compat provides
-__getattr__ = lazy_names("raysgd.train.tensorflow", {"TensorflowTrainer": "raysgd.train.frameworks"})[0]
+__getattr__ = lazy_names("raysgd.train.tensorflow", {"TensorflowTrainer": "raysgd.train.fit.frameworks"})[0]

@@ -239,4 +239,4 @@ class TorchWorkerProfiler:
 
 # As in Ray. The module of this name imports Ray, which the workers do not need.
 __path__: list[str] = []  # lets Python look for `raysgd.train.torch.config`, which raysgd.compat provides
-__getattr__ = lazy_names("raysgd.train.torch", {"TorchTrainer": "raysgd.train.frameworks"})[0]
+__getattr__ = lazy_names("raysgd.train.torch", {"TorchTrainer": "raysgd.train.fit.frameworks"})[0]

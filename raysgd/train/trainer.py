@@ -23,10 +23,10 @@ from raysgd.train.callbacks import make_callback_list
 from raysgd.train.checkpoint import Checkpoint
 from raysgd.train.errors import InactiveWorkerGroupError, TrainBackendError
 from raysgd.train.executor import BackendExecutor, FunctionJob
-from raysgd.train.fit.settings import REPORTS_AHEAD, CheckpointConfig
 from raysgd.train.iterator import TrainingIterator
 from raysgd.train.run import RunOptions, check_function, function_name
 from raysgd.train.run_session import trial_functions
+from raysgd.train.settings import REPORTS_AHEAD, CheckpointConfig
 from raysgd.train.worker_group import TrainWorkerGroup, WorkerGroup
 from raysgd.workers.tracebacks import folding
 

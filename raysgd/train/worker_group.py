@@ -25,8 +25,8 @@ from raysgd.engine.engine import Engine, Job
 from raysgd.errors import ConfigError, TrainingFailedError
 from raysgd.torch.devices import visible_gpus
 from raysgd.train.errors import InactiveWorkerGroupError, TrainingWorkerError
-from raysgd.train.fit.settings import HANG_S
 from raysgd.train.replica import FunctionReplica, FunctionReplicaFactory
+from raysgd.train.settings import HANG_S
 from raysgd.workers.ray_group import RayGroup
 from raysgd.workers.serialization import dumps
 

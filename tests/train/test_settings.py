@@ -18,8 +18,8 @@ from raysgd.storage.locations import Uri
 from raysgd.train import FailureConfig, RunConfig, ScalingConfig
 from raysgd.train.fit.records import RunNames, RunRecord, StoredRun
 from raysgd.train.fit.run import _log_dir
-from raysgd.train.fit.settings import check_strategy
 from raysgd.train.run import check_function
+from raysgd.train.settings import check_strategy
 from raysgd.train.worker_group import limits_for
 from tests.peek import record_run, settings_of
 
@@ -276,25 +276,6 @@ def test_a_new_run_config_keeps_the_settings_that_it_does_not_set(tmp_path: Path
     other = RunConfig(callbacks=callbacks, failure_config=FailureConfig(max_failures=1))
     found = train.DataParallelTrainer.restore(tmp_path, run_config=other).run_config
     assert (found.callbacks, found.checkpoint_config, found.max_failures) == (callbacks, keep, 1)
-
-
-def test_a_run_of_an_earlier_version_can_be_restored(tmp_path: Path) -> None:
-    """Earlier versions had the settings in other modules."""
-    config = RunConfig(checkpoint_config=train.CheckpointConfig(num_to_keep=1))
-    settings = settings_of(train.DataParallelTrainer(lambda: None))
-    moved = [
-        ("run_config", config, b"raysgd.train.fit.settings", b"raysgd.train.strategy"),
-        ("scaling_config", ScalingConfig(3), b"raysgd.train.fit.settings", b"raysgd.train.settings"),
-        ("dataset_config", train.DataConfig(equal=False), b"raysgd.ray_data.datasets", b"raysgd.train.datasets"),
-    ]
-    for name, value, now, before in moved:
-        packed = pickle.dumps((value,), protocol=0)
-        assert now in packed
-        settings[name] = packed.replace(now, before)
-    record_run(tmp_path, settings)
-    found = train.DataParallelTrainer.restore(tmp_path)
-    assert (found.run_config, found.scaling_config) == (config, ScalingConfig(3))
-    assert found.dataset_config == train.DataConfig(equal=False)
 
 
 class Connected(train.DataParallelTrainer):

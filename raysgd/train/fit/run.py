@@ -27,9 +27,9 @@ from raysgd.train.checkpoint_manager import CheckpointManager
 from raysgd.train.executor import BackendExecutor, FunctionJob
 from raysgd.train.fit.records import RunNames, RunRecord, StoredRun
 from raysgd.train.fit.result import Result
-from raysgd.train.fit.settings import RunConfig
 from raysgd.train.iterator import TrainingIterator
 from raysgd.train.run import RoundResult, function_name
+from raysgd.train.settings import RunConfig
 
 __all__ = ["FitRun"]
 

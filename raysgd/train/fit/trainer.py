@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import io
 import json
 import pickle
 from collections.abc import Callable, Mapping
@@ -22,8 +21,8 @@ from raysgd.train.executor import BackendExecutor, FunctionJob
 from raysgd.train.fit.records import StoredRun, can_restore
 from raysgd.train.fit.result import Result
 from raysgd.train.fit.run import FitRun
-from raysgd.train.fit.settings import RunConfig, ScalingConfig, rays_own
 from raysgd.train.run import RunOptions, check_function, function_name
+from raysgd.train.settings import RunConfig, ScalingConfig, rays_own
 from raysgd.workers.serialization import pack
 from raysgd.workers.tracebacks import folding
 
@@ -41,12 +40,6 @@ SETTINGS = (
     "metadata",
     "resume_from_checkpoint",
 )
-# Modules of the settings that earlier versions have stored, and where they are now.
-MOVED = {
-    "raysgd.train.settings": "raysgd.train.fit.settings",
-    "raysgd.train.strategy": "raysgd.train.fit.settings",
-    "raysgd.train.datasets": "raysgd.ray_data.datasets",
-}
 TUNABLE = ("train_loop_config", "scaling_config", "datasets", "metadata", "resume_from_checkpoint")
 
 
@@ -292,12 +285,5 @@ def _pickled(value: Any) -> bytes:
     return bytes(packed.data)
 
 
-class _SettingsUnpickler(pickle.Unpickler):
-    """Reads the settings of runs that earlier versions have stored, with their classes in other modules."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        return super().find_class(MOVED.get(module, module), name)
-
-
 def _unpickled(data: bytes) -> Any:
-    return _SettingsUnpickler(io.BytesIO(data)).load()[0]
+    return pickle.loads(data)[0]
