@@ -34,6 +34,7 @@ class FakeGroup:
     free      how many more workers the cluster can hold
     outcomes  of calls, by their verbs; Ok for others; None: calls do not end
     silence   for how many seconds each worker has sent nothing
+    dead      machines that have failed
     stacks    what workers answer when they are asked for their stacks
     """
 
@@ -45,12 +46,17 @@ class FakeGroup:
         self.events: list[Event] = []
         self.silence: dict[str, float] = defaultdict(float)
         self.stacks: dict[str, tuple[str, ...]] = {}
+        self.dead, self.looked = set[str](), list[str]()
         self.asked, self.killed, self.dismissed = 0, list[str](), list[str]()
         self._names = itertools.chain(names, (f"w{number}" for number in itertools.count(1)))
         self._calls = itertools.count(1)
 
     def table(self, clock: Callable[[], float] = time.monotonic) -> WorkerTable:
         return WorkerTable(self, clock=clock)  # type: ignore[arg-type]
+
+    def is_node_alive(self, node: str) -> bool:
+        self.looked.append(node)
+        return node not in self.dead
 
     def launch(self, count: int) -> list[str]:
         self.free -= count

@@ -136,6 +136,7 @@ class WorkerTable:
         self._cancelled_by: BaseException | None = None
         self._numbers = itertools.count(1)
         self._inbox: deque[Event] = deque()
+        self._failed_nodes = set[str]()
         self._replies: dict[int, Outcome] = {}
         self._asked: dict[int, str] = {}
         group.listener = self._take
@@ -287,11 +288,18 @@ class WorkerTable:
             reason, why, hung_at = info.killed_for.reason, info.killed_for.why, info.killed_for.hung_at
         else:
             reason, why = info.ended.reason, info.ended.cause
-            if info.node and not self.group.is_node_alive(info.node):
+            if self._has_failed(info.node):
                 reason, why = "node failure", f"its node {info.machine} failed"
             elif info.notice:
                 reason = "preemption"
         return WorkerFailed(why, reason, info.partial, info.progress, hung_at)
+
+    def _has_failed(self, node: str) -> bool:
+        """Return whether the machine has failed. Ray is asked, and the machine, which takes a moment if it does not answer: so
+        not again for each of its workers."""
+        if node and node not in self._failed_nodes and not self.group.is_node_alive(node):
+            self._failed_nodes.add(node)
+        return node in self._failed_nodes
 
     def ask(
         self,
