@@ -296,6 +296,7 @@ class _Decoder:
 
     def __init__(self, arrays: list[np.ndarray]) -> None:
         self._arrays = arrays
+        self._shared: dict[int, Any] = {}  # storages of tensors
         self.objects: list[Any] | None = None
 
     def decoded(self, value: Any, depth: int) -> Any:
@@ -359,8 +360,8 @@ class _Decoder:
         if kind == "torch.dtype":
             return dtype
         found = torch.from_numpy(self._at(value))
-        if "strides" in value:
-            storage = found.untyped_storage()
+        if "strides" in value:  # by the storage, what is saved from here knows again that they share it
+            storage = self._shared.setdefault(value["at"], found.untyped_storage())
             found = torch.empty(0, dtype=dtype).set_(storage, value["offset"], value["shape"], value["strides"])
         found = found if found.dtype == dtype else found.view(dtype).reshape(value["shape"])
         if list(found.shape) != value["shape"]:

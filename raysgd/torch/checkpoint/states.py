@@ -82,17 +82,26 @@ def gather(operator: TrainingOperator) -> dict[str, Any]:
 
 def unchanging(state: dict[str, Any], *, in_shards: bool) -> dict[str, Any]:
     """Return a replica's state that training does not change. What was gathered from shards is a copy already."""
-    own = {"models", "optimizers", "averages"} if in_shards else set()
-    return {name: value if name in own else copied(value) for name, value in state.items()}
+    own = {name: state[name] for name in ("models", "optimizers", "averages") if in_shards and name in state}
+    return {**copied({name: value for name, value in state.items() if name not in own}), **own}
 
 
 def copied(value: Any) -> Any:
-    """Return a deep copy, with tensors on the CPU."""
-    return mapped(_copied_leaf, value)
+    """Return a deep copy, with tensors on the CPU. A tensor that is at two places, as tied weights are, is copied once."""
+    copies: dict[Any, torch.Tensor] = {}
 
+    def leaf(value: Any, *path: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return copy.deepcopy(value)
+        same: Any = id(value)
+        if value.layout == torch.strided and not value.is_meta:
+            same = (value.device, value.data_ptr(), value.dtype, value.shape, value.stride(), type(value))
+        if same not in copies:
+            new = value.detach().to("cpu", copy=True).requires_grad_(value.requires_grad and value.is_leaf)
+            copies[same] = torch.nn.Parameter(new, new.requires_grad) if isinstance(value, torch.nn.Parameter) else new
+        return copies[same]
 
-def _copied_leaf(value: Any, *path: Any) -> Any:
-    return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+    return mapped(leaf, value)
 
 
 def write(state: dict[str, Any], file: Any) -> None:
