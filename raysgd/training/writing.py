@@ -71,7 +71,7 @@ def reported(
     """Call `write(give)`, now or in a thread, and report what it returns. It may give content to the driver."""
     control: Control = replica._control
     if not later:
-        return write(lambda content: control.giving(transfer).send(content))
+        return write(lambda content: control.giving(transfer).send(content, guarded=len(content)))
     giving = control.giving(transfer)  # opened now, so that the driver notices if this process ends
 
     def run() -> None:
@@ -82,7 +82,7 @@ def reported(
             logger.warning("a save in the background failed", exc_info=True)  # the driver raises the error
             report = {"error": described(error)[:LONGEST_ERROR]}
         try:
-            giving.send(*given, report=report)
+            giving.send(*given, guarded=sum(map(len, given)), report=report)
         except OSError as error:
             logger.info("the driver no longer waits for a save in the background: %s", error)
 

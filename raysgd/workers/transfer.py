@@ -35,14 +35,15 @@ class TransferServer(Protocol):
 
 class Transfer:
     """One state on its way through the driver. Owns its memory there, and its connections, which `close` ends. A worker that
-    still waits then gets a ConnectionError. `given` gets what the giving worker reports with the state, or a ConnectionError if
-    that worker ends first."""
+    still waits then gets a ConnectionError. `moved` grows with each part that arrives. `given` gets what the giving worker
+    reports with the state, or a ConnectionError if that worker ends first."""
 
     def __init__(self, server: TransferServer) -> None:
         self._server = server
         self._changed = threading.Condition()
         self._data: Any = None
         self._size, self._guarded, self._filled = -1, 0, 0
+        self.moved = 0
         self._closed = False
         self._connections: set[Connection] = set()
         self.given: Future[dict[str, Any] | None] = Future()
@@ -61,11 +62,6 @@ class Transfer:
         """Return the state, once the worker that gives it has ended its call."""
         assert 0 <= self._size == self._filled
         return self._data
-
-    @property
-    def moved(self) -> int:
-        """Return how much has arrived."""
-        return self._filled
 
     def close(self) -> None:
         self._server.end_transfer(self.name)
@@ -104,6 +100,11 @@ class Transfer:
 
     def _receive(self, connection: Connection, sizes: Sizes, note: Callable[[], None]) -> None:
         """Receive the state. If that fails, those that take it get no more either."""
+
+        def moved() -> None:
+            self.moved += 1
+            note()
+
         with self._changed:
             if self._size >= 0:
                 raise ValueError("a second worker gives this state")
@@ -111,11 +112,11 @@ class Transfer:
         try:
             body = make_room(self._size)
             view = memoryview(body)
-            connection.receive_guarded(view[: self._guarded], note)
+            connection.receive_guarded(view[: self._guarded], moved)
             self._fill(body, self._guarded)
             while self._filled < self._size:
                 self._fill(body, self._filled + connection.receive_some(view[self._filled :]))
-                note()
+                moved()
             connection.send(Received())
         except BaseException as error:
             self._lost(str(error))
@@ -179,8 +180,8 @@ class Giving:
         self._worker, self._connection = worker, connect(address, OpenTransfer(name))
 
     def send(self, *data: Any, guarded: int = 0, report: dict[str, Any] | None = None) -> None:
-        """Send a state, and what is to be said of it. The first `guarded` bytes are unpickled later. Return when the driver has
-        all of it."""
+        """Send a state or a file, and what is to be said of it. The first `guarded` bytes can be unpickled later. Return when
+        the driver has all of it."""
         with self._connection as connection:
             connection.socket.settimeout(STALL_S)
             connection.send(GiveState(self._worker, report), *data, guarded=guarded)

@@ -21,6 +21,7 @@ from raysgd.training import saves
 from raysgd.training.saves import SaveHandle, Saves
 from raysgd.workers.control_server import ControlServer
 from raysgd.workers.transfer import Giving, Transfer
+from tests.traffic import Tap
 
 CONTENT = {"x": torch.arange(3_000_000, dtype=torch.float32), "name": "here"}
 OLD = b"the old one"
@@ -44,7 +45,7 @@ class Engine:
     """Lets a worker for each of `writes` make the call: all but the last one fail, or seem to."""
 
     def __init__(self, server: ControlServer, *, seen: bool) -> None:
-        self._server, self._seen = server, seen
+        self._server, self._seen, self.address = server, seen, server.address_for_workers()
         self.group, self.limits = self, SimpleNamespace(hang_s=20.0)
         self.writes: list[Write] = [lambda file: torch.save(CONTENT, file)]
         self.control = Control()
@@ -55,7 +56,7 @@ class Engine:
         return Transfer(self._server)
 
     def _giving(self, name: str) -> Giving:
-        self.opened.append(Giving(self._server.address_for_workers(), "w", name))
+        self.opened.append(Giving(self.address, "w", name))
         return self.opened[-1]
 
     def run(self, job: Any) -> Any:
@@ -111,6 +112,24 @@ def assert_old(folder: Path) -> None:
 def test_the_file_is_what_the_worker_wrote(save: Callable[[], Any], tmp_path: Path) -> None:
     save()
     assert_new(tmp_path)
+
+
+@pytest.mark.parametrize("engine", ["unseen"], indirect=True)
+def test_a_file_that_was_changed_on_its_way_is_not_kept(
+    save: Callable[[], Any], engine: Engine, tmp_path: Path
+) -> None:
+    """Whoever loads it as trusted would run the code that is in it."""
+
+    def flip(side: bytes, sent: list[bytes]) -> list[bytes]:
+        whole = bytearray(sent[-1])
+        whole[len(whole) // 2] ^= len(whole) > 1_000_000
+        return [bytes(whole)]
+
+    with Tap(engine.address, flip) as tap:
+        engine.address = tap.address
+        with pytest.raises((CheckpointError, ConnectionError)):
+            save()
+    assert_old(tmp_path)
 
 
 def test_an_error_of_the_worker_leaves_the_old_file(save: Callable[[], Any], engine: Engine, tmp_path: Path) -> None:
