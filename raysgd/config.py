@@ -10,24 +10,6 @@ from typing import Any, Literal
 
 from raysgd.errors import ConfigError, suggesting_fields
 
-__all__ = [
-    "CONTROL_PORT",
-    "FUNCTION_START_LIMIT",
-    "START_LIMIT",
-    "ElasticConfig",
-    "Limits",
-    "WorkerResources",
-    "at_least",
-    "check_flag",
-    "control_ports",
-    "flag_from_environment",
-    "is_real",
-    "refuse_comparison",
-    "refuse_rates",
-    "seconds_from_environment",
-    "start_limit_s",
-]
-
 # A process group forms, and a machine answers, within seconds or not at all: a longer wait means a wrong address or a
 # firewall.
 JOIN_AT_MOST_S = 60.0

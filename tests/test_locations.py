@@ -16,7 +16,8 @@ import pytest
 from raysgd import CheckpointError, ConfigError
 from raysgd.storage import locations, remote
 from raysgd.storage.folders import FileEntry, dump_list
-from raysgd.storage.locations import Place, Uri, place
+from raysgd.storage.locations import Place, place
+from raysgd.storage.remote import Uri
 from raysgd.train import Checkpoint
 
 fsspec = pytest.importorskip("fsspec")

@@ -41,7 +41,8 @@ from raysgd.core.outcomes import Interrupted, Ok, Outcome
 from raysgd.core.progress import Progress, report_interval_s
 from raysgd.core.protocols import Call
 from raysgd.core.ranks import RankInfo, SingleWorkerBackend
-from raysgd.engine.engine import Engine, Job
+from raysgd.engine.call import Job
+from raysgd.engine.engine import Engine
 from raysgd.engine.watchdog import Watchdog
 from raysgd.engine.worker_table import WorkerTable
 from raysgd.workers.calls import opened, packed_outcome

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from raysgd.errors import ConfigError
-from raysgd.storage.locations import Uri, place
+from raysgd.storage.locations import place
+from raysgd.storage.remote import Uri
 
 RESULTS = "ray_results"
 

@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
-__all__ = ["Difference", "Summary", "compare", "describe"]
-
 Kind = Literal["settings", "alone", "weights"]
 # Settings are calculated from the same numbers on all ranks, in double precision. A rate that depends on the rank differs by more.
 SETTING_TOLERANCE = 1e-4

@@ -8,17 +8,6 @@ from pathlib import Path
 
 from raysgd.core.outcomes import CollectivePlace
 
-__all__ = [
-    "RankReport",
-    "blocking_ranks",
-    "collective_name",
-    "describe_rank",
-    "describe_unfinished",
-    "is_in_collective",
-    "is_user_frame",
-    "place_of",
-]
-
 # Frames of a rank that is waiting for its peers: (end of the file's path, function; "" for any function).
 COLLECTIVE_FRAMES = (
     ("torch/autograd/graph.py", "_engine_run_backward"),

@@ -9,8 +9,6 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-__all__ = ["FRAMEWORKS", "OldModules", "lazy_names", "load"]
-
 FRAMEWORKS = ("torch", "tensorflow")  # each is also the name of the extra that installs it
 
 

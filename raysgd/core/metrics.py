@@ -15,27 +15,6 @@ from typing import Any
 from raysgd.constants import BATCH_COUNT, NUM_SAMPLES
 from raysgd.errors import shown
 
-__all__ = [
-    "COMMITTED",
-    "COUNTED",
-    "FIRST",
-    "INTERNAL",
-    "OWN_NAMES",
-    "RETURNED",
-    "ROWS",
-    "SECONDS",
-    "SKIPPED",
-    "check_metric",
-    "check_metrics",
-    "count_committed_samples",
-    "for_all_ranks",
-    "is_in_range",
-    "merge_parts",
-    "merge_ranks",
-    "plain",
-    "refuse_own_names",
-]
-
 SKIPPED = "skipped_steps"
 # A key that users never see: how many samples all ranks together have committed, if the sampling plan knows it.
 COMMITTED = "__committed__"

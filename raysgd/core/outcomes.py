@@ -7,17 +7,6 @@ from typing import Any
 
 from raysgd.core.progress import Progress
 
-__all__ = [
-    "DATA_LOADER",
-    "CollectivePlace",
-    "DataLoaderFailure",
-    "Failed",
-    "Interrupted",
-    "Ok",
-    "Outcome",
-    "WorkerFailed",
-]
-
 DATA_LOADER = "data loader"
 
 

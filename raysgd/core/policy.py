@@ -13,30 +13,6 @@ from typing import Literal
 from raysgd.core.outcomes import CollectivePlace, Failed, Interrupted, Ok, Outcome, WorkerFailed
 from raysgd.errors import counted
 
-__all__ = [
-    "MAX_HANGS",
-    "OUT_OF_STEP",
-    "PHASES",
-    "UNREACHABLE",
-    "Decision",
-    "GiveUp",
-    "Observation",
-    "Recovery",
-    "Rejoin",
-    "Restart",
-    "Situation",
-    "Wait",
-    "backoff",
-    "classify",
-    "count_to_launch",
-    "decide",
-    "different_calls",
-    "drift",
-    "is_time_to_join",
-    "is_time_to_leave",
-    "leave_within_s",
-]
-
 OUT_OF_STEP = "out of step"
 UNREACHABLE = "unreachable"  # a worker that could not connect to the driver
 # The parts of a recovery, usually in this order.

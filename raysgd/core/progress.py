@@ -17,8 +17,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from raysgd.core.messages import FunctionReport, StartDealer
 
-__all__ = ["Control", "Progress", "longest_silence_s", "most_advanced", "report_interval_s"]
-
 
 @dataclass(frozen=True)
 class Progress:

@@ -9,8 +9,6 @@ from typing import Any, Protocol
 from raysgd.core.progress import Control, Progress
 from raysgd.core.ranks import RankInfo
 
-__all__ = ["Call", "ProcessGroupBackend", "Replica", "ReplicaFactory"]
-
 
 class ProcessGroupBackend(Protocol):
     """Connects the ranks of a generation. The object on the driver plans; its pickled copies join and leave.

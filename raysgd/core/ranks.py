@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["RankInfo", "SingleWorkerBackend", "assign_ranks"]
-
 
 @dataclass(frozen=True)
 class RankInfo:

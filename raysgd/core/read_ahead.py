@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
-__all__ = ["ReadAhead"]
-
 T = TypeVar("T")
 
 

@@ -7,8 +7,6 @@ from typing import Any
 
 from raysgd.core.metrics import FIRST, ROWS
 
-__all__ = ["RowsCheck"]
-
 SEED = "random_split(..., generator=torch.Generator().manual_seed(0))"
 OTHER = (
     "the {loader} of rank {high} has other rows than that of rank {low} ({theirs} and {ours}), so the ranks do not divide one data set: "

@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = ["RankPart", "SamplingPlan", "optimizer_steps"]
-
 
 class RankPart(NamedTuple):
     """One rank's units of one step: order[start:stop].

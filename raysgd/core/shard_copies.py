@@ -12,21 +12,6 @@ from typing import Any
 
 from raysgd.core.snapshot import Snapshot
 
-__all__ = [
-    "Agreement",
-    "HeldSnapshot",
-    "ShardCopy",
-    "ShardedState",
-    "Transfer",
-    "agreed",
-    "covered",
-    "layout",
-    "neighbour",
-    "newest_complete",
-    "rows",
-    "transfers",
-]
-
 
 @dataclass(frozen=True)
 class ShardedState:

@@ -9,8 +9,6 @@ from typing import Any
 
 from raysgd.core.progress import Progress
 
-__all__ = ["GUARDED", "Snapshot", "SnapshotStore", "guarded_part"]
-
 GUARDED = struct.Struct(">Q")
 
 

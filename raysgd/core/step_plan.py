@@ -6,8 +6,6 @@ from typing import NamedTuple
 
 from raysgd.core.sampling_plan import SamplingPlan
 
-__all__ = ["StepPlan"]
-
 
 class StepPlan(NamedTuple):
     """A run of `epochs`, in each of which all `workers` together take `step_size` of its `units` in each batch, and `window` batches

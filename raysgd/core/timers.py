@@ -8,8 +8,6 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 
-__all__ = ["Timers"]
-
 WINDOW = 10
 NOTHING = nullcontext()
 

@@ -6,8 +6,6 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["mapped"]
-
 
 def mapped(change: Callable[..., Any], value: Any, *path: Any) -> Any:
     """Return the same containers with `change(leaf, *path)` in place of each leaf. `path` has the keys and places that lead to it.

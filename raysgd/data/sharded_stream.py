@@ -18,8 +18,6 @@ from raysgd.core.sampling_plan import RankPart, SamplingPlan
 from raysgd.core.shard_teams import ShardTeam, even_out, make_teams
 from raysgd.errors import ConfigError, described, shown, suggesting
 
-__all__ = ["AGAIN", "ShardFeed", "ShardStep", "ShardedStream"]
-
 AHEAD = 2
 AGAIN = object()
 

@@ -12,8 +12,6 @@ from collections.abc import Collection
 from raysgd.core.messages import BoundaryAnswer, ConfirmBoundary, ProposeBoundary
 from raysgd.engine.worker_table import WorkerTable
 
-__all__ = ["Boundary"]
-
 PATIENCE_S = 0.1
 
 

@@ -18,8 +18,6 @@ from raysgd.engine.watchdog import Watchdog
 from raysgd.engine.worker_table import WorkerTable
 from raysgd.errors import DivergenceError, counted
 
-__all__ = ["FanOut", "Job", "RunningCall"]
-
 logger = logging.getLogger("raysgd")
 
 TICK_S = 0.1

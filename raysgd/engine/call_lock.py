@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 
 from raysgd.errors import TrainerBusyError
 
-__all__ = ["CallLock", "Claim"]
-
 
 class CallLock:
     """Owns the claim of the running call. Never waits, because a second thread gets an error at once.

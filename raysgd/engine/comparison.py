@@ -10,8 +10,6 @@ from raysgd.config import ElasticConfig
 from raysgd.core.comparison import compare, describe
 from raysgd.errors import DivergenceError
 
-__all__ = ["Comparison"]
-
 logger = logging.getLogger("raysgd")
 
 # After a call, ranks are compared when they have trained this long since the last comparison, and so long that it took at most this

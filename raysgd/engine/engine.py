@@ -45,8 +45,6 @@ from raysgd.engine.worker_table import During, WorkerInfo, WorkerTable
 from raysgd.errors import ClusterError, NotActiveError
 from raysgd.workers.worker_group import WorkerGroupProtocol
 
-__all__ = ["Engine", "Job", "PartialResults", "shutdown_all"]
-
 logger = logging.getLogger("raysgd")
 
 T = TypeVar("T")

@@ -25,18 +25,6 @@ from raysgd.errors import (
 from raysgd.workers.tracebacks import readable
 from raysgd.workers.worker_group import WorkerGroupProtocol
 
-__all__ = [
-    "check_can_fit",
-    "failed_error",
-    "held_error",
-    "no_room_error",
-    "older_state_error",
-    "out_of_step_error",
-    "raise_user_error",
-    "unfinished_error",
-    "warn_no_room",
-]
-
 logger = logging.getLogger("raysgd")
 
 QUIET_S = 2.0

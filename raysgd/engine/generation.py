@@ -27,8 +27,6 @@ from raysgd.engine.worker_table import WorkerInfo, WorkerTable
 from raysgd.errors import WorkerStartError, counted
 from raysgd.workers.worker_group import TransferProtocol
 
-__all__ = ["Generation"]
-
 logger = logging.getLogger("raysgd")
 
 ATTEMPTS, MOST_CAUSES = 3, 8

@@ -16,8 +16,6 @@ from raysgd.engine.recovery_log import RecoveryLog
 from raysgd.engine.replacements import Replacements
 from raysgd.engine.worker_table import WorkerTable
 
-__all__ = ["Membership"]
-
 
 @dataclass(frozen=True)
 class Leaver:

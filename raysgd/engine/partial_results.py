@@ -10,8 +10,6 @@ from raysgd.constants import BATCH_COUNT, NUM_SAMPLES
 from raysgd.core.outcomes import Ok, Outcome
 from raysgd.core.snapshot import Snapshot
 
-__all__ = ["PartialResults", "partial_results_since"]
-
 
 @dataclass(frozen=True)
 class PartialResults:

@@ -32,8 +32,6 @@ from raysgd.engine.replacements import Replacements
 from raysgd.engine.worker_table import WorkerInfo, WorkerTable
 from raysgd.errors import HangError, TrainingFailedError, counted, ranked
 
-__all__ = ["RecoveryLoop"]
-
 logger = logging.getLogger("raysgd")
 
 LOOK_S = 0.25

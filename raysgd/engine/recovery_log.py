@@ -10,8 +10,6 @@ from dataclasses import replace
 from raysgd.core.policy import PHASES, Recovery
 from raysgd.errors import counted, ranked
 
-__all__ = ["PLANNED", "RecoveryLog"]
-
 logger = logging.getLogger("raysgd")
 
 PLANNED = ("growth", "shrink", "preemption", "restart")

@@ -12,8 +12,6 @@ from raysgd.core.policy import count_to_launch, is_time_to_join
 from raysgd.engine.worker_table import WorkerTable
 from raysgd.errors import counted
 
-__all__ = ["Replacements"]
-
 logger = logging.getLogger("raysgd")
 
 LOOK_EVERY_S = 0.5

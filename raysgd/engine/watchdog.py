@@ -10,8 +10,6 @@ from raysgd.core.messages import StackReport
 from raysgd.core.progress import longest_silence_s
 from raysgd.engine.worker_table import SILENT_S, WorkerTable
 
-__all__ = ["Watchdog"]
-
 logger = logging.getLogger("raysgd")
 
 # For a rank to leave a collective call, after it was interrupted: at least, and as a part of the limit of a hang.

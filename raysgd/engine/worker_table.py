@@ -30,8 +30,6 @@ from raysgd.core.snapshot import Snapshot, SnapshotStore
 from raysgd.workers.events import CallEnded, Event, MessageReceived, PartReceived, WorkerEnded, WorkerStarted
 from raysgd.workers.worker_group import WorkerGroupProtocol
 
-__all__ = ["SILENT_S", "During", "OpenCalls", "Phase", "WorkerInfo", "WorkerTable"]
-
 logger = logging.getLogger("raysgd")
 
 AnswerT = TypeVar("AnswerT", BoundaryAnswer, StackReport)

@@ -11,8 +11,6 @@ from typing import Any
 from raysgd.config import at_least, check_flag, is_real
 from raysgd.errors import ConfigError
 
-__all__ = ["HorovodArguments", "check_installed"]
-
 HOW_TO_INSTALL = (
     "Horovod has no wheels. In a checkout of raysgd: make horovod. For another environment: pip install 'raysgd[horovod]', "
     "then run tools/build_horovod.py of raysgd's sources (it takes minutes, needs cmake and a C++ compiler, and keeps the "

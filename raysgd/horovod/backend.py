@@ -22,8 +22,6 @@ from raysgd.horovod.rendezvous import HorovodRendezvous, end_rendezvous, set_env
 from raysgd.torch.devices import see_gpus, shared_gpus, visible_gpus
 from raysgd.torch.sockets import Connections
 
-__all__ = ["HorovodBackend", "HorovodFunctionBackend", "is_interruption", "shut_down"]
-
 # Horovod's threads communicate all the time, also while the training thread computes. So a host that sends nothing for
 # this long has failed.
 SILENCE_S = 30.0

@@ -14,8 +14,6 @@ from raysgd.horovod.foreign import has_unsent_gradients, stop_sending
 from raysgd.torch.foreign import run_after_backward
 from raysgd.torch.wrapping import Exchange
 
-__all__ = ["HorovodExchange"]
-
 AT_THE_STEP = 1 << 30
 
 

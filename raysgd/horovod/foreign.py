@@ -9,8 +9,6 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-__all__ = ["basics", "has_unsent_gradients", "stop_sending"]
-
 NEVER = 1 << 30  # an optimizer exchanges its gradients after this many backward passes
 
 

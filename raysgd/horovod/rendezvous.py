@@ -11,8 +11,6 @@ from raysgd.core.ranks import RankInfo
 from raysgd.horovod.rendezvous_server import ENDED, RendezvousServer
 from raysgd.torch.interfaces import interface_towards
 
-__all__ = ["HorovodRendezvous", "end_rendezvous", "rank_variables", "set_environment"]
-
 SINGLE_WORKER = {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}
 ADDRESS, PORT = "HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"
 INTERFACE = "HOROVOD_GLOO_IFACE"

@@ -14,8 +14,6 @@ from http import HTTPStatus
 from raysgd.config import control_ports
 from raysgd.core.network import LOOPBACK, listen
 
-__all__ = ["ENDED", "RendezvousServer"]
-
 logger = logging.getLogger("raysgd")
 
 ENDED = "raysgd-over"

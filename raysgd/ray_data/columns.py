@@ -9,8 +9,6 @@ from typing import Any
 from raysgd.config import at_least
 from raysgd.errors import ConfigError
 
-__all__ = ["RayData"]
-
 Columns = Mapping[str, Any]
 
 

@@ -9,8 +9,6 @@ from typing import Any, Literal
 from raysgd.config import check_flag
 from raysgd.errors import ConfigError
 
-__all__ = ["DataConfig", "is_dataset", "named_datasets", "parse_data_config"]
-
 DEFAULT_NAME = "train"
 
 

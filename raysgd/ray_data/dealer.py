@@ -18,8 +18,6 @@ from typing import Any, NamedTuple
 from raysgd.core.sampling_plan import SamplingPlan
 from raysgd.errors import counted
 
-__all__ = ["BlockBuffer", "BlockSlice", "Dealer", "PartRequest", "RankRows"]
-
 logger = logging.getLogger("raysgd")
 
 

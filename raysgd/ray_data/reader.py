@@ -18,8 +18,6 @@ from raysgd.errors import ResourceError
 from raysgd.ray_data.dealer import Dealer, PartRequest, RankRows
 from raysgd.workers import gcs
 
-__all__ = ["DEALER", "RemoteDealer", "RowReader", "SharedRowReaders", "local_row_reader", "start_dealer"]
-
 logger = logging.getLogger("raysgd")
 
 DEALER = "raysgd-dealer"

@@ -13,8 +13,6 @@ from raysgd.ray_data.datasets import DataConfig, named_datasets, parse_data_conf
 from raysgd.workers import cluster
 from raysgd.workers.foreign import split_coordinator
 
-__all__ = ["DatasetSplits", "make_splits", "no_room_for_data"]
-
 logger = logging.getLogger("raysgd")
 
 

@@ -18,8 +18,6 @@ try:
 except ImportError:  # Windows, where only `check` finds another trainer
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["FolderClaim"]
-
 logger = logging.getLogger("raysgd")
 
 OWNER = ".raysgd-run"

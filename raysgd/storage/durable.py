@@ -23,20 +23,6 @@ try:
 except ImportError:  # Windows, where drafts of killed processes are not removed
     fcntl = None  # type: ignore[assignment]
 
-__all__ = [
-    "DurableFile",
-    "exchange",
-    "host_mark",
-    "make_folder",
-    "open_locked",
-    "own_folder",
-    "private_folder",
-    "private_place",
-    "remove_abandoned",
-    "rename",
-    "sync_folder",
-]
-
 logger = logging.getLogger("raysgd")
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")

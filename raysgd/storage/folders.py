@@ -21,33 +21,6 @@ from typing import Any, BinaryIO, NoReturn
 from raysgd.errors import CheckpointError
 from raysgd.storage import digest
 
-__all__ = [
-    "MARKER",
-    "FileEntry",
-    "Found",
-    "check_entry",
-    "check_list",
-    "check_size",
-    "copy",
-    "dump_json",
-    "dump_list",
-    "entry_of",
-    "entry_of_bytes",
-    "inside",
-    "is_name",
-    "json_digest",
-    "list_of",
-    "pack",
-    "parse_json",
-    "parse_list",
-    "read_list",
-    "read_plain",
-    "refuse_file",
-    "unpack",
-    "verify",
-    "walk",
-]
-
 MARKER = ".raysgd-folder.json"
 FORMAT, VERSION = "raysgd-folder", 1
 

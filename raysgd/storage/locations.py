@@ -23,29 +23,6 @@ from raysgd.storage.durable import DurableFile, host_mark, open_locked, remove_a
 from raysgd.storage.masking import mask, without_secrets
 from raysgd.storage.remote import Uri
 
-__all__ = [
-    "Draft",
-    "Place",
-    "Uri",
-    "check_file",
-    "check_folder",
-    "copy_logs",
-    "delete",
-    "draft_folder",
-    "folder",
-    "log_saved",
-    "move_aside",
-    "names",
-    "place",
-    "place_to_load",
-    "place_to_save",
-    "put_folder",
-    "read",
-    "text_of",
-    "warn_without_checksums",
-    "write",
-]
-
 logger = logging.getLogger("raysgd")
 
 Place = Path | Uri

@@ -6,8 +6,6 @@ import re
 from collections.abc import Callable
 from urllib.parse import quote, unquote
 
-__all__ = ["cause_of", "mask", "mask_message", "mask_text", "split_query", "without_secrets"]
-
 SHOWN = "***"
 CHAIN = re.compile(r"::(?=[A-Za-z][A-Za-z0-9+.-]*(?:://|::))")
 SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")

@@ -22,25 +22,6 @@ from raysgd.storage import folders
 from raysgd.storage.folders import MARKER, FileEntry
 from raysgd.storage.masking import cause_of, mask, mask_message, split_query, without_secrets
 
-__all__ = [
-    "MARKER",
-    "Uri",
-    "check_scheme",
-    "complete_folder",
-    "delete",
-    "fetch",
-    "is_in_this_process",
-    "listed",
-    "mirror",
-    "names",
-    "probe",
-    "read_folder",
-    "rename",
-    "upload",
-    "write",
-    "write_folder",
-]
-
 SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(::[A-Za-z][A-Za-z0-9+.-]*)*://")
 STALLED_S = 600.0
 

@@ -14,8 +14,6 @@ from typing import IO, Any, BinaryIO, cast
 from raysgd.errors import CheckpointError, ConfigError
 from raysgd.storage import checksums
 
-__all__ = ["Bytes", "SeenFile", "UnseenError", "opened", "readable", "verified_file"]
-
 TAIL = 1 << 20
 
 

@@ -8,8 +8,6 @@ from typing import Any
 
 import tensorflow as tf
 
-__all__ = ["Channel"]
-
 GROUP = 1974
 CARRIED = (tf.float32, tf.float64, tf.float16, tf.bfloat16, tf.int32, tf.int64)
 

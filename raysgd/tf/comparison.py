@@ -10,8 +10,6 @@ from raysgd.core.comparison import Summary
 from raysgd.tf.parts import KerasParts, as_tensor
 from raysgd.training.comparison import BLOCK, Products, direction, numbers, share_of, window
 
-__all__ = ["summary_of"]
-
 
 def summary_of(parts: KerasParts, turn: int) -> Summary:
     """Return what this rank reports: the variables that the registered models train, and the numbers among the settings of their

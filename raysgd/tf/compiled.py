@@ -21,8 +21,6 @@ from raysgd.tf.operator import IN_PIECES, TrainingOperator
 from raysgd.tf.own_steps import OwnStep, average_applied, further_optimizers, own_step
 from raysgd.tf.parts import as_tensor, is_keras_2, one_row, refuse_sum, rows_in, running_statistics
 
-__all__ = ["CompiledOperator", "checked_fit_config", "operator_from_creators"]
-
 EVALUATE, FIT = "evaluate_config", "fit_config"
 logger = logging.getLogger("raysgd")
 

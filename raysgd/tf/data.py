@@ -22,8 +22,6 @@ from raysgd.tf.parts import rows_in
 from raysgd.training.feed import Drawn
 from raysgd.training.position import Position
 
-__all__ = ["OwnSource", "SharedSource", "batches_per_epoch", "make_source"]
-
 
 class SharedSource:
     """Draws this rank's rows of every batch. Every row is used once per epoch, over any number of resizes. The epoch is

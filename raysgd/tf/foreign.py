@@ -12,17 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = [
-    "abort_collectives",
-    "batch_size",
-    "layers_without_inner_ones",
-    "learning_rate_variable",
-    "noting_jit_compile",
-    "set_coordination_limits",
-    "shard_by_file",
-    "steps_per_execution",
-]
-
 UNAVAILABLE = 14  # the gRPC status that TensorFlow raises as UnavailableError
 
 # -- collectives --------------------------------------------------------------------------------------

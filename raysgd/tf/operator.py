@@ -25,8 +25,6 @@ from raysgd.tf.parts import (
 from raysgd.tf.settings import TFSettings
 from raysgd.training.operator_base import OperatorBase
 
-__all__ = ["IN_PIECES", "TrainingOperator"]
-
 IN_PIECES = "ElasticConfig(batch='global') lets a worker process its part of a batch in several pieces when there are fewer workers"
 
 

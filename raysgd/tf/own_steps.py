@@ -11,8 +11,6 @@ from raysgd.tf.channel import Channel
 from raysgd.tf.parts import as_tensor, assign, is_keras_2
 from raysgd.tf.replica import metric_results
 
-__all__ = ["OwnStep", "average_applied", "further_optimizers", "own_step"]
-
 
 class OwnStep:
     """Runs a model's own `train_step` or `test_step`, as Keras' `fit` and `evaluate` do. Owns what it has returned last, because

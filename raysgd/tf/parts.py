@@ -13,21 +13,6 @@ from raysgd.errors import ConfigError
 from raysgd.tf import foreign
 from raysgd.training.operator_base import RegisteredParts
 
-__all__ = [
-    "KerasParts",
-    "as_tensor",
-    "assign",
-    "build_unbuilt",
-    "is_keras_2",
-    "one_row",
-    "optimizer_variables",
-    "refuse_sum",
-    "rows_in",
-    "running_statistics",
-    "seed_states",
-    "values",
-]
-
 
 @dataclass
 class KerasParts(RegisteredParts):

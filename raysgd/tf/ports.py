@@ -16,8 +16,6 @@ from typing import Any
 from raysgd.core.network import address_towards
 from raysgd.core.ranks import RankInfo
 
-__all__ = ["HeldPort", "HeldPortBackend", "NoFreePortError"]
-
 PORTS = (15000, 32000)
 TRIES = 100
 

@@ -14,8 +14,6 @@ from raysgd.tf import foreign
 from raysgd.tf.channel import Channel
 from raysgd.tf.ports import HeldPortBackend, NoFreePortError
 
-__all__ = ["TensorFlowBackend", "prepare_runtime"]
-
 logger = logging.getLogger("raysgd")
 
 INTERRUPTIONS = (

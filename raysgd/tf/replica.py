@@ -29,8 +29,6 @@ from raysgd.training.position import Position
 from raysgd.training.replica_base import Phase, ReplicaBase, ReplicaFactoryBase
 from raysgd.training.seeding import derived_seed, seed_python_and_numpy
 
-__all__ = ["TFReplica", "TFReplicaFactory"]
-
 
 class TFReplicaFactory(ReplicaFactoryBase):
     settings: TFSettings

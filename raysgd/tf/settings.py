@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from raysgd.training.settings import ReplicaSettings
 
-__all__ = ["TFSettings"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class TFSettings(ReplicaSettings):

@@ -14,20 +14,6 @@ from raysgd.tf.parts import assign, optimizer_variables
 from raysgd.tf.parts import values as values_of
 from raysgd.training.position import check_count
 
-__all__ = [
-    "FORMAT",
-    "check",
-    "dump",
-    "gather",
-    "packed",
-    "parse",
-    "random_state",
-    "restore",
-    "restore_random",
-    "restore_variables",
-    "unpack",
-]
-
 FORMAT = "raysgd-tensorflow"
 VERSION = 1
 

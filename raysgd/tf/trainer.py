@@ -29,8 +29,6 @@ from raysgd.training.loops import opened_folder
 from raysgd.training.saves import SaveHandle
 from raysgd.training.trainer_base import Metrics, TrainerBase, described_run, limits_of, make_engine
 
-__all__ = ["TFTrainer"]
-
 # TensorFlow's own default for operations that have a seed, if no global seed is set. So such operations do what they do
 # without raysgd, and those without a seed do the same on all workers.
 SEED = 87654321

@@ -14,8 +14,6 @@ from raysgd.errors import ConfigError
 from raysgd.torch.foreign import was_skipped
 from raysgd.torch.fsdp import placed
 
-__all__ = ["Averages"]
-
 
 class Averages:
     """Owns the average of each parameter that an optimizer has stepped. Without a decay there are none.

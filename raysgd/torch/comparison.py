@@ -15,8 +15,6 @@ from torch.optim import Optimizer
 from raysgd.core.comparison import Summary
 from raysgd.training.comparison import BLOCK, Products, direction, numbers, share_of, window
 
-__all__ = ["summary_of"]
-
 MOST_ENTRIES = 64  # of the operator's lists and dictionaries in which modules are looked for
 # Parameters up to the first size are sent to the CPU as they are; up to the second one they are read in shorter blocks, because the
 # square of one product says little about a parameter's norm.

@@ -14,8 +14,6 @@ from raysgd.errors import ConfigError
 from raysgd.storage.durable import private_folder, private_place
 from raysgd.torch.operator import TrainingOperator
 
-__all__ = ["CreatorOperator", "Creators", "operator_from_creators"]
-
 Creator = Callable[..., Any]
 
 

@@ -8,8 +8,6 @@ from typing import Any
 
 from raysgd.core.ranks import RankInfo
 
-__all__ = ["see_gpus", "shared_gpus", "visible_gpus"]
-
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 

@@ -20,41 +20,6 @@ from torch.utils.data._utils import signal_handling
 from torch.utils.data._utils import worker as torch_worker
 from torch.utils.data.dataloader import _DatasetKind
 
-__all__ = [
-    "abort_default_group",
-    "accumulated_gradients",
-    "collective_counter",
-    "compile_in_place",
-    "content_version",
-    "end_processes",
-    "exposed_communication_s",
-    "forget_iterator",
-    "forget_meshes",
-    "full_parameters",
-    "groups",
-    "is_loaders_signal_handler",
-    "live_iterator",
-    "loads_by_copying",
-    "loads_without_parameters",
-    "lost_processes",
-    "measure_communication",
-    "module_versions",
-    "multiply_all",
-    "nested_schedulers",
-    "no_collectives",
-    "processes_of",
-    "remove_sharding",
-    "reset_iteration",
-    "run_after_backward",
-    "set_collective_limit",
-    "uncompiled",
-    "was_skipped",
-    "with_module_versions",
-    "without_step_pre_hooks",
-    "worker_info",
-    "worker_info_seen_as",
-]
-
 # -- data loaders -------------------------------------------------------------------------------------
 
 

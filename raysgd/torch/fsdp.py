@@ -23,8 +23,6 @@ from raysgd.torch.foreign import (
     with_module_versions,
 )
 
-__all__ = ["MESH", "Shards", "gathered", "placed", "placed_optimizer", "shard_layers"]
-
 ShardModel = Callable[[nn.Module, Any], None]  # shards a model in place, over a device mesh
 MESH = ("replicate", "shard")  # the dimensions of a mesh with copies; `TorchBackend` makes a process group for each
 

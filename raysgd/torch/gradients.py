@@ -29,8 +29,6 @@ from raysgd.torch.precision import Precision
 from raysgd.torch.wrapping import Exchange
 from raysgd.training.feed import Drawn
 
-__all__ = ["Gradients", "samples_in"]
-
 CLIPS = "changes gradients between the backward pass and the step: clip with TrainingOptions(clip_norm=...)"
 CLOSURE = "passes a closure to its optimizer: compute the gradients before the step"
 

@@ -18,8 +18,6 @@ from raysgd.torch.precision import Precision
 from raysgd.torch.wrapping import Exchange
 from raysgd.training.position import Position
 
-__all__ = ["MOST_LEFT_OUT", "StepGuard", "StepReport", "explained", "gathered_objects", "summed"]
-
 MOST_LEFT_OUT = 50
 ADVICE = {
     "raise": "Look at these samples and at the loss, or pass on_nonfinite='skip' to leave out such steps",

@@ -13,8 +13,6 @@ from raysgd.core.metrics import SECONDS
 from raysgd.errors import ConfigError
 from raysgd.torch.foreign import exposed_communication_s, measure_communication, was_skipped
 
-__all__ = ["Monitor"]
-
 
 class Monitor:
     """Owns the measurements of one part of a call of `train`. `measures` are those that callbacks want (`Measure`)."""

@@ -37,8 +37,6 @@ from raysgd.torch.schedules import step_in_order, stepped_twice, steps_of, watch
 from raysgd.torch.settings import TorchSettings
 from raysgd.training.operator_base import OperatorBase
 
-__all__ = ["TrainingOperator"]
-
 logger = logging.getLogger("raysgd")
 
 

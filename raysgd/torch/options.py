@@ -14,8 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 from raysgd.config import ElasticConfig, at_least, check_flag, is_real, refuse_comparison
 from raysgd.errors import ConfigError, suggesting_fields
 
-__all__ = ["TrainingOptions"]
-
 PrecisionName = Literal["fp32", "fp16", "bf16", "apex"]
 ParallelName = Literal["auto", "ddp", "fsdp"]
 GradientsName = Literal["samples", "ranks"]

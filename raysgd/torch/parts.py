@@ -24,8 +24,6 @@ from raysgd.torch.options import TrainingOptions
 from raysgd.torch.wrapping import Exchange, ModelCalls
 from raysgd.training.operator_base import RegisteredParts
 
-__all__ = ["Parts", "check_parts", "check_steps_alone", "move"]
-
 LARGE = 1 << 20  # bytes of a buffer that is sent by itself, so that not all need memory a second time
 PREFIX = {"train": "train_", "validation": "val_", "test": "test_"}
 

@@ -10,9 +10,6 @@ import torch
 
 from raysgd.errors import ConfigError
 
-__all__ = ["Bf16", "Fp16", "Precision", "make_precision"]
-
-
 _NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 
 

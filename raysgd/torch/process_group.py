@@ -23,8 +23,6 @@ from raysgd.torch.interfaces import choose_interface
 from raysgd.torch.sockets import Connections, GlooConnections
 from raysgd.torch.store import addresses_of, connect, exchange_addresses, open_store, wait_for_all, without_secret
 
-__all__ = ["TorchBackend", "is_peer_failure"]
-
 # gloo raises plain RuntimeErrors. Only the names of its source files in the text distinguish them from a user's errors. The
 # text without one is that of the collectives that were waiting, too, when one exceeded its limit: other buckets of gradients.
 GLOO = re.compile(

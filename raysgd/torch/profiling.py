@@ -13,8 +13,6 @@ import torch
 from raysgd.callbacks.base import TRACES
 from raysgd.callbacks.torch_profiler import ProfilerSettings
 
-__all__ = ["Profiler", "TraceKeeper"]
-
 
 class TraceKeeper:
     """Owns the traces that were recorded and not reported yet."""

@@ -7,8 +7,6 @@ from typing import Any
 
 from raysgd.errors import ConfigError
 
-__all__ = ["scale_rates", "scaling_rule"]
-
 
 def scaling_rule(name: str | None, usual: int) -> Callable[[int], float] | None:
     """Return the function from a number of workers to the factor of the learning rates, which is 1 for the `usual` number; None

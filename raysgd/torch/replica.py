@@ -41,8 +41,6 @@ from raysgd.torch.settings import TorchSettings
 from raysgd.training.feed import Source
 from raysgd.training.replica_base import Phase, ReplicaBase, ReplicaFactoryBase
 
-__all__ = ["TorchReplica", "TorchReplicaFactory"]
-
 logger = logging.getLogger("raysgd")
 
 PARTIAL_S = 10.0

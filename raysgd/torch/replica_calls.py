@@ -26,16 +26,6 @@ from raysgd.torch.replica import TorchReplica
 from raysgd.training.loading import Refusal, agreed, take_over
 from raysgd.training.writing import Report, reported
 
-__all__ = [
-    "get_model",
-    "joined",
-    "predict",
-    "restore_shards",
-    "rows_that_differ",
-    "save_shards",
-    "update_scheduler",
-]
-
 
 def update_scheduler(replica: TorchReplica, metric: Any) -> None:
     schedulers = replica.operator._parts.schedulers

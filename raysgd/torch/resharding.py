@@ -30,8 +30,6 @@ from raysgd.torch.checkpoint import packing, states
 from raysgd.torch.foreign import without_step_pre_hooks
 from raysgd.torch.operator import TrainingOperator
 
-__all__ = ["Resharding"]
-
 PARTS = ("models", "optimizers", "averages")
 Path = tuple[Any, ...]
 Tensors = Mapping[Path, torch.Tensor | None]

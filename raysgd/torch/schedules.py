@@ -15,8 +15,6 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from raysgd.errors import ConfigError, counted
 from raysgd.torch.foreign import nested_schedulers
 
-__all__ = ["has_length_in_code", "stepped_twice", "steps_of", "watch_schedule"]
-
 logger = logging.getLogger("raysgd")
 
 

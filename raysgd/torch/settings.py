@@ -13,8 +13,6 @@ from raysgd.torch.options import TrainingOptions
 from raysgd.torch.wrapping import Exchange
 from raysgd.training.settings import ReplicaSettings
 
-__all__ = ["TorchSettings"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class TorchSettings(ReplicaSettings):

@@ -21,20 +21,6 @@ from raysgd.torch.replica import TorchReplicaFactory
 from raysgd.torch.settings import TorchSettings
 from raysgd.training.arguments import check_config, needs_ray
 
-__all__ = [
-    "GROUPS",
-    "OTHER_ROWS",
-    "REMOVED",
-    "check_predicted",
-    "needs_processes",
-    "opened",
-    "per_worker_config",
-    "replica_factory",
-    "wants_gpu",
-    "warn_without_effect",
-    "worker_resources",
-]
-
 logger = logging.getLogger("raysgd")
 
 IN_SETUP = "make it in the setup of a TrainingOperator subclass, or use TrainingOperator.from_creators(...)"

@@ -7,8 +7,6 @@ import os
 import socket
 from collections.abc import Iterable, Iterator
 
-__all__ = ["Connections", "GlooConnections"]
-
 Address = tuple[str, int]
 
 

@@ -21,8 +21,6 @@ from raysgd.config import control_ports
 from raysgd.core.network import LOOPBACK, listen
 from raysgd.core.ranks import RankInfo
 
-__all__ = ["addresses_of", "connect", "exchange_addresses", "open_store", "wait_for_all", "without_secret"]
-
 logger = logging.getLogger("raysgd")
 
 SECRET_BYTES = 16

@@ -16,8 +16,6 @@ from raysgd.torch.process_group import TorchBackend
 from raysgd.torch.replica import TorchReplica
 from raysgd.torch.wrapping import Exchange
 
-__all__ = ["Strategy", "choose_strategy"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Strategy:

@@ -14,7 +14,7 @@ import torch
 from raysgd.callbacks.base import Callback
 from raysgd.config import ElasticConfig, check_flag
 from raysgd.core.protocols import Call
-from raysgd.engine.engine import Job
+from raysgd.engine.call import Job
 from raysgd.errors import CheckpointError, ConfigError, suggesting
 from raysgd.ray_data.reader import SharedRowReaders, local_row_reader
 from raysgd.torch import replica_calls, setup
@@ -31,8 +31,6 @@ from raysgd.training.call_runner import CallRunner, exclusive
 from raysgd.training.loops import opened_folder
 from raysgd.training.saves import SaveHandle
 from raysgd.training.trainer_base import Metrics, TrainerBase, described_run, limits_of, make_engine
-
-__all__ = ["TorchTrainer"]
 
 logger = logging.getLogger("raysgd")
 

@@ -8,8 +8,6 @@ from typing import Any
 
 from raysgd.torch.foreign import nested_schedulers
 
-__all__ = ["Option", "options", "retune"]
-
 
 @dataclass(frozen=True)
 class Option:

@@ -22,18 +22,6 @@ from torch.nn.parallel import DistributedDataParallel
 from raysgd.torch.foreign import compile_in_place, uncompiled
 from raysgd.torch.options import TrainingOptions
 
-__all__ = [
-    "Exchange",
-    "ModelCalls",
-    "add_hooks",
-    "compile_models",
-    "ddp_arguments",
-    "formatted",
-    "rewrap",
-    "unwrapped",
-    "update_together",
-]
-
 # The optimizers and types for which torch's two ways to update on the CPU have equal results; the fewest parameters for which the faster
 # one gains time, and the most bytes for which it is used: it keeps intermediate results of that size.
 TOGETHER, EXACT = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW), (torch.float32, torch.float64)

@@ -18,16 +18,6 @@ from raysgd.errors import ConfigError
 from raysgd.torch.devices import see_gpus, shared_gpus, visible_gpus
 
 __path__: list[str] = []  # lets Python look for `raysgd.train.backends.torch`, which raysgd.compat provides
-__all__ = [
-    "Backend",
-    "BackendConfig",
-    "HorovodConfig",
-    "TensorflowConfig",
-    "TorchConfig",
-    "backend_of",
-    "get_backend_config_cls",
-    "parse_backend",
-]
 
 
 class Backend:

@@ -16,10 +16,9 @@ from typing import Any
 from raysgd.core.lazy import load
 from raysgd.errors import CheckpointError, ConfigError
 from raysgd.storage import checksums, digest, folders, locations, remote, values
-from raysgd.storage.locations import Place, Uri
+from raysgd.storage.locations import Place
 from raysgd.storage.masking import mask
-
-__all__ = ["DICT_FILE", "Checkpoint", "is_directory", "unlist_metadata"]
+from raysgd.storage.remote import Uri
 
 METADATA_FILE = ".metadata.json"
 METADATA_KEY = "_metadata"

@@ -19,8 +19,6 @@ from raysgd.storage.remote import Uri, probe
 from raysgd.train.checkpoint import Checkpoint, is_directory
 from raysgd.train.settings import CheckpointConfig
 
-__all__ = ["BackgroundWriter", "CheckpointManager", "StoredCheckpoint"]
-
 logger = logging.getLogger("raysgd")
 
 PREFIX = "checkpoint_"

@@ -13,8 +13,6 @@ from raysgd.core.tree import mapped
 from raysgd.errors import ConfigError
 from raysgd.train.run_session import OutsideSession, Session, current
 
-__all__ = ["Commit", "ElasticState", "elastic"]
-
 
 @dataclass
 class Commit:

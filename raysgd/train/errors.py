@@ -4,16 +4,6 @@ from __future__ import annotations
 
 from raysgd.errors import NotActiveError, RaysgdError, TrainerBusyError, TrainingFailedError
 
-__all__ = [
-    "InactiveWorkerGroupError",
-    "OutsideRunError",
-    "ReportMismatchError",
-    "SGDBackendError",
-    "TrainBackendError",
-    "TrainingRunningError",
-    "TrainingWorkerError",
-]
-
 
 class OutsideRunError(RaysgdError, ValueError):
     """A function such as train.elastic() was called outside a training function."""

@@ -28,8 +28,9 @@ from raysgd.config import ElasticConfig, at_least, refuse_comparison, refuse_rat
 from raysgd.core.messages import FunctionReport
 from raysgd.core.policy import Recovery
 from raysgd.core.protocols import Call
+from raysgd.engine.call import Job
 from raysgd.engine.call_lock import CallLock, Claim
-from raysgd.engine.engine import Engine, Job
+from raysgd.engine.engine import Engine
 from raysgd.engine.recovery_log import PLANNED
 from raysgd.errors import ConfigError, TrainingFailedError
 from raysgd.storage.locations import Place, place
@@ -51,8 +52,6 @@ from raysgd.workers.blob import Blob
 from raysgd.workers.cluster import driver_address, ensure_cluster
 from raysgd.workers.ray_group import RayGroup
 from raysgd.workers.serialization import dumps
-
-__all__ = ["BackendExecutor", "FunctionJob"]
 
 logger = logging.getLogger("raysgd")
 

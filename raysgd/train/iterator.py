@@ -15,8 +15,6 @@ from raysgd.train.executor import BackendExecutor
 from raysgd.train.run import RoundResult
 from raysgd.workers.tracebacks import folding
 
-__all__ = ["SGDIterator", "TrainingIterator"]
-
 logger = logging.getLogger("raysgd")
 
 

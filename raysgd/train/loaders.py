@@ -20,8 +20,6 @@ from raysgd.torch.data.sampling import is_planned
 from raysgd.torch.data.sources import PlannedSource
 from raysgd.torch.parts import move
 
-__all__ = ["ElasticLoader", "PreparedLoader", "distribute"]
-
 
 def distribute(loader: DataLoader[Any], rank_info: RankInfo) -> DataLoader[Any]:
     """Return a copy of the loader, with the same options, that reads this rank's part. Loaders that already divide

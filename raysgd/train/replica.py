@@ -24,8 +24,6 @@ from raysgd.errors import ConfigError
 from raysgd.train.elastic_state import Commit
 from raysgd.train.run_session import Attempt, Session, Stopped, running
 
-__all__ = ["FunctionReplica", "FunctionReplicaFactory"]
-
 KERAS_3 = (
     "Keras 3 cannot train a model under a tf.distribute strategy for several workers: `fit` fails with TensorFlow's error about "
     "a PerReplica value. Use Keras 2 in the training function (pip install tf_keras; import tf_keras as keras), or train "

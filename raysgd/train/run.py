@@ -17,26 +17,13 @@ from typing import Any, Literal, Protocol
 from raysgd.config import flag_from_environment
 from raysgd.core.messages import FunctionReport
 from raysgd.errors import ConfigError, ranked
-from raysgd.storage.locations import Uri, place
+from raysgd.storage.locations import place
+from raysgd.storage.remote import Uri
 from raysgd.train.checkpoint import Checkpoint
 from raysgd.train.checkpoint_manager import BackgroundWriter, CheckpointManager
 from raysgd.train.errors import ReportMismatchError
 from raysgd.train.run_session import Attempt
 from raysgd.train.settings import REPORTS_AHEAD
-
-__all__ = [
-    "FunctionRun",
-    "Report",
-    "Round",
-    "RoundResult",
-    "Rounds",
-    "RunOptions",
-    "ShardMaker",
-    "check_function",
-    "checkpoint_of",
-    "function_name",
-    "payload_of",
-]
 
 UNSTORED = 2  # as many checkpoints can wait for the storage before ranks do
 DETAILED = "TRAIN_RESULT_ENABLE_DETAILED_AUTOFILLED_METRICS"

@@ -24,17 +24,6 @@ from raysgd.errors import ConfigError, described
 from raysgd.train.checkpoint import Checkpoint, is_directory
 from raysgd.train.settings import TIMESTAMP
 
-__all__ = [
-    "Attempt",
-    "OutsideSession",
-    "Session",
-    "Stopped",
-    "TrainingResultType",
-    "current",
-    "running",
-    "trial_functions",
-]
-
 
 class TrainingResultType(Enum):
     """The kinds of results of Ray Train 1.x."""

@@ -9,8 +9,6 @@ from raysgd.errors import causes_of
 from raysgd.tf.foreign import abort_collectives
 from raysgd.tf.ports import HeldPortBackend, NoFreePortError
 
-__all__ = ["TensorflowFunctionBackend"]
-
 # One of these is in the text of TensorFlow's errors when a peer has failed.
 PEER_ERRORS = ("Collective", "CoordinationService", "/job:worker", "RecvBuf")
 

@@ -15,8 +15,6 @@ from raysgd.torch.devices import see_gpus, shared_gpus, visible_gpus
 from raysgd.torch.foreign import with_module_versions
 from raysgd.torch.process_group import TorchBackend
 
-__all__ = ["TorchFunctionBackend", "to_cpu"]
-
 
 class TorchFunctionBackend(TorchBackend):
     """Connects the ranks in a torch process group. With `env`, also sets MASTER_ADDR, RANK and so on. Each worker sees the

@@ -17,7 +17,8 @@ from raysgd.core.policy import Recovery
 from raysgd.errors import ConfigError
 from raysgd.ray_data.datasets import is_dataset
 from raysgd.ray_data.splits import make_splits
-from raysgd.storage.locations import Place, Uri, copy_logs, names, place
+from raysgd.storage.locations import Place, copy_logs, names, place
+from raysgd.storage.remote import Uri
 from raysgd.train.backends import get_backend_config_cls, parse_backend
 from raysgd.train.callbacks import make_callback_list
 from raysgd.train.checkpoint import Checkpoint

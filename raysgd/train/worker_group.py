@@ -21,7 +21,8 @@ from raysgd.config import (
 from raysgd.core.network import own_address
 from raysgd.core.protocols import Call
 from raysgd.core.ranks import SingleWorkerBackend
-from raysgd.engine.engine import Engine, Job
+from raysgd.engine.call import Job
+from raysgd.engine.engine import Engine
 from raysgd.errors import ConfigError, TrainingFailedError
 from raysgd.torch.devices import visible_gpus
 from raysgd.train.errors import InactiveWorkerGroupError, TrainingWorkerError
@@ -29,8 +30,6 @@ from raysgd.train.replica import FunctionReplica, FunctionReplicaFactory
 from raysgd.train.settings import HANG_S
 from raysgd.workers.ray_group import RayGroup
 from raysgd.workers.serialization import dumps
-
-__all__ = ["RemoteObject", "TrainWorkerGroup", "WorkerGroup", "limits_for"]
 
 PATIENCE_S = 5.0
 JOIN_S = 60.0

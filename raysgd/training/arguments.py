@@ -17,8 +17,6 @@ from raysgd.errors import ConfigError, close_to, shown
 from raysgd.training.seeding import LARGEST_SEED
 from raysgd.version import page
 
-__all__ = ["check_call", "check_common", "check_config", "check_flags", "needs_ray", "refuse_unknown"]
-
 
 def refuse_unknown(
     trainer: type, unknown: Mapping[str, Any], groups: Mapping[str, type], removed: Mapping[str, str] | None = None

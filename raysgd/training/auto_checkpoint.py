@@ -21,8 +21,6 @@ from raysgd.errors import CheckpointError, ConfigError, suggesting_fields
 from raysgd.storage import checksums, folders, locations
 from raysgd.storage.claims import FolderClaim
 
-__all__ = ["AutoCheckpoint", "CheckpointFolder", "SavedPlace"]
-
 logger = logging.getLogger("raysgd")
 
 NAME = re.compile(r"loop(\d+)-epoch(\d+)-step(\d+)")

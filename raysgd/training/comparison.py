@@ -12,8 +12,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["BLOCK", "Products", "direction", "numbers", "share_of", "window"]
-
 BLOCK = 4096
 # Up to the first size all elements are read. Of larger models, one comparison reads the second one, and later ones read the rest.
 ALL_BYTES, SOME_BYTES = 64 << 20, 8 << 20

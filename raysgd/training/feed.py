@@ -18,8 +18,6 @@ from raysgd.core.ranks import RankInfo
 from raysgd.errors import ConfigError, counted
 from raysgd.training.position import Position
 
-__all__ = ["Carrier", "Drawn", "Feed", "LookAhead", "MembershipChange", "Source"]
-
 
 class MembershipChange(BaseException):
     """Raised inside a user's `train_epoch` to end it at a batch boundary; it is called again for the rest of the epoch.

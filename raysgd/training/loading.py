@@ -21,8 +21,6 @@ from raysgd.training.position import at_its_epoch
 if TYPE_CHECKING:
     from raysgd.training.replica_base import ReplicaBase
 
-__all__ = ["HALF_LOADED", "Refusal", "agreed", "restore", "take_over"]
-
 logger = logging.getLogger("raysgd")
 
 HALF_LOADED = (

@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from raysgd.core.protocols import Call
-from raysgd.engine.engine import Engine, Job
+from raysgd.engine.call import Job
+from raysgd.engine.engine import Engine
 from raysgd.errors import CheckpointError, RemoteTraceback
 from raysgd.storage import checksums, locations, remote
+from raysgd.storage.remote import Uri
 from raysgd.storage.seen import SeenFile, UnseenError, readable, verified_file
 from raysgd.training import loading
 from raysgd.training.position import at_its_epoch
 from raysgd.workers.blob import Blob
-
-__all__ = ["Loads"]
 
 logger = logging.getLogger("raysgd")
 
@@ -39,7 +39,7 @@ class Loads:
 
     def load(self, path: str | os.PathLike[str], *, trusted: bool = False) -> None:
         where = locations.place_to_load(path)
-        if isinstance(where, locations.Uri):
+        if isinstance(where, Uri):
             remote.check_scheme(where)
         has_checksums = True  # a folder has digests
         try:

@@ -12,8 +12,6 @@ from raysgd.callbacks.history import History
 from raysgd.errors import CheckpointError, ConfigError
 from raysgd.training.auto_checkpoint import AutoCheckpoint, CheckpointFolder, SavedPlace
 
-__all__ = ["EpochLoops", "opened_folder"]
-
 logger = logging.getLogger("raysgd")
 
 

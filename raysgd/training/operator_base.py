@@ -18,8 +18,6 @@ from raysgd.core.timers import Timers
 from raysgd.errors import ConfigError, MissingPartError, shown
 from raysgd.training.settings import ReplicaSettings
 
-__all__ = ["OperatorBase", "RegisteredParts"]
-
 
 @dataclass
 class RegisteredParts:

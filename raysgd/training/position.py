@@ -9,8 +9,6 @@ from typing import Any
 from raysgd.core.progress import Progress
 from raysgd.errors import CheckpointError
 
-__all__ = ["Position", "at_its_epoch", "check_count"]
-
 
 def check_count(name: str, value: Any) -> None:
     """Raise CheckpointError unless a value that a user may have changed in a state is a count."""

@@ -42,17 +42,6 @@ from raysgd.training.seeding import derived_seed
 from raysgd.training.settings import ReplicaSettings
 from raysgd.training.snapshots import LOADED_S, ROOM_S, Snapshotter
 
-__all__ = [
-    "Phase",
-    "ReplicaBase",
-    "ReplicaFactoryBase",
-    "accepted_arguments",
-    "apply",
-    "apply_operator",
-    "has_data",
-    "has_schedulers",
-]
-
 logger = logging.getLogger("raysgd")
 
 Phase = Literal["train", "validation", "test"]

@@ -20,14 +20,13 @@ from typing import Any, Protocol
 
 from raysgd.config import check_flag
 from raysgd.core.protocols import Call
-from raysgd.engine.engine import Engine, Job
+from raysgd.engine.call import Job
+from raysgd.engine.engine import Engine
 from raysgd.errors import CheckpointError
 from raysgd.storage import locations
 from raysgd.training import writing
 from raysgd.training.writing import END_BYTES, DraftFile, Report
 from raysgd.workers.worker_group import TransferProtocol
-
-__all__ = ["DraftOfSave", "FileDraft", "SaveHandle", "Saves"]
 
 logger = logging.getLogger("raysgd")
 

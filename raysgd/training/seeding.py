@@ -8,8 +8,6 @@ from typing import Any
 
 import numpy
 
-__all__ = ["LARGEST_SEED", "derived_seed", "seed_python_and_numpy"]
-
 LARGEST_SEED = 2**63 - 1
 
 

@@ -7,8 +7,6 @@ from typing import Any
 
 from raysgd.config import ElasticConfig
 
-__all__ = ["ReplicaSettings"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaSettings:

@@ -13,8 +13,6 @@ from raysgd.core.messages import SnapshotUpload
 from raysgd.core.progress import Control
 from raysgd.errors import described
 
-__all__ = ["LOADED_S", "ROOM_S", "Snapshotter"]
-
 logger = logging.getLogger(__name__)
 
 # For the snapshot of a state that the user has loaded, and for room for one in the middle of an epoch, while the other ranks

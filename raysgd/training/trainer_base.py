@@ -17,7 +17,8 @@ from raysgd.core.policy import Recovery
 from raysgd.core.protocols import Call, ProcessGroupBackend
 from raysgd.core.ranks import SingleWorkerBackend
 from raysgd.core.shard_copies import ShardedState
-from raysgd.engine.engine import Engine, Job
+from raysgd.engine.call import Job
+from raysgd.engine.engine import Engine
 from raysgd.errors import ConfigError, suggesting
 from raysgd.training.arguments import check_call, check_flags
 from raysgd.training.auto_checkpoint import CheckpointFolder
@@ -34,8 +35,6 @@ from raysgd.training.replica_base import (
 )
 from raysgd.training.saves import SaveHandle, Saves
 from raysgd.workers.inline_group import InlineGroup
-
-__all__ = ["Metrics", "TrainerBase", "described_run", "limits_of", "make_engine"]
 
 # What a call measured: epoch, batch_count, num_samples, and the metrics that the operator returned.
 Metrics = dict[str, Any]

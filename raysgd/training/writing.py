@@ -16,8 +16,6 @@ from raysgd.core.progress import Control
 from raysgd.errors import described
 from raysgd.storage.durable import DurableFile
 
-__all__ = ["END_BYTES", "DraftFile", "Report", "checkpoint", "random_state", "reported", "save"]
-
 logger = logging.getLogger("raysgd")
 
 LONGEST_ERROR = 10_000  # characters, because a message has a limit

@@ -33,18 +33,6 @@ from raysgd.train.run_session import OutsideSession
 from raysgd.workers import foreign
 from raysgd.workers.serialization import dumps
 
-__all__ = [
-    "FunctionTrial",
-    "TrialReports",
-    "TrialSession",
-    "as_trainable",
-    "in_trial",
-    "number_of",
-    "perform",
-    "placement",
-    "report",
-]
-
 NUMBER = "_current_checkpoint_id"
 IS_FILE = "_is_dictionary"
 

@@ -19,8 +19,6 @@ from ray import tune
 
 from raysgd.errors import ConfigError
 
-__all__ = ["BaseTorchTrainable", "TFTrainable", "torch_trainable"]
-
 CHECKPOINT = "trainer.checkpoint"
 TUNED = "tuned.json"  # the numbers in the config of the trial that saved
 Step = Callable[[Any, dict[str, Any]], dict[str, Any]]

@@ -29,8 +29,6 @@ from raysgd.workers.control_client import ControlClient
 from raysgd.workers.replica_host import ReplicaHost
 from raysgd.workers.user_code import UserCode, add_to_path, install
 
-__all__ = ["WorkerActor"]
-
 PR_SET_PDEATHSIG = 1
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3  # options of glibc's `mallopt`
 KEPT_BYTES, GROWTH_BYTES, LARGEST_KEPT_BYTES = 256 << 20, 16 << 20, 32 << 20

@@ -17,23 +17,6 @@ from raysgd.workers import foreign
 from raysgd.workers.fork_server import start_fork_server
 from raysgd.workers.gcs import GcsQuery, ask
 
-__all__ = [
-    "alive_nodes",
-    "can_grow",
-    "capacity",
-    "driver_address",
-    "end_actor",
-    "ensure_cluster",
-    "free_by_node",
-    "is_node_alive",
-    "join_running",
-    "placement",
-    "room_for",
-    "stderr_tail",
-    "wait_for_room",
-    "within",
-]
-
 logger = logging.getLogger("raysgd")
 
 T = TypeVar("T")

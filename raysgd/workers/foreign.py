@@ -17,21 +17,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = [
-    "address_of_this_machine",
-    "draining_nodes",
-    "free_resources_by_node",
-    "hide_deaths_of",
-    "is_exit_of_actor",
-    "logs_folder",
-    "probe_gcs",
-    "quick_start",
-    "replace_report_to_tune",
-    "split_coordinator",
-    "started_here",
-    "use_token_if_available",
-]
-
 # Ray's client waits for minutes for a GCS that does not answer or refuses its token, cannot be interrupted meanwhile, and
 # ends its process in the end. So another process tries it.
 PROBE = """

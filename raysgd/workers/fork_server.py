@@ -33,8 +33,6 @@ from raysgd.errors import described
 from raysgd.storage.durable import own_folder
 from raysgd.workers.processes import LocalProcess
 
-__all__ = ["FORK_WORKERS", "main", "start_fork_server"]
-
 logger = logging.getLogger("raysgd")
 
 FORK_WORKERS = "RAYSGD_FORK_WORKERS"

@@ -10,8 +10,6 @@ from typing import Any, Generic, TypeVar
 
 from raysgd.errors import ClusterError, NotActiveError
 
-__all__ = ["GcsQuery", "ask", "gcs_limit_s", "require_ray"]
-
 T = TypeVar("T")
 
 # Ray ends every process of its cluster, including this one, that has not reached the GCS for this long.

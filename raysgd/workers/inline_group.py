@@ -18,8 +18,6 @@ from raysgd.workers.events import CallEnded, Event, MessageReceived, WorkerStart
 from raysgd.workers.replica_host import ReplicaHost
 from raysgd.workers.transfer import InlineTransfer
 
-__all__ = ["InlineGroup"]
-
 
 class InlineGroup:
     """Owns the worker, which runs each call inside `submit`. Progress goes directly to `listener`, because `poll`

@@ -9,8 +9,6 @@ import struct
 import time
 from collections.abc import Sequence
 
-__all__ = ["LocalProcess", "end_all"]
-
 # Linux from 6.15 on tells how a process has ended that is not a child of this one: <linux/pidfd.h>.
 PIDFD_GET_INFO, PIDFD_INFO_EXIT, INFO_BYTES, STATUS_AT = 0xC040FF0B, 8, 64, 60
 LAST_STEPS_MS = 100  # between the end of a process's connections and its own

@@ -39,8 +39,6 @@ from raysgd.workers.serialization import RayReferenceFound, dumps_without_refere
 from raysgd.workers.transfer import Transfer
 from raysgd.workers.user_code import UserCode, pack_modules, user_folders
 
-__all__ = ["RayGroup"]
-
 logger = logging.getLogger("raysgd")
 
 RAY_MESSAGES = "RAYSGD_RAY_MESSAGES"

@@ -25,8 +25,6 @@ from raysgd.workers.blob import Blob, PickledObject, unpickled
 from raysgd.workers.foreign import is_exit_of_actor
 from raysgd.workers.serialization import is_installed
 
-__all__ = ["ReplicaHost"]
-
 logger = logging.getLogger(__name__)
 
 # The part of the user's code that a verb, or a method of the replica, calls, for messages.

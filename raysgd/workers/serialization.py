@@ -22,8 +22,6 @@ from typing import Any
 from raysgd.errors import shown
 from raysgd.workers.blob import PickledObject
 
-__all__ = ["RayReferenceFound", "dumps", "dumps_without_references", "is_installed", "pack"]
-
 # cloudpickle has one list of the modules to pickle by value per process: one thread at a time may change it.
 _REGISTERING = threading.RLock()
 UNPICKLABLE = (TypeError, pickle.PicklingError, AttributeError)

@@ -14,8 +14,6 @@ from typing import Any, TypeVar, cast
 from raysgd.config import flag_from_environment
 from raysgd.errors import RaysgdError, RemoteTraceback
 
-__all__ = ["fold_frames", "folding", "readable"]
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 FULL_TRACEBACKS = "RAYSGD_FULL_TRACEBACKS"

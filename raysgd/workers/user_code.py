@@ -21,8 +21,6 @@ from typing import Any
 from raysgd.storage.durable import private_folder
 from raysgd.workers.serialization import is_installed
 
-__all__ = ["UserCode", "add_to_path", "install", "pack_modules", "user_folders"]
-
 logger = logging.getLogger("raysgd")
 
 MOST_BYTES, MOST_ENTRIES = 16 << 20, 20_000

@@ -10,8 +10,6 @@ from typing import Any, Protocol
 from raysgd.core.messages import Message
 from raysgd.workers.events import Event
 
-__all__ = ["TransferProtocol", "WorkerGroupProtocol"]
-
 
 class TransferProtocol(Protocol):
     """A state, or a checkpoint, on its way: a worker gives it (the verb "state" with this name), or the driver, and others take

@@ -13,7 +13,8 @@ import pytest
 
 from raysgd import CheckpointError
 from raysgd.storage import locations
-from raysgd.storage.locations import Uri, place, text_of
+from raysgd.storage.locations import place, text_of
+from raysgd.storage.remote import Uri
 from raysgd.train import Checkpoint, CheckpointConfig, DataParallelTrainer, Result, RunConfig
 from raysgd.train.run import payload_of
 

@@ -12,7 +12,8 @@ from raysgd.constants import NUM_SAMPLES
 from raysgd.core import metrics
 from raysgd.core.policy import Recovery
 from raysgd.core.protocols import Call
-from raysgd.engine.engine import Engine, Job
+from raysgd.engine.call import Job
+from raysgd.engine.engine import Engine
 from raysgd.engine.recovery_log import PLANNED
 from raysgd.errors import CheckpointError, ResourceError, TrainingFailedError, WorkerStartError
 from tests.simulation.checker import Checker, Violation

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from raysgd import CheckpointError, ElasticConfig, train
-from raysgd.storage.locations import Uri
+from raysgd.storage.remote import Uri
 from raysgd.train import (
     Checkpoint,
     CheckpointConfig,

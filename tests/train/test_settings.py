@@ -14,7 +14,7 @@ import pytest
 import raysgd
 from raysgd import CheckpointError, ConfigError, ElasticConfig, train
 from raysgd.callbacks import PrintCallback
-from raysgd.storage.locations import Uri
+from raysgd.storage.remote import Uri
 from raysgd.train import FailureConfig, RunConfig, ScalingConfig
 from raysgd.train.fit.records import RunNames, RunRecord, StoredRun
 from raysgd.train.fit.run import _log_dir

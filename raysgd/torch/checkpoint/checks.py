@@ -19,8 +19,6 @@ from raysgd.torch.data.sampling import has_own_batches, is_planned
 from raysgd.torch.operator import TrainingOperator
 from raysgd.training.position import check_count
 
-__all__ = ["check_fits"]
-
 
 def check_fits(operator: TrainingOperator, state: dict[str, Any]) -> None:
     """Raise CheckpointError with the first thing that does not fit. Nothing is changed. Tensors of the state

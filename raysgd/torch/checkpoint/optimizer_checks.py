@@ -10,8 +10,6 @@ import torch
 
 from raysgd.errors import CheckpointError
 
-__all__ = ["check_optimizer", "check_scheduler"]
-
 
 def check_optimizer(number: int, optimizer: Any, saved: Mapping[str, Any]) -> None:
     """Raise CheckpointError if the saved state is that of another optimizer, or of other parameters. The optimizer of a user may

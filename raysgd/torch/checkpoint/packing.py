@@ -17,8 +17,6 @@ from torch import nn
 
 from raysgd.core.snapshot import GUARDED
 
-__all__ = ["pack", "packed", "unpack"]
-
 # The size of what is guarded (the head and the pickle), the number of parts, and the size of each. The first part is the pickle.
 # Each part begins at a multiple of ALIGNED bytes.
 COUNT, SIZE = struct.Struct("!Q"), struct.Struct("!Q")

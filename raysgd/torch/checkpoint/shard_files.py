@@ -26,23 +26,10 @@ from raysgd.core.tree import mapped
 from raysgd.errors import CheckpointError, causes_of
 from raysgd.storage import locations, remote
 from raysgd.storage.folders import MARKER, FileEntry, dump_list, entry_of, entry_of_bytes, read_list
+from raysgd.storage.remote import Uri
 from raysgd.torch.checkpoint import states
 from raysgd.torch.foreign import with_module_versions
 from raysgd.torch.operator import TrainingOperator
-
-__all__ = [
-    "MANIFEST",
-    "Files",
-    "ShardFolder",
-    "is_replaceable",
-    "of_list",
-    "read",
-    "read_manifest",
-    "read_outline",
-    "verify",
-    "write",
-    "write_manifest",
-]
 
 OUTLINE, INDEX, MANIFEST = "outline.pt", ".metadata", MARKER
 TENSOR = "__tensor__"
@@ -143,7 +130,7 @@ def write(folder: locations.Place, state: dict[str, Any], *, later: bool) -> Cal
 
     outline = {**state, **{part: mapped(take_out, state[part], part) for part in PARTS if part in state}}
     rank = dist.get_rank() if dist.is_initialized() else 0
-    if later or isinstance(folder, locations.Uri):
+    if later or isinstance(folder, Uri):
         kept = _write_tensors(tensors, "", in_memory=True)
         if rank == 0:
             kept[OUTLINE] = states.dump(outline)
@@ -165,7 +152,7 @@ def _store(folder: locations.Place, kept: dict[str, Any]) -> Files:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
-            if isinstance(folder, locations.Uri):
+            if isinstance(folder, Uri):
                 remote.upload(folder / name, path)
                 path.unlink()
     return {name: entry_of_bytes(data) for name, data in kept.items()}

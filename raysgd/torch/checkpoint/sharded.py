@@ -17,14 +17,13 @@ from raysgd.engine.engine import Engine
 from raysgd.errors import CheckpointError, ConfigError
 from raysgd.storage import locations, remote
 from raysgd.storage.folders import FileEntry
+from raysgd.storage.remote import Uri
 from raysgd.storage.seen import readable
 from raysgd.torch import replica_calls
 from raysgd.torch.checkpoint import shard_files
 from raysgd.training.loads import Loads
 from raysgd.training.saves import SaveHandle, Saves
 from raysgd.training.writing import Report
-
-__all__ = ["ShardedLoads", "save_shards"]
 
 logger = logging.getLogger("raysgd")
 
@@ -33,7 +32,7 @@ SHARDS_STALL_S = 24 * 3600.0  # at a URI, a rank reports only when it has writte
 
 def save_shards(saves: Saves, engine: Engine, path: str | os.PathLike[str], *, blocking: bool) -> str | SaveHandle:
     draft = _ShardedDraft(locations.place_to_save(path))
-    stall_s = SHARDS_STALL_S if isinstance(draft.where, locations.Uri) else 0.0
+    stall_s = SHARDS_STALL_S if isinstance(draft.where, Uri) else 0.0
     ranks = partial(getattr, engine, "world_size")
     return saves.write(draft, replica_calls.save_shards, ranks, blocking=blocking, stall_s=stall_s)
 
@@ -68,7 +67,7 @@ class _ShardedDraft:
     def __init__(self, where: locations.Place) -> None:
         self.where, self._target = where, locations.check_folder(where)
         self._draft: locations.Place | None = None
-        if isinstance(where, locations.Uri):
+        if isinstance(where, Uri):
             other = where.is_file() or (where.is_dir() and not _is_sharded(remote.listed(where)))
         else:
             assert self._target is not None
@@ -97,8 +96,8 @@ class _ShardedDraft:
         return sum(each.stat().st_size for each in os.scandir(draft)) if isinstance(draft, Path) else 0
 
     @property
-    def _uri(self) -> locations.Uri:
-        assert isinstance(self.where, locations.Uri)
+    def _uri(self) -> Uri:
+        assert isinstance(self.where, Uri)
         return self.where
 
     def complete(self, reports: Sequence[Report], given: Callable[[], Any]) -> None:

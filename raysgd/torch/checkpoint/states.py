@@ -23,31 +23,6 @@ from raysgd.torch.fsdp import placed, placed_optimizer
 from raysgd.torch.operator import TrainingOperator
 from raysgd.training.seeding import seed_python_and_numpy
 
-__all__ = [
-    "FORMAT",
-    "completed",
-    "copied",
-    "dump",
-    "dump_given",
-    "foreign_types",
-    "gather",
-    "loads_models_by_copying",
-    "parse",
-    "peek",
-    "random_state",
-    "read",
-    "restore",
-    "restore_models",
-    "restore_random",
-    "restore_rest",
-    "scaler_of",
-    "seed_generators",
-    "shaped",
-    "unchanging",
-    "way_back",
-    "write",
-]
-
 logger = logging.getLogger("raysgd")
 
 FORMAT = "raysgd-torch"

@@ -11,8 +11,6 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from raysgd.core.ranks import RankInfo
 from raysgd.torch.foreign import worker_info, worker_info_seen_as
 
-__all__ = ["RankShard", "sharded_live"]
-
 # Their data sets divide themselves among ranks, so that they must see the worker info of their own rank.
 DIVIDE_THEMSELVES = {"litdata", "streaming", "webdataset"}
 

@@ -27,8 +27,6 @@ from raysgd.torch.foreign import (
     processes_of,
 )
 
-__all__ = ["LoaderIterator", "end_iterators_of"]
-
 END_S = 1.0
 DYING_S = 1.0
 HINTS = {

@@ -20,8 +20,6 @@ from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.settings import TorchSettings
 from raysgd.training.position import Position
 
-__all__ = ["Opener"]
-
 
 @dataclass(frozen=True)
 class Opener:

@@ -10,8 +10,6 @@ import torch
 from raysgd.torch.parts import move
 from raysgd.training.feed import Carrier
 
-__all__ = ["CudaCarrier", "DeviceCarrier", "make_carrier"]
-
 
 class DeviceCarrier(Carrier):
     """Moves batches to the model's device when they are needed."""

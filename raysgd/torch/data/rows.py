@@ -13,8 +13,6 @@ from torch.utils.data import DataLoader, Dataset, Sampler, Subset, SubsetRandomS
 
 from raysgd.torch.data.sampling import has_own_batches
 
-__all__ = ["LoaderRows", "first_of"]
-
 MOST_ELEMENTS = 1024  # of each tensor of a batch
 MOST_INDICES = 1_000_000  # of each list; from a longer one, that many are taken at equal distances
 

@@ -16,8 +16,6 @@ from raysgd.config import at_least
 from raysgd.errors import ConfigError, shown, suggesting
 from raysgd.training.seeding import derived_seed, seed_python_and_numpy
 
-__all__ = ["SampleSeeds", "seeded_for"]
-
 
 class SampleSeeds(Dataset[Any]):
     """The map-style data set `dataset`, whose random numbers depend on `seed`, the epoch and the sample's index alone.

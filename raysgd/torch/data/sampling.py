@@ -24,26 +24,6 @@ from torch.utils.data.distributed import DistributedSampler
 from raysgd.core.sampling_plan import RankPart, SamplingPlan
 from raysgd.errors import ConfigError
 
-__all__ = [
-    "Gathered",
-    "Order",
-    "Picker",
-    "Recipe",
-    "agree",
-    "batches_per_epoch",
-    "can_gather",
-    "epoch_order",
-    "evened",
-    "following",
-    "has_own_batches",
-    "is_planned",
-    "plan_of",
-    "planned_epoch",
-    "random_sources",
-    "set_epoch",
-    "unit_size",
-]
-
 # The units of an epoch in their order: sample indices (a range, a tensor) or whole batches of a user's batch sampler.
 Order = range | torch.Tensor | list[Any]
 

@@ -16,8 +16,6 @@ from raysgd.data.sharded_stream import AGAIN, ShardedStream, ShardFeed, ShardSte
 from raysgd.torch.data.sources import BatchSource, Votes
 from raysgd.training.feed import Drawn
 
-__all__ = ["ShardSource"]
-
 Place = tuple[int, list[int], list[int]]
 CLOSE_S = 1.0
 

@@ -37,9 +37,6 @@ from raysgd.torch.foreign import end_processes, live_iterator
 from raysgd.training.feed import Drawn
 from raysgd.training.position import Position
 
-__all__ = ["END", "BatchSource", "LiveSource", "PlannedSource", "RowSource", "StreamSource"]
-
-
 ENDED_EARLY = (
     "a DataLoader ended before its sampler did. Most likely the data set, a transform or the collate_fn raised StopIteration, as "
     "next() does for an iterator without further items, and Python took it for the end of the loader: catch it there, or pass next() a "

@@ -20,8 +20,6 @@ from raysgd.torch.data.loading import LoaderIterator
 from raysgd.torch.data.sources import END, LiveSource
 from raysgd.torch.foreign import forget_iterator, live_iterator
 
-__all__ = ["StatefulSource", "has_state"]
-
 logger = logging.getLogger("raysgd")
 
 MARK_EVERY = 32

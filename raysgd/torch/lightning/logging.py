@@ -13,8 +13,6 @@ from torch import nn
 from raysgd.constants import NUM_SAMPLES
 from raysgd.errors import ConfigError
 
-__all__ = ["LoggedValues"]
-
 
 class LoggedValues:
     """Owns what a module logs in one call of the trainer: values of the current batch, values outside of batches, and

@@ -13,16 +13,6 @@ from torch import nn
 from raysgd.errors import ConfigError
 from raysgd.torch.settings import TorchSettings
 
-__all__ = [
-    "construct",
-    "lightning_base",
-    "one_loader",
-    "optimizer_wrapper",
-    "overrides",
-    "refuse_unsupported",
-    "takes_index",
-]
-
 PACKAGES = ("lightning", "pytorch_lightning")
 # raysgd does not call these hooks, so a module that overrides one of them would not do what its author expects.
 UNSUPPORTED = (

@@ -22,8 +22,6 @@ from raysgd.torch.lightning.schedulers import KEYS, Schedules, read_configuratio
 from raysgd.torch.lightning.trainer_stub import StepServices, TrainerStub
 from raysgd.torch.operator import TrainingOperator
 
-__all__ = ["LightningOperator", "operator_from_lightning"]
-
 
 def operator_from_lightning(
     module_cls: Any, train_dataloader: Any = None, val_dataloader: Any = None

@@ -14,8 +14,6 @@ from raysgd.config import at_least
 from raysgd.constants import NUM_SAMPLES
 from raysgd.errors import ConfigError
 
-__all__ = ["KEYS", "Schedule", "Schedules", "read_configuration"]
-
 KEYS = ("scheduler", "interval", "frequency", "monitor", "strict", "name", "reduce_on_plateau")
 
 

@@ -15,8 +15,6 @@ from raysgd.torch.lightning.schedulers import Schedule
 from raysgd.torch.options import TrainingOptions
 from raysgd.torch.precision import Precision
 
-__all__ = ["StepServices", "TrainerStub"]
-
 
 class StepServices:
     """Runs the backward pass and the optimizer's step, with the module's hooks around them.

@@ -9,8 +9,6 @@ from raysgd.errors import ConfigError
 from raysgd.train.backends import BackendConfig, HorovodConfig, TensorflowConfig, TorchConfig
 from raysgd.train.fit.trainer import DataParallelTrainer
 
-__all__ = ["HorovodTrainer", "TensorflowTrainer", "TorchTrainer"]
-
 
 class TorchTrainer(DataParallelTrainer):
     """Runs `train_loop_per_worker` with a process group of torch.distributed.

@@ -23,8 +23,6 @@ from raysgd.core.network import own_address
 from raysgd.errors import CheckpointError, described, shown
 from raysgd.storage import folders, locations, values
 
-__all__ = ["RunNames", "RunRecord", "StoredRun", "can_restore"]
-
 SETTINGS, RESULTS, STATE = "trainer.zip", "results.jsonl", "state.json"
 IDS = ("trial_id", "experiment_id")
 

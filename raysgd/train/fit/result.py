@@ -10,13 +10,12 @@ from typing import Any, Literal
 
 from raysgd.callbacks.writers import import_extra
 from raysgd.errors import ConfigError, TrainingFailedError
-from raysgd.storage.locations import Place, Uri, place, text_of
+from raysgd.storage.locations import Place, place, text_of
 from raysgd.storage.masking import mask
+from raysgd.storage.remote import Uri
 from raysgd.train.checkpoint import Checkpoint
 from raysgd.train.checkpoint_manager import CheckpointManager
 from raysgd.train.fit.records import StoredRun
-
-__all__ = ["Result"]
 
 
 @dataclass(frozen=True, kw_only=True)

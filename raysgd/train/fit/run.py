@@ -20,8 +20,9 @@ from raysgd.callbacks.base import Run
 from raysgd.callbacks.folder import RESULTS, create_new_folder, numbered, timestamp
 from raysgd.callbacks.history import History
 from raysgd.storage import locations
-from raysgd.storage.locations import Place, Uri, copy_logs, names, place
+from raysgd.storage.locations import Place, copy_logs, names, place
 from raysgd.storage.masking import mask
+from raysgd.storage.remote import Uri
 from raysgd.train.callbacks import make_callback_list
 from raysgd.train.checkpoint_manager import CheckpointManager
 from raysgd.train.executor import BackendExecutor, FunctionJob
@@ -30,8 +31,6 @@ from raysgd.train.fit.result import Result
 from raysgd.train.iterator import TrainingIterator
 from raysgd.train.run import RoundResult, function_name
 from raysgd.train.settings import RunConfig
-
-__all__ = ["FitRun"]
 
 logger = logging.getLogger("raysgd")
 

@@ -14,7 +14,8 @@ from typing import Any, ClassVar, TypeVar
 from raysgd.callbacks.history import History
 from raysgd.errors import ConfigError, counted
 from raysgd.ray_data.splits import make_splits
-from raysgd.storage.locations import Uri, place, text_of
+from raysgd.storage.locations import place, text_of
+from raysgd.storage.remote import Uri
 from raysgd.train.backends import parse_backend
 from raysgd.train.checkpoint import Checkpoint
 from raysgd.train.executor import BackendExecutor, FunctionJob
@@ -25,8 +26,6 @@ from raysgd.train.run import RunOptions, check_function, function_name
 from raysgd.train.settings import RunConfig, ScalingConfig, rays_own
 from raysgd.workers.serialization import pack
 from raysgd.workers.tracebacks import folding
-
-__all__ = ["DataParallelTrainer"]
 
 T = TypeVar("T", bound="DataParallelTrainer")
 SETTINGS = (
