@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from raysgd import ConfigError
+from raysgd import CheckpointError, ConfigError
 from raysgd.train import Checkpoint
 from tests.torch.small import Line, inline
 
@@ -49,3 +49,10 @@ def test_the_same_mistake_is_the_same_error(mistake: str, tmp_path: Path, monkey
                 call(where)
             texts.add(str(caught.value))
     assert len(texts) == 1 and said in texts.pop()
+
+
+def test_a_folder_that_is_no_checkpoint_is_said_to_be_none(tmp_path: Path) -> None:
+    """And not to need trust, which would not help."""
+    (tmp_path / "notes.txt").write_text("not a part of a checkpoint")
+    with inline() as trainer, pytest.raises(CheckpointError, match="not a complete sharded checkpoint"):
+        trainer.load(tmp_path)

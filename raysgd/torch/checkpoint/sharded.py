@@ -41,18 +41,20 @@ class ShardedLoads(Loads):
     """Also loads sharded checkpoints."""
 
     def _load_folder(self, folder: locations.Place, *, trusted: bool) -> None:
+        inner = ""
+        if isinstance(folder, Path):
+            with readable():
+                files = shard_files.read_manifest(folder)
+        else:
+            inner, files = shard_files.of_list(remote.listed(folder))
         if not trusted:
             raise CheckpointError(
                 "this is a directory, as save(sharded=True) writes it: torch keeps a pickled index in it, and reading that can run "
                 "code. If you trust its author, pass trusted=True"
             )
         if isinstance(folder, Path):
-            with readable():
-                files = shard_files.read_manifest(folder)
             self.take(replica_calls.restore_shards, {"folder": folder.absolute(), "files": files})
-            return
-        inner, files = shard_files.of_list(remote.listed(folder))
-        if remote.is_in_this_process(folder):
+        elif remote.is_in_this_process(folder):
             with locations.folder(folder) as local:
                 self.take(replica_calls.restore_shards, {"folder": local / inner, "files": files})
         else:
