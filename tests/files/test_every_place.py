@@ -1,7 +1,7 @@
 """Each format of checkpoints at each kind of place: a damaged one is refused, or loads as it was saved.
 
 `make nightly` flips every bit of the local files, and one bit of each byte elsewhere; `make test` takes a few of them. Every file
-of a folder is also cut to several lengths, and deleted. At the end of the module, the counts are shown.
+of a folder is also cut to several lengths, and deleted.
 """
 
 from __future__ import annotations
@@ -18,14 +18,12 @@ from raysgd.storage import locations, remote
 from raysgd.storage.locations import Place
 from raysgd.train import Checkpoint
 from tests import peek
-from tests.files.damage import Tallies, flipped, lengths, quiet, show
+from tests.files.damage import flipped, lengths, tallied
 from tests.files.function_cases import LIST, read_folder, same
 from tests.tiers import NIGHTLY
 from tests.torch.small import Line, inline
 
 pytest.importorskip("fsspec")
-
-__all__ = ["quiet"]
 
 FLIPS = 20  # of each file, if not all bits are flipped
 
@@ -78,13 +76,6 @@ FORMATS: dict[str, Callable[[Path], Format]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def tallies(request: pytest.FixtureRequest) -> Iterator[Tallies]:
-    made = Tallies()
-    yield made
-    show(request, *made.found)
-
-
 def files_of(where: Place) -> list[Place]:
     if not where.is_dir():
         return [where]
@@ -101,7 +92,7 @@ def bits(size: int, *, local: bool) -> Iterator[int]:
 @pytest.mark.parametrize("at", ["local", "memory", pytest.param("s3", marks=pytest.mark.more)])
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_damaged_checkpoint_is_refused_or_loads_as_it_was_saved(
-    name: str, at: str, tallies: Tallies, quiet: None, tmp_path: Path, request: pytest.FixtureRequest
+    name: str, at: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     roots = {
         "local": lambda: str(tmp_path),
@@ -112,14 +103,12 @@ def test_a_damaged_checkpoint_is_refused_or_loads_as_it_was_saved(
     made.save(where)
     expected = made.load(where)
     try:
-        with tallies.of(f"{name}, {at}") as tally:
+        with tallied(f"{name}, {at}") as tally:
             for place in files_of(locations.place(where)):
                 good = locations.read(place)
-                damaged = [
-                    (f"bit {bit}", flipped(good, bit // 8, bit % 8)) for bit in bits(len(good), local=at == "local")
-                ]
+                damaged = [(f"bit {bit}", flipped(good, bit)) for bit in bits(len(good), local=at == "local")]
                 damaged += [
-                    (f"cut to {length}", good[:length]) for length in lengths(len(good))[:: 1 if NIGHTLY else 4]
+                    (f"cut to {length}", good[:length]) for length in lengths(len(good))[:: 1 if NIGHTLY else 3]
                 ]
                 for what, data in damaged:
                     locations.write(place, data)

@@ -14,7 +14,7 @@ from click.testing import CliRunner  # noqa: E402
 from raysgd import CheckpointError, TrainingFailedError  # noqa: E402
 from raysgd.cli import main  # noqa: E402
 from raysgd.tf import TFTrainer  # noqa: E402
-from tests.files.damage import Tallies, flipped, flips, lengths, quiet, show  # noqa: E402
+from tests.files.damage import flipped, flips, lengths, tallied  # noqa: E402
 from tests.files.tf_cases import (  # noqa: E402
     WRONG,
     Bench,
@@ -30,9 +30,7 @@ from tests.peek import models_of  # noqa: E402
 from tests.tf.small import arrays  # noqa: E402
 from tests.tiers import NIGHTLY  # noqa: E402
 
-__all__ = ["quiet"]
-
-FLIPS = 2000 if NIGHTLY else 600
+FLIPS = 2000 if NIGHTLY else 40
 
 
 @pytest.fixture(scope="module")
@@ -42,49 +40,39 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     made.trainer.shutdown()
 
 
-@pytest.fixture(scope="module")
-def tallies(request: pytest.FixtureRequest) -> Iterator[Tallies]:
-    made = Tallies()
-    yield made
-    show(request, *made.found)
-
-
 def test_raysgd_info_describes_a_file(bench: Bench, tmp_path: Path) -> None:
     (tmp_path / "model.ckpt").write_bytes(bench.data)
     done = CliRunner().invoke(main, ["info", str(tmp_path / "model.ckpt")])
     assert done.exit_code == 0 and "TFTrainer.save()" in done.output and "float32" in done.output
-    (tmp_path / "model.ckpt").write_bytes(flipped(bench.data, len(bench.data) // 2, 1))
+    (tmp_path / "model.ckpt").write_bytes(flipped(bench.data, 4 * len(bench.data)))
     assert CliRunner().invoke(main, ["info", str(tmp_path / "model.ckpt")]).exit_code == 1
 
 
 # -- damage -------------------------------------------------------------------------------------------
 
 
-def test_a_damaged_file_is_refused_or_loaded_as_saved(bench: Bench, tallies: Tallies, quiet: None) -> None:
-    with tallies.of("TFTrainer, bit flips") as tally:
-        for place, bit in flips(len(bench.data), FLIPS):
-            bench.attempt(tally, f"bit {bit} of byte {place}", flipped(bench.data, place, bit))
+def test_a_damaged_file_is_refused_or_loaded_as_saved(bench: Bench) -> None:
+    with tallied("TFTrainer, bit flips") as tally:
+        for bit in flips(len(bench.data), FLIPS):
+            bench.attempt(tally, f"bit {bit}", flipped(bench.data, bit))
     assert tally.rejected > 0.8 * tally.tried
-    with tallies.of("TFTrainer, truncation") as tally:
+    with tallied("TFTrainer, truncation") as tally:
         for length in lengths(len(bench.data)):
             bench.attempt(tally, f"cut to {length}", bench.data[:length])
     assert tally.rejected == tally.tried
-    with tallies.of("TFTrainer, other damage") as tally:
-        for what, data in {"longer": bench.data + b"x", "doubled": bench.data * 2, "zeros": bytes(5000)}.items():
-            bench.attempt(tally, what, data)
 
 
 # -- wrong contents -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_wrong_contents_are_refused(bench: Bench, tallies: Tallies, quiet: None, what: str) -> None:
+def test_wrong_contents_are_refused(bench: Bench, what: str) -> None:
     """The file is well-formed and has correct checksums, and only its values are wrong."""
     keys, value = WRONG[what]
     bench.refuses(what, changed(bench.data, *keys, to=value))
 
 
-def test_missing_contents_are_refused_or_not_needed(bench: Bench, quiet: None) -> None:
+def test_missing_contents_are_refused_or_not_needed(bench: Bench) -> None:
     for key in ("models", "optimizers", "format", "operator"):
         bench.refuses(f"no {key}", without(bench.data, key))
     for key in ("rng", "validation_position"):
@@ -93,7 +81,7 @@ def test_missing_contents_are_refused_or_not_needed(bench: Bench, quiet: None) -
         bench.now = of(bench.trainer)
 
 
-def test_refused_files_do_not_change_training(tmp_path: Path, quiet: None) -> None:
+def test_refused_files_do_not_change_training(tmp_path: Path) -> None:
     weights = []
     for disturbed in (False, True):
         with TFTrainer(training_operator_cls=Stateful) as trainer:
@@ -102,7 +90,7 @@ def test_refused_files_do_not_change_training(tmp_path: Path, quiet: None) -> No
             data = Path(path).read_bytes()
             trainer.train(num_steps=3)
             if disturbed:
-                for keys, value in WRONG.values():
+                for keys, value in list(WRONG.values())[::5]:
                     Path(path).write_bytes(changed(data, *keys, to=value))
                     with pytest.raises(CheckpointError):
                         trainer.load(path)
@@ -156,8 +144,8 @@ def test_a_dictionary_in_memory_is_checked_too(bench: Bench) -> None:
 # -- archives that save() does not write ---------------------------------------------------------------
 
 
-def test_other_archives_are_refused(bench: Bench, tallies: Tallies, quiet: None) -> None:
-    with tallies.of("TFTrainer, other archives") as tally:
+def test_other_archives_are_refused(bench: Bench) -> None:
+    with tallied("TFTrainer, other archives") as tally:
         for name, data in hostile(bench.data).items():
             bench.attempt(tally, name, data)
     assert tally.rejected == tally.tried
@@ -166,8 +154,9 @@ def test_other_archives_are_refused(bench: Bench, tallies: Tallies, quiet: None)
 # -- several workers ----------------------------------------------------------------------------------
 
 
+@pytest.mark.more
 @pytest.mark.slow
-def test_no_rank_loads_a_file_that_another_rank_refuses(ray_cluster: None, tmp_path: Path, quiet: None) -> None:
+def test_no_rank_loads_a_file_that_another_rank_refuses(ray_cluster: None, tmp_path: Path) -> None:
     """The state of every rank is unchanged, and the group continues without a restart."""
 
     def everything(trainer: TFTrainer) -> Any:

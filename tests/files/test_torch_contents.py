@@ -40,27 +40,20 @@ T = torch.tensor
 WRONG: dict[str, Callable[[Any], Any]] = {
     # the state as a whole
     "models: none": without("models"),
-    "models: a dictionary": put("models")({}),
     "models: one too few": lambda state: {**state, "models": state["models"][:1]},
     "optimizers: none": without("optimizers"),
     "optimizers: in another order": lambda state: {**state, "optimizers": state["optimizers"][::-1]},
-    "schedulers: none": without("schedulers"),
     "schedulers: in another order": lambda state: {**state, "schedulers": state["schedulers"][::-1]},
     "format: a list": put("format")(["raysgd-torch"]),
     "version: text": put("version")("1"),
-    "version: a tensor": put("version")(torch.ones(3)),
     "version: infinite": put("version")(float("nan")),
     # models
     "weight: another shape": reshaped("models", 0, "weight"),
-    "weight: turned": lambda state: replaced(state, ("models", 0, "weight"), state["models"][0]["weight"].T),
     "weight: text": put("models", 0, "weight")("heavy"),
     "weight: integers": put("models", 0, "weight")(torch.ones(3, 2, dtype=torch.int64)),
-    "weight: complex": put("models", 0, "weight")(torch.ones(3, 2, dtype=torch.complex64)),
     "weight: sparse": put("models", 0, "weight")(torch.ones(3, 2).to_sparse()),
-    "weight: quantized": put("models", 0, "weight")(torch.quantize_per_tensor(torch.ones(3, 2), 0.1, 0, torch.qint8)),
     "weight: missing": without("models", 0, "weight"),
     "weight: a name too many": put("models", 0, "extra")(torch.ones(1)),
-    "buffer: another shape": reshaped("models", 1, "0.running_mean"),
     "buffer: fractions": put("models", 1, "0.num_batches_tracked")(T(1.5)),
     # optimizers
     "groups: one too few": lambda state: replaced(
@@ -75,14 +68,10 @@ WRONG: dict[str, Callable[[Any], Any]] = {
     # counters, which users change, and the data
     "global_step: text": put("global_step")("5"),
     "global_step: negative": put("global_step")(-1),
-    "global_step: a fraction": put("global_step")(1.5),
-    "epoch: text": put("epoch")("one"),
     "epoch: negative": put("epoch")(-2),
     "order: samples that are not here": put("loader", "order")(torch.arange(24) + 1),
-    "order: batches": put("loader", "order")([[0, 1], [2, 3]]),
     # the operator's own state
     "operator: none": put("operator")(None),
-    "operator: a number": put("operator")(3),
     "operator: half": put("operator")({"best": 0.5}),
     "operator: of another type": put("operator", "best")("x"),
 }
@@ -90,17 +79,14 @@ WRONG: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_what_does_not_fit_is_refused_and_changes_nothing(here: Bench, name: str) -> None:
-    here.tally.clear()
-    here.try_file(stored(WRONG[name](here.start)))
-    assert here.tally["rejected"] == 1
+    here.refuses(stored(WRONG[name](here.start)))
     here.next_steps_are_right()
 
 
 def test_an_error_in_the_operators_load_state_dict_undoes_the_load(here: Bench) -> None:
     """The operator's own state is loaded last, after models and optimizers."""
-    here.tally.clear()
     wrong = replaced(here.after[0], ("operator", "notes"), ["b"])
     wrong = {**here.trainer.state_dict(), **{name: here.after[0][name] for name in ("models", "optimizers")}, **wrong}
-    message = here.try_file(stored({**wrong, "position": here.start["position"], "epoch": here.start["epoch"]}))
+    message = here.refuses(stored({**wrong, "position": here.start["position"], "epoch": here.start["epoch"]}))
     assert "this is no state of mine" in message and "load_state_dict" in message
     here.next_steps_are_right()

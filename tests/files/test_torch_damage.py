@@ -1,5 +1,5 @@
 """A damaged file of TorchTrainer loads exactly as it was saved, or is refused with an error that names it and the cause. A
-refused file changes nothing in the trainer."""
+refused file changes nothing in the trainer. Damage of every format, without the second, is in `test_every_place.py`."""
 
 import io
 import logging
@@ -14,24 +14,14 @@ import torch
 
 from raysgd.torch import TorchTrainer
 from tests import storing
-from tests.files.damage import Tally, show
-from tests.files.torch_cases import Bench, bench, flipped, rich, same, seed_all, stored, weights
+from tests.files.damage import flipped, flips, lengths
+from tests.files.torch_cases import Bench, bench, rich, seed_all, stored, weights
 from tests.tiers import NIGHTLY
-
-FLIPS = 20_000 if NIGHTLY else 1_000
 
 
 @pytest.fixture(scope="module")
 def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     yield from bench(tmp_path_factory.mktemp("damage"))
-
-
-@pytest.fixture(autouse=True)
-def counts(here: Bench, request: pytest.FixtureRequest) -> Iterator[None]:
-    here.tally.clear()
-    yield
-    print("\n" + here.report(request.node.name))
-    assert not here.tally["silent difference"]
 
 
 def members(data: bytes) -> dict[str, bytes]:
@@ -47,83 +37,24 @@ def zipped(content: dict[str, bytes], how: int = zipfile.ZIP_STORED) -> bytes:
     return buffer.getvalue()
 
 
-def small_file() -> bytes:
-    """Return a file with all kinds of values, in which thousands of bits can be flipped in a few seconds."""
-    tensors = {
-        "weight": torch.arange(6.0).view(3, 2),
-        "half": torch.ones(2, dtype=torch.bfloat16),
-        "no": torch.zeros(0),
-    }
-    return storing.state_file(
-        {"models": [tensors], "optimizers": [{"lr": 0.1, "text": "é"}], "epoch": 3, "operator": [None, 1]}
-    )
-
-
-def read(data: bytes) -> Any:
-    """Read a file as `load` does before the trainer changes."""
-    assert storing.has_checksums(data), (
-        "only a file without an archive has no checksums, and such a file is refused next"
-    )
-    return storing.parsed_state(data)
-
-
-def read_any(data: bytes) -> Any:
-    return read(data) if data[:2] == b"PK" else storing.parsed_state(data)
-
-
-def test_no_damage_of_a_small_file_loads_silently(request: pytest.FixtureRequest) -> None:
-    """Every bit is flipped in `make nightly`, and otherwise all in the list of parts and some in each other byte; every truncation;
-    every missing part."""
-    good, tallies = small_file(), []
-    expected, size = read(good), 8 * len(good)
-    listed = 8 * good.index(b"PK\1\2")
-    bits = range(size) if NIGHTLY else [*range(0, listed, 5), *range(listed, size)]
-    for name, damaged in {
-        "flipped bits": ((f"bit {bit}", flipped(good, bit)) for bit in bits),
-        "truncations": ((f"cut to {length}", good[:length]) for length in range(len(good))),
-        "missing parts": (
-            (f"no {name}", zipped({other: data for other, data in members(good).items() if other != name}))
-            for name in members(good)
-        ),
-        "two flipped bits": (
-            (f"bits {seed}", flipped(flipped(good, chance.randrange(size)), chance.randrange(size)))
-            for seed in range(20_000 if NIGHTLY else 500)
-            for chance in [random.Random(seed)]
-        ),
-    }.items():
-        tally = Tally(f"TorchTrainer, {name}")
-        for what, data in damaged:
-            tally.attempt(what, lambda data=data: read_any(data), lambda found: same(found, expected))  # type: ignore[misc]
-        tallies.append(tally)
-    show(request, *tallies)
-    for tally in tallies:
-        tally.check()
-        assert tally.rejected > 0.5 * tally.tried
-    assert tallies[1].rejected == tallies[1].tried
-
-
 def test_a_trainer_refuses_flipped_bits_and_does_not_change(here: Bench) -> None:
-    chance = random.Random(11)
-    for number in range(FLIPS):
-        here.try_file(flipped(here.good, chance.randrange(8 * len(here.good))))
-        if number % 500 == 0:
-            here.next_steps_are_right()
-    assert here.tally["rejected"] >= 0.7 * here.tally["tried"]
+    found = [here.try_file(flipped(here.good, bit)) for bit in flips(len(here.good), 2_000 if NIGHTLY else 60)]
+    listed = 8 * here.good.index(b"PK\1\2")  # the list of parts, at the end
+    for bit in range(listed, 8 * len(here.good), 1 if NIGHTLY else 211):
+        here.try_file(flipped(here.good, bit))
+    assert found.count("identical") <= 0.3 * len(found)
     here.next_steps_are_right()
 
 
 def test_a_trainer_refuses_truncated_files(here: Bench) -> None:
-    length, chance = len(here.good), random.Random(12)
-    lengths = {*range(80), *range(length - 200, length)} | {chance.randrange(length) for _ in range(150)}
-    for cut in sorted(lengths):
-        here.try_file(here.good[:cut])
-    assert here.tally["rejected"] == here.tally["tried"]
+    for length in lengths(len(here.good)):
+        here.refuses(here.good[:length])
     here.next_steps_are_right()
 
 
 def test_other_damage_is_detected(here: Bench) -> None:
     good, chance = here.good, random.Random(13)
-    for _ in range(500 if NIGHTLY else 40):
+    for _ in range(500 if NIGHTLY else 4):
         first, second = sorted(chance.sample(range(len(good)), 2))
         piece = good[first:second]
         here.try_file(good[:first] + bytes(len(piece)) + good[second:])
@@ -136,14 +67,12 @@ def test_other_damage_is_detected(here: Bench) -> None:
     here.next_steps_are_right()
 
 
-def test_parts_of_another_file_are_detected(here: Bench) -> None:
-    """The archive is well-formed, but one part is that of another checkpoint, with its own checksum, or is missing."""
-    mine, other = members(here.good), members(stored(here.start))
-    assert mine.keys() == other.keys()
+def test_missing_and_compressed_parts_are_detected(here: Bench) -> None:
+    """The archive is well-formed, and what is in it has its checksum."""
+    mine = members(here.good)
     for name in mine:
         here.try_file(zipped({each: data for each, data in mine.items() if each != name}))
-    compressed = here.try_file(zipped(mine, zipfile.ZIP_DEFLATED))
-    assert "is compressed" in compressed
+    assert "is compressed" in here.try_file(zipped(mine, zipfile.ZIP_DEFLATED))
     assert here.try_file(zipped(mine)) == "identical"
 
 
@@ -171,7 +100,7 @@ def test_a_file_without_checksums_loads_with_one_warning(here: Bench, caplog: py
             here.back()
     assert loaded_with(here.trainer, new, caplog) == []
     assert loaded_with(here.trainer, new, caplog, trusted=True) == []
-    torch.save(here.after[0], old)
+    old.write_bytes(stored(here.after[0]))
     assert loaded_with(here.trainer, old, caplog) == [], "torch.save writes checksums"
     here.back()
 
@@ -202,20 +131,18 @@ def test_a_link_is_followed_to_a_file(here: Bench) -> None:
 
 
 @pytest.mark.parametrize("blocking", [True, False])
-def test_every_save_has_checksums(ray_cluster: None, tmp_path: Path, blocking: bool) -> None:
+def test_every_save_has_checksums(tmp_path: Path, blocking: bool) -> None:
     """Also if the user has turned them off for their own files, which stays so."""
     seed_all(1)
-
-    def turn_off(operator: Any) -> None:
+    with rich() as trainer:
         torch.serialization.set_crc32_options(False)
-
-    with rich(num_workers=2) as trainer:
-        trainer.apply_all_operators(turn_off)
-        trainer.train(num_steps=1)
-        saved = trainer.save(tmp_path / "x.pt", blocking=blocking)
-        if not blocking:
-            saved.result(60)
-        kept = trainer.apply_all_operators(lambda operator: torch.serialization.get_crc32_options())
-        assert kept == [False, False]
+        try:
+            trainer.train(num_steps=1)
+            saved = trainer.save(tmp_path / "x.pt", blocking=blocking)
+            if not blocking:
+                saved.result(60)
+            assert not torch.serialization.get_crc32_options()
+        finally:
+            torch.serialization.set_crc32_options(True)
     with open(tmp_path / "x.pt", "rb") as file:
         assert storing.has_checksums(file)

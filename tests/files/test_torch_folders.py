@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,8 +12,9 @@ import torch
 
 from raysgd import CheckpointError, TrainingOptions
 from tests import storing
+from tests.files.damage import flipped, flips
 from tests.files.test_torch_contents import put, without
-from tests.files.torch_cases import Bench, bench, flipped, rich, same, seed_all
+from tests.files.torch_cases import Bench, bench, rich, same, seed_all
 from tests.tiers import NIGHTLY
 
 MANIFEST, OUTLINE, INDEX = ".raysgd-folder.json", "outline.pt", ".metadata"
@@ -30,21 +30,15 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
         yield made
 
 
-@pytest.fixture(autouse=True)
-def counts(here: Bench, request: pytest.FixtureRequest) -> Iterator[None]:
-    here.tally.clear()
-    yield
-    print("\n" + here.report(request.node.name))
-    assert not here.tally["silent difference"]
-
-
-def tried(here: Bench, change: Callable[[Path], None]) -> str:
-    """Return the error of loading a changed copy of the folder."""
+def tried(here: Bench, change: Callable[[Path], Any]) -> str:
+    """Return the error of loading a changed copy of the folder, which is refused."""
     folder = here.folder / "tried"
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(here.folder / "parts", folder)
     change(folder)
-    return here.try_path(folder, trusted=True)
+    found = here.try_path(folder, trusted=True)
+    assert found != "identical"
+    return found
 
 
 def names(here: Bench) -> list[str]:
@@ -59,34 +53,18 @@ def test_the_manifest_lists_every_file(here: Bench) -> None:
     assert INDEX in manifest["files"] and any(name.endswith(".distcp") for name in manifest["files"])
 
 
-def test_the_error_for_a_flipped_bit_names_the_file(here: Bench) -> None:
-    chance = random.Random(4)
+def test_the_error_for_damage_names_the_file(here: Bench) -> None:
     for name in names(here):
-        for _ in range(700 if NIGHTLY else 60):
+        data = (here.folder / "parts" / name).read_bytes()
 
-            def flip(folder: Path, name: str = name) -> None:
-                data = (folder / name).read_bytes()
-                (folder / name).write_bytes(flipped(data, chance.randrange(8 * len(data))))
+        def write(damaged: bytes, name: str = name) -> str:
+            return tried(here, lambda folder: (folder / name).write_bytes(damaged))
 
-            assert name in tried(here, flip) or name == MANIFEST
-    assert here.tally["rejected"] == here.tally["tried"]
-    here.next_steps_are_right()
-
-
-def test_missing_truncated_and_unknown_files_are_refused(here: Bench) -> None:
-    chance = random.Random(5)
-    for name in names(here):
+        for bit in flips(len(data), 500 if NIGHTLY else 3):
+            assert name in write(flipped(data, bit)) or name == MANIFEST
+        assert name in write(data[: len(data) // 3])
         assert name in tried(here, lambda folder, name=name: (folder / name).unlink())  # type: ignore[misc]
-        assert name in tried(here, lambda folder, name=name: (folder / name).rename(folder / "x")) or name == MANIFEST  # type: ignore[misc]
-        for _ in range(20 if NIGHTLY else 4):
-
-            def cut(folder: Path, name: str = name) -> None:
-                os.truncate(folder / name, chance.randrange((folder / name).stat().st_size))
-
-            assert name in tried(here, cut)
-    assert "unknown" in tried(here, lambda folder: (folder / "note.txt").write_text("x") and None)
-    assert "unknown" in tried(here, lambda folder: (folder / "__9_0.distcp").write_text("x") and None)
-    assert here.tally["rejected"] == here.tally["tried"]
+    assert "unknown" in tried(here, lambda folder: (folder / "__9_0.distcp").write_text("x"))
     here.next_steps_are_right()
 
 
@@ -96,12 +74,11 @@ def linked(folder: Path, name: str) -> None:
 
 
 def test_links_and_devices_in_the_folder_are_refused(here: Bench) -> None:
-    for name in names(here):
+    for name in (OUTLINE, INDEX):
         assert f"{name} in the folder is a link" in tried(here, lambda folder, name=name: linked(folder, name))  # type: ignore[misc]
     assert "link" in tried(here, lambda folder: (folder / "more").symlink_to("/etc/passwd"))
     assert "folder" in tried(here, lambda folder: (folder / "more").mkdir())
     assert "device" in tried(here, lambda folder: os.mkfifo(folder / "more"))
-    assert here.tally["rejected"] == here.tally["tried"]
     (here.folder / "latest").symlink_to(here.folder / "parts")
     assert here.try_path(here.folder / "latest", trusted=True) == "identical", "the folder itself may be linked"
 
@@ -127,11 +104,10 @@ def test_wrong_manifests_are_refused(here: Bench, name: str) -> None:
         (folder / MANIFEST).write_bytes(storing.sealed_json(WRONG_MANIFESTS[name](manifest)))
 
     assert MANIFEST in tried(here, change)
-    assert here.tally["rejected"] == 1
 
 
 def test_deep_json_is_refused(here: Bench) -> None:
-    assert MANIFEST in tried(here, lambda folder: (folder / MANIFEST).write_text("[" * 200_000) and None)
+    assert MANIFEST in tried(here, lambda folder: (folder / MANIFEST).write_text("[" * 200_000))
 
 
 WRONG: dict[str, Callable[[Any], Any]] = {
@@ -154,7 +130,6 @@ def test_wrong_contents_are_refused(here: Bench, name: str) -> None:
         storing.list_files(folder)
 
     tried(here, change)
-    assert here.tally["rejected"] == 1
     here.next_steps_are_right()
 
 
@@ -169,7 +144,6 @@ def test_nonsense_with_the_right_digest_is_refused(here: Bench, name: str) -> No
             storing.list_files(folder)
 
         tried(here, change)
-    assert here.tally["rejected"] == here.tally["tried"]
     here.next_steps_are_right()
 
 
@@ -179,8 +153,8 @@ def test_nothing_is_unpickled_before_all_files_are_verified(here: Bench, tmp_pat
     from tests.files.test_torch_trust import Touches
 
     bomb = pickle.dumps(Touches("open", tmp_path / "trace"))
-    tried(here, lambda folder: (folder / INDEX).write_bytes(bomb) and None)
-    assert here.tally["rejected"] == 1 and not (tmp_path / "trace").exists()
+    tried(here, lambda folder: (folder / INDEX).write_bytes(bomb))
+    assert not (tmp_path / "trace").exists()
     with pytest.raises(CheckpointError, match="trusted=True"):
         here.trainer.load(here.folder / "parts")
 
@@ -205,7 +179,7 @@ def test_on_two_workers(ray_cluster: None, tmp_path: Path) -> None:
         assert len(parts) == 2
         for name in [*parts, INDEX, OUTLINE]:
             content = (folder / name).read_bytes()
-            (folder / name).write_bytes(flipped(content, 8 * (len(content) // 2)))
+            (folder / name).write_bytes(flipped(content, 4 * len(content)))
             with pytest.raises(CheckpointError, match=f"{name} is damaged"):
                 two.load(folder, trusted=True)
             (folder / name).write_bytes(content)

@@ -4,8 +4,7 @@ import collections
 import io
 import os
 import pickle
-import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,39 +27,29 @@ class Touches:
         self.way, self.trace = way, str(trace)
 
     def __reduce__(self) -> Any:
-        code = f"open({self.trace!r}, 'w')"
         ways: dict[str, Any] = {
             "open": (open, (self.trace, "w")),
-            "eval": (eval, (code,)),
-            "exec": (exec, (code,)),
+            "eval": (eval, (f"open({self.trace!r}, 'w')",)),
             "system": (os.system, (f"touch {self.trace}",)),
-            "subprocess": (subprocess.run, (["touch", self.trace],)),
-            "path": (Path.touch, (Path(self.trace),)),
-            "getattr": (getattr, (os, "system")),
-            "pickle": (pickle.loads, (pickle.dumps(Path(self.trace)),)),
         }
         return ways[self.way]
 
 
-WAYS = ["open", "eval", "exec", "system", "subprocess", "path"]
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("where", ["operator", "models", "optimizers", "whole", "bare pickle", "old format"])
-def test_no_code_from_a_file_runs(here: Bench, tmp_path: Path, way: str, where: str) -> None:
+@pytest.mark.parametrize("way", ["open", "eval", "system"])
+def test_no_code_from_a_file_runs(here: Bench, tmp_path: Path, way: str) -> None:
     trace = tmp_path / "trace"
     bomb = Touches(way, trace)
-    here.tally.clear()
-    contents: dict[str, Callable[[], bytes]] = {
-        "operator": lambda: stored({**here.start, "operator": bomb}),
-        "models": lambda: stored({**here.start, "models": [bomb]}),
-        "optimizers": lambda: stored({**here.start, "optimizers": [bomb]}),
-        "whole": lambda: stored(bomb),
-        "bare pickle": lambda: pickle.dumps({"models": [], "optimizers": [], "operator": bomb}),
-        "old format": lambda: old_format({**here.start, "operator": bomb}),
+    contents = {
+        "operator": stored({**here.start, "operator": bomb}),
+        "models": stored({**here.start, "models": [bomb]}),
+        "optimizers": stored({**here.start, "optimizers": [bomb]}),
+        "whole": stored(bomb),
+        "bare pickle": pickle.dumps({"models": [], "optimizers": [], "operator": bomb}),
+        "old format": old_format({**here.start, "operator": bomb}),
     }
-    here.try_file(contents[where]())
-    assert here.tally["rejected"] == 1 and not trace.exists()
+    for where, data in contents.items():
+        here.refuses(data)
+        assert not trace.exists(), where
 
 
 def old_format(content: Any) -> bytes:

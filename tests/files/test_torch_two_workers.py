@@ -17,7 +17,6 @@ from tests.files.torch_cases import (
     Rich,
     bench,
     complete,
-    flipped,
     replaced,
     rich,
     same,
@@ -55,26 +54,8 @@ def pair(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     yield from bench(tmp_path_factory.mktemp("pair"), num_workers=2, operator=Picky)
 
 
-@pytest.fixture(autouse=True)
-def counts(pair: Bench, request: pytest.FixtureRequest) -> Iterator[None]:
-    pair.tally.clear()
-    yield
-    print("\n" + pair.report(request.node.name))
-    assert not pair.tally["silent difference"]
-
-
 def test_a_good_file_loads(pair: Bench) -> None:
     assert pair.try_path(pair.folder / "good.pt") == "identical"
-    pair.next_steps_are_right()
-
-
-def test_the_driver_detects_damage(pair: Bench) -> None:
-    chance = random.Random(3)
-    for _ in range(1_000 if NIGHTLY else 30):
-        pair.try_file(flipped(pair.good, chance.randrange(8 * (len(pair.good) - 1))))
-    for cut in (0, 1, 100, len(pair.good) // 2, len(pair.good) - 1):
-        pair.try_file(pair.good[:cut])
-    assert pair.tally["rejected"] > 0.7 * pair.tally["tried"]  # others are in bytes between the parts
     pair.next_steps_are_right()
 
 
@@ -83,8 +64,7 @@ SOME = ["weight: another shape", "exp_avg: another shape", "order: samples that 
 
 def test_wrong_contents_change_no_rank(pair: Bench) -> None:
     for name in WRONG if NIGHTLY else SOME:
-        pair.try_file(stored(WRONG[name](pair.start)))
-    assert pair.tally["rejected"] == pair.tally["tried"]
+        pair.refuses(stored(WRONG[name](pair.start)))
     pair.next_steps_are_right()
 
 
