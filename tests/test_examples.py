@@ -308,6 +308,7 @@ def test_migrating_is_one_replacement() -> None:
     assert lines_of("migrate_v1_before.py") == lines_of("migrate_v1_after.py")
 
 
+@pytest.mark.more
 @pytest.mark.slow
 @pytest.mark.script(run=migrated)
 def test_what_was_migrated_runs(outcome: Callable[[], str]) -> None:

@@ -14,6 +14,12 @@ from types import ModuleType
 import pytest
 
 from raysgd.workers.serialization import is_installed, pack
+from tests.peek import forget_other_tests
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    forget_other_tests(monkeypatch, __name__)
 
 
 @pytest.fixture
@@ -115,9 +121,7 @@ def test_a_module_whose_content_cannot_be_pickled_is_imported_by_workers(modules
     for value in (with_a_lock.locked, with_a_lock.Held, without_one.sent):
         packed = pack(value)
         assert packed is not None and b"LOCK" not in bytes(packed.data)
-        assert (b"its content" in bytes(packed.data)) == (value is without_one.sent), (
-            "others are sent with their content"
-        )
+        assert (b"its content" in bytes(packed.data)) == (value is without_one.sent), "others have their content"
     sent = pickle.loads(bytes(pack(without_one.sent).data))  # type: ignore[union-attr]
     assert sent is not without_one.sent and sent()[1] == with_a_lock.locked()
 

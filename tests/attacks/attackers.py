@@ -2,7 +2,7 @@
 
     with Storm(folder, ["http", "silent-300"]) as storm:
         trainer.train()
-    storm.report.kept   # connections that were still open at the end
+    storm.report.tried   # connections
 
 The folder has one file for each process to attack, named after its id, with the ports on which it listened before the
 library opened any. Those belong to Ray and are not attacked. Ports that appear during the storm (of a save, of a new
@@ -71,11 +71,8 @@ PAYLOADS: dict[str, Payload] = {
     "random": lambda aim: random.Random(aim.port).randbytes(5000),
     "http": lambda aim: b"GET / HTTP/1.1\r\nHost: example\r\nContent-Length: 5\r\n\r\nhello",
     "http-put": lambda aim: b"PUT /global/0 HTTP/1.1\r\nHost: example\r\nContent-Length: 3\r\n\r\nabc",
-    "ff": lambda aim: b"\xff" * 64,
-    "half-prefix": lambda aim: PROOF + PREFIX.pack(100, 0, 0)[:6],
     "half-message": lambda aim: PROOF + framed(b"x" * 100)[:-50],
     "nested-json-line": lambda aim: NESTED + b"\n",
-    "json-number-line": lambda aim: b"1\n",
     "json-list-line": lambda aim: b"[1]\n",
     "pickle": lambda aim: pickle.dumps(Creates(aim.marker)),
     "pickle-framed": lambda aim: struct.pack(">Q", len(evil := pickle.dumps(Creates(aim.marker)))) + evil,
@@ -84,7 +81,6 @@ PAYLOADS: dict[str, Payload] = {
     "huge-length": lambda aim: PROOF + PREFIX.pack(2**32 - 1, 2**64 - 1, 2**64 - 1) + b"{}",
     "huge-length-native": lambda aim: struct.pack("<Q", 2**62) + b"x" * 100,
     "huge-body": lambda aim: PROOF + framed(b"x", 2**62, 2**62),
-    "zeros": lambda aim: bytes(4096),
     "forged": lambda aim: b"".join(PROOF + framed(worker.encode()) for worker in aim.workers or ("w",)),
     "proof-without-end": lambda aim: PROOF[:-1],
 }
@@ -163,27 +159,9 @@ class Client:
                     alive.remove(connection)
             time.sleep(0.2)
 
-    def kept(self) -> int:
-        """Return how many connections the other end has not closed."""
-        return sum(map(_is_open, self.opened))
-
     def close(self) -> None:
         for connection in self.opened:
             connection.close()
-
-
-def _is_open(connection: socket.socket) -> bool:
-    if connection.fileno() < 0:
-        return False  # it was closed at this end
-    connection.setblocking(False)
-    try:
-        while connection.recv(1 << 16):
-            continue
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False
 
 
 def _sends(payload: Payload) -> Callable[[Client], None]:
@@ -193,11 +171,9 @@ def _sends(payload: Payload) -> Callable[[Client], None]:
 ATTACKS: dict[str, Callable[[Client], None]] = {
     **{name: _sends(payload) for name, payload in PAYLOADS.items()},
     "silent-1": lambda client: client.silent(1),
-    "silent-3": lambda client: client.silent(3),
     "silent-300": lambda client: client.silent(300),
     "drip": Client.drip,
     "reset": lambda client: client.reset(b""),
-    "reset-half": lambda client: client.reset(PROOF[:6]),
     "knock": Client.knock,
     "push-300": lambda client: client.push(300),
 }
@@ -283,16 +259,8 @@ class Report:
 
     tried: int = 0
     unreachable: int = 0
-    kept: int = 0
     pushed: int = 0
     ports: list[tuple[int, str, int]] = field(default_factory=list)
-    kept_by: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def rejected(self) -> int:
-        """Return how many connections were closed before the storm ended, by the attacked process or the attack
-        itself."""
-        return self.tried - self.unreachable - self.kept
 
 
 class Storm:
@@ -314,11 +282,6 @@ class Storm:
         output, _ = self._process.communicate(timeout=60)  # it ends when its input ends
         self.report = Report(**json.loads(output))
 
-    @property
-    def marker(self) -> Path:
-        """Return the file that exists if a process has unpickled what an attacker sent."""
-        return self._folder / "executed"
-
 
 class _Watcher:
     """Finds ports, and starts each attack once on each of them."""
@@ -329,7 +292,7 @@ class _Watcher:
         self._aim = functools.partial(Aim, workers=tuple(workers), marker=str(self._folder / "executed"))
         self._stop = threading.Event()
         self._seen: set[str] = set()
-        self._clients: list[tuple[str, Client]] = []
+        self._clients: list[Client] = []
         self._threads: list[threading.Thread] = []
         self.report = Report()
 
@@ -351,7 +314,7 @@ class _Watcher:
     def _attack(self, host: str, port: int) -> None:
         for name in self._names:
             client = Client(self._aim(host, port), self._stop)
-            self._clients.append((name, client))
+            self._clients.append(client)
             thread = threading.Thread(target=ATTACKS[name], args=(client,), daemon=True)
             thread.start()
             self._threads.append(thread)
@@ -360,13 +323,10 @@ class _Watcher:
         self._stop.set()
         for thread in self._threads:
             thread.join(timeout=2 * CONNECT_S)
-        for name, client in self._clients:
-            kept = client.kept()
+        for client in self._clients:
             self.report.tried += client.tried
             self.report.unreachable += client.unreachable
             self.report.pushed += client.pushed
-            self.report.kept += kept
-            self.report.kept_by[name] = self.report.kept_by.get(name, 0) + kept
             client.close()
         return self.report
 

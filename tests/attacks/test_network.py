@@ -2,7 +2,7 @@
 
 The ports are those on which the driver and the workers listen, except for Ray's, which were open before. One trainer
 goes through all attacks, one after the other and then all at once. In a nightly run, each single attack is followed
-by a save, a replacement and a change of the number of workers, and a table of all attacks is printed."""
+by a save, a replacement and a change of the number of workers."""
 
 import functools
 import os
@@ -45,11 +45,8 @@ class Field:
     """Owns the folder with the processes under attack, and the reports of the attacks so far."""
 
     folder: Path
-    name: str
-    workers: list[str] = field(
-        default_factory=list
-    )  # the control channel's names of the live workers, which a forger uses
-    rows: list[tuple[str, Storm]] = field(default_factory=list)
+    workers: list[str] = field(default_factory=list)  # the control channel's names of workers, which a forger uses
+    storms: list[Storm] = field(default_factory=list)
 
     @property
     def hook(self) -> Callable[[], None]:
@@ -60,37 +57,24 @@ class Field:
         import ray
 
         storm = Storm(self.folder, names, host=ray.util.get_node_ip_address(), workers=self.workers)
-        self.rows.append(("+".join(names) if len(names) < 4 else f"{len(names)} at once", storm))
+        self.storms.append(storm)
         return storm
 
     def check(self) -> None:
         """Check that the last storm attacked ports, and that no process has unpickled what it sent."""
-        report = self.rows[-1][1].report
+        report = self.storms[-1].report
         assert report.ports and report.tried > report.unreachable, "no port was attacked"
         assert not (self.folder / "executed").exists(), "code of an attacker was executed"
 
-    def table(self) -> str:
-        """Return a table of the attacks."""
-        lines = [f"{self.name}: attack, ports, connections, closed by us, open to the end, unreachable, MB pushed"]
-        for name, storm in self.rows:
-            report = storm.report
-            counts = (report.tried, report.rejected, report.kept, report.unreachable, report.pushed >> 20)
-            lines.append(f"  {name:20} {len(report.ports):4} " + " ".join(f"{count:6}" for count in counts))
-        return "\n".join(lines)
-
 
 @pytest.fixture(scope="module")
-def ready(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Field]]:
-    fields = []
-
+def ready(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Field]:
     def make(name: str) -> Field:
-        fields.append(Field(tmp_path_factory.mktemp(name), name))
-        note_ports(str(fields[-1].folder))
-        return fields[-1]
+        made = Field(tmp_path_factory.mktemp(name))
+        note_ports(str(made.folder))
+        return made
 
-    yield make
-    if NIGHTLY:
-        print("\n".join(["", *(field.table() for field in fields)]), file=sys.__stderr__)
+    return make
 
 
 def ended_quickly(shutdown: Callable[[], None]) -> None:
@@ -115,10 +99,11 @@ class Arena:
         self.ground.assert_epoch_exact()
 
     def save(self) -> None:
-        """Save and load under attack, and compare the weights."""
-        trainer = self.ground.trainer
-        path = trainer.save(self.field.folder / "saved.pt")
+        """Save and load under attack, also in the background, and compare the weights."""
+        trainer, path = self.ground.trainer, self.field.folder / "saved.pt"
+        trainer.save(path)
         before = trainer.state_dict()
+        trainer.save(path, blocking=False).result(60)  # one that waits for an attacker takes 600 s
         trainer.load(path)
         assert same(trainer.state_dict()["models"], before["models"])
         assert same(torch.load(path, weights_only=True)["models"], before["models"])

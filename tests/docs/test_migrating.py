@@ -47,7 +47,9 @@ def lacking() -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.script(run=printed)
-@pytest.mark.parametrize("which", [pytest.param("before", marks=pytest.mark.nightly), "after"])
+@pytest.mark.parametrize(
+    "which", [pytest.param("before", marks=pytest.mark.nightly), pytest.param("after", marks=pytest.mark.more)]
+)
 def test_both_print_the_same(which: str, outcome: Callable[[], subprocess.CompletedProcess[str]]) -> None:
     if which == "before" and lacking():
         pytest.skip(f"ray.train needs {lacking()} (pip install 'ray[train]')")

@@ -230,6 +230,7 @@ kernel.shutdown_kernel()
 """
 
 
+@pytest.mark.more
 @pytest.mark.slow
 @pytest.mark.script(run=interrupted)
 def test_operators_of_cells_interrupts_and_progress_in_a_kernel(outcome: Callable[[], list[str]]) -> None:
