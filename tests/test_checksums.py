@@ -24,14 +24,14 @@ def archive(**members: bytes) -> bytes:
     return buffer.getvalue()
 
 
-@pytest.mark.parametrize("lengths", [(0, 0), (0, 5), (5, 0), (1, 1), (1000, 77), (3, 65_536), (40_000, 60_000)])
+@pytest.mark.parametrize("lengths", [(0, 5), (5, 0), (3, 65_536)])
 def test_checksums_of_two_pieces_are_combined(lengths: tuple[int, int]) -> None:
     first, second = DATA[: lengths[0]], DATA[-lengths[1] :] if lengths[1] else b""
     assert checksums.combined(zlib.crc32(first), zlib.crc32(second), len(second)) == zlib.crc32(first + second)
 
 
 @pytest.mark.parametrize("as_file", [True, False])
-@pytest.mark.parametrize("size", [0, 1, 999, 1000, 1001, 5 * 1000, len(DATA)])
+@pytest.mark.parametrize("size", [0, 1000, 1001, len(DATA)])
 def test_a_member_is_verified_in_parts(
     size: int, as_file: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,7 +24,7 @@ def written(file: DurableFile, data: bytes) -> None:
         left = left[file.write(left) :]
 
 
-@pytest.mark.parametrize("at_once", [1_000, 10_000, 12_345, 100_000])
+@pytest.mark.parametrize("at_once", [10_000, 12_345])
 def test_the_file_has_what_was_written(tmp_path: Path, at_once: int) -> None:
     with DurableFile(tmp_path / "a") as file:
         for start in range(0, len(DATA), at_once):
@@ -91,15 +91,6 @@ def test_the_descriptor_is_closed_only_after_the_flush(tmp_path: Path, monkeypat
     descriptor = file.fileno()
     file.close()
     assert ended[:1] == [descriptor]
-
-
-def test_a_restart_discards_what_was_written(tmp_path: Path) -> None:
-    with DurableFile(tmp_path / "a") as file:
-        written(file, DATA[::-1])
-        file.restart()
-        written(file, DATA[:30_000])
-        file.sync()
-    assert (tmp_path / "a").read_bytes() == DATA[:30_000]
 
 
 @pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="this system has no posix_fadvise")

@@ -65,10 +65,10 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @every
-@pytest.mark.parametrize("data", [b"", b"1" * 10, memoryview(b"abc"), bytearray(b"abc")])
-def test_the_content_is_read_back(root: str, data: Any) -> None:
-    where = locations.write(f"{root}/some/new/folder/a b.pt", data)
-    assert locations.read(str(where)) == bytes(data)
+def test_the_content_is_read_back(root: str) -> None:
+    for data in (b"1" * 10, memoryview(b"abc"), bytearray(b"ab"), b""):  # each replaces the one before
+        where = locations.write(f"{root}/some/new/folder/a b.pt", data)
+        assert locations.read(str(where)) == bytes(data)
     assert where.name == "a b.pt"
     assert where.is_file() and where.exists() and not where.is_dir()
     assert locations.names(where.parent) == ["a b.pt"]
@@ -76,31 +76,18 @@ def test_the_content_is_read_back(root: str, data: Any) -> None:
 
 
 @every
-def test_writing_again_replaces_the_content(root: str) -> None:
-    for data in (b"first and longer", b"second"):
-        locations.write(f"{root}/a", data)
-    assert locations.read(f"{root}/a") == b"second"
-
-
-@every
 def test_a_draft_is_visible_only_after_keep(root: str) -> None:
-    draft = locations.Draft(f"{root}/a")
+    draft, dropped = (locations.Draft(f"{root}/{name}") for name in ("a", "b"))
     draft.file.write(b"void")
     draft.file.restart()
     draft.file.write(b"1" * 100_000)
+    dropped.file.write(b"half")
     assert locations.names(place(root)) == []
     assert draft.keep() == place(f"{root}/a")
+    dropped.drop()
     assert locations.read(f"{root}/a") == b"1" * 100_000
-    assert not draft.temporary.exists()
-
-
-@every
-def test_a_draft_that_is_dropped_leaves_nothing(root: str) -> None:
-    draft = locations.Draft(f"{root}/a")
-    draft.file.write(b"half")
-    draft.drop()
-    assert not place(f"{root}/a").exists()
-    assert not draft.temporary.exists()
+    assert locations.names(place(root)) == ["a"]
+    assert not draft.temporary.exists() and not dropped.temporary.exists()
 
 
 @every
@@ -157,20 +144,18 @@ def test_a_folder_without_its_list_does_not_exist(root: str, files: Path) -> Non
     assert locations.names(place(root)) == []
 
 
-@each_remote
 @pytest.mark.parametrize(
     ("listed", "message"),
     [
         (b"{", "damaged"),
-        (b"[]", "damaged"),
         (b'{"files": {"a": 1}}', "damaged"),
         (dump_list({"../outside": FileEntry(1, "")}), "outside"),
-        (dump_list({"/outside": FileEntry(1, "")}), "outside"),
         (dump_list({"absent": FileEntry(1, "")}), "no checkpoint at"),
         (dump_list({"a": FileEntry(3, "")}), "a has 1 bytes and was stored with 3"),
     ],
 )
-def test_a_folder_that_was_changed_is_refused(root: str, listed: bytes, message: str) -> None:
+def test_a_folder_that_was_changed_is_refused(listed: bytes, message: str) -> None:
+    root = f"memory://{uuid.uuid4().hex}"
     locations.write(f"{root}/folder/a", b"1")
     locations.write(f"{root}/folder/{remote.MARKER}", listed)
     with pytest.raises(CheckpointError, match=message), locations.folder(place(f"{root}/folder")):
@@ -221,12 +206,6 @@ def folder():
 def file():
     locations.write(sys.argv[1], b"new " * 1000)
 """
-CUTS: dict[str, str] = {
-    "a file, before it has its name": "os.replace = die; file()",
-    "a file, before it is on the disk": "os.fsync = die; file()",
-    "a folder, before it has its name": "os.replace = die; folder()",
-    "a folder, before it is on the disk": "os.fsync = die; folder()",
-}
 REMOTE_CUTS = {
     "after the files, before the list": "remote.write = die; folder()",
     "after the first file": """
@@ -246,25 +225,23 @@ def killed(code: str, where: str) -> None:
     assert done.returncode == -signal.SIGKILL, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("cut", ["os.replace = die; file()", "os.fsync = die; file()", "os.replace = die; folder()"])
 def test_a_writer_that_is_killed_leaves_nothing_under_the_name(tmp_path: Path, cut: str) -> None:
     where = tmp_path / "target"
-    killed(CUTS[cut], str(where))
+    killed(cut, str(where))
     assert not where.exists()
     assert locations.names(tmp_path) == [], "drafts are hidden"
-
-
-def test_a_writer_that_is_killed_leaves_the_old_file(tmp_path: Path) -> None:
-    where = locations.write(tmp_path / "target", b"old")
-    killed(CUTS["a file, before it is on the disk"], str(where))
-    assert locations.read(where) == b"old"
+    if "file()" in cut:
+        locations.write(where, b"old")
+        killed(cut, str(where))
+        assert locations.read(where) == b"old"
 
 
 RENAMES = """
 calls, real = [], os.replace
 def replace(*given):
     calls.append(given)
-    if len(calls) == {call}:
+    if len(calls) == 2:
         die()
     real(*given)
 os.replace = replace
@@ -276,14 +253,12 @@ TWO = "from raysgd.storage import durable; durable.exchange = lambda *_: False\n
 @pytest.mark.parametrize(
     ("code", "content"),
     [
-        ("os.fsync = die; folder()", b"old"),
         ("from raysgd.storage import durable; durable.exchange = die; folder()", b"old"),
         ("import shutil; shutil.rmtree = die; folder()", b"new " * 1000),
-        (TWO + RENAMES.format(call=1), b"old"),
-        (TWO + RENAMES.format(call=2), b"old"),
+        (TWO + RENAMES, b"old"),
         (TWO + "import shutil; shutil.rmtree = die; folder()", b"new " * 1000),
     ],
-    ids=["before", "at the exchange", "after it", "at the first rename", "between the two", "after the second"],
+    ids=["at the exchange", "after it", "between two renames", "after the second"],
 )
 def test_a_writer_that_is_killed_leaves_the_old_folder_or_the_new_one(
     tmp_path: Path, code: str, content: bytes
@@ -311,16 +286,6 @@ def test_a_writer_that_is_killed_leaves_the_old_folder_or_the_new_one(
     assert [each for each in os.listdir(tmp_path) if each.endswith(".old")] == []
 
 
-@pytest.mark.parametrize("cut", REMOTE_CUTS)
-def test_a_writer_that_is_killed_leaves_no_folder_on_s3(s3: str, cut: str) -> None:
-    where = Uri(f"{s3}/{uuid.uuid4().hex}")
-    killed(REMOTE_CUTS[cut], str(where))
-    assert locations.names(where), "some files were uploaded"
-    assert not where.exists()
-    with pytest.raises(CheckpointError, match="never finished"), locations.folder(where):
-        pass
-
-
 def test_a_stalled_store_ends_the_save_with_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "STALLED_S", 0.3)
     stuck = threading.Event()
@@ -338,11 +303,11 @@ def test_a_stalled_store_ends_the_save_with_an_error(tmp_path: Path, monkeypatch
 
 
 def test_a_slow_store_has_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "STALLED_S", 1.0)
+    monkeypatch.setattr(remote, "STALLED_S", 0.4)
 
     def slowly(self: Any, source: str, target: str, callback: Any, **_: Any) -> None:
         for _ in range(8):
-            time.sleep(0.25)
+            time.sleep(0.1)
             callback.relative_update(1)
         Path(target).write_bytes(Path(source).read_bytes())
 
@@ -360,11 +325,9 @@ def test_a_slow_store_has_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     ("given", "means"),
     [
         ("a/b", Path("a/b")),
-        ("/a/b", Path("/a/b")),
         (Path("a"), Path("a")),
         ("file:///a/b", Path("/a/b")),
         ("local:///a/b", Path("/a/b")),
-        ("s3://bucket/a", Uri("s3://bucket/a")),
         ("simplecache::s3://bucket/a", Uri("simplecache::s3://bucket/a")),
         (Uri("s3://bucket/a"), Uri("s3://bucket/a")),
         ("C:/a", Path("C:/a")),
@@ -374,7 +337,7 @@ def test_paths_and_uris_are_distinguished(given: Any, means: Place) -> None:
     assert place(given) == means
 
 
-@pytest.mark.parametrize("wrong", [None, "", 5, b"a", ["a"]])
+@pytest.mark.parametrize("wrong", [b"a", ["a"]])
 def test_an_invalid_place_is_refused(wrong: Any) -> None:
     with pytest.raises(ConfigError, match="a path, or a URI") as caught:
         place(wrong)
@@ -409,31 +372,29 @@ BLOCKED = """
 import sys
 
 class Blocked:
+    package = "fsspec"
+
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] == sys.argv[1]:
+        if name.split(".")[0] == self.package:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 sys.meta_path.insert(0, Blocked())
 from raysgd.storage import locations
-import raysgd.train
-locations.write(sys.argv[2] + "/a", b"1")
-locations.write("file://" + sys.argv[2] + "/b", b"1")
-print("local is fine")
-try:
-    locations.read("s3://bucket/a")
-except ImportError as error:
-    print(error)
+locations.write(sys.argv[1] + "/a", b"1")
+locations.write("file://" + sys.argv[1] + "/b", b"1")
+for Blocked.package in ("fsspec", "s3fs"):
+    try:
+        locations.read("s3://bucket/a")
+    except ImportError as error:
+        print(error)
 """
 
 
-@pytest.mark.parametrize(("package", "message"), [("fsspec", "pip install 'raysgd[storage]'"), ("s3fs", "s3fs")])
-def test_a_missing_package_is_named_and_local_paths_need_no_package(tmp_path: Path, package: str, message: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", BLOCKED, package, str(tmp_path)], capture_output=True, text=True, timeout=120
-    )
-    first, second = done.stdout.splitlines() or [done.stderr, ""]
-    assert first == "local is fine"
-    assert "s3://bucket/a" in second and message in second
+def test_a_missing_package_is_named_and_local_paths_need_no_package(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", BLOCKED, str(tmp_path)], capture_output=True, text=True, timeout=120)
+    lines = done.stdout.splitlines()
+    assert len(lines) == 2 and all("s3://bucket/a" in line for line in lines), done.stdout + done.stderr
+    assert "pip install 'raysgd[storage]'" in lines[0] and "s3fs" in lines[1]
 
 
 def test_the_home_directory_and_file_uris(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -460,8 +421,14 @@ def test_only_the_owner_can_read_the_draft_for_a_uri() -> None:
 
 @pytest.mark.parametrize("cut", REMOTE_CUTS)
 def test_a_writer_that_is_killed_leaves_the_old_folder_on_s3(s3: str, cut: str) -> None:
-    """A folder with files of the same names is replaced by one list."""
+    """A folder with files of the same names is replaced by one list. Without an older one, there is none."""
     where = Uri(f"{s3}/{uuid.uuid4().hex}")
+    if cut == "after the files, before the list":
+        killed(REMOTE_CUTS[cut], str(where))
+        assert locations.names(where), "some files were uploaded"
+        assert not where.exists()
+        with pytest.raises(CheckpointError, match="never finished"), locations.folder(where):
+            pass
 
     def write(content: bytes) -> None:
         with locations.draft_folder(where) as draft:

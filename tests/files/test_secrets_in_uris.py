@@ -85,13 +85,11 @@ def check(text: Any, uri: str = "") -> None:
 TRIES: dict[str, Callable[[str, Path], Any]] = {
     "from_uri": lambda uri, path: Checkpoint.from_uri(uri),
     "to_dict": lambda uri, path: Checkpoint(uri).to_dict(),
-    "to_bytes": lambda uri, path: Checkpoint(uri).to_bytes(),
     "as_directory": lambda uri, path: Checkpoint(uri).as_directory().__enter__(),
     "to_directory": lambda uri, path: Checkpoint(uri).to_directory(path / "new"),
     "get_metadata": lambda uri, path: Checkpoint(uri).get_metadata(),
     "set_metadata": lambda uri, path: Checkpoint(uri).set_metadata({}),
     "to_uri": lambda uri, path: Checkpoint.from_dict({}).to_uri(uri),
-    "to_uri, a folder": lambda uri, path: Checkpoint.from_directory(path).to_uri(uri),
     "write": lambda uri, path: locations.write(uri, b""),
     "draft": lambda uri, path: locations.Draft(uri),
     "names": lambda uri, path: locations.names(place(uri)),
