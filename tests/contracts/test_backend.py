@@ -291,24 +291,31 @@ def check_abort(ranks: Ranks) -> None:
     assert answer.seconds < SOON_S
 
 
-# A process joins TensorFlow's runtime only once, so this test starts its own processes. SingleWorkerBackend has no
-# peers.
-@pytest.mark.parametrize(
-    "name",
-    ["gloo", pytest.param("horovod", marks=pytest.mark.horovod), pytest.param("tensorflow", marks=pytest.mark.nightly)],
-)
-def test_the_failure_of_a_peer_ends_a_ranks_wait(name: str) -> None:
-    ranks = Ranks(name)
+@on("gloo", "horovod")
+def test_the_failure_of_a_peer_ends_a_ranks_wait(ranks: Ranks) -> None:
+    """The last test of these processes."""
+    check_failure(ranks)
+
+
+@pytest.mark.nightly
+def test_the_failure_of_a_tensorflow_peer_ends_a_ranks_wait() -> None:
+    """A process joins TensorFlow's runtime only once, so this test starts its own processes."""
+    ranks = Ranks("tensorflow")
     try:
-        assert [answer.error for answer in ranks.join()] == ["", ""]
-        survivor, peer = ranks.ranks
-        survivor.begin("add", 2, 1.0)
-        assert not survivor.answers_within(0.3)
-        peer.kill()
-        answer = survivor.end()
-        assert answer.error and answer.interruption, answer
-        assert answer.seconds < SOON_S
-        survivor.do("leave")
-        survivor.do("leave")
+        check_failure(ranks)
     finally:
         ranks.close()
+
+
+def check_failure(ranks: Ranks) -> None:
+    assert [answer.error for answer in ranks.join()] == ["", ""]
+    survivor, peer = ranks.ranks
+    survivor.begin("add", 2, 1.0)
+    assert not survivor.answers_within(0.3)
+    peer.kill()
+    answer = survivor.end()
+    assert answer.error and answer.interruption, answer
+    assert answer.seconds < SOON_S
+    survivor.do("leave")
+    survivor.do("leave")
+    assert ranks.driver.plan([]) == []

@@ -83,7 +83,7 @@ def ends() -> Iterator[tuple[Connection, Connection]]:
 Ends = tuple[Connection, Connection]
 
 
-@pytest.mark.parametrize("guarded", [0, 1, 99, 100, 101, 8_000_000, None])
+@pytest.mark.parametrize("guarded", [0, 100, 8_000_000, None])
 def test_bodies_arrive_completely(ends: Ends, guarded: int | None) -> None:
     worker, driver = ends
     parts = [random.Random(n).randbytes(size) for n, size in enumerate([100, 9_000_000, 0, 1, 70_000])]
@@ -122,19 +122,19 @@ def test_without_room_for_a_file_the_body_is_in_memory(monkeypatch: pytest.Monke
 
 
 def test_the_limit_of_a_large_message_is_for_a_standstill(ends: Ends) -> None:
-    """The reader takes a part every 0.1 s, so that all of it takes longer than the limit."""
+    """The reader takes a part every 0.05 s, so that all of it takes longer than the limit."""
     worker, driver = ends
-    worker.socket.settimeout(0.5)
+    worker.socket.settimeout(0.4)
 
     def read() -> None:
         while driver.socket.recv(1 << 19):
-            time.sleep(0.1)
+            time.sleep(0.05)
 
     reader = threading.Thread(target=read)
     reader.start()
     began = time.monotonic()
     worker.send(Received(), bytes(8 << 20))
-    assert time.monotonic() - began > 0.5
+    assert time.monotonic() - began > 0.4
     worker.socket.close()
     reader.join(60)
     assert not reader.is_alive()
@@ -262,14 +262,6 @@ def test_the_end_of_a_connection_is_one_event_at_once(channel: Channel) -> None:
     failure = channel.next(WorkerEnded)
     assert "process ended" in failure.cause and failure.reason == "worker death"
     assert not channel.server.send("w", ConfirmBoundary())
-    assert channel.events.empty()
-
-
-def test_the_end_of_a_worker_that_was_dismissed_is_no_event(channel: Channel) -> None:
-    channel.client()
-    channel.next(WorkerStarted)
-    channel.server.disconnect("w")
-    time.sleep(0.1)
     assert channel.events.empty()
 
 
@@ -438,7 +430,7 @@ def test_a_report_waits_for_its_acknowledgement_and_for_no_other_message(
 def test_a_large_body_does_not_delay_the_control_connection(channel: Channel) -> None:
     client = channel.client()
     channel.next(WorkerStarted)
-    sender = threading.Thread(target=client.deliver, args=(REPORT, bytes(300 << 20)), daemon=True)
+    sender = threading.Thread(target=client.deliver, args=(REPORT, bytes(150 << 20)), daemon=True)
     sender.start()
     answered = 0
     while sender.is_alive():
@@ -507,10 +499,9 @@ def test_a_message_that_cannot_be_carried_out_does_not_end_the_workers_thread(
     channel.server.disconnect("w")
 
 
-@pytest.mark.parametrize("size", [2**62, 2**64 - 1])
-def test_a_body_without_room_ends_its_connection_only(channel: Channel, size: int) -> None:
+def test_a_body_without_room_ends_its_connection_only(channel: Channel) -> None:
     with channel.greet("w") as worker, connect(channel.address, OpenBulk("w")) as bulk:
-        bulk.begin(REPORT, memoryview(b""), size)
+        bulk.begin(REPORT, memoryview(b""), 2**62)
         assert ended(bulk.socket)
         assert channel.next(WorkerStarted) and channel.server.send("w", StackRequest(1))
         assert worker.expect(StackRequest) == StackRequest(1)
@@ -558,8 +549,7 @@ def test_a_transfer_that_has_ended_is_rejected(channel: Channel, transfer: Trans
             connect(channel.address, OpenTransfer(name))
 
 
-@pytest.mark.parametrize("size", [0, 1, 9_000_000])
-@pytest.mark.parametrize("guarded", [0, 20, 2**60])
+@pytest.mark.parametrize(("size", "guarded"), [(0, 0), (1, 2**60), (9_000_000, 20)])
 def test_all_who_take_a_state_get_it_whole(channel: Channel, transfer: Transfer, size: int, guarded: int) -> None:
     state = GUARDED.pack(guarded) + random.Random(size).randbytes(size)
     with ThreadPoolExecutor() as pool:
@@ -568,12 +558,6 @@ def test_all_who_take_a_state_get_it_whole(channel: Channel, transfer: Transfer,
         late = take(channel.address, "d", transfer.name)
         assert bytes(late) == bytes(transfer.data) == state and transfer.given.result() == {"size": 3}
         assert all(bytes(each.result()) == state for each in early)
-
-
-def test_the_driver_can_give_a_state_itself(channel: Channel, transfer: Transfer) -> None:
-    state = GUARDED.pack(10) + b"state"
-    transfer.fill(state)
-    assert take(channel.address, "b", transfer.name) == state
 
 
 def test_nobody_gets_a_part_of_a_state(channel: Channel, transfer: Transfer) -> None:
@@ -622,7 +606,7 @@ def test_a_proof_may_arrive_byte_by_byte(channel: Channel) -> None:
         assert channel.next(WorkerStarted).worker == "w"
 
 
-@pytest.mark.parametrize("first", [Hello("there", "n", 1), Alive(), REPORT])
+@pytest.mark.parametrize("first", [Hello("there", "n", 1), REPORT])
 def test_a_first_message_of_another_type_ends_its_connection_only(channel: Channel, first: Message) -> None:
     """The second Hello of a worker is refused as well."""
     with channel.greet("there"):

@@ -258,21 +258,20 @@ def test_a_round_appears_when_its_last_rank_has_reported(two: OnWorkers, tmp_pat
     ]
 
 
-@pytest.mark.parametrize(("more", "fewer"), [(0, 1), (1, 0)])
-def test_a_rank_that_reports_more_often_is_named(two: OnWorkers, more: int, fewer: int) -> None:
+def test_a_rank_that_reports_more_often_is_named(two: OnWorkers) -> None:
     """It waits for a round that never comes, and is let through, so that the error can come."""
 
     def function() -> None:
         train.report(step=0)
         for step in range(1, 9):
-            if train.world_rank() == more:
+            if train.world_rank() == 0:
                 train.report(step=step)
 
     listener = Listener()
     with pytest.raises(ReportMismatchError) as raised:
         two.run(function, callbacks=[listener])
     assert str(raised.value) == (
-        f"rank {more} called train.report() more often than rank {fewer}. Every rank must call it equally often: do not "
+        "rank 0 called train.report() more often than rank 1. Every rank must call it equally often: do not "
         "put it under `if world_rank() == 0`"
     )
     assert (listener.rounds, listener.failed) == ([[0, 0]], True)
@@ -404,22 +403,22 @@ def saves_losses() -> None:
     ids=["all", "newest two", "best two", "best two by a metric", "none"],
 )
 def test_as_many_checkpoints_are_kept_as_wanted(
-    workers: OnWorkers, kept: CheckpointConfig, numbers: list[int], best: int | None
+    one: OnWorkers, kept: CheckpointConfig, numbers: list[int], best: int | None
 ) -> None:
-    workers.run(saves_losses, checkpoint_strategy=kept)
-    assert workers.stored() == [f"checkpoint_{number:06d}" for number in numbers]
-    assert workers.trainer.latest_checkpoint is not None
-    assert workers.trainer.latest_checkpoint["loss"] == 3, "the newest one is always there"
-    found = workers.trainer.best_checkpoint_path
+    one.run(saves_losses, checkpoint_strategy=kept)
+    assert one.stored() == [f"checkpoint_{number:06d}" for number in numbers]
+    assert one.trainer.latest_checkpoint is not None
+    assert one.trainer.latest_checkpoint["loss"] == 3, "the newest one is always there"
+    found = one.trainer.best_checkpoint_path
     assert (found is None) if best is None else str(found).endswith(f"checkpoint_{best:06d}")
     if best is not None:
         assert isinstance(found, Path)
         assert train.Checkpoint(found).to_dict()["loss"] == (2, 4, 1, 3)[best - 1]
 
 
-def test_checkpoints_without_the_number_that_ranks_them_are_an_error(workers: OnWorkers) -> None:
+def test_checkpoints_without_the_number_that_ranks_them_are_an_error(one: OnWorkers) -> None:
     with pytest.raises(ValueError, match="'accuracy' must be a number"):
-        workers.run(saves_losses, checkpoint_strategy=CheckpointConfig(1, "accuracy"))
+        one.run(saves_losses, checkpoint_strategy=CheckpointConfig(1, "accuracy"))
 
 
 def test_the_function_gets_the_newest_checkpoint(workers: OnWorkers, tmp_path: Path) -> None:

@@ -178,13 +178,6 @@ def undisturbed(subject: Subject) -> list[float]:
 # -- one call -----------------------------------------------------------------------------------------
 
 
-def test_a_call_makes_all_steps_and_counts_them(subject: Subject) -> None:
-    replica = subject.make()
-    assert replica.progress.step == 0
-    assert not isinstance(subject.run(replica), Interrupted)
-    assert replica.progress.step == STEPS
-
-
 def test_the_phase_is_idle_between_calls_also_after_an_error(subject: Subject) -> None:
     replica, phases = subject.make(), []
     subject.hooks.at("before", 1, lambda: phases.append(replica.phase))
@@ -195,9 +188,11 @@ def test_the_phase_is_idle_between_calls_also_after_an_error(subject: Subject) -
     assert replica.phase == replica.progress.phase == "idle"
 
 
-def test_steps_are_reported_while_they_are_made(subject: Subject) -> None:
+def test_steps_are_counted_and_reported_while_they_are_made(subject: Subject) -> None:
     replica = subject.make()
-    subject.run(replica)
+    assert replica.progress.step == 0
+    assert not isinstance(subject.run(replica), Interrupted)
+    assert replica.progress.step == STEPS
     steps = [progress.step for progress, _ in replica.reports]
     assert steps == sorted(steps) and steps[-1] == STEPS
 
@@ -218,14 +213,13 @@ def test_after_a_users_error_applied_steps_count(subject: Subject, place: str, c
 # -- stops --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("step", [1, 4])
-def test_a_planned_stop_is_at_its_step_and_the_same_call_continues(subject: Subject, step: int) -> None:
+def test_a_planned_stop_is_at_its_step_and_the_same_call_continues(subject: Subject) -> None:
     expected = undisturbed(subject)
     replica = subject.make()
-    replica.stop_at(step)
+    replica.stop_at(4)
     outcome = subject.run(replica)
     assert isinstance(outcome, Interrupted) and outcome.asked
-    assert replica.progress.step == outcome.progress.step == step
+    assert replica.progress.step == outcome.progress.step == 4
     replica.rejoin()
     assert not isinstance(subject.run(replica), Interrupted)
     assert replica.progress.step == STEPS
@@ -291,13 +285,6 @@ def test_partial_results_can_be_read_at_any_time(subject: Subject) -> None:
     subject.run(replica)
     found.append(replica.partial())
     assert len(found) == 3 and all(each is None or isinstance(each, dict) for each in found)
-
-
-def test_closing_twice_is_harmless(subject: Subject) -> None:
-    replica = subject.make()
-    subject.run(replica)
-    replica.close()
-    replica.close()
 
 
 # -- operators only -----------------------------------------------------------------------------------

@@ -12,13 +12,13 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import raysgd
-from raysgd import AutoCheckpoint, ConfigError, ElasticConfig, TrainingOptions
-from raysgd.callbacks import EMA, Callback, CSVCallback, EarlyStopping
+from raysgd import AutoCheckpoint, ElasticConfig, TrainingOptions
+from raysgd.callbacks import EMA, Callback
 from raysgd.torch import TorchTrainer, TrainingOperator
 from raysgd.torch.replica import TorchReplicaFactory
 from raysgd.torch.settings import TorchSettings
 from raysgd.workers.serialization import pack
-from tests.peek import pretend_workers
+from tests.peek import forget_other_tests, pretend_workers
 from tests.torch.small import Line, inline, rows
 
 HOME = Path(raysgd.__file__).parent
@@ -118,7 +118,6 @@ def without_super(self: Any, *args: Any, **kwargs: Any) -> None:
 
 ARGUMENTS: dict[str, Case] = {
     "a misspelled argument": (made(num_worker=2), ["'num_worker'", "did you mean 'num_workers'"]),
-    "another misspelled argument": (made(backed="gloo"), ["'backed'", "did you mean 'backend'"]),
     "an unknown argument": (made(xyz=1), ["'xyz'", "Its arguments are", "num_workers"]),
     "an option as an argument": (
         made(clip_norm=1.0),
@@ -134,22 +133,13 @@ ARGUMENTS: dict[str, Case] = {
     ),
     "no workers": (made(num_workers=0), ["num_workers", "at least 1", "got 0"]),
     "workers as text": (made(num_workers="2"), ["num_workers", "a whole number", "got '2'"]),
-    "config as a list": (made(config=[1]), ["config must be a dict", "got [1]"]),
     "use_gpu as text": (made(use_gpu="yes"), ["use_gpu", "True, False or 'auto'", "got 'yes'"]),
-    "use_tqdm as text": (made(use_tqdm="yes"), ["use_tqdm must be True or False", "got 'yes'"]),
-    "add_dist_sampler as text": (made(add_dist_sampler="no"), ["add_dist_sampler must be True or False", "'no'"]),
-    "options as a dict": (made(options={"precision": "bf16"}), ["raysgd.TrainingOptions", "{'precision': 'bf16'}"]),
-    "elastic as a dict": (made(elastic={"min_workers": 1}), ["raysgd.ElasticConfig", "{'min_workers': 1}"]),
     "a backend that does not exist": (made(backend="mpi"), ["'auto', 'gloo', 'nccl' or 'horovod'", "got 'mpi'"]),
     "a schedule that does not exist": (
         made(scheduler_step_freq="steps"),
         ["'batch', 'epoch', 'manual', 'step'", "got 'steps'"],
     ),
-    "a hook that is not a function": (made(initialization_hook=3), ["initialization_hook", "a function", "got 3"]),
-    "a callback that is a function": (made(callbacks=[print]), ["raysgd.callbacks.Callback objects", "print"]),
     "a callback that is a class": (made(callbacks=[Callback]), ["got the class Callback", "pass Callback()"]),
-    "one callback instead of a list": (made(callbacks=Callback()), ["must be a list of raysgd.callbacks.Callback"]),
-    "a limit of 0": (made(timeout_s=0), ["timeout_s", "above 0", "got 0"]),
     "too many least workers": (
         made(elastic=ElasticConfig(min_workers=3)),
         ["min_workers is 3", "num_workers is 1", "at most num_workers"],
@@ -157,39 +147,19 @@ ARGUMENTS: dict[str, Case] = {
 }
 OPTIONS: dict[str, Case] = {
     "a misspelled option": (lambda: TrainingOptions(clip_nrom=1), ["TrainingOptions", "did you mean 'clip_norm'"]),  # type: ignore[call-arg]
-    "an unknown option": (lambda: TrainingOptions(lr=0.1), ["no argument 'lr'", "its arguments are precision"]),  # type: ignore[call-arg]
-    "an unknown precision": (lambda: TrainingOptions(precision="fp8"), ["'fp16', 'bf16'", "got 'fp8'"]),  # type: ignore[arg-type]
-    "no accumulation": (lambda: TrainingOptions(accumulate=0), ["accumulate", "at least 1", "got 0"]),
-    "a negative norm": (lambda: TrainingOptions(clip_norm=-1), ["above 0, or None", "got -1"]),
     "a clip that is a flag": (lambda: TrainingOptions(clip_value=True), ["above 0, or None", "got True"]),
     "a misspelled elastic field": (lambda: ElasticConfig(min_worker=1), ["did you mean 'min_workers'"]),  # type: ignore[call-arg]
     "a positional checkpoint path": (
         lambda: AutoCheckpoint("runs"),  # type: ignore[call-arg]
         ["AutoCheckpoint takes no positional arguments", "AutoCheckpoint(path=...)"],
     ),
-    "a misspelled checkpoint field": (
-        lambda: AutoCheckpoint(path="x", evry=3),  # type: ignore[call-arg]
-        ["AutoCheckpoint takes no argument 'evry'", "did you mean 'every'"],
-    ),
     "another library's name of an option": (lambda: TrainingOptions(max_grad_norm=1), ["did you mean 'clip_norm'"]),  # type: ignore[call-arg]
-    "another library's name for a trainer": (made(accumulate_grad_batches=4), ["TrainingOptions(accumulate=...)"]),
     "a folder as a path": (lambda: AutoCheckpoint(folder="runs"), ["did you mean 'path'"]),  # type: ignore[call-arg]
     "a misspelled decay": (lambda: EMA(decy=0.9), ["EMA takes no argument 'decy'", "did you mean 'decay'"]),  # type: ignore[call-arg]
-    "a misspelled patience": (
-        lambda: EarlyStopping("val_loss", patiance=3),  # type: ignore[call-arg]
-        ["EarlyStopping takes no argument 'patiance'", "did you mean 'patience'"],
-    ),
-    "a positional patience": (
-        lambda: EarlyStopping("val_loss", 3),  # type: ignore[call-arg]
-        ["EarlyStopping takes only metric as positional arguments", "EarlyStopping(patience=...)"],
-    ),
-    "an unknown argument of a callback": (lambda: CSVCallback(path="x"), ["CSVCallback takes no", "'path'", "folder"]),  # type: ignore[call-arg]
     "a misspelled argument of the user's callback": (
         lambda: Own(lowst=1),  # type: ignore[call-arg]
         ["Own takes no argument 'lowst'", "did you mean 'lowest'"],
     ),
-    "a positional elastic field": (lambda: ElasticConfig(2), ["ElasticConfig", "positional", "min_workers"]),  # type: ignore[misc]
-    "an unknown growth": (lambda: ElasticConfig(grow="always"), ["True, False or 'epoch'", "got 'always'"]),  # type: ignore[arg-type]
     "clipping without autocast": (
         called("train", returning({}), options=TrainingOptions(precision="apex")),
         ["precision='apex' needs", "use precision='fp16'"],
@@ -210,11 +180,6 @@ OPERATORS: dict[str, Case] = {
         made(operator=own(train_batch=lambda self, batch: {})),
         ["Own.train_batch must take (self, batch, batch_info)", "change its arguments"],
     ),
-    "validate_batch with too much": (
-        made(operator=own(validate_batch=lambda self, batch, batch_info, more: {})),
-        ["Own.validate_batch must take (self, batch, batch_info)"],
-    ),
-    "state_dict with an argument": (made(operator=own(state_dict=lambda self, x: 1)), ["must take (self)"]),
     "an __init__ of its own": (
         made(operator=own(__init__=lambda self: None)),
         ["Own.__init__ must take", "got __init__(self)", "setup(self, config)"],
@@ -228,22 +193,15 @@ OPERATORS: dict[str, Case] = {
 }
 PARTS: dict[str, Case] = {
     "a model that is a class": (made(operator=registering(models=nn.Linear)), ["models must be a torch.nn.Module"]),
-    "no model": (made(operator=registering(models=None)), ["models must be a torch.nn.Module", "None"]),
     "an optimizer of another model": (
         made(operator=registering(optimizers=other_parameters)),
         ["SGD holds 2 parameters, none of which belongs to a registered model", "register(models=...)"],
-    ),
-    "an optimizer's name": (
-        made(operator=registering(optimizers="adam")),
-        ["optimizers must be", "'adam'", "torch.optim.SGD("],
     ),
     "an optimizer's class": (
         made(operator=registering(optimizers=torch.optim.SGD)),
         ["optimizers must be", "pass an object"],
     ),
-    "a model as the optimizer": (made(operator=registering(optimizers=nn.ReLU())), ["optimizers must be", "ReLU()"]),
     "a loss's class": (made(operator=registering(criterion=nn.MSELoss)), ["criterion must be", "nn.MSELoss()"]),
-    "a loss's name": (made(operator=registering(criterion="mse")), ["criterion must be", "'mse'"]),
     "a schedule without its frequency": (
         made(operator=registering(schedulers=lambda model, optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1))),
         ["register got schedulers", "scheduler_step_freq='batch', 'step', 'epoch' or 'manual'"],
@@ -251,10 +209,6 @@ PARTS: dict[str, Case] = {
     "a schedule of another optimizer": (
         scheduled(registering(schedulers=other_schedule), "epoch"),
         ["StepLR changes an optimizer that is not registered", "register(optimizers=...)"],
-    ),
-    "a schedule's class": (
-        scheduled(registering(schedulers=torch.optim.lr_scheduler.StepLR), "epoch"),
-        ["schedulers must be", "pass an object"],
     ),
     "two schedules for the default loop": (
         scheduled(registering(schedulers=two_schedules), "epoch"),
@@ -280,20 +234,15 @@ PARTS: dict[str, Case] = {
         made(operator=registering(model=1)),
         ["register takes no argument 'model'", "did you mean 'models'"],
     ),
-    "ddp_args as a list": (made(operator=registering(ddp_args=[1])), ["ddp_args must be a dict", "[1]"]),
 }
 DATA: dict[str, Case] = {
     "a data set instead of a loader": (
         made(operator=loading(TensorDataset(*rows()))),
         ["train_loader must be a DataLoader", "got the data set", "DataLoader(data_set, batch_size=...)"],
     ),
-    "a file name instead of a loader": (made(operator=loading("train.csv")), ["train_loader must be", "'train.csv'"]),
-    "a dict of loaders": (made(operator=loading({"a": []})), ["train_loader must be", "{'a': []}"]),
     "a loader's class": (made(operator=loading(DataLoader)), ["train_loader must be", "DataLoader"]),
-    "a number": (made(operator=loading(3)), ["train_loader must be a DataLoader", "got 3"]),
     "a misspelled loader": (made(operator=loading(trian_loader=[])), ["'trian_loader'", "did you mean 'train_loader'"]),
     "no training data": (called("train", loading(None)), ["train() needs data", "register_data(train_loader=...)"]),
-    "no validation data": (called("validate", loading([])), ["validate() needs data", "validation_loader"]),
     "an empty loader": (called("train", loading([])), ["returned no batch", "Register data with at least one batch"]),
     "batches that are dicts": (
         called("train", loading([{"x": 1}])),
@@ -302,10 +251,6 @@ DATA: dict[str, Case] = {
     "batches that are tensors": (
         called("train", loading([torch.ones(4, 2)])),
         ["got a Tensor without a target", "return (features, target)", "override train_batch"],
-    ),
-    "a data set without targets": (
-        called("train", loading(DataLoader(TensorDataset(torch.ones(4, 2)), batch_size=2))),
-        ["got a list of one Tensor without a target", "return (features, target)", "override train_batch"],
     ),
     "a list as a call's data": (
         called("train", dataset=[1, 2]),
@@ -317,32 +262,22 @@ RESULTS: dict[str, Case] = {
         called("train", returning(None)),
         ["Own.train_batch must return a dict", "got None"],
     ),
-    "train_batch returns a loss": (called("train", returning(3.0)), ["must return a dict of metrics", "got 3.0"]),
     "a negative number of samples": (called("train", returning({"num_samples": -1})), ["0 or more", "got -1"]),
-    "samples as text": (called("train", returning({"num_samples": "4"})), ["a finite number", "got '4'"]),
     "a metric's name is a number": (called("train", returning({1: 2.0})), ["must be a string, got 1", "such as '1'"]),
     **{
         f"a metric named {name}": (
             called("train", returning({name: 7})),
             [f"Own.train_batch returned a metric named '{name}'", "epoch, profile, skipped_steps", f"'my_{name}'"],
         )
-        for name in ("epoch", "batch_count", "skipped_steps", "profile", "data_seconds")
+        for name in ("epoch", "skipped_steps")
     },
     "a validation's metric named epoch": (
         called("validate", own(validate_batch=lambda self, batch, batch_info: {"epoch": 7})),
         ["Own.validate_batch returned a metric named 'epoch'", "'my_epoch'"],
     ),
-    "an own loop's metric named epoch": (
-        called("train", own(train_epoch=lambda self, iterator, info: {"epoch": 7, "batches": len(list(iterator))})),
-        ["Own.train_epoch returned a metric named 'epoch'", "'my_epoch'"],
-    ),
     "train_epoch returns nothing": (
         called("train", own(train_epoch=lambda self, iterator, info: None)),
         ["Own.train_epoch must return a dict", "got None"],
-    ),
-    "validate_batch returns nothing": (
-        called("validate", own(validate_batch=lambda self, batch, batch_info: None)),
-        ["Own.validate_batch must return a dict", "got None"],
     ),
 }
 CALLS: dict[str, Case] = {
@@ -350,16 +285,10 @@ CALLS: dict[str, Case] = {
         called("train", num_step=3),
         ["train takes no argument", "did you mean 'num_steps'"],
     ),
-    "a misspelled argument of fit": (called("fit", epochs=1, validate_evry=2), ["fit takes no", "'validate_every'"]),
-    "fit without a number": (called("fit"), ["fit", "'epochs'"]),
     "a misspelled argument of predict": (called("predict", data=[1], batchsize=2), ["mean 'batch_size'"]),
-    "a misspelled argument of test": (called("test", num_step=2), ["test takes no argument", "mean 'num_steps'"]),
-    "a misspelled argument of save": (called("save", checkpoint="x", sharde=True), ["did you mean 'sharded'"]),
     "resize without a number": (called("resize"), ["resize", "num_workers"]),
-    "resize with text": (called("resize", num_workers="3"), ["at least 1", "got '3'"]),
     "resize of one worker": (called("resize", num_workers=2), ["create it with num_workers=2 or more"]),
     "negative steps": (called("train", num_steps=-1), ["num_steps", "at least 0", "got -1"]),
-    "info as text": (called("train", info="x"), ["info must be a dict", "got 'x'"]),
     "profile as text": (called("validate", profile="yes"), ["profile must be True or False", "got 'yes'"]),
     "a schedule that is not there": (
         called("update_scheduler", metric=1),
@@ -373,13 +302,13 @@ CALLS: dict[str, Case] = {
         factory_with(path="x", guard=threading.Lock()),
         ["config['guard'] is <unlocked", "inside `setup`"],
     ),
-    "a generator in the config": (factory_with(log=(each for each in ())), ["config['log'] is", "inside `setup`"]),
 }
 CASES: dict[str, Case] = ARGUMENTS | OPTIONS | OPERATORS | PARTS | DATA | RESULTS | CALLS
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_mistake_is_explained(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    forget_other_tests(monkeypatch, __name__)
     monkeypatch.setenv("RAYSGD_FULL_TRACEBACKS", "1")  # to see which code raised the error
     make, parts = CASES[name]
     with pytest.raises((raysgd.RaysgdError, TypeError, ValueError, NotImplementedError, ImportError)) as caught:
@@ -416,11 +345,7 @@ def test_an_optimizer_that_holds_some_registered_parameters_is_accepted() -> Non
     made(operator=registering(optimizers=partly))()
 
 
-def test_the_error_is_a_value_error_too() -> None:
-    assert issubclass(ConfigError, ValueError)
-
-
-@pytest.mark.parametrize(("epochs", "workers"), [(2, 1), (5, 1), (2, 3)])
+@pytest.mark.parametrize(("epochs", "workers"), [(2, 1), (5, 3)])
 def test_a_resumed_run_with_another_schedule_warns(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, epochs: int, workers: int
 ) -> None:
