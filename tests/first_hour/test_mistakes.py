@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import raysgd
 from raysgd import AutoCheckpoint, ElasticConfig, TrainingOptions
-from raysgd.callbacks import EMA, Callback
+from raysgd.callbacks import EMA, Callback, EarlyStopping
 from raysgd.torch import TorchTrainer, TrainingOperator
 from raysgd.torch.replica import TorchReplicaFactory
 from raysgd.torch.settings import TorchSettings
@@ -134,12 +134,17 @@ ARGUMENTS: dict[str, Case] = {
     "no workers": (made(num_workers=0), ["num_workers", "at least 1", "got 0"]),
     "workers as text": (made(num_workers="2"), ["num_workers", "a whole number", "got '2'"]),
     "use_gpu as text": (made(use_gpu="yes"), ["use_gpu", "True, False or 'auto'", "got 'yes'"]),
+    "use_tqdm as text": (made(use_tqdm="yes"), ["use_tqdm must be True or False", "got 'yes'"]),
+    "options as a dict": (made(options={"precision": "bf16"}), ["raysgd.TrainingOptions", "{'precision': 'bf16'}"]),
+    "elastic as a dict": (made(elastic={"min_workers": 1}), ["raysgd.ElasticConfig", "{'min_workers': 1}"]),
     "a backend that does not exist": (made(backend="mpi"), ["'auto', 'gloo', 'nccl' or 'horovod'", "got 'mpi'"]),
     "a schedule that does not exist": (
         made(scheduler_step_freq="steps"),
         ["'batch', 'epoch', 'manual', 'step'", "got 'steps'"],
     ),
+    "a callback that is a function": (made(callbacks=[print]), ["raysgd.callbacks.Callback objects", "print"]),
     "a callback that is a class": (made(callbacks=[Callback]), ["got the class Callback", "pass Callback()"]),
+    "a limit of 0": (made(timeout_s=0), ["timeout_s", "above 0", "got 0"]),
     "too many least workers": (
         made(elastic=ElasticConfig(min_workers=3)),
         ["min_workers is 3", "num_workers is 1", "at most num_workers"],
@@ -147,6 +152,8 @@ ARGUMENTS: dict[str, Case] = {
 }
 OPTIONS: dict[str, Case] = {
     "a misspelled option": (lambda: TrainingOptions(clip_nrom=1), ["TrainingOptions", "did you mean 'clip_norm'"]),  # type: ignore[call-arg]
+    "no accumulation": (lambda: TrainingOptions(accumulate=0), ["accumulate", "at least 1", "got 0"]),
+    "a negative norm": (lambda: TrainingOptions(clip_norm=-1), ["above 0, or None", "got -1"]),
     "a clip that is a flag": (lambda: TrainingOptions(clip_value=True), ["above 0, or None", "got True"]),
     "a misspelled elastic field": (lambda: ElasticConfig(min_worker=1), ["did you mean 'min_workers'"]),  # type: ignore[call-arg]
     "a positional checkpoint path": (
@@ -156,6 +163,10 @@ OPTIONS: dict[str, Case] = {
     "another library's name of an option": (lambda: TrainingOptions(max_grad_norm=1), ["did you mean 'clip_norm'"]),  # type: ignore[call-arg]
     "a folder as a path": (lambda: AutoCheckpoint(folder="runs"), ["did you mean 'path'"]),  # type: ignore[call-arg]
     "a misspelled decay": (lambda: EMA(decy=0.9), ["EMA takes no argument 'decy'", "did you mean 'decay'"]),  # type: ignore[call-arg]
+    "a positional patience": (
+        lambda: EarlyStopping("val_loss", 3),  # type: ignore[call-arg]
+        ["EarlyStopping takes only metric as positional arguments", "EarlyStopping(patience=...)"],
+    ),
     "a misspelled argument of the user's callback": (
         lambda: Own(lowst=1),  # type: ignore[call-arg]
         ["Own takes no argument 'lowst'", "did you mean 'lowest'"],
@@ -209,6 +220,10 @@ PARTS: dict[str, Case] = {
     "a schedule of another optimizer": (
         scheduled(registering(schedulers=other_schedule), "epoch"),
         ["StepLR changes an optimizer that is not registered", "register(optimizers=...)"],
+    ),
+    "a schedule's class": (
+        scheduled(registering(schedulers=torch.optim.lr_scheduler.StepLR), "epoch"),
+        ["schedulers must be", "pass an object"],
     ),
     "two schedules for the default loop": (
         scheduled(registering(schedulers=two_schedules), "epoch"),
@@ -285,8 +300,10 @@ CALLS: dict[str, Case] = {
         called("train", num_step=3),
         ["train takes no argument", "did you mean 'num_steps'"],
     ),
+    "fit without a number": (called("fit"), ["fit", "'epochs'"]),
     "a misspelled argument of predict": (called("predict", data=[1], batchsize=2), ["mean 'batch_size'"]),
     "resize without a number": (called("resize"), ["resize", "num_workers"]),
+    "resize with text": (called("resize", num_workers="3"), ["at least 1", "got '3'"]),
     "resize of one worker": (called("resize", num_workers=2), ["create it with num_workers=2 or more"]),
     "negative steps": (called("train", num_steps=-1), ["num_steps", "at least 0", "got -1"]),
     "profile as text": (called("validate", profile="yes"), ["profile must be True or False", "got 'yes'"]),
