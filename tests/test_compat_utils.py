@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import socket
-import subprocess
-import sys
 
 import pytest
 import ray
@@ -33,11 +31,6 @@ def test_the_names():
         _ = raysgd.utils.nothing_such
 
 
-def test_importing_it_imports_neither_ray_nor_a_framework():
-    code = "import sys, raysgd.utils; print({'torch', 'numpy', 'ray', 'tensorflow'} & set(sys.modules))"
-    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "set()"
-
-
 def test_a_free_port_can_be_bound():
     with socket.socket() as server:
         server.bind(("127.0.0.1", find_free_port()))
@@ -46,17 +39,11 @@ def test_a_free_port_can_be_bound():
 class Base:
     def method(self): ...
 
-    @property
-    def figure(self):
-        return 1
-
 
 def test_override_accepts_what_exists_and_changes_nothing():
     def method(self): ...
 
-    figure = property(fget=Base.figure.fget)
     assert override(Base)(method) is method
-    assert override(Base)(figure) is figure
 
 
 def test_override_refuses_what_overrides_nothing():
@@ -88,11 +75,9 @@ def calls(monkeypatch):
     ("refs", "all_well"),
     [
         ([], True),
-        ([1, 2, 3], True),
         ([1, 1], True),
         ([RayActorError()], False),
         ([1, ActorDiedError(), 3], False),
-        (iter([1, RayActorError()]), False),
         ([..., RayActorError()], False),
     ],
 )

@@ -69,7 +69,7 @@ def test_a_new_generation_drops_old_requests() -> None:
     assert control.begin(1) and not control.interrupted
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(5))
 def test_ranks_at_different_steps_stop_at_the_same_one(seed: int) -> None:
     """The two-phase agreement, with threads as ranks: after refusals the boundary moves on, and all stop at the same
     step."""
@@ -110,20 +110,7 @@ def test_progress_messages_are_throttled() -> None:
     assert not control.due() and published == [Progress(step=1)] and control.progress.step == 1
 
 
-@pytest.mark.parametrize(("ranks", "interval_s"), [(1, 0.1), (4, 0.1), (16, 0.4), (1000, 25.0)])
-def test_many_ranks_report_less_often(ranks: int, interval_s: float) -> None:
-    now = [100.0]
-    control = Control(clock=lambda: now[0])
-    control.set_rank(0, ranks)
-    control.report(Progress())
-    now[0] += interval_s - 0.01
-    assert not control.due()
-    now[0] += 0.02
-    assert control.due()
-
-
-@pytest.mark.parametrize("ranks", [1, 4, 40, 400])
-@pytest.mark.parametrize("step_s", [0.007, 0.3])
+@pytest.mark.parametrize(("ranks", "step_s"), [(1, 0.3), (4, 0.007), (40, 0.3), (400, 0.3)])
 def test_all_ranks_together_send_about_forty_reports_a_second(ranks: int, step_s: float) -> None:
     now, reports = [100.0], list[float]()
     controls = [Control(lambda progress, partial: reports.append(now[0]), clock=lambda: now[0]) for _ in range(ranks)]

@@ -41,7 +41,7 @@ def followed(plan: StepPlan, changes: list[tuple[int, int]]) -> list[int]:
 PLANS = st.tuples(st.integers(1, 90), st.integers(1, 6), st.integers(1, 6), st.integers(1, 3), st.integers(1, 4))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(PLANS, st.booleans(), CHANGES)
 def test_it_never_goes_back_and_ends_with_the_plan(
     numbers: tuple[int, int, int, int, int], drop_last: bool, changes: list[tuple[int, int]]
@@ -53,7 +53,7 @@ def test_it_never_goes_back_and_ends_with_the_plan(
     assert {each * epoch for epoch in range(1, plan.epochs + 1)} <= set(made)  # at the end of each epoch
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(PLANS, st.booleans())
 def test_with_all_workers_it_is_one_step_for_each_window(
     numbers: tuple[int, int, int, int, int], drop_last: bool

@@ -84,8 +84,7 @@ class Watched:
 HANG_S = 5.0
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 16, 300])
-@pytest.mark.parametrize("left", [1, 3, 300])
+@pytest.mark.parametrize(("ranks", "left"), [(1, 1), (2, 300), (300, 1), (300, 300)])
 def test_no_rank_that_makes_progress_is_suspected(ranks: int, left: int) -> None:
     """Not even asked for its stack, however short the limit is: neither while all ranks train, nor when only a few are
     still in their call, as in a validation."""

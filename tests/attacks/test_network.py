@@ -1,8 +1,8 @@
 """Clients without the key attack every port that the library opens while it trains, without any effect.
 
 The ports are those on which the driver and the workers listen, except for Ray's, which were open before. One trainer
-goes through all attacks, one after the other and then all at once. In a nightly run, each single attack is followed
-by a save, a replacement and a change of the number of workers."""
+goes through all attacks at once and, in a nightly run, through one after the other, each followed by a save, a replacement and a
+change of the number of workers."""
 
 import functools
 import os
@@ -10,7 +10,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,8 @@ import numpy as np
 import pytest
 import torch
 
-from raysgd import ElasticConfig, train
-from raysgd.train import Trainer
+from raysgd import ElasticConfig
 from tests.attacks.attackers import ATTACKS, Storm, listening, note_ports
-from tests.callbacks.recording import Heard
 from tests.faults import Fault, Ground
 from tests.tiers import NIGHTLY
 
@@ -171,20 +169,16 @@ def arena_pids(arena: Arena) -> list[int]:
     return list(arena.ground.trainer.apply_all_workers(os.getpid))
 
 
-# Horovod's rendezvous server is attacked by all clients at once, and by each kind separately only in nightly runs.
+@pytest.mark.nightly
 @pytest.mark.parametrize("attack", ATTACKS)
-@pytest.mark.parametrize(
-    "arena", ["gloo", pytest.param("horovod", marks=[pytest.mark.horovod, pytest.mark.nightly])], indirect=True
-)
 def test_one_attack(arena: Arena, attack: str) -> None:
     with arena.field.storm(attack):
         arena.epoch()
-        if NIGHTLY:
-            arena.save()
-        if NIGHTLY and attack in GENTLE:
+        arena.save()
+        if attack in GENTLE:
             arena.replace()
     arena.check()
-    if NIGHTLY and attack in FLOODS:
+    if attack in FLOODS:
         arena.replace()
 
 
@@ -205,45 +199,6 @@ def test_the_weights_are_those_of_an_undisturbed_run(arena: Arena, tmp_path: Pat
         alone.trainer.train()
     for got, expected in zip(arena.ground.weights(), alone.weights(), strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-9)
-
-
-# -- functions ------------------------------------------------------------------------------------------------------
-
-
-def fit(config: dict[str, Any]) -> list[float]:
-    """Trains a linear model, reports each epoch and keeps checkpoints."""
-    torch.manual_seed(0)
-    model = torch.nn.Linear(4, 1)
-    start = train.load_checkpoint() or {"epoch": 0}
-    if "model" in start:
-        model.load_state_dict(start["model"])
-    parallel = torch.nn.parallel.DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.01)
-    for epoch in range(start["epoch"], config["epochs"]):
-        for step in range(5):
-            optimizer.zero_grad()
-            parallel(torch.full((2, 4), train.world_rank() + step + 1.0)).pow(2).mean().backward()
-            optimizer.step()
-            time.sleep(config["pace"])
-        train.report(epoch=epoch, weight=model.weight[0, 0].item())
-        train.save_checkpoint(epoch=epoch + 1, model=model.state_dict())
-    return [value for parameter in model.parameters() for value in parameter.detach().flatten().tolist()]
-
-
-def test_functions(ready: Callable[[str], Field], tmp_path: Path) -> None:
-    chosen = ready("functions")
-    trainer = Trainer("torch", num_workers=2, logdir=tmp_path, elastic=replace(PATIENT, batch="per_worker"))
-    trainer.start(initialization_hook=chosen.hook)
-    heard, config = Heard(), {"epochs": 20 if NIGHTLY else 8, "pace": 0.01}
-    undisturbed = trainer.run(fit, {**config, "pace": 0.0})
-    for names in [[name] for name in ATTACKS] if NIGHTLY else [list(ATTACKS)]:
-        with chosen.storm(*names):
-            assert trainer.run(fit, config, callbacks=[heard]) == undisturbed
-        chosen.check()
-        assert not heard.named("recovery")
-        kept = train.Checkpoint(trainer.latest_checkpoint_path).to_dict()
-        assert kept["epoch"] == config["epochs"] and same(kept["model"], trainer.latest_checkpoint["model"])
-    ended_quickly(trainer.shutdown)
 
 
 # -- TensorFlow -----------------------------------------------------------------------------------------------------

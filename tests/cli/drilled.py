@@ -1,6 +1,5 @@
-"""Operators for `raysgd drill`: two without a fault, and others with one each."""
+"""Operators for `raysgd drill`: two without a fault, and one that forgets."""
 
-import os
 import time
 from typing import Any
 
@@ -58,22 +57,3 @@ class Forgetful(Scheduled):
 
     def load_state_dict(self, state_dict: Any) -> None:
         pass
-
-
-class Random(Clean):
-    """Is another one in each process."""
-
-    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        x, y = batch
-        noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(int.from_bytes(os.urandom(4), "big")))
-        return super().train_batch((x + noise, y), batch_info)
-
-
-class Swallowing(Clean):
-    """Catches every error of a batch."""
-
-    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        try:
-            return super().train_batch(batch, batch_info)
-        except RuntimeError:
-            return {"train_loss": 0.0}
