@@ -37,14 +37,12 @@ def test_ranks_that_block_the_others(stacks: list, blocking: list[int]) -> None:
 @pytest.mark.parametrize(
     ("silent", "blocking"),
     [
-        ((11.0, 0.2, 2.6), ["0"]),
         ((11.0, 11.4, 0.2), ["0", "1"]),
         ((2.6, 0.1, 0.2), []),
         ((5.1, 0.1, 0.2), ["0"]),
         ((9.6, 5.1, 0.2), ["0"]),
     ],
     ids=[
-        "one waits for the first",
         "two are stopped",
         "a short silence",
         "half of the time",

@@ -33,7 +33,6 @@ FAILED, HANGS, ERROR = WorkerFailed("it ended"), WorkerFailed("stopped", "hang")
 OUTCOMES = {
     "all finished": ([OK, OK], "done", ""),
     "one failed, one interrupted": ([CUT, FAILED], "broken", "worker death"),
-    "peers were interrupted before the failure was reported": ([CUT, CUT, FAILED], "broken", "worker death"),
     "one failed, one finished": ([OK, FAILED], "broken", "worker death"),
     "all failed": ([FAILED, FAILED], "broken", "worker death"),
     "one hangs": ([CUT, HANGS], "broken", "hang"),
@@ -44,7 +43,6 @@ OUTCOMES = {
     "a failure while stopping": ([PAUSED, FAILED], "broken", "worker death"),
     "an error, and interrupted peers": ([CUT, ERROR, CUT], "user_error", ""),
     "an error and a failure": ([FAILED, ERROR], "user_error", ""),
-    "errors on all ranks": ([ERROR, ERROR], "user_error", ""),
 }
 
 
@@ -68,12 +66,9 @@ def situation(**facts: object) -> Situation:
 
 DECISIONS = {
     "survivors continue at once": (dict(), Rejoin()),
-    "also when others are starting": (dict(starting=1, gathered=False), Rejoin()),
     "too many failures": (dict(failures=4), GiveUp),
     "no limit": (dict(failures=1000, max_failures=-1), Rejoin()),
-    "no failure allowed": (dict(failures=1, max_failures=0), GiveUp),
     "none left, room for all": (dict(survivors=0, free=5), Restart(3)),
-    "none left, room for one": (dict(survivors=0, free=1), Restart(1)),
     "none left, one is starting, room for more": (dict(survivors=0, starting=1, free=5), Restart(2)),
     "none left, one is starting and may still need the room": (dict(survivors=0, starting=1, free=1), Wait(7.0)),
     "some are left, one is starting": (dict(survivors=1, min_workers=2, starting=1, free=5), Wait(7.0)),

@@ -9,8 +9,6 @@ from raysgd.core.ranks import RankInfo, SingleWorkerBackend, assign_ranks
     ("nodes", "local_ranks", "local_sizes", "node_ranks"),
     [
         ([], [], [], []),
-        (["a"], [0], [1], [0]),
-        (["a", "a", "a"], [0, 1, 2], [3, 3, 3], [0, 0, 0]),
         (["a", "b", "a"], [0, 0, 1], [2, 1, 2], [0, 1, 0]),
         (["b", "a", "a", "b"], [0, 0, 1, 1], [2, 2, 2, 2], [0, 1, 1, 0]),
     ],

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from pathlib import Path
-from threading import Barrier, Event
+from threading import Event
 from types import ModuleType
 
 import pytest
@@ -20,14 +20,6 @@ from tests.peek import forget_other_tests
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     forget_other_tests(monkeypatch, __name__)
-
-
-@pytest.fixture
-def eager_switches() -> Iterator[None]:
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(before)
 
 
 def of_this_module() -> str:
@@ -49,18 +41,6 @@ def test_a_folder_whose_parents_import_failed(tmp_path: Path, monkeypatch: pytes
         assert pack(len)
     finally:
         del sys.modules["outer_package.inner"]
-
-
-def test_many_threads_at_once_pickle_by_value(eager_switches: None) -> None:
-    threads = 8
-    barrier = Barrier(threads)
-
-    def work(_: int) -> bool:
-        barrier.wait(60)
-        return all(_is_by_value(pack(of_this_module)) for _ in range(20))
-
-    with ThreadPoolExecutor(threads) as pool:
-        assert list(pool.map(work, range(threads))) == [True] * threads
 
 
 class _Waiting:

@@ -633,30 +633,6 @@ def test_a_connection_that_is_not_admitted_in_time_is_closed() -> None:
             assert channel.server.send("w", ConfirmBoundary()), "an admitted worker may be silent"
 
 
-def test_a_limited_number_of_connections_waits_for_admission() -> None:
-    channel = Channel(unadmitted_at_most=3)
-    with closing(channel.server):
-        silent = [channel.open() for _ in range(5)]
-        assert ended(silent[0]) and ended(silent[1]), "the oldest ones are closed"
-        with channel.greet():
-            channel.next(WorkerStarted)
-            assert len(silent[4].recv(100)) == NUMBER_BYTES
-            silent[4].setblocking(False)
-            with pytest.raises(BlockingIOError):
-                silent[4].recv(1)
-        for each in silent:
-            each.close()
-
-
-def test_a_worker_is_admitted_among_many_silent_clients(channel: Channel) -> None:
-    silent = [channel.open() for _ in range(300)]
-    channel.client()
-    assert channel.next(WorkerStarted).worker == "w"
-    channel.server.disconnect("w")
-    for each in silent:
-        each.close()
-
-
 def test_a_refused_worker_tries_again(channel: Channel) -> None:
     """When the driver is flooded with connections, it may close that of a worker before the worker is admitted."""
     tries: list[int] = []
