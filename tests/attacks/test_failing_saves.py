@@ -12,7 +12,6 @@ import resource
 import signal
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ import torch
 from torch import nn
 
 from raysgd import CheckpointError, ConfigError, TorchTrainer
-from raysgd.training import saves
 from tests.torch.small import Line, inline, weights
 
 pytestmark = [pytest.mark.more, pytest.mark.skipif(sys.platform != "linux", reason="needs the process limits of Linux")]
@@ -116,16 +114,6 @@ def test_no_room_for_the_worker_to_write(pair: TorchTrainer, saved: torch.Tensor
     save_again(pair, tmp_path)
 
 
-def test_no_room_for_sharded_files(pair: TorchTrainer, saved: torch.Tensor, tmp_path: Path) -> None:
-    pair.apply_all_workers(functools.partial(limit, ROOM))
-    with pytest.raises(OSError, match="File too large") as caught:
-        pair.save(tmp_path / "parts", sharded=True)
-    assert caught.value.errno == errno.EFBIG
-    assert_only(tmp_path, saved)
-    pair.apply_all_workers(no_limit)
-    save_again(pair, tmp_path)
-
-
 def test_no_room_for_the_sharded_file_of_one_worker(tmp_path: Path) -> None:
     with inline(Wide) as trainer:
         trainer.save(tmp_path / "parts", sharded=True)
@@ -138,28 +126,6 @@ def test_no_room_for_the_sharded_file_of_one_worker(tmp_path: Path) -> None:
         finally:
             no_limit()
     assert os.listdir(tmp_path) == ["parts"] and torch.equal(stored(tmp_path / "parts"), before)
-
-
-@pytest.mark.parametrize("blocking", [True, False], ids=["blocking", "background"])
-def test_no_room_for_the_driver(
-    pair: TorchTrainer, saved: torch.Tensor, tmp_path: Path, blocking: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The worker cannot see the driver's disk, as if it were on another machine."""
-    begin = saves.FileDraft.begin
-
-    def elsewhere(draft: saves.FileDraft) -> dict[str, Any]:
-        return {"draft": replace(begin(draft)["draft"], mark=b"another file")}
-
-    monkeypatch.setattr(saves.FileDraft, "begin", elsewhere)
-    limit(ROOM)
-    with pytest.raises(OSError, match="File too large") as caught:
-        done = pair.save(tmp_path / "x.pt", blocking=blocking)
-        assert not isinstance(done, str)
-        done.result(60)
-    assert caught.value.errno == errno.EFBIG
-    no_limit()
-    assert_only(tmp_path, saved)
-    save_again(pair, tmp_path)
 
 
 # -- a worker that is killed while it writes ----------------------------------------------------------

@@ -27,7 +27,6 @@ from tests.files.tf_cases import (  # noqa: E402
     without,
 )
 from tests.peek import models_of  # noqa: E402
-from tests.tf.small import arrays  # noqa: E402
 from tests.tiers import NIGHTLY  # noqa: E402
 
 FLIPS = 2000 if NIGHTLY else 40
@@ -81,29 +80,14 @@ def test_missing_contents_are_refused_or_not_needed(bench: Bench) -> None:
         bench.now = of(bench.trainer)
 
 
-def test_refused_files_do_not_change_training(tmp_path: Path) -> None:
-    weights = []
-    for disturbed in (False, True):
-        with TFTrainer(training_operator_cls=Stateful) as trainer:
-            trainer.train(num_steps=4)
-            path = trainer.save(tmp_path / "saved.ckpt")
-            data = Path(path).read_bytes()
-            trainer.train(num_steps=3)
-            if disturbed:
-                for keys, value in list(WRONG.values())[::5]:
-                    Path(path).write_bytes(changed(data, *keys, to=value))
-                    with pytest.raises(CheckpointError):
-                        trainer.load(path)
-                trainer.apply_all_operators(lambda operator: setattr(type(operator), "fails_on", 0))
-                Path(path).write_bytes(data)
-                with pytest.raises(CheckpointError, match=r"ZeroDivisionError: planned \(in load_state_dict, tf_cases"):
-                    trainer.load(path)
-            results = [trainer.train(), trainer.train()]
-            weights.append((arrays(trainer.state_dict()), [(r["epoch"], r["num_samples"]) for r in results]))
-    (one, one_results), (other, other_results) = weights
-    assert one_results == other_results
-    for mine, theirs in zip(one, other, strict=True):
-        np.testing.assert_array_equal(mine, theirs)
+def test_an_error_in_the_operators_load_state_dict_undoes_the_load(bench: Bench) -> None:
+    bench.path.write_bytes(bench.data)
+    bench.trainer.apply_all_operators(lambda operator: setattr(type(operator), "fails_on", 0))
+    with pytest.raises(CheckpointError, match=r"ZeroDivisionError: planned \(in load_state_dict, tf_cases"):
+        bench.load()
+    assert of(bench.trainer) == bench.now
+    assert bench.trainer.train(num_steps=1)["batch_count"] == 1
+    bench.now = of(bench.trainer)
 
 
 def test_after_an_error_for_both_states_only_a_load_helps(bench: Bench) -> None:

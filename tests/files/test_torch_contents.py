@@ -2,18 +2,13 @@
 works."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from tests.files.torch_cases import Bench, at, bench, replaced, stored
-
-
-@pytest.fixture(scope="module")
-def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    yield from bench(tmp_path_factory.mktemp("contents"))
+from tests.files.torch_cases import Bench, at, replaced, stored
 
 
 def put(*path: Any) -> Callable[[Any], Callable[[Any], Any]]:

@@ -5,7 +5,6 @@ import io
 import logging
 import random
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,8 @@ import torch
 from raysgd.torch import TorchTrainer
 from tests import storing
 from tests.files.damage import flipped, flips, lengths
-from tests.files.torch_cases import Bench, bench, rich, seed_all, stored, weights
+from tests.files.torch_cases import Bench, rich, seed_all, stored, weights
 from tests.tiers import NIGHTLY
-
-
-@pytest.fixture(scope="module")
-def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    yield from bench(tmp_path_factory.mktemp("damage"))
 
 
 def members(data: bytes) -> dict[str, bytes]:

@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +14,20 @@ from raysgd import CheckpointError, TrainingOptions
 from tests import storing
 from tests.files.damage import flipped, flips
 from tests.files.test_torch_contents import put
-from tests.files.torch_cases import Bench, bench, rich, same, seed_all
+from tests.files.torch_cases import Bench, rich, same, seed_all
 from tests.tiers import NIGHTLY
 
 MANIFEST, OUTLINE, INDEX = ".raysgd-folder.json", "outline.pt", ".metadata"
 
 
 @pytest.fixture(scope="module")
-def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    for made in bench(tmp_path_factory.mktemp("folders")):
-        made.trainer.load(made.folder / "good.pt")
-        made.trainer.save(made.folder / "parts", sharded=True)
-        made.back()
-        assert made.try_path(made.folder / "parts", trusted=True) == "identical"
-        yield made
+def here(here: Bench) -> Bench:
+    """The trainer, with a folder of what is in its file."""
+    here.trainer.load(here.folder / "good.pt")
+    here.trainer.save(here.folder / "parts", sharded=True)
+    here.back()
+    assert here.try_path(here.folder / "parts", trusted=True) == "identical"
+    return here
 
 
 def tried(here: Bench, change: Callable[[Path], Any]) -> str:

@@ -4,7 +4,6 @@ import collections
 import io
 import os
 import pickle
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,7 @@ import pytest
 import torch
 
 from raysgd import CheckpointError
-from tests.files.torch_cases import Bench, bench, stored
-
-
-@pytest.fixture(scope="module")
-def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    yield from bench(tmp_path_factory.mktemp("trust"))
+from tests.files.torch_cases import Bench, stored
 
 
 class Touches:
