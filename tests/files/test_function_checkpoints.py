@@ -1,5 +1,6 @@
 """A damaged checkpoint of a training function is loaded as it was saved, or refused with an error that names it and the cause."""
 
+import json
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -150,36 +151,45 @@ def test_stored_checkpoints_of_a_run_have_checksums(
         CheckpointManager(tmp_path / "run").adopt({})
 
 
-HOSTILE_LISTS = [
-    b"[" * 200_000,
-    b"[]",
-    b'{"files": []}',
-    b'{"files": {"a": -1}}',
-    b'{"files": {"a": "1"}}',
-    b'{"files": {"a": 1e9}}',
-    b'{"files": {"../a": 1}}',
-    b'{"files": {"/etc/passwd": 1}}',
-    b'{"files": {"": 1}}',
-    b'{"files": {"a//b": 1}}',
-    b'{"files": {"a\\u0000": 1}}',
-    b'{"files": {"\\ud800": 1}}',
-    b'{"files": {"' + b"a/" * 50_000 + b'a": 1}}',
-    b'{"files": {"a": ' + b"9" * 5000 + b"}}",
-    b'{"files": {"weights.bin": 3072, "weights.bin/a": 1}}',
-    b'{"files": {}, "version": 99, "digests": {}}',
-    b"\xff\xfe",
-]
+def listed(**changes: Any) -> Callable[[dict[str, Any]], Any]:
+    return lambda whole: {**whole, **changes}
+
+
+def entry(name: str, **changes: Any) -> Callable[[dict[str, Any]], Any]:
+    """Return what lists one more file, with the size and digest of another one."""
+    return lambda whole: {**whole, "files": {**whole["files"], name: {**whole["files"]["weights.bin"], **changes}}}
+
+
+# Each with its own digest, so that only what it says is wrong.
+HOSTILE_LISTS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    **{f"a file named {name[:20]!r}": entry(name) for name in ("../a", "/etc/passwd", "", ".", "a//b")},
+    "a file below a file": entry("weights.bin/a"),
+    **{f"a size of {size!r}": entry("weights.bin", size=size) for size in (-1, "1", 1e9, True, None)},
+    "a number for a digest": entry("weights.bin", sha256=3),
+    "numbers": lambda whole: {**whole, "files": {name: 3 for name in whole["files"]}},
+    "no files": listed(files=None),
+    "another format": listed(format="x"),
+    "a newer version": listed(version=99),
+}
+NO_FILES: dict[str, Callable[[dict[str, Any]], Any]] = {
+    f"a file named {name[:20]!r}": entry(name) for name in ("a\0", "\ud800", "a/" * 50_000 + "a")
+}  # names that a file of this system cannot have
+NO_LISTS = [b"", b"[" * 200_000, b"[]", b'{"files": {"a": ' + b"9" * 5000 + b"}}", b"\xff\xfe"]
 
 
 @pytest.mark.parametrize("place", ["local", "remote"])
-def test_a_hostile_list_is_refused(source: Path, place: str) -> None:
-    where: Any = source
+def test_a_hostile_list_is_refused(source: Path, tmp_path: Path, place: str) -> None:
+    where = f"memory://{uuid.uuid4().hex}/files" if place == "remote" else str(tmp_path / "saved")
     if place == "remote":
         pytest.importorskip("fsspec")
-        where = Checkpoint.from_directory(source).to_uri(f"memory://{uuid.uuid4().hex}/files")
-    for listed in HOSTILE_LISTS:
-        storing.write(f"{where}/{LIST}", listed)
+    Checkpoint.from_directory(source).to_uri(where)
+    whole = json.loads(storing.read(f"{where}/{LIST}"))
+    del whole["digest"]
+    changes = HOSTILE_LISTS if place == "remote" else {**HOSTILE_LISTS, **NO_FILES}
+    wrong = {name: storing.sealed_json(change(whole)) for name, change in changes.items()}
+    for name, data in {**wrong, **{str(each[:20]): each for each in NO_LISTS}}.items():
+        storing.write(f"{where}/{LIST}", data)
         for load in (lambda: read_folder(where), lambda: Checkpoint(where).to_bytes()):
             with pytest.raises(CheckpointError) as caught:
                 load()
-            assert str(where) in str(caught.value), listed[:50]
+            assert where in str(caught.value), name
