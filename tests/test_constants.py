@@ -24,8 +24,3 @@ def test_an_error_about_a_limit_names_the_variable(monkeypatch, text):
     monkeypatch.setenv("NCCL_TIMEOUT_S", text)
     with pytest.raises(ValueError, match="NCCL_TIMEOUT_S is '" + text):
         _ = raysgd.torch.constants.NCCL_TIMEOUT_S
-
-
-def test_an_unknown_name_is_an_attribute_error():
-    with pytest.raises(AttributeError, match="NO_SUCH"):
-        _ = raysgd.torch.constants.NO_SUCH

@@ -66,7 +66,6 @@ def test_only_imports_name_raysgd(name: str) -> None:
     ("name", "workers"),
     [
         ("custom_batches.py", 1),
-        pytest.param("train_example.py", 1, marks=pytest.mark.more),
         *(pytest.param(name, 2, marks=[pytest.mark.nightly, pytest.mark.slow]) for name in NAMES),
     ],
 )

@@ -174,21 +174,6 @@ def test_a_challenge_that_is_sent_back_proves_nothing() -> None:
     impostor(lambda sent: sent[:PROOF_BYTES] + sent[NUMBER_BYTES + PROOF_BYTES :])
 
 
-def test_a_driver_is_not_fooled_with_its_own_challenge(driver: Driver) -> None:
-    """One connection's number is the other one's challenge."""
-    with contextlib.ExitStack() as opened:
-        one, other = (
-            opened.enter_context(socket.create_connection((driver.address.host, driver.address.port), timeout=5))
-            for _ in range(2)
-        )
-        for source, target in ((one, other), (other, one)):
-            target.sendall(source.recv(NUMBER_BYTES) * 2 + frame(EVIL))
-        for each in (one, other):
-            with contextlib.suppress(ConnectionResetError):
-                assert each.recv(1) == b""
-    driver.still_serves()
-
-
 # -- someone has recorded the traffic -----------------------------------------------------------------
 
 
