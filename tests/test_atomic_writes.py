@@ -91,11 +91,9 @@ def test_a_directory_is_not_overwritten(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["taken"]
 
 
-@pytest.mark.parametrize(("name", "message"), [("missing.pt", "there is no checkpoint at"), ("", "is a directory")])
-def test_reading_something_that_is_not_a_file(tmp_path: Path, name: str, message: str) -> None:
-    with pytest.raises(CheckpointError, match=message) as caught:
-        locations.read(tmp_path / name)
-    assert str(tmp_path) in str(caught.value)
+def test_a_folder_is_not_read_as_a_file(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=f"{tmp_path}.* is a directory"):
+        locations.read(tmp_path)
 
 
 # -- links are followed, and special files are refused ------------------------------------------------

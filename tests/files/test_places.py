@@ -15,6 +15,7 @@ WRONG = {
     "None": (None, "must be a path, or a URI"),
     "an empty text": ("", "must be a path, or a URI"),
     "a number": (3, "must be a path, or a URI"),
+    "bytes": (b"a", "must be a path, or a URI"),
     "a store that fsspec does not know": ("foo://bucket/name", "does not support this kind of storage"),
     "a store without a name in it": ("s3://", "names no file or folder in the store"),
     "another machine": ("file://elsewhere/name", "is on the machine 'elsewhere'"),
