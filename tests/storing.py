@@ -81,13 +81,6 @@ def state_file(state: dict[str, Any]) -> bytes:
     return bytes(states.dump(state))
 
 
-def parsed_state(data: bytes) -> dict[str, Any]:
-    """Return its content, as a load that trusts nothing in it."""
-    from raysgd.torch.checkpoint import states
-
-    return states.parse(data, trusted=False)
-
-
 # -- digests
 
 

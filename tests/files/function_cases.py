@@ -42,10 +42,6 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def is_content(found: Any) -> bool:
-    return same(found, CONTENT)
-
-
 def make_source(folder: Path) -> Path:
     (folder / "sub" / "empty").mkdir(parents=True)
     (folder / "weights.bin").write_bytes(bytes(range(256)) * 12)

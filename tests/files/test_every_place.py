@@ -9,6 +9,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from raysgd.storage.locations import Place
 from raysgd.train import Checkpoint
 from tests import peek
 from tests.files.damage import flipped, lengths, tallied
-from tests.files.function_cases import LIST, read_folder, same
+from tests.files.function_cases import CONTENT, FOLDER_WAYS, LIST, same
 from tests.tiers import NIGHTLY
 from tests.torch.small import Line, inline
 
@@ -56,23 +57,28 @@ def tensorflow() -> Format:
     return of_trainer(TFTrainer(training_operator_cls=Small))
 
 
-def function_folder(source: Path) -> Format:
+def function_folder(source: Path, way: str) -> Format:
     source.mkdir()
     (source / "weights.bin").write_bytes(bytes(range(100)))
     (source / "none").write_bytes(b"")
     Checkpoint.from_directory(source).set_metadata({"model": "small"})
-    return Format(lambda where: Checkpoint.from_directory(source).to_uri(where), read_folder)
+    return Format(
+        lambda where: Checkpoint.from_directory(source).to_uri(where),
+        lambda where: FOLDER_WAYS[way](where, source.parent / uuid.uuid4().hex),
+    )
+
+
+def function_dictionary(**given: Any) -> Format:
+    return Format(Checkpoint.from_dict(CONTENT).to_uri, lambda where: Checkpoint(where, **given).to_dict())
 
 
 FORMATS: dict[str, Callable[[Path], Format]] = {
     "TorchTrainer": lambda source: of_trainer(inline(Line)),
     "TorchTrainer, sharded": lambda source: of_trainer(inline(Line), sharded=True),
     "TFTrainer": lambda source: tensorflow(),
-    "function, dictionary": lambda source: Format(
-        Checkpoint.from_dict({"epoch": 3, "text": "é", "plain": [1, 2.5, None]}).to_uri,
-        lambda where: Checkpoint(where).to_dict(),
-    ),
-    "function, folder": function_folder,
+    "function, dictionary": lambda source: function_dictionary(),
+    "function, trusted dictionary": lambda source: function_dictionary(trusted=True),
+    **{f"function, folder {way}": partial(function_folder, way=way) for way in FOLDER_WAYS},
 }
 
 
@@ -100,6 +106,7 @@ def test_a_damaged_checkpoint_is_refused_or_loads_as_it_was_saved(
         "s3": lambda: request.getfixturevalue("s3"),
     }
     where, made = f"{roots[at]()}/{uuid.uuid4().hex[:8]}", FORMATS[name](tmp_path / "source")
+    named = where.rpartition("/")[2]
     made.save(where)
     expected = made.load(where)
     try:
@@ -112,12 +119,10 @@ def test_a_damaged_checkpoint_is_refused_or_loads_as_it_was_saved(
                 ]
                 for what, data in damaged:
                     locations.write(place, data)
-                    tally.attempt(
-                        f"{place.name}: {what}", lambda: made.load(where), lambda found: same(found, expected)
-                    )
+                    tally.attempt(f"{place.name}: {what}", lambda: made.load(where), lambda f: same(f, expected), named)
                 locations.delete(place)
-                if at != "local" or name != "function, folder" or place.name != LIST:  # a plain folder needs no list
-                    tally.attempt(f"{place.name}: missing", lambda: made.load(where), lambda found: False)
+                if at != "local" or "folder" not in name or place.name != LIST:  # a plain folder needs no list
+                    tally.attempt(f"{place.name}: missing", lambda: made.load(where), lambda found: False, named)
                 locations.write(place, good)
         assert same(made.load(where), expected) and tally.rejected > tally.tried // 2
     finally:

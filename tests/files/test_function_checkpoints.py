@@ -3,6 +3,7 @@
 import json
 import uuid
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,40 +14,8 @@ from raysgd.train import Checkpoint
 from raysgd.train.checkpoint_manager import CheckpointManager
 from tests import storing
 from tests.files.damage import flipped, flips, lengths, tallied
-from tests.files.function_cases import CONTENT, FOLDER_WAYS, LIST, files_of, is_content, make_source, read_folder
+from tests.files.function_cases import CONTENT, LIST, files_of, make_source, read_folder, same
 from tests.tiers import NIGHTLY
-
-FLIPS = 2000 if NIGHTLY else 12
-
-
-def damaged(data: bytes, count: int = FLIPS) -> dict[str, bytes]:
-    changed = {f"bit {bit}": flipped(data, bit) for bit in flips(len(data) or 1, count) if data}
-    return {**changed, **{f"cut to {length}": data[:length] for length in lengths(len(data))}, "longer": data + b"\n"}
-
-
-# -- dictionaries -------------------------------------------------------------------------------------
-
-WAYS: dict[str, Callable[[Path, bytes], Any]] = {
-    "a file": lambda path, data: Checkpoint(path).to_dict(),
-    "a trusted file": lambda path, data: Checkpoint(path, trusted=True).to_dict(),
-    "bytes": lambda path, data: Checkpoint.from_bytes(data).to_dict(),
-    "a file as bytes": lambda path, data: Checkpoint.from_bytes(Checkpoint(path).to_bytes()).to_dict(),
-}
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_damaged_dictionary_is_refused_or_loaded_as_saved(tmp_path: Path, way: str) -> None:
-    path = Path(Checkpoint.from_dict(CONTENT).to_uri(tmp_path / "saved"))
-    data = path.read_bytes()
-    named = ["these bytes"] if way == "bytes" else ["saved"] if way != "a file as bytes" else []
-    with tallied(f"dictionary, {way}") as tally:
-        for what, found in damaged(data).items():
-            path.write_bytes(found)
-            tally.attempt(what, lambda found=found: WAYS[way](path, found), is_content, *named)  # type: ignore[misc]
-    assert tally.rejected > 0.9 * tally.tried
-
-
-# -- folders ------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -54,38 +23,27 @@ def source(tmp_path: Path) -> Path:
     return make_source(tmp_path / "source")
 
 
-@pytest.mark.parametrize("way", FOLDER_WAYS)
-def test_a_damaged_folder_is_refused_or_loaded_as_saved(source: Path, tmp_path: Path, way: str) -> None:
-    path = Path(Checkpoint.from_directory(source).to_uri(tmp_path / "saved"))
-    expected = files_of(source), {"model": "small", "numbers": list(range(30))}
-    content = {file: file.read_bytes() for file in sorted(path.rglob("*")) if file.is_file()}
-    counter = iter(range(10**9))
-    with tallied(f"folder, {way}") as tally:
-        for file, data in content.items():
-            for what, found in damaged(data, FLIPS // 4).items():
-                file.write_bytes(found)
-                load = lambda: FOLDER_WAYS[way](path, tmp_path / f"new{next(counter)}")  # noqa: E731
-                tally.attempt(f"{file.name}: {what}", load, lambda got: got == expected, "saved")
-            file.unlink()
-            if file.name != LIST:  # a folder without a list is not verified
-                tally.attempt(f"{file.name}: missing", load, lambda got: got == expected, "saved", "missing")
-            file.write_bytes(data)
-    assert load() == expected
-    assert tally.rejected > 0.8 * tally.tried
-
-
 def test_a_damaged_archive_is_refused_or_loaded_as_saved(source: Path) -> None:
-    expected = files_of(source)
+    """And a dictionary that is sent as bytes; checkpoints in files are in `test_every_place.py`."""
 
-    def load(found: bytes) -> Any:
+    def files(found: bytes) -> Any:
         with Checkpoint.from_bytes(found).as_directory() as folder:
             return files_of(folder)
 
-    data = Checkpoint.from_directory(source).to_bytes()
-    assert load(data) == expected
-    with tallied("archive") as tally:
-        for what, found in damaged(data).items():
-            tally.attempt(what, lambda found=found: load(found), expected.__eq__)  # type: ignore[misc]
+    loads: dict[str, tuple[Checkpoint, Callable[[bytes], Any]]] = {
+        "archive": (Checkpoint.from_directory(source), files),
+        "dictionary": (Checkpoint.from_dict(CONTENT), lambda found: Checkpoint.from_bytes(found).to_dict()),
+    }
+    for name, (checkpoint, load) in loads.items():
+        data = checkpoint.to_bytes()
+        expected = load(data)
+        damaged = [flipped(data, bit) for bit in flips(len(data), 2000 if NIGHTLY else 30)]
+        damaged += [*(data[:length] for length in lengths(len(data))), data + b"x", data + data]
+        with tallied(name) as tally:
+            for number, found in enumerate(damaged):
+                load_it, is_same = partial(load, found), partial(same, expected)
+                tally.attempt(str(number), load_it, is_same, *["these bytes"] * (name == "dictionary"))
+        assert tally.rejected > 0.8 * tally.tried
 
 
 def test_added_files_are_ignored_and_changed_files_are_reported(source: Path, tmp_path: Path) -> None:

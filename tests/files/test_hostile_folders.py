@@ -34,13 +34,6 @@ def private(tmp_path: Path) -> Path:
     return tmp_path / "private"
 
 
-def device(path: Path) -> None:
-    try:
-        os.mknod(path, 0o666 | 0o020000, os.makedev(1, 5))  # /dev/zero
-    except PermissionError:
-        pytest.skip("only root makes devices")
-
-
 def listening(path: Path) -> None:
     socket.socket(socket.AF_UNIX).bind(str(path))
 

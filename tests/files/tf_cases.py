@@ -122,10 +122,6 @@ def zipped(members: Any, how: int = zipfile.ZIP_STORED) -> bytes:
     return buffer.getvalue()
 
 
-def head_of(data: bytes) -> Any:
-    return json.loads(members_of(data)["state.json"])
-
-
 def place_of(head: Any, *keys: Any) -> tuple[Any, int]:
     """Return the list that contains a value in the JSON, and its index there: `{"#": "dict", "items": [[key, value], ...]}`."""
     holder, at = [head], 0
