@@ -199,26 +199,8 @@ def versions_of_modules() -> None:
 
 
 def loading_by_copying() -> None:
-    class Own(nn.Linear):
-        def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-            return super().load_state_dict(*args, **kwargs)
-
-    class Extra(nn.Linear):
-        def set_extra_state(self, state: Any) -> None:
-            pass
-
-    class Inner(nn.Linear):
-        def _load_from_state_dict(self, *args: Any) -> None:
-            super()._load_from_state_dict(*args)
-
-    class Less(nn.Linear):
-        def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-            return {}
-
-    class Saving(nn.Linear):
-        def _save_to_state_dict(self, *args: Any) -> None:
-            pass
-
+    methods = ("load_state_dict", "set_extra_state", "_load_from_state_dict", "state_dict", "_save_to_state_dict")
+    own = [type("Own", (nn.Linear,), {name: lambda self, *given: None})(1, 1) for name in methods]
     hooked, after, before, instance = (nn.Linear(1, 1) for _ in range(4))
     hooked.register_load_state_dict_pre_hook(lambda *args: None)
     after.register_load_state_dict_post_hook(lambda *args: None)
@@ -227,18 +209,7 @@ def loading_by_copying() -> None:
     assert torch_foreign.loads_by_copying(
         nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1), nn.TransformerEncoderLayer(4, 2))
     )
-    for inner in (
-        Own(1, 1),
-        Extra(1, 1),
-        Inner(1, 1),
-        Less(1, 1),
-        Saving(1, 1),
-        nn.LazyLinear(1),
-        hooked,
-        after,
-        before,
-        instance,
-    ):
+    for inner in (*own, nn.LazyLinear(1), hooked, after, before, instance):
         assert not torch_foreign.loads_by_copying(nn.Sequential(inner)), inner
 
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)

@@ -59,13 +59,6 @@ def test_if_the_second_one_is_first_the_overdue_one_is_dismissed(scenario: Scena
     assert scenario.group.dismissed == ["w1"]
 
 
-def test_an_overdue_replacement_that_starts_after_all_is_taken(scenario: Scenario) -> None:
-    scenario.replacements.launch(1)
-    scenario.after(OVERDUE_S + 1)
-    scenario.after(3, started("w1"))
-    assert scenario.replacements.take(2) == ["w1"]
-
-
 def test_an_overdue_replacement_is_kept_while_the_group_has_places(scenario: Scenario) -> None:
     scenario.replacements.launch(1)
     scenario.after(OVERDUE_S + 1)

@@ -49,17 +49,10 @@ def test_wheel_holds_the_library_and_nothing_else(wheel: Path) -> None:
     assert max(names.values()) == 1
 
 
-def test_wheel_says_what_it_needs(wheel: Path) -> None:
+def test_links_of_the_readme_lead_to_the_web(wheel: Path) -> None:
     archive = zipfile.ZipFile(wheel)
-    (metadata_name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
-    metadata = archive.read(metadata_name).decode()
-    needed = [line for line in metadata.splitlines() if line.startswith("Requires-Dist:")]
-    own = [line.partition(": ")[2] for line in needed if "extra ==" not in line]
-    assert own == ["ray>=2.40", "numpy", "click", "packaging"]
-    for extra in ("torch", "tensorflow", "horovod", "lightning", "tune", "torchmetrics", "callbacks", "mlflow", "dev"):
-        assert f"Provides-Extra: {extra}\n" in metadata
-    assert "Home-page: https://" in metadata
-    links = re.findall(r"\]\(([^)]*)\)|(?:src|srcset)=\"([^\"]*)\"", metadata)
+    (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+    links = re.findall(r"\]\(([^)]*)\)|(?:src|srcset)=\"([^\"]*)\"", archive.read(name).decode())
     assert len(links) > 20 and all("".join(link).startswith("https://") for link in links)
 
 
@@ -75,7 +68,7 @@ ASK = """
 @pytest.mark.more
 def test_the_installed_wheel_runs_the_example_of_the_readme(wheel: Path, tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
-    command = [
+    install = [
         sys.executable,
         "-m",
         "pip",
@@ -85,7 +78,7 @@ def test_the_installed_wheel_runs_the_example_of_the_readme(wheel: Path, tmp_pat
         "--target",
         str(tmp_path / "installed"),
     ]
-    subprocess.run([*command, str(wheel)], check=True, capture_output=True, timeout=240)
+    subprocess.run([*install, str(wheel)], check=True, capture_output=True, timeout=240)
     example = (ROOT / "README.md").read_text(encoding="utf-8").partition("```python\n")[2].partition("```")[0]
     (tmp_path / "example.py").write_text(example + ASK, encoding="utf-8")
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "installed")}
