@@ -1,4 +1,4 @@
-"""Each format of checkpoints at each kind of place: a damaged one is refused, or loads as it was saved.
+"""Each format of checkpoints at each kind of place: a damaged one is refused and changes nothing, or loads as it was saved.
 
 `make nightly` flips every bit of the local files, and one bit of each byte elsewhere; `make test` takes a few of them. Every file
 of a folder is also cut to several lengths, and deleted.
@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from raysgd import CheckpointError
 from raysgd.storage import locations, remote
 from raysgd.storage.locations import Place
 from raysgd.train import Checkpoint
@@ -39,12 +40,21 @@ class Format:
 
 
 def of_trainer(trainer: Any, **sharded: Any) -> Format:
-    """Return a trainer's format. Random states fill nine tenths of a file, and so of the bits, so they are left out."""
+    """Return a trainer's format. Random states fill nine tenths of a file, and so of the bits, so they are left out. A refused
+    checkpoint does not change the trainer."""
+
+    def state() -> Any:
+        found = {name: value for name, value in trainer.state_dict().items() if name != "rng"}
+        return {**found, "position": {**found["position"], "loads": 0}}  # which counts these loads
 
     def load(where: str) -> Any:
-        trainer.load(where, **({"trusted": True} if sharded else {}))
-        state = {name: value for name, value in trainer.state_dict().items() if name != "rng"}
-        return {**state, "position": {**state["position"], "loads": 0}}  # which counts these loads
+        before = state()
+        try:
+            trainer.load(where, **({"trusted": True} if sharded else {}))
+        except CheckpointError:
+            assert same(state(), before), "it was refused, and the trainer is another one"
+            raise
+        return state()
 
     peek.save_no_random_states(trainer)
     return Format(lambda where: trainer.save(where, **sharded), load, trainer.shutdown)

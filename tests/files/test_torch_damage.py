@@ -1,5 +1,4 @@
-"""A damaged file of TorchTrainer loads exactly as it was saved, or is refused with an error that names it and the cause. A
-refused file changes nothing in the trainer. Damage of every format, without the second, is in `test_every_place.py`."""
+"""Files of TorchTrainer that were put together from parts, or have no checksums. `test_every_place.py` flips bits and truncates."""
 
 import io
 import logging
@@ -13,7 +12,7 @@ import torch
 
 from raysgd.torch import TorchTrainer
 from tests import storing
-from tests.files.damage import flipped, flips, lengths
+from tests.files.damage import flipped
 from tests.files.torch_cases import Bench, rich, seed_all, stored, weights
 from tests.tiers import NIGHTLY
 
@@ -31,24 +30,9 @@ def zipped(content: dict[str, bytes], how: int = zipfile.ZIP_STORED) -> bytes:
     return buffer.getvalue()
 
 
-def test_a_trainer_refuses_flipped_bits_and_does_not_change(here: Bench) -> None:
-    found = [here.try_file(flipped(here.good, bit)) for bit in flips(len(here.good), 2_000 if NIGHTLY else 60)]
-    listed = 8 * here.good.index(b"PK\1\2")  # the list of parts, at the end
-    for bit in range(listed, 8 * len(here.good), 1 if NIGHTLY else 211):
-        here.try_file(flipped(here.good, bit))
-    assert found.count("identical") <= 0.3 * len(found)
-    here.next_steps_are_right()
-
-
-def test_a_trainer_refuses_truncated_files(here: Bench) -> None:
-    for length in lengths(len(here.good)):
-        here.refuses(here.good[:length])
-    here.next_steps_are_right()
-
-
 def test_other_damage_is_detected(here: Bench) -> None:
     good, chance = here.good, random.Random(13)
-    for _ in range(500 if NIGHTLY else 4):
+    for _ in range(500 if NIGHTLY else 6):
         first, second = sorted(chance.sample(range(len(good)), 2))
         piece = good[first:second]
         here.try_file(good[:first] + bytes(len(piece)) + good[second:])

@@ -58,6 +58,7 @@ def join(background: Background) -> subprocess.CompletedProcess[str]:
     return background.run("-c", JOIN, connected=True)
 
 
+@pytest.mark.more
 @pytest.mark.script(run=join)
 def test_a_cluster_that_requires_a_token(outcome: Callable[[], subprocess.CompletedProcess[str]]) -> None:
     """Without one; tests/first_hour/test_joining.py tries another one."""
