@@ -226,6 +226,7 @@ class Cluster:
                 "torch.distributed.broadcast": self._broadcast,
                 "torch.distributed.broadcast_object_list": self._broadcast_objects,
                 "torch.distributed.all_reduce": self._reduce,
+                "torch.distributed.all_gather": self._all_gather_tensors,
                 "torch.distributed.all_gather_object": self._all_gather,
                 "torch.distributed.gather_object": self._gather,
                 "torch.distributed.scatter_object_list": self._scatter,
@@ -295,6 +296,10 @@ class Cluster:
 
     def _all_gather(self, object_list: list[Any], obj: Any, group: Any = None) -> None:
         object_list[:] = copy.deepcopy(self.together(obj))
+
+    def _all_gather_tensors(self, tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: Any = None) -> None:
+        for kept, found in zip(tensor_list, self.together(tensor.clone()), strict=True):
+            kept.copy_(found)
 
     def _gather(self, obj: Any, object_gather_list: list[Any] | None = None, dst: int = 0, group: Any = None) -> None:
         every = self.together(obj)

@@ -45,6 +45,7 @@ def measured(workers: int) -> tuple[dict[str, Any], Any]:
         return {**trained, **trainer.validate()}, trainer.get_model().cpu()
 
 
+@pytest.mark.more  # the gradients that go through an all_gather are those of real workers
 def test_two_workers_measure_and_step_as_one(ray_cluster: None) -> None:
     one, model = measured(1)
     two, other = measured(2)

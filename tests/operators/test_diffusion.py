@@ -16,6 +16,7 @@ from raysgd.operators.image_classification import digits_data
 pytest.importorskip("torchmetrics")
 
 from raysgd.operators.diffusion import DiffusionOperator, Noised, SmallUNet
+from tests.local.group import Cluster
 
 
 def nearest(images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -65,14 +66,11 @@ def frechet(one: torch.Tensor, other: torch.Tensor) -> float:
     return float((one.mean(0) - other.mean(0)).square().sum() + a.trace() + b.trace() - 2 * root)
 
 
-@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.more)])
-def test_metrics_are_exact_over_all_images(ray_cluster: None, workers: int) -> None:
-    """Compare with the definitions, on the images of all workers at once."""
+def test_metrics_are_exact_over_all_images() -> None:
+    """Compare with the definitions, on the images of both workers at once."""
     images, held_out = pictures(12, 0), pictures(13, 1)
     config = {"model": layer, "train_data": images, "validation_data": held_out, "features": Corners, "batch_size": 3}
-    with TorchTrainer(
-        training_operator_cls=DiffusionOperator, config=config, num_workers=workers, use_gpu=False
-    ) as trainer:
+    with Cluster(), TorchTrainer(training_operator_cls=DiffusionOperator, config=config, num_workers=2) as trainer:
         trainer.train(num_steps=2)
         result, again = trainer.validate(), trainer.validate()
         operator = trainer.get_local_operator()
@@ -87,14 +85,17 @@ def test_metrics_are_exact_over_all_images(ray_cluster: None, workers: int) -> N
     assert result["val_frechet_distance"] == pytest.approx(expected, rel=1e-4)
 
 
-def test_training_does_not_depend_on_the_workers(ray_cluster: None) -> None:
+def test_training_does_not_depend_on_the_workers() -> None:
     """Each sample has the same time and noise on any worker, and other ones in the next epoch."""
     config = {"model": layer, "train_data": pictures(24, 0), BATCH_SIZE: 8, "optimizer": torch.optim.SGD, "lr": 0.1}
     found: list[Any] = []
     for workers in (1, 2):
-        with TorchTrainer(
-            training_operator_cls=DiffusionOperator, config=config, num_workers=workers, use_gpu=False, seed=0
-        ) as trainer:
+        with (
+            Cluster(),
+            TorchTrainer(
+                training_operator_cls=DiffusionOperator, config=config, num_workers=workers, seed=0
+            ) as trainer,
+        ):
             losses = [trainer.train()["train_loss"] for _ in range(2)]
             found.append((losses, trainer.get_model().state_dict()))
     (ones, one), (others, other) = found

@@ -18,6 +18,7 @@ pytest.importorskip("transformers")
 import transformers
 
 from raysgd.operators.fine_tuning import SMALL_LLAMA, FineTuningOperator, markov_documents, packed
+from tests.local.group import Cluster
 from tests.peek import parts_of
 
 
@@ -105,13 +106,13 @@ def half_prompts() -> list[dict[str, list[int]]]:
 def measured(workers: int) -> tuple[dict[str, Any], dict[str, Any], dict[str, torch.Tensor]]:
     documents = half_prompts()
     config = {"train_data": documents, "validation_data": documents, "end": 0, "block_size": 32, BATCH_SIZE: 100}
-    with TorchTrainer(training_operator_cls=PlainSteps, config=config, num_workers=workers, use_gpu=False) as trainer:
+    with Cluster(), TorchTrainer(training_operator_cls=PlainSteps, config=config, num_workers=workers) as trainer:
         before = trainer.validate()
         trainer.train(num_steps=1)
         return before, trainer.validate(), weights(trainer)
 
 
-def test_two_workers_measure_and_step_as_one(ray_cluster: None) -> None:
+def test_two_workers_measure_and_step_as_one() -> None:
     before, after, trained = measured(1)
     two_before, two_after, two_trained = measured(2)
     for one, two in ((before, two_before), (after, two_after)):

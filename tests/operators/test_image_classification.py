@@ -17,6 +17,7 @@ from raysgd.operators.image_classification import (
     topk_accuracy,
 )
 from raysgd.operators.resnet import BasicBlock, ResNet
+from tests.local.group import Cluster
 
 
 def test_learns_the_digits() -> None:
@@ -101,14 +102,17 @@ def test_the_complete_recipe_trains_a_residual_network() -> None:
     assert val["val_accuracy"] > 0.95 and val["val_top5_accuracy"] > 0.995
 
 
-def test_augmentation_does_not_depend_on_the_workers(ray_cluster: None) -> None:
+def test_augmentation_does_not_depend_on_the_workers() -> None:
     """The images of a training on two workers are those of a training on one, and so are the weights."""
     config = {"model": partial(SmallConvNet, channels=3), "train_transform": shifted, BATCH_SIZE: 64, "lr": 0.1}
     weights = []
     for workers in (1, 2):
-        with TorchTrainer(
-            training_operator_cls=ImageClassificationOperator, config=config, num_workers=workers, use_gpu=False, seed=0
-        ) as trainer:
+        with (
+            Cluster(),
+            TorchTrainer(
+                training_operator_cls=ImageClassificationOperator, config=config, num_workers=workers, seed=0
+            ) as trainer,
+        ):
             trainer.train(num_steps=5)
             weights.append(trainer.get_model().state_dict())
     assert all(torch.allclose(weights[0][name], weights[1][name], atol=1e-5) for name in weights[0])

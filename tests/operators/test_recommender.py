@@ -13,6 +13,7 @@ pytest.importorskip("sklearn")
 from sklearn.metrics import average_precision_score, roc_auc_score
 
 from raysgd.operators.recommender import FactorizationNet, RecommenderOperator, generated_clicks
+from tests.local.group import Cluster
 
 
 def test_learns_who_clicks_on_what() -> None:
@@ -27,13 +28,11 @@ def test_learns_who_clicks_on_what() -> None:
     assert result["val_loss"] < before["val_loss"] and result["num_samples"] == 4000
 
 
-def test_metrics_are_exact_over_all_workers(ray_cluster: None) -> None:
+def test_metrics_are_exact_over_all_workers() -> None:
     """Compare with scikit-learn, on the rows of both workers at once."""
     data = Subset(generated_clicks()[1], range(301))
     config = {"train_data": data, "validation_data": data, "batch_size": 16}
-    with TorchTrainer(
-        training_operator_cls=RecommenderOperator, config=config, num_workers=2, use_gpu=False
-    ) as trainer:
+    with Cluster(), TorchTrainer(training_operator_cls=RecommenderOperator, config=config, num_workers=2) as trainer:
         trainer.train()
         result = trainer.validate()
         found = trainer.predict(data)

@@ -15,6 +15,7 @@ pytest.importorskip("torchmetrics")
 pytest.importorskip("transformers")
 
 from raysgd.operators.segmentation import IGNORED, SegmentationOperator, Shapes
+from tests.local.group import Cluster
 
 
 @pytest.mark.more
@@ -45,14 +46,11 @@ def convolution() -> nn.Module:
     return nn.Conv2d(1, 3, 3, padding=1)
 
 
-@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.more)])
-def test_metrics_are_exact_over_all_pixels(ray_cluster: None, workers: int) -> None:
-    """Compare with the definitions, on the images of all workers at once."""
+def test_metrics_are_exact_over_all_pixels() -> None:
+    """Compare with the definitions, on the images of both workers at once."""
     data = images_with_ignored_pixels()
     config = {"model": convolution, "train_data": data, "validation_data": data, "batch_size": 2}
-    with TorchTrainer(
-        training_operator_cls=SegmentationOperator, config=config, num_workers=workers, use_gpu=False
-    ) as trainer:
+    with Cluster(), TorchTrainer(training_operator_cls=SegmentationOperator, config=config, num_workers=2) as trainer:
         trainer.train(num_steps=2)
         result = trainer.validate()
         model = trainer.get_model()
