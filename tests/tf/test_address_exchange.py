@@ -33,23 +33,11 @@ def test_nothing_listens_while_addresses_are_exchanged(ranks: list[TensorflowFun
     assert [plan["addresses"] for plan in plans] == [[offer["address"] for offer in offers]] * COUNT
 
 
-@pytest.mark.parametrize("packet", [b"", b"1\n", b"[1]\n", b"[" * 200_000 + b"\n", b'{"token": [[]]}\n', b"\xff" * 64])
-def test_a_held_port_accepts_no_connection(packet: bytes) -> None:
+def test_a_held_port_accepts_no_connection() -> None:
     port = HeldPort()
-    with pytest.raises(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port.number)) as stranger:
-        stranger.sendall(packet)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port.number))
     port.release()
-
-
-def test_ports_are_free_and_not_shared() -> None:
-    one, other = HeldPort(), HeldPort()
-    assert one.number != other.number
-    with socket.socket() as probe, pytest.raises(OSError):
-        probe.bind(("", one.number))
-    for each in (one, other):
-        each.release()
-    with socket.socket() as probe:
-        probe.bind(("", one.number))
 
 
 def test_the_address_is_of_the_interface_towards_the_driver() -> None:

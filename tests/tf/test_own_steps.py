@@ -14,8 +14,6 @@ from raysgd.tf import TFTrainer  # noqa: E402
 from tests.tf.own_models import data_creator, model_creator  # noqa: E402
 from tests.tf.small import ROWS, arrays  # noqa: E402
 
-MODELS = ["penalized", "tracked", "gan", "eager"]
-
 
 def trainer_of(model: str, library: str = "keras", **given: Any) -> TFTrainer:
     config = {"model": model, "library": library, **given.pop("config", {})}
@@ -23,7 +21,8 @@ def trainer_of(model: str, library: str = "keras", **given: Any) -> TFTrainer:
 
 
 @pytest.mark.parametrize(
-    ("model", "library"), [*((each, "keras") for each in MODELS), ("penalized", "tf_keras"), ("gan", "tf_keras")]
+    ("model", "library"),
+    [("tracked", "keras"), ("gan", "keras"), ("eager", "keras"), ("penalized", "tf_keras"), ("gan", "tf_keras")],
 )
 def test_one_worker_does_what_fit_does(model: str, library: str) -> None:
     pytest.importorskip(library)
@@ -77,7 +76,11 @@ def test_class_weights_reach_the_models_own_step() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "library"), [("tracked", "keras"), ("gan", "keras"), ("gan", "tf_keras")])
+@pytest.mark.more
+@pytest.mark.parametrize(
+    ("model", "library"),
+    [("tracked", "keras"), ("gan", "keras"), pytest.param("gan", "tf_keras", marks=pytest.mark.nightly)],
+)
 def test_two_workers_train_as_one(ray_cluster: None, model: str, library: str) -> None:
     pytest.importorskip(library)
     with trainer_of(model, library) as trainer:

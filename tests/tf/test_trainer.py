@@ -1,10 +1,6 @@
 """TFTrainer with one worker in this process: training, metrics, checkpoints, and invalid arguments."""
 
 import importlib
-import os
-import sys
-import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +11,7 @@ tf = pytest.importorskip("tensorflow")
 
 from raysgd import AutoCheckpoint  # noqa: E402
 from raysgd.constants import BATCH_SIZE  # noqa: E402
-from raysgd.errors import CheckpointError, ConfigError, TrainerBusyError  # noqa: E402
+from raysgd.errors import CheckpointError, ConfigError  # noqa: E402
 from raysgd.tf import TFTrainer, TrainingOperator  # noqa: E402
 from tests.tf import small  # noqa: E402
 from tests.tf.small import ROWS, Small, arrays, data_creator, model_creator  # noqa: E402
@@ -56,19 +52,15 @@ def test_training_equals_keras(library: str) -> None:
     assert result["validation_accuracy"] == pytest.approx(accuracy, rel=1e-5)
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
-def test_operators_and_compiled_models_train_alike_and_checkpoints_have_the_optimizer(
-    library: str, tmp_path: Path
-) -> None:
-    pytest.importorskip(library)
-    with TFTrainer(training_operator_cls=Small, config={"library": library, "normalized": True}) as trainer:
+def test_a_checkpoint_of_an_operator_has_its_optimizer(tmp_path: Path) -> None:
+    with TFTrainer(training_operator_cls=Small, config={"normalized": True}) as trainer:
         first = trainer.train()
         handle = trainer.save(tmp_path / "a.ckpt", blocking=False)
         expected = trainer.train()
         path = handle.result(60)
         state = trainer.state_dict()
     assert {"train_hits", "train_loss"} <= set(first)
-    with TFTrainer(training_operator_cls=Small, config={"library": library, "normalized": True}) as trainer:
+    with TFTrainer(training_operator_cls=Small, config={"normalized": True}) as trainer:
         trainer.load(path)
         assert trainer.train(num_steps=0)["epoch"] == 1
         got = trainer.train()
@@ -128,9 +120,8 @@ def test_calls_of_steps_per_epoch_are_epochs_of_endless_data(tmp_path: Path) -> 
         for epoch in (0, 5):  # set by the user
             trainer.load_state_dict({**state, "epoch": epoch})
             assert [trainer.train()["epoch"] for _ in range(2)] == [epoch + 1, epoch + 2]
-    state["epoch"] = state["position"]["epoch"]
-    del state["position"]["counted"]  # as in files of earlier versions
-    with TFTrainer(model_creator, endless, {"fit_config": {"steps_per_epoch": 4}}) as trainer:
+        state["epoch"] = state["position"]["epoch"]
+        del state["position"]["counted"]  # as in files of earlier versions
         trainer.load_state_dict(state)
         assert trainer.train(num_steps=2)["epoch"] == 1
         assert trainer.train()["epoch"] == 3
@@ -177,7 +168,6 @@ def test_fit_arguments_that_keras_ignores_are_accepted(caplog: pytest.LogCapture
         ({"fit_config": {"batch_size": 3}}, "'batch_size': batch the data set"),
         ({"fit_config": {"validation_data": 1}}, "validate"),
         ({"fit_config": {"sample": 2}}, "'sample': only epochs, .* have an effect"),
-        ({"fit_config": {"validation_freq": 2}}, "validate"),
         ({"evaluate_config": {"sample_weight": 1}}, "sample_weight"),
         ({"fit_config": {"epochs": 0}}, "at least 1"),
         ({BATCH_SIZE: 0}, "batch of all workers"),
@@ -188,7 +178,7 @@ def test_fit_arguments_without_effect_are_refused_by_name(config: dict[str, Any]
         of_creators(config)
 
 
-@pytest.mark.parametrize("library", ["keras", "tf_keras"])
+@pytest.mark.parametrize("library", LIBRARIES)
 def test_arguments_of_compile_without_effect_are_refused(library: str) -> None:
     pytest.importorskip(library)
 
@@ -287,7 +277,7 @@ class Pair(TrainingOperator):
         return loss
 
 
-@pytest.mark.parametrize("policy", ["float32", "mixed_float16", "mixed_bfloat16"])
+@pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
 def test_several_models_in_a_custom_batch_in_any_precision(policy: str) -> None:
     with TFTrainer(training_operator_cls=Pair, config={"policy": policy}) as trainer:
         start = trainer.state_dict()["models"]
@@ -299,82 +289,18 @@ def test_several_models_in_a_custom_batch_in_any_precision(policy: str) -> None:
     assert moved[0] > 0.01 and moved[1] == 0
 
 
-def test_save_follows_a_link_and_refuses_a_pipe(tmp_path: Path) -> None:
-    (tmp_path / "link.ckpt").symlink_to("real.ckpt")
-    os.mkfifo(tmp_path / "pipe.ckpt")
-    with of_creators() as trainer:
-        trainer.save(tmp_path / "link.ckpt")
-        assert (tmp_path / "link.ckpt").is_symlink() and not (tmp_path / "real.ckpt").is_symlink()
-        trainer.load(tmp_path / "link.ckpt")
-        with pytest.raises(ConfigError, match="is a named pipe"):
-            trainer.save(tmp_path / "pipe.ckpt")
-    assert (tmp_path / "pipe.ckpt").is_fifo()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["link.ckpt", "pipe.ckpt", "real.ckpt"]
+def test_a_batch_may_return_values_of_any_kind_under_names() -> None:
+    values: dict[Any, Any] = {"nan": float("nan"), "scalar": tf.constant(2.0), "half": np.float16(2)}
+    values |= {"vector": tf.ones(3), "no": None}
 
+    class Returning(Small):
+        def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> Any:
+            return {**super().train_batch(batch, batch_info), **values}
 
-class Returning(Small):
-    """Returns or does what a test passes."""
-
-    returned: Any = None
-
-    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> Any:
-        if callable(self.returned):
-            return self.returned()
-        return {**super().train_batch(batch, batch_info), **(self.returned or {})}
-
-
-def returning(what: Any) -> TFTrainer:
-    trainer = TFTrainer(training_operator_cls=Returning, config={})
-    trainer.get_local_operator().returned = what  # type: ignore[attr-defined]
-    return trainer
-
-
-@pytest.mark.parametrize(
-    ("metrics", "kind", "text"),
-    [
-        ({1: 1.0}, TypeError, "name of a metric must be a string, got 1"),
-        ({"m": 10**400}, ValueError, "the metric 'm' is a number of"),
-        ({"num_samples": "x"}, ValueError, "num_samples, the number of samples"),
-    ],
-    ids=str,
-)
-def test_an_invalid_metric_is_refused_by_name(metrics: Any, kind: type[Exception], text: str) -> None:
-    with returning(metrics) as trainer, pytest.raises(kind, match=rf"Returning\.train_batch .*{text}"):
-        trainer.train()
-
-
-def test_other_values_are_in_the_result() -> None:
-    values = {"nan": float("nan"), "scalar": tf.constant(2.0), "half": np.float16(2), "vector": tf.ones(3), "no": None}
-    with returning(values) as trainer:
+    with TFTrainer(training_operator_cls=Returning, config={}) as trainer:
         result = trainer.train()
+        values[1] = 1.0
+        with pytest.raises(TypeError, match=r"Returning\.train_batch .*name of a metric must be a string, got 1"):
+            trainer.train()
     assert (result["scalar"], result["half"], result["no"]) == (2.0, 2.0, None)
     assert np.isnan(result["nan"]) and list(result["vector"]) == [1.0, 1.0, 1.0]
-
-
-def test_errors_that_are_not_exceptions_reach_the_user() -> None:
-    def leave() -> None:
-        sys.exit(3)
-
-    def give_up() -> None:
-        raise GeneratorExit
-
-    with (
-        returning(leave) as trainer,
-        pytest.raises(RuntimeError, match=r"Returning\.train_batch called sys\.exit\(3\) on rank 0"),
-    ):
-        trainer.train()
-    with returning(give_up) as trainer, pytest.raises(GeneratorExit) as caught:
-        trainer.train()
-    assert caught.value.raysgd_rank == 0  # type: ignore[attr-defined]
-
-
-def test_a_second_thread_is_refused(tmp_path: Path) -> None:
-    trainer = TFTrainer(training_operator_cls=Small, config={"pause": 0.1})
-    with trainer, ThreadPoolExecutor(1) as pool:
-        running = pool.submit(trainer.train)
-        time.sleep(0.3)
-        for call in (trainer.train, trainer.validate, trainer.state_dict, lambda: trainer.save(tmp_path / "x")):
-            with pytest.raises(TrainerBusyError, match=r"train\(\) has been running for"):
-                call()
-        assert running.result(timeout=120)["num_samples"] == ROWS
-        assert trainer.validate()["num_samples"] == ROWS

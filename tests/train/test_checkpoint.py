@@ -42,21 +42,6 @@ def test_dict_round_trip() -> None:
     assert checkpoint.path is None
 
 
-def test_a_stored_dict_is_read_back(tmp_path: Path) -> None:
-    path = tmp_path / "checkpoint_000001"
-    path.write_bytes(Checkpoint.from_dict({"epoch": 3}).to_bytes())
-    assert Checkpoint(path).to_dict() == {"epoch": 3}
-    assert Checkpoint(path).get_internal_representation() == ("local_path", str(path))
-
-
-def test_directory_round_trip(directory: Path, tmp_path: Path) -> None:
-    there = Checkpoint.from_bytes(Checkpoint.from_directory(directory).to_bytes())
-    with there.as_directory() as path:
-        assert (Path(path) / "weights.bin").read_bytes() == b"123"
-    copied = there.to_directory(tmp_path / "copy")
-    assert (Path(copied) / "weights.bin").read_bytes() == b"123"
-
-
 def test_metadata_round_trip(directory: Path) -> None:
     for checkpoint in (Checkpoint.from_dict({"epoch": 1}), Checkpoint.from_directory(directory)):
         checkpoint.set_metadata({"model": "small"})

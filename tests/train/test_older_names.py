@@ -15,6 +15,7 @@ import pytest
 from raysgd import CheckpointError
 from raysgd.train import Checkpoint, CheckpointStrategy, DataParallelTrainer, RunConfig, TorchConfig, Trainer
 from raysgd.train.trainer import in_order
+from tests.peek import record_run, settings_of
 
 WITHOUT_EFFECT = {
     "constants": "ENABLE_SHARE_CUDA_VISIBLE_DEVICES_ENV TRAIN_ENABLE_WORKER_SPREAD_ENV TUNE_CHECKPOINT_FILE_NAME",
@@ -77,9 +78,7 @@ DATASET, STRATEGY = FakeDataset(), CheckpointStrategy(num_to_keep=1)
 @pytest.mark.parametrize(
     ("given", "understood"),
     [
-        ((None, None, None), (None, None, None)),
         (({"epoch": 1}, STRATEGY, DATASET), ({"epoch": 1}, STRATEGY, DATASET)),
-        (({"epoch": 1}, STRATEGY, None), ({"epoch": 1}, STRATEGY, None)),
         (({}, None, None), ({}, None, None)),
         ((DATASET, None, None), (None, None, DATASET)),
         (({"train": DATASET}, {"epoch": 1}, STRATEGY), ({"epoch": 1}, STRATEGY, {"train": DATASET})),
@@ -108,25 +107,18 @@ def test_a_run_in_the_order_of_ray_train(ray_cluster: None, tmp_path: Path) -> N
         assert trainer.latest_run_dir is not None
         trainer.create_run_dir()
         assert trainer.latest_run_dir.is_dir()
-
-
-def test_a_trainer_without_a_run_has_no_best_checkpoint(tmp_path: Path) -> None:
     assert Trainer("none", logdir=tmp_path).best_checkpoint is None
     with pytest.raises(CheckpointError, match="no complete checkpoint"):
         Trainer.load_checkpoint_from_path(str(tmp_path / "absent"))
 
 
-def test_restore_takes_the_function_by_position(ray_cluster: None, tmp_path: Path) -> None:
+def test_restore_takes_the_function_by_position(tmp_path: Path) -> None:
     def loop(config: dict[str, Any]) -> int:
         return int(config["value"])
 
-    made = DataParallelTrainer(
-        loop, train_loop_config={"value": 1}, run_config=RunConfig(name="run", storage_path=tmp_path)
-    )
-    assert made.fit().return_value == 1
-    again = DataParallelTrainer.restore(tmp_path / "run", lambda config: config["value"] * 10, {"value": 2})
-    assert again.fit().return_value == 20
-    assert DataParallelTrainer.restore(tmp_path / "run").train_loop_config == {"value": 2}
+    record_run(tmp_path, settings_of(DataParallelTrainer(loop, train_loop_config={"value": 1})))
+    again = DataParallelTrainer.restore(tmp_path, lambda config: config["value"] * 10, {"value": 2})
+    assert (again.train_loop_per_worker({"value": 2}), again.train_loop_config) == (20, {"value": 2})
 
 
 def test_tuner_needs_its_own_run_config(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,24 +17,25 @@ from tests.peek import executor_of, want_workers
 
 ray_data = pytest.importorskip("ray.data")
 
-STILL = ElasticConfig(grow=False)
-Make = Callable[..., Trainer]
 
-
-@pytest.fixture
-def made(ray_cluster: None, tmp_path: Path) -> Any:
+@pytest.fixture(scope="module")
+def trainer(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainer]:
+    """Some tests kill its last worker, so each finds out how many there are. It starts with more than all of them kill."""
     ray_data.DataContext.get_current().enable_progress_bars = False
-    trainers: list[Trainer] = []
+    made = Trainer("none", num_workers=4, logdir=tmp_path_factory.mktemp("logs"), elastic=ElasticConfig(grow=False))
+    made.start()
+    yield made
+    made.shutdown()
 
-    def make(backend: Any = "none", num_workers: int = 2, **arguments: Any) -> Trainer:
-        trainer = Trainer(backend, num_workers=num_workers, logdir=tmp_path / "logs", **arguments)
-        trainers.append(trainer)
-        trainer.start()
-        return trainer
 
-    yield make
-    for trainer in trainers:
-        trainer.shutdown()
+def size_of(trainer: Trainer) -> int:
+    return len(trainer.worker_group)
+
+
+def kill_last(size: int) -> None:
+    """Kill the last one of this number of workers."""
+    if train.world_size() == size and train.world_rank() == size - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def numbers(count: int, blocks: int = 8) -> Any:
@@ -50,98 +51,77 @@ def read_all() -> dict[str, Any]:
     return {"first": first, "second": second, "complete": sorted(int(row["id"]) for row in complete.iter_rows())}
 
 
-def test_each_worker_reads_its_shard(made: Make) -> None:
+def test_each_worker_reads_its_shard(trainer: Trainer, tmp_path: Path) -> None:
     """Read a shard twice, and a dataset that is not split."""
-    data = {"train": numbers(101), "validation": numbers(10)}
-    trainer = made()
-    shards = make_splits(data, DataConfig(["train"]))
-    rounds = _run_with(trainer, read_all, shards)
-    assert [len(each["first"]) for each in rounds] == [50, 50], "with equal=True, one row of 101 is not used"
-    assert [len(each["second"]) for each in rounds] == [50, 50]
+    data, size = {"train": numbers(61), "validation": numbers(10)}, size_of(trainer)
+    rounds = run_with(trainer, read_all, make_splits(data, DataConfig(["train"])), tmp_path)
     for name in ("first", "second"):
+        assert [len(each[name]) for each in rounds] == [61 // size] * size, "with equal=True, the last row is not used"
         seen = [row for each in rounds for row in each[name]]
-        assert len(set(seen)) == 100 and set(seen) <= set(range(101))
-    assert [each["complete"] for each in rounds] == [list(range(10))] * 2
+        assert len(set(seen)) == 60 and set(seen) <= set(range(61))
+    assert [each["complete"] for each in rounds] == [list(range(10))] * size
 
 
-def _run_with(trainer: Trainer, function: Any, shards: Any) -> list[Any]:
+def run_with(trainer: Trainer, function: Any, shards: Any, folder: Path) -> list[Any]:
     """Run a function like a trainer with a dataset_config, which `Trainer.run(dataset=...)` does not have."""
     from raysgd.train.run import RunOptions
 
     executor = executor_of(trainer)
-    executor.start_training(function, trainer.logdir / "own", options=RunOptions(shards=shards))
+    executor.start_training(function, folder, options=RunOptions(shards=shards))
     return executor.finish_training()
 
 
-def test_other_dataset_configs(made: Make) -> None:
+def test_other_dataset_configs(trainer: Trainer, tmp_path: Path) -> None:
     """With equal=False every row is used. Ray's own config splits with its own method."""
     from ray.train import DataConfig as RaysConfig
 
     def rows() -> list[int]:
         return [int(row["id"]) for row in train.get_dataset_shard("b").iter_rows()]
 
-    trainer = made()
-    parts = _run_with(trainer, rows, make_splits({"b": numbers(101, blocks=5)}, DataConfig(equal=False)))
+    parts = run_with(trainer, rows, make_splits({"b": numbers(101, blocks=5)}, DataConfig(equal=False)), tmp_path)
     assert sorted(row for part in parts for row in part) == list(range(101))
     shards = make_splits({"a": numbers(8), "b": numbers(8)}, RaysConfig(datasets_to_split=["a"]))
-    assert [sorted(part) for part in _run_with(trainer, rows, shards)] == [list(range(8))] * 2
+    found = run_with(trainer, rows, shards, tmp_path)
+    assert [sorted(part) for part in found] == [list(range(8))] * size_of(trainer)
 
 
-def test_batches_for_tensorflow(made: Make) -> None:
-    pytest.importorskip("tensorflow")
-
-    def rows() -> list[int]:
-        part = train.get_dataset_shard()
-        own = train.tensorflow.prepare_dataset_shard(part.to_tf("id", "id", batch_size=7))
-        first = sorted(int(row) for features, _ in own for row in features)
-        second = sorted(int(row) for batch in part.iter_tf_batches(batch_size=7) for row in batch["id"])
-        assert first == second
-        return first
-
-    assert made(num_workers=1).run(rows, dataset=numbers(20)) == [list(range(20))]
-
-
-def kill_one(config: dict[str, Any]) -> dict[str, Any]:
-    """Rank 1 is killed in the middle of its shard. Rank 0 waits in a split that never continues."""
+def read_and_die(config: dict[str, int]) -> dict[str, Any]:
+    """The last rank is killed in the middle of its shard. The others wait in a split that never continues."""
     part = train.get_dataset_shard()
-    size = train.world_size()
-    if size == 2 and config["where"] == "before" and train.world_rank() == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
     seen = []
     for step, batch in enumerate(part.iter_torch_batches(batch_size=5)):
-        if size == 2 and config["where"] == "within" and train.world_rank() == 1 and step == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
+        if step == 2:
+            kill_last(config["size"])
         seen += batch["id"].tolist()
         time.sleep(0.02)
-    if size == 2:  # a second pass: here rank 0 certainly waits, because the killed rank never joins it
+    if (
+        train.world_size() == config["size"]
+    ):  # a second pass, which the killed rank never joins: here they certainly wait
         for _ in part.iter_batches(batch_size=5):
             pass
-    return {"seen": sorted(seen), "pid": os.getpid()}
+    return {"seen": seen, "pid": os.getpid()}
 
 
 @pytest.mark.elastic
-@pytest.mark.parametrize("where", [pytest.param("before", marks=pytest.mark.nightly), "within"])
-def test_a_split_with_a_failed_reader_blocks_no_rank(made: Make, where: str) -> None:
-    trainer = made(elastic=STILL)
-    survivor = trainer.worker_group.execute(os.getpid)[0]
-    result = trainer.run(kill_one, {"where": where}, dataset=numbers(400, blocks=20))
-    assert [each["pid"] for each in result] == [survivor], "the same process continued"
-    assert result[0]["seen"] == list(range(400)), "alone it reads all rows"
-    assert [r.reason for r in trainer.recoveries] == ["worker death"]
+def test_a_split_with_a_failed_reader_blocks_no_rank(trainer: Trainer) -> None:
+    survivors, before = trainer.worker_group.execute(os.getpid)[:-1], len(trainer.recoveries)
+    result = trainer.run(read_and_die, {"size": size_of(trainer)}, dataset=numbers(240, blocks=20))
+    assert [each["pid"] for each in result] == survivors, "the same processes continued"
+    assert sorted(row for each in result for row in each["seen"]) == list(range(240)), "they read all rows"
+    assert [recovery.reason for recovery in trainer.recoveries[before:]] == ["worker death"]
 
 
 @pytest.mark.elastic
-def test_a_function_in_a_call_of_ray_is_stopped(made: Make) -> None:
+def test_a_function_in_a_call_of_ray_is_stopped(trainer: Trainer) -> None:
     """`ray.get` ignores all exceptions of signal handlers except KeyboardInterrupt."""
 
-    def wait() -> int:
+    def wait(config: dict[str, int]) -> int:
         import ray
 
-        if train.world_size() == 1:
+        if train.world_size() < config["size"]:
             return 1
-        if train.world_rank() == 1:
-            time.sleep(0.5)
-            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(0.5)
+        kill_last(config["size"])
 
         @ray.remote(num_cpus=0)
         def forever() -> None:
@@ -150,22 +130,23 @@ def test_a_function_in_a_call_of_ray_is_stopped(made: Make) -> None:
         ray.get(forever.remote())
         return 2
 
-    assert made(elastic=STILL).run(wait) == [1]
+    size = size_of(trainer)
+    assert trainer.run(wait, {"size": size}) == [1] * (size - 1)
 
 
-def test_new_workers_get_new_shards(made: Make) -> None:
-    """A worker joins at a checkpoint, and the dataset is split among three."""
+def test_new_workers_get_new_shards(ray_cluster: None, tmp_path: Path) -> None:
+    """A worker joins at a checkpoint, and the dataset is split among two."""
 
     def parts() -> tuple[int, int]:
-        if train.world_size() == 2:
+        if train.world_size() == 1:
             while True:
                 train.save_checkpoint(ready=True)
                 time.sleep(0.05)
         return train.world_size(), sum(1 for _ in train.get_dataset_shard().iter_rows())
 
-    trainer = made(elastic=ElasticConfig())
-    want_workers(trainer, 3)
-    assert trainer.run(parts, dataset=numbers(90)) == [(3, 30)] * 3
+    with Trainer("none", num_workers=1, logdir=tmp_path) as growing:
+        want_workers(growing, 2)
+        assert growing.run(parts, dataset=numbers(90)) == [(2, 45)] * 2
 
 
 def test_a_split_ends_with_its_run(ray_cluster: None) -> None:
@@ -191,26 +172,27 @@ def test_a_split_ends_with_its_run(ray_cluster: None) -> None:
 
 
 @pytest.mark.elastic
-def test_an_import_is_never_interrupted(made: Make, tmp_path: Path) -> None:
+def test_an_import_is_never_interrupted(trainer: Trainer, tmp_path: Path) -> None:
     """The module would stay broken in this process."""
     (tmp_path / "slowly_imported.py").write_text(
         "import time\nfor _ in range(40):\n    time.sleep(0.05)\ncomplete = True\n"
     )
 
-    def load() -> bool:
+    def load(config: dict[str, int]) -> bool:
         import importlib
         import sys
 
         sys.path.insert(0, str(tmp_path))
-        if train.world_size() == 2 and train.world_rank() == 1:
+        if train.world_rank() == config["size"] - 1:
             time.sleep(0.7)
-            os.kill(os.getpid(), signal.SIGKILL)
+            kill_last(config["size"])
         incomplete = "slowly_imported" in sys.modules and not hasattr(sys.modules["slowly_imported"], "complete")
         module = importlib.import_module("slowly_imported")
-        time.sleep(0.0 if train.world_size() == 1 else 60)
+        time.sleep(60 if train.world_size() == config["size"] else 0)
         return bool(module.complete) and not incomplete
 
-    assert made(elastic=STILL).run(load) == [True]
+    size = size_of(trainer)
+    assert trainer.run(load, {"size": size}) == [True] * (size - 1)
 
 
 def test_a_warning_if_workers_leave_no_cpu_for_the_data(ray_cluster: None, caplog: pytest.LogCaptureFixture) -> None:

@@ -17,21 +17,6 @@ from raysgd.train.errors import ReportMismatchError
 from raysgd.train.run import FunctionRun, Report, Rounds, checkpoint_of
 
 
-def test_the_error_about_different_calls_names_the_ranks() -> None:
-    rounds = Rounds(3)
-    rounds.add(Report(0, "checkpoint", checkpoint=b""))
-    with pytest.raises(ReportMismatchError, match=r"rank 2 called train.report.*rank 0 called train.save_checkpoint"):
-        rounds.add(Report(2, "report"))
-
-
-def test_more_calls_than_the_others_are_an_error() -> None:
-    rounds = Rounds(3)
-    rounds.add(Report(0))
-    rounds.add(Report(1))
-    with pytest.raises(ReportMismatchError, match=r"ranks 0, 1 called train.report\(\) more often than rank 2"):
-        rounds.check_counts()
-
-
 def test_incomplete_rounds_are_returned_in_order() -> None:
     rounds = Rounds(2)
     for step in range(2):
@@ -231,12 +216,12 @@ def test_the_ranks_wait_for_slow_storage_and_the_driver_does_not(tmp_path: Path)
 
 
 def test_a_run_does_not_wait_forever_for_storage_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint_manager, "WRITE_LIMIT_S", 0.3)
+    monkeypatch.setattr(checkpoint_manager, "WRITE_LIMIT_S", 0.1)
     driver, manager = with_slow_storage(tmp_path)
     driver.report(0, checkpoint={"epoch": 0})
     driver.run.close()
     (error,) = driver.failed
-    assert isinstance(error, CheckpointError) and "could not be stored within 0.3 s" in str(error)
+    assert isinstance(error, CheckpointError) and "could not be stored within 0.1 s" in str(error)
     assert driver.run.error is error
     assert driver.run.next_round(0) is None
     assert list(tmp_path.iterdir()) == []

@@ -1,9 +1,6 @@
 """Callbacks and the history of function trainers: the common protocol, and the names in older code."""
 
 import json
-import os
-import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +12,7 @@ from raysgd.callbacks import Callback, History, JsonLoggerCallback, Result, Run
 from raysgd.train import DataParallelTrainer, RunConfig, ScalingConfig, Trainer, TrainingCallback
 from raysgd.train import Result as ReadBack
 from raysgd.train.callbacks import LoggerCallback, TorchTensorboardProfilerCallback, Trial, make_callback_list
-from tests.callbacks.recording import Broken, Demanding, Heard
+from tests.callbacks.recording import Broken, Heard
 
 
 @pytest.fixture(scope="module")
@@ -47,52 +44,12 @@ def test_the_callback_protocol(trainer: Trainer) -> None:
     assert repr(trainer).startswith("Trainer(BackendConfig, 2 workers, 1 run, newest run_001, idle")
 
 
-def test_the_history_of_an_iterator(trainer: Trainer) -> None:
-    before = len(trainer.history)
-    for _ in trainer.run_iterator(epochs, {"epochs": 3}):
-        pass
-    assert [row["epoch"] for row in trainer.history[before:]] == [0, 1, 2]
-
-
-def test_callbacks_are_called_with_the_functions_error(trainer: Trainer, tmp_path: Path) -> None:
-    def fails() -> None:
-        train.report(step=1)
-        (tmp_path / str(train.world_rank())).touch()
-        while len(list(tmp_path.iterdir())) < train.world_size():  # the driver has the reports of all ranks
-            time.sleep(0.05)
-        raise ZeroDivisionError("planned")
-
-    heard = Heard()
-    with pytest.raises(ZeroDivisionError):
-        trainer.run(fails, callbacks=[heard])
-    assert heard.order == ["start", "result", "error", "end"]
-    assert isinstance(heard.named("error")[0], ZeroDivisionError)
-    assert heard.named("end") == [True]
-
-
 class StopAfterTwo(Callback):
     stops_training = True
 
     def on_result(self, result: Result) -> None:
         if result.epoch == 1:
             raise TimeoutError("enough")
-
-
-def test_a_callback_with_stops_training_ends_the_run(trainer: Trainer) -> None:
-    def endless() -> None:
-        epoch = 0
-        while True:
-            train.report(epoch=epoch)
-            epoch += 1
-
-    heard = Heard()
-    with pytest.raises(TimeoutError, match="enough"):
-        trainer.run(endless, callbacks=[StopAfterTwo(), heard])
-    assert [each.epoch for each in heard.named("result")] == [0, 1]
-    assert heard.named("end") == [True]
-    with pytest.raises(LookupError):
-        trainer.run(endless, callbacks=[Demanding()])
-    assert trainer.run(lambda: 7) == [7, 7], "the trainer stays usable"
 
 
 class CreatesFile(Callback):
@@ -122,24 +79,6 @@ def test_reports_are_written_when_a_callback_stops_the_run(ray_cluster: None, tm
     with pytest.raises(TimeoutError, match="enough"):
         DataParallelTrainer(epochs, train_loop_config={"epochs": 2}, run_config=run).fit()
     assert [row["epoch"] for row in ReadBack.from_path(tmp_path / "run").history] == [0, 1]
-
-
-@pytest.mark.elastic
-def test_callbacks_are_called_with_recoveries(ray_cluster: None, tmp_path: Path) -> None:
-    def once() -> None:
-        mark = tmp_path / "killed"
-        if train.world_rank() == 1 and not mark.exists():
-            mark.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-        train.report(world=train.world_size())
-
-    heard = Heard()
-    with Trainer("none", num_workers=2, logdir=tmp_path) as made:
-        made.run(once, callbacks=[heard])
-        recoveries = heard.named("recovery")
-        assert recoveries == made.recoveries[: len(recoveries)]
-    assert (recoveries[0].reason, recoveries[0].removed_ranks) == ("worker death", (1,))
-    assert heard.order[:2] == ["start", "recovery"]
 
 
 class V1:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from raysgd import CheckpointError, train
-from raysgd.train import Backend
 from tests.replicas import FunctionRank, Interrupted
 
 
@@ -206,33 +205,10 @@ def test_a_thread_of_the_function_can_report() -> None:
     assert len(worker.messages) == 1
 
 
-def test_an_encoder_of_the_backend_is_used() -> None:
-    class Doubling(Backend):
-        @staticmethod
-        def encode_data(data: dict[str, Any]) -> dict[str, Any]:
-            return {name: 2 * value for name, value in data.items()}
-
-    worker = Worker(codec={"encode": Doubling.encode_data})
-    worker.run(lambda: (train.report(a=1), train.save_checkpoint(b=2)))
-    assert worker.messages[0][1]["a"] == 2
-    assert worker.messages[1][2] is not None
-    assert worker.messages[1][2]["b"] == 4
-
-
 # -- stopping and resuming ----------------------------------------------------------------------------
 
 
-def test_an_interrupt_stops_a_function_that_makes_no_raysgd_calls() -> None:
-    worker = Worker()
-    threading.Timer(0.2, worker.interrupt).start()
-    began = time.monotonic()
-    outcome = worker.run(lambda: time.sleep(30))
-    assert isinstance(outcome, Interrupted)
-    assert not outcome.asked
-    assert time.monotonic() - began < 20
-
-
-def test_an_interrupt_is_not_caught_as_an_exception() -> None:
+def test_an_interrupt_stops_a_function_that_makes_no_raysgd_calls_and_catches_exceptions() -> None:
     def function() -> str:
         try:
             time.sleep(30)
@@ -242,7 +218,11 @@ def test_an_interrupt_is_not_caught_as_an_exception() -> None:
 
     worker = Worker()
     threading.Timer(0.1, worker.interrupt).start()
-    assert isinstance(worker.run(function), Interrupted)
+    began = time.monotonic()
+    outcome = worker.run(function)
+    assert isinstance(outcome, Interrupted)
+    assert not outcome.asked
+    assert time.monotonic() - began < 20
 
 
 def test_an_interrupt_that_the_function_catches_is_raised_again_at_the_next_report() -> None:

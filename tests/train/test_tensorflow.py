@@ -1,5 +1,6 @@
-"""A training function with TensorFlow's own strategy, on two workers, one of which fails."""
+"""Training functions with TensorFlow: its data and addresses, and its own strategy on two workers, one of which fails."""
 
+import json
 import os
 import signal
 import traceback
@@ -9,11 +10,35 @@ from typing import Any
 import pytest
 
 from raysgd import ConfigError, train
-from raysgd.train import Trainer
+from raysgd.train import RunConfig, ScalingConfig, TensorflowTrainer, Trainer
 from raysgd.train.replica import is_keras_3_under_a_strategy
 from tests.replicas import FunctionRank
 
 pytest.importorskip("tensorflow")
+
+
+def read_both() -> tuple[Any, list[int]]:
+    """Read the shard as batches in two ways. Return what TensorFlow is told of the workers, and the rows."""
+    part = train.get_dataset_shard()
+    own = train.tensorflow.prepare_dataset_shard(part.to_tf("id", "id", batch_size=7))
+    first = sorted(int(row) for features, _ in own for row in features)
+    second = sorted(int(row) for batch in part.iter_tf_batches(batch_size=7) for row in batch["id"])
+    assert len(first) == len(second) == 10
+    return json.loads(os.environ["TF_CONFIG"]), first
+
+
+def test_each_worker_has_its_index_in_one_cluster_and_its_part_of_the_data(ray_cluster: None, tmp_path: Path) -> None:
+    data = pytest.importorskip("ray.data").range(20, override_num_blocks=4)
+    trainer = TensorflowTrainer(
+        read_both,
+        datasets={"train": data},
+        scaling_config=ScalingConfig(num_workers=2),
+        run_config=RunConfig(storage_path=tmp_path),
+    )
+    (one, rows), (other, more) = trainer.fit().return_values
+    assert sorted(rows + more) == list(range(20))
+    assert one["cluster"] == other["cluster"] and len(set(one["cluster"]["worker"])) == 2
+    assert [each["task"] for each in (one, other)] == [{"type": "worker", "index": rank} for rank in range(2)]
 
 
 def descend(config: dict[str, str]) -> tuple[float, int, int]:
