@@ -15,7 +15,6 @@ import pytest
 
 from raysgd import ConfigError, ElasticConfig, Recovery, TorchTrainer, train
 from raysgd.callbacks import Callback, History, Result, Run, Throughput
-from raysgd.train import DataParallelTrainer, RunConfig, ScalingConfig
 from tests.callbacks.recording import Line, underway
 from tests.callbacks.test_history import filled, result
 from tests.peek import pace_of
@@ -216,13 +215,6 @@ def test_report_of_a_training_function(ray_cluster: None, tmp_path: Path) -> Non
     assert (page.charts["loss"], page.charts["seconds per report"]) == (3, 3)
     assert page.texts("h1") == ["Trainer: function"]
     assert {"1", "2", "3"} <= {*page.texts("text")}, "the axis counts reports"
-
-    fitted = DataParallelTrainer(
-        function, scaling_config=ScalingConfig(num_workers=1), run_config=RunConfig(storage_path=str(tmp_path))
-    )
-    fitted.fit()
-    page = read(fitted.history.report(tmp_path / "fitted.html"))
-    assert (page.charts["loss"], page.charts["workers"]) == (3, 5)
 
 
 def test_a_callback_can_write_a_report(tmp_path: Path) -> None:

@@ -9,7 +9,15 @@ import pytest
 pytest.importorskip("tensorflow")
 
 from raysgd import ConfigError, TFTrainer
-from raysgd.callbacks import EMA, Callback, GradientNormMonitor, LearningRateMonitor, ModelSummary, Throughput
+from raysgd.callbacks import (
+    EMA,
+    Callback,
+    GradientNormMonitor,
+    LearningRateMonitor,
+    ModelSummary,
+    Throughput,
+    TorchProfilerCallback,
+)
 from tests.callbacks.recording import Heard
 from tests.callbacks.test_report import read
 from tests.peek import pace_of
@@ -63,7 +71,7 @@ def test_report(tmp_path: Path) -> None:
     assert pace_of(trainer.history)[-1][1] <= seconds, "no second counts twice"
 
 
-@pytest.mark.parametrize("refused", [EMA(), LearningRateMonitor(), GradientNormMonitor()])
+@pytest.mark.parametrize("refused", [EMA(), LearningRateMonitor(), GradientNormMonitor(), TorchProfilerCallback()])
 def test_what_needs_torch_is_refused(refused: Callback) -> None:
     with pytest.raises(
         ConfigError, match=f"{type(refused).__name__}.* work with PyTorch only: pass them to a TorchTrainer"

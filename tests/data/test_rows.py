@@ -49,8 +49,8 @@ def test_the_buffer_holds_blocks_that_may_be_requested() -> None:
     assert buffer.slices(4, 9) == (("c", 1, 4), ("d", 0, 2))
 
 
-@pytest.mark.parametrize("sizes", [(10,), (3, 3, 4), (1,) * 10, (0, 7, 0, 3)])
-@pytest.mark.parametrize(("world", "step"), [(1, 4), (2, 4), (3, 6), (4, 4)])
+@pytest.mark.parametrize("sizes", [(10,), (1,) * 10, (0, 7, 0, 3)])
+@pytest.mark.parametrize(("world", "step"), [(1, 4), (3, 6), (4, 4)])
 def test_every_row_is_used_once_in_order(sizes: tuple[int, ...], world: int, step: int) -> None:
     shared = dealer(*sizes)
     seen, start = [], 0

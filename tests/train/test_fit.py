@@ -26,6 +26,7 @@ from raysgd.train import (
     TrainingCallback,
     TrainingWorkerError,
 )
+from tests.callbacks.recording import Heard
 
 TWO = ScalingConfig(num_workers=2)
 
@@ -181,16 +182,19 @@ NO_GROWTH = ScalingConfig(num_workers=2, elastic=ElasticConfig(grow=False, hang_
 
 @pytest.mark.elastic
 def test_a_run_continues_on_the_surviving_worker(ray_cluster: None, tmp_path: Path) -> None:
-    callback = KillingRank1()
+    callback, heard = KillingRank1(), Heard()
     result = DataParallelTrainer(
         slow_epochs,
         scaling_config=NO_GROWTH,
-        run_config=in_folder(tmp_path, callbacks=[callback], failure_config=FailureConfig(max_failures=1)),
+        run_config=in_folder(tmp_path, callbacks=[callback, heard], failure_config=FailureConfig(max_failures=1)),
     ).fit()
     ((start, size, pid),) = result.return_values
     assert (start, size) == (2, 1), "from the newest checkpoint, with the remaining worker"
     assert set(result.metrics_dataframe["pid"]) == {pid}, "in the same process"
     assert callback.calls == [Path(result.log_dir), 0, 1, 2, 3, 4, 5, False]
+    (recovery,) = heard.named("recovery")
+    assert (recovery.reason, recovery.step) == ("worker death", 2), "over the reports, like the results"
+    assert recovery.time > 0 and "join" in recovery.phases
 
 
 @pytest.mark.elastic

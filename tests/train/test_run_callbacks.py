@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from raysgd import train
-from raysgd.callbacks import Callback, History, JsonLoggerCallback, Result, Run
+from raysgd.callbacks import Callback, History, Result, Run
 from raysgd.train import DataParallelTrainer, RunConfig, ScalingConfig, Trainer, TrainingCallback
 from raysgd.train import Result as ReadBack
 from raysgd.train.callbacks import LoggerCallback, TorchTensorboardProfilerCallback, Trial, make_callback_list
@@ -82,25 +82,41 @@ def test_reports_are_written_when_a_callback_stops_the_run(ray_cluster: None, tm
 
 
 class V1:
-    """A callback in code for v1, which is not a subclass."""
+    """A callback for Ray 1.7, which is not a subclass."""
 
     def __init__(self) -> None:
         self.heard: list[Any] = []
 
-    def start_training(self, logdir: Path) -> None:
-        self.heard.append(logdir.name)
+    def start_training(self, logdir: Path, config: dict[str, Any], **info: Any) -> None:
+        self.heard.append((logdir, config, info))
 
     def handle_result(self, results: list[dict[str, Any]]) -> None:
-        self.heard.append([row["rank"] for row in results])
+        self.heard.append(results)
 
     def finish_training(self, error: bool = False) -> None:
         self.heard.append(error)
 
 
-def test_a_callback_of_v1_need_not_be_a_subclass(trainer: Trainer) -> None:
-    old = V1()
-    trainer.run(epochs, {"epochs": 1}, callbacks=[old])
-    assert old.heard == [Path(str(trainer.latest_run_dir)).name, [0, 1], False]
+class V1Subclass(TrainingCallback):
+    """It takes no config."""
+
+    def __init__(self) -> None:
+        self.heard: list[Any] = []
+
+    def start_training(self, logdir: Path) -> None:  # type: ignore[override]
+        self.heard.append((logdir, {"lr": 1}, {}))
+
+    handle_result, finish_training = V1.handle_result, V1.finish_training  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("kind", [V1, V1Subclass])
+def test_callbacks_of_v1(kind: Any, tmp_path: Path) -> None:
+    old, rows = kind(), [{"rank": 0}, {"rank": 1}]
+    callbacks = make_callback_list([old])
+    callbacks.start(Run(trainer="T", name="f", num_workers=2, config={"lr": 1}, folder=tmp_path))
+    callbacks.result(Result(kind="report", epoch=0, step=1, metrics=rows[0], by_worker=rows, world_size=2, seconds=0.1))
+    callbacks.end(failed=False)
+    assert old.heard == [(tmp_path, {"lr": 1}, {}), rows, False]
 
 
 class Logging(LoggerCallback):
@@ -144,41 +160,9 @@ def test_fit_accepts_the_same_callbacks(ray_cluster: None, tmp_path: Path) -> No
     assert [row["loss"] for row in result.history] == [1, 0.5]
 
 
-class V1WithConfig(V1):
-    """A callback for Ray 1.7."""
-
-    def start_training(self, logdir: Path, config: dict[str, Any], **info: Any) -> None:  # type: ignore[override]
-        self.heard.append((logdir, config, info))
-
-
-class SubclassWithConfig(TrainingCallback):
-    start_training = V1WithConfig.start_training  # type: ignore[assignment]
-
-    def __init__(self) -> None:
-        self.heard: list[Any] = []
-
-
-@pytest.mark.parametrize("kind", [V1WithConfig, SubclassWithConfig])
-def test_callbacks_of_v1_can_take_the_config(kind: Any, tmp_path: Path) -> None:
-    old = kind()
-    make_callback_list([old]).start(Run(trainer="T", name="f", num_workers=1, config={"lr": 1}, folder=tmp_path))
-    assert old.heard == [(tmp_path, {"lr": 1}, {})]
-
-
 def test_a_history_is_not_a_list_of_callbacks() -> None:
     with pytest.raises(ValueError, match="must be a list of"):
         make_callback_list(History())
-
-
-@pytest.mark.parametrize(("which", "ranks"), [(0, [0]), ([1], [1]), (None, [0, 1])])
-def test_json_log_of_some_workers(trainer: Trainer, which: Any, ranks: list[int]) -> None:
-    callback = JsonLoggerCallback(workers_to_log=which)
-    trainer.run(epochs, {"epochs": 2}, callbacks=[callback])
-    assert callback.log_path == Path(str(trainer.latest_run_dir)) / "results.json"
-    logged = json.loads(callback.log_path.read_text())
-    assert [[(row["epoch"], row["rank"]) for row in rows] for rows in logged] == [
-        [(epoch, rank) for rank in ranks] for epoch in (0, 1)
-    ]
 
 
 def profiled() -> None:
@@ -206,55 +190,3 @@ def test_traces_of_the_functions_profiler(trainer: Trainer) -> None:
     )
     for yielded in trainer.run_iterator(profiled):
         assert not [name for row in yielded for name in row if name.startswith("__")]
-
-
-def ray_callbacks(uri: str) -> list[Any]:
-    from ray.air.integrations.mlflow import MLflowLoggerCallback
-    from ray.tune.logger import CSVLoggerCallback, TBXLoggerCallback
-    from ray.tune.logger import JsonLoggerCallback as RayJsonLoggerCallback
-
-    mlflow = MLflowLoggerCallback(tracking_uri=uri, experiment_name="line")
-    return [TBXLoggerCallback(), CSVLoggerCallback(), RayJsonLoggerCallback(), mlflow]
-
-
-def test_rays_own_callbacks_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    uri = f"sqlite:///{tmp_path}/mlflow.db"
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)  # Ray's callback sets it, and leaves it
-    folder = tmp_path / "run_001"
-    callbacks = make_callback_list(ray_callbacks(uri))
-    callbacks.start(Run(trainer="Trainer", name="f", num_workers=2, config={"lr": 0.1}, folder=folder))
-    for step in (1, 2):
-        row = {"loss": 1 / step, "epoch": step - 1, "_training_iteration": step}
-        callbacks.result(
-            Result(
-                kind="report", epoch=step - 1, step=step, metrics=row, by_worker=[row, row], world_size=2, seconds=0.1
-            )
-        )
-    callbacks.end(failed=True)
-
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(folder))
-    events.Reload()
-    assert [(each.step, each.value) for each in events.Scalars("ray/tune/loss")] == [(1, 1.0), (2, 0.5)]
-
-    lines = (folder / "progress.csv").read_text().splitlines()
-    written = [dict(zip(lines[0].split(","), line.split(","), strict=True)) for line in lines[1:]]
-    assert [(row["loss"], row["training_iteration"]) for row in written] == [("1.0", "1"), ("0.5", "2")]
-
-    rows = [json.loads(line) for line in (folder / "result.json").read_text().splitlines()]
-    assert [(row["loss"], row["training_iteration"], row["config"]) for row in rows] == [
-        (1.0, 1, {"lr": 0.1}),
-        (0.5, 2, {"lr": 0.1}),
-    ]
-    assert json.loads((folder / "params.json").read_text()) == {"lr": 0.1}
-
-    from mlflow.tracking import MlflowClient
-
-    client = MlflowClient(uri)
-    experiment = client.get_experiment_by_name("line")
-    (run,) = client.search_runs([experiment.experiment_id])
-    assert run.data.params == {"lr": "0.1"}
-    assert run.info.status == "FAILED"
-    history = client.get_metric_history(run.info.run_id, "loss")
-    assert [(each.step, each.value) for each in history] == [(1, 1.0), (2, 0.5)]

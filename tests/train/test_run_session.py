@@ -19,21 +19,6 @@ class Worker(FunctionRank):
         super().__init__(rank=1, ranks=3, local_rank=1, local_world_size=2, node_rank=0, **more)
 
 
-def test_ranks_and_context() -> None:
-    def function() -> tuple[Any, ...]:
-        context = train.get_context()
-        return (
-            (train.world_rank(), train.local_rank(), train.world_size()),
-            (context.get_world_rank(), context.get_local_rank(), context.get_world_size()),
-            (context.get_local_world_size(), context.get_node_rank()),
-            context.get_metadata(),
-            (context.get_trial_name(), context.get_trial_dir(), context.get_trial_id()),
-        )
-
-    found = Worker().run(function, metadata={"owner": "me"}, trial={"trial_name": "t1", "trial_dir": "/there"})
-    assert found == ((1, 1, 3), (1, 1, 3), (2, 0), {"owner": "me"}, ("t1", "/there", None))
-
-
 def test_report_accepts_a_dict_or_keywords() -> None:
     def function() -> None:
         train.report(loss=1, step=0)
@@ -81,14 +66,6 @@ def test_a_saved_checkpoint_is_a_copy() -> None:
         return found["weights"]
 
     assert Worker().run(function) == [1]
-
-
-def test_metadata_are_added_to_checkpoints() -> None:
-    worker = Worker()
-    worker.run(lambda: train.save_checkpoint(a=1), metadata={"owner": "me"})
-    payload = worker.messages[0][2]
-    assert payload is not None
-    assert train.Checkpoint.from_dict(payload).get_metadata() == {"owner": "me"}
 
 
 def test_dataset_shards() -> None:
@@ -174,24 +151,6 @@ def test_the_session_of_air() -> None:
     assert found == (3, (1, 3, 1), (2, 0), ("t", "1", "/there", "e"), ({}, {"a": 1}), "1")
     assert [(message.kind, metrics["loss"]) for message, metrics, _ in worker.messages] == [("report", 1)]
     assert train.session.report is session.report
-
-
-def test_a_workers_own_checkpoint_is_decoded() -> None:
-    def encode(data: dict[str, Any]) -> dict[str, Any]:
-        return {name: value + 1 for name, value in data.items()}
-
-    def decode(data: dict[str, Any]) -> dict[str, Any]:
-        return {name: value - 1 for name, value in data.items()}
-
-    def function() -> Any:
-        before = train.load_checkpoint()
-        train.save_checkpoint(value=5)
-        return before, (train.load_checkpoint() or {})["value"]
-
-    worker = Worker(codec={"encode": encode, "decode": decode})
-    given = train.Checkpoint.from_dict({"value": 3}).to_bytes()
-    assert worker.run(function, checkpoint=given) == ({"value": 3}, 5), "the driver has decoded the run's"
-    assert worker.messages[0][2] is not None and worker.messages[0][2]["value"] == 6
 
 
 def test_a_thread_of_the_function_can_report() -> None:

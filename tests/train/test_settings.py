@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-import raysgd
 from raysgd import CheckpointError, ConfigError, ElasticConfig, train
 from raysgd.callbacks import PrintCallback
 from raysgd.storage.remote import Uri
@@ -130,12 +129,6 @@ def test_the_resources_dict_is_not_changed() -> None:
     scaling = ScalingConfig(num_workers=2, use_gpu=True, resources_per_worker=given, trainer_resources={"CPU": 3})
     assert scaling.bundles() == scaling.bundles() == [{"CPU": 3}, given, given]
     assert given == {"CPU": 2, "GPU": 2, "special": 1}
-
-
-def test_there_are_two_different_torch_trainers() -> None:
-    pytest.importorskip("torch")
-    assert train.TorchTrainer is not raysgd.TorchTrainer
-    assert issubclass(train.TorchTrainer, train.DataParallelTrainer)
 
 
 @pytest.mark.parametrize("framework", ["torch", "tensorflow", "horovod"])

@@ -134,12 +134,6 @@ def test_arguments_of_a_trainer_are_checked(
         Trainer(logdir=tmp_path, **arguments)
 
 
-def test_the_resources_dict_is_not_changed(tmp_path: Path) -> None:
-    wanted = {"CPU": 2, "special": 1}
-    Trainer("none", resources_per_worker=wanted, logdir=tmp_path)
-    assert wanted == {"CPU": 2, "special": 1}
-
-
 def test_log_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     home = tmp_path / "ray_results"
