@@ -21,7 +21,6 @@ from raysgd.callbacks import (
     Throughput,
     summary_of,
 )
-from raysgd.core import metrics
 from tests.callbacks.recording import called_by_a_trainer
 from tests.callbacks.test_averages import Two
 from tests.torch.small import Line, inline, rows
@@ -144,14 +143,6 @@ def test_throughput_of_one_worker() -> None:
         assert result["data_seconds"] + result["compute_seconds"] <= row["seconds"]
         assert "communication_seconds" not in result, "there is no other worker"
         assert not {"samples_per_second", "data_seconds"} & set(trainer.validate())
-
-
-def test_seconds_of_interrupted_parts_are_added() -> None:
-    parts = [
-        {"num_samples": 8, "batch_count": 2, "data_seconds": 1.0},
-        {"num_samples": 4, "batch_count": 1, "data_seconds": 2.0},
-    ]
-    assert metrics.merge_parts(parts)["data_seconds"] == 3.0
 
 
 def test_throughput_of_a_training_function() -> None:

@@ -5,7 +5,7 @@
         trainer.train()
 
 One rank runs at a time, so a seed decides everything. The network, the time, the processes and the random states are those of
-`tests.simulation`; gradients are averaged in memory, and so are the collective calls of torch.distributed that raysgd makes.
+`tests.simulation`; gradients are averaged in memory, as are the collective calls of torch.distributed that raysgd and torchmetrics make.
 DistributedDataParallel, FSDP and Horovod need real processes.
 """
 
