@@ -43,8 +43,6 @@ class Classes(TrainingOperator):
 
     def setup(self, config: dict[str, Any]) -> None:
         torch.manual_seed(0)
-        if config.get("fail_setup") == self.world_rank:
-            raise OwnError("setup", code=self.world_rank)
         model = Net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         self.model, self.optimizer, self.criterion = self.register(

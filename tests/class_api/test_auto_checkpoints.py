@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -76,11 +76,7 @@ def test_a_worker_that_paused_for_checkpoints_has_one_result(tmp_path: Path) -> 
         for _ in trainer.epochs(1):
             (result,) = trainer.train(reduce_results=False)
         (expected,) = undisturbed.train(reduce_results=False)
-    assert {name: result[name] for name in ("epoch", "batch_count", "num_samples")} == {
-        "epoch": 1,
-        "batch_count": STEPS,
-        "num_samples": 20,
-    }
+    assert (result["epoch"], result["batch_count"], result["num_samples"]) == (1, STEPS, 20)
     assert result.keys() == expected.keys()
 
 
@@ -88,20 +84,16 @@ def fitted(trainer: TorchTrainer) -> Any:
     return trainer.fit(EPOCHS, validate_every=2)
 
 
+def loop_over(trainer: TorchTrainer, epochs: Iterable[int]) -> Any:
+    for epoch in epochs:
+        trainer.train()
+        if epoch % 2 == 0:
+            trainer.validate()
+    return trainer.history
+
+
 def own_loop(trainer: TorchTrainer) -> Any:
-    for epoch in trainer.epochs(EPOCHS):
-        trainer.train()
-        if epoch % 2 == 0:
-            trainer.validate()
-    return trainer.history
-
-
-def plain_loop(trainer: TorchTrainer) -> Any:
-    for epoch in range(1, EPOCHS + 1):
-        trainer.train()
-        if epoch % 2 == 0:
-            trainer.validate()
-    return trainer.history
+    return loop_over(trainer, trainer.epochs(EPOCHS))
 
 
 def measured(history: Any) -> list[Any]:
@@ -114,7 +106,7 @@ def measured(history: Any) -> list[Any]:
 @pytest.fixture(scope="module")
 def undisturbed() -> tuple[torch.Tensor, list[Any]]:
     with inline(Noisy, scheduler_step_freq="epoch") as trainer:
-        history = plain_loop(trainer)
+        history = loop_over(trainer, range(1, EPOCHS + 1))
         return weights(trainer), measured(history)
 
 
@@ -127,18 +119,11 @@ def test_fit_is_the_loop_that_a_user_would_write(undisturbed: tuple[torch.Tensor
         assert len(trainer.fit(1, 0)) == len(undisturbed[1]) + 1, "a second call trains one more epoch"
 
 
-@pytest.mark.parametrize("every", ["epoch", 3, 1e-6], ids=["epoch", "batches", "seconds"])
-@pytest.mark.parametrize("script", [fitted, own_loop])
+@pytest.mark.parametrize(("every", "script"), [("epoch", fitted), (3, own_loop), (1e-6, fitted)])
 def test_a_killed_script_ends_with_the_weights_of_an_undisturbed_run(
     undisturbed: tuple[torch.Tensor, list[Any]], tmp_path: Path, every: Any, script: Callable[[TorchTrainer], Any]
 ) -> None:
-    deaths = [
-        {"die_at": 1},
-        {"die_at": 8},
-        {"die_validating_after": 10},
-        {"die_at": 14},
-        {"die_at": EPOCHS * STEPS - 1},
-    ]
+    deaths = [{"die_at": 1}, {"die_at": 8}, {"die_validating_after": 10}, {"die_at": EPOCHS * STEPS - 1}]
     for config in deaths:
         lived_until(tmp_path, script, config, every=every)
     with started(tmp_path, every=every) as trainer:
@@ -151,7 +136,7 @@ def test_a_killed_script_ends_with_the_weights_of_an_undisturbed_run(
         assert torch.equal(weights(trainer), undisturbed[0])
 
 
-@pytest.mark.parametrize(("every", "step"), [("epoch", 5), (3, 6), (1e-6, 8)])
+@pytest.mark.parametrize(("every", "step"), [(3, 6), (1e-6, 8)])
 def test_every_says_when_a_checkpoint_is_made(tmp_path: Path, every: Any, step: int) -> None:
     lived_until(tmp_path, fitted, {"die_at": 8}, every=every)
     with started(tmp_path, every=every) as trainer:
@@ -174,15 +159,14 @@ def test_loops_that_were_complete_are_skipped(tmp_path: Path) -> None:
         assert torch.equal(weights(trainer), expected)
 
 
-@pytest.mark.parametrize(
-    ("best", "warns"), [("val_accuracy", True), ("val_F1", True), ("val_loss", False), ("remap", False)]
-)
-def test_the_best_accuracy_is_not_the_lowest(best: str, warns: bool, caplog: pytest.LogCaptureFixture) -> None:
-    AutoCheckpoint(path="x", best=best, mode="max")
+def test_the_best_accuracy_is_not_the_lowest(caplog: pytest.LogCaptureFixture) -> None:
+    AutoCheckpoint(path="x", best="val_accuracy", mode="max")
+    for best in ("val_loss", "remap"):
+        AutoCheckpoint(path="x", best=best)
     assert not caplog.messages
-    AutoCheckpoint(path="x", best=best)
-    text = f"AutoCheckpoint(best='{best}') keeps the checkpoint with the lowest value: pass mode='max' for the highest"
-    assert caplog.messages == [text] * warns
+    for number, best in enumerate(("val_accuracy", "val_F1"), 1):
+        AutoCheckpoint(path="x", best=best)
+        assert len(caplog.messages) == number and f"'{best}'" in caplog.messages[-1] and "mode='max'" in caplog.text
 
 
 def test_the_newest_and_the_best_stay(tmp_path: Path) -> None:
@@ -215,16 +199,14 @@ def test_a_better_score_is_saved_although_no_save_is_due(tmp_path: Path) -> None
         assert json.loads(Path(trainer.best_checkpoint).with_suffix(".json").read_text())["score"] == best[0]
 
 
-@pytest.mark.parametrize("damage", ["cut", "flipped", "no record", "damaged record", "missing"])
+@pytest.mark.parametrize("damage", ["flipped", "no record", "damaged record", "missing"])
 def test_a_damaged_or_incomplete_checkpoint_is_never_taken(
     undisturbed: tuple[torch.Tensor, list[Any]], tmp_path: Path, damage: str
 ) -> None:
     lived_until(tmp_path, fitted, {"die_at": 12})
     newest = tmp_path / "loop1-epoch00002-step000000010.pt"
     record, content = newest.with_suffix(".json"), bytearray(newest.read_bytes())
-    if damage == "cut":
-        newest.write_bytes(content[:-100])
-    elif damage == "flipped":
+    if damage == "flipped":
         content[len(content) // 2] ^= 1
         newest.write_bytes(content)
     elif damage == "no record":
@@ -242,17 +224,13 @@ def test_a_damaged_or_incomplete_checkpoint_is_never_taken(
 def test_all_damaged_is_an_error_and_no_new_start(tmp_path: Path) -> None:
     lived_until(tmp_path, fitted, {"die_at": 7})
     next(tmp_path.glob("*.pt")).write_bytes(b"nothing")
-    with pytest.raises(
-        CheckpointError, match=r"all checkpoints in .* are damaged: to start from the beginning, pass another path"
-    ):
+    with pytest.raises(CheckpointError, match=r"all checkpoints in .* are damaged: to start .* pass another path"):
         started(tmp_path)
 
 
 def test_a_checkpoint_of_another_model_is_an_error(tmp_path: Path) -> None:
     lived_until(tmp_path, fitted, {"die_at": 7})
-    with pytest.raises(
-        CheckpointError, match=r"resume='auto' found a checkpoint that this trainer cannot load: .*1 schedulers"
-    ):
+    with pytest.raises(CheckpointError, match=r"resume='auto' found a checkpoint .* cannot load: .*1 schedulers"):
         started(tmp_path, operator=Line)
 
 
@@ -310,9 +288,7 @@ def test_in_remote_storage_the_newer_trainer_takes_the_folder_over() -> None:
         with started(folder, settings={"keep": 1}) as newer:
             fitted(newer)
             names = storing.names(folder)
-            with pytest.raises(
-                CheckpointError, match=rf"the trainer of process {os.getpid()} on .* uses {folder}, too"
-            ):
+            with pytest.raises(CheckpointError, match=rf"the trainer of process {os.getpid()} .* uses {folder}, too"):
                 next(own)
             assert storing.names(folder) == names
 
@@ -334,57 +310,37 @@ def test_a_damaged_checkpoint_that_cannot_be_deleted_is_left_out(
         assert f"the checkpoint {newest} could not be deleted: [Errno 1] Operation not permitted" in caplog.text
 
 
-@pytest.mark.parametrize("suffix", [".pt", ".json"])
-@pytest.mark.parametrize("kind", ["link to itself", "directory", "pipe"])
-def test_what_is_no_file_raises_no_error_of_the_system(tmp_path: Path, kind: str, suffix: str) -> None:
+@pytest.mark.parametrize("make", [lambda at: at.symlink_to(at), Path.mkdir, os.mkfifo], ids=["link", "folder", "pipe"])
+def test_what_is_no_file_raises_no_error_of_the_system(tmp_path: Path, make: Callable[[Path], Any]) -> None:
     lived_until(tmp_path, fitted, {"die_at": 12})
-    older, newest = sorted(tmp_path.glob(f"*{suffix}"))
+    older, newest = sorted(tmp_path.glob("*.pt"))
     newest.unlink()
-    make = {
-        "link to itself": lambda: newest.symlink_to(newest),
-        "directory": newest.mkdir,
-        "pipe": lambda: os.mkfifo(newest),
-    }
-    make[kind]()
-    if suffix == ".json":  # without its record, it is no checkpoint
-        with started(tmp_path) as trainer:
-            assert trainer.resumed_from == str(older.with_suffix(".pt"))
-    else:
-        with pytest.raises(CheckpointError, match=newest.name):
-            started(tmp_path)
+    make(newest)
+    with pytest.raises(CheckpointError, match=newest.name):
+        started(tmp_path)
+    record = newest.with_suffix(".json")
+    record.unlink()
+    make(record)  # without its record, it is no checkpoint
+    with started(tmp_path) as trainer:
+        assert trainer.resumed_from == str(older)
 
 
-RECORD: dict[str, Any] = {
-    "score": None,
-    "before": {"rows": 0, "bytes": 0, "crc": 0},
-    "newest": [],
-    "epochs": 3,
-    "workers": 1,
-}
-
-
-@pytest.mark.parametrize(
-    "record",
-    [
-        {**RECORD, "score": "high"},
-        {**RECORD, "before": 3},
-        {**RECORD, "newest": 3},
-        {**RECORD, "newest": [{}]},
-        {**RECORD, "epochs": "all"},
-    ],
-)
-def test_a_record_of_another_kind_is_not_used(tmp_path: Path, record: dict[str, Any]) -> None:
+def test_a_record_of_another_kind_is_not_used(tmp_path: Path) -> None:
     lived_until(tmp_path, fitted, {"die_at": 12})
     older, newest = sorted(tmp_path.glob("*.json"))
-    newest.write_bytes(storing.sealed_json(record))
+    before = {"rows": 0, "bytes": 0, "crc": 0}
+    record: dict[str, Any] = {"score": None, "before": before, "newest": [], "epochs": 3, "workers": 1}
+    for wrong in ({"score": "high"}, {"before": 3}, {"newest": 3}, {"newest": [{}]}, {"epochs": "all"}):
+        newest.write_bytes(storing.sealed_json({**record, **wrong}))
+        with started(tmp_path) as trainer:
+            assert trainer.resumed_from == str(older.with_suffix(".pt"))
     with started(tmp_path) as trainer:
-        assert trainer.resumed_from == str(older.with_suffix(".pt"))
         fitted(trainer)
 
 
 def test_on_s3(s3: str, undisturbed: tuple[torch.Tensor, list[Any]], tmp_path: Path) -> None:
     folder = f"{s3}/{tmp_path.name}"
-    for config in ({"die_at": 4}, {"die_at": 9}, {"die_at": 16}):
+    for config in ({"die_at": 4}, {"die_at": 16}):
         lived_until(folder, fitted, config, every=2, settings={"keep": 1})
     with started(folder, every=2, settings={"keep": 1}) as trainer:
         fitted(trainer)
@@ -476,18 +432,14 @@ def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
 
 def test_mistakes_that_would_lose_a_run_are_refused(tmp_path: Path) -> None:
     lived_until(tmp_path, fitted, {"die_at": 7})
-    with pytest.raises(
-        ConfigError, match="has checkpoints of an earlier run: pass resume='auto' to continue it, or another"
-    ):
+    with pytest.raises(ConfigError, match="has checkpoints of an earlier run: pass resume='auto' to continue it, or"):
         started(tmp_path, resume=None)
     with inline(Noisy, scheduler_step_freq="epoch") as other:
         pretrained = other.save(tmp_path / "pretrained.pt")
     with started(tmp_path, settings={"best": "loss"}) as trainer:
         with pytest.raises(ConfigError, match=r"has resumed from .*, and load\(\) would replace that"):
             trainer.load(pretrained)
-        with pytest.raises(
-            ConfigError, match=r"AutoCheckpoint\(best='loss'\) was not measured: choose one of .*val_loss"
-        ):
+        with pytest.raises(ConfigError, match=r"AutoCheckpoint\(best='loss'\) was not measured: .*val_loss"):
             trainer.fit(2)
 
 

@@ -17,7 +17,7 @@ from raysgd.train import Trainer, WorkerGroup, report
 from tests.faults import until
 from tests.torch.small import Line, inline
 
-BATCHES = 200
+BATCHES = 40
 
 
 def hold(folder: Path) -> None:

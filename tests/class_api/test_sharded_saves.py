@@ -52,9 +52,8 @@ def objects(uri: str) -> list[str]:
 def test_a_save_holds_the_state_of_its_call(
     two: TorchTrainer, bucket: str, tmp_path: Path, place: str, blocking: bool
 ) -> None:
-    uri = {"s3": f"{bucket}/parts", "memory": f"memory://{uuid.uuid4().hex}/parts", "path": str(tmp_path / "parts")}[
-        place
-    ]
+    places = {"s3": bucket, "memory": f"memory://{uuid.uuid4().hex}", "path": str(tmp_path)}
+    uri = f"{places[place]}/parts"
     for _ in range(2):  # the second save replaces the first
         two.train()
         expected = weights(two)
@@ -105,30 +104,6 @@ def test_a_save_replaces_nothing_else(two: TorchTrainer, bucket: str, tmp_path: 
     assert objects(bucket) == ["/folder/.raysgd-folder.json", "/folder/note", "/one.pt"]
 
 
-def test_a_failed_save_in_the_background_leaves_the_older_one(ray_cluster: None, tmp_path: Path) -> None:
-    with trainer(2, 6, parallel="fsdp") as sharded:
-        sharded.save(tmp_path / "parts", sharded=True)
-        before = weights(sharded)
-        sharded.train()
-
-        def die_when_it_stores() -> None:
-            def store() -> Any:
-                while not (tmp_path / "now").exists():
-                    time.sleep(0.01)
-                os.kill(os.getpid(), signal.SIGKILL)
-
-            storing.instead_of_storing(store)
-
-        sharded.apply_all_workers(die_when_it_stores)
-        handle = sharded.save(tmp_path / "parts", sharded=True, blocking=False)
-        (tmp_path / "now").touch()
-        with pytest.raises(CheckpointError, match="the worker that was sending the checkpoint failed"):
-            handle.result(120)
-        assert sorted(os.listdir(tmp_path)) == ["now", "parts"]
-        sharded.load(tmp_path / "parts", trusted=True)
-        assert same(weights(sharded), before)
-
-
 def test_a_worker_in_this_process(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="raysgd")
     with inline() as alone:
@@ -142,3 +117,27 @@ def test_a_worker_in_this_process(tmp_path: Path, caplog: pytest.LogCaptureFixtu
         for place in (tmp_path / "parts", name):
             alone.load(place, trusted=True)
             assert torch.equal(torch.cat([each.flatten() for each in alone.get_model().parameters()]), expected)
+
+
+def test_a_failed_save_in_the_background_leaves_the_older_one(two: TorchTrainer, tmp_path: Path) -> None:
+    """The last test of this trainer: it ends its workers."""
+    two.save(tmp_path / "parts", sharded=True)
+    before = weights(two)
+    two.train()
+
+    def die_when_it_stores() -> None:
+        def store() -> Any:
+            while not (tmp_path / "now").exists():
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        storing.instead_of_storing(store)
+
+    two.apply_all_workers(die_when_it_stores)
+    handle = two.save(tmp_path / "parts", sharded=True, blocking=False)
+    (tmp_path / "now").touch()
+    with pytest.raises(CheckpointError, match="the worker that was sending the checkpoint failed"):
+        handle.result(120)
+    assert sorted(os.listdir(tmp_path)) == ["now", "parts"]
+    two.load(tmp_path / "parts", trusted=True)
+    assert same(weights(two), before)

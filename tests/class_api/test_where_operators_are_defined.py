@@ -1,4 +1,4 @@
-"""An operator class works on every worker, whether a script, a module beside it, or a notebook defines it."""
+"""An operator class works on every worker, whether a module beside the script or a notebook defines it. Scripts of pages define theirs."""
 
 import textwrap
 from collections.abc import Callable
@@ -29,7 +29,6 @@ TRAINING = """
 with TorchTrainer(training_operator_cls=Small, num_workers=2, use_gpu=False) as trainer:
     print(trainer.train()["num_samples"], type(trainer.get_model()) is Net)
 """
-IN_MAIN = OPERATOR + TRAINING
 BESIDE = """
 import os
 import beside
@@ -55,7 +54,6 @@ for cell in cells:
 
 
 SCRIPTS = {
-    "main": {"script": IN_MAIN},
     "notebook": {"script": NOTEBOOK},
     "beside": {"script": BESIDE + TRAINING, "beside": OPERATOR, "nested__helper": "called = False"},
 }
@@ -76,6 +74,6 @@ def run(background: Background, where: str) -> str:
 
 
 @pytest.mark.script(run=run)
-@pytest.mark.parametrize("where", ["main", "beside", pytest.param("notebook", marks=pytest.mark.more)])
+@pytest.mark.parametrize("where", ["beside", pytest.param("notebook", marks=pytest.mark.more)])
 def test_an_operator_from(where: str, outcome: Callable[[], str]) -> None:
     assert "10 True" in outcome().splitlines()

@@ -16,6 +16,7 @@ from raysgd.core.progress import Control
 from raysgd.core.ranks import RankInfo
 from raysgd.training.feed import Drawn, Feed
 from raysgd.training.position import Position
+from tests.torch.small import weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:the training loader does not shuffle")
 on_workers = pytest.mark.usefixtures("ray_cluster")
@@ -25,8 +26,10 @@ SAMPLES, BATCH, PATIENCE_S = 24, 3, 20.0  # four batches for each of two workers
 class Noisy(Dataset[Any]):
     """Reading a sample draws random numbers, and is noted. The file `first` is there when rank 0 has read its second batch."""
 
-    def __init__(self, events: list[str], broken: int | None, first: Path | None) -> None:
-        self.events, self.broken, self.first = events, broken, first
+    broken: int | None = None
+
+    def __init__(self, events: list[str], first: Path | None) -> None:
+        self.events, self.first = events, first
 
     def __len__(self) -> int:
         return SAMPLES
@@ -68,8 +71,8 @@ class Operator(TrainingOperator):
         )
         self.optimizer.register_step_post_hook(lambda *_: self.events.append("step"))
         first = Path(config["folder"], "first") if "folder" in config else None
-        data = Noisy(self.events, config.get("broken"), first if self.world_rank == 0 else None)
-        self.register_data(train_loader=DataLoader(data, batch_size=BATCH, num_workers=config.get("processes", 0)))
+        self.data = Noisy(self.events, first if self.world_rank == 0 else None)
+        self.register_data(train_loader=DataLoader(self.data, batch_size=BATCH, num_workers=config.get("processes", 0)))
         if first is not None and self.world_rank == 1:
             self.model.register_comm_hook(first, late)
         self.calls_of_draw_ahead = 0
@@ -119,10 +122,29 @@ class OwnRule(Operator):
         return super().skip_step(info)
 
 
-def trainer(operator: type = Operator, options: TrainingOptions | None = None, **config: Any) -> TorchTrainer:
+def made_with(operator: type = Operator, options: TrainingOptions | None = None, **config: Any) -> TorchTrainer:
     return TorchTrainer(
         training_operator_cls=operator, num_workers=2, use_gpu=False, seed=5, options=options, config=config
     )
+
+
+class Begun:
+    """A trainer, and what its workers have before their first batch."""
+
+    def __init__(self, trainer: TorchTrainer) -> None:
+        self.trainer, self._state = trainer, trainer.state_dict()
+
+    def again(self) -> TorchTrainer:
+        """Return it as it was at the beginning."""
+        self.trainer.load_state_dict(self._state)
+        self.trainer.apply_all_operators(Operator.taken)
+        return self.trainer
+
+
+@pytest.fixture(scope="module")
+def begun(ray_cluster: None) -> Iterator[Begun]:
+    with made_with() as trainer:
+        yield Begun(trainer)
 
 
 def events(of: TorchTrainer) -> list[str]:
@@ -131,41 +153,38 @@ def events(of: TorchTrainer) -> list[str]:
     return first  # type: ignore[no-any-return]
 
 
-def same_weights(one: TorchTrainer, other: TorchTrainer) -> bool:
-    both = zip(one.get_model().parameters(), other.get_model().parameters(), strict=True)
-    return all(torch.equal(first, second) for first, second in both)
-
-
 AHEAD = ["read", *["forward", "read", "step"] * 3, "forward", "step"]
 IN_TURN = ["read", "forward", "step"] * 4
 
 
-@on_workers
-def test_the_next_batch_is_read_before_the_step() -> None:
-    with trainer() as ahead, trainer() as plain:
-        ahead.train()
-        plain.train(profile=True)  # "grad" is to be the time of the backward pass alone
-        assert events(ahead) == AHEAD
-        assert events(plain) == IN_TURN
-        assert same_weights(ahead, plain)
+def test_the_next_batch_is_read_before_the_step(begun: Begun) -> None:
+    ahead = begun.again()
+    ahead.train()
+    assert events(ahead) == AHEAD
+    found = weights(ahead)
+    plain = begun.again()
+    plain.train(profile=True)  # "grad" is to be the time of the backward pass alone
+    assert events(plain) == IN_TURN
+    assert torch.equal(weights(plain), found)
 
 
 @on_workers
 def test_the_next_batch_is_read_before_the_exchange_has_ended(tmp_path: Path) -> None:
-    with trainer(folder=str(tmp_path)) as ahead:
+    with made_with(folder=str(tmp_path)) as ahead:
         assert ahead.train()["batch_count"] == 4
 
 
-@on_workers
-def test_a_call_reads_no_batch_of_the_next_call() -> None:
-    with trainer() as limited, trainer() as whole:
-        limited.train(num_steps=2)
-        assert events(limited) == ["read", "forward", "read", "step", "forward", "step"]
-        assert limited.train(num_steps=3)["num_samples"] == 3 * 2 * BATCH  # two of this epoch, one of the next
-        assert events(limited)[:5] == ["read", "forward", "read", "step", "forward"]
-        whole.train()
-        whole.train(num_steps=1)
-        assert same_weights(limited, whole)
+def test_a_call_reads_no_batch_of_the_next_call(begun: Begun) -> None:
+    limited = begun.again()
+    limited.train(num_steps=2)
+    assert events(limited) == ["read", "forward", "read", "step", "forward", "step"]
+    assert limited.train(num_steps=3)["num_samples"] == 3 * 2 * BATCH  # two of this epoch, one of the next
+    assert events(limited)[:5] == ["read", "forward", "read", "step", "forward"]
+    found = weights(limited)
+    whole = begun.again()
+    whole.train()
+    whole.train(num_steps=1)
+    assert torch.equal(weights(whole), found)
 
 
 READING_LATER: dict[str, tuple[type, dict[str, Any], TrainingOptions | None]] = {
@@ -183,7 +202,7 @@ READING_LATER: dict[str, tuple[type, dict[str, Any], TrainingOptions | None]] = 
 @pytest.mark.parametrize(
     ("operator", "config", "options"),
     [
-        pytest.param(*case, id=name, marks=[] if name in ("own batches", "accumulation") else pytest.mark.more)
+        pytest.param(*case, id=name, marks=[] if name == "own batches" else pytest.mark.more)
         for name, case in READING_LATER.items()
     ],
 )
@@ -191,19 +210,20 @@ READING_LATER: dict[str, tuple[type, dict[str, Any], TrainingOptions | None]] = 
 def test_other_operators_read_between_two_batches(
     operator: type, config: dict[str, Any], options: TrainingOptions | None
 ) -> None:
-    with trainer(operator, options, **config) as other:
+    with made_with(operator, options, **config) as other:
         other.train()
         assert other.apply_all_operators(lambda operator: operator.calls_of_draw_ahead) == [0, 0]
         assert events(other).count("forward") == 4
 
 
-@on_workers
-def test_an_error_is_raised_when_the_batch_is_needed() -> None:
+def test_an_error_is_raised_when_the_batch_is_needed(begun: Begun) -> None:
     """The steps before it are done on all ranks."""
-    with trainer(broken=2 * 2 * BATCH + 1) as broken:
-        with pytest.raises(LookupError, match="sample 13 is damaged"):
-            broken.train()
-        assert broken.apply_all_operators(lambda operator: operator.events.count("step")) == [2, 2]
+    trainer = begun.again()
+    trainer.apply_all_operators(lambda operator: setattr(operator.data, "broken", 2 * 2 * BATCH + 1))
+    with pytest.raises(LookupError, match="sample 13 is damaged"):
+        trainer.train()
+    assert trainer.apply_all_operators(lambda operator: operator.events.count("step")) == [2, 2]
+    trainer.apply_all_operators(lambda operator: setattr(operator.data, "broken", None))
 
 
 # -- the feed alone -------------------------------------------------------------------------------------

@@ -96,6 +96,7 @@ def test_one_all_reduce_for_each_window(expected: torch.Tensor) -> None:
     assert (result["batch_count"], result["num_samples"]) == (11, 44)
 
 
+@pytest.mark.more
 @pytest.mark.elastic
 def test_a_failure_in_a_window_repeats_it_without_compiling_again(expected: torch.Tensor, tmp_path: Path) -> None:
     ours, (_, seen), trainer = trained(
@@ -110,15 +111,14 @@ def test_a_failure_in_a_window_repeats_it_without_compiling_again(expected: torc
     assert seen[0]["graphs"] == 1  # for any batch size, before the failure and after it
 
 
+HOOKS: list[tuple[Any, str, float]] = [
+    ("fp16", "fp16_compress_hook", 0.01),
+    ({"name": "powersgd", "matrix_approximation_rank": 8, "start_powerSGD_iter": 2}, "powerSGD_hook", 0.3),
+]
+
+
 @pytest.mark.elastic
-@pytest.mark.parametrize(
-    ("hook", "name", "close"),
-    [
-        ("fp16", "fp16_compress_hook", 0.01),
-        ({"name": "powersgd", "matrix_approximation_rank": 8, "start_powerSGD_iter": 2}, "powerSGD_hook", 0.3),
-    ],
-    ids=["fp16", "powersgd"],
-)
+@pytest.mark.parametrize(("hook", "name", "close"), [HOOKS[0], pytest.param(*HOOKS[1], marks=pytest.mark.more)])
 def test_communication_hooks_are_registered_again_after_a_failure(
     hook: Any, name: str, close: float, expected: torch.Tensor, tmp_path: Path
 ) -> None:

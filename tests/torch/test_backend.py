@@ -48,6 +48,7 @@ def one_rank(backend: TorchBackend, plans: list[tuple[RankInfo, dict[str, Any]]]
             backend.leave()
 
 
+@pytest.mark.more
 def test_leaving_a_group_cannot_deadlock_with_its_threads() -> None:
     """If the backend kept no reference to the group, rank 0 would hang after a few generations."""
     drivers = [TorchBackend("gloo", join_s=30, collective_s=30) for _ in range(GENERATIONS)]
@@ -69,28 +70,34 @@ def test_leaving_a_group_cannot_deadlock_with_its_threads() -> None:
     assert [rank.exitcode for rank in ranks] == [0, 0]
 
 
-def join_late(driver: TorchBackend, rank_info: RankInfo, settings: dict[str, Any], late_s: float, said: Any) -> None:
+def joined(driver: TorchBackend, rank_info: RankInfo, settings: dict[str, Any]) -> tuple[int, float]:
+    """Join, and leave. Return the number of ranks, and the limit of a collective."""
     raysgd.torch.process_group.FORM_S = 1.0
-    time.sleep(late_s)
     driver.join(rank_info, settings)
     gloo = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
-    said.put((dist.get_world_size(), gloo.options._timeout.total_seconds()))
+    found = dist.get_world_size(), gloo.options._timeout.total_seconds()
     driver.leave()
+    return found
 
 
-def test_the_limit_for_connections_applies_neither_to_late_ranks_nor_to_collectives() -> None:
+def join_late(said: Any, *given: Any) -> None:
+    time.sleep(1.5)
+    said.put(joined(*given))
+
+
+def test_the_limit_for_connections_applies_neither_to_late_ranks_nor_to_collectives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(raysgd.torch.process_group, "FORM_S", 1.0)  # restored afterwards
     driver, rank_infos = TorchBackend("gloo", join_s=60, collective_s=50), assign_ranks(["a", "a"], generation=1)
+    here, there = zip(rank_infos, driver.plan(rank_infos), strict=True)
     context = multiprocessing.get_context("spawn")
     said = context.Queue()
-    ranks = [
-        context.Process(target=join_late, args=(driver, rank_info, settings, late_s, said), daemon=True)
-        for late_s, rank_info, settings in zip((0, 3), rank_infos, driver.plan(rank_infos), strict=True)
-    ]
-    for rank in ranks:
-        rank.start()
-    assert [said.get(timeout=60) for _ in ranks] == [(2, 50), (2, 50)]
-    for rank in ranks:
-        rank.join(timeout=60)
+    late = context.Process(target=join_late, args=(said, driver, *there), daemon=True)
+    late.start()
+    assert [joined(driver, *here), said.get(timeout=60)] == [(2, 50), (2, 50)]
+    late.join(timeout=60)
+    driver.plan([])
 
 
 def test_a_rank_whose_generation_failed_to_form_joins_the_next_one() -> None:

@@ -7,10 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raysgd import ConfigError, ElasticConfig, TorchTrainer, TrainingOptions
+from raysgd import ConfigError, ElasticConfig, TrainingOptions
 from raysgd.data import ShardedStream
 from raysgd.training.feed import Carrier
 from tests.local.runs import train
+from tests.torch.small import inline
 from tests.torch.test_exact_gradients import OPTIONS, Curve, Direct, Sampled, TwoPasses, close, options
 
 pytestmark = pytest.mark.filterwarnings("ignore:the training loader does not shuffle")
@@ -42,7 +43,7 @@ def noting(kind: type[Curve], sizes: list[int], infos: list[dict[str, Any]]) -> 
     return Notes
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     st.integers(1, 60),
     st.integers(1, 4),
@@ -74,7 +75,7 @@ def test_any_schedule_ends_with_the_weights_of_an_undisturbed_run(
     assert sorted({info["global_step"] for info in infos}) == list(range(steps))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(st.integers(1, 60), st.integers(1, 3), st.integers(2, 4), STAGES, st.integers(1, 5), st.integers(2, 3))
 def test_with_accumulation(rows: int, batch: int, workers: int, stages: Any, last: int, accumulate: int) -> None:
     whole = batch * workers
@@ -157,12 +158,10 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("kind", "says"), REFUSED)
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_batches_that_cannot_be_divided_are_refused_before_a_worker_is_lost(
-    kind: type[Curve], says: str, ranks: int
-) -> None:
-    with pytest.raises(ConfigError, match=f"several pieces.*{says}.*batch='per_worker'"):
-        train(kind, {"rows": 8, "batch": 2}, [(None, ranks)], num_workers=2, batch="global")
+def test_batches_that_cannot_be_divided_are_refused_before_a_worker_is_lost(kind: type[Curve], says: str) -> None:
+    for ranks in (1, 2):
+        with pytest.raises(ConfigError, match=f"several pieces.*{says}.*batch='per_worker'"):
+            train(kind, {"rows": 8, "batch": 2}, [(None, ranks)], num_workers=2, batch="global")
     train(kind, {"rows": 8, "batch": 2}, [(None, 2)])
 
 
@@ -196,27 +195,20 @@ def test_a_schedule_that_the_batch_steps_counts_steps() -> None:
     assert rates[0] == rates[-1] == pytest.approx(0.2 * 0.9**4)
 
 
-@pytest.mark.parametrize("given", [{"gradients": "ranks"}, {"parallel": None}])
-def test_other_means_are_refused(given: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"batch=.global.*leave one of them out"):
-        TorchTrainer(
-            training_operator_cls=Curve,
-            num_workers=2,
-            use_gpu=False,
-            elastic=ElasticConfig(batch="global"),
-            options=TrainingOptions(**given),
-        )
+def test_other_means_are_refused() -> None:
+    for means in (TrainingOptions(gradients="ranks"), TrainingOptions(parallel=None)):
+        with pytest.raises(ConfigError, match=r"batch=.global.*leave one of them out"):
+            inline(Curve, num_workers=2, elastic=ElasticConfig(batch="global"), options=means)
 
 
-@pytest.mark.parametrize("steps", [None, 2])
-def test_pieces_that_are_sent_to_the_device_in_advance(steps: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_that_are_sent_to_the_device_in_advance(monkeypatch: pytest.MonkeyPatch) -> None:
     class Ahead(Carrier):
         ahead = True
 
     monkeypatch.setattr("raysgd.torch.replica.make_carrier", lambda device, **options: Ahead())
-    stages: Any = [(None, 1)] if steps is None else [(steps, 1), (None, 2)]
-    mine = train(Direct, {"rows": 23, "batch": 3}, stages, num_workers=2, batch="global")
-    close(mine, train(Direct, {"rows": 23, "batch": 6}, [(None, 1)]))
+    whole = train(Direct, {"rows": 23, "batch": 6}, [(None, 1)])
+    for stages in ([(None, 1)], [(2, 1), (None, 2)]):
+        close(train(Direct, {"rows": 23, "batch": 3}, stages, num_workers=2, batch="global"), whole)
 
 
 class Streamed(Curve):

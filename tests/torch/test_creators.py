@@ -31,10 +31,6 @@ def one_each(models: list[nn.Module], config: dict[str, Any]) -> list[Any]:
     return [optimizer(each, config) for each in models]
 
 
-def listed(model: nn.Module, config: dict[str, Any]) -> list[Any]:
-    return [optimizer(model, config)]
-
-
 def scheduler(optimizer: Any, config: dict[str, Any]) -> Any:
     return StepLR(optimizer, 1, gamma=0.5)
 
@@ -52,12 +48,6 @@ def test_a_creator_operator_learns() -> None:
         assert losses[-1] < 0.5 * losses[0]
         assert isinstance(operator.criterion, nn.MSELoss)
         assert operator.optimizer.param_groups[0]["lr"] == pytest.approx(0.2 * 0.5**6)
-
-
-def test_a_list_of_one_optimizer_trains() -> None:
-    with inline(TrainingOperator.from_creators(model, listed, loader, nn.MSELoss)) as trainer:
-        assert trainer.train()["batch_count"] == 3
-        assert operator_of(trainer).optimizers == [operator_of(trainer).optimizer]
 
 
 def test_lists_of_models_and_optimizers_are_registered() -> None:
@@ -85,39 +75,24 @@ def test_a_loss_class_is_made_and_a_loss_function_gets_the_config(loss: Any, exp
         assert float(operator_of(trainer).criterion(zero, one)) == expected
 
 
-@pytest.mark.parametrize(
-    ("make", "validates"),
-    [
-        (loader, False),
-        (lambda config: (loader(config),), False),
-        (lambda config: [loader(config), loader(config)], True),
-        (lambda config: (loader(config), None), False),
-    ],
-)
-def test_one_or_two_loaders(make: Any, validates: bool) -> None:
-    with inline(TrainingOperator.from_creators(model, optimizer, make, nn.MSELoss)) as trainer:
-        assert trainer.train()["num_samples"] == 12
-        if validates:
-            assert trainer.validate()["num_samples"] == 12
-        else:
+def test_one_or_two_loaders() -> None:
+    for make in (loader, lambda config: (loader(config), None)):
+        with inline(TrainingOperator.from_creators(model, optimizer, make, nn.MSELoss)) as trainer:
+            assert trainer.train()["num_samples"] == 12
             with pytest.raises(ConfigError, match="validation_loader"):
                 trainer.validate()
+    both = TrainingOperator.from_creators(model, optimizer, lambda config: [loader(config)] * 2, nn.MSELoss)
+    with inline(both) as trainer:
+        assert trainer.train()["num_samples"] == trainer.validate()["num_samples"] == 12
 
 
-@pytest.mark.parametrize("count", [0, 3])
-def test_another_number_of_loaders_is_refused(count: int) -> None:
-    made = TrainingOperator.from_creators(model, optimizer, lambda config: [loader(config)] * count)
-    with pytest.raises(ConfigError, match=rf"data_creator must return one loader .*, got {count} values"):
+def test_what_creators_must_be_and_return() -> None:
+    made = TrainingOperator.from_creators(model, optimizer, lambda config: [loader(config)] * 3)
+    with pytest.raises(ConfigError, match=r"data_creator must return one loader .*, got 3 values"):
         inline(made)
-
-
-@pytest.mark.parametrize(
-    "name", ["model_creator", "optimizer_creator", "data_creator", "loss_creator", "scheduler_creator"]
-)
-def test_creators_must_be_functions(name: str) -> None:
-    given: dict[str, Any] = {"model_creator": model, "optimizer_creator": optimizer, name: 3}
-    with pytest.raises(ConfigError, match=f"{name} must be a function"):
-        TrainingOperator.from_creators(**given)
+    for name in ("model_creator", "optimizer_creator", "data_creator", "loss_creator", "scheduler_creator"):
+        with pytest.raises(ConfigError, match=f"{name} must be a function"):
+            TrainingOperator.from_creators(**{"model_creator": model, "optimizer_creator": optimizer, name: 3})
 
 
 def test_the_order_of_creation() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -94,7 +94,7 @@ def close(mine: torch.Tensor, other: torch.Tensor) -> None:
     torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-12)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(st.integers(1, 40), st.integers(1, 6), st.integers(2, 5), st.sampled_from([*KINDS]), OPTIONS, st.booleans())
 def test_one_worker_and_several_end_with_equal_weights(
     rows: int, batch: int, workers: int, kind: str, more: dict[str, Any], adam: bool
@@ -105,7 +105,7 @@ def test_one_worker_and_several_end_with_equal_weights(
     close(several, train(KINDS[kind], config, [(None, 1)], options=options(**more)))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(st.integers(1, 40), st.integers(1, 4), st.integers(2, 4), st.integers(2, 4))
 def test_with_accumulation(rows: int, batch: int, workers: int, accumulate: int) -> None:
     config = {"rows": rows, "batch": batch}
@@ -127,28 +127,10 @@ def test_batches_of_a_batch_sampler_count_by_their_samples() -> None:
     close(train(Sampled, config, [(None, 2)]), train(Whole, config, [(None, 1)]))
 
 
-def test_the_mean_over_ranks_is_an_option() -> None:
-    config = {"rows": 11, "batch": 2}
-    means = train(Curve, config, [(None, 3)], options=options(gradients="ranks"))
-    samples = train(Curve, config, [(None, 3)])
-    torch.manual_seed(3)
-    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1)).double()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
-    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    x = torch.randn(11, 3, generator=torch.Generator().manual_seed(7)).double()
-    y = (3 * x).sin().sum(1, keepdim=True)
-    for parts in ([(0, 2), (2, 4), (4, 6)], [(6, 8), (8, 10), (10, 11)]):
-        optimizer.zero_grad()
-        sum(nn.functional.mse_loss(model(x[a:b]), y[a:b]) / 3 for a, b in parts).backward()  # type: ignore[union-attr]
-        optimizer.step()
-        schedule.step()
-    close(means, nn.utils.parameters_to_vector(model.parameters()).detach())
-    assert not torch.allclose(means, samples, rtol=1e-3)
-
-
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(st.integers(1, 40), st.integers(1, 6), st.integers(2, 5), st.booleans())
-def test_the_mean_over_ranks_is_the_mean_of_their_means(rows: int, batch: int, workers: int, adam: bool) -> None:
+@example(11, 2, 3, False)
+def test_gradients_ranks_is_the_mean_of_their_means(rows: int, batch: int, workers: int, adam: bool) -> None:
     config = {"rows": rows, "batch": batch, "adam": adam}
     means = train(Curve, config, [(None, workers)], options=options(gradients="ranks"))
     parts = torch_rank(Curve, config, scheduler_step_freq="batch").operator
@@ -161,6 +143,10 @@ def test_the_mean_over_ranks_is_the_mean_of_their_means(rows: int, batch: int, w
         parts.optimizer.step()
         parts.schedule.step()
     close(means, nn.utils.parameters_to_vector(parts.model.parameters()).detach())
+    if (rows, batch, workers) == (11, 2, 3):
+        assert not torch.allclose(means, train(Curve, config, [(None, 3)]), rtol=1e-3), (
+            "the shares of the last step differ"
+        )
 
 
 class Rows:
@@ -187,7 +173,7 @@ class OfRows(Curve):
         return super().train_batch([each.double() for each in batch], batch_info)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(st.integers(1, 40), st.integers(1, 4), st.integers(2, 5), st.integers(1, 5), OPTIONS)
 def test_rows_of_a_ray_dataset(rows: int, batch: int, workers: int, fewer: int, more: dict[str, Any]) -> None:
     given: dict[str, Any] = {"options": options(**more), "rows": lambda name, dataset, deliver: dataset}

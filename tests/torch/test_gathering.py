@@ -71,23 +71,17 @@ def test_gathered_batches_equal_collated_ones(name: str) -> None:
             assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("name", NOT_GATHERED)
-def test_other_data_sets_are_not_gathered(name: str) -> None:
-    loader = NOT_GATHERED[name]()
-    assert not can_gather(loader)
-    assert loader_of(PlannedSource(loader, pad=False)).dataset is loader.dataset
+def test_other_data_sets_are_not_gathered() -> None:
+    for name, make in NOT_GATHERED.items():
+        loader = make()
+        assert not can_gather(loader), name
+        assert loader_of(PlannedSource(loader, pad=False)).dataset is loader.dataset
 
 
-def test_a_batch_is_a_copy() -> None:
-    """Like a collated batch: writing to it does not change the data."""
+def test_a_batch_is_a_copy_and_what_is_not_an_index_is_passed_to_the_data_set() -> None:
     dataset = TensorDataset(torch.arange(6.0))
     (batch,) = Gathered(dataset).__getitems__([1, 2])
     batch.zero_()
     assert dataset.tensors[0].tolist() == [0, 1, 2, 3, 4, 5]
-
-
-def test_what_is_not_an_index_is_passed_to_the_data_set() -> None:
-    dataset = TensorDataset(torch.arange(6.0))
-    parts = [slice(0, 2), slice(3, 5)]
-    (batch,) = Gathered(dataset).__getitems__(parts)
+    (batch,) = Gathered(dataset).__getitems__([slice(0, 2), slice(3, 5)])
     assert batch.tolist() == [[0, 1], [3, 4]]

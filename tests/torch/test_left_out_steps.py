@@ -1,6 +1,7 @@
 """Steps with gradients that are not finite, and those that an operator's rule refuses, are made on no rank."""
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from raysgd import ConfigError, NonFiniteError, TrainingOptions
+from raysgd import ConfigError, NonFiniteError, TorchTrainer, TrainingOptions
 from raysgd.torch.guard import MOST_LEFT_OUT, StepReport, explained
 from tests.local.runs import train
 from tests.torch.small import Line, inline, operator_of, weights
@@ -35,7 +36,7 @@ def spoiling(kind: type[Curve], bad: set[int], rank: int, *, leaves_out: bool) -
     return Spoiled
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     st.integers(4, 40),
     st.integers(1, 4),
@@ -64,14 +65,13 @@ def test_the_weights_are_those_of_a_run_without_these_batches(
 
 def test_in_pieces_and_windows_the_whole_step_is_left_out() -> None:
     config = {"rows": 24, "batch": 2}
-    for more, ranks in (({"batch": "global"}, 1), ({"options": options(accumulate=2, on_nonfinite="skip")}, 3)):
-        given: dict[str, Any] = {"options": options(on_nonfinite="skip"), "num_workers": 3, **more}
-        given["scheduler_step_freq"] = "epoch"
-        for kind in (Curve, Direct) if "batch" in more else (Curve,):
-            bad = {1} if "batch" in more else {2}
-            expected = bad if "batch" in more else {2, 3}
-            mine = train(spoiling(kind, bad, 0, leaves_out=False), config, [(None, ranks)], **given)
-            close(mine, train(spoiling(kind, expected, 0, leaves_out=True), config, [(None, ranks)], **given))
+    pieces: dict[str, Any] = {"options": options(on_nonfinite="skip"), "batch": "global"}
+    windows: dict[str, Any] = {"options": options(accumulate=2, on_nonfinite="skip")}
+    rows: list[Any] = [(Curve, pieces, 1, {1}, {1}), (Direct, pieces, 1, {1}, {1}), (Curve, windows, 3, {2}, {2, 3})]
+    for kind, more, ranks, bad, expected in rows:
+        given = {**more, "num_workers": 3, "scheduler_step_freq": "epoch"}
+        mine = train(spoiling(kind, bad, 0, leaves_out=False), config, [(None, ranks)], **given)
+        close(mine, train(spoiling(kind, expected, 0, leaves_out=True), config, [(None, ranks)], **given))
 
 
 class Bad(Line):
@@ -129,20 +129,47 @@ def test_what_the_error_says() -> None:
     assert "a, b, c and 2 more" in explained([unknown], "raise") and "unknown indices" in explained([unknown], "raise")
 
 
-def test_fp16_scales_and_skips_as_before() -> None:
-    for more in ({}, {"on_nonfinite": "skip"}):
-        options = TrainingOptions(precision="fp16", **more)
-        with inline(Bad, options=options, config={"bad": [1], "factor": math.inf}) as trainer:
-            scaler = operator_of(trainer)._amp_scaler
-            scaler.load_state_dict({**scaler.state_dict(), "scale": 64.0})
-            assert trainer.train()["skipped_steps"] == 1
-            assert scaler.get_scale() == 32.0
-            found = weights(trainer)
-    with inline(Bad, options=TrainingOptions(precision="fp16"), config={"bad": [1], "factor": math.inf}) as trainer:
-        scaler = operator_of(trainer)._amp_scaler
-        scaler.load_state_dict({**scaler.state_dict(), "scale": 64.0})
+@pytest.mark.parametrize("more", [{}, {"on_nonfinite": "skip"}])
+def test_fp16_leaves_out_such_steps_and_goes_on_with_a_smaller_scale(more: Any, tmp_path: Path) -> None:
+    config = {"bad": [1, 4, 5], "factor": math.inf}
+    with inline(Bad, options=TrainingOptions(precision="fp16", **more), config=config) as trainer:
+        scaler = scaled(trainer, 64.0)
+        assert trainer.train()["skipped_steps"] == 1
+        assert scaler.get_scale() == 32.0
+        before = weights(trainer)
+        assert trainer.train(num_steps=1).get("skipped_steps") is None
+        assert not torch.equal(before, weights(trainer))
+        before = weights(trainer)
+        assert trainer.train(num_steps=2)["skipped_steps"] == 2
+        assert torch.equal(before, weights(trainer))
+        assert scaler.get_scale() == 8.0
+        assert "skipped_steps" not in trainer.train() and "skipped_steps" not in trainer.validate()
+        trainer.save(tmp_path / "saved.pt")
+    with inline(Bad, options=TrainingOptions(precision="fp16", **more), config={"bad": ()}) as trainer:
+        trainer.load(tmp_path / "saved.pt")
+        assert operator_of(trainer)._amp_scaler.get_scale() == 8.0
+
+
+def test_a_window_with_one_bad_batch_is_one_skipped_step() -> None:
+    options = TrainingOptions(precision="fp16", accumulate=3, clip_norm=1.0)
+    with inline(Bad, options=options, config={"bad": [1]}) as trainer:
+        before = weights(trainer)
+        assert trainer.train()["skipped_steps"] == 1
+        assert torch.equal(before, weights(trainer))
         trainer.train()
-        assert torch.equal(found, weights(trainer))
+        assert not torch.equal(before, weights(trainer))
+
+
+def test_bf16_leaves_out_nothing() -> None:
+    with inline(Bad, options=TrainingOptions(precision="bf16"), config={"bad": [0]}) as trainer:
+        assert "skipped_steps" not in trainer.train()
+
+
+def scaled(trainer: TorchTrainer, scale: float) -> Any:
+    """Set the scale of the trainer's scaler, and return that."""
+    scaler = operator_of(trainer)._amp_scaler
+    scaler.load_state_dict({**scaler.state_dict(), "scale": scale})
+    return scaler
 
 
 class Ruled(Bad):
@@ -151,15 +178,13 @@ class Ruled(Bad):
         return not info["loss"] < 100
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(("precision", "accumulate"), [("fp32", 2), ("fp16", 1)])
 def test_a_rule_sees_the_loss_and_refuses_steps(precision: Any, accumulate: int) -> None:
     config = {"bad": [2], "factor": 1e6, "rows": 20}
     options = TrainingOptions(precision=precision, accumulate=accumulate)
     with inline(Ruled, options=options, config=config) as trainer:
         if precision == "fp16":
-            scaler = operator_of(trainer)._amp_scaler
-            scaler.load_state_dict({**scaler.state_dict(), "scale": 2.0**-10})
+            scaled(trainer, 2.0**-10)
         result = trainer.train()
         assert result["skipped_steps"] == 1
         assert len(operator_of(trainer).seen) == (5 if accumulate == 1 else 3)
@@ -202,18 +227,16 @@ def test_schedulers_created_later_and_closures() -> None:
         trainer.train()
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
+def test_what_cannot_be_combined_is_refused() -> None:
+    wrong: list[dict[str, Any]] = [
         {"on_nonfinite": "ignore"},
         {"on_nonfinite": "raise", "precision": "fp16"},
         {"on_nonfinite": "skip", "precision": "apex"},
         {"on_nonfinite": "skip", "comm_hook": "powersgd"},
-    ],
-)
-def test_what_cannot_be_combined_is_refused(given: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="on_nonfinite"):
-        TrainingOptions(**given)
+    ]
+    for each in wrong:
+        with pytest.raises(ConfigError, match="on_nonfinite"):
+            TrainingOptions(**each)
 
 
 def test_unwrapped_models_are_refused() -> None:

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch.utils.data import (
@@ -49,8 +48,6 @@ def part_of(seed: int, count: int = 10) -> Any:
         part_of,
         lambda seed: Wrapped(part_of(seed)),
         lambda seed: ConcatDataset([Numbers(3), part_of(seed)]),
-        lambda seed: Subset(part_of(seed), range(4)),
-        lambda seed: Subset(Numbers(9), np.arange(seed, seed + 3)),  # type: ignore[arg-type]
         lambda seed: Subset(Numbers(9), torch.arange(seed, seed + 3)),  # type: ignore[arg-type]
     ],
 )
@@ -78,10 +75,10 @@ def test_equal_batches_have_equal_digests() -> None:
     assert first_of(large) != first_of(large + 1) and first_of(large.bfloat16()) != ""
 
 
-@pytest.mark.parametrize("batch", [torch.zeros(4, 2), 1, [], object(), (torch.arange(3), object()), torch.zeros(0)])
-def test_batches_that_cannot_be_compared_have_none(batch: Any) -> None:
+def test_batches_that_cannot_be_compared_have_none() -> None:
     """An object's text says nothing about its content, and equal constants say nothing about the rest of the data."""
-    assert first_of(batch) == ""
+    for batch in (torch.zeros(4, 2), 1, [], object(), (torch.arange(3), object()), torch.zeros(0)):
+        assert first_of(batch) == ""
 
 
 class Whole(IterableDataset[int]):
@@ -133,7 +130,6 @@ SAYS = "the checkpoint was saved with other rows in the train_loader and the val
         ({"split": 1}, {"split": 1}, False),
         ({"split": 1}, {"split": 2}, True),
         ({"split": 1}, {"split": 1, "rows": 24}, False),
-        ({"rows": 20}, {"rows": 24}, False),
         ({"rows": 20}, {"split": 1}, False),
     ],
 )

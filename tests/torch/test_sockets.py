@@ -18,18 +18,21 @@ def connect() -> Iterator[Callable[[], Pair]]:
 
         def pair() -> Pair:
             near = stack.enter_context(socket.create_connection(server.getsockname(), timeout=5))
-            far = stack.enter_context(server.accept()[0])
-            far.settimeout(0.2)
-            return near, far
+            return near, stack.enter_context(server.accept()[0])
 
         yield pair
 
 
-def is_shut(pair: Pair) -> bool:
+def received_end(connection: socket.socket) -> bool:
+    connection.settimeout(0.1)
     try:
-        return pair[1].recv(1) == b""
+        return connection.recv(1) == b""
     except TimeoutError:
         return False
+
+
+def is_shut(pair: Pair) -> bool:
+    return received_end(pair[1])
 
 
 def open_one(connections: Connections, connect: Callable[[], Pair]) -> Pair:
@@ -75,14 +78,6 @@ def test_forgotten_connections_stay_open(connect: Callable[[], Pair]) -> None:
 
 
 # -- gloo's -------------------------------------------------------------------------------------------
-
-
-def received_end(connection: socket.socket) -> bool:
-    connection.settimeout(0.2)
-    try:
-        return connection.recv(1) == b""
-    except TimeoutError:
-        return False
 
 
 @pytest.mark.parametrize("during", [False, True], ids=["after", "during the forming"])

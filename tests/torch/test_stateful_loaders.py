@@ -58,8 +58,7 @@ def seen(operator: Any) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize(("steps", "skipped"), [(1, 0), (5, 4), (32, 31), (40, 7), (39, 6)])
-@pytest.mark.parametrize("accumulate", [1, 4])
+@pytest.mark.parametrize(("steps", "skipped", "accumulate"), [(1, 0, 4), (32, 31, 1), (40, 7, 4), (39, 6, 1)])
 def test_a_loader_continues_from_its_newest_state(steps: int, skipped: int, accumulate: int) -> None:
     options = {"options": TrainingOptions(accumulate=accumulate)}
     with inline(Reading, config={"length": 50}, **options) as trainer:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
-from raysgd import AutoCheckpoint, CheckpointError, TrainingOptions, train
+from raysgd import AutoCheckpoint, CheckpointError, train
 from raysgd.torch.checkpoint import states
 from raysgd.torch.fsdp import gathered, placed
 from tests import storing
@@ -41,10 +41,7 @@ def halving(optimizer: Any) -> StepLR:
     return StepLR(optimizer, 2, gamma=0.5)
 
 
-ARGUMENTS: dict[str, Any] = {
-    "config": {"shuffle": True, "scheduler": halving},
-    "scheduler_step_freq": "batch",
-}
+ARGUMENTS: dict[str, Any] = {"config": {"shuffle": True, "scheduler": halving}, "scheduler_step_freq": "batch"}
 
 
 def seed_all(seed: int) -> None:
@@ -53,7 +50,7 @@ def seed_all(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-@pytest.mark.parametrize("before", [0, 2, 3, 4])
+@pytest.mark.parametrize("before", [0, 2, 3])
 def test_training_after_a_load_equals_uninterrupted_training(tmp_path: Path, before: int) -> None:
     """The weights are equal, also in the middle of a shuffled epoch, with dropout."""
     with inline(Noisy, **ARGUMENTS) as trainer:
@@ -77,19 +74,13 @@ def test_state_dict_does_the_same_without_a_file() -> None:
     with inline(Noisy, **ARGUMENTS) as first, inline(Noisy, **ARGUMENTS) as second:
         first.train()
         state = first.state_dict()
-        assert {
-            "models",
-            "optimizers",
-            "schedulers",
-            "operator",
-            "epoch",
-            "global_step",
-            "rng",
-        } <= state.keys()
+        kept = weights(first)
+        assert {"models", "optimizers", "schedulers", "operator", "epoch", "global_step", "rng"} <= state.keys()
         assert state["epoch"] == 1
         assert not any(key.startswith("module.") for key in state["models"][0])
+        first.train()
         second.load_state_dict(state)
-        assert torch.equal(weights(first), weights(second))
+        assert torch.equal(kept, weights(second)), "the state is a copy"
         assert second.train()["epoch"] == 2
 
 
@@ -112,15 +103,6 @@ def test_a_changed_epoch_begins_with_the_next_call(epoch: int, within: int) -> N
         assert [(each["epoch"], each["num_samples"]) for each in (first, second)] == [(epoch + 1, 12), (epoch + 2, 12)]
         assert trainer.state_dict()["position"]["step"] == steps + 2 * first["batch_count"]
         assert trainer.state_dict()["epoch"] == epoch + 2
-
-
-def test_state_is_a_copy() -> None:
-    with inline() as trainer:
-        kept = trainer.state_dict()
-        before = kept["models"][0]["weight"].clone()
-        trainer.train()
-        assert torch.equal(kept["models"][0]["weight"], before)
-        assert not torch.equal(weights(trainer)[:2], before.flatten())
 
 
 def test_a_checkpoint_of_v1_can_be_loaded() -> None:
@@ -164,31 +146,14 @@ def line() -> bytes:
 REFUSED: dict[str, tuple[Callable[[], bytes], str]] = {
     "empty": (lambda: b"", "not a complete checkpoint"),
     "truncated": (lambda: line()[:-100], "the file is damaged: it was cut off"),
-    "half": (lambda: line()[:500], "the file is damaged: it was cut off"),
     "text": (lambda: b"epoch: 3\nlr: 0.1\n", "not a complete checkpoint"),
-    "bytes": (lambda: bytes(range(256)) * 8, "not a complete checkpoint"),
     "bare model": (lambda: saved(nn.Linear(2, 1).state_dict()), "not a checkpoint of raysgd: it contains"),
-    "a list": (lambda: saved([1, 2]), "it contains list"),
     "a whole model": (lambda: saved(nn.Linear(2, 1)), "it is not a checkpoint of raysgd"),
-    "a model in a dictionary": (lambda: saved({"net": nn.Linear(2, 1)}), "it is not a checkpoint of raysgd"),
-    "its models by another name": (
-        lambda: saved({"networks": nn.Linear(2, 1), "optimizers": []}),
-        "it is not a checkpoint of raysgd",
-    ),
     "models of nothing": (lambda: saved({"models": [3], "optimizers": [{}]}), "not a checkpoint of raysgd"),
-    "optimizers of nothing": (
-        lambda: saved({"models": [{}], "optimizers": [3]}),
-        "not a checkpoint of raysgd",
-    ),
+    "optimizers of nothing": (lambda: saved({"models": [{}], "optimizers": [3]}), "not a checkpoint of raysgd"),
     "other format": (lambda: saved({"models": [], "format": "x"}), "format is 'x'"),
-    "from the future": (
-        lambda: saved({"models": [], "format": "raysgd-torch", "version": 99}),
-        "newer raysgd",
-    ),
-    "another shape": (
-        lambda: of(model=lambda: nn.Linear(3, 1), rows=0),
-        "weight has shape (1, 2) here and (1, 3)",
-    ),
+    "from the future": (lambda: saved({"models": [], "format": "raysgd-torch", "version": 99}), "newer raysgd"),
+    "another shape": (lambda: of(model=lambda: nn.Linear(3, 1), rows=0), "weight has shape (1, 2) here and (1, 3)"),
     "other layers": (
         lambda: of(model=lambda: nn.Sequential(nn.Linear(2, 1))),
         "missing in the checkpoint ['bias', 'weight']",
@@ -326,34 +291,15 @@ def test_random_states_are_restored() -> None:
     assert (random.random(), random.gauss(0, 1), float(numpy.random.randn()), float(torch.rand(()))) == first
 
 
-@pytest.mark.parametrize("precision", ["fp16"])
-def test_the_scaler_is_part_of_a_checkpoint(precision: str) -> None:
-    with (
-        inline(options=TrainingOptions(precision=precision)) as first,
-        inline(options=TrainingOptions(precision=precision)) as second,
-    ):
-        first.train()
-        operator_of(first)._amp_scaler.update(123.0)
-        second.load_state_dict(first.state_dict())
-        assert operator_of(second)._amp_scaler.get_scale() == 123.0
-
-
-def test_get_model_is_in_eval_mode_whichever_call_came_before() -> None:
+def test_get_model_is_a_copy_in_eval_mode_whichever_call_came_before() -> None:
     with inline() as trainer:
         for call, training in ((trainer.train, True), (trainer.validate, False)):
             call()
             model = trainer.get_model()
-            assert not any(module.training for module in model.modules())
+            assert type(model) is nn.Linear and not any(module.training for module in model.modules())
             assert trainer.get_local_operator().model.training is training, "the workers' model stays as it is"
-
-
-def test_get_model_returns_a_copy() -> None:
-    with inline() as trainer:
-        model = trainer.get_model()
-        with torch.no_grad():
-            model.weight.fill_(100.0)
-        assert float(trainer.get_model().weight.detach().max()) < 100
-        assert type(model) is nn.Linear
+            model.requires_grad_(False).weight.fill_(100.0)
+            assert float(trainer.get_model().weight.detach().max()) < 100, "it is a copy"
 
 
 def test_a_counter_that_a_state_lacks_has_its_default() -> None:

@@ -17,11 +17,8 @@ def test_an_epoch_calls_the_configs_function() -> None:
         result = trainer.train(info={"a": 1})
         assert (result["batches"], result["rows"], result["info"]) == (2, 8, {"a": 1})
         assert trainer.validate()["batches"] == 2
-
-
-def test_an_epoch_without_a_function_does_nothing() -> None:
-    with inline(get_test_operator(Line), config={}) as trainer:
-        assert trainer.train()["done"] == 1
+    with inline(operator, config={}) as trainer:
+        assert trainer.train()["done"] == 1, "without a function, an epoch does nothing"
 
 
 def test_scores_are_divided_by_the_samples_of_their_batch() -> None:

@@ -64,9 +64,7 @@ def test_an_operator_can_have_its_own_test_batch_or_loop() -> None:
 
 def test_a_test_without_data_says_what_to_register() -> None:
     with inline() as trainer:
-        with pytest.raises(
-            ConfigError, match=r"test\(\) needs data: call self.register_data\(test_loader=...\) in Line"
-        ):
+        with pytest.raises(ConfigError, match=r"test\(\) needs data: .*register_data\(test_loader=...\) in Line"):
             trainer.test()
         assert trainer.validate()["num_samples"] == 12
 
@@ -117,22 +115,20 @@ class Noting(Line):
         return {**super().loaders(config), "test_loader": test}
 
 
-@pytest.mark.parametrize("known", [True, False])
-def test_tests_continue_with_the_next_pass_after_a_load(known: bool) -> None:
+def test_tests_continue_with_the_next_pass_after_a_load() -> None:
     epochs: list[int] = []
     with inline(Noting, config={"epochs": epochs}) as trainer:
         trainer.test()
         trainer.test(num_steps=1)
         state = trainer.state_dict()
-    assert epochs == [0, 1]
-    if not known:
-        del state["test_position"]  # as in files of earlier versions
+    older = {name: value for name, value in state.items() if name != "test_position"}  # a file of an earlier version
     with inline(Noting, config={"epochs": epochs}) as trainer:
         trainer.test()
-        trainer.load_state_dict(state)
-        trainer.test()
-        trainer.test()
-    assert epochs[2:] == ([0, 2, 3] if known else [0, 0, 1])
+        for each in (state, older):
+            trainer.load_state_dict(each)
+            trainer.test()
+            trainer.test()
+    assert epochs == [0, 1, 0, 2, 3, 0, 1]
 
 
 def test_a_test_that_is_repeated_is_the_same_pass() -> None:
@@ -183,9 +179,7 @@ def test_a_data_set_of_batches_trains_as_one_of_samples_does() -> None:
 def test_single_samples_are_refused_with_what_to_do() -> None:
     with inline(Unbatched) as trainer:
         for call in (trainer.train, trainer.validate):
-            with pytest.raises(
-                ConfigError, match=r"target of this one is a single number.*pass batch_size=n, or let the"
-            ):
+            with pytest.raises(ConfigError, match=r"target of this one is a single number.*pass batch_size=n, or"):
                 call()
 
 
