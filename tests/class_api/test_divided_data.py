@@ -1,4 +1,4 @@
-"""Data that is divided among two workers: streams, uneven parts, few batches, and metrics over all workers."""
+"""Data that is divided among two workers: streams, uneven parts and few batches."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, random_split
 
-from raysgd import ConfigError
 from raysgd.data import Dataset
 from raysgd.torch import TorchTrainer
 from tests.class_api.operators import Classes, Uneven, data
@@ -22,26 +21,12 @@ class Ledger(Classes):
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         self.rows += batch[0][:, 0].tolist()
-        table = {("a", "b"): len(batch[0])}
-        return {**super().train_batch(batch, batch_info), "table": table, "rank": f"rank {self.world_rank}"}
-
-
-class Measured(Ledger):
-    def setup(self, config: dict[str, Any]) -> None:
-        from torchmetrics.classification import MulticlassAccuracy
-
-        super().setup(config)
-        self.accuracy = self.register_metrics(validation=MulticlassAccuracy(2, average="micro"))
-
-    def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        self.accuracy.update(self.model(batch[0]).argmax(dim=1), batch[1])
-        return super().validate_batch(batch, batch_info)
+        return super().train_batch(batch, batch_info)
 
 
 @pytest.fixture(scope="module")
 def trainer(ray_cluster: None) -> Iterator[TorchTrainer]:
-    pytest.importorskip("torchmetrics")
-    with TorchTrainer(training_operator_cls=Measured, num_workers=2, use_gpu=False) as made:
+    with TorchTrainer(training_operator_cls=Ledger, num_workers=2, use_gpu=False) as made:
         yield made
 
 
@@ -84,32 +69,6 @@ def test_fewer_rows_than_workers(trainer: TorchTrainer) -> None:
         lambda operator: operator.register_data(train_loader=[], validation_loader=DataLoader(data(1)))
     )
     assert trainer.validate()["num_samples"] == 1, "one rank has no part of it, which is allowed"
-
-
-def test_an_empty_loader(trainer: TorchTrainer) -> None:
-    give(trainer, 0, batch_size=8)
-    for steps in (None, 3):
-        with pytest.raises(ConfigError, match="train_loader returned no batch"):
-            trainer.train(num_steps=steps)
-    give(trainer, 64, batch_size=8)
-    assert trainer.train()["num_samples"] == 64
-
-
-def test_metrics_that_are_not_numbers_are_those_of_rank_0(trainer: TorchTrainer) -> None:
-    give(trainer, 64, batch_size=8)
-    result = trainer.train()
-    assert result["table"] == {("a", "b"): 8}
-    assert result["rank"] == "rank 0"
-
-
-def test_torchmetrics_are_computed_over_all_ranks(trainer: TorchTrainer) -> None:
-    for _ in range(2):
-        result = trainer.validate()
-        assert result["num_samples"] == 101
-        assert result["val_multiclass_accuracy"] == pytest.approx(result["val_accuracy"], abs=1e-6)
-    each = trainer.validate(reduce_results=False)
-    assert each[0]["val_multiclass_accuracy"] == each[1]["val_multiclass_accuracy"]
-    assert each[0]["val_accuracy"] != each[1]["val_accuracy"]
 
 
 def test_a_data_set_for_one_call_is_divided(trainer: TorchTrainer) -> None:

@@ -139,14 +139,7 @@ def function_trainer() -> Any:
     return Trainer(backend="none", num_workers=1).start()
 
 
-def tf_trainer() -> Any:
-    pytest.importorskip("tensorflow")
-    from raysgd.tf import TFTrainer
-
-    return TFTrainer(lambda config: None, lambda config: None, num_replicas=1)
-
-
-@pytest.mark.parametrize("make", [small, function_trainer, tf_trainer, WorkerGroup])
+@pytest.mark.parametrize("make", [small, function_trainer, WorkerGroup])
 def test_an_invalid_limit_is_named(monkeypatch: pytest.MonkeyPatch, make: Callable[[], Any]) -> None:
     for text in ("abc", "0", "nan", "1e3", "١٢", "9" * 400):
         monkeypatch.setenv("SGD_PLACEMENT_GROUP_TIMEOUT_S", text)

@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from raysgd import ConfigError, NotActiveError
+from raysgd import NotActiveError
 from raysgd.torch import TorchTrainer
 from raysgd.utils import BATCH_SIZE
-from tests.class_api.operators import Classes, Net, OwnError, data, weights
+from tests.class_api.operators import Classes, Net, OwnError
+from tests.torch.small import weights
 
 OWN_CONFIG: dict[str, Any] = {BATCH_SIZE: 17}
 
@@ -21,16 +22,6 @@ OWN_CONFIG: dict[str, Any] = {BATCH_SIZE: 17}
 def set_variable() -> None:
     """Set a variable as a user sets those of NCCL: before the process group is up, and before the operator is created."""
     os.environ["RAYSGD_TEST_HOOK"] = str(torch.distributed.is_initialized())
-
-
-class Confusion:
-    """How often each class was taken for each, as RaySGD's segmentation example counts it: no dict."""
-
-    def __init__(self) -> None:
-        self.counts = torch.zeros(2, 2, dtype=torch.int64)
-
-    def add(self, target: torch.Tensor, found: torch.Tensor) -> None:
-        self.counts += torch.bincount(2 * target + found, minlength=4).reshape(2, 2)
 
 
 class Hooked(Classes):
@@ -41,14 +32,6 @@ class Hooked(Classes):
         if self._is_distributed:
             torch.distributed.all_reduce(total)  # the process group is up before setup
         self.note["ranks"] = int(total)
-
-    def validate(self, val_iterator: Any, info: Any = None) -> Any:
-        if not info or "confusion" not in info:
-            return super().validate(val_iterator, info)
-        confusion = Confusion()
-        for features, target in val_iterator:
-            confusion.add(target, self.model(features).argmax(dim=1))
-        return confusion
 
 
 @pytest.fixture(scope="module")
@@ -121,32 +104,6 @@ def test_without_reduction_each_rank_has_a_result(trainer: TorchTrainer) -> None
     assert not [name for each in train for name in each if name.startswith("__")]
 
 
-def test_an_object_of_the_operators_own_and_a_changed_epoch(trainer: TorchTrainer) -> None:
-    """The shape of RaySGD's segmentation example: it merges the workers' confusion matrices, and starts its epochs again."""
-    each = trainer.validate(reduce_results=False, info={"confusion": True})
-    assert [type(matrix) for matrix in each] == [Confusion, Confusion]
-    with torch.no_grad():
-        features, target = data(101).tensors
-        expected = Confusion()
-        expected.add(target, trainer.get_model()(features).argmax(dim=1))
-    assert torch.equal(sum(matrix.counts for matrix in each), expected.counts)
-    with pytest.raises(TypeError, match=r"Hooked.validate must return a dict .*reduce_results=False"):
-        trainer.validate(info={"confusion": True})
-    state = trainer.state_dict()
-    state["epoch"] = 0
-    trainer.load_state_dict(state)
-    assert [trainer.train()["epoch"] for _ in range(2)] == [1, 2]
-    assert trainer.validate()["num_samples"] == 101
-
-
-def test_num_steps_continue_over_calls(trainer: TorchTrainer) -> None:
-    epoch = trainer.train()["epoch"]
-    results = [trainer.train(num_steps=3), trainer.train(num_steps=3), trainer.train()]
-    assert [each["batch_count"] for each in results] == [3, 3, 2]
-    assert [each["epoch"] for each in results] == [epoch + 1, epoch + 2, epoch + 2]
-    assert trainer.train(num_steps=0)["batch_count"] == 0
-
-
 def test_the_model_has_the_users_class(trainer: TorchTrainer) -> None:
     model = trainer.get_model()
     assert type(model) is type(trainer.get_local_operator().model) is Net
@@ -176,34 +133,12 @@ def test_an_error_on_one_rank_is_raised_at_once_with_rank_and_traceback(trainer:
     assert torch.equal(ranks[0], ranks[1])
 
 
-def fail_on_one(operator: Any) -> int:
-    if operator.world_rank == 1:
-        raise OwnError("applied", code=7)
-    return 0
-
-
-def test_an_error_in_an_applied_function_leaves_the_trainer_usable(trainer: TorchTrainer) -> None:
-    with pytest.raises(OwnError, match="applied failed with 7"):
-        trainer.apply_all_operators(fail_on_one)
-    assert trainer.apply_all_workers(lambda: 5) == [5, 5]
-    assert trainer.validate()["num_samples"] == 101
-    assert trainer.recoveries == []
-
-
 def test_a_result_that_cannot_be_pickled_is_named(trainer: TorchTrainer) -> None:
     started = time.monotonic()
     with pytest.raises(TypeError, match=r"the answer cannot be sent.*lock.*return plain values"):
         trainer.apply_all_workers(lambda: threading.Lock())
     assert time.monotonic() - started < 20
     assert trainer.apply_all_workers(lambda: 1) == [1, 1]
-
-
-def test_refused_calls_leave_the_trainer_usable(trainer: TorchTrainer) -> None:
-    with pytest.raises(TypeError, match="update_scheduler needs a scheduler"):
-        trainer.update_scheduler(1.0)
-    with pytest.raises(ConfigError, match="num_workers"):
-        trainer.resize(0)
-    assert trainer.train()["num_samples"] == 64
 
 
 def test_shutdown_can_be_called_twice(trainer: TorchTrainer) -> None:

@@ -9,24 +9,23 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import ConfigError, TrainingOptions
 from raysgd.torch.gradients import samples_in
-from tests.torch.small import Line, inline, operator_of, weights
+from tests.torch.small import Line, inline, operator_of, set_scale, weights
 
 
 class Deep(Line):
-    """A model that is large enough for clipping to matter, with data that cannot be divided evenly."""
+    """A model that is large enough for clipping to matter, with data that cannot be divided evenly. Counts its steps."""
 
     def setup(self, config: dict[str, Any]) -> None:
-        torch.manual_seed(5)
-        model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.5)
-        self.model, self.optimizer, self.criterion = self.register(
-            models=model, optimizers=optimizer, criterion=nn.MSELoss()
-        )
-        x = torch.randn(config.get("rows", 22), 3)
-        data = TensorDataset(x, 5 * x.sum(1, keepdim=True))
-        self.register_data(train_loader=self.loader(data, config["batch"]))
+        super().setup({"seed": 5, "lr": 0.03, **config})
         self.steps = 0
         self.optimizer.register_step_post_hook(lambda *_: setattr(self, "steps", self.steps + 1))
+
+    def make_model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def loaders(self, config: dict[str, Any]) -> dict[str, Any]:
+        x = torch.randn(config.get("rows", 22), 3)
+        return {"train_loader": self.loader(TensorDataset(x, 5 * x.sum(1, keepdim=True)), config["batch"])}
 
     def loader(self, data: Any, batch: int) -> Any:
         return DataLoader(data, batch_size=batch)
@@ -41,9 +40,7 @@ class Streaming(Deep):
 
 def trained(kind: type[Deep] = Deep, *, calls: Any = (None, None), **arguments: Any) -> tuple[torch.Tensor, Any]:
     with inline(kind, **arguments) as trainer:
-        scaler = operator_of(trainer)._amp_scaler
-        if scaler is not None:
-            scaler.load_state_dict({**scaler.state_dict(), "scale": 64.0})
+        set_scale(trainer, 64.0)
         results = [trainer.train(num_steps=steps) for steps in calls]
         return weights(trainer), (results[-1], operator_of(trainer).steps)
 

@@ -195,20 +195,6 @@ def test_a_worker_that_hangs_in_a_save_is_ended(
         assert os.listdir(tmp_path) == ["a.pt"] and (tmp_path / "a.pt").read_bytes() == b"the old one"
 
 
-def test_sharded_saves_without_sharded_models(tmp_path: Path) -> None:
-    with inline() as trainer:
-        trainer.train()
-        saved = weights(trainer)
-        trainer.save(tmp_path / "parts", sharded=True)
-    with inline(config={"seed": 3}) as trainer:
-        trainer.load(tmp_path / "parts", trusted=True)
-        assert torch.equal(weights(trainer), saved)
-        assert trainer.train()["epoch"] == 2
-        (tmp_path / "parts" / ".metadata").unlink()
-        with pytest.raises(CheckpointError, match="not a complete sharded checkpoint"):
-            trainer.load(tmp_path / "parts", trusted=True)
-
-
 class Big(Line):
     """A state of 128 MiB."""
 

@@ -9,39 +9,26 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import ElasticConfig, TorchTrainer, TrainingOptions
-from raysgd.torch import TrainingOperator
+from tests.speed.test_accumulate import Deep
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 
-class Net(TrainingOperator):
-    """Counts its steps and, without a hook, the all-reduces. It is killed once, in the step that the config names."""
+class Net(Deep):
+    """Counts, without a hook, the all-reduces. It is killed once, in the step that the config names."""
 
     def setup(self, config: dict[str, Any]) -> None:
-        torch.manual_seed(5)
-        model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.5)
-        self.model, self.optimizer, self.criterion = self.register(
-            models=model, optimizers=optimizer, criterion=nn.MSELoss()
-        )
-        x = torch.randn(44, 3)
-        data = TensorDataset(x, 5 * x.sum(1, keepdim=True))
-        self.register_data(train_loader=DataLoader(data, batch_size=config["batch"]))
-        self.counts = {"steps": 0, "reduces": 0}
-        self.optimizer.register_step_post_hook(lambda *_: self.count("steps"))
+        super().setup({"rows": 44, **config})
+        self.reduces = 0
         if config.get("count"):
             self.model.register_comm_hook(None, self.reduce)
-
-    def count(self, name: str) -> None:
-        self.counts[name] += 1
 
     def reduce(self, state, bucket):  # DDP checks annotations, and accepts only its own
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-        self.count("reduces")
+        self.reduces += 1
         return allreduce_hook(None, bucket)
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
@@ -66,7 +53,8 @@ def what_is_there(operator: Any) -> dict[str, Any]:
     from torch._dynamo.utils import counters
 
     log = getattr(operator.model, "_get_ddp_logging_data", dict)()
-    return {**operator.counts, "graphs": counters["stats"]["unique_graphs"], "hook": log.get("comm_hook")}
+    counts = {"steps": operator.steps, "reduces": operator.reduces}
+    return {**counts, "graphs": counters["stats"]["unique_graphs"], "hook": log.get("comm_hook")}
 
 
 class Collected(Net):

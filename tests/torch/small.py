@@ -34,14 +34,20 @@ class Line(TrainingOperator):
 
     def setup(self, config: dict[str, Any]) -> None:
         torch.manual_seed(config.get("seed", 0))
-        model = nn.Linear(2, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=config.get("lr", 0.1), momentum=0.5)
+        model = self.make_model()
+        optimizer = self.make_optimizer(model, config.get("lr", 0.1))
         parts: dict[str, Any] = {"models": model, "optimizers": optimizer, "criterion": nn.MSELoss()}
         if "scheduler" in config:
             parts["schedulers"] = config["scheduler"](optimizer)
         self.model, self.optimizer, self.criterion, *rest = self.register(**parts)
         self.scheduler = rest[0] if rest else None
         self.register_data(**self.loaders(config))
+
+    def make_model(self) -> nn.Module:
+        return nn.Linear(2, 1)
+
+    def make_optimizer(self, model: nn.Module, lr: Any) -> Any:
+        return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.5)
 
     def loaders(self, config: dict[str, Any]) -> dict[str, Any]:
         data, batch = TensorDataset(*rows(config.get("rows", 12))), config.get("batch", 4)
@@ -85,7 +91,15 @@ def operator_of(trainer: TorchTrainer) -> Any:
 
 
 def weights(trainer: TorchTrainer) -> torch.Tensor:
-    return nn.utils.parameters_to_vector(trainer.get_model().parameters()).detach()
+    return torch.cat([each.detach().flatten() for each in trainer.get_model().parameters()])
+
+
+def set_scale(trainer: TorchTrainer, scale: float) -> Any:
+    """Set the scale of the losses in fp16, at which a few small steps are not left out. Return the scaler: None in other formats."""
+    scaler = operator_of(trainer)._amp_scaler
+    if scaler is not None:
+        scaler.load_state_dict({**scaler.state_dict(), "scale": scale})
+    return scaler
 
 
 def flat(lists: list[list[Any]]) -> Iterator[Any]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from raysgd import ConfigError, TrainingOptions
+from raysgd import TrainingOptions
 from tests.torch.small import Line, inline, operator_of, weights
 
 
@@ -138,11 +138,6 @@ def test_several_models_optimizers_and_losses(amp: Double) -> None:
         trainer.train(num_steps=1)
     assert amp.events[1] == ("initialize", 2, 2, {"opt_level": "O1", "num_losses": 3})
     assert [e for e in amp.events if e[0] == "scale"] == [("scale", [0], 0), ("scale", [1], 1), ("scale", [0, 1], 2)]
-
-
-def test_it_cannot_be_compiled(amp: Double) -> None:
-    with pytest.raises(ConfigError, match="'fp16' or 'bf16'"):
-        inline(Registers, options=TrainingOptions(precision="apex", compile=True))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import warnings
 from collections import UserDict, namedtuple
+from itertools import product
 from typing import Any
 
 import pytest
@@ -33,14 +34,12 @@ def test_several_features_reach_the_model() -> None:
             return self.line(torch.cat([left, right], dim=1))
 
     class Two(Line):
-        def setup(self, config: dict[str, Any]) -> None:
-            model = Pair()
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            self.model, self.optimizer, self.criterion = self.register(
-                models=model, optimizers=optimizer, criterion=nn.MSELoss()
-            )
+        def make_model(self) -> nn.Module:
+            return Pair()
+
+        def loaders(self, config: dict[str, Any]) -> dict[str, Any]:
             batch = torch.ones(4, 1), torch.ones(4, 1), torch.zeros(4, 1)
-            self.register_data(train_loader=[batch], validation_loader=[batch])
+            return {"train_loader": [batch], "validation_loader": [batch]}
 
     with inline(Two) as trainer:
         assert trainer.train()["num_samples"] == trainer.validate()["num_samples"] == 4
@@ -177,8 +176,7 @@ def test_step_returns_whether_it_was_made() -> None:
     assert made((1,), precision="fp16") == [True, False, True]
 
 
-@pytest.mark.parametrize("freq", ["batch", "step"])
-def test_torch_does_not_warn_about_the_order_of_steps(freq: str) -> None:
+def test_torch_does_not_warn_about_the_order_of_steps() -> None:
     """It would if a scheduler steps before its optimizer has: in a window, or after a step that was left out."""
 
     class Bad(Line):
@@ -189,7 +187,7 @@ def test_torch_does_not_warn_about_the_order_of_steps(freq: str) -> None:
             )
 
     given: list[tuple[type[Line], dict[str, Any]]] = [(Line, {"accumulate": 2}), (Bad, {"on_nonfinite": "skip"})]
-    for operator, options in given:
+    for (operator, options), freq in product(given, ("batch", "step")):
         config, settings = {"scheduler": decaying}, TrainingOptions(**options)
         with (
             warnings.catch_warnings(),

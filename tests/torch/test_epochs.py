@@ -67,9 +67,8 @@ def test_any_iterable_is_a_loader() -> None:
         assert seen(trainer) == [0, 1, 2, 0, 1, 2, 0]
 
 
-@pytest.mark.parametrize("loader", [list, lambda: DataLoader(Numbers(0))])
-def test_an_empty_loader_is_an_error(loader: Any) -> None:
-    with inline(Recording, config={"loader": loader}) as trainer:
+def test_an_empty_loader_is_an_error() -> None:
+    with inline(Recording, config={"loader": lambda: DataLoader(Numbers(0))}) as trainer:
         for steps in (None, 5):
             with pytest.raises(ConfigError, match=r"train_loader returned no batch.*drop_last"):
                 trainer.train(num_steps=steps)
@@ -90,11 +89,8 @@ class Stumbling(Recording):
     """Raises an error in its second batch, once: before or after the optimizer's step."""
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        wrong = self.global_step == 1 and not getattr(self, "stumbled", False)
-        if wrong and self.config["when"] == "before":
-            self.stumbled = True
-            raise KeyError("first time")
-        result = super().train_batch(batch, batch_info)
+        wrong = self.config["when"] if self.global_step == 1 and not hasattr(self, "stumbled") else ""
+        result = super().train_batch(batch, batch_info) if wrong != "before" else {}
         if wrong:
             self.stumbled = True
             raise KeyError("first time")
@@ -112,20 +108,6 @@ def test_after_an_error_applied_batches_count_and_the_rest_follows(when: str, re
         assert result["epoch"] == 1
         assert operator_of(trainer).global_step == 3
         assert trainer.train()["epoch"] == 2
-
-
-def test_after_an_error_a_validation_starts_where_it_had_started() -> None:
-    class Stumbles(Recording):
-        def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-            if batch_info["batch_idx"] == 1 and not getattr(self, "stumbled", False):
-                self.stumbled = True
-                raise ZeroDivisionError("once")
-            return super().validate_batch(batch, batch_info)
-
-    with inline(Stumbles) as trainer:
-        with pytest.raises(ZeroDivisionError):
-            trainer.validate()
-        assert trainer.validate()["num_samples"] == 12
 
 
 class Leaving(Recording):
@@ -181,17 +163,6 @@ def test_an_error_in_a_call_with_a_data_set_does_not_affect_the_next() -> None:
         seen(trainer)
         assert trainer.train()["batch_count"] == 2
         assert seen(trainer) == [*range(4, 12)]
-
-
-def test_training_without_data_names_what_to_register() -> None:
-    class NoData(Line):
-        def loaders(self, config: dict[str, Any]) -> dict[str, Any]:
-            return {}
-
-    with inline(NoData) as trainer:
-        for call in (trainer.train, trainer.validate):
-            with pytest.raises(ConfigError, match=r"self\.register_data\(.*_loader=\.\.\.\).*NoData"):
-                call()
 
 
 @pytest.mark.parametrize("calls", [1, 2, 5])

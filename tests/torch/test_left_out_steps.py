@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from raysgd import ConfigError, NonFiniteError, TorchTrainer, TrainingOptions
-from raysgd.torch.guard import MOST_LEFT_OUT, StepReport, explained
+from raysgd import ConfigError, NonFiniteError, TrainingOptions
+from raysgd.torch.guard import MOST_LEFT_OUT
 from tests.local.runs import train
-from tests.torch.small import Line, inline, operator_of, weights
+from tests.torch.small import Line, inline, operator_of, set_scale, weights
 from tests.torch.test_exact_gradients import Curve, Direct, close, options
 
 pytestmark = pytest.mark.filterwarnings("ignore:the training loader does not shuffle", "ignore:Detected call of")
@@ -118,22 +118,11 @@ def test_an_error_names_parameter_step_rank_and_samples() -> None:
         assert trainer.train()["num_samples"] == 8, "the batch is used again"
 
 
-def test_what_the_error_says() -> None:
-    bad = StepReport(7, 2, ("a", "b"), math.inf, [3, 1])
-    fine = StepReport(7, 2, ("a", "b"), 1.0, [5])
-    text = explained([fine, bad], "raise")
-    assert "Rank 1 had the samples 3, 1, and the loss inf." in text and "Rank 0" not in text
-    text = explained([fine, fine], "skip")
-    assert "finite. Rank 0" in text and "Rank 1 had the samples 5, and the loss 1." in text
-    unknown = StepReport(7, 2, ("a", "b", "c", "d", "e"), None, None)
-    assert "a, b, c and 2 more" in explained([unknown], "raise") and "unknown indices" in explained([unknown], "raise")
-
-
 @pytest.mark.parametrize("more", [{}, {"on_nonfinite": "skip"}])
 def test_fp16_leaves_out_such_steps_and_goes_on_with_a_smaller_scale(more: Any, tmp_path: Path) -> None:
     config = {"bad": [1, 4, 5], "factor": math.inf}
     with inline(Bad, options=TrainingOptions(precision="fp16", **more), config=config) as trainer:
-        scaler = scaled(trainer, 64.0)
+        scaler = set_scale(trainer, 64.0)
         assert trainer.train()["skipped_steps"] == 1
         assert scaler.get_scale() == 32.0
         before = weights(trainer)
@@ -165,13 +154,6 @@ def test_bf16_leaves_out_nothing() -> None:
         assert "skipped_steps" not in trainer.train()
 
 
-def scaled(trainer: TorchTrainer, scale: float) -> Any:
-    """Set the scale of the trainer's scaler, and return that."""
-    scaler = operator_of(trainer)._amp_scaler
-    scaler.load_state_dict({**scaler.state_dict(), "scale": scale})
-    return scaler
-
-
 class Ruled(Bad):
     def skip_step(self, info: dict[str, Any]) -> bool:
         self.seen = [*getattr(self, "seen", []), info]
@@ -183,8 +165,7 @@ def test_a_rule_sees_the_loss_and_refuses_steps(precision: Any, accumulate: int)
     config = {"bad": [2], "factor": 1e6, "rows": 20}
     options = TrainingOptions(precision=precision, accumulate=accumulate)
     with inline(Ruled, options=options, config=config) as trainer:
-        if precision == "fp16":
-            scaled(trainer, 2.0**-10)
+        set_scale(trainer, 2.0**-10)
         result = trainer.train()
         assert result["skipped_steps"] == 1
         assert len(operator_of(trainer).seen) == (5 if accumulate == 1 else 3)

@@ -107,28 +107,9 @@ def test_several_ranks_share_the_same_epoch(name: str) -> None:
         assert Counter(fresh) == Counter(flat(plain_epoch(make)))
 
 
-def test_a_step_of_all_ranks_is_a_prefix_of_the_order() -> None:
-    ranks = played(LOADERS["shuffled"], 3)
-    order = list(flat(plain_epoch(LOADERS["shuffled"])))
-    done: list[int] = []
-    for step in zip(*ranks, strict=True):
-        done += flat([each.batch.tolist() for each in step if each.fresh])
-        assert {each.offset for each in step} == {len(done)}
-        assert done == order[: len(done)]
-
-
-@pytest.mark.parametrize(("rows", "world", "counted"), [(101, 2, 101), (3, 8, 3)])
-def test_validation_repeats_nothing(rows: int, world: int, counted: int) -> None:
-    ranks = played(lambda: DataLoader(Numbers(rows), batch_size=32), world, pad=False)
-    assert sorted(flat(batches([each for rank in ranks for each in rank]))) == list(range(counted))
-
-
-def test_the_last_samples_are_divided_among_the_ranks() -> None:
+def test_the_last_samples_are_divided_or_dropped() -> None:
     ranks = played(lambda: DataLoader(Numbers(101), batch_size=32), 2)
     assert [[len(batch) for batch in batches(rank)] for rank in ranks] == [[32, 19], [32, 18]]
-
-
-def test_drop_last_drops_the_last_step_of_all_ranks() -> None:
     ranks = played(lambda: DataLoader(Numbers(101), batch_size=32, drop_last=True), 2)
     assert [[len(batch) for batch in batches(rank)] for rank in ranks] == [[32], [32]]
     assert played(lambda: DataLoader(Numbers(31), batch_size=32, drop_last=True), 2) == [[], []]

@@ -1,7 +1,6 @@
 """The default loops and overrides of them: their arguments and results, and when schedulers step."""
 
 import inspect
-import math
 from typing import Any
 
 import pytest
@@ -160,31 +159,6 @@ def test_without_reduction_an_object_of_the_operators_own_is_returned() -> None:
         assert not [name for row in trainer.history for name in row if name.startswith("__")]
 
 
-def test_metrics_of_every_kind() -> None:
-    class Various(Line):
-        def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-            index = batch_info["batch_idx"]
-            return {
-                "num_samples": [1, 1, 2][index],
-                "tensor": torch.tensor(float(index), requires_grad=True),
-                "whole": index,
-                "nan": math.nan if index == 1 else 1.0,
-                "text": f"batch {index}",
-                "nested": {"index": index},
-                "many": torch.arange(2),
-            }
-
-    with inline(Various) as trainer:
-        result = trainer.train()
-        assert result["num_samples"] == 4
-        assert result["tensor"] == (0 + 1 + 2 * 2) / 4
-        assert result["last_tensor"] == result["last_whole"] == 2
-        assert math.isnan(result["nan"])
-        assert result["text"] == "batch 2"
-        assert result["nested"] == {"index": 2}
-        assert result["many"].tolist() == [0, 1]
-
-
 @pytest.mark.parametrize("method", ["train_batch", "validate_batch", "train_epoch", "validate"])
 def test_methods_must_return_a_dict(method: str) -> None:
     for answer in (None, 1.0, [1]):
@@ -271,15 +245,13 @@ class ByHand(Forgetful):
 
 
 class WithClosure(Line):
-    def setup(self, config: dict[str, Any]) -> None:
-        model = torch.nn.Linear(2, 1)
-        self.model, self.optimizer = self.register(models=model, optimizers=torch.optim.LBFGS(model.parameters()))
-        self.register_data(**self.loaders(config))
+    def make_optimizer(self, model: nn.Module, lr: float) -> Any:
+        return torch.optim.LBFGS(model.parameters())
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         def closure() -> Any:
             self.optimizer.zero_grad()
-            loss = torch.nn.functional.mse_loss(self.model(batch[0]), batch[1])
+            loss = self.criterion(self.model(batch[0]), batch[1])
             loss.backward()
             return loss
 
@@ -305,12 +277,8 @@ class NotOfTorch:
 
 
 class WithOther(Line):
-    def setup(self, config: dict[str, Any]) -> None:
-        model = torch.nn.Linear(2, 1)
-        self.model, self.optimizer, self.criterion = self.register(
-            models=model, optimizers=NotOfTorch(model.parameters()), criterion=torch.nn.MSELoss()
-        )
-        self.register_data(**self.loaders(config))
+    def make_optimizer(self, model: nn.Module, lr: float) -> Any:
+        return NotOfTorch(model.parameters())
 
 
 class Infinite(Line):

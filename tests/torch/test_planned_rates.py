@@ -142,9 +142,8 @@ def test_calls_of_whole_epochs_and_batches_of_the_users_sampler(how: Any) -> Non
         for call in range(10, 10 + EPOCHS):
             replica.train(call)
         rates = replica.operator.rates
-        assert (
-            rates == sorted(rates, reverse=True) and rates[-1] > replica.operator.optimizer.param_groups[0]["lr"] == 0
-        )
+        assert rates == sorted(rates, reverse=True)
+        assert rates[-1] > replica.operator.optimizer.param_groups[0]["lr"] == 0
 
 
 @pytest.mark.parametrize("workers", [1, 4])

@@ -10,19 +10,13 @@ from torch import nn
 from raysgd import TrainingOptions
 from raysgd.torch.precision import Fp16, make_precision
 from tests.peek import options_of
-from tests.torch.small import Line, inline, operator_of, weights
+from tests.torch.small import Line, inline, operator_of, set_scale, weights
 
 FORMATS: list[dict[str, Any]] = [
     {"options": TrainingOptions(precision="fp32")},
     {"options": TrainingOptions(precision="bf16")},
     {"use_fp16": True},
 ]
-
-
-def begin_at_16(operator: Any) -> None:
-    """Set a scale at which no step is skipped."""
-    if operator._amp_scaler is not None:
-        operator._amp_scaler.load_state_dict({**operator._amp_scaler.state_dict(), "scale": 16.0})
 
 
 class Watching(Line):
@@ -42,7 +36,7 @@ def test_each_precision_learns(arguments: dict[str, Any], use_gpu: bool) -> None
     with inline(Line, use_gpu=use_gpu) as full:
         expected = [full.train()["train_loss"] for _ in range(12)]
     with inline(Watching, use_gpu=use_gpu, **arguments) as trainer:
-        trainer.apply_all_operators(begin_at_16)
+        set_scale(trainer, 16.0)
         losses = [trainer.train()["train_loss"] for _ in range(12)]
         assert losses == pytest.approx(expected, rel=0.05, abs=0.001)
         assert losses[-1] < 0.1 * losses[0], losses

@@ -96,6 +96,7 @@ def test_a_replacement_in_the_middle_of_an_epoch_draws_the_numbers_of_that_epoch
     assert len(rest) == 12 - 2 * 2 and rest.items() <= expected[1].items()
 
 
+@pytest.mark.more
 @pytest.mark.elastic
 def test_three_workers_of_which_one_fails_draw_the_same(
     ray_cluster: None, tmp_path: Any, expected: list[Drawn]

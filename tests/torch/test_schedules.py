@@ -14,7 +14,9 @@ from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, LambdaLR, One
 from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import AutoCheckpoint, ConfigError, ElasticConfig
-from tests.faults import Fault, Ground, LedgerOperator
+from tests.faults import LedgerOperator
+from tests.local.ground import Fault, LocalGround
+from tests.local.group import Cluster
 from tests.replicas import OperatorRank, torch_rank
 from tests.torch.small import Line, inline, operator_of, rows
 
@@ -235,27 +237,24 @@ def rate_after(steps: int) -> float:
     return float(scheduler.get_last_lr()[0])
 
 
-@pytest.mark.elastic
-def test_a_worker_failure_and_a_restart(ray_cluster: None, tmp_path: Path) -> None:
+def test_a_worker_failure_and_a_restart(tmp_path: Path) -> None:
     """Two workers, one of which is killed and not replaced; then the script is started again, with two workers."""
     arguments: dict[str, Any] = {
         "operator": Cycling,
         "num_workers": 2,
-        "use_gpu": False,
         "scheduler_step_freq": "batch",
         "resume": "auto",
         "checkpoints": AutoCheckpoint(path=tmp_path / "run"),
         "elastic": ElasticConfig(grow=False),
     }
-    ground = Ground(tmp_path / "first", **arguments)
-    with ground.trainer as trainer:
+    with Cluster(), (ground := LocalGround(tmp_path / "first", **arguments)).trainer as trainer:
         ground.arm(Fault(1, 5))
         epochs = trainer.epochs(EPOCHS)
         next(epochs)
         trainer.train()
         assert (next(epochs), trainer.world_size, ground.fired()) == (2, 1, 1)
         assert operator_of(trainer).scheduler.last_epoch == 30
-    with Ground(tmp_path / "second", **arguments).trainer as trainer:
+    with Cluster(), LocalGround(tmp_path / "second", **arguments).trainer as trainer:
         assert len(trainer.fit(EPOCHS, 0)) == EPOCHS and trainer.world_size == 2
         scheduler = operator_of(trainer).scheduler
         assert scheduler.last_epoch == scheduler.total_steps == 60  # although an epoch with one worker has 60 batches

@@ -56,17 +56,10 @@ def test_a_repeated_rendezvous_forgets_no_connection(connect: Callable[[], Pair]
     own = open_one(connections, connect)
     connections.opening()
     connections.opened()
-    connections.shut()
-    assert is_shut(own)
-
-
-def test_connections_are_shut_during_a_rendezvous(connect: Callable[[], Pair]) -> None:
-    connections = Connections()
-    first = open_one(connections, connect)
     connections.opening()
     second = connect()
     connections.shut()
-    assert is_shut(first) and is_shut(second)
+    assert is_shut(own) and is_shut(second), "also during a rendezvous"
 
 
 def test_forgotten_connections_stay_open(connect: Callable[[], Pair]) -> None:

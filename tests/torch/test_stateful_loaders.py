@@ -1,14 +1,13 @@
 """Loaders with `state_dict` and `load_state_dict` continue where a checkpoint or a snapshot was made."""
 
-import os
-import signal
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from raysgd import CheckpointError, ElasticConfig, TorchTrainer, TrainingOptions
+from raysgd import CheckpointError, ElasticConfig, TrainingOptions
+from tests.local.group import Cluster
 from tests.peek import parts_of
 from tests.torch.small import Recording, flat, inline, operator_of
 
@@ -96,14 +95,14 @@ def test_a_load_of_a_position_that_is_none_changes_nothing() -> None:
             trainer.load_state_dict(state)
 
 
-def test_each_of_two_workers_continues(ray_cluster: None, caplog: pytest.LogCaptureFixture) -> None:
+def test_each_of_two_workers_continues(caplog: pytest.LogCaptureFixture) -> None:
     """The second worker has two batches more, which are not used: the epoch ends for both."""
     both = ElasticConfig(min_workers=2)
-    with TorchTrainer(training_operator_cls=Reading, num_workers=2, use_gpu=False, elastic=both) as trainer:
+    with Cluster() as cluster, inline(Reading, num_workers=2, elastic=both) as trainer:
         trainer.train(num_steps=35)
         state = trainer.state_dict()
-        for process in trainer.apply_all_workers(os.getpid):
-            os.kill(process, signal.SIGKILL)
+        for worker in cluster.workers:
+            worker.die("SIGKILL")
         trainer.train()  # in new processes, from the snapshot
         assert trainer.apply_all_operators(seen) == [numbers(1, 36, 40), numbers(1, 36, 40, rank=1)]
         ended = trainer.state_dict()

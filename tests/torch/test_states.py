@@ -84,8 +84,7 @@ def test_state_dict_does_the_same_without_a_file() -> None:
         assert second.train()["epoch"] == 2
 
 
-@pytest.mark.parametrize("within", [0, 1], ids=["after an epoch", "within an epoch"])
-@pytest.mark.parametrize("epoch", [0, 7])
+@pytest.mark.parametrize(("epoch", "within"), [(7, 0), (0, 1)])
 def test_a_changed_epoch_begins_with_the_next_call(epoch: int, within: int) -> None:
     """Steps, weights and schedulers continue from where the state was taken."""
     with inline(Noisy, **ARGUMENTS) as trainer:
@@ -144,13 +143,10 @@ def line() -> bytes:
 
 
 REFUSED: dict[str, tuple[Callable[[], bytes], str]] = {
-    "empty": (lambda: b"", "not a complete checkpoint"),
     "truncated": (lambda: line()[:-100], "the file is damaged: it was cut off"),
     "text": (lambda: b"epoch: 3\nlr: 0.1\n", "not a complete checkpoint"),
     "bare model": (lambda: saved(nn.Linear(2, 1).state_dict()), "not a checkpoint of raysgd: it contains"),
     "a whole model": (lambda: saved(nn.Linear(2, 1)), "it is not a checkpoint of raysgd"),
-    "models of nothing": (lambda: saved({"models": [3], "optimizers": [{}]}), "not a checkpoint of raysgd"),
-    "optimizers of nothing": (lambda: saved({"models": [{}], "optimizers": [3]}), "not a checkpoint of raysgd"),
     "other format": (lambda: saved({"models": [], "format": "x"}), "format is 'x'"),
     "from the future": (lambda: saved({"models": [], "format": "raysgd-torch", "version": 99}), "newer raysgd"),
     "another shape": (lambda: of(model=lambda: nn.Linear(3, 1), rows=0), "weight has shape (1, 2) here and (1, 3)"),
@@ -192,11 +188,9 @@ class Scaled(nn.Linear):
 
 
 SAVES: dict[str, Callable[[Any, Path], Any]] = {
-    "whole": lambda trainer, path: trainer.save(path),
     "in the background": lambda trainer, path: trainer.save(path, blocking=False).result(60),
     "automatic": lambda trainer, path: trainer.fit(1, validate_every=0) and next(path.parent.glob("auto/*.pt")),
     "sharded": lambda trainer, path: trainer.save(path, sharded=True),
-    "sharded, in the background": lambda trainer, path: trainer.save(path, sharded=True, blocking=False).result(60),
     "a dictionary": lambda trainer, path: trainer.state_dict(),
 }
 
@@ -251,25 +245,6 @@ def test_operator_state_of_own_types_needs_trust(tmp_path: Path) -> None:
         assert operator_of(trainer).given is None
         trainer.load(path, trusted=True)
         assert operator_of(trainer).given.value == 3
-
-
-class Bomb:
-    """Writes a file when it is unpickled."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return Path.touch, (Path(self.path),)
-
-
-def test_loading_runs_no_code_from_the_file(tmp_path: Path) -> None:
-    trace = tmp_path / "trace"
-    content = {"models": [Bomb(str(trace))], "optimizers": [], "epoch": 1, "operator": None}
-    (tmp_path / "bomb.pt").write_bytes(saved(content))
-    with inline() as trainer, pytest.raises(CheckpointError):
-        trainer.load(tmp_path / "bomb.pt")
-    assert not trace.exists()
 
 
 def test_saving_makes_folders_and_returns_the_path(tmp_path: Path) -> None:
@@ -346,11 +321,8 @@ def test_a_learning_rate_that_is_a_tensor_takes_the_number_of_a_state() -> None:
 
 
 class WithAdam(Line):
-    def setup(self, config: dict[str, Any]) -> None:
-        super().setup(config)
-        self.model, self.optimizer, self.criterion = self.register(
-            models=self.model, optimizers=torch.optim.Adam(self.model.parameters()), criterion=self.criterion
-        )
+    def make_optimizer(self, model: nn.Module, lr: float) -> Any:
+        return torch.optim.Adam(model.parameters())
 
 
 def test_a_state_of_captured_steps_continues_without_a_gpu() -> None:

@@ -10,6 +10,7 @@ import struct
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -18,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from raysgd.core.ranks import assign_ranks
+from raysgd.core.ranks import RankInfo, assign_ranks
 from raysgd.torch.process_group import TorchBackend
 from raysgd.torch.store import exchange_addresses, open_store, wait_for_all
 
@@ -151,6 +152,17 @@ def test_every_generation_has_a_secret_which_no_error_contains() -> None:
     assert not any(str(value) in str(raised.value) for value in second.values() if len(str(value)) >= 32)
 
 
+@contextlib.contextmanager
+def solo_rendezvous() -> Iterator[tuple[TorchBackend, RankInfo, dict[str, Any]]]:
+    """Yield a backend that is both driver and rank, with what its only rank joins. It leaves at the end."""
+    driver, (rank_info,) = TorchBackend("gloo", join_s=60, collective_s=30), assign_ranks(["a"], generation=1)
+    try:
+        yield driver, rank_info, driver.plan([rank_info])[0]
+    finally:
+        driver.leave()
+        driver.plan([])
+
+
 def attacks() -> list[bytes]:
     validated = b"\x00" + struct.pack("<I", 0x3C85F7CE)
     random, http, half = os.urandom(4096), b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", validated[:3]
@@ -161,18 +173,12 @@ def attacks() -> list[bytes]:
 
 def test_a_rendezvous_with_strangers_at_the_store() -> None:
     """Clients that do not belong to the group stay connected."""
-    driver, rank_infos = TorchBackend("gloo", join_s=60, collective_s=30), assign_ranks(["a"], generation=1)
-    settings = driver.plan(rank_infos)[0]
-    with ExitStack() as stack:
+    with ExitStack() as stack, solo_rendezvous() as (driver, rank_info, settings):
         for content in [*attacks(), *attacks()]:
             stranger = stack.enter_context(socket.create_connection((settings["host"], settings["port"]), timeout=5))
             stranger.sendall(content)
-        try:
-            driver.join(rank_infos[0], settings)
-            assert dist.get_world_size() == 1
-        finally:
-            driver.leave()
-            driver.plan([])
+        driver.join(rank_info, settings)
+        assert dist.get_world_size() == 1
 
 
 def test_a_rank_stops_waiting_when_its_rendezvous_ends() -> None:
@@ -247,18 +253,13 @@ class Relay:
 def test_a_second_client_replaces_one_that_hangs(late_s: float, clients: int) -> None:
     """A name server that does not answer delays torch's client. On a busy machine the client is only slow, and a second
     client would make the machine busier."""
-    driver, rank_infos = TorchBackend("gloo", join_s=60, collective_s=30), assign_ranks(["a"])
-    relay = Relay(driver.plan(rank_infos)[0], late_s)
-    began = time.monotonic()
-    try:
-        driver.join(rank_infos[0], relay.settings)
+    with solo_rendezvous() as (driver, rank_info, settings):
+        relay, began = Relay(settings, late_s), time.monotonic()
+        driver.join(rank_info, relay.settings)
         assert dist.get_world_size() == 1
         assert time.monotonic() - began < 30
-    finally:
-        driver.leave()
-        driver.plan([])
-        relay.close()
-        wait_for_clients()
+    relay.close()
+    wait_for_clients()
     assert relay.clients == clients
 
 
@@ -297,10 +298,5 @@ def test_a_store_of_a_driver_behind_nat(monkeypatch: pytest.MonkeyPatch) -> None
         return plain(address, **others)
 
     monkeypatch.setattr(socket, "create_server", refused)
-    driver, rank_infos = TorchBackend("gloo", join_s=30, collective_s=10), assign_ranks(["a"])
-    settings = driver.plan(rank_infos)[0]
-    try:
-        driver.join(rank_infos[0], settings)
-    finally:
-        driver.leave()
-        driver.plan([])
+    with solo_rendezvous() as (driver, rank_info, settings):
+        driver.join(rank_info, settings)
