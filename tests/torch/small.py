@@ -36,12 +36,12 @@ class Line(TrainingOperator):
         torch.manual_seed(config.get("seed", 0))
         model = self.make_model()
         optimizer = self.make_optimizer(model, config.get("lr", 0.1))
+        self.register_data(**self.loaders(config))  # before the schedule, which may depend on its length
         parts: dict[str, Any] = {"models": model, "optimizers": optimizer, "criterion": nn.MSELoss()}
         if "scheduler" in config:
             parts["schedulers"] = config["scheduler"](optimizer)
         self.model, self.optimizer, self.criterion, *rest = self.register(**parts)
         self.scheduler = rest[0] if rest else None
-        self.register_data(**self.loaders(config))
 
     def make_model(self) -> nn.Module:
         return nn.Linear(2, 1)

@@ -52,12 +52,7 @@ class Planned(Line):
     `config["own"]` is set."""
 
     def setup(self, config: dict[str, Any]) -> None:
-        data, self.rates, self.places, self.batches = TensorDataset(*rows(ROWS)), [], [], 0
-        how: dict[str, Any] = {"batch_size": BATCH, "drop_last": config.get("drop_last", False)}
-        if config.get("own_batches"):
-            how = {"batch_sampler": BatchSampler(RandomSampler(data), BATCH, drop_last=False)}
-        self.loader = DataLoader(data, **how)
-        self.register_data(train_loader=self.loader)
+        self.rates, self.places, self.batches = list[float](), list[int](), 0
         super().setup({**config, "scheduler": self.scheduled})
 
     def scheduled(self, optimizer: Any) -> Any:
@@ -66,7 +61,10 @@ class Planned(Line):
         return self.config.get("kind", cosine)(optimizer, self.planned)
 
     def loaders(self, config: dict[str, Any]) -> dict[str, Any]:
-        return {"train_loader": self.loader}
+        data, how = TensorDataset(*rows(ROWS)), {"batch_size": BATCH, "drop_last": config.get("drop_last", False)}
+        if config.get("own_batches"):
+            how = {"batch_sampler": BatchSampler(RandomSampler(data), BATCH, drop_last=False)}
+        return {"train_loader": DataLoader(data, **how)}
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         self.rates.append(self.optimizer.param_groups[0]["lr"])

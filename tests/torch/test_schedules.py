@@ -18,7 +18,7 @@ from tests.faults import LedgerOperator
 from tests.local.ground import Fault, LocalGround
 from tests.local.group import Cluster
 from tests.replicas import OperatorRank, torch_rank
-from tests.torch.small import Line, inline, operator_of, rows
+from tests.torch.small import Line, inline, operator_of
 
 EPOCHS, STEPS = 2, 4  # and batches in an epoch of two workers
 
@@ -42,25 +42,15 @@ def with_a_mistake(optimizer: Any, steps: int) -> Any:
 
 
 class Planned(Line):
-    """Makes a schedule for `config["epochs"]`, or with `config["steps"]` steps; `config["often"]` is how often it steps
-    after a batch.
-    """
+    """Makes a schedule for `config["epochs"]`, or with `config["steps"]` steps; `config["often"]` is how often it steps after a batch."""
 
     def setup(self, config: dict[str, Any]) -> None:
-        self.register_data(train_loader=DataLoader(TensorDataset(*rows(26)), batch_size=4))
         kind = config.get("kind", one_cycle)
 
         def made(optimizer: Any) -> Any:
             return kind(optimizer, config.get("steps") or self.total_steps(config.get("epochs", EPOCHS)))
 
-        super().setup({**config, "scheduler": made})
-
-    def loaders(self, config: dict[str, Any]) -> dict[str, Any]:
-        return {}
-
-    def register_data(self, **loaders: Any) -> None:
-        if loaders:
-            super().register_data(**loaders)
+        super().setup({"rows": 26, **config, "scheduler": made})
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         result = super().train_batch(batch, batch_info)

@@ -25,7 +25,7 @@ def loader(kind: str) -> Any:
 
 
 class Planned(Line):
-    """Makes its schedule in `setup`, after it has registered the data."""
+    """Asks in `setup`, after it has registered the data."""
 
     def setup(self, config: dict[str, Any]) -> None:
         super().setup(config)
@@ -34,10 +34,6 @@ class Planned(Line):
 
     def loaders(self, config: dict[str, Any]) -> dict[str, Any]:
         return {"train_loader": config.get("loader", lambda: loader("plain"))()}
-
-    def register(self, **parts: Any) -> Any:
-        self.register_data(**self.loaders(self.config))
-        return super().register(**parts)
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         if "ask" in self.config:
@@ -60,8 +56,6 @@ def test_the_optimizer_makes_this_many_steps(kind: str, workers: int, accumulate
 def test_a_schedule_made_in_setup_ends_with_fit() -> None:
     class Scheduled(Planned):
         def setup(self, config: dict[str, Any]) -> None:
-            self.register_data(**self.loaders(config))
-
             def schedule(optimizer: Any) -> Any:
                 return torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.25, self.total_steps(config["epochs"]))
 
