@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
 
-from raysgd.torch import TorchTrainer, TrainingOperator
+from raysgd.torch import TrainingOperator
 from raysgd.utils import BATCH_SIZE
 
 
@@ -75,10 +75,6 @@ def plain_loop(epochs: int, batch_size: int, rows: int = 64) -> torch.Tensor:
             criterion(model(x), y).backward()
             optimizer.step()
     return nn.utils.parameters_to_vector(model.parameters()).detach()
-
-
-def weights(trainer: TorchTrainer) -> torch.Tensor:
-    return nn.utils.parameters_to_vector(trainer.get_model().parameters()).detach()
 
 
 class Uneven(IterableDataset[Any]):

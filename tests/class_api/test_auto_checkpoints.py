@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from raysgd import AutoCheckpoint, CheckpointError, ConfigError, TorchTrainer
 from raysgd.callbacks import Callback
@@ -30,19 +30,13 @@ class Noisy(Line):
     """Draws random numbers wherever training does: the order, dropout, and noise. Dies in batch `config["die_at"]`."""
 
     def setup(self, config: dict[str, Any]) -> None:
-        torch.manual_seed(3)
-        model = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 1))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
-        self.model, self.optimizer, self.criterion, self.scheduler = self.register(
-            models=model,
-            optimizers=optimizer,
-            criterion=nn.MSELoss(),
-            schedulers=torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7),
-        )
-        self.register_data(
-            train_loader=DataLoader(TensorDataset(*rows(20)), batch_size=4, shuffle=True),
-            validation_loader=DataLoader(TensorDataset(*rows(8)), batch_size=4),
-        )
+        def schedule(optimizer: Any) -> Any:
+            return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)
+
+        super().setup({"seed": 3, "lr": 0.02, "scheduler": schedule, "rows": 20, "shuffle": True, **config})
+
+    def make_model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 1))
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         if self.global_step == self.config.get("die_at"):

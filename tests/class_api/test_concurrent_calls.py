@@ -13,7 +13,7 @@ from raysgd import NotActiveError, TrainerBusyError
 from raysgd.callbacks import Callback
 from raysgd.engine import engine
 from raysgd.torch import TorchTrainer
-from raysgd.train import Trainer, WorkerGroup, report
+from raysgd.train import Trainer, report
 from tests.faults import until
 from tests.torch.small import Line, inline
 
@@ -102,11 +102,11 @@ def test_a_second_thread_gets_an_error_at_once(trainer: TorchTrainer, held: Path
     assert not list(tmp_path.iterdir())
 
 
-def test_many_threads_at_once_never_share_an_epoch(trainer: TorchTrainer) -> None:
+def test_many_threads_at_once_never_share_an_epoch(remote: TorchTrainer) -> None:
     def call() -> Any:
         gate.wait()
         try:
-            return trainer.train()["num_samples"]
+            return remote.train()["num_samples"]
         except TrainerBusyError:
             return None
 
@@ -114,13 +114,6 @@ def test_many_threads_at_once_never_share_an_epoch(trainer: TorchTrainer) -> Non
     with ThreadPoolExecutor(6) as pool:
         found = list(pool.map(lambda _: call(), range(6)))
     assert {each for each in found if each is not None} == {2 * BATCHES}
-
-
-def test_a_call_that_failed_leaves_the_trainer_free(trainer: TorchTrainer) -> None:
-    with pytest.raises(Exception, match="division by zero"):
-        trainer.apply_all_operators(lambda operator: 1 / 0)
-    with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(trainer.train).result(timeout=60)["num_samples"] == 2 * BATCHES
 
 
 class Nested(Callback):
@@ -183,7 +176,7 @@ def slow_function(config: dict[str, Any]) -> int:
     return int(config["rounds"])
 
 
-def test_training_functions(ray_cluster: None, held: Path, tmp_path: Path) -> None:
+def test_training_functions_and_functions_on_their_workers(ray_cluster: None, held: Path, tmp_path: Path) -> None:
     with Trainer("torch", num_workers=1, logdir=tmp_path) as trainer:
         running = elsewhere(held, lambda: trainer.run(slow_function, {"rounds": 30, "held": held}))
         others: list[Callable[[], Any]] = [
@@ -200,29 +193,11 @@ def test_training_functions(ray_cluster: None, held: Path, tmp_path: Path) -> No
         (held / "free").touch()
         assert running.result(timeout=60) == [30]
         assert len(trainer.history) == 30, "the first run has all of its rounds, and only its own"
-
-        def call_run() -> Any:
-            gate.wait()
-            try:
-                return trainer.run(slow_function, {"rounds": 3})
-            except TrainerBusyError:
-                return None
-
-        gate = threading.Barrier(5)
-        with ThreadPoolExecutor(5) as pool:
-            found = list(pool.map(lambda _: call_run(), range(5)))
-        assert [3] in found and all(each in ([3], None) for each in found)
-        assert len(trainer.history) == 30 + 3 * found.count([3])
-
-
-def test_functions_on_a_group(ray_cluster: None, held: Path) -> None:
-    group = WorkerGroup(num_workers=1)
-    try:
+        (held / "begun").unlink()
+        (held / "free").unlink()
+        group = trainer.worker_group
         running = elsewhere(held, lambda: group.execute(hold, held))
         with pytest.raises(TrainerBusyError, match="has been running for"):
             group.execute(time.time)
         (held / "free").touch()
         assert running.result(timeout=30) == [None]
-        assert len(group.execute(time.time)) == 1
-    finally:
-        group.shutdown()

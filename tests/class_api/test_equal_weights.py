@@ -6,7 +6,8 @@ import torch
 
 from raysgd.torch import TorchTrainer
 from raysgd.utils import BATCH_SIZE
-from tests.class_api.operators import Classes, plain_loop, weights
+from tests.class_api.operators import Classes, plain_loop
+from tests.torch.small import weights
 
 EPOCHS = 3
 

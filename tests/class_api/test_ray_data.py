@@ -12,8 +12,8 @@ from torch import nn
 from raysgd import ElasticConfig, TorchTrainer
 from raysgd.data import RayData
 from raysgd.errors import ConfigError
-from raysgd.torch import TrainingOperator
 from tests.faults import Fault, Ground, LedgerOperator
+from tests.torch.small import Line
 
 ray_data = pytest.importorskip("ray.data")
 
@@ -91,16 +91,14 @@ def table(rows: int = 64) -> Any:
     return ray_data.from_items([{"a": float(i % 5), "b": float(i % 3), "y": float(i % 5 + i % 3)} for i in range(rows)])
 
 
-class Plain(TrainingOperator):
+class Plain(Line):
     """Has no data of its own, unless the config has. Its outputs have the shape of the target, a column of numbers."""
 
-    def setup(self, config: dict[str, Any]) -> None:
-        model = nn.Sequential(nn.Linear(2, 1), nn.Flatten(0))
-        self.model, self.optimizer, self.criterion = self.register(
-            models=model, optimizers=torch.optim.SGD(model.parameters(), lr=0.05), criterion=nn.MSELoss()
-        )
-        if "data" in config:
-            self.register_data(train_loader=config["data"])
+    def make_model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(2, 1), nn.Flatten(0))
+
+    def loaders(self, config: dict[str, Any]) -> dict[str, Any]:
+        return {"train_loader": config["data"]} if "data" in config else {}
 
 
 @pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.more), 2])
@@ -108,7 +106,9 @@ def test_a_data_set_for_one_call(workers: int) -> None:
     """Uses the default batch methods. Each call is a separate pass, and a single worker runs in this process. An error in the
     user's data reaches the user, and leaves the trainer usable."""
     data = RayData(table(), features=["a", "b"], target="y")
-    with TorchTrainer(training_operator_cls=Plain, config={"*batch_size": 8}, num_workers=workers) as trainer:
+    with TorchTrainer(
+        training_operator_cls=Plain, config={"*batch_size": 8, "lr": 0.02}, num_workers=workers
+    ) as trainer:
         first, second = (trainer.train(dataset=data) for _ in range(2))
         assert first["num_samples"] == second["num_samples"] == 64
         assert second["train_loss"] < first["train_loss"]

@@ -16,6 +16,7 @@ from raysgd import CheckpointError, ConfigError, TorchTrainer
 from tests import storing
 from tests.speed.test_fsdp import same, trainer, weights
 from tests.torch.small import inline
+from tests.torch.small import weights as whole
 
 
 @pytest.fixture
@@ -112,11 +113,11 @@ def test_a_worker_in_this_process(tmp_path: Path, caplog: pytest.LogCaptureFixtu
         assert caplog.text.count("saved the checkpoint") == 1
         name = f"memory://{uuid.uuid4().hex}"
         assert alone.save(name, sharded=True) == name
-        expected = torch.cat([each.flatten() for each in alone.get_model().parameters()])
+        expected = whole(alone)
         alone.train()
         for place in (tmp_path / "parts", name):
             alone.load(place, trusted=True)
-            assert torch.equal(torch.cat([each.flatten() for each in alone.get_model().parameters()]), expected)
+            assert torch.equal(whole(alone), expected)
 
 
 def test_a_failed_save_in_the_background_leaves_the_older_one(two: TorchTrainer, tmp_path: Path) -> None:

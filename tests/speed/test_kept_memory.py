@@ -4,12 +4,11 @@ import os
 import resource
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 import torch
 
-from raysgd import TorchTrainer, TrainingOperator
+from tests.torch.small import inline
 
 MB, BLOCKS = 1 << 20, 160  # more than glibc keeps, whatever memory was freed before
 STEP = f"""
@@ -33,12 +32,6 @@ PAGES = BLOCKS * MB // resource.getpagesize()
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other systems do not have glibc")
 
 
-class Linear(TrainingOperator):
-    def setup(self, config: dict[str, Any]) -> None:
-        model = torch.nn.Linear(1, 1)
-        self.register(models=model, optimizers=torch.optim.SGD(model.parameters(), lr=0.1))
-
-
 def page_faults_of_a_step() -> int:
     def step() -> None:
         blocks = [torch.ones(MB, dtype=torch.uint8) for _ in range(BLOCKS)]
@@ -52,7 +45,7 @@ def page_faults_of_a_step() -> int:
 
 
 def test_a_worker_keeps_the_memory_of_a_step_for_the_next_one(ray_cluster: None) -> None:
-    with TorchTrainer(training_operator_cls=Linear, num_workers=1, use_ray=True) as trainer:
+    with inline(use_ray=True) as trainer:
         assert trainer.apply_all_workers(page_faults_of_a_step)[0] < PAGES / 20
 
 

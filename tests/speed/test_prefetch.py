@@ -11,10 +11,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import TrainingOptions
-from raysgd.torch import TorchTrainer, TrainingOperator
 from raysgd.torch.data import prefetch
 from raysgd.torch.data.prefetch import CudaCarrier, make_carrier
 from raysgd.training.feed import Carrier, Drawn, LookAhead
+from tests.torch.small import Line, inline
 
 CPU = torch.device("cpu")
 Point = namedtuple("Point", "x y")
@@ -110,15 +110,12 @@ def test_an_error_in_the_data_is_raised_once_and_no_batch_is_repeated() -> None:
     assert list(ahead) == []
 
 
-class Pictures(TrainingOperator):
-    def setup(self, config: dict[str, Any]) -> None:
-        model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        self.model, self.optimizer, self.criterion = self.register(
-            models=model, optimizers=optimizer, criterion=nn.MSELoss()
-        )
-        data = TensorDataset(torch.randn(512, 64), torch.randn(512, 1))
-        self.register_data(train_loader=DataLoader(data, batch_size=8))
+class Pictures(Line):
+    def make_model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
+
+    def loaders(self, config: dict[str, Any]) -> dict[str, Any]:
+        return {"train_loader": DataLoader(TensorDataset(torch.randn(512, 64), torch.randn(512, 1)), batch_size=8)}
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         assert all(part.is_cuda for part in batch)
@@ -128,9 +125,7 @@ class Pictures(TrainingOperator):
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_nothing_waits_for_the_device_in_an_epoch(precision: str) -> None:
-    with TorchTrainer(
-        training_operator_cls=Pictures, use_gpu=True, options=TrainingOptions(precision=precision, clip_norm=1.0)
-    ) as trainer:
+    with inline(Pictures, use_gpu=True, options=TrainingOptions(precision=precision, clip_norm=1.0)) as trainer:
         trainer.train()  # the first batches may allocate, which waits
 
         def strict(operator: Any) -> None:

@@ -11,12 +11,12 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.utils.data import DataLoader, Dataset
 
-from raysgd import TorchTrainer, TrainingOperator, TrainingOptions
+from raysgd import TorchTrainer, TrainingOptions
 from raysgd.core.progress import Control
 from raysgd.core.ranks import RankInfo
 from raysgd.training.feed import Drawn, Feed
 from raysgd.training.position import Position
-from tests.torch.small import weights
+from tests.torch.small import Line, weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:the training loader does not shuffle")
 on_workers = pytest.mark.usefixtures("ray_cluster")
@@ -60,21 +60,13 @@ class OwnSGD(torch.optim.SGD):
     """Could draw random numbers in its steps."""
 
 
-class Operator(TrainingOperator):
+class Operator(Line):
     def setup(self, config: dict[str, Any]) -> None:
-        torch.manual_seed(3)
         self.events: list[str] = []
-        model = Watched(self.events)
-        optimizer = config.get("optimizer", torch.optim.SGD)(model.parameters(), lr=0.001)
-        self.model, self.optimizer, self.criterion = self.register(
-            models=model, optimizers=optimizer, criterion=nn.MSELoss()
-        )
+        super().setup({"seed": 3, "lr": 0.001, **config})
         self.optimizer.register_step_post_hook(lambda *_: self.events.append("step"))
-        first = Path(config["folder"], "first") if "folder" in config else None
-        self.data = Noisy(self.events, first if self.world_rank == 0 else None)
-        self.register_data(train_loader=DataLoader(self.data, batch_size=BATCH, num_workers=config.get("processes", 0)))
-        if first is not None and self.world_rank == 1:
-            self.model.register_comm_hook(first, late)
+        if self.first is not None and self.world_rank == 1:
+            self.model.register_comm_hook(self.first, late)
         self.calls_of_draw_ahead = 0
         draw_ahead = Feed.draw_ahead
 
@@ -84,6 +76,17 @@ class Operator(TrainingOperator):
 
         Feed.draw_ahead = counted  # type: ignore[method-assign]
         torch.manual_seed(self.world_rank)
+
+    def make_model(self) -> nn.Module:
+        return Watched(self.events)
+
+    def make_optimizer(self, model: nn.Module, lr: float) -> Any:
+        return self.config.get("optimizer", torch.optim.SGD)(model.parameters(), lr=lr)
+
+    def loaders(self, config: dict[str, Any]) -> dict[str, Any]:
+        self.first = Path(config["folder"], "first") if "folder" in config else None
+        self.data = Noisy(self.events, self.first if self.world_rank == 0 else None)
+        return {"train_loader": DataLoader(self.data, batch_size=BATCH, num_workers=config.get("processes", 0))}
 
     def taken(self) -> list[str]:
         taken = list(self.events)

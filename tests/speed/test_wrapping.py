@@ -7,30 +7,23 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import TrainingOptions
-from raysgd.torch import TorchTrainer, TrainingOperator
 from raysgd.torch.wrapping import ddp_arguments, formatted
-from tests.torch.small import inline, operator_of
+from tests.torch.small import Line, inline, operator_of, weights
 
 
-def weights(trainer: TorchTrainer) -> torch.Tensor:
-    return torch.cat([each.detach().flatten() for each in trainer.get_model().parameters()])
-
-
-class Pictures(TrainingOperator):
+class Pictures(Line):
     """A convolution that records the memory formats of its inputs."""
 
     def setup(self, config: dict[str, Any]) -> None:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        self.model, self.optimizer, self.criterion = self.register(
-            models=model, optimizers=optimizer, criterion=nn.CrossEntropyLoss()
-        )
-        data = TensorDataset(torch.randn(12, 3, 8, 8), torch.arange(12) % 2)
-        self.register_data(
-            train_loader=DataLoader(data, batch_size=4), validation_loader=DataLoader(data, batch_size=4)
-        )
+        super().setup(config)
         self.inputs: list[bool] = []
+
+    def make_model(self) -> nn.Module:
+        return nn.Sequential(nn.Conv2d(3, 1, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+
+    def loaders(self, config: dict[str, Any]) -> dict[str, Any]:
+        data = TensorDataset(torch.randn(12, 3, 8, 8), torch.randn(12, 1))
+        return dict.fromkeys(("train_loader", "validation_loader"), DataLoader(data, batch_size=4))
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         self.inputs.append(batch[0].is_contiguous(memory_format=torch.channels_last))

@@ -244,20 +244,6 @@ class ByHand(Forgetful):
         return metrics
 
 
-class WithClosure(Line):
-    def make_optimizer(self, model: nn.Module, lr: float) -> Any:
-        return torch.optim.LBFGS(model.parameters())
-
-    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        def closure() -> Any:
-            self.optimizer.zero_grad()
-            loss = self.criterion(self.model(batch[0]), batch[1])
-            loss.backward()
-            return loss
-
-        return {"loss": self.optimizer.step(closure)}
-
-
 class NotOfTorch:
     """An optimizer that torch cannot watch."""
 
@@ -313,15 +299,7 @@ def test_a_call_without_an_optimizer_step_warns_once(caplog: pytest.LogCaptureFi
 
 @pytest.mark.parametrize(
     ("kind", "options"),
-    [
-        (Line, {}),
-        (Line, {"accumulate": 8}),
-        (Infinite, {"on_nonfinite": "skip"}),
-        (Frozen, {}),
-        (ByHand, {}),
-        (WithClosure, {}),
-        (WithOther, {}),
-    ],
+    [(Line, {"accumulate": 8}), (Infinite, {"on_nonfinite": "skip"}), (Frozen, {}), (ByHand, {}), (WithOther, {})],
 )
 def test_steps_of_any_kind_are_noticed(kind: Any, options: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
     with inline(kind, options=TrainingOptions(**options)) as trainer:
