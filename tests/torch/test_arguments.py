@@ -114,10 +114,8 @@ def test_calls_refuse_invalid_arguments() -> None:
         assert trainer.train()["num_samples"] == 12, "a refused call does not change the trainer"
 
 
-@pytest.mark.parametrize("force", [False, True])
-def test_calls_after_shutdown_raise_an_error(force: bool) -> None:
+def test_calls_after_shutdown_raise_an_error() -> None:
     trainer = inline()
-    trainer.shutdown(force=force)
     trainer.shutdown()
     trainer.shutdown(force=True)
     calls: list[Any] = [

@@ -10,7 +10,6 @@ from torch.utils.data import (
     ConcatDataset,
     DataLoader,
     Dataset,
-    IterableDataset,
     Subset,
     SubsetRandomSampler,
     TensorDataset,
@@ -23,6 +22,7 @@ from raysgd.torch.data.rows import LoaderRows, first_of
 from tests.replicas import torch_rank
 from tests.torch.small import Line, Numbers, inline, rows
 from tests.torch.sources import LiveSource, begin, drawn
+from tests.torch.test_iterable_data import Stream
 
 
 class Wrapped(Dataset[int]):
@@ -81,29 +81,25 @@ def test_batches_that_cannot_be_compared_have_none() -> None:
         assert first_of(batch) == ""
 
 
-class Whole(IterableDataset[int]):
+class Whole(Stream):
+    """Does not divide itself."""
+
     def __iter__(self) -> Iterator[int]:
-        return iter(range(10))
+        return iter(range(self.count))
 
 
-class Divided(Whole):
-    def __iter__(self) -> Iterator[int]:
-        info = torch.utils.data.get_worker_info()
-        return iter(range(info.id, 10, info.num_workers) if info is not None else range(10))
-
-
-@pytest.mark.parametrize(("kind", "same"), [(Whole, True), (Divided, False)])
+@pytest.mark.parametrize(("kind", "same"), [(Whole, True), (Stream, False)])
 def test_a_stream_that_is_not_divided_shows_in_the_first_batch(kind: Any, same: bool) -> None:
     found = []
     for rank in range(2):
-        source = LiveSource(DataLoader(kind(), batch_size=3), shard=True, together=False)
+        source = LiveSource(DataLoader(kind(10), batch_size=3), shard=True, together=False)
         for epoch in range(2):
             begin(source, epoch, ranks=2, shared=True)
             next(drawn(source, rank=rank, ranks=2))
             assert source.first.startswith(f"{epoch} ")
         found.append(source.first)
     assert (found[0] == found[1]) == same
-    unshared = LiveSource(DataLoader(kind(), batch_size=3), shard=False, together=False)
+    unshared = LiveSource(DataLoader(kind(10), batch_size=3), shard=False, together=False)
     next(drawn(begin(unshared, ranks=2), ranks=2))
     assert unshared.first == "", "with add_dist_sampler=False, nothing is compared"
 
