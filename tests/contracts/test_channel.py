@@ -721,7 +721,7 @@ def test_a_worker_that_cannot_connect_says_to_which_port() -> None:
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="this system has no TCP_USER_TIMEOUT")
 def test_a_worker_notices_that_the_drivers_machine_is_cut_off(channel: Channel) -> None:
-    """After as long as the driver waits for a worker's machine. The end of the connection ends the worker. tests/network cuts a
+    """After as long as the driver waits for a worker's machine. The end of the connection ends the worker. tests/hosts cuts a
     real connection."""
     channel.server.unreachable_s = 7.0
     with channel.greet() as worker:

@@ -78,6 +78,19 @@ def grow() -> dict[str, Any]:
         return {"large": weights, **facts(of)}
 
 
+def cut() -> dict[str, Any]:
+    """Train three epochs, in the second of which a host is cut off."""
+    seconds, counts = [], []
+    with trainer(config={**SETTINGS, "samples": 3200, "step_s": 0.01}) as of:
+        for epoch in range(3):
+            began = time.monotonic()
+            of.train()
+            seconds.append(time.monotonic() - began)
+            counts.append(lost_and_doubled(of, 3200))
+            print(f"trained epoch {epoch}", flush=True)
+        return {**facts(of), "seconds": seconds, "lost_and_doubled": counts}
+
+
 def wait() -> dict[str, Any]:
     """Train until this host is cut off from the others."""
     with trainer() as of:
@@ -92,7 +105,7 @@ if __name__ == "__main__":
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     ray.init(log_to_driver=False)
     try:
-        result = {"train": train, "save": save, "grow": grow, "wait": wait}[sys.argv[1]]()
+        result = {"train": train, "save": save, "grow": grow, "cut": cut, "wait": wait}[sys.argv[1]]()
     except RaysgdError as error:
         result = {"error": f"{type(error).__name__}: {error}"}
     print(json.dumps(result), flush=True)
