@@ -22,6 +22,7 @@ from raysgd.errors import CheckpointError
 from raysgd.storage import digest
 
 MARKER = ".raysgd-folder.json"
+LONGEST, LONGEST_PART = 3000, 255  # bytes of a name, within the limits of Linux for a path and for a part of it
 FORMAT, VERSION = "raysgd-folder", 1
 
 
@@ -156,7 +157,14 @@ def parse_list(data: bytes, where: Any) -> dict[str, FileEntry]:
 
 def is_name(name: str) -> bool:
     """Return whether this can be the name of a file in a folder, other than the list."""
-    path = PurePosixPath(name)
+    path, encoded = PurePosixPath(name), name.encode(errors="replace")
+    if (
+        "\0" in name
+        or encoded.decode() != name
+        or len(encoded) > LONGEST
+        or max(map(len, encoded.split(b"/"))) > LONGEST_PART
+    ):
+        return False
     return (
         path.as_posix() == name and name not in ("", ".", MARKER) and not path.is_absolute() and ".." not in path.parts
     )
