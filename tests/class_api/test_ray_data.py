@@ -101,14 +101,11 @@ class Plain(Line):
         return {"train_loader": config["data"]} if "data" in config else {}
 
 
-@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.more), 2])
-def test_a_data_set_for_one_call(workers: int) -> None:
-    """Uses the default batch methods. Each call is a separate pass, and a single worker runs in this process. An error in the
-    user's data reaches the user, and leaves the trainer usable."""
+def test_a_data_set_for_one_call() -> None:
+    """Uses the default batch methods. Each call is a separate pass. An error in the user's data reaches the user, and leaves the
+    trainer usable."""
     data = RayData(table(), features=["a", "b"], target="y")
-    with TorchTrainer(
-        training_operator_cls=Plain, config={"*batch_size": 8, "lr": 0.02}, num_workers=workers
-    ) as trainer:
+    with TorchTrainer(training_operator_cls=Plain, config={"*batch_size": 8, "lr": 0.02}, num_workers=2) as trainer:
         first = trainer.train(dataset=data)
         assert first["num_samples"] == 64
         assert trainer.train(dataset=table(40), num_steps=0)["num_samples"] == 0

@@ -20,7 +20,7 @@ from raysgd.core.ranks import RankInfo, assign_ranks
 from raysgd.torch.process_group import TorchBackend
 from raysgd.workers.replica_host import ReplicaHost
 
-GENERATIONS = 30
+GENERATIONS = 12
 
 
 def wait() -> None:
