@@ -79,7 +79,9 @@ class Engine:
         on_progress: Callable[[WorkerInfo], None] = lambda info: None,
         on_recovery: Callable[[Recovery], None] = lambda recovery: None,
         on_wait: Callable[[str], None] = lambda what: None,
-        on_report: Callable[[FunctionReport, Any, Callable[[], None]], None] = lambda message, body, acknowledge: None,
+        on_report: Callable[[FunctionReport, Any, Callable[[], None]], None] = lambda message, body, acknowledge: (
+            acknowledge()
+        ),
         clock: Callable[[], float] = time.monotonic,
         jitter: Callable[[], float] = random.random,
         during: During = nullcontext,

@@ -42,6 +42,7 @@ During = Callable[[Phase], AbstractContextManager[object]]
 
 # A worker sends "alive" every second. One that has missed two of these messages is considered silent.
 SILENT_S = 2.5
+ASKED_AGAIN_S = 10.0  # about the same machine
 KILLED_S = 10.0
 RAY_ID_LENGTH = 56  # of the ids of Ray's nodes, whose first 8 characters are enough for users
 LOOK_S = 0.2
@@ -120,7 +121,9 @@ class WorkerTable:
         silent_s: float = math.inf,
         clock: Callable[[], float] = time.monotonic,
         on_progress: Callable[[WorkerInfo], None] = lambda info: None,
-        on_report: Callable[[FunctionReport, Any, Callable[[], None]], None] = lambda message, body, acknowledge: None,
+        on_report: Callable[[FunctionReport, Any, Callable[[], None]], None] = lambda message, body, acknowledge: (
+            acknowledge()
+        ),
         during: During = nullcontext,
     ) -> None:
         self.group, self.clock, self.during = group, clock, during
@@ -134,7 +137,7 @@ class WorkerTable:
         self._cancelled_by: BaseException | None = None
         self._numbers = itertools.count(1)
         self._inbox: deque[Event] = deque()
-        self._failed_nodes = set[str]()
+        self._failed_nodes: dict[str, float] = {}  # and when each was asked
         self._replies: dict[int, Outcome] = {}
         self._asked: dict[int, str] = {}
         group.listener = self._take
@@ -294,10 +297,13 @@ class WorkerTable:
 
     def _has_failed(self, node: str) -> bool:
         """Return whether the machine has failed. Ray is asked, and the machine, which takes a moment if it does not answer: so
-        not again for each of its workers."""
-        if node and node not in self._failed_nodes and not self.group.is_node_alive(node):
-            self._failed_nodes.add(node)
-        return node in self._failed_nodes
+        not at once again for each of its workers."""
+        if not node or self.clock() - self._failed_nodes.get(node, -math.inf) < ASKED_AGAIN_S:
+            return bool(node)
+        if self.group.is_node_alive(node):
+            return False
+        self._failed_nodes[node] = self.clock()
+        return True
 
     def ask(
         self,

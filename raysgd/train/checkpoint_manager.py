@@ -163,19 +163,19 @@ class CheckpointManager:
 class BackgroundWriter:
     """Does work in order on a thread of its own, so that a recovery never waits for a disk or a bucket.
 
-    Owns the thread and its queue. `fail` is called with the first error, and later work is not done. An item that takes
+    Owns the thread and its queue. `fail` is called with the first error, and later work is not done. Storing something for
     longer than WRITE_LIMIT_S is an error, and nothing waits for it any more.
     """
 
     def __init__(self, fail: Callable[[BaseException], None]) -> None:
         self._fail = fail
-        self._work: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[tuple[Work, bool] | None] = queue.SimpleQueue()
         self._ended = threading.Event()
         self.error: BaseException | None = None
         threading.Thread(target=self._serve, name="raysgd-writer", daemon=True).start()
 
-    def put(self, work: Work) -> None:
-        self._work.put(work)
+    def put(self, work: Work, *, stores: bool) -> None:
+        self._work.put((work, stores))
 
     def finish(self) -> BaseException | None:
         """Wait until all work is done. Return the error, if there was one."""
@@ -184,12 +184,14 @@ class BackgroundWriter:
         return self.error
 
     def _serve(self) -> None:
-        while (work := self._work.get()) is not None:
+        while (item := self._work.get()) is not None:
+            work, stores = item
             limit = threading.Timer(WRITE_LIMIT_S, self._give_up)
             limit.daemon = True
-            limit.start()
             try:
                 if self.error is None:
+                    if stores:
+                        limit.start()
                     work()
             except BaseException as error:  # passed to the thread that waits for the run
                 self._stop(error)

@@ -410,7 +410,9 @@ class BackendExecutor:
         return self._max_retries if self._max_retries < 0 else max(self._max_retries - failed, 0)
 
     def _on_report(self, message: FunctionReport, body: Any, acknowledge: Callable[[], None]) -> None:
-        if self._run is not None:
+        if self._run is None:
+            acknowledge()
+        else:
             self._run.receive(message, body, acknowledge)
 
     # -- checkpoints ----------------------------------------------------------------------------------

@@ -25,7 +25,6 @@ from raysgd.train.errors import ReportMismatchError
 from raysgd.train.run_session import Attempt
 from raysgd.train.settings import REPORTS_AHEAD
 
-UNSTORED = 2  # as many checkpoints can wait for the storage before ranks do
 DETAILED = "TRAIN_RESULT_ENABLE_DETAILED_AUTOFILLED_METRICS"
 CALLS = {"report": "train.report()", "checkpoint": "train.save_checkpoint()"}
 
@@ -154,8 +153,8 @@ class FunctionRun:
     Calls `fail` for errors in here, because reports are received while the engine is waiting for the function.
 
     An acknowledgement is the permission to go on. A rank waits for it in a report while the user has not fetched the last
-    `ahead` rounds, and in any call while the storage is more than UNSTORED rounds behind. All ranks wait in the same
-    round: a rank that went on alone would wait for the others in a collective call, which has a time limit.
+    `ahead` rounds, and in any call while the storage is as many rounds behind. So ranks that are in one round wait
+    together: one that went on alone would wait for the others in a collective call, which has a time limit.
     """
 
     def __init__(
@@ -172,10 +171,11 @@ class FunctionRun:
         self.number, self.manager = number, manager
         self._fail, self._decode, self._decode_checkpoint = fail, decode, decode_checkpoint
         self._ahead: float = ahead
+        self._room = ahead
         self._fetched = self._lenience = 0
         self._settled = self._unstored = 0  # rounds that the writer has done, and checkpoints that it has not
         self._waiting: list[Waiting] = []
-        self._lock = threading.Lock()  # for these six: the threads of the engine, the user and the writer change them
+        self._lock = threading.Lock()  # for `_waiting` and the numbers above it: three threads use them
         self._mismatched = False
         self._options = options or RunOptions()
         self._detailed = flag_from_environment(DETAILED)
@@ -247,6 +247,7 @@ class FunctionRun:
             self._options.shards.close()
         unstored = self._writer.finish()
         self.error = error or unstored
+        self._attempt = -1  # what comes later is not waited for
         self._let_go_on(everyone=True)
         self._complete.put(None)
 
@@ -270,7 +271,8 @@ class FunctionRun:
             self._reports += 1
             result = RoundResult([report.metrics for report in round_], self.manager.latest_id, complete)
         self._closed += 1
-        self._writer.put(partial(self._settle, number, payload, round_[0].metrics, result))
+        settle = partial(self._settle, number, payload, round_[0].metrics, result)
+        self._writer.put(settle, stores=payload is not None)
 
     def _settle(self, number: int, payload: bytes | None, metrics: dict[str, Any], result: RoundResult | None) -> None:
         """Store a round's checkpoint, then make it visible to the user. The writer's thread."""
@@ -286,18 +288,17 @@ class FunctionRun:
     def _let_go_on(self, *more: Waiting, everyone: bool = False) -> None:
         """Acknowledge the reports that need not wait any more."""
         with self._lock:
-            waiting, self._waiting = [*self._waiting, *more], []
-            for each in waiting:
+            self._waiting += more
+            for each in list(self._waiting):
                 if everyone or (self._is_fetched(each) and self._is_stored(each)):
                     each.acknowledge()
-                else:
-                    self._waiting.append(each)
+                    self._waiting.remove(each)  # after it, because Ctrl-C can come between the two
 
     def _is_fetched(self, waiting: Waiting) -> bool:
         return waiting.report < self._fetched + self._ahead + self._lenience
 
     def _is_stored(self, waiting: Waiting) -> bool:
-        return waiting.number <= self._settled + UNSTORED or not self._unstored
+        return waiting.number <= self._settled + self._room or not self._unstored
 
     def keeps_ranks_waiting(self) -> bool:
         """Return whether ranks wait for the user or for the storage."""
@@ -320,7 +321,8 @@ class FunctionRun:
         """Let ranks that are ahead of others continue, because the user has been waiting for some time, and they may wait
         for a round that the others never report, or that they report only after a collective call."""
         if self._rounds.ahead:
-            self._lenience = max(1, 2 * self._lenience)
+            with self._lock:
+                self._lenience = max(1, 2 * self._lenience)
             self._let_go_on()
 
     def release(self) -> None:

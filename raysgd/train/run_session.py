@@ -96,16 +96,20 @@ class Session:
     # -- reporting ------------------------------------------------------------------------------------
 
     def report(self, metrics: Mapping[str, Any], checkpoint: Checkpoint | None) -> None:
-        """Send metrics, and a checkpoint if there is one. Return when the driver has received them, and is not too many
-        rounds behind."""
+        """Send metrics, and a checkpoint if there is one. Return when the driver has received them, and neither
+        the user nor the storage is too many rounds behind."""
         check_metrics(metrics, of="train.report() cannot report this")
-        row = {**self._autofilled(), **self._encode(dict(metrics))}
-        payload = self._packed(checkpoint) if checkpoint is not None else None
-        self._send("report", row, payload)
-        self._reports += 1  # and not before: a function may catch an error of the lines above
+        self._reports += 1
+        try:
+            head = self._pickled({**self._autofilled(), **self._encode(dict(metrics))})
+            payload = self._packed(checkpoint) if checkpoint is not None else None
+        except BaseException:
+            self._reports -= 1  # a function may catch the error, and report something else
+            raise
+        self._send("report", head, payload)
 
     def save_checkpoint(self, values: dict[str, Any]) -> None:
-        self._send("checkpoint", {}, self._packed(Checkpoint.from_dict(values)))
+        self._send("checkpoint", self._pickled({}), self._packed(Checkpoint.from_dict(values)))
 
     def _packed(self, checkpoint: Checkpoint) -> bytes:
         kind, content = checkpoint.get_internal_representation()
@@ -115,9 +119,8 @@ class Session:
             checkpoint.set_metadata(self.attempt.metadata)
         return checkpoint.checked_bytes(dumps=self.dumps, users_files=True)  # other workers will load it as trusted
 
-    def _send(self, kind: Literal["report", "checkpoint"], metrics: dict[str, Any], payload: bytes | None) -> None:
+    def _send(self, kind: Literal["report", "checkpoint"], head: bytes, payload: bytes | None) -> None:
         self._check_stop()
-        head = self._pickled(metrics)
         message = FunctionReport(
             kind, self.attempt.run, self.attempt.number, self.rank_info.world_rank, len(head), payload is not None
         )
@@ -153,7 +156,7 @@ class Session:
         row: dict[str, Any] = {
             TIMESTAMP: int(now),
             "_time_this_iter_s": now - self._last,
-            "_training_iteration": self._reports + 1,
+            "_training_iteration": self._reports,
         }
         if self.attempt.detailed:
             row |= {
@@ -209,8 +212,8 @@ class OutsideSession(Session):
             at_boundary=lambda: None,
         )
 
-    def _send(self, kind: Literal["report", "checkpoint"], metrics: dict[str, Any], payload: bytes | None) -> None:
-        self._pickled(metrics)
+    def _send(self, kind: Literal["report", "checkpoint"], head: bytes, payload: bytes | None) -> None:
+        """Drop it."""
 
 
 # `train.report` and the other functions have no argument for the session, so it is a global variable. It is not

@@ -127,24 +127,27 @@ class ControlClient:
         self._deliver(message, body, guarded=len(body))
 
     def _deliver(self, message: Message, *body: bytes | memoryview, guarded: int) -> None:
-        with self._bulk_lock:
+        with self._bulk_lock:  # but not while this waits: other threads then use another connection
             bulk, self._bulk = self._bulk, None  # stored again at the end, because Ctrl-C may end this at any line
-            if bulk is not None and not _is_idle(bulk.socket):  # a device between the machines has closed it meanwhile
+        if bulk is not None and not _is_idle(bulk.socket):  # a device between the machines has closed it meanwhile
+            bulk.close()
+            bulk = None
+        if bulk is None:
+            bulk = connect(self._address, OpenBulk(self._worker))
+        try:
+            bulk.socket.settimeout(BULK_S)
+            bulk.send(message, *body, guarded=guarded)
+            if isinstance(message, FunctionReport) and not self._is_answered(bulk.socket):
                 bulk.close()
-                bulk = None
-            if bulk is None:
-                bulk = connect(self._address, OpenBulk(self._worker))
-            try:
-                bulk.socket.settimeout(BULK_S)
-                bulk.send(message, *body, guarded=guarded)
-                if isinstance(message, FunctionReport) and not self._is_answered(bulk.socket):
-                    bulk.close()
-                    return
-                bulk.expect(Received)
-            except BaseException:
-                bulk.close()
-                raise
-            self._bulk = bulk
+                return
+            bulk.expect(Received)
+        except BaseException:
+            bulk.close()
+            raise
+        with self._bulk_lock:
+            bulk, self._bulk = self._bulk, bulk
+        if bulk is not None:
+            bulk.close()
 
     def _is_answered(self, bulk: socket.socket) -> bool:
         """Wait for the driver's answer to a report, which may take as long as the user does. Return False if the generation

@@ -274,7 +274,7 @@ class Storage:
         self._work: list[Callable[[], None]] = []
         self.error: BaseException | None = None
 
-    def put(self, work: Callable[[], None]) -> None:
+    def put(self, work: Callable[[], None], *, stores: bool) -> None:
         self._work.append(work)
         if len(self._work) == 1:
             self._begin()

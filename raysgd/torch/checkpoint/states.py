@@ -69,8 +69,10 @@ def copied(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return copy.deepcopy(value)
         same: Any = id(value)
-        if value.layout == torch.strided and not value.is_meta:
-            same = (value.device, value.data_ptr(), value.dtype, value.shape, value.stride(), type(value))
+        plain = type(value) in (torch.Tensor, torch.nn.Parameter) and not value.is_nested
+        if plain and value.layout == torch.strided and value.data_ptr():  # others have no memory of their own
+            bits = (value.requires_grad, value.is_conj(), value.is_neg())
+            same = (type(value), value.device, value.data_ptr(), value.dtype, value.shape, value.stride(), bits)
         if same not in copies:
             new = value.detach().to("cpu", copy=True).requires_grad_(value.requires_grad and value.is_leaf)
             copies[same] = torch.nn.Parameter(new, new.requires_grad) if isinstance(value, torch.nn.Parameter) else new
