@@ -42,7 +42,7 @@ def scaled_loss(config: dict[str, Any]) -> Any:
 def test_a_creator_operator_learns() -> None:
     made = TrainingOperator.from_creators(model, optimizer, loader, nn.MSELoss, scheduler)
     assert issubclass(made, CreatorOperator)
-    with inline(made, scheduler_step_freq="epoch", config={"lr": 0.2}) as trainer:
+    with inline(made, scheduler_step_freq="epoch", config={"lr": 0.2}, seed=1) as trainer:
         losses = [trainer.train()["train_loss"] for _ in range(6)]
         operator = operator_of(trainer)
         assert losses[-1] < 0.5 * losses[0]
