@@ -25,7 +25,7 @@ SMALL = {
     "width": 4,
     "lr": 0.1,
 }
-LARGE = {**SMALL, "workers": 3, "batch": 30, "train": 610, "held_out": 205, "side": 24, "width": 8}
+LARGE = {**SMALL, "workers": 3, "epochs": 5, "batch": 30, "train": 610, "held_out": 205, "side": 24, "width": 8}
 
 
 class Loop:
