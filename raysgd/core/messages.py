@@ -198,8 +198,8 @@ class SnapshotUpload(Message):
 @dataclass(frozen=True)
 class FunctionReport(Message):
     """A rank sends this in `train.report` ("report") and `train.save_checkpoint` ("checkpoint"). Body, guarded: the pickled
-    metrics, `metrics_size` bytes, then the checkpoint, if there is one. The driver drops those of earlier attempts. Its answer
-    is the permission to go on: it comes later if the user or the storage is too far behind."""
+    metrics, `metrics_size` bytes, then the checkpoint, if there is one. The driver drops those of earlier attempts. The rank
+    continues when it is answered, which is later if the user or the storage is too far behind."""
 
     kind: Literal["report", "checkpoint"]
     run: int

@@ -152,9 +152,9 @@ class FunctionRun:
 
     Calls `fail` for errors in here, because reports are received while the engine is waiting for the function.
 
-    An acknowledgement is the permission to go on. A rank waits for it in a report while the user has not fetched the last
+    A rank continues when its call is acknowledged. It waits for that in a report while the user has not fetched the last
     `ahead` rounds, and in any call while the storage is as many rounds behind. So ranks that are in one round wait
-    together: one that went on alone would wait for the others in a collective call, which has a time limit.
+    together: one that continued alone would wait for the others in a collective call, which has a time limit.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class FunctionRun:
         self.number, self.manager = number, manager
         self._fail, self._decode, self._decode_checkpoint = fail, decode, decode_checkpoint
         self._ahead: float = ahead
-        self._room = ahead
+        self._room = ahead  # how many rounds the ranks may be ahead of the storage
         self._fetched = self._lenience = 0
         self._settled = self._unstored = 0  # rounds that the writer has done, and checkpoints that it has not
         self._waiting: list[Waiting] = []
@@ -193,7 +193,7 @@ class FunctionRun:
         """Return what the ranks need for the next attempt. Rank 0's newest checkpoint of the last attempt counts, because
         what the driver received from it is never lost."""
         self._close_incomplete_rounds()
-        self._let_go_on(everyone=True)  # their calls have ended, but not what the function has started
+        self._let_continue(everyone=True)  # their calls have ended, but not what the function has started
         self._attempt += 1
         self._rounds = Rounds(world_size)
         shards = self._options.shards(world_size, nodes) if self._options.shards is not None else ()
@@ -230,7 +230,7 @@ class FunctionRun:
             self._fail(error)
             acknowledge()
             return
-        self._let_go_on(waiting)
+        self._let_continue(waiting)
 
     def finish(self, values: list[Any]) -> None:
         """Note what the function returned on every rank."""
@@ -248,7 +248,7 @@ class FunctionRun:
         unstored = self._writer.finish()
         self.error = error or unstored
         self._attempt = -1  # what comes later is not waited for
-        self._let_go_on(everyone=True)
+        self._let_continue(everyone=True)
         self._complete.put(None)
 
     def _close_incomplete_rounds(self) -> None:
@@ -283,9 +283,9 @@ class FunctionRun:
             self._unstored -= payload is not None
         if result is not None:
             self._complete.put(result)
-        self._let_go_on()
+        self._let_continue()
 
-    def _let_go_on(self, *more: Waiting, everyone: bool = False) -> None:
+    def _let_continue(self, *more: Waiting, everyone: bool = False) -> None:
         """Acknowledge the reports that need not wait any more."""
         with self._lock:
             self._waiting += more
@@ -314,7 +314,7 @@ class FunctionRun:
             return None
         with self._lock:
             self._fetched, self._lenience = self._fetched + 1, 0
-        self._let_go_on()
+        self._let_continue()
         return result
 
     def tolerate_ahead(self) -> None:
@@ -323,12 +323,12 @@ class FunctionRun:
         if self._rounds.ahead:
             with self._lock:
                 self._lenience = max(1, 2 * self._lenience)
-            self._let_go_on()
+            self._let_continue()
 
     def release(self) -> None:
         """Let the function run to its end, because the user fetches no more rounds."""
         self._ahead = math.inf
-        self._let_go_on()
+        self._let_continue()
 
     def unfetched(self) -> list[RoundResult]:
         """Remove and return the rounds that are complete now."""

@@ -314,7 +314,7 @@ def test_what_is_no_file_raises_no_error_of_the_system(tmp_path: Path, make: Cal
         started(tmp_path)
     record = newest.with_suffix(".json")
     record.unlink()
-    make(record)  # without its record, it is no checkpoint
+    make(record)  # without its record, it is not a checkpoint
     with started(tmp_path) as trainer:
         assert trainer.resumed_from == str(older)
 

@@ -406,7 +406,7 @@ def test_all_reports_and_snapshots_of_a_worker_use_one_connection(channel: Chann
 def test_a_report_waits_for_its_acknowledgement_and_for_no_other_message(
     channel: Channel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Until then the rank must not go on, unless its generation ends."""
+    """Until then the rank must not continue, unless its generation ends. Its other threads are not held up."""
     monkeypatch.setattr(Events, "put", queue.SimpleQueue.put)
     client = channel.client()
     channel.next(WorkerStarted)
@@ -416,6 +416,8 @@ def test_a_report_waits_for_its_acknowledgement_and_for_no_other_message(
         report = channel.next(MessageReceived)
         channel.server.send("w", StackRequest(1))
         assert isinstance(channel.next(MessageReceived).message, StackReport)
+        client.deliver(StartDealer("d"), b"")
+        assert channel.next(MessageReceived).message == StartDealer("d")
         assert sender.is_alive()
         if ends:
             channel.server.send("w", Interrupt(1))

@@ -18,7 +18,7 @@ pytest.importorskip("tensorflow")
 
 
 def read_both() -> tuple[Any, list[int]]:
-    """Read the shard as batches in two ways. Return what TensorFlow is told of the workers, and the rows."""
+    """Read the shard as batches in two ways. Return what TensorFlow knows of the workers, and the rows."""
     part = train.get_dataset_shard()
     own = train.tensorflow.prepare_dataset_shard(part.to_tf("id", "id", batch_size=7))
     first = sorted(int(row) for features, _ in own for row in features)
