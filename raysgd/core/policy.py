@@ -75,7 +75,7 @@ class Observation:
                     "out_of_step": the ranks did not make the same collective calls, an error in the user's code
     failed_workers  the workers that failed, in rank order
     culprit         the worker whose code raised the error, or whose data loader failed
-    leaving_ranks   the ranks that leave in a planned change
+    leaving         the workers that leave in a planned change
     hung_at         where code hung on a failed worker, as in its outcome
     hangs           how many times in a row code has hung there in this call
     reason, detail  those of the `Recovery` that follows
@@ -84,7 +84,7 @@ class Observation:
     kind: Literal["done", "user_error", "broken", "paused", "out_of_step"]
     failed_workers: tuple[str, ...] = ()
     culprit: str | None = None
-    leaving_ranks: tuple[int, ...] = ()
+    leaving: tuple[str, ...] = ()
     reason: str = ""
     detail: str = ""
     hung_at: tuple[str, int] | None = None

@@ -41,7 +41,7 @@ from raysgd.engine.partial_results import PartialResults, partial_results_since
 from raysgd.engine.recovery import RecoveryLoop
 from raysgd.engine.recovery_log import RecoveryLog
 from raysgd.engine.replacements import Replacements
-from raysgd.engine.worker_table import During, WorkerInfo, WorkerTable
+from raysgd.engine.worker_table import During, Phase, WorkerInfo, WorkerTable
 from raysgd.errors import ClusterError, NotActiveError
 from raysgd.workers.worker_group import WorkerGroupProtocol
 
@@ -104,7 +104,6 @@ class Engine:
             table,
             generation,
             replacements,
-            self._log,
             target=target,
             elastic=elastic,
             limits=limits,
@@ -548,13 +547,16 @@ class Engine:
         afterwards. Return the snapshot that training continues from, or None if survivors continue in place."""
         since, world = self._table.clock() if since is None else since, self.world_size
         self._generation.take_seconds()  # of anything before
+        phase: Phase = "recovery"
         if seen.kind == "paused":
             since = self._table.clock()
             with self._table.during("change"):
-                seen = self._membership.change(call.number)
+                seen = self._membership.plan()
+            if seen.kind == "paused":
+                phase = "growth" if not seen.leaving else "change"
         if seen.kind == "done":
             return None
-        with self._table.during("recovery"):
+        with self._table.during(phase):
             revived = self._recovery.recover(seen, call, since=since, world=world)
         self._revived = revived or self._revived
         return revived

@@ -23,7 +23,7 @@ from raysgd.core.ranks import RankInfo, assign_ranks
 from raysgd.core.shard_copies import ShardedState, covered, layout, newest_complete
 from raysgd.core.snapshot import Snapshot
 from raysgd.engine.failure import no_room_error, raise_user_error, unfinished_error, warn_no_room
-from raysgd.engine.worker_table import WorkerInfo, WorkerTable
+from raysgd.engine.worker_table import Stage, WorkerInfo, WorkerTable
 from raysgd.errors import WorkerStartError, counted
 from raysgd.workers.worker_group import TransferProtocol
 
@@ -87,7 +87,7 @@ class Generation:
         causes = []
         for worker, outcome in self._failures.items():
             info = self._table.get(worker) or WorkerInfo(worker)
-            rank = f"rank {info.rank} on {info.machine or 'this machine'}" if info.started else "a new worker"
+            rank = f"rank {info.rank} on {info.machine or 'this machine'}" if info.stage >= Stage.UP else "a new worker"
             causes.append(f"{rank}: {outcome.cause}")
         more = [f"and {len(causes) - MOST_CAUSES} more"] if len(causes) > MOST_CAUSES else []
         return "; ".join(causes[:MOST_CAUSES] + more)
@@ -130,7 +130,7 @@ class Generation:
         """Wait until the launched processes are up. Return False if one has failed. Raise an error after the limit."""
         started = self._table.clock()
         warned = False
-        while missing := [worker for worker in workers if not self._table[worker].started]:
+        while missing := [worker for worker in workers if self._table[worker].stage < Stage.UP]:
             self._table.pump(0.2)
             if any(self._table[worker].ended is not None for worker in workers):
                 return False
@@ -161,10 +161,10 @@ class Generation:
         return self._up
 
     def _form(self, workers: Sequence[str], state: Any) -> bool:
-        staying = self._table.restrict_group(workers)
+        staying = [worker for worker in workers if self._table[worker].in_group]
         self._table.expect_ranks(workers)
-        new = [worker for worker in workers if not self._table[worker].built]
-        built = [worker for worker in workers if self._table[worker].built]
+        built = [w for w in workers if self._backend.in_place and self._table[w].stage >= Stage.READY]
+        new = [worker for worker in workers if worker not in built]
         needs_call = new or self._behind(built)[1] or not all(self._table[worker].is_exact for worker in staying)
         # Otherwise they leave the old group when they join the next one. The answers also say where the replicas are.
         if staying and needs_call and not self._succeeds(staying, "leave", {}, self._limits.hang_s):

@@ -1,4 +1,4 @@
-"""Replace a broken generation by one that is up, or raise an error that lists the failures. Driver."""
+"""Replace a generation by the next one, after a failure or for a planned change, or raise an error that lists the failures. Driver."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from raysgd.engine.generation import Generation
 from raysgd.engine.membership import Membership
 from raysgd.engine.recovery_log import PLANNED, RecoveryLog
 from raysgd.engine.replacements import Replacements
-from raysgd.engine.worker_table import WorkerInfo, WorkerTable
+from raysgd.engine.worker_table import Stage, WorkerInfo, WorkerTable
 from raysgd.errors import HangError, TrainingFailedError, counted, ranked
 
 logger = logging.getLogger("raysgd")
@@ -38,7 +38,8 @@ LOOK_S = 0.25
 
 
 class RecoveryLoop:
-    """Carries out what `policy.decide` decides, until the group is up. Owns nothing between two recoveries.
+    """Carries out what `policy.decide` decides, until the group is up. Owns nothing between two recoveries. A planned change is a
+    recovery in which nothing has failed, and some members may leave.
 
     Each pass starts with the workers that are there now, so that a further failure during the recovery only means
     another pass."""
@@ -73,6 +74,8 @@ class RecoveryLoop:
         self._replacements.forget_failures()
         while not self._generation.up:
             self._dismiss_failed(case)
+            if case.seen.leaving and not self._let_leave(case):
+                continue
             survivors = self._survivors(case)
             now = self._situation(case, survivors)
             pause = backoff(case.waits, self._elastic.backoff_s, self._elastic.backoff_max_s, self._jitter())
@@ -92,6 +95,24 @@ class RecoveryLoop:
                 case.phases["wait"] = case.phases.get("wait", 0.0) + self._table.clock() - began
         self._note(case, after=len(self._table.members()))
         return case.revived
+
+    def _let_leave(self, case: _Case) -> bool:
+        """Dismiss the members that leave, when the others, or the driver, have their part of the state. Return False if that
+        failed: then they stay until the next change."""
+        leaving, case.seen = case.seen.leaving, replace(case.seen, leaving=())
+        if self._in_place:
+            stay = [worker for worker in self._table.members() if worker not in leaving]
+            if stay and self._generation.lacks_shards(stay):
+                handed = self._generation.hand_over(stay)
+            else:
+                handed = bool(stay) or any(self._generation.rescue_state(each, case.call.number) for each in leaving)
+            if not handed:
+                case.tries += 1
+                return False
+        case.left_ranks |= {self._table[worker].rank or 0 for worker in leaving}
+        for worker in leaving if self._in_place else ():  # otherwise all are replaced
+            self._table.dismiss(worker)
+        return True
 
     def _rejoin(self, case: _Case, survivors: list[str]) -> None:
         """Try once to form a generation. If that fails although no worker has failed, dismiss the replacements, because
@@ -127,13 +148,21 @@ class RecoveryLoop:
             )
 
     def _dismiss_failed(self, case: _Case) -> None:
-        """Dismiss the workers that have failed, and log the failure once."""
-        for info in self._table.failed():
+        """Dismiss the workers that have failed, and log the failure once. Replacements dismiss those that were to join later. A
+        planned change in which a member fails is a failure."""
+        failed = [info for info in self._table.failed() if info.stage >= Stage.JOINING]
+        for info in sorted(failed, key=lambda info: not info.in_group):
+            if case.seen.reason in PLANNED:
+                failure = self._table.failure_of(info)
+                if info.in_group:
+                    case.seen = Observation("broken", reason=failure.reason, detail=failure.cause)
+                else:
+                    case.seen = replace(case.seen, detail=f"a worker that was to join has failed: {failure.cause}")
             if info.in_group and info.rank is not None:
                 case.failed_ranks.add(info.rank)
                 case.failed_on.add(info.machine)
             self._table.dismiss(info.worker)
-        if case.logged:
+        if case.logged or (case.seen.kind == "paused" and not case.tries):
             return
         case.logged = True
         self._log.on_wait(f"a new process group after: {case.seen.reason}")
@@ -248,7 +277,7 @@ class RecoveryLoop:
         took = self._generation.take_seconds()
         recovery = Recovery(
             reason=case.seen.reason,
-            removed_ranks=tuple(sorted({*case.failed_ranks, *case.seen.leaving_ranks})),
+            removed_ranks=tuple(sorted(case.failed_ranks | case.left_ranks)),
             world_size_before=case.world,
             world_size_after=after,
             in_place=case.revived is None,
@@ -282,6 +311,7 @@ class _Case:
     phases: dict[str, float] = field(default_factory=dict)  # so far, without what the generation measures now
     failed_ranks: set[int] = field(default_factory=set)
     failed_on: set[str] = field(default_factory=set)  # their machines
+    left_ranks: set[int] = field(default_factory=set)
     waits: int = 0
     tries: int = 0
     logged: bool = False

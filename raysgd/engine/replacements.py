@@ -9,7 +9,7 @@ from typing import Any
 from raysgd.config import Limits
 from raysgd.core.outcomes import Failed, Ok
 from raysgd.core.policy import count_to_launch, is_time_to_join
-from raysgd.engine.worker_table import WorkerTable
+from raysgd.engine.worker_table import Stage, WorkerInfo, WorkerTable
 from raysgd.errors import counted
 
 logger = logging.getLogger("raysgd")
@@ -21,8 +21,8 @@ OVERDUE_S = 15.0
 
 
 class Replacements:
-    """Owns the workers that are not in the group yet, from their launch until the group takes them, and the pauses
-    between launches. Never touches a member of the group.
+    """Starts the workers that are not in the group yet, takes them from stage to stage until they can join, and owns the
+    pauses between launches. Never touches a member of the group.
 
     It keeps `spares` more of them than the group lacks. A hot spare is a replacement that became ready before it was
     needed, and nothing else.
@@ -43,10 +43,6 @@ class Replacements:
         self._table, self._warm_up_arguments, self._in_place = table, warm_up_arguments, in_place
         self._spares, self._said_no_room = spares, False
         self._start_s, self._setup_s = limits.start_s, limits.setup_s
-        self._launched: dict[str, float] = {}
-        self._overdue: dict[str, float] = {}
-        self._warming: dict[str, int] = {}
-        self._ready: list[str] = []
         self._failure: Failed | None = None
         self._unfinished = ""
         self._ready_at = 0.0
@@ -57,12 +53,17 @@ class Replacements:
     @property
     def ready(self) -> int:
         """Return how many can join the group now."""
-        return len(self._ready)
+        return len(self._are(Stage.READY))
 
     @property
     def starting(self) -> int:
         """Return how many are starting, not counting overdue ones, for which a second one was started."""
-        return len(self._launched) + len(self._warming)
+        return len(self._are(Stage.STARTING, Stage.UP, Stage.WARMING))
+
+    def _are(self, *stages: Stage) -> list[WorkerInfo]:
+        """Return those in these stages. The one that has been ready for longest comes first."""
+        found = [info for info in self._table.newcomers() if info.stage in stages]
+        return sorted(found, key=lambda info: info.since)
 
     @property
     def failure(self) -> Failed | None:
@@ -125,63 +126,57 @@ class Replacements:
     def launch(self, count: int) -> None:
         kinds = ("replacement worker or hot spare", "replacement workers or hot spares")
         logger.warning("starting %s", counted(count, *kinds) if self._spares else counted(count, "replacement worker"))
-        for worker in self._table.launch(count):
-            self._launched[worker] = self._table.clock()
+        self._table.launch(count)
         if not self._in_place:
             self._ready_at = self._table.clock()
         self.forget_failures()
 
     def tick(self) -> None:
         """Follow up on all that are starting."""
-        for worker in self._all():
-            info = self._table.get(worker)
-            if info is None or info.ended is not None:
-                self._drop(worker, "its process ended")
-            elif worker in self._ready:
-                self._table.end_if_silent(worker, "wait")
-        for worker, since in [*self._launched.items(), *self._overdue.items()]:
-            self._follow_start(worker, since)
-        for worker, call in list(self._warming.items()):
-            self._follow_set_up(worker, call)
+        for info in self._table.newcomers():
+            if info.ended is not None:
+                self._drop(info, "its process ended")
+            elif info.stage is Stage.UP:
+                self._follow_up(info)
+            elif info.stage is Stage.WARMING:
+                self._follow_set_up(info)
+            elif info.stage is Stage.READY:
+                self._table.end_if_silent(info.worker, "wait")
+            elif self._table.clock() - info.since > self._start_s:
+                self._drop(info, f"its process did not start within {self._start_s:.0f} s")
+            elif info.stage is Stage.STARTING and self._is_overdue(info):
+                self._table.set_stage(info.worker, Stage.OVERDUE)
+                self._overdue_s = min(self._overdue_s * 2, self._start_s)  # the machine may just be slow
 
-    def _follow_start(self, worker: str, since: float) -> None:
-        if self._table[worker].started:
-            self._launched.pop(worker, None)
-            self._overdue.pop(worker, None)
-            if self._in_place:
-                self._warming[worker] = self._table.submit(worker, "warm", self._warm_up_arguments())
-            else:
-                self._set_ready(worker)
-        elif self._table.clock() - since > self._start_s:
-            self._drop(worker, f"its process did not start within {self._start_s:.0f} s")
-        elif worker in self._launched and self._is_overdue(since):
-            self._overdue[worker] = self._launched.pop(worker)
-            self._overdue_s = min(self._overdue_s * 2, self._start_s)  # the machine may just be slow
-
-    def _is_overdue(self, since: float) -> bool:
+    def _is_overdue(self, info: WorkerInfo) -> bool:
         """Return whether to start a second one. Ray can forget an actor that was starting on a node that failed. So if
         one is overdue although there is room for another, a second one is started, and the first that is up is used."""
-        return self._table.clock() - since > self._overdue_s and self._table.group.room() > 0
+        return self._table.clock() - info.since > self._overdue_s and self._table.group.room() > 0
 
-    def _follow_set_up(self, worker: str, call: int) -> None:
-        outcome = self._table.reply(call)
+    def _follow_up(self, info: WorkerInfo) -> None:
+        if self._in_place:
+            self._table.set_stage(info.worker, Stage.WARMING)
+            self._table.submit(info.worker, "warm", self._warm_up_arguments())
+        else:
+            self._set_ready(info.worker)
+
+    def _follow_set_up(self, info: WorkerInfo) -> None:
+        outcome = self._table.reply(info.last_call)
         if isinstance(outcome, Ok):
-            del self._warming[worker]
-            self._table.set_built(worker)
-            self._set_ready(worker)
+            self._set_ready(info.worker)
         elif outcome is not None:
             story = outcome.traceback if isinstance(outcome, Failed) else str(outcome)
             self._failure = outcome if isinstance(outcome, Failed) else None
-            self._drop(worker, f"its set-up failed: {story}")
-        elif self._table.clock() - self._table[worker].moved_at > self._setup_s:
-            story = next(iter(self._table.stuck([worker], {worker: "warm"}, self._setup_s).values()), "")
-            self._unfinished = self._table[worker].unfinished
-            self._drop(worker, story or f"its set-up took longer than {self._setup_s:g} s")
+            self._drop(info, f"its set-up failed: {story}")
+        elif self._table.clock() - info.moved_at > self._setup_s:
+            story = next(iter(self._table.stuck([info.worker], {info.worker: "warm"}, self._setup_s).values()), "")
+            self._unfinished = info.unfinished
+            self._drop(info, story or f"its set-up took longer than {self._setup_s:g} s")
         else:
-            self._table.end_if_silent(worker, "warm")
+            self._table.end_if_silent(info.worker, "warm")
 
     def _set_ready(self, worker: str) -> None:
-        self._ready.append(worker)
+        self._table.set_stage(worker, Stage.READY)
         self._ready_at = self._table.clock()
         self._pause_s, self._overdue_s = LOOK_EVERY_S, OVERDUE_S
 
@@ -190,13 +185,13 @@ class Replacements:
     def take(self, most: int) -> list[str]:
         """Return at most `most` ready workers, for which the group has places. Keep others as spares, and dismiss the
         rest of those that are ready."""
-        taken, others = self._ready[:most], self._ready[most:]
-        self._ready, surplus = others[: self._spares], others[self._spares :]
-        if len(taken) == most:
-            surplus += self._overdue
-            self._overdue = {}
-        for worker in surplus:
-            self._table.dismiss(worker)
+        ready = self._are(Stage.READY)
+        self._dismiss(ready[most + self._spares :])
+        if len(ready) >= most:
+            self._dismiss(self._are(Stage.OVERDUE))
+        taken = [info.worker for info in ready[:most]]
+        for worker in taken:
+            self._table.set_stage(worker, Stage.JOINING)
         return taken
 
     def take_back(self, workers: Iterable[str]) -> None:
@@ -210,37 +205,26 @@ class Replacements:
 
     def keep(self, missing: int) -> None:
         """Dismiss those that are ready but neither missing in the group nor spares, and those that are starting."""
-        count = max(missing, 0) + self._spares
-        kept, self._ready = self._ready[:count], self._ready[count:]
-        self.dismiss_all()
-        self._ready = kept
+        kept = self._are(Stage.READY)[: max(missing, 0) + self._spares]
+        self._dismiss(info for info in self._table.newcomers() if info not in kept)
 
     def dismiss_preempted(self, draining: Collection[str]) -> None:
         """Dismiss those on machines that will be stopped."""
-        for worker in self._all():
-            info = self._table.get(worker)
-            if info is not None and (info.notice or info.node in draining):
+        for info in self._table.newcomers():
+            if info.notice or info.node in draining:
                 logger.info("a replacement worker is started again, because its machine will be stopped")
-                self._forget(worker)
+                self._table.dismiss(info.worker)
 
     def dismiss_all(self) -> None:
-        for worker in self._all():
-            self._table.dismiss(worker)
-        self._launched, self._overdue, self._warming, self._ready = {}, {}, {}, []
+        self._dismiss(self._table.newcomers())
 
-    def _all(self) -> list[str]:
-        return [*self._launched, *self._overdue, *self._warming, *self._ready]
+    def _dismiss(self, infos: Iterable[WorkerInfo]) -> None:
+        for info in infos:
+            self._table.dismiss(info.worker)
 
-    def _forget(self, worker: str) -> None:
-        for waiting in (self._launched, self._overdue, self._warming):
-            waiting.pop(worker, None)
-        if worker in self._ready:
-            self._ready.remove(worker)
-        self._table.dismiss(worker)
-
-    def _drop(self, worker: str, why: str) -> None:
-        was = "was lost while it waited" if worker in self._ready else "did not start"
-        self._forget(worker)
+    def _drop(self, info: WorkerInfo, why: str) -> None:
+        was = "was lost while it waited" if info.stage is Stage.READY else "did not start"
+        self._table.dismiss(info.worker)
         if self._table.clock() >= self._look_at:  # several that fail together (with their node, perhaps) count once
             self._pause_s = min(self._pause_s * 2, 30.0)
             self._look_at = self._table.clock() + self._pause_s

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import Any, Literal, TypeVar
 
 from raysgd.core.hang import RankReport, blocking_ranks, describe_unfinished
@@ -50,15 +51,49 @@ LOOK_S = 0.2
 ANSWERS_AT_MOST = 10_000
 
 
-@dataclass
+class Stage(IntEnum):
+    """How far a worker is in its life. One that has failed stays in its stage until it is dismissed.
+
+    STARTING  its process was launched
+    OVERDUE   the same, so long ago that another one was launched in its place
+    UP        its process runs
+    WARMING   it sets up its replica, alongside the group
+    READY     it can join the group. Where a process can join only one process group, it is set up after that
+    JOINING   it was taken for the next generation
+    MEMBER    it belongs to the current generation, and hosts a replica
+    """
+
+    STARTING = 0
+    OVERDUE = 1
+    UP = 2
+    WARMING = 3
+    READY = 4
+    JOINING = 5
+    MEMBER = 6
+
+
+@dataclass(frozen=True)
+class Leaver:
+    """Why a member is to leave, when its machine will be stopped (None: unknown), when it must have left, what has announced
+    that (its SIGTERM, or Ray, which drains its node), and whether its operator knows it."""
+
+    reason: Literal["preemption", "shrink"]
+    deadline: float | None = None
+    leave_by: float = -math.inf
+    sigterm: bool = False
+    drained: bool = False
+    told: bool = False
+
+
+@dataclass(eq=False)
 class WorkerInfo:
     """What the driver knows about one worker. Only `WorkerTable` changes it.
 
+    since        when it was launched, or became ready
     address      of its machine, as the driver sees it
     local        whether it is on the driver's node
     rank         its rank in the current generation, or the one that it will have in the next
-    built        whether it hosts a replica
-    in_group     whether it belongs to the current generation
+    leaver       why and when it is to leave, if it is
     holds_state  whether it has the group's weights, and not just its own initial ones
     notice       whether it received SIGTERM, because its node will be removed
     moved_at     when it last made progress
@@ -72,14 +107,14 @@ class WorkerInfo:
     """
 
     worker: str
+    stage: Stage = Stage.STARTING
+    since: float = 0.0
     node: str = ""
     pid: int = 0
     address: str = ""
     local: bool = False
     rank: int | None = None
-    started: bool = False
-    built: bool = False
-    in_group: bool = False
+    leaver: Leaver | None = None
     holds_state: bool = False
     notice: bool = False
     progress: Progress = field(default_factory=Progress)
@@ -92,6 +127,10 @@ class WorkerInfo:
     busy: int | None = None
     last_call: int = -1
     is_exact: bool = False
+
+    @property
+    def in_group(self) -> bool:
+        return self.stage is Stage.MEMBER
 
     @property
     def machine(self) -> str:
@@ -164,9 +203,24 @@ class WorkerTable:
 
     def launch(self, count: int) -> list[str]:
         workers = self.group.launch(count)
-        for worker in workers:
-            self._workers[worker] = WorkerInfo(worker, moved_at=self.clock())
+        now = self.clock()
+        self._workers |= {worker: WorkerInfo(worker, since=now, moved_at=now) for worker in workers}
         return workers
+
+    def newcomers(self) -> list[WorkerInfo]:
+        """Return the workers that are not in the group, nor joining it."""
+        return [info for info in list(self._workers.values()) if info.stage < Stage.JOINING]
+
+    def set_stage(self, worker: str, stage: Stage) -> None:
+        """Note that a worker that is not in the group has come to this stage."""
+        info = self._workers[worker]
+        info.stage = stage
+        if stage is Stage.READY:
+            info.since = self.clock()
+
+    def set_leaver(self, worker: str, leaver: Leaver | None) -> None:
+        """Note that a member is to leave, or that it stays."""
+        self._workers[worker].leaver = leaver
 
     def dismiss(self, worker: str) -> None:
         self._workers.pop(worker, None)
@@ -195,13 +249,6 @@ class WorkerTable:
 
     # -- generations ----------------------------------------------------------------------------------
 
-    def restrict_group(self, workers: Sequence[str]) -> list[str]:
-        """Take all but these workers out of the group, and return those of them that are in it."""
-        kept, self._members = set(workers), None
-        for info in self._workers.values():
-            info.in_group = info.in_group and info.worker in kept
-        return [worker for worker in workers if self._workers[worker].in_group]
-
     def expect_ranks(self, workers: Sequence[str]) -> None:
         """Set the ranks that workers outside the group will have, because errors in their set-up name them."""
         for rank, worker in enumerate(workers):
@@ -212,13 +259,9 @@ class WorkerTable:
         """Note that these are the members of a new generation, in rank order, and that all have its state."""
         for rank, worker in enumerate(workers):
             info = self._workers[worker]
-            info.rank, info.in_group, info.built, info.holds_state = rank, True, True, True
+            info.rank, info.stage, info.holds_state = rank, Stage.MEMBER, True
             info.summaries = {}
         self._members = None
-
-    def set_built(self, worker: str) -> None:
-        """Note that the worker hosts a replica."""
-        self._workers[worker].built = True
 
     def set_holds_state(self, worker: str, holds_state: bool) -> None:
         """Note whether the worker has the group's weights."""
@@ -468,7 +511,7 @@ class WorkerTable:
         if info is None:
             return
         if isinstance(event, WorkerStarted):
-            info.started, info.node, info.pid = True, event.node, event.pid
+            info.stage, info.node, info.pid = max(info.stage, Stage.UP), event.node, event.pid
             info.address, info.local = event.address, event.local
             info.moved_at = self.clock()
         elif isinstance(event, WorkerEnded):

@@ -21,12 +21,12 @@ from raysgd.core.snapshot import Snapshot, SnapshotStore
 from raysgd.engine import boundary, comparison, engine, generation, membership, recovery, watchdog
 from raysgd.engine.engine import Engine
 from raysgd.engine.generation import Generation
-from raysgd.engine.membership import Leaver, Membership
+from raysgd.engine.membership import Membership
 from raysgd.engine.recovery import RecoveryLoop
-from raysgd.engine.recovery_log import RecoveryLog
+from raysgd.engine.recovery_log import PLANNED, RecoveryLog
 from raysgd.engine.replacements import Replacements
 from raysgd.engine.watchdog import Watchdog
-from raysgd.engine.worker_table import WorkerInfo, WorkerTable
+from raysgd.engine.worker_table import Leaver, WorkerInfo, WorkerTable
 from raysgd.training import loading
 from raysgd.training.feed import Feed
 from raysgd.training.position import Position
@@ -247,7 +247,15 @@ def keep_the_size_of_a_change_that_was_given_up(patch: Patch) -> None:
 
 @mutant
 def call_every_failure_in_a_change_a_preemption(patch: Patch) -> None:
-    patch.setattr(Membership, "_not_made", lambda self, change: Observation("broken", reason="preemption"))
+    original = RecoveryLoop._dismiss_failed
+
+    def dismiss_failed(self: RecoveryLoop, case: Any) -> None:
+        reason = case.seen.reason
+        original(self, case)
+        if reason in PLANNED and case.seen.reason not in PLANNED:
+            case.seen = replace(case.seen, reason="preemption")
+
+    patch.setattr(RecoveryLoop, "_dismiss_failed", dismiss_failed)
 
 
 @mutant
@@ -314,20 +322,20 @@ def leave_too_late(patch: Patch) -> None:
 
 @mutant
 def tell_of_a_preemption_twice(patch: Patch) -> None:
-    def untold(self: Membership) -> list[str]:
-        return [worker for worker, leaver in self._leaving.items() if leaver.reason == "preemption"]
+    def untold(self: Membership) -> Any:
+        return {info: leaver for info, leaver in self._leavers().items() if leaver.reason == "preemption"}
 
     patch.setattr(Membership, "_untold", untold)
 
 
 @mutant
 def announce_a_preemption_to_all(patch: Patch) -> None:
-    def untold(self: Membership) -> list[str]:
-        if not self._leaving or self._told:
-            return []
-        for worker in self._table.members():
-            self._leaving.setdefault(worker, Leaver("preemption"))
-        return self._table.members()
+    def untold(self: Membership) -> Any:
+        if not self._leavers() or any(leaver.told for leaver in self._leavers().values()):
+            return {}
+        for worker in self._staying():
+            self._table.set_leaver(worker, Leaver("preemption"))
+        return self._leavers()
 
     patch.setattr(Membership, "_untold", untold)
 
