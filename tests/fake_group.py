@@ -85,9 +85,6 @@ class FakeGroup:
     def silent_for(self, worker: str) -> float:
         return self.silence[worker]
 
-    def set_patience(self, unreachable_s: float) -> None:
-        """Workers are always reachable."""
-
     def kill(self, worker: str) -> None:
         self.killed.append(worker)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from raysgd.core.messages import StackReport
-from raysgd.core.outcomes import CollectivePlace, Failed, Interrupted, Ok, Outcome, WorkerFailed
+from raysgd.core.outcomes import CollectivePlace, Failed, Interrupted, Ok, Outcome
 from raysgd.core.policy import drift
 from raysgd.core.protocols import Call
 from raysgd.engine.boundary import Boundary
@@ -93,10 +93,8 @@ class FanOut:
         self._boundary: Boundary | None = None
         self._stopped_at: float | None = None
         self._hurried = False
-        self._calls, self._tick_at = table.open_calls(), 0.0
-        self._outcomes: dict[str, Outcome] = {}
+        self._calls, self._tick_at = table.open_calls(lambda: generation.interrupt(self._workers)), 0.0
         self._evicted: set[str] = set()
-        self._troubled_at: float | None = None
         self._asked, self._asked_at = -1, 0.0
         self._extra: dict[str, CollectivePlace] = {}
         self._answered: dict[str, CollectivePlace] = {}
@@ -105,12 +103,13 @@ class FanOut:
     def outcomes(self) -> dict[str, Outcome]:
         """Return each worker's outcome, in rank order. Workers that had not answered when a user's error ended the call
         have none."""
-        return {worker: self._outcomes[worker] for worker in self._workers if worker in self._outcomes}
+        outcomes = self._calls.outcomes
+        return {worker: outcomes[worker] for worker in self._workers if worker in outcomes}
 
     @property
     def troubled_at(self) -> float:
         """Return when the first rank failed, or the time now if none has."""
-        return self._table.clock() if self._troubled_at is None else self._troubled_at
+        return self._table.clock() if self._calls.troubled_at is None else self._calls.troubled_at
 
     def run(self, call: Call) -> None:
         """Make the call. An error that is raised here (Ctrl-C, a cancelled call, a callback's error) ends it at the
@@ -119,8 +118,7 @@ class FanOut:
             arguments = {"call": call}  # the same for all, because a group pickles it once
             for worker in self._workers:
                 self._table.begin_run(worker, call.name)
-                number = self._table.submit(worker, "run", arguments, generation=self._generation.number)
-                self._calls.expect(worker, number)
+                self._calls.submit(worker, "run", arguments, self._generation.number)
             while self._calls.running and not self._user_error_waited():
                 self._table.pump(TICK_S)
                 self._collect()
@@ -138,7 +136,7 @@ class FanOut:
 
     def _tick(self) -> None:
         running = list(self._calls.running)
-        if running and self._troubled_at is None and self._boundary is None and self._wants_boundary(self._job):
+        if running and self._calls.troubled_at is None and self._boundary is None and self._wants_boundary(self._job):
             self._boundary = Boundary(self._table, dict(self._calls.running), lead=self._job.lead)
         if self._job.is_waiting():
             self._table.note_progress(running)
@@ -147,8 +145,8 @@ class FanOut:
         self._end_extra_calls()
         self._watchdog.tick(
             running,
-            interrupted_s=None if self._troubled_at is None else self._table.clock() - self._troubled_at,
-            has_survivor=any(isinstance(outcome, Interrupted) for outcome in self._outcomes.values()),
+            interrupted_s=None if self._calls.troubled_at is None else self._table.clock() - self._calls.troubled_at,
+            has_survivor=any(isinstance(outcome, Interrupted) for outcome in self._calls.outcomes.values()),
         )
 
     def compare(self) -> bool:
@@ -175,35 +173,31 @@ class FanOut:
         return bool(found)
 
     def _collect(self) -> None:
-        for worker, outcome in self._calls.ended():
-            if worker in self._extra and isinstance(outcome, Interrupted) and not outcome.place.name:
-                outcome = replace(outcome, place=self._extra[worker], asked=False)  # a function that was stopped there
-            if self._hurried and isinstance(outcome, Interrupted) and not outcome.reason:
-                outcome = replace(outcome, asked=True)
-            self._outcomes[worker] = outcome
-            trouble = isinstance(outcome, (WorkerFailed, Failed)) or (
-                isinstance(outcome, Interrupted) and not outcome.asked
-            )
-            if trouble and self._troubled_at is None:
-                self._troubled_at = self._table.clock()
-                self._generation.interrupt(self._workers)
+        self._calls.collect(self._seen)
+
+    def _seen(self, worker: str, outcome: Outcome) -> Outcome:
+        if worker in self._extra and isinstance(outcome, Interrupted) and not outcome.place.name:
+            outcome = replace(outcome, place=self._extra[worker], asked=False)  # a function that was stopped there
+        if self._hurried and isinstance(outcome, Interrupted) and not outcome.reason:
+            outcome = replace(outcome, asked=True)
+        return outcome
 
     def _end_extra_calls(self) -> None:
         """Interrupt the ranks if some wait in a collective call that others do not make, which only that call's time limit would
         end: one of them is beyond the last call of a rank that has finished, or all wait, after different numbers of calls."""
         now, running = self._table.clock(), self._calls.running
-        if not running or len(self._workers) < 2 or self._troubled_at is not None:
+        if not running or len(self._workers) < 2 or self._calls.troubled_at is not None:
             self._asked_at = now
             return
         answers = self._table.take_answers(StackReport, self._asked)
         self._answered |= {worker: answer.place for worker, answer in answers}
         waiting = {worker: place for worker, place in self._answered.items() if worker in running and place.name}
-        made = [o.collectives for o in self._outcomes.values() if isinstance(o, Ok) and o.collectives >= 0]
+        made = [o.collectives for o in self._calls.outcomes.values() if isinstance(o, Ok) and o.collectives >= 0]
         beyond = {worker: place for worker, place in waiting.items() if made and place.count > min(made)}
         places = {rank: waiting[worker] for rank, worker in enumerate(self._workers) if worker in waiting}
         if beyond or (len(waiting) == len(running) and drift(places)):
-            self._extra, self._troubled_at = beyond or waiting, now
-            self._generation.interrupt(self._workers)
+            self._extra = beyond or waiting
+            self._calls.trouble()
             return
         moved_at = {worker: self._table[worker].moved_at for worker in running}
         if now - self._asked_at > max(ASK_EVERY_S, (now - max(moved_at.values())) / 2):  # later and later
@@ -215,7 +209,7 @@ class FanOut:
     def _hurry(self) -> None:
         """Interrupt the ranks that are still running `hurry_s` after another one has stopped. They may be waiting for
         that rank in a collective, which only its time limit would end."""
-        stopped = [o for o in self._outcomes.values() if isinstance(o, Interrupted) and o.asked]
+        stopped = [o for o in self._calls.outcomes.values() if isinstance(o, Interrupted) and o.asked]
         if self._job.hurry_s is None or not stopped or self._hurried:
             return
         self._stopped_at = self._stopped_at or self._table.clock()
@@ -226,9 +220,9 @@ class FanOut:
     def _user_error_waited(self) -> bool:
         """Return whether peers that are busy outside any collective have had enough time to end, after a user's
         error."""
-        if self._troubled_at is None or self._table.clock() - self._troubled_at <= USER_ERROR_S:
+        if self._calls.troubled_at is None or self._table.clock() - self._calls.troubled_at <= USER_ERROR_S:
             return False
-        return any(isinstance(outcome, Failed) for outcome in self._outcomes.values())
+        return any(isinstance(outcome, Failed) for outcome in self._calls.outcomes.values())
 
     def _cut_short(self, error: BaseException) -> None:
         """Stop the call at the next batch. The trainer stays usable. Ranks that do not stop in time are killed."""

@@ -41,6 +41,7 @@ from raysgd.engine.partial_results import PartialResults, partial_results_since
 from raysgd.engine.recovery import RecoveryLoop
 from raysgd.engine.recovery_log import RecoveryLog
 from raysgd.engine.replacements import Replacements
+from raysgd.engine.watchdog import ask
 from raysgd.engine.worker_table import During, Phase, WorkerInfo, WorkerTable
 from raysgd.errors import ClusterError, NotActiveError
 from raysgd.workers.worker_group import WorkerGroupProtocol
@@ -88,7 +89,6 @@ class Engine:
     ) -> None:
         self.group, self.limits, self._backend = group, limits, backend
         self._least = target if least is None else least
-        group.set_patience(limits.unreachable_s)
         self._table = table = WorkerTable(
             group, silent_s=limits.silent_s, clock=clock, on_progress=on_progress, on_report=on_report, during=during
         )
@@ -165,7 +165,7 @@ class Engine:
             force = True
         try:
             if not force and self._generation.up:
-                self._table.ask(self._table.members(), "close", {}, limit_s=CLOSE_S)
+                ask(self._table, self._table.members(), "close", {}, limit_s=CLOSE_S)
         except (ClusterError, NotActiveError) as error:
             logger.warning("ending the workers without closing their replicas first: %s", error)
         finally:
@@ -457,7 +457,7 @@ class Engine:
             return False
         began, call = self._table.clock(), replace(job.compare, arguments={"turn": comparison.turn})
         number, limit_s = self._generation.number, self.limits.hang_s
-        outcomes = self._table.ask(members, "run", {"call": call}, limit_s=limit_s, generation=number)
+        outcomes = ask(self._table, members, "run", {"call": call}, limit_s=limit_s, generation=number)
         comparison.took(self._table.clock() - began)
         seen = classify(outcomes)
         if seen.kind == "user_error":

@@ -23,6 +23,7 @@ from raysgd.core.ranks import RankInfo, assign_ranks
 from raysgd.core.shard_copies import ShardedState, covered, layout, newest_complete
 from raysgd.core.snapshot import Snapshot
 from raysgd.engine.failure import no_room_error, raise_user_error, unfinished_error, warn_no_room
+from raysgd.engine.watchdog import ask
 from raysgd.engine.worker_table import Stage, WorkerInfo, WorkerTable
 from raysgd.errors import WorkerStartError, counted
 from raysgd.workers.worker_group import TransferProtocol
@@ -359,7 +360,7 @@ class Generation:
         table, number, began = self._table, self._number, self._table.clock()
         phase = PHASE_OF.get(verb, phase) if isinstance(verb, str) else phase
         try:
-            return table.ask(workers, verb, arguments, limit_s=limit_s, generation=number, on_trouble=on_trouble)
+            return ask(table, workers, verb, arguments, limit_s=limit_s, generation=number, on_trouble=on_trouble)
         finally:
             self._seconds[phase] = self._seconds.get(phase, 0.0) + table.clock() - began
 

@@ -9,6 +9,7 @@ from typing import Any
 from raysgd.config import Limits
 from raysgd.core.outcomes import Failed, Ok
 from raysgd.core.policy import count_to_launch, is_time_to_join
+from raysgd.engine.watchdog import end_if_silent, unfinished
 from raysgd.engine.worker_table import Stage, WorkerInfo, WorkerTable
 from raysgd.errors import counted
 
@@ -141,7 +142,7 @@ class Replacements:
             elif info.stage is Stage.WARMING:
                 self._follow_set_up(info)
             elif info.stage is Stage.READY:
-                self._table.end_if_silent(info.worker, "wait")
+                end_if_silent(self._table, info.worker, "wait")
             elif self._table.clock() - info.since > self._start_s:
                 self._drop(info, f"its process did not start within {self._start_s:.0f} s")
             elif info.stage is Stage.STARTING and self._is_overdue(info):
@@ -169,11 +170,12 @@ class Replacements:
             self._failure = outcome if isinstance(outcome, Failed) else None
             self._drop(info, f"its set-up failed: {story}")
         elif self._table.clock() - info.moved_at > self._setup_s:
-            story = next(iter(self._table.stuck([info.worker], {info.worker: "warm"}, self._setup_s).values()), "")
+            stories = unfinished(self._table, [info.worker], {info.worker: "warm"}, self._setup_s)
+            story = stories.get(info.worker, "")
             self._unfinished = info.unfinished
             self._drop(info, story or f"its set-up took longer than {self._setup_s:g} s")
         else:
-            self._table.end_if_silent(info.worker, "warm")
+            end_if_silent(self._table, info.worker, "warm")
 
     def _set_ready(self, worker: str) -> None:
         self._table.set_stage(worker, Stage.READY)

@@ -1,19 +1,124 @@
-"""Detect that a call makes no progress: first log the stacks, then kill the ranks that block the others. Driver."""
+"""Detect workers that do not end their calls, find out where they are, and kill those that block the others. Driver."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
 
-from raysgd.core.hang import RankReport, blocking_ranks, describe_rank, is_in_collective
+from raysgd.core.hang import RankReport, blocking_ranks, describe_rank, describe_unfinished, is_in_collective
 from raysgd.core.messages import StackReport
+from raysgd.core.outcomes import Outcome
 from raysgd.core.progress import longest_silence_s
-from raysgd.engine.worker_table import SILENT_S, WorkerTable
+from raysgd.engine.worker_table import KILLED_S, LOOK_S, WorkerTable
 
 logger = logging.getLogger("raysgd")
 
+# A worker sends "alive" every second. One that has missed two of these messages is considered silent.
+SILENT_S = 2.5
 # For a rank to leave a collective call, after it was interrupted: at least, and as a part of the limit of a hang.
 LEAVE_S, LEAVE_PART = 10.0, 0.1
+
+
+def ask(
+    table: WorkerTable,
+    workers: Iterable[str],
+    verb: str | Mapping[str, str],
+    arguments: Mapping[str, Any] | Callable[[str], Mapping[str, Any]],
+    *,
+    limit_s: float,
+    generation: int = 0,
+    on_trouble: Callable[[], None] = lambda: None,
+) -> dict[str, Outcome]:
+    """Make one call on several workers and wait for it; `verb` can be one for each of them. `on_trouble` is called once, when
+    the first of them fails or its time is up: peers may be waiting for that rank."""
+    calls, workers = table.open_calls(on_trouble), list(workers)
+    verbs = dict.fromkeys(workers, verb) if isinstance(verb, str) else verb
+    shared = {} if callable(arguments) else dict(arguments)
+    for worker in workers:
+        calls.submit(worker, verbs[worker], dict(arguments(worker)) if callable(arguments) else shared, generation)
+    limit = TimeLimit(table, verbs, limit_s)
+    while True:
+        calls.collect()
+        if not calls.running:
+            return {worker: calls.outcomes[worker] for worker in workers}
+        if limit.tick(calls.running):
+            calls.trouble()  # ranks that only wait for the late ones fail then, too
+        table.pump(LOOK_S)
+
+
+class TimeLimit:
+    """Watches calls of which each must end within `limit_s`, or move data. A worker whose call does not, or whose process is
+    stopped, is killed, and counts as failed."""
+
+    def __init__(self, table: WorkerTable, verbs: Mapping[str, str], limit_s: float) -> None:
+        self._table, self._verbs, self._limit_s = table, verbs, limit_s
+        self._given_up_at: dict[str, float] = {}  # of those that were killed
+        self._look_at = table.clock()
+
+    def tick(self, running: Collection[str]) -> bool:
+        """Return whether the time of some was up."""
+        table = self._table
+        if table.clock() >= self._look_at:
+            self._look_at = table.clock() + LOOK_S
+            for worker in list(running):
+                end_if_silent(table, worker, self._verbs[worker])
+        over_s = {w: table.clock() - self._given_up_at.get(w, table[w].moved_at + self._limit_s) for w in running}
+        if max(over_s.values()) <= 0:
+            return False
+        late = [worker for worker, seconds in over_s.items() if seconds > -SILENT_S]  # they were asked together
+        self._end(late)
+        self._given_up_at |= dict.fromkeys(late, table.clock() + KILLED_S)
+        return True
+
+    def _end(self, late: Iterable[str]) -> None:
+        """Kill the workers that do not even send "alive", or all of them if all do. Those that were killed before have ended
+        by now, whatever is known of it."""
+        table = self._table
+        remaining = [worker for worker in late if table[worker].killed_for is None]
+        table.end_unreported(worker for worker in late if worker not in remaining)
+        silent = [worker for worker in remaining if table.group.silent_for(worker) > SILENT_S]
+        for worker, story in unfinished(table, silent or remaining, self._verbs, self._limit_s).items():
+            table.kill(worker, "hang", story)
+
+
+def end_if_silent(table: WorkerTable, worker: str, verb: str) -> None:
+    """Kill the worker if it does not even send "alive", as it does during a long set-up: its process is stopped."""
+    if table[worker].killed_for is None and table.group.silent_for(worker) > table.silent_s:
+        table.kill(worker, "hang", describe_unfinished(report_of(table, worker, None), verb, table.silent_s))
+
+
+def unfinished(table: WorkerTable, workers: Sequence[str], verbs: Mapping[str, str], limit_s: float) -> dict[str, str]:
+    """Return, for each of these workers that is still busy, what it did not finish in time, and where it is. Workers that
+    block the others come first."""
+    number, found, deadline = table.request_stacks(workers), dict[str, StackReport](), table.clock() + SILENT_S
+    while (
+        len(found) < len(workers) and table.clock() < deadline
+    ):  # they answer at once, unless their process is stopped
+        table.pump(0.05)
+        found |= dict(table.take_answers(StackReport, number))
+    reports = {w: report_of(table, w, found.get(w)) for w in workers if table[w].busy is not None}
+    blocking = blocking_ranks(reports) or list(reports)
+    waiting = [worker for worker in reports if worker not in blocking]
+    first = ", ".join(f"rank {reports[worker].rank}" for worker in blocking)
+    stories = {worker: describe_unfinished(reports[worker], verbs[worker], limit_s) for worker in blocking}
+    for worker in blocking:
+        if reports[worker].stack is not None:
+            table.set_unfinished(worker, stories[worker])
+    return stories | {worker: f"waited for {first} in '{verbs[worker]}' for {limit_s:g} s" for worker in waiting}
+
+
+def report_of(table: WorkerTable, worker: str, answer: StackReport | None) -> RankReport:
+    """Return where a worker is, from its answer to a request for its stack, or from what it reported before."""
+    info = table[worker]
+    return RankReport(
+        rank=info.rank,
+        node=info.machine,
+        phase=info.progress.phase if answer is None else answer.phase,
+        batch=info.progress.batches if answer is None else answer.batch,
+        stack=None if answer is None else answer.frames,
+        silent_s=table.group.silent_for(worker),
+    )
 
 
 class Watchdog:
@@ -86,15 +191,7 @@ class Watchdog:
         self._stacks |= dict(self._table.take_answers(StackReport, self._round))
 
     def _report(self, worker: str) -> RankReport:
-        info, answer = self._table[worker], self._stacks.get(worker)
-        return RankReport(
-            rank=info.rank or 0,
-            node=info.machine,
-            phase=answer.phase if answer else info.progress.phase,
-            batch=answer.batch if answer else info.progress.batches,
-            stack=answer.frames if answer else None,
-            silent_s=self._table.group.silent_for(worker),
-        )
+        return report_of(self._table, worker, self._stacks.get(worker))
 
     def _judge(self, running: Sequence[str], quiet: float, *, others_failed: bool, leaving: bool) -> None:
         reports = {worker: self._report(worker) for worker in running}

@@ -8,13 +8,12 @@ import math
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, Literal, TypeVar
 
-from raysgd.core.hang import RankReport, blocking_ranks, describe_unfinished
 from raysgd.core.messages import (
     BoundaryAnswer,
     FunctionReport,
@@ -25,7 +24,7 @@ from raysgd.core.messages import (
     StackReport,
     StackRequest,
 )
-from raysgd.core.outcomes import Failed, Ok, Outcome, WorkerFailed
+from raysgd.core.outcomes import Failed, Interrupted, Ok, Outcome, WorkerFailed
 from raysgd.core.progress import Progress
 from raysgd.core.snapshot import Snapshot, SnapshotStore
 from raysgd.workers.events import CallEnded, Event, MessageReceived, PartReceived, WorkerEnded, WorkerStarted
@@ -41,8 +40,6 @@ AnswerT = TypeVar("AnswerT", BoundaryAnswer, StackReport)
 Phase = Literal["recovery", "change", "growth", "agreement", "rendezvous", "interruption", "eviction"]
 During = Callable[[Phase], AbstractContextManager[object]]
 
-# A worker sends "alive" every second. One that has missed two of these messages is considered silent.
-SILENT_S = 2.5
 ASKED_AGAIN_S = 10.0  # about the same machine
 KILLED_S = 10.0
 RAY_ID_LENGTH = 56  # of the ids of Ray's nodes, whose first 8 characters are enough for users
@@ -167,7 +164,7 @@ class WorkerTable:
     ) -> None:
         self.group, self.clock, self.during = group, clock, during
         self.snapshots = SnapshotStore()
-        self._silent_s = silent_s
+        self.silent_s = silent_s  # after so much silence, a process is stopped, whatever it does
         self._on_progress, self._on_report = on_progress, on_report
         self._workers: dict[str, WorkerInfo] = {}
         self._members: list[str] | None = None  # in rank order, until they change
@@ -234,12 +231,18 @@ class WorkerTable:
             self._workers[worker].killed_for = KillReason(reason, why, hung_at)
             self.group.kill(worker)
 
+    def end_unreported(self, workers: Iterable[str]) -> None:
+        """Count workers as failed that were killed, but whose exit was never reported."""
+        for worker in workers:
+            self._workers[worker].ended = WorkerEnded(worker, "it was killed, and its exit was never reported")
+            self._note_change(worker)
+
     def wait_for_killed(self) -> None:
         """Wait until the members that were killed have ended. Until then, they may answer another call."""
         until = self.clock() + KILLED_S
         while left := [info for info in self._workers.values() if info.in_group and info.killed_for and not info.ended]:
             if self.clock() >= until:
-                self._end_unreported(info.worker for info in left)
+                self.end_unreported(info.worker for info in left)
             else:
                 self.pump(LOOK_S)
 
@@ -262,6 +265,10 @@ class WorkerTable:
             info.rank, info.stage, info.holds_state = rank, Stage.MEMBER, True
             info.summaries = {}
         self._members = None
+
+    def set_unfinished(self, worker: str, story: str) -> None:
+        """Note what the worker did not finish in time."""
+        self._workers[worker].unfinished = story
 
     def set_holds_state(self, worker: str, holds_state: bool) -> None:
         """Note whether the worker has the group's weights."""
@@ -294,9 +301,10 @@ class WorkerTable:
         info.busy, info.last_call, info.is_exact = call, call, False
         return call
 
-    def open_calls(self) -> OpenCalls:
-        """Return an object that makes calls and waits for them."""
-        calls = OpenCalls(self)
+    def open_calls(self, on_trouble: Callable[[], None]) -> OpenCalls:
+        """Return an object that makes calls and waits for them. `on_trouble` is called once, when the first of them fails: peers
+        may be waiting for that rank."""
+        calls = OpenCalls(self, on_trouble)
         self._open = [*(each for each in self._open if each() is not None), weakref.ref(calls)]
         return calls
 
@@ -348,52 +356,6 @@ class WorkerTable:
         self._failed_nodes[node] = self.clock()
         return True
 
-    def ask(
-        self,
-        workers: Iterable[str],
-        verb: str | Mapping[str, str],
-        arguments: Mapping[str, Any] | Callable[[str], Mapping[str, Any]],
-        *,
-        limit_s: float,
-        generation: int = 0,
-        on_trouble: Callable[[], None] = lambda: None,
-    ) -> dict[str, Outcome]:
-        """Make one call on several workers and wait for it; `verb` can be one for each of them. One that has not answered,
-        nor moved data, for `limit_s`, or whose process is stopped, is killed and counts as failed.
-
-        `on_trouble` is called once, at the first outcome that is not Ok: peers may be waiting for that rank.
-        """
-        calls, workers = self.open_calls(), list(workers)
-        verbs = dict.fromkeys(workers, verb) if isinstance(verb, str) else verb
-        shared = {} if callable(arguments) else dict(arguments)
-        for worker in workers:
-            given = dict(arguments(worker)) if callable(arguments) else shared
-            calls.expect(worker, self.submit(worker, verbs[worker], given, generation=generation))
-        outcomes: dict[str, Outcome] = {}
-        given_up_at: dict[str, float] = {}  # of those that were killed
-        look_at, troubled = self.clock(), False
-        while True:
-            for worker, outcome in calls.ended():
-                outcomes[worker] = outcome
-                if not isinstance(outcome, Ok) and not troubled:
-                    troubled = True
-                    on_trouble()
-            if not calls.running:
-                return {worker: outcomes[worker] for worker in workers}
-            if self.clock() >= look_at:
-                look_at = self.clock() + LOOK_S
-                for worker in list(calls.running):
-                    self.end_if_silent(worker, verbs[worker])
-            over_s = {w: self.clock() - given_up_at.get(w, self._workers[w].moved_at + limit_s) for w in calls.running}
-            if max(over_s.values()) > 0:
-                late = [worker for worker, seconds in over_s.items() if seconds > -SILENT_S]  # they were asked together
-                self._end_late(late, verbs, limit_s)
-                if not troubled:
-                    troubled = True
-                    on_trouble()  # ranks that only wait for the late ones fail then, too
-                given_up_at |= dict.fromkeys(late, self.clock() + KILLED_S)
-            self.pump(LOOK_S)
-
     def _note_change(self, worker: str) -> None:
         """Note that a call to this worker may have ended."""
         for each in self._open:
@@ -401,63 +363,7 @@ class WorkerTable:
             if calls is not None:
                 calls.note(worker)
 
-    # -- workers that do not answer -------------------------------------------------------------------
-
-    def end_if_silent(self, worker: str, verb: str) -> None:
-        """Kill the worker if it does not even send "alive", as it does during a long set-up: its process is stopped."""
-        if self._workers[worker].killed_for is None and self.group.silent_for(worker) > self._silent_s:
-            self.kill(worker, "hang", describe_unfinished(self._report(worker, None), verb, self._silent_s))
-
-    def _end_late(self, late: Iterable[str], verbs: Mapping[str, str], limit_s: float) -> None:
-        """Kill the workers that do not even send "alive", or all of them if all do. Workers that were killed before but
-        whose exit was never reported count as failed."""
-        remaining = []
-        for worker in late:
-            if self._workers[worker].killed_for is None:
-                remaining.append(worker)
-            else:
-                self._end_unreported([worker])
-        silent = [worker for worker in remaining if self.group.silent_for(worker) > SILENT_S]
-        for worker, story in self.stuck(silent or remaining, verbs, limit_s).items():
-            self.kill(worker, "hang", story)
-
-    def _end_unreported(self, workers: Iterable[str]) -> None:
-        for worker in workers:
-            self._workers[worker].ended = WorkerEnded(worker, "it was killed, and its exit was never reported")
-            self._note_change(worker)
-
-    def stuck(self, workers: Sequence[str], verbs: Mapping[str, str], limit_s: float) -> dict[str, str]:
-        """Return, for each of these workers that is still busy, what it did not finish in time, and where it is.
-        Workers that block the others come first."""
-        stacks = self._stacks(workers)
-        reports = {w: self._report(w, stacks.get(w)) for w in workers if self._workers[w].busy is not None}
-        blocking = blocking_ranks(reports) or list(reports)
-        waiting = [worker for worker in reports if worker not in blocking]
-        first = ", ".join(f"rank {reports[worker].rank}" for worker in blocking)
-        stories = {worker: describe_unfinished(reports[worker], verbs[worker], limit_s) for worker in blocking}
-        for worker in blocking:
-            if reports[worker].stack is not None:
-                self._workers[worker].unfinished = stories[worker]
-        return stories | {worker: f"waited for {first} in '{verbs[worker]}' for {limit_s:g} s" for worker in waiting}
-
-    def _report(self, worker: str, answer: StackReport | None) -> RankReport:
-        info = self._workers[worker]
-        return RankReport(
-            rank=info.rank,
-            node=info.machine,
-            stack=None if answer is None else answer.frames,
-            silent_s=self.group.silent_for(worker),
-        )
-
-    def _stacks(self, workers: Sequence[str]) -> dict[str, StackReport]:
-        """Ask for stacks, and wait a little: workers answer at once, unless their process is stopped."""
-        number = self.request_stacks(workers)
-        found: dict[str, StackReport] = {}
-        deadline = self.clock() + SILENT_S
-        while len(found) < len(workers) and self.clock() < deadline:
-            self.pump(0.05)
-            found |= dict(self.take_answers(StackReport, number))
-        return found
+    # -- messages -------------------------------------------------------------------------------------
 
     def request_stacks(self, workers: Iterable[str]) -> int:
         """Ask workers where they are. Return the number that their answers will have."""
@@ -466,8 +372,6 @@ class WorkerTable:
         for worker in workers:
             self.group.send(worker, message)
         return number
-
-    # -- events ---------------------------------------------------------------------------------------
 
     def next_number(self) -> int:
         """Return a number that no earlier request has, so that answers to older requests do not count."""
@@ -484,6 +388,8 @@ class WorkerTable:
             else:
                 self._answers.append((worker, answer))
         return taken
+
+    # -- events ---------------------------------------------------------------------------------------
 
     def pump(self, timeout: float) -> int:
         """Process what has happened, and wait up to `timeout` for the first event. Return the number of events. A
@@ -559,28 +465,37 @@ class WorkerTable:
 
 
 class OpenCalls:
-    """Calls for which one of the engine's waits is waiting, at most one for each worker. Owns which workers something has
-    happened to since the last look, so that a look costs nothing for the others."""
+    """Calls for which one of the engine's waits is waiting, at most one for each worker, and the outcomes of those that have
+    ended. Owns which workers something has happened to since the last look, so that a look costs nothing for the others."""
 
-    def __init__(self, table: WorkerTable) -> None:
-        self._table = table
+    def __init__(self, table: WorkerTable, on_trouble: Callable[[], None]) -> None:
+        self._table, self._on_trouble = table, on_trouble
         self.running: dict[str, int] = {}
+        self.outcomes: dict[str, Outcome] = {}
+        self.troubled_at: float | None = None
         self._changed: dict[str, None] = {}  # the first one first
 
-    def expect(self, worker: str, call: int) -> None:
-        """Wait for this call, which was just submitted."""
-        self.running[worker] = call
+    def submit(self, worker: str, verb: str, arguments: dict[str, Any], generation: int) -> None:
+        self.running[worker] = self._table.submit(worker, verb, arguments, generation=generation)
         self.note(worker)  # it may have ended already
 
     def note(self, worker: str) -> None:
         """Note that something has happened to this worker."""
         self._changed[worker] = None
 
-    def ended(self) -> Iterator[tuple[str, Outcome]]:
-        """Yield the workers whose calls have ended since the last look, with the outcomes."""
+    def collect(self, seen: Callable[[str, Outcome], Outcome] = lambda worker, outcome: outcome) -> None:
+        """Take the outcomes of calls that have ended since the last look, as `seen` returns them."""
         while self._changed:
             del self._changed[worker := next(iter(self._changed))]
             outcome = self._table.reply(self.running[worker]) if worker in self.running else None
             if outcome is not None:
                 del self.running[worker]
-                yield worker, outcome
+                self.outcomes[worker] = outcome = seen(worker, outcome)
+                if not isinstance(outcome, Ok) and not (isinstance(outcome, Interrupted) and outcome.asked):
+                    self.trouble()
+
+    def trouble(self) -> None:
+        """Note that a call has failed, or is about to."""
+        if self.troubled_at is None:
+            self.troubled_at = self._table.clock()
+            self._on_trouble()

@@ -140,7 +140,7 @@ class BackendExecutor:
         )
         make = None if train_cls is None else functools.partial(train_cls, *train_cls_args, **(train_cls_kwargs or {}))
         engine = Engine(
-            RayGroup(backend, self._resources),
+            RayGroup(backend, self._resources, unreachable_s=limits.unreachable_s),
             backend,
             FunctionReplicaFactory(
                 dumps=dumps, encode=self._backend.encode_data, decode=self._backend.decode_data, make=make

@@ -120,7 +120,7 @@ class WorkerGroup:
         limits = limits_for()  # checks environment variables, so call it before the group opens a port
         backend = SingleWorkerBackend()
         engine = Engine(
-            RayGroup(backend, self._resources),
+            RayGroup(backend, self._resources, unreachable_s=limits.unreachable_s),
             backend,
             self._factory,
             target=self._count,

@@ -439,7 +439,7 @@ def make_engine(
     if settings.threads is not None:  # of a process of its own
         from raysgd.workers.ray_group import RayGroup
 
-        group = RayGroup(backend, resources)
+        group = RayGroup(backend, resources, unreachable_s=limits.unreachable_s)
     return Engine(
         group,
         backend,

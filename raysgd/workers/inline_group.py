@@ -105,9 +105,6 @@ class InlineGroup:
     def silent_for(self, worker: str) -> float:
         return 0.0
 
-    def set_patience(self, unreachable_s: float) -> None:
-        """Do nothing, because this process can always be reached."""
-
     def releasing(self) -> contextlib.AbstractContextManager[None]:
         """Do nothing, because this group holds no resources of a cluster."""
         return contextlib.nullcontext()

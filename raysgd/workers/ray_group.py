@@ -69,11 +69,13 @@ class RayGroup:
     """Owns the actor handles, the control server and one queue of events. Decides nothing.
 
     Each worker is an actor with its own resources, because a placement group could not be resized. So growing never
-    moves a survivor."""
+    moves a survivor. The workers of a machine that does not answer for `unreachable_s` count as failed."""
 
     elastic = True
 
-    def __init__(self, backend: ProcessGroupBackend, resources: WorkerResources) -> None:
+    def __init__(
+        self, backend: ProcessGroupBackend, resources: WorkerResources, *, unreachable_s: float = 60.0
+    ) -> None:
         import ray
 
         cluster.ensure_cluster(resources)
@@ -101,6 +103,7 @@ class RayGroup:
         self.control = ControlServer(
             self._events, ray.util.get_node_ip_address(), node=self._here
         )  # last, as it starts a thread
+        self.control.unreachable_s = unreachable_s
 
     # -- members --------------------------------------------------------------------------------------
 
@@ -305,10 +308,6 @@ class RayGroup:
 
     def silent_for(self, worker: str) -> float:
         return self.control.silent_for(worker)
-
-    def set_patience(self, unreachable_s: float) -> None:
-        """Set, before the first launch, how long a machine may not answer before its workers count as failed."""
-        self.control.unreachable_s = unreachable_s
 
     def kill(self, worker: str) -> None:
         """Send SIGKILL at once, from this process or from another worker on the same node. Ray's own kill takes

@@ -59,9 +59,6 @@ class WorkerGroupProtocol(Protocol):
     def silent_for(self, worker: str) -> float:
         """Return for how many seconds the worker has sent nothing, 0 before it has started."""
 
-    def set_patience(self, unreachable_s: float) -> None:
-        """Set, before the first launch, how long a machine may not answer before its workers count as failed."""
-
     def kill(self, worker: str) -> None:
         """End a worker that may not respond. Its failure follows as an event."""
 

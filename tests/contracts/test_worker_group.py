@@ -99,7 +99,6 @@ class Subject:
         self.workers: list[str] = []
         self.starts: list[WorkerStarted] = []
         self.heard: list[Event] = []
-        group.set_patience(20.0)
         group.listener = self.heard.append
 
     def launch(self) -> None:
@@ -170,7 +169,7 @@ class InRay(Subject):
     settle_s = 0.6
 
     def __init__(self) -> None:
-        super().__init__(RayGroup(SingleWorkerBackend(), WorkerResources(cpus=1)))
+        super().__init__(RayGroup(SingleWorkerBackend(), WorkerResources(cpus=1), unreachable_s=20.0))
 
     def _pid(self, worker: str) -> int:
         return next(event.pid for event in self.starts if event.worker == worker)

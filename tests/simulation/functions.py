@@ -397,7 +397,7 @@ class FunctionScript:
             return self._queue
 
         patch.setattr(executor, "Engine", engine)
-        patch.setattr(executor, "RayGroup", lambda *_: self.group)
+        patch.setattr(executor, "RayGroup", lambda *_, **__: self.group)
         patch.setattr(executor, "ensure_cluster", lambda *_: None)
         patch.setattr(executor, "driver_address", lambda: "driver")
         patch.setattr(executor, "limits_for", lambda **_: self.plan.limits)

@@ -308,7 +308,7 @@ class SimGroup:
         self.nodes = [Node(f"node{number}", slots) for number, slots in enumerate(plan.nodes)]
         self.workers: dict[str, Worker] = {}
         self.current: dict[Any, Worker] = {}  # the worker of each task
-        self.unreachable_s = 0.0
+        self.unreachable_s = plan.limits.unreachable_s
         self._names = itertools.count(1)
         self.last_call = 0
         self._events: list[Event] = []
@@ -390,9 +390,6 @@ class SimGroup:
     def silent_for(self, worker: str) -> float:
         process = self.workers.get(worker)
         return 0.0 if process is None else self.world.clock() - self.world.shown_at(process.heard_at())
-
-    def set_patience(self, unreachable_s: float) -> None:
-        self.unreachable_s = unreachable_s
 
     def block(self, node: Node, other: str, seconds: float) -> None:
         """Block the links of a machine. If that lasts, the driver closes its connections to the machine's workers."""
