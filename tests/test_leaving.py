@@ -24,13 +24,13 @@ class Machines(FakeGroup):
 class World:
     """Two members, each on a machine of its own. Replacements are starting, and none is ready."""
 
-    def __init__(self, **machines_end_at: float) -> None:
+    def __init__(self, *, notice: Any = None, call: Any = None, **machines_end_at: float) -> None:
         self.group = Machines(machines_end_at)
         self.table = self.group.table(lambda: self.group.now)
         self.table.enter_group(self.table.launch(2))
         self.group.events += [WorkerStarted(name, name, 1, "") for name in "ab"]
         self.table.pump(0)
-        nothing: Any = SimpleNamespace()
+        nothing: Any = SimpleNamespace(call=call)
         self.replacements: Any = SimpleNamespace(
             ready=0,
             starting=2,
@@ -38,6 +38,7 @@ class World:
             look_at_once=lambda: None,
             dismiss_preempted=lambda draining: None,
             gathered=lambda missing: False,
+            keep=lambda missing: None,
         )
         self.membership = Membership(
             self.table,
@@ -47,7 +48,7 @@ class World:
             elastic=ElasticConfig(),
             limits=nothing,
             in_place=True,
-            notice=None,
+            notice=notice,
         )
 
     def gets_sigterm(self, worker: str) -> None:
@@ -80,6 +81,25 @@ def test_all_leave_when_their_replacements_are_ready() -> None:
     world.replacements.ready = 2
     assert world.stops_at(0.5) == 0.5
     assert world.group.dismissed == ["a", "b"]
+
+
+def test_a_worker_is_told_once_although_a_removal_is_given_up() -> None:
+    told: list[str] = []
+
+    def call(workers: list[str], arguments: Any) -> bool:
+        told.extend(workers)
+        return True
+
+    world = World(notice=lambda replica: None, call=call)
+    world.gets_sigterm("a")
+    world.membership.look_for_leavers()
+    assert world.membership.plan().kind == "done" and told == ["a"]
+    before = world.table["a"].leaver
+    world.membership.remove(["a"])
+    world.membership.give_up_change(2)
+    world.membership.look_for_leavers()
+    assert world.membership.plan().kind == "done" and told == ["a"]
+    assert world.table["a"].leaver == before
 
 
 def test_a_second_notice_that_leaves_less_time_counts() -> None:

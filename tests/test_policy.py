@@ -247,6 +247,9 @@ LEAVING = {
     "two leave, and there is room for one only": (dict(missing=2, ready=1), True),
     "the deadline is near": (dict(starting=1, left_s=0.0), True),
     "replacements join between calls only": (dict(starting=1, grows=False), True),
+    "fewer than min_workers would be left": (dict(enough=False), False),
+    "the same, between calls": (dict(grows=False, enough=False), False),
+    "the same, and the deadline is near": (dict(enough=False, left_s=0.0), True),
 }
 
 

@@ -239,7 +239,7 @@ def _nth(count: int) -> str:
 
 @dataclass(frozen=True)
 class Situation:
-    """What `decide` needs to know after a failure, in numbers. `ready` and `starting` count replacement workers;
+    """What `decide` needs to know, in numbers. `ready` and `starting` count replacement workers;
     `gathered` is True if no more of them are expected soon. `hangs` is how many times in a row code has hung at the same
     place of the call."""
 
@@ -293,7 +293,7 @@ def backoff(attempt: int, first_s: float, max_s: float, jitter: float) -> float:
 
 
 def decide(now: Situation, *, wait_s: float) -> Decision:
-    """Return what to do after a failure. `wait_s` is the next pause, in case the decision is to wait."""
+    """Return what to do after a failure, or in a planned change. `wait_s` is the next pause, in case the decision is to wait."""
     if now.max_failures >= 0 and now.failures > now.max_failures:
         return GiveUp(
             f"{counted(now.failures, 'failure')} in one call, and max_retries={now.max_failures} allows no more"
@@ -341,8 +341,10 @@ def leave_within_s(deadline_s: float | None) -> float:
     return (ASSUMED_NOTICE_S if deadline_s is None else deadline_s) - LEAVE_BEFORE_S
 
 
-def is_time_to_leave(*, missing: int, ready: int, starting: int, left_s: float, grows: bool) -> bool:
+def is_time_to_leave(
+    *, missing: int, ready: int, starting: int, left_s: float, grows: bool, enough: bool = True
+) -> bool:
     """Return whether a preempted worker leaves at the next batch boundary, or waits there for its replacement. It must
     have left in `left_s`; `missing` counts the places of all that are preempted. `grows` is whether replacements may join
-    during a call."""
-    return not grows or ready >= missing or starting == 0 or left_s <= 0
+    during a call, and `enough` whether as many workers as training needs are there without those that are preempted."""
+    return left_s <= 0 or (enough and (not grows or ready >= missing or starting == 0))

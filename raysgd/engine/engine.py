@@ -7,7 +7,7 @@ run(job):
         classify the outcomes                   (policy.py, pure)
         done       -> compare the ranks' weights, and return what they measured, one part for each generation
         user error -> raise it unchanged; the next call forms the group again
-        paused     -> form a generation with the replacements, and without the workers that leave
+        paused     -> plan the change that is due: the replacements join, and the workers that are to leave do
         broken     -> recover: decide (policy.py, pure) to rejoin, restart, wait or give up
 """
 
@@ -553,7 +553,7 @@ class Engine:
             with self._table.during("change"):
                 seen = self._membership.plan()
             if seen.kind == "paused":
-                phase = "growth" if not seen.leaving else "change"
+                phase = "growth" if seen.reason == "growth" else "change"
         if seen.kind == "done":
             return None
         with self._table.during(phase):

@@ -150,7 +150,7 @@ def failed_error(
     for recovery in recoveries:
         ranks = ", ".join(map(str, recovery.removed_ranks)) or "none"
         lines.append(
-            f"  {recovery.reason} in epoch {recovery.epoch}, batch {recovery.batch}, failed ranks: {ranks}"
+            f"  {recovery.reason} in epoch {recovery.epoch}, batch {recovery.batch}, ranks that failed or left: {ranks}"
             f" ({recovery.world_size_before} -> {recovery.world_size_after} workers): {recovery.detail}"
         )
     if any(recovery.reason == DATA_LOADER for recovery in recoveries):

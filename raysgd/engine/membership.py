@@ -114,10 +114,13 @@ class Membership:
         their replacements. A backend that needs new processes changes all at once."""
         now, grows, leavers = self._table.clock(), self._elastic.grow is True, self._leavers()
         missing, ready, starting = self.missing, self._replacements.ready, self._replacements.starting
+        enough = len(self._staying()) + ready >= min(self._elastic.min_workers, self._target)
 
         def leaves(each: Leaver) -> bool:
             left_s = each.leave_by - now
-            return is_time_to_leave(missing=missing, ready=ready, starting=starting, left_s=left_s, grows=grows)
+            return is_time_to_leave(
+                missing=missing, ready=ready, starting=starting, left_s=left_s, grows=grows, enough=enough
+            )
 
         leaving = [info for info, leaver in leavers.items() if leaves(leaver)]
         return list(leavers) if leaving and not self._in_place else leaving
@@ -185,7 +188,7 @@ class Membership:
 
     def _let_leave(self, workers: Iterable[str]) -> None:
         for worker in workers:
-            self._table.set_leaver(worker, Leaver("shrink"))
+            self._table.set_leaver(worker, Leaver("shrink", before=self._table[worker].leaver))
 
     def give_up_change(self, target: int) -> None:
         """Note that an error has ended the change that the user asked for. Unless it was made already, there should be
@@ -195,17 +198,18 @@ class Membership:
             return
         self._target = target
         for info in asked:
-            self._table.set_leaver(info.worker, None)
+            self._table.set_leaver(info.worker, info.leaver.before if info.leaver is not None else None)
         self._replacements.keep(self.missing)  # what has started for it must not join in the next call
 
     # -- the change that is due ------------------------------------------------------------------------
 
     def plan(self) -> Observation:
         """Return the change that is due now, while all ranks are at a boundary: "paused" with the members that leave, "done" if
-        there is none. Tell preempted workers that they are, which can fail: "broken"."""
+        there is none, "broken" if the backend needs new processes. Tell preempted workers that they are; if that fails, no member
+        leaves now, and the generation is formed again."""
         untold = self._untold()
         if untold and not self._tell(untold):
-            return Observation("broken", reason="preemption", detail="the workers could not be told")
+            return Observation("paused", reason="preemption")  # a member has failed, or the network has
         leaving = self._leaving_now()
         if not leaving if self._leavers() else min(self.missing, self._replacements.ready) <= 0:
             return Observation("done")  # the leavers' replacements are not ready yet, or those that were have failed

@@ -61,8 +61,8 @@ class RecoveryLoop:
         self._elastic, self._in_place, self._jitter = elastic, in_place, jitter
 
     def recover(self, seen: Observation, call: RunningCall, *, since: float, world: int) -> Snapshot | None:
-        """Recover, and return the snapshot that training continues from, or None if survivors continue in place. The
-        generation broke at the time `since`, when it had `world` workers."""
+        """Form the next generation, and return the snapshot that training continues from, or None if survivors continue in
+        place. The last one ended at the time `since`, when it had `world` workers."""
         members = [self._table[worker] for worker in self._table.members()]
         furthest = max((info.progress for info in members), key=lambda p: p.order, default=Progress())
         if seen.culprit is not None:
@@ -116,20 +116,26 @@ class RecoveryLoop:
 
     def _rejoin(self, case: _Case, survivors: list[str]) -> None:
         """Try once to form a generation. If that fails although no worker has failed, dismiss the replacements, because
-        the network between them may be broken."""
+        the network between them may be broken; not at the first try of a planned change."""
         joining = self._replacements.take(max(self._membership.target - len(survivors), 0))
         formed = False
         try:
-            if not survivors or self._generation.lacks_shards(survivors):
-                case.revived = self._revive([*survivors, *joining], case.call.number)
-            state = case.revived.content() if case.revived and not self._in_place else None
-            formed = self._generation.form([*survivors, *joining], state=state or None)
+            keep = bool(survivors) and not self._generation.lacks_shards(survivors)
+            revived = None if keep else self._revive([*survivors, *joining], case.call.number)
+            case.revived = revived or case.revived
+            state = revived.content() if revived is not None and not self._in_place else None
+            formed = (keep or revived is not None) and self._generation.form(
+                [*survivors, *joining], state=state or None
+            )
             if not formed:
                 logger.warning("a new process group could not be formed: %s", self._generation.causes())
         finally:
             if not formed:
-                case.tries += 1
-                unharmed = not {info.worker for info in self._table.failed()} & {*survivors, *joining}
+                first, case.tries = case.seen.kind == "paused", case.tries + 1
+                failed = {info.worker for info in self._table.failed()} & {*survivors, *joining}
+                unharmed = not failed and not first
+                if first and not failed & set(survivors):  # otherwise it is that failure
+                    case.seen = replace(case.seen, kind="broken", detail=self._generation.causes())
                 self._replacements.take_back([] if unharmed else joining)
                 for worker in joining if unharmed else []:
                     self._table.dismiss(worker)
@@ -152,17 +158,14 @@ class RecoveryLoop:
         planned change in which a member fails is a failure."""
         failed = [info for info in self._table.failed() if info.stage >= Stage.JOINING]
         for info in sorted(failed, key=lambda info: not info.in_group):
-            if case.seen.reason in PLANNED:
+            if info.in_group and (case.seen.kind == "paused" or case.seen.leaving):
                 failure = self._table.failure_of(info)
-                if info.in_group:
-                    case.seen = Observation("broken", reason=failure.reason, detail=failure.cause)
-                else:
-                    case.seen = replace(case.seen, detail=f"a worker that was to join has failed: {failure.cause}")
+                case.seen = Observation("broken", reason=failure.reason, detail=failure.cause)
             if info.in_group and info.rank is not None:
                 case.failed_ranks.add(info.rank)
                 case.failed_on.add(info.machine)
             self._table.dismiss(info.worker)
-        if case.logged or (case.seen.kind == "paused" and not case.tries):
+        if case.logged or case.seen.kind == "paused":
             return
         case.logged = True
         self._log.on_wait(f"a new process group after: {case.seen.reason}")
@@ -222,9 +225,9 @@ class RecoveryLoop:
             hangs=case.seen.hangs,
         )
 
-    def _revive(self, joining: list[str], call: int) -> Snapshot:
+    def _revive(self, joining: list[str], call: int) -> Snapshot | None:
         """Return the snapshot that these processes start from when no member is left, or members lack a shard: the newest one, or an empty
-        one if they all take the initial state of the first of them."""
+        one if they all take the initial state of the first of them. Return None if they could not load it."""
         snapshot = self._generation.snapshot_of(joining) or Snapshot()
         if self._generation.is_sharded:
             usable = bool(snapshot.data) or snapshot.held is not None
@@ -232,16 +235,15 @@ class RecoveryLoop:
                 self._table.snapshots.forget()  # a newer one may be incomplete, and would be kept instead of later ones
             if usable:
                 self._table.snapshots.offer(snapshot)
-                self._generation.load_snapshot(joining, snapshot)
-            return snapshot
+            return snapshot if not usable or self._generation.load_snapshot(joining, snapshot) else None
         holders = {w: self._table[w].progress for w in joining if self._table[w].holds_state}
         if holders and holders[most_advanced(holders)].order >= snapshot.progress.order:
             return Snapshot(progress=holders[most_advanced(holders)], call=call)
         if not snapshot.data:
             self._table.set_holds_state(joining[0], self._in_place)
-        elif self._in_place:  # otherwise they take it after they have joined and are set up
-            self._generation.load_snapshot(joining, snapshot)
-        return snapshot
+        elif self._in_place and not self._generation.load_snapshot(joining, snapshot):
+            return None
+        return snapshot  # without `in_place`, they take it after they have joined and are set up
 
     def _wait(self, seconds: float, now: Situation, case: _Case) -> None:
         """Wait for machines, or for replacements that are starting. Return early when their number changes."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from raysgd.engine.generation import Generation
 from raysgd.errors import HangError, NotActiveError
 from tests.simulation import seeds
 from tests.simulation.checker import Checker
@@ -228,6 +230,50 @@ def test_a_leaver_that_fails_while_it_hands_over_its_state_is_a_failure() -> Non
     result = run(Plan(seed=1, ranks=1, nodes=(1, 1), samples=12, step_s=0.3, snapshot_every=3, faults=faults))
     assert result.error is None and result.redone
     assert [(each.removed_ranks, each.batches_redone) for each in result.recoveries] == [((0,), result.redone)]
+
+
+def failing_once(monkeypatch: pytest.MonkeyPatch, method: str, at: int) -> None:
+    """Let a method of `Generation` fail once, at this call, as after a fault of the network that is over: no worker has failed."""
+    original, calls = getattr(Generation, method), itertools.count(1)
+
+    def once(self: Generation, *args: object) -> bool:
+        if next(calls) != at:
+            return bool(original(self, *args))
+        self._failures = {}
+        return False
+
+    monkeypatch.setattr(Generation, method, once)
+
+
+LEAVES = {"samples": 100, "step_s": 0.3, "script": ("train",), "faults": (Fault("drain", "applied", 4, seconds=25.0),)}
+
+
+@pytest.mark.parametrize(("method", "at"), [("load", 1), ("_rendezvous", 2)])
+def test_the_state_of_the_only_worker_that_leaves_is_never_lost(
+    method: str, at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing_once(monkeypatch, method, at)
+    result = run(Plan(ranks=1, nodes=(1, 1), **LEAVES))  # type: ignore[arg-type]
+    assert result.error is None
+    found = [(each.reason, each.world_size_after, each.batches_redone) for each in result.recoveries]
+    assert found == [("preemption", 1, 0)]
+
+
+@pytest.mark.parametrize("grow", [True, False])
+def test_a_resize_is_made_although_the_network_fails_once(grow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing_once(monkeypatch, "_rendezvous", 3)
+    script = ("train", "resize 2", "resize 4", "train")
+    result = run(Plan(ranks=4, nodes=(2, 2), grow=grow, samples=40, script=script))
+    found = [(each.reason, each.world_size_before, each.world_size_after) for each in result.recoveries]
+    assert result.error is None and found == [("shrink", 4, 2), ("growth", 2, 4)]
+
+
+def test_a_worker_leaves_only_at_its_deadline_if_too_few_are_left() -> None:
+    early = run(Plan(ranks=2, nodes=(1, 1), min_workers=1, **LEAVES))  # type: ignore[arg-type]
+    late = run(Plan(ranks=2, nodes=(1, 1), min_workers=2, later=((20.0, 1),), **LEAVES))  # type: ignore[arg-type]
+    assert early.recoveries[0].world_size_after == 1
+    assert [(each.reason, each.world_size_after) for each in late.recoveries] == [("preemption", 2)]
+    assert early.error is late.error is None and late.recoveries[0].step > early.recoveries[0].step
 
 
 def test_a_shutdown_in_a_callback_ends_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
