@@ -39,7 +39,7 @@ help:
 	@echo "make fix    repair lint and format where that is mechanical"
 	@echo "make docs   build the documentation into docs/_build/html"
 	@echo "make notebooks  execute the notebooks of examples/notebooks, and store their outputs in them"
-	@echo "make bench  measure raysgd and its peers, and put the figures into docs/benchmarks.md; ARGS=--quick takes a look"
+	@echo "make bench  measure raysgd and its peers, and put the figures into the documentation; ARGS=--quick takes a look"
 	@echo "make horovod  build Horovod for the installed torch, and install it (once; the wheel is kept in your cache folder)"
 	@echo "make clean  remove everything made here, the environment too"
 

@@ -266,12 +266,10 @@ def wrong_results() -> Iterator[str]:
     """The tables of the benchmarks are those of the stored results, and pictures are described with their medians."""
     fill_page = loaded(ROOT / "examples" / "benchmarks" / "fill_page.py")
     results = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in fill_page.RESULTS.glob("*.json")}
-    pages = {
-        name: (ROOT / name).read_text(encoding="utf-8") for name in ("docs/benchmarks.md", "docs/index.md", "README.md")
-    }
-    for name, text in pages.items():
-        if fill_page.filled(text, {each["benchmark"]: each for each in results.values()}, ROOT / name) != text:
-            yield f"{name} does not show the results: run examples/benchmarks/fill_page.py"
+    for page in (fill_page.PAGE, *fill_page.OTHER_PAGES):
+        text = page.read_text(encoding="utf-8")
+        if fill_page.filled(text, {each["benchmark"]: each for each in results.values()}, page) != text:
+            yield f"{page.name} does not show the results: run examples/benchmarks/fill_page.py"
     gaps = {row["case"]: row["gap_s"]["median"] for row in results["recovery"]["rows"]}
     said = [f"{gaps[case]:.2g} s without a step" for case in fill_page.REPEATED.values()]
     for name in (

@@ -1,4 +1,4 @@
-"""Puts the tables and pictures of the measured results into docs/benchmarks.md, docs/index.md and README.md.
+"""Puts the tables and pictures of the measured results into docs/benchmarks.md, its tables' page, docs/index.md and README.md.
 
     python examples/benchmarks/bench.py
     python examples/benchmarks/fill_page.py
@@ -23,7 +23,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 PAGE = HERE.parents[1] / "docs" / "benchmarks.md"
-OTHER_PAGES = (PAGE.with_name("index.md"), HERE.parents[1] / "README.md")
+OTHER_PAGES = (PAGE.with_name("benchmarks_tables.md"), PAGE.with_name("index.md"), HERE.parents[1] / "README.md")
 RESULTS = HERE / "results"
 COLUMNS: dict[str, tuple[str, ...]] = {
     "throughput": (
