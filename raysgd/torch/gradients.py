@@ -11,9 +11,7 @@ by its weight as they arrive at the parameters, which works for any code that ru
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable, Mapping, Sequence
-from types import MethodType
 from typing import Any
 
 import torch
@@ -26,11 +24,15 @@ from raysgd.torch.monitor import Monitor
 from raysgd.torch.options import TrainingOptions
 from raysgd.torch.parts import Parts
 from raysgd.torch.precision import Precision
+from raysgd.torch.schedules import steps_of
 from raysgd.torch.wrapping import Exchange
 from raysgd.training.feed import Drawn
 
 CLIPS = "changes gradients between the backward pass and the step: clip with TrainingOptions(clip_norm=...)"
-CLOSURE = "passes a closure to its optimizer: compute the gradients before the step"
+
+STEPS_SCHEDULE = (
+    "steps its scheduler: pass scheduler_step_freq='batch' or 'step', so that the trainer steps it after the last piece"
+)
 
 
 class Gradients:
@@ -55,19 +57,30 @@ class Gradients:
         self._options, self._precision, self._parts, self._monitor = options, precision, parts, monitor
         self._accumulates, self._exact = options.accumulate > 1, exact
         self._exchanges = type(parts.exchange) is not Exchange
+        self._in_pieces = in_pieces
         self._untested = in_pieces and not self._accumulates  # whether the user's code may be unfit for pieces
+        self._needs_helpers = _option_in_helpers(options, guard, in_pieces=in_pieces)
         self._hooks: list[Any] = []
         self._held = False
-        # For pieces: methods of user objects that are replaced, versions of the gradients after a backward pass, and
-        # whether gradients have arrived in this window and piece, a step was left out, and a backward pass is running.
-        self._replaced: list[tuple[Any, str, Any]] = []
+        # For pieces: versions of the gradients after a backward pass; whether gradients have arrived in this window and piece, a
+        # step was left out, a backward pass is running, and this batch shows whether the user's code is fit for pieces.
         self._seen: list[int] = []
+        self._tested = self._cleared = False
         self._arrived = self._here = self._skipped = self._in_backward = False
         clips = options.clip_norm is not None or options.clip_value is not None
         self._reads_gradients = clips or monitor.needs_gradients
         self._stepping = self._made = False
         self._schedules: tuple[list[Any], list[Any]] = [], []
+        self._stepped_schedules: list[Any] = []  # how many steps each has made, before a piece that is not the last one
         self.abandon()
+
+    @property
+    def takes_pieces(self) -> bool:
+        """Return whether a batch can come in pieces."""
+        return self._in_pieces
+
+    def _schedule_steps(self) -> list[Any]:
+        return [steps_of(each) for each in self._parts.schedulers]
 
     def abandon(self) -> None:
         """Forget the open window, because it has ended or its batches will be drawn again."""
@@ -76,7 +89,6 @@ class Gradients:
         self.while_exchanging: Callable[[], None] | None = None  # called once for each backward pass
         self._witness: torch.Tensor | None = None
         self._weigh(1.0)
-        self._replace_methods(pieces=False)
         self._here = self._skipped = self._in_backward = False
         if self._held:
             self._exchange_gradients(True)
@@ -85,8 +97,11 @@ class Gradients:
         """Prepare for a batch, which is at this position of its window; `closing` is whether it is the last one. Return whether
         there is nothing to prepare for a usual batch after it."""
         pieces = not self._accumulates and (position > 0 or not closing)
+        if pieces and position > 0 and self._schedule_steps() != self._stepped_schedules:
+            raise refusal(STEPS_SCHEDULE)
+        self._stepped_schedules = self._schedule_steps() if pieces and not closing else []
         self._weigh(drawn.weight if self._exact else 1.0, watch=pieces or self._untested)
-        self._untested = False
+        self._tested, self._untested, self._cleared = self._untested, False, False
         self._position, self._closing = position, closing
         self._here = self._skipped = self._in_backward = False
         if position == 0:
@@ -94,8 +109,6 @@ class Gradients:
             self._schedules = self._of_schedules() if self._accumulates else ([], [])
         if self._accumulates:
             self._measure(drawn)
-        if self._replaced or pieces:
-            self._replace_methods(pieces=pieces)
         if self._held or not closing:
             self._exchange_gradients(closing)
         return closing and not (self._hooks or self._accumulates)
@@ -155,8 +168,13 @@ class Gradients:
 
     def _backward_begins(self) -> None:
         if self._skipped:
-            raise _refusal(
+            raise refusal(
                 "makes a step and then computes gradients with the new weights: step after all backward passes"
+            )
+        if self._tested and not self._cleared:
+            raise refusal(
+                "does not clear its gradients with self.zero_grad() before the backward pass: call self.zero_grad(), "
+                "self.backward(loss) and self.step(optimizer) instead of torch's"
             )
         if self._position and not self._here:
             self._check_unchanged(
@@ -179,45 +197,12 @@ class Gradients:
 
     def _check_unchanged(self, found: str) -> None:
         if self._arrived and self._versions() != self._seen:
-            raise _refusal(found)
+            raise refusal(found)
 
     def _skip(self) -> None:
         """Leave out a step, because another piece follows."""
         self._check_unchanged(CLIPS)
         self._skipped = True
-
-    def _replace_methods(self, *, pieces: bool) -> None:
-        """Let what user code calls count once for the pieces of a batch: optimizers and schedulers step with the last one, and
-        gradients are cleared before the first one."""
-        while self._replaced:
-            part, name, own = self._replaced.pop()
-            part.__dict__.pop(name)
-            part.__dict__.update({name: own} if own is not None else {})
-        if not pieces:
-            return
-        for optimizer in self._parts.optimizers:
-            self._replace(optimizer, "zero_grad", functools.partial(self._clear, optimizer.zero_grad))
-            if not self._closing:
-                self._replace(optimizer, "step", self._skip_direct)
-        for scheduler in [] if self._closing else self._parts.schedulers:
-            self._replace(scheduler, "step", lambda *_, **__: None)
-
-    def _replace(self, part: Any, name: str, function: Callable[..., Any]) -> None:
-        self._replaced.append((part, name, part.__dict__.get(name)))
-        part.__dict__[name] = function
-
-    def _skip_direct(self, closure: Any = None) -> None:
-        if closure is not None:
-            raise _refusal(CLOSURE)
-        self._skip()
-
-    def _clear(self, zero_grad: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        if self._here and not self._skipped:
-            raise _refusal(
-                "clears gradients between a backward pass and the step: clear them before, or after the step"
-            )
-        if not self._arrived:
-            zero_grad(*args, **kwargs)
 
     def _shorten(self, begun: bool) -> None:
         """Give the gradients so far more weight, because this window has fewer samples than usual. This must happen
@@ -230,6 +215,7 @@ class Gradients:
         self._usual = self._total
 
     def zero_grad(self, optimizers: Sequence[Any]) -> None:
+        self._cleared = True
         if self._position == 0:
             for optimizer in optimizers:
                 if self._exchanges:  # a batch whose step was left out
@@ -263,6 +249,8 @@ class Gradients:
                 self._skip()
             self._choose_witness(optimizer)
             return False
+        if self._watching and not self._parts.exchange.at_the_step:
+            self._check_unchanged(CLIPS)
         if self._exchanges:
             self._parts.exchange.finish(optimizer)
         self._precision.check_step(optimizer, direct=False)
@@ -272,6 +260,7 @@ class Gradients:
                 self._precision.leave_out(optimizer)
                 self.stepped()
                 return False
+            self._measure_gradients(optimizer)
             self._clip(optimizer)
         # Without this hook, an optimizer cannot say whether a loss scaler has called it.
         self._stepping, self._made = True, not hasattr(optimizer, "register_step_pre_hook")
@@ -282,84 +271,51 @@ class Gradients:
         return self._made
 
     def watch(self, optimizers: Sequence[Any]) -> None:
-        """Let the options also hold for steps that user code makes with `optimizer.step()`: clip before them, and raise an
-        error if the precision is not used."""
+        """Refuse steps that user code makes with `optimizer.step()`, if an option acts in `self.step`."""
         for optimizer in optimizers:
             if hasattr(optimizer, "register_step_pre_hook"):
                 optimizer.register_step_pre_hook(self._before_step)
-            if self.guard.on:
-                # A method, because schedulers that are created later look for its function.
-                optimizer.step = MethodType(self._guarded(optimizer.step), optimizer)
-
-    def _guarded(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a method of an optimizer that makes a step unless the guard refuses it."""
-
-        @functools.wraps(step)
-        def guarded(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            if not self._stepping:
-                if args or kwargs.get("closure") is not None:
-                    raise ConfigError(
-                        "on_nonfinite and skip_step() need the gradients before the step, and this operator passes a closure to its "
-                        "optimizer, which computes them in it: leave them out, or compute the gradients before the step"
-                    )
-                self._parts.exchange.finish(optimizer)
-                if self._closing and self.guard.refuses(optimizer):
-                    return self.stepped()
-            return step(*args, **kwargs)
-
-        return guarded
 
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        prepared = None if self._stepping else self._prepared(optimizer, args, kwargs)
-        self._made = True
-        return prepared
-
-    def _prepared(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        direct, self._made = not self._stepping, True
+        if not direct:
+            return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0] is the optimizer
-        if callable(closure):  # it computes the gradients during the step, and may be called several times
-            if self._watching:
-                raise _refusal(CLOSURE)
+        if self._needs_helpers:
+            raise ConfigError(_direct_step(self._needs_helpers, with_closure=callable(closure)))
+        if not callable(closure):
+            return self._check_direct_step(optimizer)
 
-            def clipping() -> Any:
-                loss = closure()
-                self._prepare_direct_step(optimizer)
-                return loss
+        def checked() -> Any:  # it computes the gradients during the step, and may be called several times
+            loss = closure()
+            self._check_direct_step(optimizer)
+            return loss
 
-            return args[:1], {**kwargs, "closure": clipping}
-        self._prepare_direct_step(optimizer)
-        return None
+        return args[:1], {**kwargs, "closure": checked}
 
-    def _prepare_direct_step(self, optimizer: Any) -> None:
+    def _check_direct_step(self, optimizer: Any) -> None:
         self._precision.check_step(optimizer, direct=True)
-        if self._watching and not self._parts.exchange.at_the_step:
-            self._check_unchanged(CLIPS)
-        if not self._reads_gradients:
-            return
-        if getattr(optimizer, "grad_scale", None) is not None:
+        if self._monitor.needs_gradients and getattr(optimizer, "grad_scale", None) is not None:
             raise ConfigError(
-                "clipping or GradientNormMonitor was passed, but a fused optimizer unscales the gradients of precision='fp16' only "
-                "inside its step: call self.step(optimizer), which unscales them before, instead of the scaler's step"
+                "GradientNormMonitor was passed, but a fused optimizer unscales the gradients of precision='fp16' only inside its "
+                "step: call self.step(optimizer), which unscales them before, instead of the scaler's step"
             )
-        self._clip(optimizer)
+        self._measure_gradients(optimizer)
+
+    def _measure_gradients(self, optimizer: Any) -> None:
+        if self._monitor.needs_gradients:
+            parameters, skips = self._precision.parameters(optimizer), self._precision.key == "amp_native"
+            self._monitor.see_gradients(optimizer, parameters, skips=skips)
 
     def _clip(self, optimizer: Any) -> None:
-        """Measure the gradients if a callback wants that, and clip them."""
         parameters = self._precision.parameters(optimizer)
-        if self._monitor.needs_gradients:
-            self._monitor.see_gradients(optimizer, parameters, skips=self._precision.key == "amp_native")
         if self._options.clip_value is not None:
             nn.utils.clip_grad_value_(parameters, self._options.clip_value)
         if self._options.clip_norm is not None:
             nn.utils.clip_grad_norm_(parameters, self._options.clip_norm)
 
     def stepped(self) -> None:
-        """Note that an optimizer has stepped. Raise an error if this is before the end of the window."""
-        if not self._closing:
-            raise ConfigError(
-                f"accumulate={self._options.accumulate} was passed, but this operator steps its optimizer itself after "
-                "every batch: use self.zero_grad(), self.backward(loss) and self.step(optimizer), which take the "
-                "accumulation into account, or leave accumulate out"
-            )
+        """Note that an optimizer has stepped."""
         self._skipped, self._arrived = True, False
 
     def _exchange_gradients(self, on: bool) -> None:
@@ -385,7 +341,34 @@ class Gradients:
             )
 
 
-def _refusal(found: str) -> ConfigError:
+def _option_in_helpers(options: TrainingOptions, guard: StepGuard, *, in_pieces: bool) -> str:
+    """Return the first option that acts in the operator's helpers, "" if there is none."""
+    asked = {
+        f"accumulate={options.accumulate}": options.accumulate > 1,
+        f"clip_norm={options.clip_norm}": options.clip_norm is not None,
+        f"clip_value={options.clip_value}": options.clip_value is not None,
+        f"on_nonfinite={options.on_nonfinite!r}": options.on_nonfinite is not None,
+        "skip_step()": guard.on,
+        "ElasticConfig(batch='global')": in_pieces,
+    }
+    return next((option for option, is_used in asked.items() if is_used), "")
+
+
+def _direct_step(option: str, *, with_closure: bool) -> str:
+    if with_closure:
+        return (
+            f"{option} acts in self.step(), and this operator passes a closure to the step of its optimizer, which self.step() cannot "
+            "do: leave one of them out"
+        )
+    return (
+        f"{option} acts in self.step(), and this operator calls optimizer.step() itself. Write instead:\n"
+        "    self.zero_grad()\n    self.backward(loss)\n    self.step()\n"
+        "each with the optimizer, if there are several, or leave the option out"
+    )
+
+
+def refusal(found: str) -> ConfigError:
+    """Return the error about an operator whose batches cannot come in pieces."""
     return ConfigError(
         "ElasticConfig(batch='global') lets each worker process its batch in several pieces when there are fewer workers, with one "
         f"step after the last of them, and this operator {found}, or use batch='per_worker'"

@@ -27,7 +27,7 @@ from raysgd.torch.averages import Averages
 from raysgd.torch.data.sample_seeds import seeded_for
 from raysgd.torch.data.sampling import batches_per_epoch, is_planned, planned_epoch, unit_size
 from raysgd.torch.fsdp import Shards, shard_layers
-from raysgd.torch.gradients import Gradients, samples_in
+from raysgd.torch.gradients import STEPS_SCHEDULE, Gradients, refusal, samples_in
 from raysgd.torch.guard import StepGuard
 from raysgd.torch.monitor import Monitor
 from raysgd.torch.parts import Parts, check_parts, check_steps_alone, move
@@ -125,10 +125,12 @@ class TrainingOperator(OperatorBase):
         for model in self._parts.wrapped:
             model.train()
         named = "batch_info" in signature(self.train_batch).parameters
+        # Those that only this loop may step.
+        watched = [scheduler] if steps_it else self._parts.schedulers if self._gradients.takes_pieces else []
         batch_idx = 0
         for batch in iterator:
             batch_info = {"batch_idx": batch_idx, "global_step": self.global_step, **common}
-            steps = steps_of(scheduler) if steps_it else None
+            steps = [steps_of(each) for each in watched]
             try:
                 metrics = (
                     self.train_batch(batch, batch_info=batch_info) if named else self.train_batch(batch, batch_info)
@@ -138,8 +140,10 @@ class TrainingOperator(OperatorBase):
                 if per_batch and getattr(iterator, "applied", False):
                     self._make_due_steps(scheduler)
                 raise
-            if steps_it and steps_of(scheduler) != steps:
-                raise stepped_twice(type(self).__name__, scheduler, str(self.scheduler_step_freq))
+            if watched and [steps_of(each) for each in watched] != steps:
+                if steps_it:
+                    raise stepped_twice(type(self).__name__, scheduler, str(self.scheduler_step_freq))
+                raise refusal(STEPS_SCHEDULE)
             whole = getattr(iterator, "whole", True)  # otherwise, another piece of the same batch follows
             if per_batch and whole:
                 self._make_due_steps(scheduler)

@@ -43,20 +43,16 @@ def check(found: torch.Tensor, kind: type[Curve], batch: int, freq: str, **optio
 CASES: dict[str, tuple[type[Curve], dict[str, Any], dict[str, Any]]] = {
     "helpers": (Curve, {"clip_norm": 0.1}, {}),
     "compiled": (Curve, {"compile": {"backend": "aot_eager"}}, {}),
-    "direct": (Direct, {}, {}),
     "horovod": (Curve, {"clip_norm": 0.1}, {"backend": "horovod"}),
-    "horovod, direct": (Direct, {}, {"backend": "horovod"}),
 }
 
 
 @pytest.mark.parametrize(
     "case",
     [
-        "direct",
-        pytest.param("helpers", marks=pytest.mark.more),
+        "helpers",
         pytest.param("compiled", marks=pytest.mark.nightly),
         pytest.param("horovod", marks=pytest.mark.horovod),
-        pytest.param("horovod, direct", marks=[pytest.mark.horovod, pytest.mark.nightly]),
     ],
 )
 def test_an_epoch_of_two_workers_ends_on_one(case: str) -> None:

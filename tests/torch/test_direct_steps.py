@@ -1,4 +1,4 @@
-"""Clipping and precision hold for, or are refused in, batches that call `backward` and `step` themselves."""
+"""Options that act in `self.step` are refused in batches that step their optimizer themselves, and so is a precision that they ignore."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -8,8 +8,6 @@ import torch
 
 from raysgd import ConfigError, TrainingOptions
 from tests.torch.small import Line, inline, set_scale, weights
-
-STEP = {"clip_norm": 0.01, "clip_value": 0.005}
 
 
 class Direct(Line):
@@ -85,18 +83,38 @@ def trained(operator: type[Line], **options: Any) -> torch.Tensor:
         return weights(trainer)
 
 
-@pytest.mark.parametrize("option", STEP)
-@pytest.mark.parametrize("operator", [Direct, WithClosure])
-def test_gradients_are_clipped_before_a_step_of_the_users(operator: type[Line], option: str) -> None:
-    given: Any = {option: STEP[option]}
-    assert torch.equal(trained(operator, **given), trained(Helped, **given))
-    assert not torch.allclose(trained(operator, **given), trained(operator), atol=1e-2)
+class Refuses(Direct):
+    def skip_step(self, info: dict[str, Any]) -> bool:
+        return True
 
 
-def test_the_users_scaler_clips_unscaled_gradients() -> None:
-    clipped = trained(WithScaler, precision="fp16", clip_norm=0.01)
-    assert torch.allclose(clipped, trained(Helped, precision="fp16", clip_norm=0.01), atol=1e-5)
-    assert not torch.allclose(clipped, trained(WithScaler, precision="fp16"), atol=1e-2)
+@pytest.mark.parametrize(
+    ("operator", "given", "says"),
+    [
+        (Direct, {"clip_norm": 0.01}, r"clip_norm=0.01 acts in self.step\(\)"),
+        (Direct, {"clip_value": 0.01}, "clip_value=0.01"),
+        (Direct, {"accumulate": 2}, "accumulate=2"),
+        (Direct, {"on_nonfinite": "skip"}, "on_nonfinite='skip'"),
+        (Refuses, {}, r"skip_step\(\)"),
+        (WithScaler, {"precision": "fp16", "clip_norm": 0.01}, "clip_norm=0.01"),
+        (WithClosure, {"clip_norm": 0.01}, "passes a closure"),
+    ],
+)
+def test_an_option_that_acts_in_self_step_is_refused_in_a_step_of_the_users(
+    operator: type[Line], given: dict[str, Any], says: str
+) -> None:
+    with inline(operator, options=TrainingOptions(**given)) as trainer:
+        set_scale(trainer, 64.0)
+        before = weights(trainer)
+        with pytest.raises(ConfigError, match=says) as caught:
+            trainer.train()
+        assert torch.equal(weights(trainer), before)
+    lines = "    self.zero_grad()\n    self.backward(loss)\n    self.step()\n"
+    assert (lines in str(caught.value)) == (operator is not WithClosure)
+
+
+def test_without_options_direct_steps_and_closures_train_as_before() -> None:
+    assert torch.equal(trained(Direct), trained(Helped)) and torch.equal(trained(WithClosure), trained(Helped))
 
 
 def test_bf16_with_direct_calls_equals_bf16_with_the_helpers() -> None:

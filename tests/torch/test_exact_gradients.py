@@ -99,7 +99,7 @@ def close(mine: torch.Tensor, other: torch.Tensor) -> None:
 def test_one_worker_and_several_end_with_equal_weights(
     rows: int, batch: int, workers: int, kind: str, more: dict[str, Any], adam: bool
 ) -> None:
-    config = {"rows": rows, "batch": batch, "adam": adam}
+    config, more = {"rows": rows, "batch": batch, "adam": adam}, more if kind == "helpers" else {}
     several = train(KINDS[kind], config, [(None, workers)], options=options(**more))
     config["batch"] *= workers
     close(several, train(KINDS[kind], config, [(None, 1)], options=options(**more)))
