@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from raysgd import ConfigError, ResourceError, WorkerStartError
+from raysgd import ResourceError, WorkerStartError
 from raysgd.torch import TorchTrainer
 from tests.class_api.operators import Classes, OwnError
 
@@ -91,16 +91,6 @@ def test_an_error_in_the_hook_on_one_worker(tmp_path: Any) -> None:
     error = raised(OwnError, lambda: two(initialization_hook=hook))
     assert str(error) == "hook failed with 2"
     assert "in hook" in str(error.__cause__)
-
-
-class Forgetful(Classes):
-    def setup(self, config: dict[str, Any]) -> None:
-        """Registers nothing."""
-
-
-def test_setup_without_register() -> None:
-    error = raised(ConfigError, lambda: two(Forgetful))
-    assert "Forgetful.setup did not call self.register(models=..., optimizers=...)" in str(error)
 
 
 def test_a_config_that_cannot_be_pickled_leaves_no_thread_and_no_port() -> None:

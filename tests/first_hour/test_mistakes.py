@@ -117,43 +117,13 @@ def without_super(self: Any, *args: Any, **kwargs: Any) -> None:
 
 
 ARGUMENTS: dict[str, Case] = {
-    "a misspelled argument": (made(num_worker=2), ["'num_worker'", "did you mean 'num_workers'"]),
-    "an unknown argument": (made(xyz=1), ["'xyz'", "Its arguments are", "num_workers"]),
-    "an option as an argument": (
-        made(clip_norm=1.0),
-        ["field of TrainingOptions", "options=TrainingOptions(clip_norm=...)"],
-    ),
-    "a misspelled option as an argument": (
-        made(clip_nrom=1.0),
-        ["did you mean 'clip_norm'", "TrainingOptions(clip_norm"],
-    ),
-    "an elastic field as an argument": (
-        made(min_workers=1),
-        ["field of ElasticConfig", "elastic=ElasticConfig(min_workers"],
-    ),
-    "no workers": (made(num_workers=0), ["num_workers", "at least 1", "got 0"]),
     "workers as text": (made(num_workers="2"), ["num_workers", "a whole number", "got '2'"]),
-    "use_gpu as text": (made(use_gpu="yes"), ["use_gpu", "True, False or 'auto'", "got 'yes'"]),
     "use_tqdm as text": (made(use_tqdm="yes"), ["use_tqdm must be True or False", "got 'yes'"]),
-    "options as a dict": (made(options={"precision": "bf16"}), ["raysgd.TrainingOptions", "{'precision': 'bf16'}"]),
-    "elastic as a dict": (made(elastic={"min_workers": 1}), ["raysgd.ElasticConfig", "{'min_workers': 1}"]),
-    "a backend that does not exist": (made(backend="mpi"), ["'auto', 'gloo', 'nccl' or 'horovod'", "got 'mpi'"]),
-    "a schedule that does not exist": (
-        made(scheduler_step_freq="steps"),
-        ["'batch', 'epoch', 'manual', 'step'", "got 'steps'"],
-    ),
     "a callback that is a function": (made(callbacks=[print]), ["raysgd.callbacks.Callback objects", "print"]),
     "a callback that is a class": (made(callbacks=[Callback]), ["got the class Callback", "pass Callback()"]),
-    "a limit of 0": (made(timeout_s=0), ["timeout_s", "above 0", "got 0"]),
-    "too many least workers": (
-        made(elastic=ElasticConfig(min_workers=3)),
-        ["min_workers is 3", "num_workers is 1", "at most num_workers"],
-    ),
 }
 OPTIONS: dict[str, Case] = {
     "a misspelled option": (lambda: TrainingOptions(clip_nrom=1), ["TrainingOptions", "did you mean 'clip_norm'"]),  # type: ignore[call-arg]
-    "no accumulation": (lambda: TrainingOptions(accumulate=0), ["accumulate", "at least 1", "got 0"]),
-    "a negative norm": (lambda: TrainingOptions(clip_norm=-1), ["above 0, or None", "got -1"]),
     "a clip that is a flag": (lambda: TrainingOptions(clip_value=True), ["above 0, or None", "got True"]),
     "a misspelled elastic field": (lambda: ElasticConfig(min_worker=1), ["did you mean 'min_workers'"]),  # type: ignore[call-arg]
     "a positional checkpoint path": (
@@ -277,8 +247,6 @@ RESULTS: dict[str, Case] = {
         called("train", returning(None)),
         ["Own.train_batch must return a dict", "got None"],
     ),
-    "a negative number of samples": (called("train", returning({"num_samples": -1})), ["0 or more", "got -1"]),
-    "a metric's name is a number": (called("train", returning({1: 2.0})), ["must be a string, got 1", "such as '1'"]),
     **{
         f"a metric named {name}": (
             called("train", returning({name: 7})),
@@ -303,17 +271,11 @@ CALLS: dict[str, Case] = {
     "fit without a number": (called("fit"), ["fit", "'epochs'"]),
     "a misspelled argument of predict": (called("predict", data=[1], batchsize=2), ["mean 'batch_size'"]),
     "resize without a number": (called("resize"), ["resize", "num_workers"]),
-    "resize with text": (called("resize", num_workers="3"), ["at least 1", "got '3'"]),
-    "resize of one worker": (called("resize", num_workers=2), ["create it with num_workers=2 or more"]),
-    "negative steps": (called("train", num_steps=-1), ["num_steps", "at least 0", "got -1"]),
     "profile as text": (called("validate", profile="yes"), ["profile must be True or False", "got 'yes'"]),
     "a schedule that is not there": (
         called("update_scheduler", metric=1),
         ["needs a scheduler", "register(schedulers=...)"],
     ),
-    "a function that is none": (called("apply_all_workers", fn=3), ["fn must be a function", "got 3"]),
-    "save without a place": (called("save", checkpoint=""), ["a path, or a URI such as", "got ''"]),
-    "load what is not there": (called("load", checkpoint="/missing.pt"), ["there is no checkpoint at /missing.pt"]),
     "load another state": (called("load_state_dict", state_dict={"a": 1}), ["not a checkpoint of raysgd", "['a']"]),
     "a lock in the config": (
         factory_with(path="x", guard=threading.Lock()),

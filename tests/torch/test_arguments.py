@@ -18,10 +18,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no workers": ({"num_workers": 0}, f"{NUMBER}, got 0"),
     "half a worker": ({"num_workers": 2.5}, f"{NUMBER}, got 2.5"),
     "workers as a flag": ({"num_workers": True}, f"{NUMBER}, got True"),
-    "no class": (
-        {"training_operator_cls": "Line"},
-        "training_operator_cls must be a subclass of raysgd's TrainingOperator",
-    ),
     "an instance": ({"training_operator_cls": Line({})}, "Pass the class itself, not an instance"),
     "scheduler_step_freq": (
         {"scheduler_step_freq": "steps"},
@@ -83,13 +79,6 @@ def test_an_unknown_argument_without_a_similar_one_gets_the_list() -> None:
 def test_serialize_data_creation_only_warns() -> None:
     with pytest.warns(DeprecationWarning, match="from_creators"):
         inline(serialize_data_creation=True).shutdown()
-
-
-def test_everything_is_a_keyword() -> None:
-    with pytest.raises(TypeError):
-        TorchTrainer(Line)  # type: ignore[misc]
-    with pytest.raises(ConfigError, match="training_operator_cls"):
-        TorchTrainer()
 
 
 CALLS: list[tuple[str, dict[str, Any], str]] = [

@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import StepLR
 
 from raysgd import ConfigError, TrainingOperator
 from tests.replicas import operator_alone
-from tests.torch.small import Line, inline
+from tests.torch.small import Line
 
 Register = Callable[..., Any]
 
@@ -146,13 +146,3 @@ def test_properties_of_a_single_worker() -> None:
     assert operator.config == {"lr": 0.5}
     assert operator._is_distributed is False
     assert operator._get_models() == [operator.model]
-
-
-def test_an_operator_without_setup_is_an_error() -> None:
-    with pytest.raises(NotImplementedError, match=r"has no method setup\(self, config\)"):
-        inline(type("Lazy", (TrainingOperator,), {}))
-
-
-def test_setup_without_register_is_an_error() -> None:
-    with pytest.raises(ConfigError, match=r"Bare.setup did not call self.register\(models=..., optimizers=...\)"):
-        inline(Bare)
