@@ -1,7 +1,6 @@
 """Create, train, save, end a worker and shut down, again and again in one driver: `python cycles.py KIND:COUNT ...`.
 
 After each cycle, print one JSON object with what this process and its workers hold. KIND is torch, function or tensorflow.
-It can also be actors, which does the same with plain Ray actors, to show what Ray itself keeps.
 """
 
 import gc
@@ -73,29 +72,10 @@ def tensorflow_cycle(folder: Path, number: int) -> None:
         trainer.train(num_steps=3)
 
 
-def actors_cycle(folder: Path, number: int) -> None:
-    import ray
-
-    class Worker:
-        def work(self) -> int:
-            import torch
-
-            torch.ones(4).sum()
-            return os.getpid()
-
-    actors = [ray.remote(Worker).options(num_cpus=1, name=uuid.uuid4().hex).remote() for _ in range(3)]
-    processes = [actor.work.remote().future().result() for actor in actors]
-    os.kill(processes[1], signal.SIGKILL)
-    actors[0].work.remote().future().result()
-    for actor in actors:
-        ray.kill(actor)
-
-
 CYCLES: dict[str, Callable[[Path, int], None]] = {
     "torch": torch_cycle,
     "function": function_cycle,
     "tensorflow": tensorflow_cycle,
-    "actors": actors_cycle,
 }
 
 

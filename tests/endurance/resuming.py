@@ -1,8 +1,7 @@
-"""A script that trains with `fit` and automatic checkpoints: `python resuming.py FOLDER EVERY EPOCHS [WORKERS]`. A test kills it, and
-starts it again. With a number of workers, it trains on a stream in shards, and prints which samples its weights have seen."""
+"""A script that trains with `fit` and automatic checkpoints: `python resuming.py FOLDER EVERY EPOCHS`. A test kills it, and
+starts it again."""
 
 import hashlib
-import json
 import os
 import sys
 import time
@@ -15,7 +14,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import AutoCheckpoint, TorchTrainer, TrainingOperator
 from raysgd.callbacks import Callback, Underway
-from tests.elastic.test_sharded_stream import SAMPLES, Sharded
 
 
 class Digits(TrainingOperator):
@@ -47,19 +45,12 @@ class Saying(Callback):
         print("STEP", now.progress.step, flush=True)
 
 
-def ledger(operator: Any) -> Any:
-    return operator.ledger
-
-
 def main() -> None:
     folder, every, epochs = sys.argv[1], eval(sys.argv[2]), int(sys.argv[3])
     ray.init(address=os.environ["RAYSGD_TEST_CLUSTER"], log_to_driver=False, logging_level="ERROR")
-    digits: dict[str, Any] = {"training_operator_cls": Digits, "num_workers": 2}
-    for workers in map(int, sys.argv[4:]):
-        digits = {"training_operator_cls": Sharded, "num_workers": workers}
-        digits |= {"config": {"samples": SAMPLES, "pace": 0.05}}
     with TorchTrainer(
-        **digits,
+        training_operator_cls=Digits,
+        num_workers=2,
         use_gpu=False,
         checkpoints=AutoCheckpoint(path=folder, every=every, best="val_loss"),
         resume="auto",
@@ -69,8 +60,6 @@ def main() -> None:
         print("WORKERS", *trainer.apply_all_workers(os.getpid), flush=True)
         history = trainer.fit(epochs)
         weights = nn.utils.parameters_to_vector(trainer.get_model().parameters()).detach()
-        if sys.argv[4:]:
-            print("LEDGER", json.dumps(trainer.apply_all_operators(ledger)[0]).replace(" ", ""), flush=True)
         losses = [row["val_loss"] for row in history.of("validate")]
         print("DONE", hashlib.sha256(weights.numpy().tobytes()).hexdigest(), *losses, flush=True)
 

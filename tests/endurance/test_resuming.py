@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import random
 import signal
 import subprocess
 import sys
 import time
-from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from tests.elastic.test_sharded_stream import SAMPLES
 from tests.endurance import resuming
 
 pytestmark = [pytest.mark.elastic, pytest.mark.slow]
@@ -24,12 +21,12 @@ pytestmark = [pytest.mark.elastic, pytest.mark.slow]
 class Script:
     """One run of the script, which ends with the block in which it is used."""
 
-    def __init__(self, folder: str, every: str, epochs: int, *workers: int) -> None:
+    def __init__(self, folder: str, every: str, epochs: int) -> None:
         import ray
 
         environment = {**os.environ, "RAYSGD_TEST_CLUSTER": ray.get_runtime_context().gcs_address}
         self.process = subprocess.Popen(
-            [sys.executable, resuming.__file__, folder, every, *map(str, (epochs, *workers))],
+            [sys.executable, resuming.__file__, folder, every, str(epochs)],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -102,22 +99,6 @@ def killed_again_and_again(folder: str, elsewhere: str, every: str, *, kills: in
 @pytest.mark.more
 def test_three_kills(ray_cluster: None, tmp_path: Path) -> None:
     killed_again_and_again(f"{tmp_path}/killed", f"{tmp_path}/undisturbed", "7", kills=3, epochs=10)
-
-
-def test_a_stream_resumes_within_an_epoch_with_another_number_of_workers(ray_cluster: None, tmp_path: Path) -> None:
-    """What counts is what was committed before the checkpoint in one process, and after it in the next one."""
-    folder = f"{tmp_path}/run"
-    with Script(folder, "3", 2, 3) as script:
-        assert script.kill(8, 0.0) == "None"
-    with Script(folder, "3", 2, 2) as script:
-        step = int(script.kill(9, 0.0).removesuffix(".pt")[-9:])
-    assert 3 <= step < SAMPLES // 12, "it resumed in the first epoch"
-    with Script(folder, "3", 2, 4) as script:
-        assert int(script.words("RESUMED")[0].removesuffix(".pt")[-9:]) > step
-        ledger = json.loads(script.words("LEDGER")[0])
-        script.words("DONE")
-        assert script.end() == 0
-    assert [Counter(ledger[:SAMPLES]), Counter(ledger[SAMPLES:])] == [Counter(range(SAMPLES))] * 2
 
 
 @pytest.mark.nightly
