@@ -30,7 +30,8 @@ def numbered(rows: int = ROWS, blocks: int = 7) -> Any:
         x = torch.randn(len(batch["id"]), 8).numpy()
         return {"index": batch["id"], "x": x, "y": x.sum(axis=1, keepdims=True)}
 
-    return ray_data.range(rows, override_num_blocks=blocks).map_batches(widened)
+    # One task at a time, because each process of a task imports for seconds.
+    return ray_data.range(rows, override_num_blocks=blocks, concurrency=1).map_batches(widened, concurrency=1)
 
 
 class RayLedger(LedgerOperator):
@@ -88,7 +89,8 @@ def test_every_row_is_used_once_whichever_worker_fails(ground: Any, tmp_path: Pa
 
 
 def table(rows: int = 64) -> Any:
-    return ray_data.from_items([{"a": float(i % 5), "b": float(i % 3), "y": float(i % 5 + i % 3)} for i in range(rows)])
+    items = [{"a": float(i % 5), "b": float(i % 3), "y": float(i % 5 + i % 3)} for i in range(rows)]
+    return ray_data.from_items(items, override_num_blocks=4)
 
 
 class Plain(Line):
@@ -114,7 +116,7 @@ def test_a_data_set_for_one_call() -> None:
             raise ZeroDivisionError("planned in the data")
 
         with pytest.raises(Exception, match="planned in the data"):
-            trainer.train(dataset=RayData(table().map_batches(broken), features=["a", "b"], target="y"))
+            trainer.train(dataset=RayData(table().map_batches(broken, concurrency=1), features=["a", "b"], target="y"))
         second = trainer.train(dataset=data, num_steps=3)
         assert second["num_samples"] == 24 and second["train_loss"] < first["train_loss"]
 

@@ -39,7 +39,8 @@ def kill_last(size: int) -> None:
 
 
 def numbers(count: int, blocks: int = 8) -> Any:
-    return ray_data.range(count, override_num_blocks=blocks)
+    # One task at a time, because each process of a task imports for seconds.
+    return ray_data.range(count, override_num_blocks=blocks, concurrency=1)
 
 
 def read_all() -> dict[str, Any]:
