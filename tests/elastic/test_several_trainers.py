@@ -1,6 +1,5 @@
 """Several trainers in one script, in turn or in threads: each recovers by itself, and loses nothing."""
 
-import json
 import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -14,7 +13,6 @@ import torch.distributed as dist
 
 from raysgd import ElasticConfig, train
 from raysgd.train import Trainer
-from tests.background import Background
 from tests.elastic.test_loader_processes import Seen
 from tests.faults import Fault, Ground
 from tests.torch.small import inline
@@ -30,23 +28,6 @@ def grounds(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iter
     yield made
     for ground in made:
         ground.trainer.shutdown()
-
-
-def test_two_trainers_in_turn(grounds: list[Ground]) -> None:
-    for ground in grounds:
-        ground.whole_again(2)
-        ground.trained()
-    grounds[0].arm(Fault(0, 8))
-    grounds[1].arm(Fault(1, 3))
-    before = [len(ground.trainer.recoveries) for ground in grounds]
-    for steps in (5, 5, 5):
-        for ground in grounds:
-            ground.trainer.train(num_steps=steps)
-    for ground in grounds:
-        ground.trainer.train()  # the rest
-        ground.assert_epoch_exact()
-    failures = [ground.trainer.recoveries[mark:] for ground, mark in zip(grounds, before, strict=True)]
-    assert [[failure.removed_ranks for failure in each] for each in failures] == [[(0,)], [(1,)]]
 
 
 def test_two_trainers_at_once_in_threads(grounds: list[Ground]) -> None:
@@ -129,41 +110,3 @@ def test_two_function_trainers_at_once_in_threads(ray_cluster: None, tmp_path: P
 
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(work, (0, 1))) == [([list(range(10))], [(0,)]), ([list(range(10))], [(1,)])]
-
-
-# A Ray that a trainer has started must not end with the thread that made the trainer.
-SCRIPT = """
-import json, sys, threading
-from collections import Counter
-from pathlib import Path
-from tests.faults import Ground
-import ray
-
-found = []
-thread = threading.Thread(target=lambda: found.append(Ground(Path(sys.argv[1]), num_workers=2)))
-thread.start()
-thread.join()
-(ground,) = found
-processes = [each.process for kind in ray._private.worker._global_node.all_processes.values() for each in kind]
-for _ in range(2):
-    ground.trainer.train()
-exact = ground.trained() == Counter({index: 2 for index in range(240)})
-facts = {"exact": exact, "ended": [each.pid for each in processes if each.poll() is not None]}
-print("FACTS", json.dumps({**facts, "recoveries": len(ground.trainer.recoveries)}), flush=True)
-ground.trainer.shutdown()
-"""
-
-
-def run(background: Background) -> dict[str, Any]:
-    folder = background.folder()
-    (folder / "driver.py").write_text(SCRIPT)
-    done = background.run(str(folder / "driver.py"), str(folder / "marks"), RAY_ADDRESS="local")
-    facts = [line for line in done.stdout.splitlines() if line.startswith("FACTS ")]
-    assert facts and done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-5000:]}"
-    found: dict[str, Any] = json.loads(facts[-1][6:])
-    return found
-
-
-@pytest.mark.script(run=run)
-def test_ray_outlives_the_thread_that_started_it(outcome: Callable[[], dict[str, Any]]) -> None:
-    assert outcome() == {"exact": True, "ended": [], "recoveries": 0}

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 linux = pytest.mark.skipif(sys.platform != "linux", reason="workers are forked on Linux only")
 
 TRAINING = """
-import json, os, signal, sys, time
+import json, os, signal, sys, threading, time
 os.environ.pop("OMP_NUM_THREADS", None)
 import numpy as np
 import torch
@@ -52,7 +52,13 @@ class Facts(TrainingOperator):
         return dict(**numbers, limits=limits, **texts, paths=sys.path, threads=threads, interrupt=interrupt, weights=weights)
 
 os.environ["MINE"] = "set by the script"
-with TorchTrainer(training_operator_cls=Facts, num_workers=2) as trainer:
+made = []
+thread = threading.Thread(target=lambda: made.append(TorchTrainer(training_operator_cls=Facts, num_workers=2)))
+thread.start()
+thread.join()
+import ray
+processes = [each.process for kind in ray._private.worker._global_node.all_processes.values() for each in kind]
+with made[0] as trainer:
     trainer.train()
     first = trainer.apply_all_operators(Facts.facts)
     os.kill(first[0]["pid"], signal.SIGKILL)
@@ -64,13 +70,14 @@ functions = Trainer("torch", num_workers=2)
 functions.start()
 threads = functions.run(lambda: torch.get_num_threads())
 functions.shutdown()
-import ray
+ended = [each.pid for each in processes if each.poll() is not None]
 ray.shutdown()
 server = f"/proc/{first[0]['parent']}"
 until = time.monotonic() + 60
 while os.path.exists(server) and time.monotonic() < until:
     time.sleep(0.1)
-print("FACTS", json.dumps([first, second, samples, threads, os.path.exists(server), os.listdir(os.environ["TMPDIR"])]))
+left = os.path.exists(server)
+print("FACTS", json.dumps([first, second, samples, threads, ended, left, os.listdir(os.environ["TMPDIR"])]))
 """
 
 
@@ -86,7 +93,7 @@ def train(background: Background) -> dict[str, Any]:
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith("FACTS ")]
     assert done.returncode == 0 and lines, done.stderr
-    names = ("first", "second", "samples", "threads", "left", "files")
+    names = ("first", "second", "samples", "threads", "ended", "left", "files")
     return {**dict(zip(names, json.loads(lines[0][6:]), strict=True)), "folder": str(folder)}
 
 
@@ -110,6 +117,7 @@ def test_a_worker_that_is_forked_is_like_one_that_is_started(outcome: Any) -> No
     )  # one survivor, and one replacement worker
     assert run["samples"] == 64
     assert run["threads"] == [1, 1]  # of workers that have one CPU, and a library that was loaded for all
+    assert run["ended"] == [], "the cluster outlives the thread that started it"
     assert not run["left"], "the server did not end with its cluster"
     assert not [name for name in run["files"] if name.startswith("raysgd-forks")]
 
