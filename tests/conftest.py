@@ -3,7 +3,6 @@
 import importlib.util
 import logging
 import os
-import re
 import secrets
 import shutil
 import tempfile
@@ -104,11 +103,10 @@ def leak_guard(request: pytest.FixtureRequest) -> Iterator[None]:
         pytest.fail("this test left behind: " + "; ".join(leaks), pytrace=False)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def tensorflow_workers(request: pytest.FixtureRequest, forks: ForkServer | None) -> Iterator[None]:
-    """In modules that name TensorFlow, let Ray start workers that have imported it."""
-    used = re.search("tensorflow|TFTrainer", Path(request.module.__file__).read_text(encoding="utf-8"))
-    with forks.with_tensorflow() if used and forks is not None else nullcontext():
+@pytest.fixture(scope="module")
+def tensorflow_workers(forks: ForkServer | None) -> Iterator[None]:
+    """Let Ray start workers that have imported TensorFlow, for modules with many of them."""
+    with forks.with_tensorflow() if forks is not None else nullcontext():
         yield
 
 

@@ -22,7 +22,10 @@ def trainer_of(model: str, library: str = "keras", **given: Any) -> TFTrainer:
 
 @pytest.mark.parametrize(
     ("model", "library"),
-    [("tracked", "keras"), ("gan", "keras"), ("eager", "keras"), ("penalized", "tf_keras"), ("gan", "tf_keras")],
+    [
+        *(("tracked", "keras"), ("gan", "keras"), ("eager", "keras"), ("penalized", "tf_keras")),
+        pytest.param("gan", "tf_keras", marks=pytest.mark.more),
+    ],
 )
 def test_one_worker_does_what_fit_does(model: str, library: str) -> None:
     pytest.importorskip(library)
