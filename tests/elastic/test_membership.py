@@ -71,12 +71,6 @@ def test_resize_by_hand_in_the_middle_of_an_epoch(ground: Ground) -> None:
     assert [r.reason for r in trainer.recoveries[-2:]] == ["shrink", "growth"]
 
 
-@pytest.mark.parametrize("count", [0, -1, 2.5, "2"])
-def test_resize_refuses_invalid_numbers(ground: Ground, count: object) -> None:
-    with pytest.raises(ConfigError, match="num_workers"):
-        ground.trainer.resize(count)
-
-
 def test_a_replacement_joins_at_the_boundary_at_which_a_preempted_worker_leaves(
     ground: Ground, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -226,9 +226,7 @@ DATA: dict[str, Case] = {
         ["train_loader must be a DataLoader", "got the data set", "DataLoader(data_set, batch_size=...)"],
     ),
     "a loader's class": (made(operator=loading(DataLoader)), ["train_loader must be", "DataLoader"]),
-    "a misspelled loader": (made(operator=loading(trian_loader=[])), ["'trian_loader'", "did you mean 'train_loader'"]),
     "no training data": (called("train", loading(None)), ["train() needs data", "register_data(train_loader=...)"]),
-    "an empty loader": (called("train", loading([])), ["returned no batch", "Register data with at least one batch"]),
     "batches that are dicts": (
         called("train", loading([{"x": 1}])),
         ["(*features, target)", "got a dict", "override train_batch"],
@@ -270,7 +268,6 @@ CALLS: dict[str, Case] = {
     ),
     "fit without a number": (called("fit"), ["fit", "'epochs'"]),
     "a misspelled argument of predict": (called("predict", data=[1], batchsize=2), ["mean 'batch_size'"]),
-    "resize without a number": (called("resize"), ["resize", "num_workers"]),
     "profile as text": (called("validate", profile="yes"), ["profile must be True or False", "got 'yes'"]),
     "a schedule that is not there": (
         called("update_scheduler", metric=1),

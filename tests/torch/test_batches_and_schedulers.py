@@ -10,18 +10,9 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
-from raysgd import ConfigError, TrainingOptions
+from raysgd import TrainingOptions
 from raysgd.torch.parts import move
 from tests.torch.small import Line, inline, operator_of
-
-
-def test_the_default_train_batch_names_the_batches_that_it_accepts() -> None:
-    class Dicts(Line):
-        def loaders(self, config: dict[str, Any]) -> dict[str, Any]:
-            return {"train_loader": [{"x": torch.ones(1)}]}
-
-    with inline(Dicts) as trainer, pytest.raises(TypeError, match=r"\(\*features, target\), got a dict: override"):
-        trainer.train()
 
 
 def test_several_features_reach_the_model() -> None:
@@ -91,11 +82,6 @@ def test_update_scheduler() -> None:
         assert operator_of(trainer).optimizer.param_groups[0]["lr"] == pytest.approx(0.1)
     with inline() as trainer, pytest.raises(TypeError, match=r"self\.register\(schedulers=\.\.\.\)"):
         trainer.update_scheduler(1.0)
-
-
-def test_a_scheduler_without_a_frequency_is_refused() -> None:
-    with pytest.raises(ConfigError, match="scheduler_step_freq='batch', 'step', 'epoch' or 'manual'"):
-        inline(config={"scheduler": decaying})
 
 
 def test_models_are_in_the_right_mode() -> None:

@@ -109,7 +109,6 @@ def test_the_module_inside_a_model() -> None:
         ({"models": [nn.Linear(1, 1), 3]}, "list or tuple"),
         ({"ddp_args": [1]}, "ddp_args must be a dict"),
         ({"apex_args": "O1"}, "apex_args must be a dict"),
-        ({"schedulers": [], "freq": None}, "scheduler_step_freq='batch', 'step', 'epoch' or 'manual'"),
     ],
 )
 def test_register_refuses(parts: dict[str, Any], says: str) -> None:
