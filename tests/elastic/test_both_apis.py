@@ -18,8 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
 
-from raysgd import ElasticConfig, train
-from raysgd.core.policy import Recovery
+from raysgd import ElasticConfig, Recovery, train
 from raysgd.train import Trainer
 from tests.faults import Fault, Ground, Numbered
 

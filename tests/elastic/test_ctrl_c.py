@@ -22,7 +22,7 @@ pytestmark = pytest.mark.elastic
 DRIVER = """
 import json, os, sys, time
 import ray
-ray.init(address='local', num_cpus=4, include_dashboard=False, log_to_driver=False)
+ray.init(sys.argv[2], log_to_driver=False)
 from collections import Counter
 from pathlib import Path
 from raysgd.callbacks import Callback
@@ -50,13 +50,12 @@ ground.trainer.shutdown()
 """
 
 
-def test_training_continues_after_ctrl_c(tmp_path: Path) -> None:
+def test_training_continues_after_ctrl_c(ray_cluster: None, tmp_path: Path) -> None:
     script = tmp_path / "driver.py"
     script.write_text(DRIVER)
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
-    driver = subprocess.Popen(
-        [sys.executable, str(script), str(tmp_path / "marks")], stdout=subprocess.PIPE, text=True, env=env
-    )
+    command = [sys.executable, str(script), str(tmp_path / "marks"), ray.get_runtime_context().gcs_address]
+    driver = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
     assert driver.stdout is not None
     pids = _read(driver, "PIDS")
     _read(driver, "UNDERWAY")

@@ -7,7 +7,6 @@ import os
 import signal
 import time
 import uuid
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ import torch
 from raysgd import ElasticConfig, WorkerStartError
 from raysgd.torch import TorchTrainer
 from raysgd.train import Trainer
-from raysgd.train import elastic as elastic_state
 from tests.faults import Ground, LedgerOperator
 from tests.torch.small import Line
 
@@ -126,51 +124,6 @@ def test_a_hang_in_the_setup_of_functions(ray_cluster: None, tmp_path: Path, giv
     with pytest.raises(WorkerStartError) as caught:
         trainer.start(**given)
     check(str(caught.value), "never_ends", rank=0)
-
-
-def until_over(config: dict[str, Any]) -> None:
-    """Commits ten times a second until the file `over` is there."""
-    state = elastic_state({"steps": 0})
-    while not (Path(config["notes"]) / "over").exists():
-        state["steps"] += 1
-        time.sleep(0.1)
-        state.commit()
-
-
-@pytest.mark.nightly
-def test_a_hang_of_a_replacement_does_not_stop_a_function(
-    ray_cluster: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    folder = str(tmp_path)
-
-    def hook() -> None:
-        note(folder, "hook")
-        if noted(Path(folder), "hook") > 2:
-            never_ends()
-
-    limit_s = 8.0
-    trainer = Trainer("torch", num_workers=2, logdir=tmp_path / "log", elastic=ElasticConfig(hang_timeout_s=limit_s))
-    trainer.start(hook)
-    with trainer, ThreadPoolExecutor(1) as pool, caplog.at_level(logging.WARNING, logger="raysgd"):
-        pids = trainer.worker_group.execute(os.getpid)
-        running = pool.submit(trainer.run, until_over, {"notes": folder})
-        try:
-            time.sleep(1.0)
-            os.kill(pids[1], signal.SIGKILL)
-            deadline = time.monotonic() + 120
-            while not (dropped := [m for m in map(str, caplog.messages) if "did not finish its set-up" in m]):
-                assert time.monotonic() < deadline and not running.done()
-                time.sleep(0.1)
-        finally:
-            (tmp_path / "over").touch()
-        assert running.result(timeout=60) == [None], "the other rank continued"
-        assert [each.reason for each in trainer.recoveries] == ["worker death"]
-        # No worker is left, so the setup that does not end ends the call.
-        os.kill(pids[0], signal.SIGKILL)
-        with pytest.raises(WorkerStartError, match="a replacement worker on node"):
-            trainer.run(until_over, {"notes": folder})
-    assert "a replacement worker on node" in dropped[0] and f"within {limit_s:g} s" in dropped[0]
-    assert "never_ends" in dropped[0] and Path(__file__).name in dropped[0]
 
 
 class StuckReplacement(LedgerOperator):

@@ -282,8 +282,9 @@ def functions(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> It
         assert functions.recoveries == []
 
 
-@ALL
-def test_unusual_errors_in_a_training_function(functions: Trainer, make: Any, kind: type[BaseException]) -> None:
+@pytest.mark.parametrize("name", ["StopIteration", "own BaseException", "no pickle", "SystemExit"])
+def test_unusual_errors_in_a_training_function(functions: Trainer, name: str) -> None:
+    make, kind = ERRORS[name]
     expected = RuntimeError if kind is StopIteration else kind  # as Python does for iterators
     with pytest.raises(expected) as caught:
         functions.run(raising, {"make": make})
