@@ -85,7 +85,7 @@ def figures_equal(ours: list[dict[str, float]], theirs: list[dict[str, float]]) 
         assert mine == pytest.approx(other, rel=2e-7, abs=0)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"], indirect=True)
+@pytest.mark.parametrize("dtype", ["float32"], indirect=True)
 def test_one_worker_equals_fit(dtype: str) -> None:
     figures, model = import_module("examples.programs.keras_convnet").main(ARGUMENTS)
     expected, weights = by_fit()

@@ -15,7 +15,17 @@ from tests.programs import by_hand
 pytestmark = [pytest.mark.usefixtures("ray_cluster"), pytest.mark.slow]
 
 # The last batch of an epoch has 13 pictures, and that of the validation has 1.
-CONFIG = {"epochs": 3, "batch": 18, "train": 18 * 8 + 13, "held_out": 37, "side": 12, "width": 4, "lr": 0.2}
+SMALL = {
+    "workers": 2,
+    "epochs": 3,
+    "batch": 16,
+    "train": 16 * 9 + 13,
+    "held_out": 33,
+    "side": 12,
+    "width": 4,
+    "lr": 0.1,
+}
+LARGE = {**SMALL, "workers": 3, "epochs": 5, "batch": 30, "train": 610, "held_out": 205, "side": 24, "width": 8}
 
 
 class Loop:
@@ -88,9 +98,8 @@ def extra(folder: Path) -> dict[str, Any]:
     return {"checkpoints": folder / "checkpoints"}
 
 
-@pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.more)])
-def test_equal_to_a_loop_by_hand(workers: int, tmp_path: Path) -> None:
-    config = {"workers": workers, **CONFIG}
+@pytest.mark.parametrize("config", [SMALL, pytest.param(LARGE, marks=pytest.mark.more)], ids=["small", "large"])
+def test_equal_to_a_loop_by_hand(config: dict[str, Any], tmp_path: Path) -> None:
     history, model = resnet.main(by_hand.arguments(config | extra(tmp_path)))
     rows, weights = by_hand.run(loop, tmp_path, config)
     assert rows[-1]["val_loss"] != rows[-2]["val_loss"], "the best epoch is not the last one"
