@@ -162,6 +162,12 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     shutil.rmtree(folder)
 
 
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """In `make more`, do not import modules without tests of that tier."""
+    module = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
+    return (TIER == "more" and module and "mark.more" not in collection_path.read_text(encoding="utf-8")) or None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out the tests of other tiers. Begin with scripts, and with files of slow tests, so that several processes
     end at about the same time."""
