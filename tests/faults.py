@@ -79,6 +79,22 @@ def until(done: Callable[[], bool], within_s: float = 120.0) -> Iterator[None]:
         yield
 
 
+def alive(pid: int) -> bool:
+    """Return whether there is such a process, and it has not ended."""
+    try:
+        return b"State:\tZ" not in Path(f"/proc/{pid}/status").read_bytes()
+    except FileNotFoundError:
+        return False
+
+
+def ended(*pids: int, within_s: float = 20.0) -> bool:
+    """Wait until these processes have ended. Return whether they have."""
+    deadline = time.monotonic() + within_s
+    while any(map(alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not any(map(alive, pids))
+
+
 def fired(marks: Path) -> list[str]:
     return sorted(path.name for path in marks.iterdir())
 

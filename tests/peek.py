@@ -36,6 +36,12 @@ def newest_snapshot(trainer: Any) -> Any:
     return trainer._engine._table.snapshots.latest()
 
 
+def ready_replacements(trainer: Any) -> int:
+    """Return how many workers are set up and can join, spares included."""
+    ready: int = trainer._engine._membership._replacements.ready
+    return ready
+
+
 def loads_of(trainer: Any) -> set[int]:
     """Return how many loads the workers have counted: one number, if they agree."""
     table = trainer._engine._table

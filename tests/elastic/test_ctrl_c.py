@@ -15,7 +15,7 @@ import ray
 
 from raysgd.errors import CheckpointError
 from raysgd.training import saves
-from tests.faults import Ground, LedgerOperator
+from tests.faults import Ground, LedgerOperator, ended
 
 pytestmark = pytest.mark.elastic
 
@@ -64,26 +64,16 @@ def test_training_continues_after_ctrl_c(ray_cluster: None, tmp_path: Path) -> N
     facts = _read(driver, "FACTS")
     assert facts == {"exact": True, "same": True, "recoveries": 0}
     assert driver.wait(timeout=30) == 0
-    deadline = time.monotonic() + 10
-    while any(_alive(pid) for pid in pids) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    assert not any(_alive(pid) for pid in pids)
+    assert ended(*pids)
 
 
-def _read(driver: subprocess.Popen[str], word: str) -> object:
+def _read(driver: subprocess.Popen[str], word: str) -> Any:
     assert driver.stdout is not None
     for line in driver.stdout:
         if line.startswith(word):
             rest = line[len(word) :].strip()
             return json.loads(rest) if rest else None
     raise AssertionError(f"the driver ended without saying {word}")
-
-
-def _alive(pid: int) -> bool:
-    try:
-        return b"State:\tZ" not in Path(f"/proc/{pid}/status").read_bytes()
-    except FileNotFoundError:
-        return False
 
 
 def test_ctrl_c_in_a_shutdown_leaves_no_worker(
@@ -103,7 +93,7 @@ def test_ctrl_c_in_a_shutdown_leaves_no_worker(
     monkeypatch.setattr(ray, "kill", pressed)
     with pytest.raises(KeyboardInterrupt):
         ground.trainer.shutdown()
-    _await_end(pids)
+    assert ended(*pids)
     ground.trainer.shutdown()
 
 
@@ -115,7 +105,7 @@ def test_ctrl_c_while_waiting_for_a_save_ends_the_workers(
     ground.trainer.save(tmp_path / "a.pt", blocking=False)
     with pytest.raises(KeyboardInterrupt), ground.trainer:
         threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
-    _await_end(pids)
+    assert ended(*pids)
     with pytest.raises(CheckpointError, match=r"the save to .*a.pt in the background failed"):
         ground.trainer.shutdown()
     assert not [path.name for path in tmp_path.iterdir() if path.name != "marks"]
@@ -160,10 +150,3 @@ class Slow:
 class SlowToSave(LedgerOperator):
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "slow": Slow()}
-
-
-def _await_end(pids: list[int]) -> None:
-    deadline = time.monotonic() + 20
-    while any(_alive(pid) for pid in pids) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not any(_alive(pid) for pid in pids)

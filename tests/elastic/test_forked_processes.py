@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from raysgd.torch import TorchTrainer
+from tests.faults import alive, ended
 from tests.torch.small import Line
 
 pytestmark = pytest.mark.elastic
@@ -73,20 +74,6 @@ def in_the_main_thread(start: Callable[[], int]) -> Callable[[Any], int]:
     return lambda operator: start()
 
 
-def alive(pid: int) -> bool:
-    try:
-        return b"State:\tZ" not in Path(f"/proc/{pid}/status").read_bytes()
-    except FileNotFoundError:
-        return False
-
-
-def ended(pid: int, within_s: float) -> bool:
-    deadline = time.monotonic() + within_s
-    while alive(pid) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return not alive(pid)
-
-
 @pytest.mark.parametrize(
     "start", [sleep_in_a_fork, sleep_in_a_program, fork_and_execute], ids=["fork", "program", "preexec_fn"]
 )
@@ -110,7 +97,7 @@ def test_sigterm_ends_a_forked_process(trainer: TorchTrainer) -> None:
     for where in (in_the_main_thread, in_a_helper_thread):
         for pid in trainer.apply_all_operators(where(sleep_in_a_fork)):
             os.kill(pid, signal.SIGTERM)
-            assert ended(pid, within_s=20.0)
+            assert ended(pid)
     assert trainer.train()["num_samples"] > 0 and trainer.recoveries == []
 
 
@@ -140,5 +127,5 @@ def test_forked_processes_end_with_a_killed_worker(trainer: TorchTrainer) -> Non
     assert all(alive(pid) for pid in (*main, *helper))
     for worker in trainer.apply_all_workers(os.getpid):
         os.kill(worker, signal.SIGKILL)
-    assert all(ended(pid, within_s=20.0) for pid in main), "a process that the main thread forked outlived its worker"
-    assert all(ended(pid, within_s=20.0) for pid in helper), "a process that a helper thread forked outlived its worker"
+    assert ended(*main), "a process that the main thread forked outlived its worker"
+    assert ended(*helper), "a process that a helper thread forked outlived its worker"

@@ -12,6 +12,7 @@ import pytest
 from raysgd import ElasticConfig
 from raysgd.callbacks import Callback, Underway
 from tests.faults import Fault, Ground, LedgerOperator, until
+from tests.peek import newest_snapshot
 
 pytestmark = pytest.mark.elastic
 
@@ -50,8 +51,7 @@ def test_one_worker_resumes_from_the_end_of_the_last_epoch(ray_cluster: None, tm
     )
     try:
         ground.trainer.train()
-        snapshots = ground.trainer._engine._table.snapshots
-        for _ in until(lambda: (newest := snapshots.latest()) is not None and newest.progress.step == 60):
+        for _ in until(lambda: (newest := newest_snapshot(ground.trainer)) is not None and newest.progress.step == 60):
             ground.trainer.apply_all_workers(os.getpid)  # the snapshot is sent in a thread
         ground.assert_epoch_exact()
         ground.arm(Fault(0, 20))

@@ -10,6 +10,7 @@ import pytest
 from raysgd import ConfigError, ElasticConfig
 from raysgd.core import policy
 from tests.faults import Fault, Ground, LedgerOperator, until
+from tests.peek import ready_replacements
 
 pytestmark = pytest.mark.elastic
 
@@ -98,9 +99,9 @@ def test_a_failure_takes_a_hot_spare(ray_cluster: None, tmp_path: Path) -> None:
         config={"pace": 0.01},
         elastic=ElasticConfig(hang_timeout_s=60, hot_spares=1),
     )
-    trainer, replacements = ground.trainer, ground.trainer._engine._membership._replacements
+    trainer = ground.trainer
     try:
-        for _ in until(lambda: replacements.ready > 0):
+        for _ in until(lambda: ready_replacements(trainer) > 0):
             trainer.train()
             ground.assert_epoch_exact()
             assert trainer.world_size == 2
@@ -116,7 +117,7 @@ def test_a_failure_takes_a_hot_spare(ray_cluster: None, tmp_path: Path) -> None:
         assert (failure.world_size_before, failure.world_size_after) == (2, 2)
         assert failure.in_place and failure.batches_redone == 0
         assert {f"setup-{trainer.apply_all_workers(os.getpid)[1]}"} == spare, "it was set up before the failure"
-        for _ in until(lambda: replacements.ready > 0):
+        for _ in until(lambda: ready_replacements(trainer) > 0):
             trainer.train()
         assert len(trainer.recoveries) == 1, "the next spare waits"
         assert len(list(ground.marks.glob("setup-*"))) == 4

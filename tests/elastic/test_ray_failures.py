@@ -7,17 +7,15 @@ import json
 import os
 import signal
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from raysgd import TorchTrainer
 from tests.background import Background
-from tests.faults import LedgerOperator
+from tests.faults import LedgerOperator, alive, ended
 
 pytestmark = [pytest.mark.elastic, pytest.mark.skipif(sys.platform != "linux", reason="looks at processes in /proc")]
 
@@ -163,13 +161,6 @@ say(error=raised(on), ended=raised(ground.trainer.shutdown), started_anew=ray.is
 Outcome = Callable[[], dict[str, Any]]
 
 
-def alive(pid: int) -> bool:
-    try:
-        return b"State:\tZ" not in Path(f"/proc/{pid}/status").read_bytes()
-    except FileNotFoundError:
-        return False
-
-
 def run(background: Background, name: str) -> dict[str, Any]:
     """Run the script as a driver. Return the facts that it printed, and its processes that are left at the end."""
     folder = background.folder()
@@ -184,10 +175,8 @@ def run(background: Background, name: str) -> dict[str, Any]:
         assert "preemption: rank 1" not in done.stderr, "no machine was preempted"
     said = [line.split(" ", 1) for line in done.stdout.splitlines() if line.startswith(("FACTS ", "PIDS "))]
     pids = [pid for word, rest in said if word == "PIDS" for pid in json.loads(rest)]
-    until = time.monotonic() + 20
-    while (left := [pid for pid in pids if alive(pid)]) and time.monotonic() < until:
-        time.sleep(0.2)
-    for pid in left:
+    ended(*pids)
+    for pid in (left := [pid for pid in pids if alive(pid)]):
         os.kill(pid, signal.SIGKILL)
     facts = [json.loads(rest) for word, rest in said if word == "FACTS"]
     assert facts, f"{done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-5000:]}"

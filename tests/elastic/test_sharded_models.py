@@ -15,6 +15,7 @@ import torch
 from raysgd import CheckpointError, ElasticConfig, TorchTrainer, TrainingOptions
 from raysgd.torch import TrainingOperator
 from raysgd.torch.resharding import Resharding
+from tests.peek import newest_snapshot
 from tests.speed.test_fsdp import Layers, same, trainer, weights
 
 pytestmark = [pytest.mark.more, pytest.mark.elastic, pytest.mark.usefixtures("ray_cluster")]
@@ -187,7 +188,7 @@ def test_snapshots_in_the_memory_of_neighbours(
         assert set(now).isdisjoint(pids) if is_lost else set(now) == set(pids) - set(dead(pids))
         four.train()
         assert same(weights(four), undisturbed[1])
-        kept = four._engine._table.snapshots.latest()
+        kept = newest_snapshot(four)
         assert kept is not None and kept.progress.step == 8 and not bytes(kept.data), "the driver has no shards"
     assert repeated(tmp_path) == redone or (fates[0].startswith("after") and repeated(tmp_path) < redone)
 

@@ -15,9 +15,8 @@ from typing import Any
 
 import pytest
 
-from raysgd import ElasticConfig
+from raysgd import ElasticConfig, Recovery
 from raysgd.config import WorkerResources
-from raysgd.core.policy import Recovery
 from raysgd.core.progress import Progress
 from raysgd.core.ranks import SingleWorkerBackend
 from raysgd.engine.recovery import RecoveryLoop, _Case

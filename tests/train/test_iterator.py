@@ -9,8 +9,8 @@ import pytest
 from raysgd import Recovery
 from raysgd.callbacks import Callback, CallResult, Run
 from raysgd.callbacks.base import TRACES
+from raysgd.train import TrainingIterator
 from raysgd.train.callbacks import make_callback_list
-from raysgd.train.iterator import TrainingIterator
 from raysgd.train.run import RoundResult
 from tests.callbacks.recording import Heard
 

@@ -11,9 +11,8 @@ import pytest
 
 from raysgd.core.messages import FunctionReport
 from raysgd.errors import CheckpointError
-from raysgd.train import checkpoint_manager
+from raysgd.train import ReportMismatchError, checkpoint_manager
 from raysgd.train.checkpoint_manager import CheckpointManager
-from raysgd.train.errors import ReportMismatchError
 from raysgd.train.run import FunctionRun, Report, Rounds, checkpoint_of
 
 
