@@ -3,6 +3,7 @@
 import importlib.util
 import logging
 import os
+import re
 import secrets
 import shutil
 import tempfile
@@ -103,10 +104,13 @@ def leak_guard(request: pytest.FixtureRequest) -> Iterator[None]:
         pytest.fail("this test left behind: " + "; ".join(leaks), pytrace=False)
 
 
-@pytest.fixture(scope="module")
-def tensorflow_workers(forks: ForkServer | None) -> Iterator[None]:
-    """Let Ray start workers that have imported TensorFlow, for modules with many of them."""
-    with forks.with_tensorflow() if forks is not None else nullcontext():
+@pytest.fixture(scope="module", autouse=True)
+def tensorflow_workers(request: pytest.FixtureRequest, forks: ForkServer | None) -> Iterator[None]:
+    """In modules that name TensorFlow and use the cluster, let Ray start workers that have imported it."""
+    names_it = re.search("tensorflow|TFTrainer", request.path.read_text(encoding="utf-8"))
+    mine = [item for item in request.session.items if item.path == request.path]
+    used = names_it and any("ray_cluster" in getattr(item, "fixturenames", ()) for item in mine)
+    with forks.with_tensorflow() if used and forks is not None else nullcontext():
         yield
 
 

@@ -13,7 +13,7 @@ from raysgd import ElasticConfig  # noqa: E402
 from raysgd.tf import TFTrainer  # noqa: E402
 from tests.tf.small import ROWS, Small, arrays, data_creator, make_data, model_creator  # noqa: E402
 
-pytestmark = [pytest.mark.more, pytest.mark.slow, pytest.mark.usefixtures("tensorflow_workers")]
+pytestmark = [pytest.mark.more, pytest.mark.slow]
 
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> None:

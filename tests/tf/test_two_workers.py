@@ -20,7 +20,7 @@ from tests.faults import until  # noqa: E402
 from tests.peek import drain_node  # noqa: E402
 from tests.tf.small import ROWS, arrays, fire, make_data  # noqa: E402
 
-pytestmark = [pytest.mark.more, pytest.mark.slow, pytest.mark.elastic, pytest.mark.usefixtures("tensorflow_workers")]
+pytestmark = [pytest.mark.more, pytest.mark.slow, pytest.mark.elastic]
 
 X, Y = make_data()
 X[:, 7] = np.arange(ROWS) / ROWS  # the number of the row
