@@ -1,6 +1,5 @@
 """What tests look at, or change, inside trainers and operators. When these are rebuilt, it is this module that follows."""
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -92,9 +91,3 @@ def record_run(folder: Path, settings: dict[str, Any]) -> None:
 def save_no_random_states(trainer: Any) -> None:
     """Leave the random states out of what this trainer saves."""
     trainer._saves.random_states = lambda: []
-
-
-def forget_other_tests(patch: Any, mine: str) -> None:
-    """Let `sys.modules` have no test module but this one: pickling by value looks at each module that is not installed."""
-    for name in [name for name in sys.modules if name.startswith("tests.") and name != mine]:
-        patch.delitem(sys.modules, name)

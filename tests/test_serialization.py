@@ -8,18 +8,13 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from pathlib import Path
-from threading import Event
+from threading import Event, Lock
 from types import ModuleType
 
 import pytest
 
+from raysgd.workers import serialization
 from raysgd.workers.serialization import is_installed, pack
-from tests.peek import forget_other_tests
-
-
-@pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    forget_other_tests(monkeypatch, __name__)
 
 
 def of_this_module() -> str:
@@ -28,19 +23,6 @@ def of_this_module() -> str:
 
 def _is_by_value(packed: object) -> bool:
     return b"sent with its content" in bytes(packed.data)  # type: ignore[attr-defined]
-
-
-def test_a_folder_whose_parents_import_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "outer_package" / "inner").mkdir(parents=True)
-    (tmp_path / "outer_package" / "__init__.py").write_text("import outer_package.inner\n1 / 0")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(ZeroDivisionError):
-        import_module("outer_package")
-    try:
-        assert "outer_package.inner" in sys.modules and "outer_package" not in sys.modules
-        assert pack(len)
-    finally:
-        del sys.modules["outer_package.inner"]
 
 
 class _Waiting:
@@ -81,6 +63,20 @@ def test_which_files_belong_to_installed_packages(file: str, installed: bool) ->
     assert is_installed(file) is installed
 
 
+def test_only_modules_that_the_object_uses_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program can have thousands of modules, each of which takes milliseconds."""
+    looked, look = list[str](), serialization._unpicklable_variable
+
+    def noting(module: ModuleType) -> str:
+        looked.append(module.__name__)
+        return look(module)
+
+    monkeypatch.setattr(serialization, "_unpicklable_variable", noting)
+    with pytest.raises(TypeError, match="cannot be sent"):
+        pack([of_this_module, Lock()])
+    assert set(looked) == {__name__, "__main__"}
+
+
 @pytest.fixture
 def modules_beside_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     (tmp_path / "with_a_lock.py").write_text(
@@ -90,9 +86,14 @@ def modules_beside_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     (tmp_path / "without_one.py").write_text(
         "from with_a_lock import locked\ndef sent(): return 'its content', locked()\n"
     )
+    (tmp_path / "in_a_package").mkdir()
+    (tmp_path / "in_a_package" / "__init__.py").write_text(
+        "from .with_a_lock import locked\ndef sent(): return locked()\n"
+    )
+    (tmp_path / "in_a_package" / "with_a_lock.py").write_text((tmp_path / "with_a_lock.py").read_text())
     monkeypatch.syspath_prepend(str(tmp_path))
     yield
-    for name in ("with_a_lock", "without_one"):
+    for name in ("with_a_lock", "without_one", "in_a_package", "in_a_package.with_a_lock"):
         sys.modules.pop(name, None)
 
 
@@ -104,6 +105,22 @@ def test_a_module_whose_content_cannot_be_pickled_is_imported_by_workers(modules
         assert (b"its content" in bytes(packed.data)) == (value is without_one.sent), "others have their content"
     sent = pickle.loads(bytes(pack(without_one.sent).data))  # type: ignore[union-attr]
     assert sent is not without_one.sent and sent()[1] == with_a_lock.locked()
+
+
+def test_a_module_of_a_package_is_imported_although_the_package_is_sent(modules_beside_the_script: None) -> None:
+    package = import_module("in_a_package")
+    sent = pickle.loads(bytes(pack(package.sent).data))  # type: ignore[union-attr]
+    assert sent is not package.sent and sent() == package.locked()
+
+
+def test_a_worker_that_starts_later_has_what_the_script_has(modules_beside_the_script: None, tmp_path: Path) -> None:
+    without_one = import_module("without_one")
+    without_one.SET_BY_THE_SCRIPT = 5
+    exec("def state(): return SET_BY_THE_SCRIPT", vars(without_one))
+    packed = bytes(pack(without_one.state).data)  # type: ignore[union-attr]
+    (tmp_path / "without_one.py").write_text("raise AssertionError('this file was edited meanwhile')")
+    del sys.modules["without_one"]
+    assert pickle.loads(packed)() == 5
 
 
 def test_the_variable_of_a_script_that_cannot_be_pickled_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

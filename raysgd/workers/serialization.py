@@ -11,18 +11,19 @@ import site
 import sys
 import sysconfig
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
 from functools import cache, lru_cache
 from importlib import import_module
 from pathlib import Path
 from types import FunctionType, ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from raysgd.errors import shown
 from raysgd.workers.blob import PickledObject
 
-# cloudpickle has one list of the modules to pickle by value per process: one thread at a time may change it.
+# cloudpickle has one list of the modules to pickle by value per process: one thread at a time may change it. It has a module for
+# one object only, because cloudpickle includes the modules of a package that it has.
 _REGISTERING = threading.RLock()
 UNPICKLABLE = (TypeError, pickle.PicklingError, AttributeError)
 
@@ -30,28 +31,26 @@ UNPICKLABLE = (TypeError, pickle.PicklingError, AttributeError)
 def pack(value: Any) -> PickledObject | None:
     """Return the user's object as bytes that any node can read.
 
-    Modules that are not installed (files beside the script) are pickled with their content, except those with a variable
-    that cannot be pickled: workers import these, because they get the files, too. Raise a TypeError that names the object
-    if something in it cannot be pickled."""
+    Functions and classes of modules that are not installed (files beside the script) are pickled with their content, so that a
+    worker that starts later has what the script has, although a file was edited meanwhile. Modules with a variable that cannot be
+    pickled are left out: workers import these, because they get the files, too. Raise a TypeError that names the object if
+    something in it cannot be pickled."""
     if value is None:
         return None
-    with _REGISTERING, _by_value() as modules:
+    imported: set[str] = set()
+    while True:
+        contained: set[str] = set()
         try:
-            try:
-                return PickledObject(dumps(value))
-            except UNPICKLABLE:
-                imported = [module for module in modules if _unpicklable_variable(module)]
-                if not imported:
-                    raise
-                for module in imported:
-                    _by_reference(module)
-                    modules.remove(module)
-                return PickledObject(dumps(value))
+            return PickledObject(_dumps(value, contained=contained, imported=imported))
         except UNPICKLABLE as error:
-            raise TypeError(
-                f"{value!r} cannot be sent to the workers: {_culprit(value)}{error}. Create such objects (locks, files, "
-                "connections, loaders with running processes) inside `setup`, which runs on each worker, and pass only plain values"
-            ) from error
+            more = {name for name in contained if _unpicklable_variable(sys.modules[name])}
+            if not more:
+                raise TypeError(
+                    f"{value!r} cannot be sent to the workers: {_culprit(value)}{error}. Create such objects (locks, files, "
+                    "connections, loaders with running processes) inside `setup`, which runs on each worker, and pass only plain "
+                    "values"
+                ) from error
+            imported |= more
 
 
 def _unpicklable_variable(module: ModuleType) -> str:
@@ -88,12 +87,10 @@ def _culprit(value: Any) -> str:
 
 
 def dumps(value: Any) -> bytes:
-    """Pickle with cloudpickle, and pickle modules that have a class of their own by name, which cloudpickle cannot do.
-    torch has such a config module, and cloudpickle includes it with a function that uses the names `torch.distributed`
-    and `config`."""
-    buffer = io.BytesIO()
-    _pickler_class()(buffer).dump(value)
-    return buffer.getvalue()
+    """Pickle with cloudpickle. All modules but the script or notebook are pickled by name, also those that have a class of their
+    own, which cloudpickle cannot do. torch has such a config module, and cloudpickle includes it with a function that uses the
+    names `torch.distributed` and `config`."""
+    return _dumps(value)
 
 
 class RayReferenceFound(Exception):
@@ -102,9 +99,13 @@ class RayReferenceFound(Exception):
 
 def dumps_without_references(value: Any) -> bytes:
     """Pickle as `dumps` does. Raise RayReferenceFound if the value contains a reference to an object or an actor of Ray."""
+    return _dumps(value, refuses_references=True)
+
+
+def _dumps(value: Any, **settings: Any) -> bytes:
     buffer = io.BytesIO()
     pickler = _pickler_class()(buffer)
-    pickler.refuses_references = True
+    vars(pickler).update(settings)
     pickler.dump(value)
     return buffer.getvalue()
 
@@ -118,38 +119,47 @@ def _pickler_class() -> Any:
 
     class Pickler(base):  # type: ignore[misc]
         refuses_references = False
+        contained: set[str] | None = None  # the modules that were pickled with their content, if any may be
+        imported: Set[str] = frozenset()  # those that may not
 
         def reducer_override(self, obj: Any) -> Any:
             if self.refuses_references and isinstance(obj, (ObjectRef, ActorHandle)):
                 raise RayReferenceFound
             if isinstance(obj, ModuleType) and type(obj) is not ModuleType:
                 return import_module, (obj.__name__,)
-            return base.reducer_override(self, obj)
+            if not isinstance(obj, (FunctionType, type, ModuleType, TypeVar)):
+                return base.reducer_override(self, obj)
+            with _by_value(self._sent(obj)):
+                if isinstance(obj, (ModuleType, TypeVar)):
+                    return self.dispatch_table[type(obj)](obj)
+                return base.reducer_override(self, obj)
+
+        def _sent(self, obj: Any) -> ModuleType | None:
+            """Return the module of an object that is to be pickled with its content."""
+            name = obj.__name__ if isinstance(obj, ModuleType) else getattr(obj, "__module__", None)
+            module = sys.modules.get(name) if isinstance(name, str) else None
+            if self.contained is None or module is None or name in self.imported or not _is_local(module):
+                return None
+            self.contained.add(module.__name__)
+            return module
 
     return Pickler
 
 
-def _by_reference(module: ModuleType) -> None:
-    from ray import cloudpickle
-
-    cloudpickle.unregister_pickle_by_value(module)
-
-
 @contextmanager
-def _by_value() -> Iterator[list[ModuleType]]:
-    """Pickle the user's own modules with their content. The context's value is a list of them."""
+def _by_value(module: ModuleType | None) -> Iterator[None]:
+    """Let cloudpickle pickle one object of this module with its content."""
     from ray import cloudpickle
 
-    registered = []
-    for module in list(sys.modules.values()):
-        if _is_local(module) and module.__name__ not in cloudpickle.list_registry_pickle_by_value():
-            cloudpickle.register_pickle_by_value(module)
-            registered.append(module)
-    try:
-        yield registered
-    finally:
-        for module in registered:
-            _by_reference(module)
+    with _REGISTERING:
+        if module is None or module.__name__ in cloudpickle.list_registry_pickle_by_value():  # by the user
+            yield
+            return
+        cloudpickle.register_pickle_by_value(module)
+        try:
+            yield
+        finally:
+            cloudpickle.unregister_pickle_by_value(module)
 
 
 def _is_local(module: ModuleType) -> bool:
@@ -161,10 +171,7 @@ def _is_local(module: ModuleType) -> bool:
         return False
     file = getattr(module, "__file__", None)
     if file is None:  # a folder without __init__.py
-        try:
-            folders = [str(folder) for folder in getattr(module, "__path__", ())]
-        except KeyError:  # its parent's import has failed, so nothing that is pickled can refer to it
-            return False
+        folders = [str(folder) for folder in getattr(module, "__path__", ())]
         return bool(folders) and not any(is_installed(folder) for folder in folders)
     return str(file).endswith(".py") and not is_installed(str(file))
 

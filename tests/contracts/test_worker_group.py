@@ -21,7 +21,6 @@ from raysgd.workers.events import CallEnded, Event, MessageReceived, WorkerEnded
 from raysgd.workers.inline_group import InlineGroup
 from raysgd.workers.ray_group import RayGroup
 from raysgd.workers.worker_group import WorkerGroupProtocol
-from tests.peek import forget_other_tests
 from tests.simulation.checker import Checker
 from tests.simulation.faults import Schedule
 from tests.simulation.group import SimGroup
@@ -476,8 +475,7 @@ def test_objects_are_not_copied_within_one_process(shared: Subject) -> None:
 
 
 @each("shared", PICKLED)
-def test_an_object_that_cannot_be_pickled_is_named(shared: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
-    forget_other_tests(monkeypatch, __name__)
+def test_an_object_that_cannot_be_pickled_is_named(shared: Subject) -> None:
     with pytest.raises(TypeError, match=r"lock.* cannot be sent to the workers"):
         shared.group.pack({"mine": threading.Lock()})
 

@@ -18,7 +18,7 @@ from raysgd.torch import TorchTrainer, TrainingOperator
 from raysgd.torch.replica import TorchReplicaFactory
 from raysgd.torch.settings import TorchSettings
 from raysgd.workers.serialization import pack
-from tests.peek import forget_other_tests, pretend_workers
+from tests.peek import pretend_workers
 from tests.torch.small import Line, inline, rows
 
 HOME = Path(raysgd.__file__).parent
@@ -284,7 +284,6 @@ CASES: dict[str, Case] = ARGUMENTS | OPTIONS | OPERATORS | PARTS | DATA | RESULT
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_mistake_is_explained(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    forget_other_tests(monkeypatch, __name__)
     monkeypatch.setenv("RAYSGD_FULL_TRACEBACKS", "1")  # to see which code raised the error
     make, parts = CASES[name]
     with pytest.raises((raysgd.RaysgdError, TypeError, ValueError, NotImplementedError, ImportError)) as caught:
