@@ -25,9 +25,10 @@ PACKAGE = Path(raysgd.__file__).parent
 
 
 def frames() -> list[str]:
-    """Return raysgd's frames on the stack of this thread, the outermost first."""
-    stack = [frame for frame in traceback.extract_stack() if PACKAGE in Path(frame.filename).parents]
-    return [f"{Path(frame.filename).relative_to(PACKAGE)}:{frame.lineno} {frame.name}" for frame in stack]
+    """Return raysgd's frames on the stack of this thread, the outermost first, without the one that started this process."""
+    stack = [(Path(frame.filename), frame) for frame in traceback.extract_stack()]
+    own = [(file, frame) for file, frame in stack if PACKAGE in file.parents and file.name != "fork_server.py"]
+    return [f"{file.relative_to(PACKAGE)}:{frame.lineno} {frame.name}" for file, frame in own]
 
 
 class Looking(TrainingOperator):

@@ -12,7 +12,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -69,11 +68,11 @@ class WorkerActor:
         """Perform the calls that arrive on the control connection. Return the number and the outcome of a call whose
         answer is large, or None when the driver has submitted a call to Ray. The driver calls this again at once."""
         while isinstance(message := self._client.calls.get(), PerformCall):
-            call, outcome = self._perform(message)
+            outcome = self._host.perform(*self._begin(message))
             packed = packed_outcome(outcome)
             if packed is None:
-                return call, outcome
-            self._client.answer(call, packed)
+                return message.call, outcome
+            self._client.answer(message.call, packed)
         return None
 
     def perform(self, message: PerformCall, others: dict[str, Any]) -> tuple[int, Outcome]:
@@ -81,15 +80,16 @@ class WorkerActor:
         import ray
 
         given = {name: ray.get(each) if isinstance(each, ray.ObjectRef) else each for name, each in others.items()}
-        return self._perform(message, given)
+        verb, arguments = self._begin(message)
+        return message.call, self._host.perform(verb, {**arguments, **given})
 
-    def _perform(self, message: PerformCall, others: Mapping[str, Any] | None = None) -> tuple[int, Outcome]:
-        """Perform a call. Return its number and its outcome."""
+    def _begin(self, message: PerformCall) -> tuple[str, dict[str, Any]]:
+        """Begin a call. Return its verb and arguments."""
         self._client.begin(message.call)
         verb, arguments = pickle.loads(message.packed)
         if verb in ("join", "warm"):
             self._client.generation = message.generation
-        return message.call, self._host.perform(verb, {**arguments, **(others or {})})
+        return verb, arguments
 
     def value(self, verb: str, arguments: dict[str, Any]) -> Any:
         """Perform a call whose Ray reference the user holds. Return its value, or raise its error."""
