@@ -30,7 +30,7 @@ from raysgd.core.frames import (
     proof,
     proves,
 )
-from raysgd.core.messages import Admitted, Message, Rejected
+from raysgd.core.messages import Message
 
 logger = logging.getLogger(__name__)
 
@@ -57,10 +57,6 @@ class ControlAddress:
     port: int
     key: bytes = field(repr=False)
     unreachable_s: float = 60.0
-
-
-class RejectedError(ConnectionError):
-    """Raised when the driver knows this client but refuses the connection, because the transfer that it names has ended."""
 
 
 class Connection:
@@ -182,10 +178,8 @@ def connect(address: ControlAddress, first: Message, *, patience_s: float = PATI
             opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             detect_unreachable(opened, address.unreachable_s)
             return _greet(opened, address.key, first)
-        except (ConnectionError, ValueError) as error:
+        except ConnectionError as error:
             opened.close()
-            if isinstance(error, RejectedError):
-                raise
             logger.debug("the driver at %s:%d closed a new connection: %s", address.host, address.port, error)
         except BaseException:
             opened.close()
@@ -206,13 +200,7 @@ def _greet(opened: socket.socket, key: bytes, first: Message) -> Connection:
     opened.sendall(mine + proof(key, WORKER, numbers) + session.framed(first))
     if not proves(_exactly(opened, PROOF_BYTES), key, DRIVER, numbers):
         raise AlteredError("the other end does not have this trainer's key")
-    connection = Connection(opened, session)
-    answer, _ = connection.receive()
-    if isinstance(answer, Rejected):
-        raise RejectedError(answer.reason)
-    if not isinstance(answer, Admitted):
-        raise ValueError(f"the driver answered {type(answer).__name__}")
-    return connection
+    return Connection(opened, session)
 
 
 def _exactly(opened: socket.socket, size: int) -> bytearray:

@@ -5,8 +5,9 @@ no use on another connection, or to the other end:
 
     driver      number (NUMBER_BYTES)
     worker      number, proof (PROOF_BYTES)     the driver reads nothing else before it has checked this
-    driver      proof                           the worker reads nothing else before it has checked this
-    both        frames; the worker sends its first one with its proof
+    worker      its first frame                 sent with the proof
+    driver      proof                           admits the worker, which reads nothing else before it has checked this
+    both        frames
 
 A frame is a message, and perhaps a body:
 

@@ -4,8 +4,7 @@ A message is a frozen dataclass, which is pickled. Some are followed by a body, 
 how they are sent. Objects of the user are bytes in a message or in a body, so that they are unpickled in the thread
 that needs them, and not in the one that receives them.
 
-The first message of a connection is one of `Hello`, `OpenBulk` and `OpenTransfer`, which the driver answers with `Admitted` or
-`Rejected`:
+The first message of a connection is one of `Hello`, `OpenBulk` and `OpenTransfer`. The driver answers it with its proof:
 
     Hello            the control connection of a worker, for as long as it lives
     OpenBulk         carries what is large or must not be lost: snapshots, reports of training functions
@@ -26,7 +25,7 @@ class Message:
     """The base class of all messages."""
 
 
-# -- the first message of a connection, and its answer ------------------------------------------------
+# -- the first message of a connection ----------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -49,22 +48,10 @@ class OpenBulk(Message):
 
 @dataclass(frozen=True)
 class OpenTransfer(Message):
-    """A worker sends this to give or take one state, which has this name. `GiveState` or `TakeState` follows."""
+    """A worker sends this to give or take one state, which has this name. `GiveState` or `TakeState` follows. The driver closes
+    the connection if the transfer has ended."""
 
     name: str
-
-
-@dataclass(frozen=True)
-class Admitted(Message):
-    """The driver accepted a connection's first message."""
-
-
-@dataclass(frozen=True)
-class Rejected(Message):
-    """The driver refuses this connection and closes it, because the transfer that it names has ended. The worker does not
-    try again."""
-
-    reason: str
 
 
 # -- the control connection, from the worker ----------------------------------------------------------

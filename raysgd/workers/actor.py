@@ -45,9 +45,6 @@ class WorkerActor:
         node = ray.get_runtime_context().get_node_id()
         self._client = ControlClient(address, worker, node, backend.abort, _leave)
         self._host = ReplicaHost(backend, self._client.control)
-        self._client.control.upload = self._client.upload
-        self._client.control.deliver = self._client.deliver
-        self._client.control.giving, self._client.control.take = self._client.giving, self._client.take
         signal.signal(signal.SIGTERM, self._on_sigterm)
         _use_the_assigned_threads()
         _keep_freed_memory()

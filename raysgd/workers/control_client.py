@@ -18,11 +18,12 @@ import threading
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from raysgd.config import CONTROL_PORT
 from raysgd.constants import BATCH_COUNT, NUM_SAMPLES
-from raysgd.core.connection import SEND_S, Body, Connection, ControlAddress, connect
+from raysgd.core.connection import SEND_S, Connection, ControlAddress, connect
 from raysgd.core.hang import place_of
 from raysgd.core.messages import (
     Alive,
@@ -90,6 +91,8 @@ class ControlClient:
         self._writable = selectors.DefaultSelector()
         self._writable.register(self._connection.socket, selectors.EVENT_WRITE)
         self.control = Control(self._publish)
+        self.control.upload, self.control.deliver = self.upload, self.deliver
+        self.control.giving, self.control.take = partial(Giving, address, worker), partial(take, address, worker)
         self.on_end: Callable[[], None] = lambda: None
         self.generation = -1
         self.call = -1
@@ -160,14 +163,6 @@ class ControlClient:
                 return True
         return False
 
-    def giving(self, transfer: str) -> Giving:
-        """Return what sends this worker's state to those that take it."""
-        return Giving(self._address, self._worker, transfer)
-
-    def take(self, transfer: str) -> Body:
-        """Return the state that another worker, or the driver, gives."""
-        return take(self._address, self._worker, transfer)
-
     def _forget_connections(self) -> None:
         """Drop the connections and locks in a forked process, because they belong to the parent: what both send on one would have
         the same codes. This process reports over a bulk connection of its own, and no progress."""
@@ -229,7 +224,8 @@ class ControlClient:
             place = place_of(frames, control.collectives(), control.begun_after, control.called())
             self._send(StackReport(message.round, frames, control.phase, control.batch, place))
         elif isinstance(message, KillProcess):
-            self._kill(message.pid)
+            with contextlib.suppress(ProcessLookupError):  # it has ended
+                os.kill(message.pid, signal.SIGKILL)
         elif isinstance(message, Bye):
             self._open = False
             self.on_end()
@@ -239,14 +235,6 @@ class ControlClient:
         """Return the training thread's frames, innermost first."""
         frame = sys._current_frames().get(self._main)
         return [f"{f.filename}:{f.lineno} {f.name}" for f in reversed(traceback.extract_stack(frame))][:DEEPEST]
-
-    @staticmethod
-    def _kill(pid: int) -> None:
-        """Kill another worker on this machine, which hangs. The driver, on another machine, could not do so at once."""
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            logger.info("process %d had ended already", pid)
 
     def _driver_gone(self) -> None:
         if self._open:

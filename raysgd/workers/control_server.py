@@ -33,7 +33,6 @@ from raysgd.core.frames import (
     proves,
 )
 from raysgd.core.messages import (
-    Admitted,
     Alive,
     Bye,
     FunctionReport,
@@ -42,7 +41,6 @@ from raysgd.core.messages import (
     OpenBulk,
     OpenTransfer,
     Received,
-    Rejected,
     SnapshotUpload,
     StartDealer,
 )
@@ -75,13 +73,13 @@ class _Peer:
 
     session: Session
     ended: asyncio.Future[None]
+    task: asyncio.Task[None]
+    heard_at: float  # when the worker last sent something
 
     def __init__(self, opened: socket.socket, address: Any) -> None:
         self.socket, self.host = opened, str(address[0])
-        self.worker: str | None = None
+        self.worker = ""
         self.received = bytearray()  # the beginning of a message that is not complete
-        self.task: asyncio.Task[None] | None = None
-        self.deadline: asyncio.TimerHandle | None = None
         self.refused = ""  # why it is closed
 
 
@@ -118,14 +116,12 @@ class ControlServer:
         self._handed_over: set[socket.socket] = set()
         self._expected: dict[str, Serve] = {}
         self._names = itertools.count(1)
-        self._received_at: dict[str, float] = {}  # when each worker last sent something
         self._refused_hosts: set[str] = set()
         self._listener = _listen(host, control_ports())
         self._listener.setblocking(False)
         self.address: tuple[str, int] = (host, self._listener.getsockname()[1])
         self._short_of_resources = False  # logged once, until connections can be accepted again
         self._loop = asyncio.SelectorEventLoop()  # even if the user has set another event loop policy
-        self._loop.set_exception_handler(_log_unexpected)
         self._thread = threading.Thread(target=self._run, name="raysgd-control", daemon=True)
         self._thread.start()
 
@@ -153,13 +149,12 @@ class ControlServer:
 
     def silent_for(self, worker: str) -> float:
         """Return the seconds since the worker last sent anything (it does so every second)."""
-        at = self._received_at.get(worker)
-        return 0.0 if at is None else time.monotonic() - at
+        peer = self._workers.get(worker)
+        return 0.0 if peer is None else time.monotonic() - peer.heard_at
 
     def disconnect(self, worker: str) -> None:
         """Forget a worker that is no longer needed, so that the end of its connection is not an event."""
         peer = self._workers.pop(worker, None)
-        self._received_at.pop(worker, None)
         if peer is not None:
             self._post(peer, Bye())
 
@@ -170,7 +165,7 @@ class ControlServer:
         return name
 
     def end_transfer(self, name: str) -> None:
-        """Expect no more connections for this transfer: workers receive `Rejected`."""
+        """Expect no more connections for this transfer."""
         self._expected.pop(name, None)
 
     def close(self) -> None:
@@ -211,18 +206,7 @@ class ControlServer:
             return
         self._short_of_resources = False
         peer = _Peer(opened, address)
-        try:
-            opened.setblocking(False)
-            opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            opened.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
-            detect_unreachable(opened, self.unreachable_s)
-        except OSError as error:  # it has ended already
-            opened.close()
-            self._log_refused(peer, str(error))
-            return
         self._unadmitted[peer] = None
-        late = f"it did not prove the key and send its first message within {self._admission_s:g} s"
-        peer.deadline = self._loop.call_later(self._admission_s, self._refuse, peer, late)
         peer.task = self._loop.create_task(self._serve(peer))
         most = max(self._unadmitted_at_most, 2 * self.expected_workers)
         if len(self._unadmitted) > most:
@@ -242,14 +226,17 @@ class ControlServer:
         """Close a connection that is not admitted yet, for this reason."""
         self._unadmitted.pop(peer, None)
         peer.refused = why
-        if peer.task is not None:
-            peer.task.cancel()
+        peer.task.cancel()
 
     async def _serve(self, peer: _Peer) -> None:
-        """Read a connection until it ends, or until it is handed over."""
+        """Admit a connection. Read a control connection until it ends, and hand over any other one."""
         why, reason = ENDED, "worker death"
+        late = f"it did not prove the key and send its first message within {self._admission_s:g} s"
+        deadline = self._loop.call_later(self._admission_s, self._refuse, peer, late)
         try:
             first = await self._admit(peer)
+            deadline.cancel()
+            self._unadmitted.pop(peer, None)
             if not isinstance(first, Hello):
                 self._hand_over(peer, first)
                 return
@@ -266,11 +253,12 @@ class ControlServer:
             else:
                 peer.refused = _in_words(error)
                 why, reason = f"its control connection was closed: {peer.refused}", "network"
-        self._end(peer)
-        worker = peer.worker
+        peer.socket.close()
+        deadline.cancel()
+        self._unadmitted.pop(peer, None)
         # `disconnect` may be faster, also between these two steps.
-        if worker is not None and self._workers.get(worker) is peer and self._workers.pop(worker, None) is not None:
-            self._events.put(WorkerEnded(worker, why, reason))
+        if self._workers.get(peer.worker) is peer and self._workers.pop(peer.worker, None) is not None:
+            self._events.put(WorkerEnded(peer.worker, why, reason))
         if peer.refused:  # last, as the user's log handlers may be slow, or raise
             self._log_refused(peer, peer.refused)
 
@@ -280,18 +268,13 @@ class ControlServer:
         self._refused_hosts.add(peer.host)
         logger.log(level, "refused a connection from %s to the control channel: %s", peer.host, why)
 
-    def _end(self, peer: _Peer) -> None:
-        peer.socket.close()
-        self._forget_unadmitted(peer)
-
-    def _forget_unadmitted(self, peer: _Peer) -> None:
-        self._unadmitted.pop(peer, None)
-        if peer.deadline is not None:
-            peer.deadline.cancel()
-
-    async def _admit(self, peer: _Peer) -> Message:
+    async def _admit(self, peer: _Peer) -> Hello | OpenBulk | OpenTransfer:
         """Let the other end prove that it has the key, and return its first message. Nothing behind the proof is read before that
         is complete and verified."""
+        peer.socket.setblocking(False)
+        peer.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        peer.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
+        detect_unreachable(peer.socket, self.unreachable_s)
         mine = new_number()
         peer.socket.send(mine)
         given = await self._exactly(peer, NUMBER_BYTES + PROOF_BYTES)
@@ -299,7 +282,6 @@ class ControlServer:
         if not proves(given[NUMBER_BYTES:], self._key, WORKER, numbers):
             raise ValueError("it does not have this trainer's key")
         peer.session = Session(self._key, DRIVER, numbers)
-        peer.socket.send(proof(self._key, DRIVER, numbers))
         head = await self._exactly(peer, HEAD_BYTES)
         sizes = peer.session.sizes(head)
         message = peer.session.opened(head, await self._exactly(peer, sizes.message))
@@ -307,7 +289,7 @@ class ControlServer:
             raise ValueError(f"its first message is {type(message).__name__}, with a body of {sizes.body} bytes")
         if isinstance(message, Hello) and message.worker in self._workers:
             raise ValueError(f"worker {message.worker} is connected already")
-        self._forget_unadmitted(peer)
+        peer.socket.send(proof(self._key, DRIVER, numbers))
         return message
 
     async def _exactly(self, peer: _Peer, size: int) -> bytes:
@@ -327,31 +309,28 @@ class ControlServer:
     # -- control connections --------------------------------------------------------------------------
 
     async def _read_control(self, peer: _Peer, hello: Hello) -> None:
-        worker = hello.worker
-        peer.socket.send(peer.session.framed(Admitted()))
-        peer.worker, peer.ended = worker, self._loop.create_future()
-        self._received_at[worker] = time.monotonic()
-        self._workers[worker] = peer
-        self._events.put(WorkerStarted(worker, hello.node, hello.pid, peer.host, local=hello.node == self._node))
-        self._loop.add_reader(peer.socket, self._read, peer, worker)
+        peer.worker, peer.ended, peer.heard_at = hello.worker, self._loop.create_future(), time.monotonic()
+        self._workers[hello.worker] = peer
+        self._events.put(WorkerStarted(hello.worker, hello.node, hello.pid, peer.host, local=hello.node == self._node))
+        self._loop.add_reader(peer.socket, self._read, peer)
         try:
             await peer.ended
         finally:
             self._loop.remove_reader(peer.socket)
 
-    def _read(self, peer: _Peer, worker: str) -> None:
+    def _read(self, peer: _Peer) -> None:
         """Take what has arrived on a control connection. The loop calls this directly, once for each connection before
         any again, because a coroutine that waits for each message would cost several times as much."""
         try:
             data = peer.socket.recv(RECEIVED_AT_ONCE)
             if not data:
                 raise ConnectionError("it was closed")
-            if self._workers.get(worker) is peer:  # otherwise, `disconnect` was called
-                self._received_at[worker] = time.monotonic()
+            peer.heard_at = time.monotonic()
             peer.received += data
             for message in peer.session.taken(peer.received):
-                if self._workers.get(worker) is peer and not isinstance(message, Alive):
-                    self._events.put(MessageReceived(worker, message))
+                # Otherwise, `disconnect` was called.
+                if self._workers.get(peer.worker) is peer and not isinstance(message, Alive):
+                    self._events.put(MessageReceived(peer.worker, message))
             self._send_all()  # what `_post` could not announce, because the user pressed Ctrl-C in it
         except BlockingIOError:
             return
@@ -379,20 +358,15 @@ class ControlServer:
 
     # -- other connections ----------------------------------------------------------------------------
 
-    def _hand_over(self, peer: _Peer, first: Message) -> None:
+    def _hand_over(self, peer: _Peer, first: OpenBulk | OpenTransfer) -> None:
+        """Serve a connection in a thread. One for a transfer that has ended ends at once."""
+        serve: Serve
         if isinstance(first, OpenBulk):
-            serve: Serve | None = partial(self._receive, first.worker)
+            serve, name = partial(self._receive, first.worker), "raysgd-bulk"
         else:
-            assert isinstance(first, OpenTransfer)
-            serve = self._expected.get(first.name)
-        if serve is None:
-            peer.socket.send(peer.session.framed(Rejected("the transfer has ended")))
-            peer.socket.close()
-            return
-        peer.socket.send(peer.session.framed(Admitted()))
+            serve, name = self._expected.get(first.name, lambda connection: None), "raysgd-transfer"
         peer.socket.setblocking(True)
         self._handed_over.add(peer.socket)
-        name = f"raysgd-bulk-{first.worker}" if isinstance(first, OpenBulk) else "raysgd-transfer"
         threading.Thread(target=self._serve_alone, args=(peer, serve), name=name, daemon=True).start()
 
     def _serve_alone(self, peer: _Peer, serve: Serve) -> None:
@@ -447,12 +421,6 @@ def _is_end(error: Exception) -> bool:
 
 def _in_words(error: Exception) -> str:
     return str(error) if isinstance(error, ValueError | AlteredError) else described(error)
-
-
-def _log_unexpected(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    logger.error(
-        "unexpected error in the control thread, which continues: %s", context, exc_info=context.get("exception")
-    )
 
 
 def _listen(host: str, ports: range | None) -> socket.socket:

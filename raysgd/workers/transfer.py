@@ -7,30 +7,22 @@ script's files takes the same way, and so does what a worker reports of a save i
 from __future__ import annotations
 
 import contextlib
-import logging
 import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from raysgd.core.connection import PIECE, Body, Connection, ControlAddress, connect, make_room
 from raysgd.core.frames import Sizes
 from raysgd.core.messages import GiveState, OpenTransfer, Received, State, TakeState
 from raysgd.core.snapshot import guarded_part
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from raysgd.workers.control_server import ControlServer
 
 STALL_S = 600.0  # for the other end to send or take anything: a machine may be suspended for a while
 LOOK_S = 1.0
-
-
-class TransferServer(Protocol):
-    """What a transfer needs of the control server."""
-
-    def expect_transfer(self, serve: Callable[[Connection], None]) -> str: ...
-    def end_transfer(self, name: str) -> None: ...
-    def noting(self, worker: str) -> Callable[[], None]: ...
 
 
 class Transfer:
@@ -38,7 +30,7 @@ class Transfer:
     still waits then gets a ConnectionError. `moved` grows with each part that arrives. `given` gets what the giving worker
     reports with the state, or a ConnectionError if that worker ends first."""
 
-    def __init__(self, server: TransferServer) -> None:
+    def __init__(self, server: ControlServer) -> None:
         self._server = server
         self._changed = threading.Condition()
         self._data: Any = None
@@ -69,7 +61,8 @@ class Transfer:
             self._closed = True
             self._changed.notify_all()
             for connection in self._connections:
-                _shut(connection.socket)
+                with contextlib.suppress(OSError):  # it has ended
+                    connection.socket.shutdown(socket.SHUT_RDWR)
         self._lost("the transfer has ended")
 
     def _serve(self, connection: Connection) -> None:
@@ -197,10 +190,3 @@ def take(address: ControlAddress, worker: str, name: str) -> Body:
         if not isinstance(message, State):
             raise ConnectionError(f"received {type(message).__name__} instead of a state")
         return connection.receive_body(sizes, room=bytearray)  # not a file, because a replica can keep parts of it
-
-
-def _shut(connection: socket.socket) -> None:
-    try:
-        connection.shutdown(socket.SHUT_RDWR)
-    except OSError as error:
-        logger.debug("a connection of a transfer had ended already: %s", error)

@@ -211,7 +211,7 @@ def test_the_traffic_has_no_key(driver: Driver) -> None:
 
 # -- someone changes the traffic ----------------------------------------------------------------------
 
-FIRST = 3  # proof, Hello, and then the first message
+FIRST = 3  # a worker's proof and Hello, or a driver's number and proof, and then the first message
 
 
 def at(place: int, side: bytes, change: Callable[[list[bytes]], list[bytes]]) -> Change:
@@ -270,7 +270,7 @@ def test_a_changed_message_of_a_worker_ends_its_connection(driver: Driver, chang
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_changed_message_of_the_driver_is_an_error(driver: Driver, change: str) -> None:
-    with Tap(driver.address, at(FIRST + 1, DRIVER, CHANGES[change])) as tap:
+    with Tap(driver.address, at(FIRST, DRIVER, CHANGES[change])) as tap:
         with connect(tap.address, Hello("w", "n", 1)) as worker:
             assert isinstance(driver.next(), WorkerStarted)
             driver.server.send("w", KillProcess(1))
@@ -353,7 +353,7 @@ def test_a_state_whose_pickle_was_changed_is_not_passed_on(driver: Driver) -> No
 
 
 def test_a_state_whose_pickle_was_changed_on_its_way_to_a_worker_is_not_loaded(driver: Driver) -> None:
-    change = at(5, DRIVER, lambda sent: [flipped(sent[-1], 50)])
+    change = at(4, DRIVER, lambda sent: [flipped(sent[-1], 50)])
     with Tap(driver.address, change) as tap, closing(Transfer(driver.server)) as transfer:
         transfer.fill(STATE)
         assert take(driver.address, "b", transfer.name) == STATE

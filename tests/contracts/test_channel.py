@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 
 from raysgd.core import connection
-from raysgd.core.connection import Connection, ControlAddress, RejectedError, connect, make_room
+from raysgd.core.connection import Connection, ControlAddress, connect, make_room
 from raysgd.core.frames import DRIVER, KEY_BYTES, NUMBER_BYTES, PROOF_BYTES, WORKER, Session, new_number, proof
 from raysgd.core.messages import (
     Alive,
@@ -544,11 +544,15 @@ def test_a_state_is_passed_on_while_it_arrives(channel: Channel, transfer: Trans
     assert {channel.next(PartReceived).worker for _ in range(2)} == {"a", "b"}, "both make progress"
 
 
-def test_a_transfer_that_has_ended_is_rejected(channel: Channel, transfer: Transfer) -> None:
+def test_a_transfer_that_has_ended_ends_its_connections_at_once(channel: Channel, transfer: Transfer) -> None:
     transfer.close()
+    began = time.monotonic()
     for name in (transfer.name, "unknown"):
-        with pytest.raises(RejectedError, match="the transfer has ended"):
-            connect(channel.address, OpenTransfer(name))
+        with pytest.raises(ConnectionError):
+            take(channel.address, "a", name)
+        with pytest.raises(ConnectionError):
+            Giving(channel.address, "a", name).send(b"state")
+    assert time.monotonic() - began < connection.PATIENCE_S, "the worker does not try again"
 
 
 @pytest.mark.parametrize(("size", "guarded"), [(0, 0), (1, 2**60), (9_000_000, 20)])
