@@ -12,7 +12,7 @@ import os
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -82,20 +82,28 @@ class Connection:
 
         The socket's timeout limits a standstill, and not the whole transfer."""
         views = [memoryview(each).cast("B") for each in body if len(each)]
-        small = bytearray(self._session.framed(message, guarded, sum(map(len, views)) - guarded))
-        for view in self._with_code(views, guarded):
-            if len(small) + len(view) <= JOINED:  # one packet
-                small += view
-                continue
-            self._send_all(memoryview(bytes(small)))
-            small.clear()
-            self._send_all(view)
-        self._send_all(memoryview(small))
+        size = sum(map(len, views))
+        parts = self._parts(message, views, guarded, size - guarded)
+        for part in parts if size > JOINED else [memoryview(b"".join(parts))]:  # in one packet
+            self._send_all(part)
 
-    def _with_code(self, views: list[memoryview], guarded: int) -> Iterator[memoryview]:
-        """Yield a body, with the code behind its guarded part."""
+    def stream(
+        self,
+        message: Message,
+        body: Iterable[memoryview],
+        guarded: int,
+        rest: int,
+        moved: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Send a message with a body of these sizes, part by part. Call `moved` whenever the kernel has taken some of it."""
+        for part in self._parts(message, body, guarded, rest):
+            self._send_all(part, moved)
+
+    def _parts(self, message: Message, body: Iterable[memoryview], guarded: int, rest: int) -> Iterator[memoryview]:
+        """Yield what is sent: the message and its body, with the code behind its guarded part."""
+        yield memoryview(self._session.framed(message, guarded, rest))
         code: Any = next(self._session.sent) if guarded else None
-        for view in views:
+        for view in body:
             while guarded and len(view):
                 piece, view = view[: min(guarded, PIECE)], view[min(guarded, PIECE) :]
                 code.update(piece)
@@ -106,19 +114,11 @@ class Connection:
             if len(view):
                 yield view
 
-    def begin(self, message: Message, guarded: memoryview, rest: int) -> None:
-        """Send a message and the guarded part of its body. `rest` bytes follow with `send_some`."""
-        self._send_all(memoryview(self._session.framed(message, len(guarded), rest)))
-        for view in self._with_code([guarded], len(guarded)):
-            self._send_all(view)
-
-    def send_some(self, data: memoryview) -> int:
-        return self.socket.send(data)
-
-    def _send_all(self, data: memoryview) -> None:
+    def _send_all(self, data: memoryview, moved: Callable[[], None] = lambda: None) -> None:
         """Send all of it. (The timeout of `sendall` is for everything together.)"""
         while data:
             data = data[self.socket.send(data) :]
+            moved()
 
     # -- receiving ------------------------------------------------------------------------------------
 
@@ -137,33 +137,27 @@ class Connection:
         return message
 
     def receive_body(
-        self, sizes: Sizes, moved: Callable[[], None] = lambda: None, *, room: Callable[[int], Body] | None = None
+        self, sizes: Sizes, moved: Callable[[int], None] = lambda complete: None, *, room: Body | None = None
     ) -> Body:
-        """Return a message's body, read directly to where it stays. Call `moved` whenever a part has arrived."""
-        body = (room or make_room)(sizes.body)
-        view = memoryview(body)
-        self.receive_guarded(view[: sizes.guarded], moved)
-        _receive_into(self.socket, view[sizes.guarded :], moved)
+        """Return a message's body, read directly to where it stays. Call `moved` whenever a part has arrived, with how much of the
+        beginning is complete. The guarded part is complete when its code has been checked; raise AlteredError if that is wrong."""
+        body = make_room(sizes.body) if room is None else room
+        view, filled = memoryview(body), 0
+        if sizes.guarded:
+            code = next(self._session.received)
+            while filled < sizes.guarded:
+                count = _receive_some(self.socket, view[filled : sizes.guarded])
+                code.update(view[filled : filled + count])
+                filled += count
+                moved(0)
+            self._session.check(code, _exactly(self.socket, CODE_BYTES))
+            moved(filled)
+        while filled < sizes.body:
+            filled += _receive_some(self.socket, view[filled:])
+            moved(filled)
         if isinstance(body, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
             body.madvise(mmap.MADV_DONTNEED)  # the system may keep it only in the file until it is read
         return body
-
-    def receive_guarded(self, room: memoryview, moved: Callable[[], None] = lambda: None) -> None:
-        """Fill the buffer with the guarded part of a body. Raise AlteredError if its code is wrong."""
-        if not room:
-            return
-        code = next(self._session.received)
-        while room:
-            count = self.receive_some(room)
-            code.update(room[:count])
-            room = room[count:]
-            moved()
-        self._session.check(code, _exactly(self.socket, CODE_BYTES))
-
-    def receive_some(self, room: memoryview) -> int:
-        """Fill a part of the buffer, and return the size of that part. Raise TimeoutError if the other machine does not
-        respond."""
-        return _receive_some(self.socket, room)
 
 
 def connect(address: ControlAddress, first: Message, *, patience_s: float = PATIENCE_S) -> Connection:
@@ -205,18 +199,15 @@ def _greet(opened: socket.socket, key: bytes, first: Message) -> Connection:
 
 def _exactly(opened: socket.socket, size: int) -> bytearray:
     data = bytearray(size)
-    _receive_into(opened, memoryview(data))
+    room = memoryview(data)
+    while room:
+        room = room[_receive_some(opened, room) :]
     return data
 
 
-def _receive_into(opened: socket.socket, room: memoryview, moved: Callable[[], None] = lambda: None) -> None:
-    """Fill the buffer. Call `moved` whenever a part has arrived."""
-    while room:
-        room = room[_receive_some(opened, room) :]
-        moved()
-
-
 def _receive_some(opened: socket.socket, room: memoryview) -> int:
+    """Fill a part of the buffer, and return the size of that part. Raise TimeoutError if the other machine does not
+    respond."""
     try:
         count = opened.recv_into(room[:PIECE])
     except OSError as error:

@@ -393,11 +393,11 @@ class ControlServer:
             if not isinstance(message, FunctionReport):
                 acknowledge()
 
-    def noting(self, worker: str) -> Callable[[], None]:
+    def noting(self, worker: str) -> Callable[..., None]:
         """Return what reports now and then that a part of a message has arrived."""
         noted = time.monotonic()
 
-        def note() -> None:
+        def note(complete: int = 0) -> None:
             nonlocal noted
             now = time.monotonic()
             if now - noted >= PART_EVERY_S:

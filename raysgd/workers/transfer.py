@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, InvalidStateError
 from typing import TYPE_CHECKING, Any
 
@@ -94,8 +94,9 @@ class Transfer:
     def _receive(self, connection: Connection, sizes: Sizes, note: Callable[[], None]) -> None:
         """Receive the state. If that fails, those that take it get no more either."""
 
-        def moved() -> None:
+        def moved(complete: int) -> None:
             self.moved += 1
+            self._fill(body, complete)
             note()
 
         with self._changed:
@@ -104,34 +105,32 @@ class Transfer:
             self._size, self._guarded = sizes.body, sizes.guarded
         try:
             body = make_room(self._size)
-            view = memoryview(body)
-            connection.receive_guarded(view[: self._guarded], moved)
-            self._fill(body, self._guarded)
-            while self._filled < self._size:
-                self._fill(body, self._filled + connection.receive_some(view[self._filled :]))
-                moved()
+            self._fill(body, 0)
+            connection.receive_body(sizes, moved, room=body)
             connection.send(Received())
         except BaseException as error:
             self._lost(str(error))
             self.close()
             raise
 
-    def _fill(self, body: Body, filled: int) -> None:
+    def _fill(self, body: Body, complete: int) -> None:
         with self._changed:
-            self._data, self._filled = body, filled
+            self._data, self._filled = body, complete
             self._changed.notify_all()
 
     def _send(self, connection: Connection, note: Callable[[], None]) -> None:
         connection.socket.settimeout(STALL_S)
         self._wait_beyond(-1, note)
-        with memoryview(self._data) as view:
-            connection.begin(State(), view[: self._guarded], self._size - self._guarded)
-        sent = self._guarded
+        connection.stream(State(), self._arriving(note), self._guarded, self._size - self._guarded, note)
+
+    def _arriving(self, note: Callable[[], None]) -> Iterator[memoryview]:
+        """Yield the parts of the state when they are complete."""
+        sent = 0
         while sent < self._size:
-            end = self._wait_beyond(sent, note)
+            end = min(self._wait_beyond(sent, note), sent + PIECE)
             with memoryview(self._data) as view:
-                sent += connection.send_some(view[sent : min(end, sent + PIECE)])
-            note()
+                yield view[sent:end]
+            sent = end
 
     def _wait_beyond(self, sent: int, note: Callable[[], None]) -> int:
         """Return how much of the state is here, when that is more than `sent`. Meanwhile, the worker that takes it does not
@@ -189,4 +188,5 @@ def take(address: ControlAddress, worker: str, name: str) -> Body:
         message, sizes = connection.receive()
         if not isinstance(message, State):
             raise ConnectionError(f"received {type(message).__name__} instead of a state")
-        return connection.receive_body(sizes, room=bytearray)  # not a file, because a replica can keep parts of it
+        room = bytearray(sizes.body)  # not a file, because a replica can keep parts of it
+        return connection.receive_body(sizes, room=room)

@@ -503,7 +503,7 @@ def test_a_message_that_cannot_be_carried_out_does_not_end_the_workers_thread(
 
 def test_a_body_without_room_ends_its_connection_only(channel: Channel) -> None:
     with channel.greet("w") as worker, connect(channel.address, OpenBulk("w")) as bulk:
-        bulk.begin(REPORT, memoryview(b""), 2**62)
+        bulk.stream(REPORT, [], 0, 2**62)
         assert ended(bulk.socket)
         assert channel.next(WorkerStarted) and channel.server.send("w", StackRequest(1))
         assert worker.expect(StackRequest) == StackRequest(1)
@@ -527,18 +527,18 @@ def transfer(channel: Channel) -> Iterator[Transfer]:
 
 def joined(channel: Channel, transfer: Transfer, first: Message, size: int = 0) -> Connection:
     worker = connect(channel.address, OpenTransfer(transfer.name))
-    worker.begin(first, memoryview(b""), size)
+    worker.stream(first, [], 0, size)
     return worker
 
 
 def test_a_state_is_passed_on_while_it_arrives(channel: Channel, transfer: Transfer) -> None:
     with joined(channel, transfer, TakeState("b")) as taker, joined(channel, transfer, GiveState("a"), 4) as giver:
-        giver.send_some(memoryview(b"st"))
+        giver.socket.sendall(b"st")
         message, sizes = taker.receive()
         assert message == State() and (sizes.guarded, sizes.rest) == (0, 4)
         assert taker.socket.recv(4) == b"st"
         time.sleep(1.1)
-        giver.send_some(memoryview(b"at"))
+        giver.socket.sendall(b"at")
         assert taker.socket.recv(4) == b"at" and giver.expect(Received) == Received()
         assert bytes(transfer.data) == b"stat"
     assert {channel.next(PartReceived).worker for _ in range(2)} == {"a", "b"}, "both make progress"
@@ -571,7 +571,7 @@ def test_nobody_gets_a_part_of_a_state(channel: Channel, transfer: Transfer) -> 
     with ThreadPoolExecutor() as pool:
         taken = pool.submit(take, channel.address, "b", transfer.name)
         with joined(channel, transfer, GiveState("a"), 4) as giver:
-            giver.send_some(memoryview(b"st"))
+            giver.socket.sendall(b"st")
             wait_for(lambda: transfer.moved == 1)
         for wait in (taken.result, lambda: take(channel.address, "c", transfer.name)):
             with pytest.raises(ConnectionError):
@@ -582,7 +582,7 @@ def test_nobody_gets_a_part_of_a_state(channel: Channel, transfer: Transfer) -> 
 def test_a_transfer_that_is_closed_ends_for_all(channel: Channel, transfer: Transfer) -> None:
     with ThreadPoolExecutor() as pool, joined(channel, transfer, GiveState("a"), 4) as giver:
         taken = pool.submit(take, channel.address, "b", transfer.name)
-        giver.send_some(memoryview(b"st"))
+        giver.socket.sendall(b"st")
         wait_for(lambda: transfer.moved == 1)
         transfer.close()
         with pytest.raises(ConnectionError):
@@ -737,7 +737,7 @@ def test_a_worker_notices_that_the_drivers_machine_is_cut_off(channel: Channel) 
 
 def test_a_slow_snapshot_is_progress_of_its_worker(channel: Channel) -> None:
     with connect(channel.address, OpenBulk("w")) as bulk:
-        bulk.begin(SnapshotUpload(Progress(), 1), memoryview(b""), 2)
+        bulk.stream(SnapshotUpload(Progress(), 1), [], 0, 2)
         time.sleep(1.1)
-        bulk.send_some(memoryview(b"x"))  # the rest is on its way
+        bulk.socket.sendall(b"x")  # the rest is on its way
         assert channel.next(PartReceived) == PartReceived("w")
