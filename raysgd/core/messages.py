@@ -4,11 +4,10 @@ A message is a frozen dataclass, which is pickled. Some are followed by a body, 
 how they are sent. Objects of the user are bytes in a message or in a body, so that they are unpickled in the thread
 that needs them, and not in the one that receives them.
 
-The first message of a connection is one of `Hello`, `OpenBulk` and `OpenTransfer`. The driver answers it with its proof:
+The first message of a connection is `Hello` or `Open`. The driver answers it with its proof:
 
-    Hello            the control connection of a worker, for as long as it lives
-    OpenBulk         carries what is large or must not be lost: snapshots, reports of training functions
-    OpenTransfer     carries one state or one checkpoint
+    Hello    the control connection of a worker, for as long as it lives
+    Open     a connection for what is large or must not be lost: snapshots and reports of training functions, or one state
 """
 
 from __future__ import annotations
@@ -39,19 +38,17 @@ class Hello(Message):
 
 
 @dataclass(frozen=True)
-class OpenBulk(Message):
-    """A worker sends this before its first snapshot or report. The connection stays open: `SnapshotUpload`,
-    `FunctionReport` and `StartDealer` follow, and the driver answers each with `Received`."""
+class Open(Message):
+    """A worker sends this to open another connection.
+
+    Without a `transfer`, it is the bulk connection, which stays open: `SnapshotUpload`, `FunctionReport` and `StartDealer`
+    follow, and the driver answers each with `Received`. It is opened before the first of them.
+
+    With the name of one, it gives or takes one state: `GiveState` or `TakeState` follows. The driver closes it if that transfer
+    has ended."""
 
     worker: str
-
-
-@dataclass(frozen=True)
-class OpenTransfer(Message):
-    """A worker sends this to give or take one state, which has this name. `GiveState` or `TakeState` follows. The driver closes
-    the connection if the transfer has ended."""
-
-    name: str
+    transfer: str = ""
 
 
 # -- the control connection, from the worker ----------------------------------------------------------
@@ -217,15 +214,12 @@ class GiveState(Message):
     """The worker sends its state. Body: the state, or the content of a save. `report` is what the worker of a save has written,
     or its error. `Received` follows."""
 
-    worker: str
     report: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
 class TakeState(Message):
     """The worker asks for the state that another worker, or the driver, gives. `State` follows."""
-
-    worker: str
 
 
 @dataclass(frozen=True)

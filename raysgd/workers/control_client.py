@@ -37,7 +37,7 @@ from raysgd.core.messages import (
     Interrupt,
     KillProcess,
     Message,
-    OpenBulk,
+    Open,
     PerformCall,
     PreemptionNotice,
     ProgressReport,
@@ -136,7 +136,7 @@ class ControlClient:
             bulk.close()
             bulk = None
         if bulk is None:
-            bulk = connect(self._address, OpenBulk(self._worker))
+            bulk = connect(self._address, Open(self._worker))
         try:
             bulk.socket.settimeout(BULK_S)
             bulk.send(message, *body, guarded=guarded)

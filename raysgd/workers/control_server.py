@@ -38,8 +38,7 @@ from raysgd.core.messages import (
     FunctionReport,
     Hello,
     Message,
-    OpenBulk,
-    OpenTransfer,
+    Open,
     Received,
     SnapshotUpload,
     StartDealer,
@@ -65,7 +64,7 @@ PART_EVERY_S = 1.0
 NO_RESOURCES = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 RECEIVED_AT_ONCE = 1 << 16
 SEND_BUFFER = 1 << 18  # for several calls, because nothing waits for a worker to read them
-Serve = Callable[[Connection], None]
+Serve = Callable[[Connection, str], None]
 
 
 class _Peer:
@@ -114,7 +113,7 @@ class ControlServer:
         self._unadmitted: dict[_Peer, None] = {}  # the oldest first
         self._outgoing: deque[tuple[_Peer, Message]] = deque()
         self._handed_over: set[socket.socket] = set()
-        self._expected: dict[str, Serve] = {}
+        self._expected: dict[str, Serve] = {"": self._receive}
         self._names = itertools.count(1)
         self._refused_hosts: set[str] = set()
         self._listener = _listen(host, control_ports())
@@ -159,7 +158,7 @@ class ControlServer:
             self._post(peer, Bye())
 
     def expect_transfer(self, serve: Serve) -> str:
-        """Return the name of a new transfer. Every connection that names it is served by `serve`, in a thread of its own."""
+        """Return the name of a new transfer. `serve` gets every connection that names it, with the worker's name, in a thread."""
         name = str(next(self._names))
         self._expected[name] = serve
         return name
@@ -238,7 +237,9 @@ class ControlServer:
             deadline.cancel()
             self._unadmitted.pop(peer, None)
             if not isinstance(first, Hello):
-                self._hand_over(peer, first)
+                self._handed_over.add(peer.socket)
+                name = "raysgd-transfer" if first.transfer else "raysgd-bulk"
+                threading.Thread(target=self._serve_alone, args=(peer, first), name=name, daemon=True).start()
                 return
             await self._read_control(peer, first)
         except asyncio.CancelledError:
@@ -260,15 +261,12 @@ class ControlServer:
         if self._workers.get(peer.worker) is peer and self._workers.pop(peer.worker, None) is not None:
             self._events.put(WorkerEnded(peer.worker, why, reason))
         if peer.refused:  # last, as the user's log handlers may be slow, or raise
-            self._log_refused(peer, peer.refused)
+            # As a warning only the first one of each machine, because there may be very many.
+            level = logging.DEBUG if peer.host in self._refused_hosts else logging.WARNING
+            self._refused_hosts.add(peer.host)
+            logger.log(level, "refused a connection from %s to the control channel: %s", peer.host, peer.refused)
 
-    def _log_refused(self, peer: _Peer, why: str) -> None:
-        """Log a refused connection: as a warning only the first one of each machine, because there may be very many."""
-        level = logging.DEBUG if peer.host in self._refused_hosts else logging.WARNING
-        self._refused_hosts.add(peer.host)
-        logger.log(level, "refused a connection from %s to the control channel: %s", peer.host, why)
-
-    async def _admit(self, peer: _Peer) -> Hello | OpenBulk | OpenTransfer:
+    async def _admit(self, peer: _Peer) -> Hello | Open:
         """Let the other end prove that it has the key, and return its first message. Nothing behind the proof is read before that
         is complete and verified."""
         peer.socket.setblocking(False)
@@ -285,7 +283,7 @@ class ControlServer:
         head = await self._exactly(peer, HEAD_BYTES)
         sizes = peer.session.sizes(head)
         message = peer.session.opened(head, await self._exactly(peer, sizes.message))
-        if not isinstance(message, Hello | OpenBulk | OpenTransfer) or sizes.body:
+        if not isinstance(message, Hello | Open) or sizes.body:
             raise ValueError(f"its first message is {type(message).__name__}, with a body of {sizes.body} bytes")
         if isinstance(message, Hello) and message.worker in self._workers:
             raise ValueError(f"worker {message.worker} is connected already")
@@ -358,20 +356,12 @@ class ControlServer:
 
     # -- other connections ----------------------------------------------------------------------------
 
-    def _hand_over(self, peer: _Peer, first: OpenBulk | OpenTransfer) -> None:
-        """Serve a connection in a thread. One for a transfer that has ended ends at once."""
-        serve: Serve
-        if isinstance(first, OpenBulk):
-            serve, name = partial(self._receive, first.worker), "raysgd-bulk"
-        else:
-            serve, name = self._expected.get(first.name, lambda connection: None), "raysgd-transfer"
+    def _serve_alone(self, peer: _Peer, first: Open) -> None:
+        """Serve a connection in this thread. One for a transfer that has ended ends at once."""
         peer.socket.setblocking(True)
-        self._handed_over.add(peer.socket)
-        threading.Thread(target=self._serve_alone, args=(peer, serve), name=name, daemon=True).start()
-
-    def _serve_alone(self, peer: _Peer, serve: Serve) -> None:
         try:
-            serve(Connection(peer.socket, peer.session))
+            if (serve := self._expected.get(first.transfer)) is not None:
+                serve(Connection(peer.socket, peer.session), first.worker)
         except Exception as error:
             if _is_end(error):  # the worker's end is reported by its control connection
                 logger.debug("a connection from %s has ended: %s", peer.host, error)
@@ -381,7 +371,7 @@ class ControlServer:
             self._handed_over.discard(peer.socket)
             peer.socket.close()
 
-    def _receive(self, worker: str, connection: Connection) -> None:
+    def _receive(self, connection: Connection, worker: str) -> None:
         """Receive the messages of a bulk connection."""
         while True:
             message, sizes = connection.receive()

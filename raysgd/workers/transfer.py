@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from raysgd.core.connection import PIECE, Body, Connection, ControlAddress, connect, make_room
 from raysgd.core.frames import Sizes
-from raysgd.core.messages import GiveState, OpenTransfer, Received, State, TakeState
+from raysgd.core.messages import GiveState, Open, Received, State, TakeState
 from raysgd.core.snapshot import guarded_part
 
 if TYPE_CHECKING:
@@ -65,7 +65,8 @@ class Transfer:
                     connection.socket.shutdown(socket.SHUT_RDWR)
         self._lost("the transfer has ended")
 
-    def _serve(self, connection: Connection) -> None:
+    def _serve(self, connection: Connection, worker: str) -> None:
+        note = self._server.noting(worker)
         with self._changed:
             if self._closed:
                 return
@@ -73,11 +74,11 @@ class Transfer:
         try:
             message, sizes = connection.receive()
             if isinstance(message, GiveState):
-                self._receive(connection, sizes, self._server.noting(message.worker))
+                self._receive(connection, sizes, note)
                 with contextlib.suppress(InvalidStateError):  # it was closed at this moment
                     self.given.set_result(message.report)
             elif isinstance(message, TakeState):
-                self._send(connection, self._server.noting(message.worker))
+                self._send(connection, note)
             else:
                 raise ValueError(f"{type(message).__name__} on a connection for a transfer")
         except OSError as error:
@@ -169,22 +170,22 @@ class Giving:
     """Owns the connection of a worker that gives something. When it ends early, the driver knows that the worker has ended."""
 
     def __init__(self, address: ControlAddress, worker: str, name: str) -> None:
-        self._worker, self._connection = worker, connect(address, OpenTransfer(name))
+        self._connection = connect(address, Open(worker, name))
 
     def send(self, *data: Any, guarded: int = 0, report: dict[str, Any] | None = None) -> None:
         """Send a state or a file, and what is to be said of it. The first `guarded` bytes can be unpickled later. Return when
         the driver has all of it."""
         with self._connection as connection:
             connection.socket.settimeout(STALL_S)
-            connection.send(GiveState(self._worker, report), *data, guarded=guarded)
+            connection.send(GiveState(report), *data, guarded=guarded)
             connection.expect(Received)
 
 
 def take(address: ControlAddress, worker: str, name: str) -> Body:
     """Return a state that is given to the driver."""
-    with connect(address, OpenTransfer(name)) as connection:
+    with connect(address, Open(worker, name)) as connection:
         connection.socket.settimeout(STALL_S)
-        connection.send(TakeState(worker))
+        connection.send(TakeState())
         message, sizes = connection.receive()
         if not isinstance(message, State):
             raise ConnectionError(f"received {type(message).__name__} instead of a state")

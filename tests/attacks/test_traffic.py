@@ -38,7 +38,7 @@ from raysgd.core.messages import (
     FunctionReport,
     Hello,
     KillProcess,
-    OpenBulk,
+    Open,
     PreemptionNotice,
     Received,
     SnapshotUpload,
@@ -180,7 +180,7 @@ def test_a_challenge_that_is_sent_back_proves_nothing() -> None:
 def recorded(driver: Driver) -> tuple[list[bytes], list[bytes]]:
     """Return what a worker and the driver sent on a bulk connection, and check that it had an effect."""
     with Tap(driver.address) as tap:
-        with connect(tap.address, OpenBulk("w")) as bulk:
+        with connect(tap.address, Open("w")) as bulk:
             bulk.send(REPORT, b"abc", guarded=3)
             bulk.expect(Received)
         event = driver.next()
@@ -247,7 +247,7 @@ def test_a_changed_challenge_or_proof_is_refused(driver: Driver, side: bytes, pl
         Tap(driver.address, at(place, side, lambda sent: [flipped(sent[-1], -1)])) as tap,
         pytest.raises(ConnectionAbortedError),
     ):
-        connect(tap.address, OpenBulk("w"), patience_s=0.0)
+        connect(tap.address, Open("w"), patience_s=0.0)
     driver.still_serves()
 
 
@@ -365,7 +365,7 @@ def test_a_state_whose_pickle_was_changed_on_its_way_to_a_worker_is_not_loaded(d
 def test_a_message_that_is_cut_is_no_message(driver: Driver) -> None:
     with (
         Tap(driver.address, at(4, WORKER, lambda sent: [sent[-1][:-1]])) as tap,
-        connect(tap.address, OpenBulk("w")) as bulk,
+        connect(tap.address, Open("w")) as bulk,
     ):
         bulk.send(REPORT, b"abc", guarded=3)
         tap.cut()

@@ -36,8 +36,7 @@ from raysgd.core.messages import (
     Interrupt,
     KillProcess,
     Message,
-    OpenBulk,
-    OpenTransfer,
+    Open,
     PerformCall,
     PreemptionNotice,
     ProgressReport,
@@ -502,7 +501,7 @@ def test_a_message_that_cannot_be_carried_out_does_not_end_the_workers_thread(
 
 
 def test_a_body_without_room_ends_its_connection_only(channel: Channel) -> None:
-    with channel.greet("w") as worker, connect(channel.address, OpenBulk("w")) as bulk:
+    with channel.greet("w") as worker, connect(channel.address, Open("w")) as bulk:
         bulk.stream(REPORT, [], 0, 2**62)
         assert ended(bulk.socket)
         assert channel.next(WorkerStarted) and channel.server.send("w", StackRequest(1))
@@ -510,7 +509,7 @@ def test_a_body_without_room_ends_its_connection_only(channel: Channel) -> None:
 
 
 def test_control_messages_on_a_bulk_connection_end_it(channel: Channel) -> None:
-    with connect(channel.address, OpenBulk("w")) as bulk:
+    with connect(channel.address, Open("w")) as bulk:
         bulk.send(PreemptionNotice())
         assert ended(bulk.socket)
     assert channel.events.empty()
@@ -525,14 +524,14 @@ def transfer(channel: Channel) -> Iterator[Transfer]:
         yield transfer
 
 
-def joined(channel: Channel, transfer: Transfer, first: Message, size: int = 0) -> Connection:
-    worker = connect(channel.address, OpenTransfer(transfer.name))
-    worker.stream(first, [], 0, size)
-    return worker
+def joined(channel: Channel, transfer: Transfer, worker: str, first: Message, size: int = 0) -> Connection:
+    opened = connect(channel.address, Open(worker, transfer.name))
+    opened.stream(first, [], 0, size)
+    return opened
 
 
 def test_a_state_is_passed_on_while_it_arrives(channel: Channel, transfer: Transfer) -> None:
-    with joined(channel, transfer, TakeState("b")) as taker, joined(channel, transfer, GiveState("a"), 4) as giver:
+    with joined(channel, transfer, "b", TakeState()) as taker, joined(channel, transfer, "a", GiveState(), 4) as giver:
         giver.socket.sendall(b"st")
         message, sizes = taker.receive()
         assert message == State() and (sizes.guarded, sizes.rest) == (0, 4)
@@ -570,7 +569,7 @@ def test_nobody_gets_a_part_of_a_state(channel: Channel, transfer: Transfer) -> 
     """The worker that gives it dies; another one takes only after that."""
     with ThreadPoolExecutor() as pool:
         taken = pool.submit(take, channel.address, "b", transfer.name)
-        with joined(channel, transfer, GiveState("a"), 4) as giver:
+        with joined(channel, transfer, "a", GiveState(), 4) as giver:
             giver.socket.sendall(b"st")
             wait_for(lambda: transfer.moved == 1)
         for wait in (taken.result, lambda: take(channel.address, "c", transfer.name)):
@@ -580,7 +579,7 @@ def test_nobody_gets_a_part_of_a_state(channel: Channel, transfer: Transfer) -> 
 
 
 def test_a_transfer_that_is_closed_ends_for_all(channel: Channel, transfer: Transfer) -> None:
-    with ThreadPoolExecutor() as pool, joined(channel, transfer, GiveState("a"), 4) as giver:
+    with ThreadPoolExecutor() as pool, joined(channel, transfer, "a", GiveState(), 4) as giver:
         taken = pool.submit(take, channel.address, "b", transfer.name)
         giver.socket.sendall(b"st")
         wait_for(lambda: transfer.moved == 1)
@@ -674,7 +673,7 @@ def test_a_closed_server_leaves_nothing(channel: Channel) -> None:
     before = threading.active_count()
     channel.client()
     channel.next(WorkerStarted)
-    with connect(channel.address, OpenBulk("w")) as bulk:
+    with connect(channel.address, Open("w")) as bulk:
         channel.server.close()
         assert ended(bulk.socket)
     wait_for(lambda: threading.active_count() < before)
@@ -736,7 +735,7 @@ def test_a_worker_notices_that_the_drivers_machine_is_cut_off(channel: Channel) 
 
 
 def test_a_slow_snapshot_is_progress_of_its_worker(channel: Channel) -> None:
-    with connect(channel.address, OpenBulk("w")) as bulk:
+    with connect(channel.address, Open("w")) as bulk:
         bulk.stream(SnapshotUpload(Progress(), 1), [], 0, 2)
         time.sleep(1.1)
         bulk.socket.sendall(b"x")  # the rest is on its way
