@@ -55,7 +55,7 @@ class Transfer:
         assert 0 <= self._size == self._filled
         return self._data
 
-    def close(self) -> None:
+    def close(self, why: str = "the transfer has ended") -> None:
         self._server.end_transfer(self.name)
         with self._changed:
             self._closed = True
@@ -63,7 +63,7 @@ class Transfer:
             for connection in self._connections:
                 with contextlib.suppress(OSError):  # it has ended
                     connection.socket.shutdown(socket.SHUT_RDWR)
-        self._lost("the transfer has ended")
+        self._lost(why)
 
     def _serve(self, connection: Connection, worker: str) -> None:
         note = self._server.noting(worker)
@@ -110,8 +110,7 @@ class Transfer:
             connection.receive_body(sizes, moved, room=body)
             connection.send(Received())
         except BaseException as error:
-            self._lost(str(error))
-            self.close()
+            self.close(str(error))
             raise
 
     def _fill(self, body: Body, complete: int) -> None:
@@ -186,8 +185,6 @@ def take(address: ControlAddress, worker: str, name: str) -> Body:
     with connect(address, Open(worker, name)) as connection:
         connection.socket.settimeout(STALL_S)
         connection.send(TakeState())
-        message, sizes = connection.receive()
-        if not isinstance(message, State):
-            raise ConnectionError(f"received {type(message).__name__} instead of a state")
+        _, sizes = connection.receive()
         room = bytearray(sizes.body)  # not a file, because a replica can keep parts of it
         return connection.receive_body(sizes, room=room)

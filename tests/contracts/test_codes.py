@@ -157,18 +157,6 @@ def test_a_message_that_is_too_long_is_neither_sent_nor_waited_for() -> None:
         arrives(driver, PREFIX.pack(2**31, 0, 0) + bytes(CODE_BYTES))
 
 
-def test_a_control_connection_has_no_bodies() -> None:
-    worker, driver = pair()
-    with pytest.raises(AlteredError, match="a body of 7 bytes"):
-        arrives(driver, worker.framed(Alive(), 3, 4))
-
-
-def test_an_object_that_is_no_message_is_refused() -> None:
-    worker, driver = pair()
-    with pytest.raises(ValueError, match="not a raysgd control message"):
-        arrives(driver, worker.framed("text"))  # type: ignore[arg-type]
-
-
 # -- states -------------------------------------------------------------------------------------------
 
 
