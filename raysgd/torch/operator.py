@@ -141,9 +141,8 @@ class TrainingOperator(OperatorBase):
                     self._make_due_steps(scheduler)
                 raise
             if watched and [steps_of(each) for each in watched] != steps:
-                if steps_it:
-                    raise stepped_twice(type(self).__name__, scheduler, str(self.scheduler_step_freq))
-                raise refusal(STEPS_SCHEDULE)
+                freq = str(self.scheduler_step_freq)
+                raise stepped_twice(type(self).__name__, scheduler, freq) if steps_it else refusal(STEPS_SCHEDULE)
             whole = getattr(iterator, "whole", True)  # otherwise, another piece of the same batch follows
             if per_batch and whole:
                 self._make_due_steps(scheduler)

@@ -138,7 +138,9 @@ class Clears(Deep):
         return {}
 
 
-@pytest.mark.parametrize(("kind", "says"), [(StepsItself, r"accumulate=4 acts in self\.step\(\)"), (Clears, "self.zero_grad()")])
+@pytest.mark.parametrize(
+    ("kind", "says"), [(StepsItself, r"accumulate=4 acts in self\.step\(\)"), (Clears, "self.zero_grad()")]
+)
 def test_operators_that_step_after_every_batch_are_an_error(kind: type[Deep], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         trained(kind, config={"batch": 2}, options=TrainingOptions(accumulate=4))
