@@ -118,7 +118,8 @@ class FanOut:
             arguments = {"call": call}  # the same for all, because a group pickles it once
             for worker in self._workers:
                 self._table.begin_run(worker, call.name)
-                self._calls.submit(worker, "run", arguments, self._generation.number)
+                number = self._table.submit(worker, "run", arguments, generation=self._generation.number)
+                self._calls.expect(worker, number)
             while self._calls.running and not self._user_error_waited():
                 self._table.pump(TICK_S)
                 self._collect()

@@ -36,7 +36,8 @@ def ask(
     verbs = dict.fromkeys(workers, verb) if isinstance(verb, str) else verb
     shared = {} if callable(arguments) else dict(arguments)
     for worker in workers:
-        calls.submit(worker, verbs[worker], dict(arguments(worker)) if callable(arguments) else shared, generation)
+        given = dict(arguments(worker)) if callable(arguments) else shared
+        calls.expect(worker, table.submit(worker, verbs[worker], given, generation=generation))
     limit = TimeLimit(table, verbs, limit_s)
     while True:
         calls.collect()

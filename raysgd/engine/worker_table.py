@@ -477,8 +477,9 @@ class OpenCalls:
         self.troubled_at: float | None = None
         self._changed: dict[str, None] = {}  # the first one first
 
-    def submit(self, worker: str, verb: str, arguments: dict[str, Any], generation: int) -> None:
-        self.running[worker] = self._table.submit(worker, verb, arguments, generation=generation)
+    def expect(self, worker: str, call: int) -> None:
+        """Wait for this call, which was just submitted."""
+        self.running[worker] = call
         self.note(worker)  # it may have ended already
 
     def note(self, worker: str) -> None:
