@@ -43,7 +43,7 @@ from raysgd.engine.recovery_log import RecoveryLog
 from raysgd.engine.replacements import Replacements
 from raysgd.engine.watchdog import ask
 from raysgd.engine.worker_table import During, Phase, WorkerInfo, WorkerTable
-from raysgd.errors import ClusterError, NotActiveError
+from raysgd.errors import ClusterError, NotActiveError, counted
 from raysgd.workers.worker_group import WorkerGroupProtocol
 
 logger = logging.getLogger("raysgd")
@@ -356,8 +356,15 @@ class Engine:
         with self.claim(f"the call {job.call.name!r}"):
             self._calls += 1
             running = self._ready_call(max_failures=job.max_failures)
-            if job.again == "resume" and self._is_change_due():
-                self._restore(Observation("paused"), running)
+            if job.again == "resume":
+                if self._is_change_due():
+                    self._restore(Observation("paused"), running)
+                least = self._membership.least
+                if (
+                    self.world_size < least
+                ):  # an error ended a call that waited for more; others, as `save`, need no more
+                    detail = f"{counted(self.world_size, 'worker is', 'workers are')} left, and training needs {least}"
+                    self._restore(Observation("broken", reason="restart", detail=detail), running)
             parts = self._run(job, running)
             if job.redo and self._keeps_snapshots:
                 self._finished[running.number] = job, self.progress

@@ -45,6 +45,11 @@ class Membership:
         return self._target
 
     @property
+    def least(self) -> int:
+        """Return with how many workers training continues."""
+        return min(self._elastic.min_workers, self._target)
+
+    @property
     def missing(self) -> int:
         """Return how many places are free, or will be when the members that leave have left."""
         return self._target - len(self._staying())
@@ -114,7 +119,7 @@ class Membership:
         their replacements. A backend that needs new processes changes all at once."""
         now, grows, leavers = self._table.clock(), self._elastic.grow is True, self._leavers()
         missing, ready, starting = self.missing, self._replacements.ready, self._replacements.starting
-        enough = len(self._staying()) + ready >= min(self._elastic.min_workers, self._target)
+        enough = len(self._staying()) + ready >= self.least
 
         def leaves(each: Leaver) -> bool:
             left_s = each.leave_by - now

@@ -207,7 +207,7 @@ class RecoveryLoop:
 
     def _situation(self, case: _Case, survivors: list[str]) -> Situation:
         target = self._membership.target
-        least = min(self._elastic.min_workers, target)
+        least = self._membership.least
         short = len(survivors) + self._replacements.ready < least or not survivors
         self._replacements.tick()
         return Situation(

@@ -276,6 +276,25 @@ def test_a_worker_leaves_only_at_its_deadline_if_too_few_are_left() -> None:
     assert early.error is late.error is None and late.recoveries[0].step > early.recoveries[0].step
 
 
+def test_training_waits_again_for_enough_workers_after_ctrl_c_in_such_a_wait() -> None:
+    faults = (Fault("node", "applied", 4), Fault("ctrl-c", "in recovery", 4))
+    later = ((40.0, 1),)
+    result = run(
+        Plan(
+            nodes=(1, 1),
+            min_workers=2,
+            samples=60,
+            step_s=0.3,
+            later=later,
+            script=("train", "save", "train"),
+            faults=faults,
+        )
+    )
+    assert result.error is None and sum(result.struck.values()) == 2
+    found = [(each.reason, each.world_size_before, each.world_size_after) for each in result.recoveries]
+    assert found == [("restart", 1, 2)], "and no step was trained with one worker, but it could be saved"
+
+
 def test_a_shutdown_in_a_callback_ends_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Checker, "recovered", lambda self, recovery: self.engine.stop())
     error = run(Plan(seed=1, ranks=2, nodes=(2,), samples=12, faults=(Fault("kill", "applied", count=4),))).error
