@@ -144,9 +144,9 @@ def differences(horovod: Weights, ddp: Weights) -> dict[str, float]:
 
 
 def trained_with_each_loop(backend: str) -> Weights:
-    options = TrainingOptions(precision="fp16", clip_norm=1.0)
-    in_float16 = trained("helpers", "manual", backend=backend, options=options)
-    return {**in_float16, **trained("plain", "two_models", backend=backend)}
+    clipped = trained("helpers", backend=backend, options=TrainingOptions(precision="fp16", clip_norm=1.0))
+    in_float16 = trained("manual", backend=backend, options=TrainingOptions(precision="fp16"))
+    return {**clipped, **in_float16, **trained("plain", "two_models", backend=backend)}
 
 
 @pytest.fixture(scope="module")
