@@ -360,9 +360,8 @@ class Engine:
                 if self._is_change_due():
                     self._restore(Observation("paused"), running)
                 least = self._membership.least
-                if (
-                    self.world_size < least
-                ):  # an error ended a call that waited for more; others, as `save`, need no more
+                # An error has ended a call that waited for more. Calls that do not train, as `save`, need no more.
+                if self.world_size < least:
                     detail = f"{counted(self.world_size, 'worker is', 'workers are')} left, and training needs {least}"
                     self._restore(Observation("broken", reason="restart", detail=detail), running)
             parts = self._run(job, running)

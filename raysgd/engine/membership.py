@@ -105,14 +105,14 @@ class Membership:
                 leave_by if known is None else min(leave_by, known.leave_by),
                 sigterm,
                 drained,
-                told=known is not None and known.told,
+                notified=known is not None and known.notified,
             )
             self._table.set_leaver(info.worker, leaver)
             self._replacements.look_at_once()
         self._replacements.dismiss_preempted(draining)
 
     def _has_change(self, *, joins: bool) -> bool:
-        return bool(self._untold()) or (bool(self._leaving_now()) if self._leavers() else joins)
+        return bool(self._not_notified()) or (bool(self._leaving_now()) if self._leavers() else joins)
 
     def _leaving_now(self) -> list[WorkerInfo]:
         """Return those that leave at the next boundary: all of them, or those whose time is up, while the others wait for
@@ -130,16 +130,16 @@ class Membership:
         leaving = [info for info, leaver in leavers.items() if leaves(leaver)]
         return list(leavers) if leaving and not self._in_place else leaving
 
-    def _untold(self) -> dict[WorkerInfo, Leaver]:
+    def _not_notified(self) -> dict[WorkerInfo, Leaver]:
         """Return the preempted members whose operators do not know it yet."""
         preempted = {info: each for info, each in self._leavers().items() if each.reason == "preemption"}
-        return {info: each for info, each in preempted.items() if not each.told} if self._notice is not None else {}
+        return {info: each for info, each in preempted.items() if not each.notified} if self._notice is not None else {}
 
-    def _tell(self, untold: dict[WorkerInfo, Leaver]) -> bool:
+    def _notify(self, waiting: dict[WorkerInfo, Leaver]) -> bool:
         """Call the function for preemption notices on these members. Return False if one of them has failed."""
         now, calls = self._table.clock(), dict[str, Any]()
-        for info, leaver in untold.items():
-            self._table.set_leaver(info.worker, replace(leaver, told=True))
+        for info, leaver in waiting.items():
+            self._table.set_leaver(info.worker, replace(leaver, notified=True))
             left_s = None if leaver.deadline is None else max(leaver.deadline - now, 0.0)
             assert self._notice is not None
             calls[info.worker] = {"call": Call(self._notice, {"deadline_s": left_s})}
@@ -210,10 +210,10 @@ class Membership:
 
     def plan(self) -> Observation:
         """Return the change that is due now, while all ranks are at a boundary: "paused" with the members that leave, "done" if
-        there is none, "broken" if the backend needs new processes. Tell preempted workers that they are; if that fails, no member
+        there is none, "broken" if the backend needs new processes. Notify preempted workers; if that fails, no member
         leaves now, and the generation is formed again."""
-        untold = self._untold()
-        if untold and not self._tell(untold):
+        waiting = self._not_notified()
+        if waiting and not self._notify(waiting):
             return Observation("paused", reason="preemption")  # a member has failed, or the network has
         leaving = self._leaving_now()
         if not leaving if self._leavers() else min(self.missing, self._replacements.ready) <= 0:

@@ -1,4 +1,4 @@
-"""Replace a generation by the next one, after a failure or for a planned change, or raise an error that lists the failures. Driver."""
+"""Form the next generation, after a failure or for a planned change, or raise an error that lists the failures. Driver."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class Replacements:
 
     def _are(self, *stages: Stage) -> list[WorkerInfo]:
         """Return those in these stages. The one that has been ready for longest comes first."""
-        found = [info for info in self._table.newcomers() if info.stage in stages]
+        found = [info for info in self._table.new_workers() if info.stage in stages]
         return sorted(found, key=lambda info: info.since)
 
     @property
@@ -134,7 +134,7 @@ class Replacements:
 
     def tick(self) -> None:
         """Follow up on all that are starting."""
-        for info in self._table.newcomers():
+        for info in self._table.new_workers():
             if info.ended is not None:
                 self._drop(info, "its process ended")
             elif info.stage is Stage.UP:
@@ -208,17 +208,17 @@ class Replacements:
     def keep(self, missing: int) -> None:
         """Dismiss those that are ready but neither missing in the group nor spares, and those that are starting."""
         kept = self._are(Stage.READY)[: max(missing, 0) + self._spares]
-        self._dismiss(info for info in self._table.newcomers() if info not in kept)
+        self._dismiss(info for info in self._table.new_workers() if info not in kept)
 
     def dismiss_preempted(self, draining: Collection[str]) -> None:
         """Dismiss those on machines that will be stopped."""
-        for info in self._table.newcomers():
+        for info in self._table.new_workers():
             if info.notice or info.node in draining:
                 logger.info("a replacement worker is started again, because its machine will be stopped")
                 self._table.dismiss(info.worker)
 
     def dismiss_all(self) -> None:
-        self._dismiss(self._table.newcomers())
+        self._dismiss(self._table.new_workers())
 
     def _dismiss(self, infos: Iterable[WorkerInfo]) -> None:
         for info in infos:

@@ -80,7 +80,7 @@ class Leaver:
     leave_by: float = -math.inf
     sigterm: bool = False
     drained: bool = False
-    told: bool = False
+    notified: bool = False
     before: Leaver | None = None
 
 
@@ -206,7 +206,7 @@ class WorkerTable:
         self._workers |= {worker: WorkerInfo(worker, since=now, moved_at=now) for worker in workers}
         return workers
 
-    def newcomers(self) -> list[WorkerInfo]:
+    def new_workers(self) -> list[WorkerInfo]:
         """Return the workers that are not in the group, nor joining it."""
         return [info for info in list(self._workers.values()) if info.stage < Stage.JOINING]
 
@@ -426,7 +426,7 @@ class WorkerTable:
             info.ended = event
             self._note_change(event.worker)
         elif isinstance(event, PartReceived):
-            info.moved_at = self.clock()  # a slow transfer is no hang
+            info.moved_at = self.clock()  # a slow transfer is not a hang
         elif isinstance(event, CallEnded):
             self._call_ended(info, event)
         else:

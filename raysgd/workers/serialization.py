@@ -43,7 +43,7 @@ def pack(value: Any) -> PickledObject | None:
         try:
             return PickledObject(_dumps(value, contained=contained, imported=imported))
         except UNPICKLABLE as error:
-            more = {name for name in contained if _unpicklable_variable(sys.modules[name])}
+            more = {name for name in contained if unpicklable_variable(sys.modules[name])}
             if not more:
                 raise TypeError(
                     f"{value!r} cannot be sent to the workers: {_culprit(value)}{error}. Create such objects (locks, files, "
@@ -53,7 +53,7 @@ def pack(value: Any) -> PickledObject | None:
             imported |= more
 
 
-def _unpicklable_variable(module: ModuleType) -> str:
+def unpicklable_variable(module: ModuleType) -> str:
     """Return the name of a variable of the module, or of a class in it, that cannot be pickled; "" if there is none."""
     for name, value in vars(module).items():
         if isinstance(value, type) and value.__module__ == module.__name__:
@@ -82,7 +82,7 @@ def _culprit(value: Any) -> str:
                 return (
                     f"{name}[{key!r}] is {shown(each)}. " if isinstance(part, Mapping) else f"{name} is {shown(part)}. "
                 )
-    variable = _unpicklable_variable(sys.modules["__main__"])
+    variable = unpicklable_variable(sys.modules["__main__"])
     return f"the variable {variable} of the script is one that cannot be pickled. " if variable else ""
 
 

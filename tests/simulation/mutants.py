@@ -322,22 +322,22 @@ def leave_too_late(patch: Patch) -> None:
 
 @mutant
 def tell_of_a_preemption_twice(patch: Patch) -> None:
-    def untold(self: Membership) -> Any:
+    def not_notified(self: Membership) -> Any:
         return {info: leaver for info, leaver in self._leavers().items() if leaver.reason == "preemption"}
 
-    patch.setattr(Membership, "_untold", untold)
+    patch.setattr(Membership, "_not_notified", not_notified)
 
 
 @mutant
 def announce_a_preemption_to_all(patch: Patch) -> None:
-    def untold(self: Membership) -> Any:
-        if not self._leavers() or any(leaver.told for leaver in self._leavers().values()):
+    def not_notified(self: Membership) -> Any:
+        if not self._leavers() or any(leaver.notified for leaver in self._leavers().values()):
             return {}
         for worker in self._staying():
             self._table.set_leaver(worker, Leaver("preemption"))
         return self._leavers()
 
-    patch.setattr(Membership, "_untold", untold)
+    patch.setattr(Membership, "_not_notified", not_notified)
 
 
 # -- failures, hangs and errors of the user's code ----------------------------------------------------
