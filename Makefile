@@ -81,12 +81,14 @@ check: $(VENV)/dev.stamp
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/python tools/check_code.py
+	@$(BIN)/python tools/wrap.py --check
 	@$(BIN)/python tools/check_pages.py
 	@$(MAKE) --no-print-directory docs
 
 fix: $(VENV)/dev.stamp
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
+	@$(BIN)/python tools/wrap.py
 
 docs: docs/_build/stamp
 
