@@ -1,19 +1,13 @@
 """Public names, and those of older modules, can be imported. The pages for migrating say what each does (tests/docs)."""
 
+import difflib
 import importlib
 from collections.abc import Iterator
 
 import pytest
 
 from raysgd.compat import MODULES
-
-PACKAGES = [
-    "raysgd",
-    *(
-        f"raysgd.{each}"
-        for each in ["callbacks", "data", "tf", "torch", "train", "train.callbacks", "train.torch", "tune"]
-    ),
-]
+from tools.public_api import FILE, PACKAGES, listed
 
 
 def problem(module: str, name: str) -> str:
@@ -46,3 +40,10 @@ def problems(module: str) -> Iterator[str]:
 def test_public_and_older_names_can_be_imported() -> None:
     found = [each for module in [*PACKAGES, *MODULES] for each in problems(module)]
     assert not found, "\n".join(found)
+
+
+@pytest.mark.filterwarnings("ignore:.* has no effect in raysgd")
+def test_the_api_is_the_one_that_is_written_down() -> None:
+    pytest.importorskip("tensorflow")
+    found = "\n".join(difflib.unified_diff(FILE.read_text(encoding="utf-8").splitlines(), listed().splitlines(), n=0))
+    assert not found, f"the public API has changed; if it should, run `python tools/public_api.py`:\n{found}"
