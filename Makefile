@@ -1,6 +1,6 @@
 # The one door. `make` alone says what there is.
 #
-# The environment lies in .venv. A stamp in it says what was installed; it is installed anew only when setup.py,
+# The environment is in .venv. A stamp in it says what was installed; it is installed again only when setup.py,
 # pyproject.toml or constraints.txt changed. Another interpreter: `make test PYTHON=python3.12` after `make clean`.
 
 PYTHON ?= python3
@@ -15,14 +15,14 @@ PAGES := $(shell find docs -name '*.md') docs/conf.py $(wildcard examples/notebo
 PURE := $(patsubst %,tests/test_%.py,config constants hang watchdog meters metrics partial_results sampling_plan policy progress \
 	replacements rendezvous atomic_writes timers compat_utils) tests/data tests/elastic/test_boundary.py tests/train/test_rounds.py
 
-# Of pip's talk, only what explains a wait: big downloads, builds, the unpacking. Warnings and errors pass untouched.
+# Of pip's output, only what explains a wait: big downloads, builds, the unpacking. Warnings and errors are kept.
 TELL := awk '/Downloading .*[0-9][0-9]\.[0-9]+ [MG]B/ { print "  pip: downloading " $$2 " " $$3 $$4; fflush() } \
 	/Building wheel for/ { print "  pip: building " $$4; fflush() } \
 	/^Installing collected/ { print "  pip: unpacking " NF - 3 " packages"; fflush() }'
 PIP_INSTALL = set -o pipefail; $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off \
 	--constraint constraints.txt
 
-.PHONY: help demo test quick more nightly pure sim jobs versions check fix docs notebooks bench horovod clean
+.PHONY: help demo test quick more nightly pure sim jobs versions check fix docs notebooks bench horovod release clean
 .DELETE_ON_ERROR:
 
 help:
@@ -41,6 +41,7 @@ help:
 	@echo "make notebooks  execute the notebooks of examples/notebooks, and store their outputs in them"
 	@echo "make bench  measure raysgd and its peers, and put the figures into the documentation; ARGS=--quick takes a look"
 	@echo "make horovod  build Horovod for the installed torch, and install it (once; the wheel is kept in your cache folder)"
+	@echo "make release  build the wheel and test it, as a trial: nothing is published"
 	@echo "make clean  remove everything made here, the environment too"
 
 demo: $(VENV)/demo.stamp
@@ -104,6 +105,9 @@ bench: $(VENV)/bench.stamp
 	@$(BIN)/python examples/benchmarks/bench.py $(ARGS)
 
 horovod: $(VENV)/horovod.stamp
+
+release: $(VENV)/dev.stamp
+	@$(BIN)/python tools/release.py
 
 $(VENV)/made.stamp:
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("raysgd needs Python 3.10 or newer; $(PYTHON) is " + sys.version.split()[0] + ". Name another: make PYTHON=python3.11 ...")'

@@ -38,7 +38,7 @@ PACKAGES = [
 
 TORCH = ["torch>=2.10", "tqdm"]
 TENSORFLOW = ["tensorflow>=2.16", "tqdm"]
-# Not Horovod itself: it has no wheels, and its sources need mending first. `tools/build_horovod.py` does that;
+# Not Horovod itself: it has no wheels, and its sources must be patched first. `tools/build_horovod.py` does that;
 # here is what it and Horovod need.
 HOROVOD = [*TORCH, "cffi", "cloudpickle", "cmake", "packaging", "psutil", "pyyaml", "setuptools>=64", "wheel"]
 LIGHTNING = [*TORCH, "lightning>=2.1"]
