@@ -33,7 +33,7 @@ from raysgd.torch.monitor import Monitor
 from raysgd.torch.parts import Parts, check_parts, check_steps_alone, move
 from raysgd.torch.precision import make_precision
 from raysgd.torch.rates import scale_rates, scaling_rule
-from raysgd.torch.schedules import step_in_order, stepped_twice, steps_of, watch_schedule
+from raysgd.torch.schedules import step_in_order, stepped_twice, steps_of
 from raysgd.torch.settings import TorchSettings
 from raysgd.training.operator_base import OperatorBase
 
@@ -76,6 +76,8 @@ class TrainingOperator(OperatorBase):
         self._planned_steps: int | None = None  # what it has returned
         # After a batch, or at the end of an epoch: how many steps are due of a scheduler that the default loop steps.
         self._due_steps: Callable[..., int] = lambda ended=False: int(not ended)
+        # Whether a scheduler that has made all its steps keeps its last learning rate.
+        self._keeps_rate: Callable[[Any], bool] = lambda scheduler: False
         self._precision = make_precision(settings.options.precision or "fp32", self._device)
         averages = Averages(settings.ema_decay)
         self._parts = Parts(options=settings.options, exchange=settings.exchange(), averages=averages)
@@ -158,7 +160,8 @@ class TrainingOperator(OperatorBase):
 
     def _make_due_steps(self, scheduler: Any, **given: bool) -> None:
         for _ in range(self._due_steps(**given)):
-            step_in_order(scheduler)
+            if not self._keeps_rate(scheduler):
+                step_in_order(scheduler)
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         """Train one step on one `batch`, `(*features, target)`: forward, loss, backward, optimizer. Return what was measured.
@@ -319,7 +322,7 @@ class TrainingOperator(OperatorBase):
         bare = wrapping.formatted(bare, parts.options, distributed=self._is_distributed)
         parts.models, parts.optimizers = self._precision.prepare(bare, parts.as_list(optimizers), dict(apex_args or {}))
         parts.criterion = criterion
-        self._set_schedulers(parts.as_list(schedulers))
+        parts.schedulers = parts.as_list(schedulers)
         wrapping.compile_models(parts.models, parts.options)
         self._wrap(dict(ddp_args or {}))
         wrapping.update_together(parts.optimizers)
@@ -424,17 +427,6 @@ class TrainingOperator(OperatorBase):
         if batches is None:
             return None
         return optimizer_steps(self._last_epoch, batches=batches, num_steps=None, window=self._batches_per_step)
-
-    def _set_schedulers(self, schedulers: list[Any]) -> None:
-        self._parts.schedulers = schedulers
-        for scheduler in schedulers:
-            watch_schedule(
-                scheduler,
-                self._settings.num_workers,
-                world_size=lambda: self.world_size,
-                planned=lambda: self._planned_steps,
-                needed=self._steps_by_now,
-            )
 
     def _samples_in(self, batch: Any) -> float:
         return samples_in(batch)

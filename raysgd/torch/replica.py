@@ -36,7 +36,7 @@ from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.precision import Precision
 from raysgd.torch.profiling import Profiler
 from raysgd.torch.resharding import Resharding
-from raysgd.torch.schedules import has_length_in_code
+from raysgd.torch.schedules import MadeFor, has_length_in_code, why_too_short
 from raysgd.torch.settings import TorchSettings
 from raysgd.training.feed import Source
 from raysgd.training.replica_base import Phase, ReplicaBase, ReplicaFactoryBase
@@ -44,6 +44,7 @@ from raysgd.training.replica_base import Phase, ReplicaBase, ReplicaFactoryBase
 logger = logging.getLogger("raysgd")
 
 PARTIAL_S = 10.0
+ENDED = "the schedule of %s"
 PLAN_CHANGED = (
     "total_steps() planned %d optimizer steps with num_workers=%d. With %d from now on, this run makes %d, so a schedule that your code "
     "steps does not end with the run. ElasticConfig(batch='global') keeps the number of steps when the workers change; with "
@@ -100,7 +101,8 @@ class TorchReplica(ReplicaBase):
         self._profiler = None if settings.profiler is None else Profiler(settings.profiler)
         self._partial_at = 0.0
         self._partial: dict[str, Any] | None = None
-        operator._due_steps = self._due_steps
+        operator._due_steps, operator._keeps_rate = self._due_steps, self._keeps_rate
+        self._position.made_for = settings.num_workers, operator._planned_steps, False
         if type(operator).train_epoch is TrainingOperator.train_epoch:
             operator._own_scheduler()  # raises ConfigError for what it cannot step
         self._divided = settings.add_dist_sampler or not settings.distributed
@@ -177,6 +179,18 @@ class TorchReplica(ReplicaBase):
         due = max(made - position.planned, 0)
         position.planned += due
         return due
+
+    def _keeps_rate(self, scheduler: Any) -> bool:
+        """Return whether a schedule, which is about to step, has ended too early and keeps its last learning rate."""
+        operator, position, now = self.operator, self._position, self._rank_info.world_size
+        made = MadeFor(*(position.made_for or (now, None)))
+        if now != made.workers and not made.changed:
+            made = made._replace(changed=True)
+            position.made_for = tuple(made)
+        why = why_too_short(scheduler, made, now=now, planned=operator._planned_steps, needed=operator._steps_by_now)
+        if why:
+            self._warn_once(ENDED, why)
+        return bool(why)
 
     def _check_plan(self) -> None:
         """Warn once if the rest of the run does not have the steps that were planned, and user code steps by them."""

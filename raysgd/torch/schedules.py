@@ -3,19 +3,15 @@ than it was made for. Worker."""
 
 from __future__ import annotations
 
-import functools
-import logging
 import math
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from raysgd.errors import ConfigError, counted
 from raysgd.torch.foreign import nested_schedulers
-
-logger = logging.getLogger("raysgd")
 
 
 def steps_of(scheduler: Any) -> Any:
@@ -49,60 +45,46 @@ def stepped_twice(operator: str, scheduler: Any, freq: str) -> ConfigError:
     )
 
 
-def watch_schedule(
-    scheduler: Any,
-    workers: int,
-    *,
-    world_size: Callable[[], int],
-    planned: Callable[[], int | None],
-    needed: Callable[[int], int | None],
-) -> None:
-    """Let a scheduler keep its last learning rate, with one warning, if its `step` raises an error because it has made all
-    its steps, and the reason is another number of workers, or that the run was resumed with more epochs.
+class MadeFor(NamedTuple):
+    """What the schedules of a run were made for. Part of a replica's state, as a tuple.
 
-    workers     the number of workers for which the schedule was made
-    world_size  returns the current number of workers
-    planned     returns how many steps `total_steps()` has planned, for schedulers that do not say how many they have
-    needed      returns how many steps this many workers make until the end of the running epoch, if that is known
-
-    The number of workers, whether it was different in a step, and the planned steps are attributes of the scheduler, so that its
-    own state in checkpoints has them. `step` is replaced in a subclass, because an attribute would be part of that state, too.
+    workers  how many workers
+    steps    how many steps `total_steps()` had planned, None if it had not
+    changed  whether the number of workers was another one when a schedule stepped
     """
-    if not isinstance(scheduler, LRScheduler):
-        return
-    kind: Any = type(scheduler)
-    warned = False
 
-    @functools.wraps(kind.step)
-    def step(self: Any, *args: Any, **kwargs: Any) -> None:
-        nonlocal warned
-        now = world_size()
-        self._workers_differed = self._workers_differed or now != self._made_for_workers
-        try:
-            kind.step(self, *args, **kwargs)
-        except Exception:
-            steps = getattr(self, "total_steps", None) or planned()
-            need = needed(max(self._made_for_workers, 1)) if self._workers_differed else None
-            longer = (planned() or 0) > (self._made_for_steps or math.inf)
-            if steps is None or steps >= self.last_epoch or not (longer or (need is not None and need <= steps)):
-                raise
-            if not warned:
-                warned = True
-                made = f"it was made for {steps} steps with {counted(self._made_for_workers, 'worker')}"
-                why = (
-                    f"and this run, which was resumed with more epochs, has {planned()}. Training continues with the current "
-                    "learning rate. To change the schedule, start a new run in another folder"
-                    if longer
-                    else "and the epochs have more steps, because fewer workers trained in a part of them (now there are "
-                    f"{now}). Training continues with the current learning rate. With ElasticConfig(batch='global'), the number "
-                    "of steps does not depend on the workers"
-                )
-                logger.warning("the schedule of %s has ended: %s, %s", kind.__name__, made, why)
+    workers: int
+    steps: int | None = None
+    changed: bool = False
 
-    def reduce(self: Any, protocol: Any) -> Any:  # copies and pickled schedulers have the original class
-        return object.__new__, (kind,), *super(watched, self).__reduce_ex__(protocol)[2:]
 
-    names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
-    watched: Any = type(kind.__name__, (kind,), {**names, "__slots__": (), "step": step, "__reduce_ex__": reduce})
-    vars(scheduler).update(_made_for_workers=workers, _workers_differed=False, _made_for_steps=planned())
-    scheduler.__class__ = watched
+def why_too_short(
+    scheduler: Any, made: MadeFor, *, now: int, planned: int | None, needed: Callable[[int], int | None]
+) -> str:
+    """Return why a scheduler that has made all its steps keeps its last learning rate instead of raising an error: the reason is
+    another number of workers, or that the run was resumed with more epochs. Return "" if it must step.
+
+    now      the current number of workers
+    planned  how many steps `total_steps()` has planned, for schedulers that do not say how many they have
+    needed   returns how many steps this many workers make until the end of the running epoch, None if that is not known
+    """
+    own, made_steps = getattr(scheduler, "total_steps", None), steps_of(scheduler)
+    steps = own if isinstance(own, int) else planned
+    if not isinstance(scheduler, LRScheduler) or steps is None or made_steps is None or made_steps < steps:
+        return ""
+    length = (
+        f"{type(scheduler).__name__} has ended: it was made for {steps} steps with {counted(made.workers, 'worker')}"
+    )
+    if (planned or 0) > (made.steps or math.inf):
+        return (
+            f"{length}, and this run, which was resumed with more epochs, has {planned}. Training continues with the current "
+            "learning rate. To change the schedule, start a new run in another folder"
+        )
+    need = needed(max(made.workers, 1)) if made.changed else None
+    if need is None or need > steps:
+        return ""
+    return (
+        f"{length}, and the epochs have more steps, because fewer workers trained in a part of them (now there are {now}). Training "
+        "continues with the current learning rate. With ElasticConfig(batch='global'), the number of steps does not depend on the "
+        "workers"
+    )

@@ -48,6 +48,7 @@ class Position:
     left_out       batches in a row up to now whose step was left out (`StepGuard`)
     plan           the `StepPlan` that schedules follow, as a tuple; empty once a warning said that their plan does not hold
     planned        how many of its steps the schedules have made
+    made_for       the workers and steps that the schedules were made for (`MadeFor`), as a tuple
     call           the number of the current call, or of the last one. The following belong to it:
     call_batches   batches committed
     call_expected  batches that the call will have, if that is known
@@ -73,6 +74,7 @@ class Position:
     left_out: int = 0
     planned: int = 0
     plan: Any = None
+    made_for: Any = None
     parked: list[Any] | None = None
 
     def set_aside(self, *, restart: bool = False) -> None:
@@ -103,6 +105,7 @@ class Position:
         for each in fields(self):
             setattr(self, each.name, values.get(each.name, each.default))
         self.plan = None if self.plan is None else tuple(self.plan)  # JSON makes a list of it
+        self.made_for = None if self.made_for is None else tuple(self.made_for)
 
     def open_call(self, call: int) -> bool:
         """Begin a call, or continue it. Return False if its work is done already."""

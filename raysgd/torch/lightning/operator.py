@@ -72,7 +72,7 @@ class LightningOperator(TrainingOperator):
         ddp_args = {**self.ddp_args, **self._settings.options.ddp_args}
         self.register(models=module, optimizers=optimizers, ddp_args=ddp_args)
         # Not through `register`, because the module says when its schedulers step, and not scheduler_step_freq.
-        self._set_schedulers([schedule.scheduler for schedule in schedules])
+        self._parts.schedulers = [schedule.scheduler for schedule in schedules]
         if self._parts.train_loader is None:
             self._register_loaders()
         self._attach_stub(optimizers)
@@ -176,7 +176,7 @@ class LightningOperator(TrainingOperator):
                 self.global_step += 1
                 self._batch_idx += 1
                 self._stub.global_step = self.global_step
-                self._schedules.step("step", self._batch_idx)
+                self._schedules.step("step", self._batch_idx, unless=self._keeps_rate)
                 module.on_train_batch_end(self._outputs, batch, batch_idx)
                 self._count(iterator, self._logged.end_batch(measured), meter)
             if getattr(iterator, "between_epochs", True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,10 +46,11 @@ class Schedules:
         self._regular = [each for each in schedules if not each.plateau] if automatic else []
         self._plateaus = [each for each in schedules if each.plateau] if automatic else []
 
-    def step(self, interval: str, count: int) -> None:
-        """Step the schedulers that are due after batch number `count` of an epoch, or after epoch number `count`."""
+    def step(self, interval: str, count: int, *, unless: Callable[[Any], bool] = lambda scheduler: False) -> None:
+        """Step the schedulers that are due after batch number `count` of an epoch, or after epoch number `count`, `unless` they keep
+        their last learning rate."""
         for schedule in self._regular:
-            if schedule.steps_after(interval, count):
+            if schedule.steps_after(interval, count) and not unless(schedule.scheduler):
                 self._module.lr_scheduler_step(schedule.scheduler, None)
 
     def end_epoch(self, epochs: int) -> None:
