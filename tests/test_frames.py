@@ -6,7 +6,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 FRAMES = ROOT / "examples" / "benchmarks" / "frames.py"
-SAID = re.compile(r"between `train\(\)` and `train_batch`: (\d+) on\s+the driver and (\d+) in a worker")
+SAID = re.compile(r"between `train\(\)`\s+and\s+`train_batch`: (\d+) on\s+the driver\s+and (\d+) in a worker")
 
 
 def test_as_few_frames_lie_between_train_and_train_batch_as_the_page_says(ray_cluster: None) -> None:
