@@ -23,11 +23,19 @@ copyright = author
 version = release = __version__
 
 # myst_nb reads Markdown as myst_parser does, and notebooks.
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx_copybutton", "sphinx_design"]
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx_copybutton",
+    "sphinx_design",
+]
 exclude_patterns = ["_build", "_templates"]
 templates_path = ["_templates"]
 # Sphinx reads only what is below docs/.
-shutil.copytree(ROOT / "examples" / "notebooks", ROOT / "docs" / "notebooks", dirs_exist_ok=True)
+shutil.copytree(
+    ROOT / "examples" / "notebooks", ROOT / "docs" / "notebooks", dirs_exist_ok=True
+)
 nb_execution_mode = "off"  # the outputs are stored in the notebooks
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
@@ -76,14 +84,21 @@ SHOWN = {
     "raysgd.data.SampleSeeds": "set_epoch",
     "raysgd.data.Dataset": "",
 }
-PUBLIC = re.findall(r"(?m)^   (raysgd[.\w]+)$", (ROOT / "docs" / "api.md").read_text(encoding="utf-8"))
-PUBLIC_LAST = [last for name in PUBLIC if (last := name.rpartition(".")[2])[0].isupper()]  # the classes
+PUBLIC = re.findall(
+    r"(?m)^   (raysgd[.\w]+)$",
+    (ROOT / "docs" / "api.md").read_text(encoding="utf-8"),
+)
+PUBLIC_LAST = [
+    last for name in PUBLIC if (last := name.rpartition(".")[2])[0].isupper()
+]  # the classes
 CALLBACKS = "raysgd.callbacks."  # the hooks are described once, on the page of their base class
 
 
 def shown_methods(name: str) -> str:
     """Return the options of the page of a public name, which say which methods it shows."""
-    if name in SHOWN or (name.startswith(CALLBACKS) and name != f"{CALLBACKS}Callback"):
+    if name in SHOWN or (
+        name.startswith(CALLBACKS) and name != f"{CALLBACKS}Callback"
+    ):
         listed = ", ".join(SHOWN.get(name, "").split())
         return listed and f":members: {listed}"
     return ":members:\n   :inherited-members:"
@@ -96,7 +111,9 @@ autosummary_context = {
 }
 
 autodoc_member_order = "bysource"
-autodoc_inherit_docstrings = False  # a framework's docstrings are not written for these pages
+autodoc_inherit_docstrings = (
+    False  # a framework's docstrings are not written for these pages
+)
 autodoc_typehints = "signature"
 maximum_signature_line_length = 80
 autodoc_preserve_defaults = True
@@ -127,7 +144,9 @@ def blocks(lines: list[str], arguments: set[str]) -> list[tuple[str, list[str]]]
         row = ROW.fullmatch(line)
         if row and set(row[1].split(", ")) <= arguments:
             kind = "arguments"
-        elif not line.strip() or (found[-1][0] == "arguments" and line.startswith(CONTINUED)):
+        elif not line.strip() or (
+            found[-1][0] == "arguments" and line.startswith(CONTINUED)
+        ):
             kind = found[-1][0]
         else:
             kind = "code" if line.startswith("    ") else "prose"
@@ -158,14 +177,20 @@ def prose(block: list[str]) -> list[str]:
 
 def marked(line: str) -> str:
     line = re.sub(r"(?<!`)`([^`\n]+)`(?!`)", r"``\1``", line)
-    return re.sub(r"(?<![\w`])\*+(?=\w)", lambda stars: r"\*" * len(stars[0]), line)  # *args
+    return re.sub(
+        r"(?<![\w`])\*+(?=\w)", lambda stars: r"\*" * len(stars[0]), line
+    )  # *args
 
 
 def parameter_list(block: list[str]) -> list[str]:
     out = [""]
     for line in filter(str.strip, block):
         row = None if line.startswith(CONTINUED) else ROW.fullmatch(line)
-        out.append(f":param {row[1]}: {marked(row[2])}" if row else f"    {marked(line.strip())}")
+        out.append(
+            f":param {row[1]}: {marked(row[2])}"
+            if row
+            else f"    {marked(line.strip())}"
+        )
     return [*out, ""]
 
 
@@ -176,7 +201,9 @@ def parameters(obj: Any) -> set[str]:
         return set()
 
 
-def on_docstring(app: "Sphinx", what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+def on_docstring(
+    app: "Sphinx", what: str, name: str, obj: Any, options: Any, lines: list[str]
+) -> None:
     if what == "module":  # which ends with where it runs
         lines[:] = [re.sub(r" (Driver|Worker|Both)\.$", "", line) for line in lines]
     lines[:] = plain_text(lines, parameters(obj))

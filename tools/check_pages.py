@@ -1,9 +1,10 @@
 """Check the pages: `python tools/check_pages.py`, a part of `make check`.
 
-Links have a text, because GitHub shows none for an empty one, and lead to a page and a section, which has the same anchor on
-GitHub and on the site; pictures exist. Blocks are Python, or of a known language. The API reference has each public class, and
-a docstring describes each argument that a page shows. Versions are the tested ones everywhere, figures those of the
-benchmarks' stored results, and the tests that hold a promise are run for each change.
+Links have a text, because GitHub shows none for an empty one, and lead to a page and a section,
+which has the same anchor on GitHub and on the site; pictures exist. Blocks are Python, or of a
+known language, and fit on the page. The API reference has each public class, and a docstring
+describes each argument that a page shows. Versions are the tested ones everywhere, figures those of
+the benchmarks' stored results, and the tests that hold a promise are run for each change.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ PAGES = sorted([*ROOT.glob("*.md"), *(p for p in (ROOT / "docs").rglob("*.md") i
 # -- Blocks -------------------------------------------------------------------------------------------
 
 FENCE = re.compile(r"^ *(?P<ticks>`{3,}|~{3,}) *(?P<language>[^`]*?) *$")
+BLOCK_WIDTH = 85
 NOT_RUN = re.compile(r"<!-- not run: (?P<reason>.+?) -->")
 LANGUAGE = re.compile(r"python|text|bash|console|diff|toml|json|yaml|ini|make|\{(?!.*python)[\w-]+\}.*")
 
@@ -71,6 +73,10 @@ def wrong_blocks(page: Path) -> Iterator[str]:
     for block in blocks(page.read_text(encoding="utf-8"), str(page.relative_to(ROOT))):
         if not LANGUAGE.fullmatch(block.language):
             yield f"line {block.line}: a block is ```python (and run) or {LANGUAGE.pattern}, not ```{block.language}"
+        if not block.language.startswith("{"):
+            for number, line in enumerate(block.code.splitlines(), start=block.line):
+                if len(line) > BLOCK_WIDTH:
+                    yield f"line {number}: a block's line has {len(line)} columns, and {BLOCK_WIDTH} fit on the page"
         try:
             compile(block.code if block.language == "python" else "", "block", "exec")
         except SyntaxError as error:
@@ -93,7 +99,8 @@ def headings(page: Path) -> list[str]:
 
 
 def sections(page: Path) -> set[str]:
-    """Return the anchors of a page's headings, as GitHub and the built pages name them: repeated ones are numbered."""
+    """Return the anchors of a page's headings, as GitHub and the built pages name them: repeated
+    ones are numbered."""
     slugs = [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings(page)]
     before = [slugs[:number].count(slug) for number, slug in enumerate(slugs)]
     return {f"{slug}-{count}" if count else slug for slug, count in zip(slugs, before, strict=True)}
@@ -120,7 +127,8 @@ def wrong_links(page: Path) -> Iterator[str]:
 
 
 def wrong_pages_in_errors() -> Iterator[str]:
-    """An installed package has no folder docs/: its messages have addresses, of pages and sections that exist."""
+    """An installed package has no folder docs/: its messages have addresses, of pages and sections
+    that exist."""
     for path in (ROOT / "raysgd").rglob("*.py"):
         code = path.read_text(encoding="utf-8")
         nodes = list(ast.walk(ast.parse(code)))
@@ -190,7 +198,8 @@ def methods(of: type, name: str) -> Iterator[tuple[str, Callable[..., Any]]]:
 
 
 def callables(name: str, of: Any) -> Iterator[tuple[str, Any, str]]:
-    """Yield what has arguments on a page: where, its signature, and the docstring that describes them."""
+    """Yield what has arguments on a page: where, its signature, and the docstring that describes
+    them."""
     if inspect.ismodule(of):
         errors = any(isinstance(each, type) and issubclass(each, Exception) for each in vars(of).values())
         for each in of.__all__:
@@ -263,7 +272,8 @@ def wrong_versions() -> Iterator[str]:
 
 
 def wrong_results() -> Iterator[str]:
-    """The tables of the benchmarks are those of the stored results, and pictures are described with their medians."""
+    """The tables of the benchmarks are those of the stored results, and pictures are described with
+    their medians."""
     fill_page = loaded(ROOT / "examples" / "benchmarks" / "fill_page.py")
     results = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in fill_page.RESULTS.glob("*.json")}
     for page in (fill_page.PAGE, *fill_page.OTHER_PAGES):
@@ -282,7 +292,8 @@ def wrong_results() -> Iterator[str]:
 
 
 def wrong_guarantees() -> Iterator[str]:
-    """A promise is held by tests that each change runs, in `make test` or `make more` (tests/tiers.py)."""
+    """A promise is held by tests that each change runs, in `make test` or `make more`
+    (tests/tiers.py)."""
     for name in sorted(set(re.findall(r"`(tests/[\w/]+\.py)`", (ROOT / "docs" / "guarantees.md").read_text("utf-8")))):
         body = ast.parse((ROOT / name).read_text(encoding="utf-8")).body if (ROOT / name).is_file() else []
         tests = [each for each in body if isinstance(each, ast.FunctionDef) and each.name.startswith("test_")]

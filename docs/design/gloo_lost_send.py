@@ -59,10 +59,18 @@ def live(options: argparse.Namespace, rank: int, port: int, orders: Any) -> None
             held.popitem()[1].close()
         before = set(connections())
         limit = datetime.timedelta(seconds=FORM_S)
-        dist.init_process_group("gloo", store=group, rank=rank, world_size=size, timeout=limit)
+        dist.init_process_group(
+            "gloo", store=group, rank=rank, world_size=size, timeout=limit
+        )
         dist.all_reduce(torch.zeros(1))
-        dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=options.limit))
-        held.update((number, each) for number, each in connections().items() if number not in before)
+        dist.distributed_c10d._set_pg_timeout(
+            datetime.timedelta(seconds=options.limit)
+        )
+        held.update(
+            (number, each)
+            for number, each in connections().items()
+            if number not in before
+        )
         assert len(held) == size - 1, held
         orders.send("joined")
 
@@ -90,17 +98,24 @@ def live(options: argparse.Namespace, rank: int, port: int, orders: Any) -> None
 
 def brief(text: str) -> str:
     text = re.sub(r"\[?\S*/(\w+\.cc):(\d+)\]?", r"\1:\2", text.splitlines()[0])
-    return re.sub(r"\[[\w.:]+\]:\d+|\d+\.\d+\.\d+\.\d+(:\d+)?", "PEER", text).partition(". This is")[0]
+    return re.sub(
+        r"\[[\w.:]+\]:\d+|\d+\.\d+\.\d+\.\d+(:\d+)?", "PEER", text
+    ).partition(". This is")[0]
 
 
 def main(options: argparse.Namespace) -> None:
-    context, chance = multiprocessing.get_context("forkserver"), random.Random(options.seed)
+    context, chance = (
+        multiprocessing.get_context("forkserver"),
+        random.Random(options.seed),
+    )
     context.set_forkserver_preload(["torch.distributed"])
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def start(rank: int) -> tuple[Any, Any]:
         own, theirs = context.Pipe()
-        process = context.Process(target=live, args=(options, rank, store.port, theirs), daemon=True)
+        process = context.Process(
+            target=live, args=(options, rank, store.port, theirs), daemon=True
+        )
         process.start()
         theirs.close()
         return own, process
@@ -112,7 +127,9 @@ def main(options: argparse.Namespace) -> None:
     for number in range(1, options.rounds + 1):
         for own, _ in workers:
             own.send(number)
-        assert all(own.poll(2 * FORM_S) and own.recv() == "joined" for own, _ in workers)
+        assert all(
+            own.poll(2 * FORM_S) and own.recv() == "joined" for own, _ in workers
+        )
         time.sleep(chance.uniform(0, options.delay))
         ranks = list(range(options.ranks))
         if options.kill:
@@ -122,16 +139,27 @@ def main(options: argparse.Namespace) -> None:
             workers[rank][0].send(how)
             time.sleep(chance.uniform(0, options.gap))
         deadline = time.monotonic() + options.limit / 2
-        late = [rank for rank in ranks if not workers[rank][0].poll(max(0.0, deadline - time.monotonic()))]
+        late = [
+            rank
+            for rank in ranks
+            if not workers[rank][0].poll(max(0.0, deadline - time.monotonic()))
+        ]
         waited += bool(late)
         for rank in ranks:
-            assert workers[rank][0].poll(options.limit * 3), f"rank {rank} waits longer than its time limit"
-            texts[("late: " if rank in late else "") + brief(workers[rank][0].recv())] += 1
+            assert workers[rank][0].poll(options.limit * 3), (
+                f"rank {rank} waits longer than its time limit"
+            )
+            texts[
+                ("late: " if rank in late else "") + brief(workers[rank][0].recv())
+            ] += 1
         if options.kill:
             workers[victim][1].join()
             workers[victim] = start(victim)
         if number % 100 == 0 or number == options.rounds:
-            print(f"{number} rounds, {waited} with a rank that waits, {time.monotonic() - began:.0f} s", flush=True)
+            print(
+                f"{number} rounds, {waited} with a rank that waits, {time.monotonic() - began:.0f} s",
+                flush=True,
+            )
     for text, count in texts.most_common():
         print(f"{count:7d} {text}")
     for _, process in workers:
@@ -142,15 +170,38 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=1000)
     parser.add_argument("--ranks", type=int, default=3)
-    parser.add_argument("--op", default="mixed", choices=["mixed", "all_reduce", "broadcast"])
-    parser.add_argument("--numel", type=int, default=500, help="of float32, in one call")
-    parser.add_argument("--shut", default="rd", choices=["rd", "rdwr"])
-    parser.add_argument("--no-hold", dest="hold", action="store_false", help="let gloo's close() really close")
     parser.add_argument(
-        "--kill", action="store_true", help="kill one rank before the others shut their connections down"
+        "--op", default="mixed", choices=["mixed", "all_reduce", "broadcast"]
     )
-    parser.add_argument("--delay", type=float, default=0.005, help="of the interruption, at most, in seconds")
-    parser.add_argument("--gap", type=float, default=0.0, help="between the interruptions of two ranks, at most")
-    parser.add_argument("--limit", type=float, default=2.0, help="of a collective call, in seconds")
+    parser.add_argument(
+        "--numel", type=int, default=500, help="of float32, in one call"
+    )
+    parser.add_argument("--shut", default="rd", choices=["rd", "rdwr"])
+    parser.add_argument(
+        "--no-hold",
+        dest="hold",
+        action="store_false",
+        help="let gloo's close() really close",
+    )
+    parser.add_argument(
+        "--kill",
+        action="store_true",
+        help="kill one rank before the others shut their connections down",
+    )
+    parser.add_argument(
+        "--delay",
+        type=float,
+        default=0.005,
+        help="of the interruption, at most, in seconds",
+    )
+    parser.add_argument(
+        "--gap",
+        type=float,
+        default=0.0,
+        help="between the interruptions of two ranks, at most",
+    )
+    parser.add_argument(
+        "--limit", type=float, default=2.0, help="of a collective call, in seconds"
+    )
     parser.add_argument("--seed", type=int, default=1)
     main(parser.parse_args())
