@@ -31,7 +31,7 @@ from raysgd.torch.foreign import run_after_backward
 from raysgd.torch.strategies import Strategy
 from raysgd.torch.wrapping import Exchange
 from raysgd.training.replica_base import ReplicaBase
-from raysgd.training.snapshots import Snapshotter
+from raysgd.training.snapshots import LOADED_S, Snapshotter
 from raysgd.workers.calls import with_value
 from raysgd.workers.replica_host import ReplicaHost
 from tests.local.tasks import Task, current
@@ -113,7 +113,8 @@ class LocalWorker(Worker):
         self.client.control.upload = self._send_snapshot
 
     def _send_snapshot(self, message: SnapshotUpload, *content: Any) -> None:
-        self.upload(message, b"".join(map(bytes, content)))
+        after_load = message.call < 0  # which ends when its snapshot has arrived
+        self.upload(message, b"".join(map(bytes, content)), wait_s=LOADED_S if after_load else 0.0)
 
 
 class LocalGroup(SimGroup):
