@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 from raysgd.config import FUNCTION_START_LIMIT, START_LIMIT, WorkerResources
 from raysgd.errors import ClusterError, ConfigError, ResourceError, described
 from raysgd.workers import foreign
-from raysgd.workers.fork_server import start_fork_server
-from raysgd.workers.gcs import GcsQuery, ask
+from raysgd.workers.fork_server import command_to_fork, start_fork_server
+from raysgd.workers.gcs import GcsQuery, ask, require_ray
 
 logger = logging.getLogger("raysgd")
 
@@ -30,6 +30,10 @@ THROUGH_CLIENT = (
     "ray.init(address='auto')"
 )
 NODE_QUERY_S = 2.0
+# Of the runtime environment of a job: with other fields, Ray chooses the interpreter of its workers.
+KEEP_THE_INTERPRETER = {"config", "env_vars", "excludes", "py_modules", "working_dir"}
+# The launcher (see `fork_server`) of this process's connection to a cluster; "" if all workers of that cluster are forks.
+_launchers: dict[str, str] = {}
 # Ray sets this in the environment of a job that was submitted with `ray job submit`.
 JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 JOIN_S = 60.0  # for a machine that is very busy; a refusal and a wrong address are noticed within seconds
@@ -105,8 +109,33 @@ def _connect(gpus: float) -> None:
             ray.init(address="local", include_dashboard=False, logging_level=logging.WARNING, _system_config=settings)
     except Exception as error:
         raise ClusterError(f"Ray did not start on this machine: {described(error)}. {NOT_STARTED}") from error
+    _launchers[require_ray()] = ""
     cpus = ray.cluster_resources().get("CPU", 0)
     logger.warning("no Ray cluster is running here: started a local one with %g CPUs for this script", cpus)
+
+
+def forking_environment() -> dict[str, Any]:
+    """Return the runtime environment with which Ray forks this process's workers on a cluster of the user; {} if it cannot, or
+    need not. The fork server starts with the first workers, and ends with this process or with the cluster."""
+    import ray
+
+    session = require_ray()
+    if session not in _launchers and _can_fork() and (launcher := start_fork_server()):
+        _launchers[session] = launcher
+    launcher = _launchers.get(session, "")
+    return {"py_executable": command_to_fork(launcher, os.path.dirname(ray.__file__))} if launcher else {}
+
+
+def _can_fork() -> bool:
+    """Return whether this process may start a fork server: on several machines, each would need one, and an actor, such as a
+    trial of Tune, rarely starts enough workers."""
+    import ray
+
+    here = ray.get_runtime_context()
+    if here.get_actor_id() is not None or set(here.runtime_env) - KEEP_THE_INTERPRETER:
+        return False
+    nodes = within(NODE_QUERY_S, alive_nodes) or {}
+    return "py_executable" in ray.runtime_env.RuntimeEnv.known_fields and set(nodes) == {here.get_node_id()}
 
 
 def join_running() -> str:

@@ -1,9 +1,11 @@
 """Start workers on this machine as forks of a process that has imported their framework. Driver.
 
 Of the three seconds of CPU time that a worker needs until its first step, importing torch takes two. Ray starts a script of
-this module instead of an interpreter for a worker. It passes its arguments, environment, working directory, priority and
-standard streams to the fork server, and exits; the fork runs the same script of Ray that the interpreter would have run. From
-there on nothing differs: the worker is a process of its own, imports Ray, registers with the raylet, and can be killed.
+this module instead of an interpreter: for all workers of a cluster that raysgd starts, and for a trainer's workers (with the
+field `py_executable` of their runtime environment) in one of the user's. It passes its arguments, environment, working
+directory, priority and standard streams to the fork server, and exits; the fork runs the same script of Ray that the
+interpreter would have run. From there on nothing differs: the worker is a process of its own, imports Ray, registers with the
+raylet, and can be killed.
 
 The script runs an interpreter if the server has ended, and for all other processes of Ray."""
 
@@ -17,6 +19,7 @@ import logging
 import os
 import runpy
 import selectors
+import shlex
 import shutil
 import signal
 import socket
@@ -48,14 +51,26 @@ FIRST_LINE_BYTES = 120
 SERVER = "import sys; sys.path[0] = sys.argv[1]; from raysgd.workers.fork_server import main; main()"
 IN_BACKGROUND = ("/bin/sh", "-c", '"$@" &', "sh")
 PARENT_OF_RAYSGD = str(Path(__file__).resolve().parents[2])
+# What an interpreter and native libraries read when they start, so that a fork would not see what a worker has there.
+READ_ONCE = (
+    *("ATEN_", "GLIBC_", "GOMP_", "KERAS_", "KMP_", "LD_", "MALLOC_", "MKL_", "OMP_", "ONEDNN_", "OPENBLAS_", "PYTHON"),
+    *("PYTORCH_", "TF_", "TORCH", "XLA_"),
+)
+TAKEN = ("OMP_NUM_THREADS", "PYTHONBREAKPOINT", "PYTHONPATH")  # Ray sets them for each worker, and forks use them
+# On machines and in environments where this script or its Ray does not exist, run the interpreter that Ray is installed for.
+FORK_OR_START = (
+    'ray=$1; shift; case $1 in "$ray"/*) test -x "$0" && exec "$0" "$@";; esac; '
+    'python=${1%/lib*/python*}/bin/python3; test -x "$python" || python=python3; exec "$python" "$@"'
+)
 HEAD = struct.Struct("!QQ")  # the bytes of a request, and the process that started the script
 # Without the site module, this takes 15 ms.
 LAUNCHER = """#!{python} -IS
 import json, os, resource, socket, struct, sys
 ARGUMENTS = sys.argv[1:]
 IS_WORKER = ARGUMENTS[:1] and ARGUMENTS[0].endswith("default_worker.py")
+READ_ONCE = {{name: value for name, value in os.environ.items() if name.startswith({names!r}) and name not in {taken!r}}}
 def is_forked():
-    if not IS_WORKER:
+    if not IS_WORKER or READ_ONCE != {read_once!r}:
         return False
     with socket.socket(socket.AF_UNIX) as server:
         try:
@@ -97,8 +112,9 @@ def start_fork_server() -> str:
 
 def _start(folder: Path, python: str, modules: Sequence[str]) -> str:
     launcher = folder / "python"
+    read_once = {name: value for name, value in os.environ.items() if name.startswith(READ_ONCE) and name not in TAKEN}
     values = {"python": python, "address": str(folder / "socket"), "head": HEAD.format, "score": OOM_SCORE}
-    launcher.write_text(LAUNCHER.format(**values))
+    launcher.write_text(LAUNCHER.format(**values, names=READ_ONCE, taken=TAKEN, read_once=read_once))
     launcher.chmod(0o700)
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(folder / "socket"))
@@ -117,6 +133,11 @@ def _start(folder: Path, python: str, modules: Sequence[str]) -> str:
             check=True,
         )
     return str(launcher)
+
+
+def command_to_fork(launcher: str, ray: str) -> str:
+    """Return the command that Ray runs instead of an interpreter for one worker, where Ray's files are in the folder `ray`."""
+    return shlex.join(["/bin/sh", "-c", FORK_OR_START, launcher, ray])
 
 
 def serve(server: socket.socket, driver: LocalProcess, folder: str) -> None:

@@ -114,7 +114,7 @@ class RayGroup:
         require_ray(self._session)
         self.control.expected_workers = len(self._handles) + count
         allow_connections(self.control.expected_workers, each=CONNECTIONS)
-        address = self.control.address_for_workers()
+        address, environment = self.control.address_for_workers(), cluster.forking_environment() or None
         workers = []
         for _ in range(count):
             worker = uuid.uuid4().hex[:8]
@@ -125,6 +125,7 @@ class RayGroup:
                 scheduling_strategy=cluster.placement(),
                 max_restarts=0,
                 max_task_retries=0,
+                runtime_env=environment,
             ).remote(worker, address, self._backend)
             self._handles[worker] = _Handle(actor)
             # This call fails if the process ends before it has connected, which nothing else would report.

@@ -1,8 +1,9 @@
-"""The workers of a cluster that raysgd starts are forks of a process that has imported torch, and behave like others."""
+"""Workers are forks of a process that has imported torch, and behave like others."""
 
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import stat
@@ -120,6 +121,126 @@ def test_a_worker_that_is_forked_is_like_one_that_is_started(outcome: Any) -> No
     assert run["ended"] == [], "the cluster outlives the thread that started it"
     assert not run["left"], "the server did not end with its cluster"
     assert not [name for name in run["files"] if name.startswith("raysgd-forks")]
+
+
+IN_A_CLUSTER = """
+import json, os, time
+import torch, ray
+from raysgd.train import Trainer
+
+environment = json.loads(os.environ["OF_THE_JOB"])
+ray.init(num_cpus=4, include_dashboard=False, logging_level="ERROR", runtime_env=environment)
+
+def facts():
+    import sys
+    return dict(command=sys.orig_argv[1:3], parent=os.getppid(), mine=os.environ.get("MINE"), given="found" in os.listdir("."))
+
+found = []
+for _ in range(2):
+    trainer = Trainer("torch", num_workers=2)
+    trainer.start()
+    found += trainer.run(facts)
+    trainer.shutdown()
+
+@ray.remote
+def other():
+    return facts()
+
+found.append(ray.get(other.remote()))
+ray.shutdown()
+server = f"/proc/{found[0]['parent']}"
+until = time.monotonic() + 60
+while os.path.exists(server) and time.monotonic() < until:
+    time.sleep(0.1)
+print("FACTS", json.dumps([found, os.path.exists(server), os.listdir(os.environ["TMPDIR"])]))
+"""
+
+
+def train_in_a_cluster(background: Background, environment: dict[str, Any]) -> Any:
+    """Run the script, which starts a cluster with this runtime environment before it has a trainer, and then two trainers.
+    Return the facts of their four workers and of a task."""
+    folder = background.folder()
+    (folder / "job").mkdir()
+    (folder / "job" / "found").touch()
+    done = background.run(
+        *("-c", IN_A_CLUSTER),
+        folder=folder,
+        RAYSGD_FORK_WORKERS="1",
+        TMPDIR=str(folder),
+        PYTHONPATH=str(ROOT),
+        OF_THE_JOB=json.dumps(environment),
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("FACTS ")]
+    assert done.returncode == 0 and lines, done.stderr
+    return json.loads(lines[0][6:])
+
+
+@linux
+@pytest.mark.script(run=train_in_a_cluster)
+@pytest.mark.parametrize("environment", [{"working_dir": "job", "env_vars": {"MINE": "of the job"}}])
+def test_trainers_share_a_fork_server_in_a_cluster_of_the_user(environment: dict[str, Any], outcome: Any) -> None:
+    (*workers, task), left, files = outcome()
+    assert len({each["parent"] for each in workers}) == 1
+    for each in workers:
+        assert "raysgd.workers.fork_server" in each["command"][1]
+    assert "fork_server" not in task["command"][1], "Ray starts other processes as before"
+    for each in (*workers, task):
+        assert each["mine"] == "of the job" and each["given"]
+    assert not left, "the server did not end with its cluster"
+    assert not [name for name in files if name.startswith("raysgd-forks")]
+
+
+@linux
+def test_a_worker_with_variables_that_libraries_read_once_is_not_forked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(fork_server.FORK_WORKERS, "1")
+    monkeypatch.setattr("tempfile.tempdir", os.environ["RAY_TMPDIR"])  # the path of a socket must be short
+    monkeypatch.setattr(fork_server, "REPLICAS", {"sys": "json"})
+    launcher = Path(fork_server.start_fork_server())
+    script = tmp_path / "default_worker.py"
+    script.write_text("import os, sys; print(os.getppid(), 'fork_server' in sys.orig_argv[2], os.environ['MINE'])")
+
+    def run(**variables: str) -> list[str]:
+        environment = {**os.environ, "MINE": "yes", **variables}
+        command = [launcher, script, "--a"]
+        return subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=60, check=True
+        ).stdout.split()
+
+    server, *forked = run(OMP_NUM_THREADS="3", PYTHONPATH="/none")
+    try:
+        assert forked == ["True", "yes"]
+        assert run(MKL_CBWR="COMPATIBLE")[1:] == ["False", "yes"]
+        assert run(PYTHONHASHSEED="17")[1:] == ["False", "yes"]
+    finally:
+        os.kill(int(server), signal.SIGKILL)
+        shutil.rmtree(launcher.parent)
+
+
+@pytest.mark.parametrize(
+    ("worker", "launcher", "expected"),
+    [
+        ("here", "launcher", "launcher"),
+        ("here", "none", "interpreter"),
+        ("there", "launcher", "interpreter"),
+    ],
+)
+def test_workers_of_another_machine_or_environment_have_its_interpreter(
+    tmp_path: Path, worker: str, launcher: str, expected: str
+) -> None:
+    for name in ("launcher", "here/bin/python3", "there/bin/python3"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f'#!/bin/sh\necho {"launcher" if name == "launcher" else "interpreter"} "$0" "$@"\n')
+        path.chmod(0o700)
+    command = fork_server.command_to_fork(str(tmp_path / launcher), str(tmp_path / "here/lib/python3.11/ray"))
+    script = f"{tmp_path}/{worker}/lib/python3.11/ray/workers/default_worker.py"
+    ran = subprocess.run(
+        ["bash", "-c", f"exec {command} {script} --a 'b c'"], capture_output=True, text=True, check=True
+    )
+    own = tmp_path / (launcher if expected == "launcher" else f"{worker}/bin/python3")
+    assert ran.stdout == f"{expected} {own} {script} --a b c\n"
 
 
 def test_nothing_is_forked_without_a_framework_or_where_it_is_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
