@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 
 from raysgd.core.progress import Progress, report_interval_s
-from raysgd.engine.watchdog import Watchdog
-from tests.fake_group import FakeGroup, MessageReceived, PartReceived, StackReport, reporting
+from raysgd.engine.watchdog import Watchdog, ask
+from raysgd.workers.events import CallEnded
+from tests.fake_group import FakeGroup, MessageReceived, Ok, PartReceived, StackReport, reporting
 
 LIMIT_S = 10.0
 
@@ -32,6 +33,24 @@ def test_ranks_that_block_the_others_are_killed_at_the_limit(silent: dict[str, f
     for _ in range(2):  # the first asks for stacks, the second one decides
         watchdog.tick(list(silent))
     assert sorted(group.killed) == killed
+
+
+def test_no_worker_is_late_because_the_driver_was_stopped() -> None:
+    """After Ctrl-Z and `fg`, what workers have sent meanwhile is read a moment later."""
+    now, stopped_s = [1000.0], [60.0, 0.0, 0.0]
+    group = FakeGroup(names="ab", run=None)
+    table = group.table(lambda: now[0])
+    workers = table.launch(2)
+
+    def poll(timeout: float) -> list[Any]:
+        away_s = stopped_s.pop(0) if stopped_s else 0.0
+        now[0] += timeout + away_s
+        group.silence |= dict.fromkeys(workers, away_s)
+        return [] if stopped_s else [CallEnded(worker, call, Ok()) for call, worker in enumerate(workers, 1)]
+
+    group.poll = poll  # type: ignore[method-assign]
+    assert list(ask(table, workers, "run", {}, limit_s=LIMIT_S)) == workers
+    assert group.killed == [] and table.clock() < 1000 + LIMIT_S
 
 
 def test_answers_to_another_request_are_not_taken() -> None:

@@ -95,7 +95,7 @@ class Membership:
                 continue
             if known is not None and (known.reason == "shrink" or (known.sigterm, known.drained) == (sigterm, drained)):
                 continue
-            left_s, now = draining.get(info.node), self._table.clock()
+            left_s, now = draining.get(info.node), self._table.real_clock()
             # SIGTERM on a machine that Ray was already draining says that less time is left than Ray has announced.
             ends_now = sigterm and known is not None and not known.sigterm
             leave_by = now + leave_within_s(None if ends_now else left_s)
@@ -117,7 +117,7 @@ class Membership:
     def _leaving_now(self) -> list[WorkerInfo]:
         """Return those that leave at the next boundary: all of them, or those whose time is up, while the others wait for
         their replacements. A backend that needs new processes changes all at once."""
-        now, grows, leavers = self._table.clock(), self._elastic.grow is True, self._leavers()
+        now, grows, leavers = self._table.real_clock(), self._elastic.grow is True, self._leavers()
         missing, ready, starting = self.missing, self._replacements.ready, self._replacements.starting
         enough = len(self._staying()) + ready >= self.least
 
@@ -137,7 +137,7 @@ class Membership:
 
     def _notify(self, waiting: dict[WorkerInfo, Leaver]) -> bool:
         """Call the function for preemption notices on these members. Return False if one of them has failed."""
-        now, calls = self._table.clock(), dict[str, Any]()
+        now, calls = self._table.real_clock(), dict[str, Any]()
         for info, leaver in waiting.items():
             self._table.set_leaver(info.worker, replace(leaver, notified=True))
             left_s = None if leaver.deadline is None else max(leaver.deadline - now, 0.0)

@@ -78,14 +78,14 @@ class TimeLimit:
         table = self._table
         remaining = [worker for worker in late if table[worker].killed_for is None]
         table.end_unreported(worker for worker in late if worker not in remaining)
-        silent = [worker for worker in remaining if table.group.silent_for(worker) > SILENT_S]
+        silent = [worker for worker in remaining if table.silent_for(worker) > SILENT_S]
         for worker, story in unfinished(table, silent or remaining, self._verbs, self._limit_s).items():
             table.kill(worker, "hang", story)
 
 
 def end_if_silent(table: WorkerTable, worker: str, verb: str) -> None:
     """Kill the worker if it does not even send "alive", as it does during a long set-up: its process is stopped."""
-    if table[worker].killed_for is None and table.group.silent_for(worker) > table.silent_s:
+    if table[worker].killed_for is None and table.silent_for(worker) > table.silent_s:
         table.kill(worker, "hang", describe_unfinished(report_of(table, worker, None), verb, table.silent_s))
 
 
@@ -118,7 +118,7 @@ def report_of(table: WorkerTable, worker: str, answer: StackReport | None) -> Ra
         phase=info.progress.phase if answer is None else answer.phase,
         batch=info.progress.batches if answer is None else answer.batch,
         stack=None if answer is None else answer.frames,
-        silent_s=table.group.silent_for(worker),
+        silent_s=table.silent_for(worker),
     )
 
 
@@ -168,7 +168,7 @@ class Watchdog:
     def _quiet(self, running: Sequence[str], now: float) -> float:
         """Return for how many seconds no rank has made progress, at least. If processes do not answer at all, only they
         count. In a large group, a rank that makes progress reports it only now and then."""
-        silent = {worker: self._table.group.silent_for(worker) for worker in running}
+        silent = {worker: self._table.silent_for(worker) for worker in running}
         still = {worker: now - self._table[worker].moved_at for worker in running}
         ranks = len(self._workers)
         frozen = [
@@ -181,7 +181,7 @@ class Watchdog:
         return max(min(still.values(), default=0.0) - longest_silence_s(ranks, len(running)), 0.0)
 
     def _frozen(self, worker: str) -> bool:
-        return self._table.group.silent_for(worker) > SILENT_S
+        return self._table.silent_for(worker) > SILENT_S
 
     def _ask(self, running: Sequence[str]) -> None:
         self._stacks = {}

@@ -41,6 +41,7 @@ Phase = Literal["recovery", "change", "growth", "agreement", "rendezvous", "inte
 During = Callable[[Phase], AbstractContextManager[object]]
 
 ASKED_AGAIN_S = 10.0  # about the same machine
+AWAY_S = 1.0  # beyond the time that a wait was to take
 KILLED_S = 10.0
 RAY_ID_LENGTH = 56  # of the ids of Ray's nodes, whose first 8 characters are enough for users
 LOOK_S = 0.2
@@ -164,7 +165,8 @@ class WorkerTable:
         ),
         during: During = nullcontext,
     ) -> None:
-        self.group, self.clock, self.during = group, clock, during
+        self.group, self.during, self.real_clock = group, during, clock
+        self._away_s, self._back_at = 0.0, -math.inf
         self.snapshots = SnapshotStore()
         self.silent_s = silent_s  # after so much silence, a process is stopped, whatever it does
         self._on_progress, self._on_report = on_progress, on_report
@@ -179,6 +181,18 @@ class WorkerTable:
         self._replies: dict[int, Outcome] = {}
         self._asked: dict[int, str] = {}
         group.listener = self._take
+
+    # -- time -----------------------------------------------------------------------------------------
+
+    def clock(self) -> float:
+        """Return a time in seconds that stands still while this process does not run: it was stopped (by Ctrl-Z, for example), or
+        its machine was suspended. No worker is late because of that."""
+        return self.real_clock() - self._away_s
+
+    def silent_for(self, worker: str) -> float:
+        """Return for how many seconds the worker has sent nothing. What it has sent while this process did not run may not be
+        read yet."""
+        return min(self.group.silent_for(worker), self.clock() - self._back_at)
 
     # -- workers --------------------------------------------------------------------------------------
 
@@ -396,7 +410,12 @@ class WorkerTable:
     def pump(self, timeout: float) -> int:
         """Process what has happened, and wait up to `timeout` for the first event. Return the number of events. A
         cancelled call ends here, because every wait of the engine calls this."""
-        self._inbox.extend(self.group.poll(0.0 if self._inbox else timeout))
+        began, wait_s = self.real_clock(), 0.0 if self._inbox else timeout
+        self._inbox.extend(self.group.poll(wait_s))
+        away_s = self.real_clock() - began - wait_s
+        if away_s > AWAY_S:
+            self._away_s += away_s
+            self._back_at = self.clock()
         count = len(self._inbox)
         while self._inbox:  # one by one, so that an error in between (a callback's, Ctrl-C) does not lose the others
             self._take(self._inbox.popleft())

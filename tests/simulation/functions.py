@@ -656,6 +656,5 @@ def _fault(draw: random.Random, places: Sequence[str]) -> Fault:
         count=draw.randint(1, 4) if at not in places or at in ("return", "setup hook") else draw.randint(1, 20),
         others=draw.choice([0, 0, 0, 0, 1, 16]),
         pick=draw.randrange(64),
-        # A set-up has 10 s by the driver's clock, also if that jumps.
-        seconds=draw.choice([0.05, 1.0, 4.0, 8.0] if kind == "jump" else [0.05, 1.0, 4.0, 8.0, 25.0]),
+        seconds=draw.choice([0.05, 1.0, 4.0, 8.0, 25.0]),
     )
