@@ -152,11 +152,27 @@ def test_the_store_keeps_the_newest_snapshot() -> None:
 
 def test_a_snapshot_from_before_a_load_does_not_undo_it() -> None:
     store = SnapshotStore()
-    store.forget(least_loads=1)
-    assert not store.offer(Snapshot(b"it was on its way", Progress(step=9)))
+    assert store.offer(Snapshot(b"before", Progress(step=8)))
+    store.require(1)
     assert store.latest() is None
+    assert not store.offer(Snapshot(b"it was on its way", Progress(step=9)))
     assert store.offer(Snapshot(b"loaded", Progress(step=5, loads=1)))
-    store.forget(least_loads=2)
-    store.restore(Snapshot(b"loaded", Progress(step=5, loads=1)))  # the second load has failed
+    store.require(1)
+    assert content(store) == b"loaded"
+
+
+def test_a_load_that_has_failed_leaves_no_snapshot() -> None:
+    store = SnapshotStore()
+    store.offer(kept := Snapshot(b"before", Progress(step=8)))
+    store.offer(Snapshot(b"rescued while it was loaded", Progress(step=9)))
+    store.take_back(kept, 1)
+    assert content(store) == b"rescued while it was loaded"
+    store.offer(Snapshot(b"refused by another rank", Progress(step=5, loads=1)))
+    store.take_back(kept, 1)
+    assert content(store) == b"before"
+
+
+def content(store: SnapshotStore) -> bytes:
     latest = store.latest()
-    assert latest is not None and latest.data == b"loaded"
+    assert latest is not None
+    return bytes(latest.content())

@@ -64,15 +64,21 @@ class SnapshotStore:
         with self._lock:
             return self._latest
 
-    def forget(self, *, least_loads: int = 0) -> None:
-        """Drop the snapshot, because the user replaces the state (with `load`). Refuse those with fewer loads from now on:
-        an earlier one may still be on its way."""
+    def forget(self) -> None:
+        """Drop the snapshot, because the user has changed the state."""
         with self._lock:
-            self._latest, self._least_loads = None, least_loads
+            self._latest, self._least_loads = None, 0
 
-    def restore(self, snapshot: Snapshot | None) -> None:
-        """Restore the snapshot that was dropped, because the load has failed."""
+    def require(self, loads: int) -> None:
+        """Drop a snapshot of fewer loads, because the user has loaded another state, and refuse such ones from now on: one may
+        still be on its way."""
         with self._lock:
-            self._least_loads = 0
-        if snapshot is not None:
-            self.offer(snapshot)
+            self._least_loads = loads
+            if self._latest is not None and self._latest.progress.loads < loads:
+                self._latest = None
+
+    def take_back(self, kept: Snapshot | None, loads: int) -> None:
+        """Keep an earlier snapshot instead of one of so many loads, because the last of these has failed."""
+        with self._lock:
+            if self._latest is not None and self._latest.progress.loads >= loads:
+                self._latest = kept

@@ -279,16 +279,17 @@ class Engine:
 
     @contextmanager
     def state_replaced_by_hand(self, loads: int) -> Iterator[None]:
-        """Drop the newest snapshot before the workers load another state, because they may send a snapshot of that
-        state meanwhile. Restore it if loading fails."""
-        kept = self._table.snapshots.latest()
-        self._snapshot_is_stale = True
-        self._table.snapshots.forget(least_loads=loads)
+        """Return a context in which the workers load another state. If they all fail meanwhile, they continue from the newest
+        snapshot, as the load may be refused; then there is no need to finish earlier calls first."""
+        kept, finished = self._table.snapshots.latest(), self._finished
+        self._snapshot_is_stale, self._finished = True, {}
         try:
             yield
         except BaseException:
-            self._table.snapshots.restore(kept)
+            self._finished = finished
+            self._table.snapshots.take_back(kept, loads)
             raise
+        self._table.snapshots.require(loads)
         newest = self._table.snapshots.latest()
         if newest is not None:
             self._snapshot_is_stale = newest.progress.order < self.progress.order
