@@ -118,6 +118,7 @@ class Engine:
         self._active, self._ended, self._reached = True, False, Progress()
         self._call_lock = CallLock()
         self._calls = 0
+        self._running: RunningCall | None = None
         self._snapshot_is_stale = True
         # Calls that ended after the newest snapshot, and how.
         self._finished: dict[int, tuple[Job, Progress]] = {}
@@ -365,7 +366,11 @@ class Engine:
                 if self.world_size < least:
                     detail = f"{counted(self.world_size, 'worker is', 'workers are')} left, and training needs {least}"
                     self._restore(Observation("broken", reason="restart", detail=detail), running)
-            parts = self._run(job, running)
+            outer, self._running = self._running, running
+            try:
+                parts = self._run(job, running)
+            finally:
+                self._running = outer
             if job.redo and self._keeps_snapshots:
                 self._finished[running.number] = job, self.progress
             return parts
@@ -521,6 +526,11 @@ class Engine:
         if not self._active:
             raise NotActiveError("this trainer was shut down: to continue, create a new one, and load what you saved")
         call = RunningCall(self._calls, max_failures, len(self.recoveries))
+        outer = self._running
+        if outer is not None and outer.max_failures >= 0:  # a save during training, for example, uses up what is left
+            left = max(outer.max_failures - self._log.failures_since(outer.recoveries_before), 0)
+            if max_failures < 0 or left < max_failures:
+                call = replace(outer, number=self._calls)
         attempts = 0
         while True:
             attempts += 1
