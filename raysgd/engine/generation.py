@@ -250,7 +250,8 @@ class Generation:
 
     def rescue_state(self, worker: str, call: int) -> bool:
         """Keep the state of a worker that is about to end as the snapshot, taken in call number `call`. Return whether
-        the worker gave its state. If it is sharded, all members take part, and the first one gives it."""
+        the worker gave its state. If it is sharded, all members take part, and the first one gives it. Raise the error of the
+        user's `state_dict` if it raises one."""
         asked, waiting = (self._table.members(),) * 2 if self.is_sharded else ([worker], [])
         with closing(self._table.group.transfer()) as transfer:
 
@@ -261,6 +262,8 @@ class Generation:
             given = {worker: {"transfer": transfer.name if worker == asked[0] else ""} for worker in asked}
             outcomes = self._ask(asked, "state", given.__getitem__, self._limits.setup_s, on_trouble=cancel)
             outcome = outcomes[asked[0]]
+            if isinstance(outcome, Failed):  # the worker is healthy, and its state must not be lost for that
+                raise_user_error(outcome, self._table[asked[0]])
             if not isinstance(outcome, Ok):
                 return False
             self._table.snapshots.offer(Snapshot(transfer.data, outcome.progress, call=call))
