@@ -121,7 +121,8 @@ class Checker:
     def applied(self, worker: Any, group: ProcessGroup, steps: Sequence[Step], contributions: Sequence[Any]) -> None:
         """`worker` has applied a step, the last of `steps`. `contributions` has what each rank contributed to its
         all-reduce."""
-        if worker.given_up or worker.lost:
+        alone = all(each.lost for each in group.members)  # the driver may still get a snapshot from them
+        if worker.given_up or (worker.lost and not alone):
             return  # the driver ended it between the all-reduce and its step, and the others continued without it
         self._check_step(contributions, steps[-1])
         self._check_order(steps)

@@ -49,6 +49,7 @@ class Schedule:
         for fault in plan.faults:
             self._waiting.setdefault(fault.at, []).append((fault, [fault.count]))
         self._phases = ["start"]
+        self._fresh: set[str] = set()  # machines that replace others
         self._callback: UserError | None = None
         self.call_began = self.over_at = world.now
         self.harmful_until = 0.0
@@ -260,7 +261,11 @@ class Schedule:
 
     def _replace(self, node: Node) -> None:
         """Add a new machine for one that leaves, after a while."""
-        fresh = Node(f"{node.name}+", node.slots)
+        name = f"{node.name}+"
+        while name in self._fresh:  # one that is drained can vanish, too
+            name += "+"
+        self._fresh.add(name)
+        fresh = Node(name, node.slots)
         after_s = self._world.between(0.5, 4.0)
         self.over_at = max(self.over_at, self._world.now + after_s)
         self._world.at(after_s, lambda: self.group.nodes.append(fresh))
