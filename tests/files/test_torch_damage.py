@@ -45,11 +45,9 @@ def test_other_damage_is_detected(here: Bench) -> None:
     here.next_steps_are_right()
 
 
-def test_missing_and_compressed_parts_are_detected(here: Bench) -> None:
+def test_compressed_parts_are_detected(here: Bench) -> None:
     """The archive is well-formed, and what is in it has its checksum."""
     mine = members(here.good)
-    for name in mine:
-        here.try_file(zipped({each: data for each, data in mine.items() if each != name}))
     assert "is compressed" in here.try_file(zipped(mine, zipfile.ZIP_DEFLATED))
     assert here.try_file(zipped(mine)) == "identical"
 
