@@ -23,9 +23,12 @@ def trained(where: Path, content: str, **given: Any) -> None:
 
     from tests.torch.small import Line, inline
 
-    with inline(Line) as trainer:
-        for parameter in trainer.get_model().parameters():
+    def fill(operator: Line) -> None:
+        for parameter in operator.model.parameters():
             torch.nn.init.constant_(parameter, float(content == "new"))
+
+    with inline(Line) as trainer:
+        trainer.apply_all_operators(fill)
         trainer.save(where, **given)
 
 
