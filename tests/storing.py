@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from raysgd.storage import checksums, digest, folders, locations
+from raysgd.storage import checksums, folders, locations
 from raysgd.training import saves
 
 LIST = ".raysgd-folder.json"  # in a folder: its files, with their sizes and digests
@@ -84,9 +84,9 @@ def state_file(state: dict[str, Any]) -> bytes:
 # -- digests
 
 
-def sealed(data: bytes) -> bytes:
-    """Return a file with its digest, as loads expect it of files that are not archives of torch."""
-    return digest.sealed(data)
+def list_of(files: dict[str, bytes]) -> bytes:
+    """Return the list of files with these contents."""
+    return folders.dump_list({name: folders.entry_of_bytes(content) for name, content in files.items()})
 
 
 def sealed_json(content: dict[str, Any]) -> bytes:
@@ -101,7 +101,7 @@ def list_files(folder: Path) -> None:
 def entry_of(path: Path) -> dict[str, Any]:
     """Return what the list says of a file."""
     with open(path, "rb") as file:
-        return {"size": os.fstat(file.fileno()).st_size, "sha256": digest.digest_of(file)}
+        return {"size": os.fstat(file.fileno()).st_size, "sha256": checksums.digest_of(file)}
 
 
 def has_checksums(file: Any) -> bool:

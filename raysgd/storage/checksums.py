@@ -1,29 +1,35 @@
-"""Verify the CRC-32 checksums that a zip archive has of its members, before anything is read from it. Both.
+"""Verify the CRC-32 checksums that a zip archive has of its members, before anything is read from it. Compute digests of files. Both.
 
-`torch.save` and `zipfile` write a checksum for every member, but `torch.load` does not compare it. Checksums detect damage.
-They are not a signature: anyone who can change the file can change them. Several threads compute them, also those of one large
-member: it is divided into parts, whose checksums are combined.
+`torch.save` and `zipfile` write a checksum for every member, but `torch.load` does not compare it. Checksums and digests detect
+damage. They are not a signature: anyone who can change the file can change them. Several threads compute them, also those of one
+large file: it is divided into parts, whose checksums are combined.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import io
 import os
 import zipfile
 import zlib
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 from raysgd.errors import CheckpointError
 
 THREADS = min(4, os.cpu_count() or 1)
 PART, PIECE = 32 << 20, 1 << 20  # what one thread computes at a time, and what it holds in memory
+CHUNK = 8 << 20  # has a digest of its own
 ALONE = 4 << 20  # a smaller file is verified before another thread has started
 ZIP = b"PK"
 POLYNOMIAL = 0xEDB88320  # of zip's CRC-32, like all numbers here with x**0 as the highest bit
 DIRECTORY = 0x10  # an attribute of a member
 HEADER_BYTES, LENGTHS_AT = 30, 26  # of a member's header, which its name and an extra field follow
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 class ByteSource:
@@ -113,7 +119,6 @@ def _start(data: ByteSource, header: int) -> int:
 
 def _computed(data: ByteSource, parts: list[tuple[int, int]]) -> list[int]:
     """Return the checksums of these parts of the data, given by their places and lengths."""
-    threads = THREADS if data.size > ALONE else 1
 
     def checksums(some: list[tuple[int, int]]) -> list[int]:
         buffer, found = bytearray(PIECE), []
@@ -125,9 +130,29 @@ def _computed(data: ByteSource, parts: list[tuple[int, int]]) -> list[int]:
             found.append(checksum)
         return found
 
+    return _in_threads(checksums, parts, THREADS if data.size > ALONE else 1)
+
+
+def digest_of(source: Any) -> str:
+    """Return a digest of bytes or of an open file: a SHA-256 of the SHA-256 digests of its chunks."""
+    data = ByteSource(source)
+
+    def digests(some: list[int]) -> list[bytes]:
+        buffer, found = bytearray(CHUNK), []
+        for start in some:
+            with data.view(start, CHUNK, buffer) as chunk:
+                found.append(hashlib.sha256(chunk).digest())
+        return found
+
+    threads = min(THREADS, 2) if data.size > CHUNK else 1
+    return hashlib.sha256(b"".join(_in_threads(digests, list(range(0, data.size, CHUNK)), threads))).hexdigest()
+
+
+def _in_threads(compute: Callable[[list[T]], list[R]], parts: list[T], threads: int) -> list[R]:
+    """Return what `compute` returns for the parts, of which each thread gets some."""
     shares = [parts[first::threads] for first in range(threads)]
     with ThreadPoolExecutor(threads, thread_name_prefix="raysgd-checksums") as pool:
-        found = list(pool.map(checksums, shares) if threads > 1 else map(checksums, shares))
+        found = list(pool.map(compute, shares) if threads > 1 else map(compute, shares))
     return [found[at % threads][at // threads] for at in range(len(parts))]
 
 

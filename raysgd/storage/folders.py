@@ -19,7 +19,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, NoReturn
 
 from raysgd.errors import CheckpointError
-from raysgd.storage import digest
+from raysgd.storage.checksums import digest_of
 
 MARKER = ".raysgd-folder.json"
 LONGEST, LONGEST_PART = 3000, 255  # bytes of a name, within the limits of Linux for a path and for a part of it
@@ -184,12 +184,12 @@ def list_of(folder: Path) -> dict[str, FileEntry]:
 def entry_of(path: Path) -> FileEntry:
     """Return the entry of this file."""
     with _opened(path) as file:
-        return FileEntry(os.fstat(file.fileno()).st_size, digest.digest_of(file))
+        return FileEntry(os.fstat(file.fileno()).st_size, digest_of(file))
 
 
 def entry_of_bytes(data: Any) -> FileEntry:
     """Return the entry of a file with this content."""
-    return FileEntry(memoryview(data).nbytes, digest.digest_of(data))
+    return FileEntry(memoryview(data).nbytes, digest_of(data))
 
 
 def check_entry(where: Any, name: str, found: FileEntry, listed: Mapping[str, FileEntry] | None) -> None:
@@ -257,8 +257,8 @@ def copy(source: Path, target: Path) -> dict[str, FileEntry]:
 
 
 def pack(folder: Path) -> bytes:
-    """Return the files in a folder, verified against the folder's list, as a tar archive that ends with its digest."""
-    listed, names, stream = read_list(folder), set[str](), io.BytesIO()
+    """Return the files in a folder, verified against the folder's list, as a tar archive that ends with a list of them."""
+    listed, entries, stream = read_list(folder), dict[str, FileEntry](), io.BytesIO()
     with tarfile.open(fileobj=stream, mode="w") as archive:
         # "." shows that even an empty folder is an archive.
         for each in [Found(".", folder, is_dir=True), *walk(folder)]:
@@ -269,17 +269,22 @@ def pack(folder: Path) -> bytes:
                 archive.addfile(member)
                 continue
             content = read_plain(each.path)
-            check_entry(folder, each.name, entry_of_bytes(content), listed)
-            member.size = len(content)
-            archive.addfile(member, io.BytesIO(content))
-            names.add(each.name)
-    check_list(folder, names, listed)
-    return digest.sealed(stream.getbuffer())
+            entries[each.name] = entry_of_bytes(content)
+            check_entry(folder, each.name, entries[each.name], listed)
+            _add(archive, member, content)
+        check_list(folder, entries, listed)
+        _add(archive, tarfile.TarInfo(MARKER), dump_list(entries))
+    return stream.getvalue()
+
+
+def _add(archive: tarfile.TarFile, member: tarfile.TarInfo, content: bytes) -> None:
+    member.size = len(content)
+    archive.addfile(member, io.BytesIO(content))
 
 
 def unpack(data: bytes, target: Path) -> None:
-    """Write the files of an archive, whose digest is correct, to `target`, an empty folder. Raise CheckpointError for links,
-    devices and names outside of that folder. Owners and setuid bits are not restored."""
+    """Write the files of an archive to `target`, an empty folder, and verify them against the archive's list. Raise CheckpointError
+    for links, devices and names outside of that folder. Owners and setuid bits are not restored."""
     try:
         with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as archive:
             for member in archive:
@@ -291,3 +296,7 @@ def unpack(data: bytes, target: Path) -> None:
             "a checkpoint's archive may contain only regular files and directories in its own folder, and this one is damaged or "
             f"contains something else ({error})"
         ) from error
+    if read_list(target) is None:
+        raise CheckpointError("these bytes are damaged: the list at the end of the archive is missing")
+    verify(target)
+    (target / MARKER).unlink()  # whoever gets the files may change them

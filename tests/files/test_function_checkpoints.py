@@ -43,7 +43,7 @@ def test_a_damaged_archive_is_refused_or_loaded_as_saved(source: Path) -> None:
             for number, found in enumerate(damaged):
                 load_it, is_same = partial(load, found), partial(same, expected)
                 tally.attempt(str(number), load_it, is_same, *["these bytes"] * (name == "dictionary"))
-        assert tally.rejected > 0.8 * tally.tried
+        assert tally.rejected > (0.8 if name == "dictionary" else 0.3) * tally.tried, "a tar archive is padded"
 
 
 def test_added_files_are_ignored_and_changed_files_are_reported(source: Path, tmp_path: Path) -> None:

@@ -128,11 +128,15 @@ def test_logs_are_copied_without_the_targets_of_links(tmp_path: Path, caplog: py
 
 
 def tar_of(*members: tarfile.TarInfo) -> bytes:
-    stream = io.BytesIO()
+    """Return an archive of these members, with the list of its files at the end."""
+    listed = storing.list_of({each.name.lstrip("/"): b"x" * each.size for each in members if each.isreg()})
+    last, stream = member(storing.LIST), io.BytesIO()
+    last.size = len(listed)
     with tarfile.open(fileobj=stream, mode="w") as archive:
-        for member in members:
-            archive.addfile(member, io.BytesIO(b"x" * member.size) if member.isreg() else None)
-    return storing.sealed(stream.getvalue())
+        for each in members:
+            archive.addfile(each, io.BytesIO(b"x" * each.size) if each.isreg() else None)
+        archive.addfile(last, io.BytesIO(listed))
+    return stream.getvalue()
 
 
 def member(name: str, kind: bytes = tarfile.REGTYPE, **more: Any) -> tarfile.TarInfo:
@@ -163,6 +167,18 @@ def test_an_archive_with_anything_but_files_is_refused(
     with pytest.raises(CheckpointError, match="only regular files"):
         Checkpoint.from_bytes(tar_of(*ARCHIVES[name]))
     assert not list(tmp_path.rglob("outside"))
+
+
+def test_an_archive_without_its_list_or_with_another_one_is_refused() -> None:
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w") as archive:
+        archive.addfile(member("a"), io.BytesIO(b"x"))
+    with pytest.raises(CheckpointError, match="list at the end of the archive is missing"):
+        Checkpoint.from_bytes(stream.getvalue())
+    good = tar_of(member("a"), member("b"))
+    for damaged, said in ((good.replace(b"x", b"y", 1), "a does not have the digest"), (good[1024:], "a is missing")):
+        with pytest.raises(CheckpointError, match=said):
+            Checkpoint.from_bytes(damaged)
 
 
 def test_an_absolute_name_is_inside(tmp_path: Path) -> None:
