@@ -84,6 +84,7 @@ def loader_iterators() -> None:
     loader = DataLoader([1, 2], num_workers=1, persistent_workers=True)  # type: ignore[arg-type]
     iterator = iter(loader)
     assert torch_foreign.live_iterator(loader) is iterator
+    assert torch_foreign.live_iterator(torch_foreign.loader_with(loader, sampler=None)) is None
     (process,) = torch_foreign.processes_of(iterator)
     assert process.is_alive() and torch_foreign.lost_processes(iterator) == []
     torch_foreign.end_processes(iterator)

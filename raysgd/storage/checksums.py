@@ -145,7 +145,8 @@ def digest_of(source: Any) -> str:
         return found
 
     threads = min(THREADS, 2) if data.size > CHUNK else 1
-    return hashlib.sha256(b"".join(_in_threads(digests, list(range(0, data.size, CHUNK)), threads))).hexdigest()
+    found: list[bytes] = _in_threads(digests, list(range(0, data.size, CHUNK)), threads)
+    return hashlib.sha256(b"".join(found)).hexdigest()
 
 
 def _in_threads(compute: Callable[[list[T]], list[R]], parts: list[T], threads: int) -> list[R]:

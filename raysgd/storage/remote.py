@@ -108,7 +108,7 @@ def _put(uri: Uri, put: Callable[[Any, str, Any], None]) -> None:
             return
         draft = f"{path}.{uuid.uuid4().hex[:8]}.tmp"
         try:
-            system.makedirs(system._parent(path), exist_ok=True)
+            system.makedirs(path.rpartition("/")[0], exist_ok=True)
             send(system, draft)
             system.mv(draft, path)
         except BaseException:
@@ -153,7 +153,7 @@ def probe(uri: Uri) -> None:
     with _asked(uri, "written") as (system, _):
         trial = uri / f".raysgd-{uuid.uuid4().hex[:8]}.tmp"
         write(trial, b"")
-        system.rm_file(system._strip_protocol(trial.text))
+        system.rm_file(_system(trial)[1])
 
 
 def names(uri: Uri) -> list[str]:

@@ -8,10 +8,11 @@ they are part of the file format.
 from __future__ import annotations
 
 import contextlib
+import copy
 import datetime
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -20,12 +21,22 @@ from torch.utils.data._utils import signal_handling
 from torch.utils.data._utils import worker as torch_worker
 from torch.utils.data.dataloader import _DatasetKind
 
+Loader = TypeVar("Loader")
+
 # -- data loaders -------------------------------------------------------------------------------------
 
 
 def live_iterator(loader: Any) -> Any:
     """Return the iterator that a loader with `persistent_workers` keeps from one pass to the next, or None."""
     return getattr(loader, "_iterator", None)
+
+
+def loader_with(loader: Loader, **attributes: Any) -> Loader:
+    """Return a copy of a DataLoader, also of a subclass, with these attributes. It refuses to assign some, such as another sampler,
+    because its `__init__` derives others from them."""
+    twin = copy.copy(loader)
+    vars(twin).update(attributes, _iterator=None)
+    return twin
 
 
 def forget_iterator(loader: Any) -> None:

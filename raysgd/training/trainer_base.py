@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Literal, TypeVar
 
 from raysgd.callbacks.base import Run
 from raysgd.callbacks.folder import folder_to_be
@@ -203,25 +203,6 @@ class TrainerBase(ABC):
             compare=Call(ReplicaBase.summarize) if self._compares else None,
         )
 
-    @overload
-    def validate(
-        self,
-        num_steps: int | None = None,
-        profile: bool = False,
-        reduce_results: Literal[True] = True,
-        info: Mapping[str, Any] | None = None,
-    ) -> Metrics: ...
-
-    @overload
-    def validate(
-        self,
-        num_steps: int | None = None,
-        profile: bool = False,
-        *,
-        reduce_results: Literal[False],
-        info: Mapping[str, Any] | None = None,
-    ) -> list[Metrics]: ...
-
     @exclusive
     def validate(
         self,
@@ -229,7 +210,7 @@ class TrainerBase(ABC):
         profile: bool = False,
         reduce_results: bool = True,
         info: Mapping[str, Any] | None = None,
-    ) -> Metrics | list[Metrics]:
+    ) -> Any:
         """Validate on one pass over the validation data, using every row once, or on `num_steps` batches.
 
         Return what was measured; with `reduce_results=False`, a list with each worker's own results, or with what the
@@ -237,27 +218,7 @@ class TrainerBase(ABC):
         """
         self._validations += 1
         num_steps = self._validation_steps if num_steps is None else num_steps
-        result, each = self._evaluate("validate", self._validations, num_steps, profile, reduce_results, info)
-        return result if reduce_results else each
-
-    @overload
-    def test(
-        self,
-        num_steps: int | None = None,
-        profile: bool = False,
-        reduce_results: Literal[True] = True,
-        info: Mapping[str, Any] | None = None,
-    ) -> Metrics: ...
-
-    @overload
-    def test(
-        self,
-        num_steps: int | None = None,
-        profile: bool = False,
-        *,
-        reduce_results: Literal[False],
-        info: Mapping[str, Any] | None = None,
-    ) -> list[Metrics]: ...
+        return self._evaluate("validate", self._validations, num_steps, profile, reduce_results, info)
 
     @exclusive
     def test(
@@ -266,15 +227,14 @@ class TrainerBase(ABC):
         profile: bool = False,
         reduce_results: bool = True,
         info: Mapping[str, Any] | None = None,
-    ) -> Metrics | list[Metrics]:
+    ) -> Any:
         """Test on one pass over the test data, using every row once, or on its first `num_steps` batches.
 
         The operator's `test_batch` measures, by default as `validate_batch` does, with `test_` in the names of the metrics.
         `profile`, `reduce_results` and `info` are those of `validate`, and so is the result.
         """
         self._tests += 1
-        result, each = self._evaluate("test", self._tests, num_steps, profile, reduce_results, info)
-        return result if reduce_results else each
+        return self._evaluate("test", self._tests, num_steps, profile, reduce_results, info)
 
     def _evaluate(
         self,
@@ -284,14 +244,15 @@ class TrainerBase(ABC):
         profile: bool,
         reduce_results: bool,
         info: Mapping[str, Any] | None,
-    ) -> tuple[Metrics, list[Any]]:
+    ) -> Metrics | list[Any]:
         check_call(num_steps, 0, info)
         check_flags(profile=profile, reduce_results=reduce_results)
         arguments = {"num_steps": num_steps, "profile": profile, "info": self._packed(info), "call": call}
         arguments["reduced"] = reduce_results
         self._saves.raise_failed()
         method = ReplicaBase.validate if kind == "validate" else ReplicaBase.test
-        return self._calls.measure(self._engine, kind, Job(Call(method, arguments)))
+        result, each = self._calls.measure(self._engine, kind, Job(Call(method, arguments)))
+        return result if reduce_results else each
 
     def _packed(self, info: Mapping[str, Any] | None) -> Any:
         return self._engine.pack(dict(info) if info is not None else None)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from raysgd.core.ranks import RankInfo
-from raysgd.torch.foreign import worker_info, worker_info_seen_as
+from raysgd.torch.foreign import loader_with, worker_info, worker_info_seen_as
 
 # Their data sets divide themselves among ranks, so that they must see the worker info of their own rank.
 DIVIDE_THEMSELVES = {"litdata", "streaming", "webdataset"}
@@ -30,11 +29,10 @@ def sharded_live(loader: Iterable[Any], rank_info: RankInfo) -> Iterable[Any]:
     if callable(hook):
         hook(rank_info.world_rank, rank_info.world_size)
         return loader
-    twin = copy.copy(loader)
-    twin.__dict__.update(dataset=RankShard(dataset, rank_info.world_rank, rank_info.world_size), _iterator=None)
+    changed: dict[str, Any] = {"dataset": RankShard(dataset, rank_info.world_rank, rank_info.world_size)}
     if loader.worker_init_fn is not None:
-        twin.__dict__["worker_init_fn"] = RankInit(loader.worker_init_fn)
-    return twin
+        changed["worker_init_fn"] = RankInit(loader.worker_init_fn)
+    return loader_with(loader, **changed)
 
 
 class RankInit:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from raysgd.core.sampling_plan import RankPart, SamplingPlan
 from raysgd.errors import ConfigError
+from raysgd.torch.foreign import loader_with
 
 # The units of an epoch in their order: sample indices (a range, a tensor) or whole batches of a user's batch sampler.
 Order = range | torch.Tensor | list[Any]
@@ -280,15 +280,12 @@ class Picker:
 
 def following(loader: DataLoader[Any], picker: Picker) -> DataLoader[Any]:
     """Return a copy of the user's loader with all its options (also of a subclass) and a planned sampler."""
-    twin = copy.copy(loader)
-    # DataLoader refuses to assign another sampler, because its __init__ derives other state from it. Only these entries
-    # depend on it.
-    twin.__dict__.update(sampler=picker, _iterator=None, generator=torch.Generator().manual_seed(torch.initial_seed()))
+    changed: dict[str, Any] = {"sampler": picker, "generator": torch.Generator().manual_seed(torch.initial_seed())}
     if loader.batch_sampler is not None:
-        twin.__dict__["batch_sampler"] = picker
-    twin.__dict__.update(gathered := gathering(loader))
+        changed["batch_sampler"] = picker
+    gathered = gathering(loader)
     picker.tensors = bool(gathered)
-    return twin
+    return loader_with(loader, **changed, **gathered)
 
 
 def evened(order: Order, world_size: int, offset: int) -> Order:
