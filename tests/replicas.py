@@ -22,7 +22,7 @@ from raysgd.core.ranks import RankInfo
 from raysgd.train.replica import STOP_SIGNAL, FunctionReplica, FunctionReplicaFactory
 from raysgd.train.run_session import Attempt
 from raysgd.training.loading import take_over
-from raysgd.training.replica_base import ReplicaBase, apply_operator
+from raysgd.training.replica_base import OperatorReplicaFactory, ReplicaBase, apply_operator
 from raysgd.workers.blob import Blob
 
 __all__ = [
@@ -155,11 +155,11 @@ def torch_rank(
     operator: type[Any], config: dict[str, Any] | None = None, rank: int = 0, ranks: int = 1, **settings: Any
 ) -> OperatorRank:
     """Return a rank of a TorchTrainer. There are as many workers as it was made for, unless `num_workers` says otherwise."""
-    from raysgd.torch.replica import TorchReplicaFactory
+    from raysgd.torch.replica import TorchReplica
     from raysgd.torch.settings import TorchSettings
 
     given = TorchSettings(**{"num_workers": ranks, **settings})
-    return OperatorRank(TorchReplicaFactory(operator, config or {}, given), rank, ranks)
+    return OperatorRank(OperatorReplicaFactory(TorchReplica, operator, config or {}, given), rank, ranks)
 
 
 def operator_alone(operator: type[Any], config: dict[str, Any] | None = None, **settings: Any) -> Any:
@@ -171,10 +171,10 @@ def operator_alone(operator: type[Any], config: dict[str, Any] | None = None, **
 
 def tf_rank(operator: type[Any], config: dict[str, Any] | None = None, rank: int = 0, **settings: Any) -> OperatorRank:
     """Return a rank of a TFTrainer, in a group of one: TensorFlow would wait for others."""
-    from raysgd.tf.replica import TFReplicaFactory
+    from raysgd.tf.replica import TFReplica
     from raysgd.tf.settings import TFSettings
 
-    return OperatorRank(TFReplicaFactory(operator, config or {}, TFSettings(**settings)), rank)
+    return OperatorRank(OperatorReplicaFactory(TFReplica, operator, config or {}, TFSettings(**settings)), rank)
 
 
 class FunctionRank(Rank):

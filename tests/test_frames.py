@@ -14,5 +14,5 @@ def test_as_few_frames_lie_between_train_and_train_batch_as_the_page_says(ray_cl
     assert said is not None
     found = runpy.run_path(str(FRAMES))["looked"](inline=False)
     driver, worker = found["driver"], found["worker"]
-    assert "torch/trainer.py" in driver[1] and "workers/actor.py" in worker[0] and "torch/operator.py" in worker[-1]
+    assert "torch/trainer.py" in driver[1] and "workers/actor.py" in worker[0] and "operator_base.py" in worker[-1]
     assert [len(driver), len(worker)] == [int(each) for each in said.groups()], found

@@ -2,14 +2,17 @@
 worker.
 
 Each frame is one more step for a reader of a traceback or of the code. With `--inline` the one worker is this
-process, and both parts are one stack.
+process, and both parts are one stack. With `--batch`, print instead what one batch passes through: all functions of raysgd that are
+called from one forward pass to the next one.
 
     python examples/benchmarks/frames.py
+    python examples/benchmarks/frames.py --batch
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 import traceback
 from pathlib import Path
 from typing import Any
@@ -68,10 +71,60 @@ def looked(*, inline: bool) -> dict[str, list[str]]:
     return {"inline": worker} if inline else {"driver": driver, "worker": worker}
 
 
+class Followed(torch.nn.Linear):
+    """Notes which functions of raysgd are called between two forward passes, in the middle of an epoch."""
+
+    passes = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.passes += 1
+        if self.passes == 3:
+            self.functions: list[str] = []
+            sys.setprofile(self.note)
+        elif self.passes == 4:
+            sys.setprofile(None)
+        return super().forward(x)
+
+    def note(self, frame: Any, event: str, argument: Any) -> None:
+        file = Path(frame.f_code.co_filename)
+        if event == "call" and PACKAGE in file.parents:
+            name = f"{file.relative_to(PACKAGE)} {frame.f_code.co_name}"
+            if name not in self.functions:
+                self.functions.append(name)
+
+
+class Following(Looking):
+    """Has the default `train_batch`, and a model that follows it."""
+
+    train_batch = TrainingOperator.train_batch
+
+    def setup(self, config: dict[str, Any]) -> None:
+        model = Followed(2, 1)
+        self.model, self.optimizer, self.criterion = self.register(
+            models=model, optimizers=torch.optim.SGD(model.parameters(), lr=0.1), criterion=torch.nn.MSELoss()
+        )
+        self.register_data(train_loader=DataLoader(TensorDataset(torch.ones(24, 2), torch.ones(24, 1)), batch_size=2))
+
+
+def followed(*, inline: bool) -> list[str]:
+    """Train one epoch, with two workers or inline. Return the functions that one batch passes through, in their order."""
+    workers = {"num_workers": 1, "use_ray": False} if inline else {"num_workers": 2}
+    with TorchTrainer(training_operator_cls=Following, **workers) as trainer:
+        trainer.train()
+        return trainer.apply_all_operators(lambda operator: operator.unwrapped().functions)[0]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--inline", action="store_true", help="train in this process, without Ray")
-    found = looked(inline=parser.parse_args().inline)
+    parser.add_argument("--batch", action="store_true", help="what one batch passes through")
+    args = parser.parse_args()
+    if args.batch:
+        passed = followed(inline=args.inline)
+        print(*passed, sep="\n")
+        print(f"{len(passed)} functions in {len({each.split()[0] for each in passed})} files")
+        return
+    found = looked(inline=args.inline)
     for process, lines in found.items():
         print(f"{process}: {len(lines)} frames", *lines, sep="\n  ")
     print(f"{sum(map(len, found.values()))} frames of raysgd between the script and train_batch")

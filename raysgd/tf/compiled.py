@@ -119,15 +119,15 @@ class CompiledOperator(TrainingOperator):
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         x, y, weight = self._weighted(*_unpacked(batch))
-        own, place = self._own_train, batch_info["batch_idx"]
-        if self._first:
+        own, place, step = self._own_train, batch_info["batch_idx"], self._feed.step
+        if step.place == 0:
             self._fit_callbacks.on_train_batch_begin(place)
         with self.timers.record("step"):
             if own is None:
                 loss = self._train_graph(x, y, weight, self._counts)
             else:
                 logs = own((x, y, weight) if self._class_weight() else batch, rows_in(x), counts=self._counts)
-        if self._last:
+        if step.closing:
             self._fit_callbacks.on_train_batch_end(place, {"loss": float(loss)} if own is None else logs)
         if own is not None:
             self._compare_weights()

@@ -19,16 +19,14 @@ from raysgd.errors import ConfigError
 from raysgd.tf import foreign
 from raysgd.tf.channel import Channel
 from raysgd.tf.parts import rows_in
-from raysgd.training.feed import Drawn
 from raysgd.training.position import Position
+from raysgd.training.step import Drawn
 
 
 class SharedSource:
     """Draws this rank's rows of every batch. Every row is used once per epoch, over any number of resizes. The epoch is
     read from `position`, because a new process can begin in the middle of an epoch. With `workers`, no rank has more rows at
     once than if there were so many ranks."""
-
-    counts_samples = False  # `Drawn.rows` does
 
     def __init__(self, loader: Any, position: Position, *, pad: bool, workers: int | None = None) -> None:
         self.loader = loader
@@ -93,8 +91,6 @@ class SharedSource:
 class OwnSource:
     """Draws from data that only this rank has. An epoch lasts until all ranks have used up their data; a rank that has
     none left repeats its last batch, with weight 0."""
-
-    counts_samples = False
 
     def __init__(self, loader: Any, data: Any, channel: Channel, *, together: bool) -> None:
         self.loader, self.data = loader, data

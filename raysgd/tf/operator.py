@@ -24,6 +24,7 @@ from raysgd.tf.parts import (
 )
 from raysgd.tf.settings import TFSettings
 from raysgd.training.operator_base import OperatorBase
+from raysgd.training.step import Policy, Step
 
 IN_PIECES = "ElasticConfig(batch='global') lets a worker process its part of a batch in several pieces when there are fewer workers"
 
@@ -65,6 +66,8 @@ class TrainingOperator(OperatorBase):
         self._parts = KerasParts()
         self._pieces = Pieces(self) if settings.in_pieces else None
         self._statistics: list[Any] = []
+        self._part = Part(self)
+        self._policies = [self._part, *([] if self._pieces is None else [self._pieces])]
         self.setup(self._config)
         if self._parts.registered:
             self._complete()
@@ -198,10 +201,13 @@ class TrainingOperator(OperatorBase):
             self._fraction_now = fraction
             self._fraction.assign(fraction)
 
-    def _begin_piece(self, *, first: bool, last: bool) -> None:
-        self._first, self._last = first, last
-        if self._pieces is not None:
-            self._pieces.begin(self._fraction_now, first=first, last=last)
+    @property
+    def _counts(self) -> bool:
+        """Return whether the running batch counts, and is not repeated only to take part in the step."""
+        return self._feed.step.fresh
+
+    def _steps_made(self) -> int:
+        return sum(int(as_tensor(optimizer.iterations)) for optimizer in self._parts.optimizers)
 
     def _only(self, parts: list[Any], name: str) -> Any:
         if len(parts) != 1:
@@ -255,7 +261,6 @@ class TrainingOperator(OperatorBase):
     def _batches_per_epoch(self, workers: int) -> int | None:
         return batches_per_epoch(self._train_data("train_dataset"), workers)
 
-    _counts = _first = _last = True
     _train_graph: Any
     _validate_graph: Any
     _predict_graph: Any
@@ -302,7 +307,32 @@ class TrainingOperator(OperatorBase):
         )
 
 
-class Pieces:
+class Part(Policy):
+    """Sets which part of a batch this rank has. Keeps what a step changes before all ranks have its gradients, to undo it."""
+
+    def __init__(self, operator: TrainingOperator) -> None:
+        self._operator = operator
+        self._steps = 0
+        self._statistics: list[Any] = []
+
+    def begin(self, step: Step) -> None:
+        operator = self._operator
+        operator._set_fraction(step.current.weight / operator.world_size)
+        if step.place == 0:
+            self._steps = operator._steps_made()
+            if operator.world_size > 1:
+                self._statistics = [tf.identity(as_tensor(v)) for v in operator._statistics]
+
+    def was_made(self) -> bool:
+        """Return whether an optimizer has stepped since the step began: Keras' optimizers have no hooks."""
+        return self._operator._steps_made() > self._steps
+
+    def on_step(self, step: Step) -> None:
+        if step.outcome == "undone" and self._operator.world_size > 1:
+            assign(self._operator._statistics, self._statistics)
+
+
+class Pieces(Policy):
     """Adds up the gradients of the pieces of a batch, and steps with the last one. Owns the sums, which are variables, so that
     graph functions can use them."""
 
@@ -317,13 +347,13 @@ class Pieces:
     def create(self, variables: Sequence[Any]) -> None:
         self._sums = {id(v): tf.Variable(tf.zeros(v.shape, v.dtype), trainable=False) for v in variables}
 
-    def begin(self, fraction: float, *, first: bool, last: bool) -> None:
-        """Prepare for the next piece."""
+    def begin(self, step: Step) -> None:
+        first = step.place == 0
         if first:
             assign([*self._sums.values()], [tf.zeros_like(each) for each in self._sums.values()])
-        self._share = fraction + (0.0 if first else self._share)
+        self._share = self._operator._fraction_now + (0.0 if first else self._share)
         self.share.assign(self._share)
-        self._closing.assign(last)
+        self._closing.assign(step.closing)
         self._stepped.clear()
 
     def step(self, gradients: Sequence[Any], variables: Sequence[Any], optimizer: Any) -> None:

@@ -24,25 +24,10 @@ from raysgd.tf.operator import TrainingOperator
 from raysgd.tf.parts import as_tensor, assign, rows_in, seed_states
 from raysgd.tf.process_group import prepare_runtime
 from raysgd.tf.settings import TFSettings
-from raysgd.training.feed import Drawn, Source
+from raysgd.training.feed import Source
 from raysgd.training.position import Position
-from raysgd.training.replica_base import Phase, ReplicaBase, ReplicaFactoryBase
+from raysgd.training.replica_base import Phase, ReplicaBase
 from raysgd.training.seeding import derived_seed, seed_python_and_numpy
-
-
-class TFReplicaFactory(ReplicaFactoryBase):
-    settings: TFSettings
-
-    def __call__(self, rank_info: RankInfo, control: Control) -> TFReplica:
-        settings = self.settings
-        if settings.threads is not None and not settings.distributed:  # otherwise, joining the process group does it
-            prepare_runtime(settings.threads, use_gpu=settings.use_gpu)
-        if settings.seed is not None:
-            seed_python_and_numpy(settings.seed)
-        if (seed := settings.shuffle_seed if settings.seed is None else settings.seed) is not None:
-            tf.random.set_seed(seed)
-        operator = self.operator_cls(self.config, settings=settings, rank_info=rank_info)
-        return TFReplica(operator, settings, rank_info, control)
 
 
 class TFReplica(ReplicaBase):
@@ -59,8 +44,15 @@ class TFReplica(ReplicaBase):
         super().__init__(operator, settings, rank_info, control)
         self._workers, self._in_pieces = settings.num_workers, settings.in_pieces
         self._prefix = "train_"
-        self._steps_before = 0
-        self._statistics_before: list[Any] = []
+
+    @classmethod
+    def prepare_process(cls, settings: TFSettings) -> None:
+        if settings.threads is not None and not settings.distributed:  # otherwise, joining the process group does it
+            prepare_runtime(settings.threads, use_gpu=settings.use_gpu)
+        if settings.seed is not None:
+            seed_python_and_numpy(settings.seed)
+        if (seed := settings.shuffle_seed if settings.seed is None else settings.seed) is not None:
+            tf.random.set_seed(seed)
 
     # -- data -----------------------------------------------------------------------------------------
 
@@ -69,38 +61,13 @@ class TFReplica(ReplicaBase):
         workers = self._workers if self._in_pieces else None
         return make_source(data, self._position_in(phase), self._rank_info, channel, training=training, workers=workers)
 
-    def _feed_options(self, phase: Phase) -> dict[str, Any]:
-        return {"on_batch": self._keep_for_undo} if phase == "train" else {}
-
-    def _keep_for_undo(self, drawn: Drawn, place: int, closing: bool) -> bool:
-        """Set the fraction of the batch, and keep what must be undone if a peer fails during the batch."""
-        operator = self.operator
-        operator._set_fraction(drawn.weight / self._rank_info.world_size)
-        operator._counts = drawn.fresh
-        operator._begin_piece(first=place == 0, last=closing)
-        if place > 0:
-            return False
-        self._steps_before = self._steps()
-        if self._rank_info.world_size > 1:
-            self._statistics_before = [tf.identity(as_tensor(v)) for v in operator._statistics]
-        return False
-
     def _steps_made(self) -> int | None:
         """Loss scaling leaves out steps, and does not count them."""
         scaled = any("LossScale" in type(each).__name__ for each in self.operator._parts.optimizers)
-        return None if scaled else self._steps()
+        return None if scaled else self.operator._steps_made()
 
-    def _steps(self) -> int:
-        return sum(int(as_tensor(optimizer.iterations)) for optimizer in self.operator._parts.optimizers)
-
-    def _cut_short(self) -> None:
-        if self._feed is not None and self._steps() > self._steps_before:
-            self._feed.stepped()
-        super()._cut_short()
-
-    def _undo_batch(self) -> None:
-        if self._rank_info.world_size > 1:
-            assign(self.operator._statistics, self._statistics_before)
+    def _was_made(self) -> bool:
+        return self.operator._part.was_made()
 
     def _seed_generators(self, alike: int, own: int) -> None:
         """All ranks read the complete data, so what the data draws must be the same on all of them. Layers draw their own

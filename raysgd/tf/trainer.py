@@ -19,13 +19,14 @@ from raysgd.tf import states
 from raysgd.tf.compiled import EVALUATE, FIT, checked_fit_config, operator_from_creators
 from raysgd.tf.operator import TrainingOperator
 from raysgd.tf.process_group import TensorFlowBackend
-from raysgd.tf.replica import TFReplica, TFReplicaFactory
+from raysgd.tf.replica import TFReplica
 from raysgd.tf.settings import TFSettings
 from raysgd.training.arguments import check_call, check_common, check_config, needs_ray, refuse_unknown
 from raysgd.training.auto_checkpoint import AutoCheckpoint
 from raysgd.training.call_runner import CallRunner, exclusive
 from raysgd.training.loads import Loads
 from raysgd.training.loops import opened_folder
+from raysgd.training.replica_base import OperatorReplicaFactory
 from raysgd.training.saves import SaveHandle
 from raysgd.training.trainer_base import Metrics, TrainerBase, described_run, limits_of, make_engine
 
@@ -139,7 +140,7 @@ class TFTrainer(TrainerBase):
         )
         self._epochs, self._steps = fit.get("epochs", 1), fit.get("steps_per_epoch")
         self._validation_steps = evaluate.get("steps")
-        self._factory = TFReplicaFactory(operator_cls, dict(self.config), settings)
+        self._factory = OperatorReplicaFactory(TFReplica, operator_cls, dict(self.config), settings)
         limits = limits_of(timeout_s, elastic)
         make_backend = partial(
             TensorFlowBackend, join_s=limits.join_s, threads=settings.threads, use_gpu=settings.use_gpu

@@ -15,8 +15,10 @@ from torch.nn.utils import get_total_norm
 from raysgd.errors import ConfigError, NonFiniteError
 from raysgd.torch.parts import Parts
 from raysgd.torch.precision import Precision
+from raysgd.torch.stepping import StepPolicy
 from raysgd.torch.wrapping import Exchange
-from raysgd.training.position import Position
+from raysgd.training.feed import Feed, NoFeed
+from raysgd.training.step import Step
 
 MOST_LEFT_OUT = 50
 ADVICE = {
@@ -93,14 +95,9 @@ def gathered_objects(value: Any) -> list[Any]:
     return found
 
 
-class StepGuard:
-    """Owns what is known about the open batch's steps, and the number of steps that this call has left out.
-
-    `rule` is the operator's `skip_step`, if it has one. The replica sets `position`, which counts the batches in a row whose
-    step was left out, and `samples`, which returns the indices of the rank's samples.
-    """
-
-    position: Position
+class LeaveOut(StepPolicy):
+    """Leaves out steps: those whose gradients are not finite, and those that the operator's `skip_step`, the `rule`, refuses. Owns what
+    is known about the open step, and the number of steps that this call has left out."""
 
     def __init__(
         self,
@@ -109,35 +106,43 @@ class StepGuard:
         precision: Precision,
         parts: Parts,
         device: torch.device,
+        *,
+        exact: bool,
     ) -> None:
+        self._exact = exact  # whether gradients are means over samples
         self.on = on_nonfinite is not None or rule is not None
+        self.option = "skip_step()" if on_nonfinite is None else f"on_nonfinite={on_nonfinite!r}"
         self._action, self._rule = on_nonfinite, rule
         self._precision, self._parts, self._device = precision, parts, device
-        self.samples: Callable[[], Sequence[int] | None] = lambda: None
+        self._feed: Feed | NoFeed = NoFeed()
         self.skipped = 0
-        self.abandon()
+        self._forget()
 
-    def abandon(self) -> None:
-        """Forget the open batch, because it will be processed again."""
+    def _forget(self) -> None:
         self._left_out = self._went = self._counts = False
         self._losses: list[tuple[torch.Tensor, float]] = []
 
-    def see_loss(self, loss: torch.Tensor, weight: float) -> None:
+    def on_epoch(self, feed: Feed) -> None:
+        self._feed = feed
+
+    def on_step(self, step: Step) -> None:
+        """Count what happened in a step that is committed."""
+        if step.outcome != "undone":
+            position = self._feed.position
+            if self._left_out:
+                self.skipped += self._counts
+                position.left_out += 1
+            elif self._went:
+                position.left_out = 0
+        self._forget()
+
+    def weighted(self, step: Step, loss: torch.Tensor) -> torch.Tensor:
         """Note the loss of a backward pass, and what it counts."""
-        self._losses.append((loss.detach(), weight))
+        self._losses.append((loss.detach(), step.current.weight * step.samples if self._exact else step.samples))
+        return loss
 
-    def committed(self) -> None:
-        """Count what happened in a batch that is committed now."""
-        if self._left_out:
-            self.skipped += self._counts
-            self.position.left_out += 1
-        elif self._went:
-            self.position.left_out = 0
-        self.abandon()
-
-    def refuses(self, optimizer: Any) -> bool:
-        """Return whether this step, whose gradients have been exchanged, must be left out. The answer is the same on all
-        ranks. Raise an error if it must not be, or after too many in a row."""
+    def gradients(self, step: Step, optimizer: Any) -> bool:
+        """Return whether the step is made. Raise an error if it must not be, or after too many in a row that are left out."""
         parameters = [each for each in self._precision.parameters(optimizer) if each.grad is not None]
         infinite, loss = self._action is not None and not _are_finite(parameters), math.nan
         if self._rule is not None or not (self._action is None or self._are_exchanged(parameters)):
@@ -145,9 +150,9 @@ class StepGuard:
             total = sum(float(loss) * weight for loss, weight in self._losses)
             found, total, weights = summed([infinite, total, weights], self._device)
             infinite, loss = found > 0, total / (weights or math.nan)
-        too_many = self.position.left_out + 1 >= MOST_LEFT_OUT
+        too_many = self._feed.position.left_out + 1 >= MOST_LEFT_OUT
         if infinite and (self._action == "raise" or too_many):
-            self._raise(parameters)
+            self._raise(step, parameters)
         refused = self._rule is not None and not infinite and self._is_refused(self._rule, loss)
         if refused and too_many:
             raise NonFiniteError(REFUSED)
@@ -155,7 +160,7 @@ class StepGuard:
         self._left_out, self._went = self._left_out or infinite or refused, True
         # A gradient scaler counts the steps with infinite gradients itself.
         self._counts |= refused or (infinite and self._precision.key != "amp_native")
-        return infinite or refused
+        return not (infinite or refused)
 
     def _are_exchanged(self, parameters: Sequence[torch.Tensor]) -> bool:
         """Return whether every rank has the same gradients of these parameters, so that all see what is not finite."""
@@ -174,18 +179,29 @@ class StepGuard:
                 "skip_step() gets the loss of the step, and this operator calls loss.backward() itself: call self.backward(loss) "
                 "before each step instead"
             )
-        found = rule({"loss": loss, "global_step": self.position.step, "epoch": self.position.epoch})
+        position = self._feed.position
+        found = rule({"loss": loss, "global_step": position.step, "epoch": position.epoch})
         return summed([bool(found)], self._device)[0] > 0
 
-    def _raise(self, parameters: Sequence[torch.Tensor]) -> NoReturn:
+    def _raise(self, step: Step, parameters: Sequence[torch.Tensor]) -> NoReturn:
         """Raise the error about gradients that are not finite, alike on all ranks."""
         bad = {id(each) for each in parameters if not _are_finite([each])}
         named = [pair for model in self._parts.models for pair in model.named_parameters()]
         names = [name for name, each in named if id(each) in bad]
         losses = [float(loss) for loss, _ in self._losses]
         loss = next((each for each in losses if not math.isfinite(each)), losses[-1] if losses else None)
-        own = StepReport(self.position.step + 1, self.position.epoch, tuple(names), loss, self.samples())
+        position, samples = self._feed.position, self._samples(step)
+        own = StepReport(position.step + 1, position.epoch, tuple(names), loss, samples)
         raise NonFiniteError(explained(gathered_objects(own), self._action or ""))
+
+    def _samples(self, step: Step) -> list[int] | None:
+        """Return the indices of this rank's samples in the step, None if they are not known."""
+        order = getattr(getattr(self._feed, "source", None), "order", None)
+        units = [each.units for each in step.drawn]
+        if order is None or None in units:
+            return None
+        found = [order[place] for start, stop in filter(None, units) for place in range(start, stop)]
+        return [int(index) for each in found for index in (each if isinstance(each, (list, tuple)) else [each])]
 
 
 def _are_finite(parameters: Sequence[torch.Tensor]) -> bool:

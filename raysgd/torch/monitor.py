@@ -12,6 +12,10 @@ from raysgd.core.meters import AverageMeterCollection
 from raysgd.core.metrics import SECONDS
 from raysgd.errors import ConfigError
 from raysgd.torch.foreign import exposed_communication_s, measure_communication, was_skipped
+from raysgd.torch.parts import Parts
+from raysgd.torch.precision import Precision
+from raysgd.torch.stepping import StepPolicy
+from raysgd.training.step import Step
 
 
 class Monitor:
@@ -73,12 +77,7 @@ class Monitor:
         if not was_skipped(optimizer):
             self._meter.update(self._rates)
 
-    @property
-    def follows_batches(self) -> bool:
-        """Return whether `batch_done` has anything to do."""
-        return "seconds" in self._measures
-
-    def batch_done(self, wrapped: Sequence[Any]) -> None:
+    def see_communication(self, wrapped: Sequence[Any]) -> None:
         """Add the time that DDP measured in its newest step."""
         for each in self._measured_wrappers(wrapped):
             self._communication = (self._communication or 0.0) + exposed_communication_s(each)
@@ -93,3 +92,34 @@ class Monitor:
             name: value for name, value in found.items() if name.removeprefix("last_").startswith(("lr", "grad_norm"))
         }
         return values | ({} if self._communication is None else {SECONDS["communication"]: self._communication})
+
+
+class GradientNorm(StepPolicy):
+    """Lets the monitor see the gradients of each step, as they are before they are clipped."""
+
+    def __init__(self, monitor: Monitor, precision: Precision) -> None:
+        self._monitor, self._precision = monitor, precision
+
+    def gradients(self, step: Step, optimizer: Any) -> bool:
+        parameters, skips = self._precision.parameters(optimizer), self._precision.key == "amp_native"
+        self._monitor.see_gradients(optimizer, parameters, skips=skips)
+        return True
+
+    def direct(self, optimizer: Any) -> None:
+        if getattr(optimizer, "grad_scale", None) is not None:
+            raise ConfigError(
+                "GradientNormMonitor was passed, but a fused optimizer unscales the gradients of precision='fp16' only inside its "
+                "step: call self.step(optimizer), which unscales them before, instead of the scaler's step"
+            )
+        self.gradients(Step(), optimizer)
+
+
+class Communication(StepPolicy):
+    """Lets the monitor see how long each committed step has waited for the other ranks' gradients."""
+
+    def __init__(self, monitor: Monitor, parts: Parts) -> None:
+        self._monitor, self._parts = monitor, parts
+
+    def on_step(self, step: Step) -> None:
+        if step.committed:
+            self._monitor.see_communication(self._parts.wrapped)

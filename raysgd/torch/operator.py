@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from importlib import import_module
-from inspect import signature
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -14,8 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from raysgd.constants import NUM_SAMPLES, NUM_STEPS, SCHEDULER_STEP_EPOCH, STEPPED_BY_TRAINER, USE_FP16
-from raysgd.core.meters import AverageMeterCollection
+from raysgd.constants import NUM_SAMPLES, NUM_STEPS, STEPPED_BY_TRAINER, USE_FP16
 from raysgd.core.ranks import RankInfo
 from raysgd.core.sampling_plan import SamplingPlan, optimizer_steps
 from raysgd.core.step_plan import StepPlan
@@ -27,15 +25,18 @@ from raysgd.torch.averages import Averages
 from raysgd.torch.data.sample_seeds import seeded_for
 from raysgd.torch.data.sampling import batches_per_epoch, is_planned, planned_epoch, unit_size
 from raysgd.torch.fsdp import Shards, shard_layers
-from raysgd.torch.gradients import STEPS_SCHEDULE, Gradients, refusal, samples_in
-from raysgd.torch.guard import StepGuard
+from raysgd.torch.guard import LeaveOut
+from raysgd.torch.loop_schedule import LoopSchedule
 from raysgd.torch.monitor import Monitor
 from raysgd.torch.parts import Parts, check_parts, check_steps_alone, move
+from raysgd.torch.policies import policies_of, samples_in
 from raysgd.torch.precision import make_precision
+from raysgd.torch.profiling import Profiler
 from raysgd.torch.rates import scale_rates, scaling_rule
-from raysgd.torch.schedules import step_in_order, stepped_twice, steps_of
+from raysgd.torch.schedules import MadeFor, why_too_short
 from raysgd.torch.settings import TorchSettings
-from raysgd.training.operator_base import OperatorBase
+from raysgd.torch.stepping import Stepping
+from raysgd.training.operator_base import OperatorBase, Schedule
 
 logger = logging.getLogger("raysgd")
 
@@ -74,29 +75,22 @@ class TrainingOperator(OperatorBase):
         self._device = torch.device("cuda:0" if settings.use_gpu else "cpu")
         self._plan: StepPlan | None = None  # what `total_steps` has planned, if it depends on the number of workers
         self._planned_steps: int | None = None  # what it has returned
-        # After a batch, or at the end of an epoch: how many steps are due of a scheduler that the default loop steps.
-        self._due_steps: Callable[..., int] = lambda ended=False: int(not ended)
-        # Whether a scheduler that has made all its steps keeps its last learning rate.
-        self._keeps_rate: Callable[[Any], bool] = lambda scheduler: False
         self._precision = make_precision(settings.options.precision or "fp32", self._device)
         averages = Averages(settings.ema_decay)
         self._parts = Parts(options=settings.options, exchange=settings.exchange(), averages=averages)
         self._monitor = Monitor(settings.measures)
+        self._profiler = None if settings.profiler is None else Profiler(settings.profiler)
         averages_gradients = settings.distributed and settings.options.parallel is not None
         self._exact = averages_gradients and settings.options.gradients == "samples"
-        self._gradients = Gradients(
-            settings.options,
-            self._precision,
-            self._parts,
-            self._monitor,
-            exact=self._exact,
-            in_pieces=self._exact and settings.elastic.batch == "global" and not self._has_own_steps,
-            guard=self._make_guard(settings),
-        )
+        self._in_pieces = self._exact and settings.elastic.batch == "global" and not self._has_own_steps
+        self._leave_out = self._make_guard(settings)
+        policies = policies_of(self, exact=self._exact, in_pieces=self._in_pieces)
+        self._policies = [*policies]
+        self._stepping = Stepping(policies, self._precision, self._parts)
         self.setup(self._config)
 
-    def _make_guard(self, settings: TorchSettings) -> StepGuard:
-        own, options = type(self).skip_step is not TrainingOperator.skip_step, settings.options
+    def _make_guard(self, settings: TorchSettings) -> LeaveOut:
+        own, options = bool(self._overrides("skip_step")), settings.options
         if (own or options.on_nonfinite) and self._has_own_steps:
             named = "skip_step()" if own else f"on_nonfinite={options.on_nonfinite!r}"
             raise ConfigError(
@@ -106,62 +100,7 @@ class TrainingOperator(OperatorBase):
             given = "precision='apex'" if options.precision == "apex" else "parallel=None"
             raise ConfigError(f"skip_step() cannot be combined with {given}: leave one of them out")
         rule = self.skip_step if own else None
-        return StepGuard(options.on_nonfinite, rule, self._precision, self._parts, self._device)
-
-    def train_epoch(
-        self,
-        iterator: Iterable[Any],
-        info: dict[str, Any] | None = None,
-        num_steps: int | None = None,
-        epoch_idx: int = 0,
-    ) -> dict[str, Any]:
-        """Train one pass over `iterator`, and return what to report. Ends early when the group of workers changes.
-
-        `info` is what was passed to `train`, `num_steps` the number of batches if it is limited, `epoch_idx` the epoch."""
-        scheduler = self._own_scheduler()
-        steps_it = self.scheduler_step_freq in STEPPED_BY_TRAINER and scheduler is not None
-        per_epoch = self.scheduler_step_freq == SCHEDULER_STEP_EPOCH and steps_it
-        per_batch = steps_it and not per_epoch
-        common = {**(info or {}), NUM_STEPS: num_steps, USE_FP16: self.use_fp16, "epoch_idx": epoch_idx}
-        self._meter = meter = AverageMeterCollection()
-        for model in self._parts.wrapped:
-            model.train()
-        named = "batch_info" in signature(self.train_batch).parameters
-        # Those that only this loop may step.
-        watched = [scheduler] if steps_it else self._parts.schedulers if self._gradients.takes_pieces else []
-        batch_idx = 0
-        for batch in iterator:
-            batch_info = {"batch_idx": batch_idx, "global_step": self.global_step, **common}
-            steps = [steps_of(each) for each in watched]
-            try:
-                metrics = (
-                    self.train_batch(batch, batch_info=batch_info) if named else self.train_batch(batch, batch_info)
-                )
-            except BaseException:
-                # A peer failed, or the user's code raised an error. If that was after the optimizer's step, the batch counts.
-                if per_batch and getattr(iterator, "applied", False):
-                    self._make_due_steps(scheduler)
-                raise
-            if watched and [steps_of(each) for each in watched] != steps:
-                freq = str(self.scheduler_step_freq)
-                raise stepped_twice(type(self).__name__, scheduler, freq) if steps_it else refusal(STEPS_SCHEDULE)
-            whole = getattr(iterator, "whole", True)  # otherwise, another piece of the same batch follows
-            if per_batch and whole:
-                self._make_due_steps(scheduler)
-            self._count(iterator, metrics, meter, batch=batch)
-            if whole:
-                self.global_step += 1
-                batch_idx += 1
-        if per_batch:
-            self._make_due_steps(scheduler, ended=True)
-        if per_epoch and getattr(iterator, "epoch_ended", True):
-            step_in_order(scheduler)
-        return dict(meter.summary())
-
-    def _make_due_steps(self, scheduler: Any, **given: bool) -> None:
-        for _ in range(self._due_steps(**given)):
-            if not self._keeps_rate(scheduler):
-                step_in_order(scheduler)
+        return LeaveOut(options.on_nonfinite, rule, self._precision, self._parts, self._device, exact=self._exact)
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         """Train one step on one `batch`, `(*features, target)`: forward, loss, backward, optimizer. Return what was measured.
@@ -241,17 +180,17 @@ class TrainingOperator(OperatorBase):
         that it is for,
         by default the only one. (`loss_id` is for Apex,
         if its arguments have num_losses.)"""
-        self._gradients.backward(loss, optimizer, loss_id)
+        self._stepping.backward(self._feed.step, loss, optimizer, loss_id)
 
     def step(self, optimizer: Any = None) -> bool:
         """Clip the gradients, and apply the step of the `optimizer` (by default the only one). Do nothing before the last
         batch of an accumulation window. Return whether the step was made, and neither awaited nor left out."""
-        return self._gradients.step(self._only_optimizer() if optimizer is None else optimizer)
+        return self._stepping.step(self._feed.step, self._only_optimizer() if optimizer is None else optimizer)
 
     def zero_grad(self, optimizer: Any = None) -> None:
         """Clear the gradients of one `optimizer`, or of all. Do nothing after the first batch of an accumulation
         window."""
-        self._gradients.zero_grad(self._parts.optimizers if optimizer is None else [optimizer])
+        self._stepping.zero_grad(self._feed.step, self._parts.optimizers if optimizer is None else [optimizer])
 
     def unwrapped(self, model: Any = None) -> Any:
         """Return the module inside a registered `model`, by default the only one, for its attributes and for a forward that only
@@ -327,7 +266,7 @@ class TrainingOperator(OperatorBase):
         self._wrap(dict(ddp_args or {}))
         wrapping.update_together(parts.optimizers)
         if not self._has_own_steps:
-            self._gradients.watch(parts.optimizers)
+            self._stepping.watch(parts.optimizers)
         parts.averages.watch(parts.models, parts.optimizers, precision=parts.options.precision)
         if (rule := scaling_rule(self._settings.elastic.lr, self._settings.num_workers)) is not None:
             parts.restore_rates = scale_rates(parts.optimizers, lambda: rule(self.world_size))
@@ -391,6 +330,31 @@ class TrainingOperator(OperatorBase):
         return given[0] if len(given) == 1 else tuple(given)
 
     # -- for the default methods ----------------------------------------------------------------------
+
+    def _keeps_rate(self, scheduler: Any) -> bool:
+        """Return whether a schedule, which is about to step, has ended too early and keeps its last learning rate."""
+        position, now = self._feed.position, self.world_size
+        made = MadeFor(*(position.made_for or (now, None)))
+        if now != made.workers and not made.changed:
+            made = made._replace(changed=True)
+            position.made_for = tuple(made)
+        why = why_too_short(scheduler, made, now=now, planned=self._planned_steps, needed=self._steps_by_now)
+        if why:
+            self._warn_once("the schedule of %s", why)
+        return bool(why)
+
+    def _begin_epoch(self) -> Schedule:
+        for model in self._parts.wrapped:
+            model.train()
+        return LoopSchedule(self, in_pieces=self._in_pieces)
+
+    def _told_of_epoch(self, num_steps: int | None) -> Mapping[str, Any]:
+        return {NUM_STEPS: num_steps, USE_FP16: self.use_fp16}
+
+    def _overrides(self, *names: str) -> list[str]:
+        """Return which of these methods the user has changed, in a class or on the object."""
+        own = [name for name in names if getattr(type(self), name) is not getattr(TrainingOperator, name)]
+        return own or [name for name in names if name in vars(self)]
 
     @property
     def _batches_per_step(self) -> int:

@@ -9,11 +9,13 @@ from typing import Any
 import torch
 
 from raysgd.errors import ConfigError
+from raysgd.torch.stepping import StepPolicy
+from raysgd.training.step import Step
 
 _NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 
 
-class Precision:
+class Precision(StepPolicy):
     """Full precision (fp32), and the base of the others. Each operator has one; it owns the scaler, if there is one.
 
     `key` is the state's name in checkpoints.
@@ -48,18 +50,12 @@ class Precision:
         """Return what the optimizer's step changes; gradient clipping uses the gradients of these."""
         return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
-    def batch_done(self) -> None:
-        """Called after each batch, no matter how many optimizers stepped in it."""
-
     def skipped(self) -> int:
         """Return how many steps of this call were skipped because gradients were not finite."""
         return 0
 
     def forget_skipped(self) -> None:
         """Reset what `skipped` returns, because a call begins."""
-
-    def abandon(self) -> None:
-        """Undo what a batch has begun, because it was interrupted."""
 
     def state(self) -> dict[str, Any] | None:
         return None
@@ -147,14 +143,18 @@ class Fp16(Autocast):
 
     def step(self, optimizer: Any) -> None:
         if id(optimizer) in self._stepped:
-            self.batch_done()
+            self._update()
         self._stepped.add(id(optimizer))
         self.scaler.step(optimizer)
 
     def leave_out(self, optimizer: Any) -> None:
         self._stepped.add(id(optimizer))  # infinite gradients make the scale smaller, as in a step
 
-    def batch_done(self) -> None:
+    def on_step(self, step: Step) -> None:
+        """Change the scale once in each step, no matter how many optimizers stepped in it. Forget what an undone one has begun."""
+        self._update() if step.committed else self._abandon()
+
+    def _update(self) -> None:
         if self._stepped:
             before = self.scaler.scale(self._one)
             self.scaler.update()
@@ -169,7 +169,7 @@ class Fp16(Autocast):
     def forget_skipped(self) -> None:
         self._skipped = torch.zeros_like(self._skipped)
 
-    def abandon(self) -> None:
+    def _abandon(self) -> None:
         kept = self.scaler.state_dict()
         self.scaler, scaled = Scaler(self._type), self.scaler.scaled
         self.scaler.scaled = scaled

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tempfile
 import time
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,8 @@ import torch
 
 from raysgd.callbacks.base import TRACES
 from raysgd.callbacks.torch_profiler import ProfilerSettings
+from raysgd.training.feed import Feed
+from raysgd.training.step import Policy, Step
 
 
 class TraceKeeper:
@@ -38,26 +39,29 @@ class TraceKeeper:
         return {TRACES: traces} if traces else {}
 
 
-class Profiler(TraceKeeper):
-    """Observes the batches of `train`. Owns the profiler while it runs."""
+class Profiler(TraceKeeper, Policy):
+    """Observes the steps of `train`. Owns the profiler while it runs."""
 
     def __init__(self, wanted: ProfilerSettings) -> None:
         super().__init__(rank=0)
         self._wanted, self._calls = wanted, set[int]()
         self._profile: Any = None
 
-    def begin(self, call: int, rank: int) -> ExitStack:
-        """Return the context of an epoch, which is recorded if this rank is to be, in one of the first calls."""
-        wanted, epoch = self._wanted, ExitStack()
-        self._calls.add(call)
-        self.rank = rank
-        if len(self._calls) <= wanted.calls and (wanted.ranks is None or rank in wanted.ranks):
+    def on_epoch(self, feed: Feed) -> None:
+        """Record the epoch if this rank is to be recorded, in one of the first calls."""
+        wanted, self.rank = self._wanted, feed.rank_info.world_rank
+        self._calls.add(feed.position.call)
+        if len(self._calls) <= wanted.calls and (wanted.ranks is None or self.rank in wanted.ranks):
             batches = torch.profiler.schedule(wait=wanted.wait, warmup=wanted.warmup, active=wanted.active, repeat=1)
             profile = torch.profiler.profile(schedule=batches, on_trace_ready=self.keep, **wanted.arguments)
-            self._profile = epoch.enter_context(profile)
-            epoch.callback(setattr, self, "_profile", None)
-        return epoch
+            self._profile = profile
+            profile.start()
 
-    def batch_done(self) -> None:
-        if self._profile is not None:
+    def on_step(self, step: Step) -> None:
+        if self._profile is not None and step.committed:
             self._profile.step()
+
+    def rest(self) -> None:
+        if self._profile is not None:
+            self._profile.stop()
+            self._profile = None

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-import logging
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from raysgd.constants import SCHEDULER_STEP_STEP
 from raysgd.core.comparison import Summary
 from raysgd.core.messages import SnapshotUpload
 from raysgd.core.metrics import COMMITTED, FIRST, ROWS, SECONDS, SKIPPED, for_all_ranks
@@ -20,7 +16,6 @@ from raysgd.core.progress import Control
 from raysgd.core.ranks import RankInfo
 from raysgd.core.shard_copies import HeldSnapshot, ShardedState
 from raysgd.core.snapshot import Snapshot
-from raysgd.core.step_plan import StepPlan
 from raysgd.storage.seen import SeenFile
 from raysgd.torch.checkpoint import packing, states
 from raysgd.torch.checkpoint.checks import check_fits
@@ -29,49 +24,16 @@ from raysgd.torch.data.opening import Opener
 from raysgd.torch.data.prefetch import make_carrier
 from raysgd.torch.data.rows import LoaderRows
 from raysgd.torch.data.sampling import is_planned, random_sources
-from raysgd.torch.data.sources import PlannedSource
 from raysgd.torch.foreign import content_version
 from raysgd.torch.fsdp import gathered
+from raysgd.torch.loop_schedule import check_plan, restore_plan
 from raysgd.torch.operator import TrainingOperator
-from raysgd.torch.precision import Precision
-from raysgd.torch.profiling import Profiler
 from raysgd.torch.resharding import Resharding
-from raysgd.torch.schedules import MadeFor, has_length_in_code, why_too_short
 from raysgd.torch.settings import TorchSettings
 from raysgd.training.feed import Source
-from raysgd.training.replica_base import Phase, ReplicaBase, ReplicaFactoryBase
-
-logger = logging.getLogger("raysgd")
+from raysgd.training.replica_base import Phase, ReplicaBase
 
 PARTIAL_S = 10.0
-ENDED = "the schedule of %s"
-PLAN_CHANGED = (
-    "total_steps() planned %d optimizer steps with num_workers=%d. With %d from now on, this run makes %d, so a schedule that your code "
-    "steps does not end with the run. ElasticConfig(batch='global') keeps the number of steps when the workers change; with "
-    "scheduler_step_freq='step', the trainer steps the scheduler, and lets it follow the plan"
-)
-
-
-class TorchReplicaFactory(ReplicaFactoryBase):
-    settings: TorchSettings
-
-    def __call__(self, rank_info: RankInfo, control: Control) -> TorchReplica:
-        if self.settings.threads is not None:
-            torch.set_num_threads(self.settings.threads)
-        if self.settings.seed is not None:
-            states.seed_generators(self.settings.seed)
-        operator = self.operator_cls(self.config, settings=self.settings, rank_info=rank_info)
-        return TorchReplica(operator, self.settings, rank_info, control)
-
-
-def _makes_usual_steps(operator: TrainingOperator) -> bool:
-    """Return whether no code of the user runs between a backward pass and the next batch. Such code could draw random numbers, as
-    the data set can, or change what the data set returns; so it must not matter whether that batch is read already."""
-    names = "train_epoch", "train_batch", "backward", "step", "skip_step"
-    own = [name for name in names if getattr(type(operator), name) is not getattr(TrainingOperator, name)]
-    stepped = *operator._parts.optimizers, *operator._parts.schedulers
-    usual = all(type(each).__module__.startswith("torch.optim.") for each in stepped)
-    return usual and not own and not vars(operator).keys() & set(names)
 
 
 class TorchReplica(ReplicaBase):
@@ -92,16 +54,9 @@ class TorchReplica(ReplicaBase):
         self._options = settings.options
         self._opener = Opener(operator, settings, control)
         self._carrier = make_carrier(operator.device, channels_last=settings.options.channels_last)
-        on_cpu = settings.wrap_ddp and operator.device.type == "cpu" and self._options.accumulate == 1
-        self._overlaps = on_cpu and _makes_usual_steps(operator)
         operator._parts.calls.step, control.called = lambda: control.begun, operator._parts.calls.newest
-        guard = operator._gradients.guard
-        guard.position, guard.samples = self._position, self._samples_of_step
-        self._after_batches: list[Callable[[], None]] = []
-        self._profiler = None if settings.profiler is None else Profiler(settings.profiler)
         self._partial_at = 0.0
         self._partial: dict[str, Any] | None = None
-        operator._due_steps, operator._keeps_rate = self._due_steps, self._keeps_rate
         self._position.made_for = settings.num_workers, operator._planned_steps, False
         if type(operator).train_epoch is TrainingOperator.train_epoch:
             operator._own_scheduler()  # raises ConfigError for what it cannot step
@@ -113,8 +68,15 @@ class TorchReplica(ReplicaBase):
         self._loaded_from = 0  # the number of workers of the group from which a state was loaded; 0 if none was
         for optimizer in operator._parts.optimizers:
             if hasattr(optimizer, "register_step_post_hook"):
-                optimizer.register_step_post_hook(self._on_step)
+                optimizer.register_step_post_hook(self._on_optimizer_step)
         self._resharding = Resharding(operator, rank_info, self._options.replicas) if self.in_shards else None
+
+    @classmethod
+    def prepare_process(cls, settings: TorchSettings) -> None:
+        if settings.threads is not None:
+            torch.set_num_threads(settings.threads)
+        if settings.seed is not None:
+            states.seed_generators(settings.seed)
 
     def _begin_call(self) -> None:
         if self._resharding is not None:
@@ -125,106 +87,19 @@ class TorchReplica(ReplicaBase):
     def _train_source(self, dataset: Any) -> Source:
         registered = dataset is None
         source = super()._train_source(None) if registered else self._opener.for_a_call(dataset, self._position)
-        self._trains_on: Any = source
         if registered:
-            self._check_plan()
+            check_plan(self.operator, self._position, self._rank_info.world_size, warns=self.rank == 0)
         return source
 
     def _open_source(self, data: Any, phase: Phase) -> Source:
         return self._opener.registered(data, self._position_in(phase), phase)
 
     def _feed_options(self, phase: Phase) -> dict[str, Any]:
-        options: dict[str, Any] = {"carrier": self._carrier}
-        if phase == "train":
-            options |= {"window": self._options.accumulate, "on_batch": self.operator._gradients.begin}
-        return options
+        return {"carrier": self._carrier, **({"window": self._options.accumulate} if phase == "train" else {})}
 
-    def _measuring_epoch(self) -> AbstractContextManager[Any]:
-        # A generator with @contextmanager would set the traceback of an error of user code, which can be a frozen dataclass.
-        stack = ExitStack()
-        stack.callback(self.operator._parts.restore_rates)
-        gradients = self.operator._gradients
-        stack.callback(gradients.abandon)
-        gradients.while_exchanging = self._feed.draw_ahead if self._feed is not None and self._draws_ahead() else None
-        if self._profiler is not None:
-            stack.enter_context(self._profiler.begin(self._position.call, self.rank))
-        stack.enter_context(super()._measuring_epoch())
-        return stack
-
-    def _draws_ahead(self) -> bool:
-        """Return whether the next batch is drawn while the ranks exchange gradients: not if processes of the loader read it, and not
-        in a call that measures the parts of a step."""
-        source, measured = self._trains_on, self.operator.timers.enabled or "seconds" in self._measures
-        reads = isinstance(source, PlannedSource) and source.loader.num_workers == 0
-        return self._overlaps and self._rank_info.world_size > 1 and reads and not measured
-
-    # -- schedules that `total_steps` has planned --------------------------------------------------------
-
-    def _due_steps(self, *, ended: bool = False) -> int:
-        """Return how many steps are due of a schedule that the default loop steps: after a batch (or after the last one of a window,
-        with "step"), one, or as many as bring it to where the plan has processed the same samples; with `ended`, those that are left
-        when an epoch ends. The count is part of the position, so survivors, replacement workers and restarts agree."""
-        plan, position = self.operator._plan, self._position
-        current = None if self._feed is None else self._feed.current
-        if self.operator.scheduler_step_freq == SCHEDULER_STEP_STEP and not (self._feed is None or self._feed.closing):
-            return 0
-        if plan is None or self._trains_on is not self._sources.get("train") or (current is None and not ended):
-            position.planned = 0
-            return int(not ended)
-        if ended and not position.ended:
-            return 0
-        if not position.planned or position.plan != plan:  # it begins here
-            position.plan, position.planned = tuple(plan), plan.steps_by(position.epoch, position.offset)
-        made = plan.steps_by(position.epoch, plan.units if current is None else current.offset)
-        due = max(made - position.planned, 0)
-        position.planned += due
-        return due
-
-    def _keeps_rate(self, scheduler: Any) -> bool:
-        """Return whether a schedule, which is about to step, has ended too early and keeps its last learning rate."""
-        operator, position, now = self.operator, self._position, self._rank_info.world_size
-        made = MadeFor(*(position.made_for or (now, None)))
-        if now != made.workers and not made.changed:
-            made = made._replace(changed=True)
-            position.made_for = tuple(made)
-        why = why_too_short(scheduler, made, now=now, planned=operator._planned_steps, needed=operator._steps_by_now)
-        if why:
-            self._warn_once(ENDED, why)
-        return bool(why)
-
-    def _check_plan(self) -> None:
-        """Warn once if the rest of the run does not have the steps that were planned, and user code steps by them."""
-        operator, plan, position = self.operator, self.operator._plan, self._position
-        if plan is None or position.plan == () or operator._steps_schedule or position.planned:
-            return
-        now = operator._planned_epoch(self._rank_info.world_size)
-        if now is None:
-            return
-        place = position.epoch, plan.units if position.ended else position.offset
-        rest, planned = (plan.steps_left(each, *place) for each in (now, plan.epoch))
-        position.plan = tuple(plan) if rest == planned else ()
-        if rest != planned and self.rank == 0:
-            logger.warning(PLAN_CHANGED, plan.steps, plan.workers, now.world_size, plan.steps - planned + rest)
-
-    def _restore_plan(self) -> None:
-        """Follow the plan for which a loaded schedule was made. A function of the user's code has the length that this run
-        planned, so its step is changed to where this run's plan has processed the same samples."""
-        operator, position, plan = self.operator, self._position, self.operator._plan
-        if not position.plan or plan is None or plan.divides_like(saved := StepPlan(*position.plan)):
-            return
-        scheduler: Any = operator._own_scheduler() if position.planned and operator._steps_schedule else None
-        if not has_length_in_code(scheduler):
-            operator._plan = saved
-            return
-        place = plan.units if position.ended else position.offset
-        position.plan, position.planned = tuple(plan), plan.steps_by(position.epoch, place)
-        scheduler.last_epoch = position.planned
-
-    def _on_step(self, *_: Any) -> None:
+    def _on_optimizer_step(self, *_: Any) -> None:
         self._position.applied += 1
-        self.operator._gradients.stepped()
-        if self._feed is not None:
-            self._feed.stepped()
+        self.operator._feed.step.apply()
 
     def _steps_made(self) -> Any:
         """An optimizer that is not torch's cannot be watched, weights may be changed without one, and all may be frozen."""
@@ -234,24 +109,6 @@ class TorchReplica(ReplicaBase):
         parameters = [p for each in optimizers for group in each.param_groups for p in group["params"]]
         trained = [each for each in parameters if each.requires_grad]
         return (self._position.applied, sum(map(content_version, trained))) if trained else None
-
-    def _samples_of_step(self) -> list[int] | None:
-        """Return the indices of this rank's samples in the running step, None if they are not known."""
-        order = getattr(self._sources.get("train"), "order", None)
-        units = [] if self._feed is None else [each.units for each in self._feed.uncommitted]
-        if order is None or self._position.parked is not None or None in units:
-            return None
-        found = [order[place] for start, stop in filter(None, units) for place in range(start, stop)]
-        return [int(index) for each in found for index in (each if isinstance(each, (list, tuple)) else [each])]
-
-    def _on_commit(self, last: bool = False) -> None:
-        for note in self._after_batches:
-            note()
-        super()._on_commit(last)
-
-    def _undo_batch(self) -> None:
-        self.operator._gradients.guard.abandon()
-        self.operator._gradients.undo_schedules()
 
     def _seed_generators(self, alike: int, own: int) -> None:
         states.seed_generators(own)
@@ -293,7 +150,7 @@ class TorchReplica(ReplicaBase):
         return rows
 
     def _counts(self) -> dict[str, Any]:
-        skipped = self.operator._precision.skipped() + self.operator._gradients.guard.skipped
+        skipped = self.operator._precision.skipped() + self.operator._leave_out.skipped
         counts = {**super()._counts(), **self.operator._monitor.measured(), **({SKIPPED: skipped} if skipped else {})}
         if SECONDS["communication"] in counts:
             counts[SECONDS["compute"]] = max(counts[SECONDS["compute"]] - counts[SECONDS["communication"]], 0.0)
@@ -304,23 +161,15 @@ class TorchReplica(ReplicaBase):
         if new_call:  # registered metrics continue after a change of the group
             self.operator._parts.begin_measuring(self._metric_of(phase))
         self.operator._precision.forget_skipped()
-        self.operator._gradients.guard.skipped = 0
+        self.operator._leave_out.skipped = 0
         self._measured = phase
-        monitor = self.operator._monitor
-        monitor.begin(self.operator._parts.wrapped)
-        if phase == "train":
-            precision, guard = self.operator._precision, self.operator._gradients.guard
-            counts = type(precision).batch_done is not Precision.batch_done
-            measure = functools.partial(monitor.batch_done, self.operator._parts.wrapped)
-            notes = ((precision.batch_done, counts), (guard.committed, guard.on), (measure, monitor.follows_batches))
-            profiled = [] if self._profiler is None else [self._profiler.batch_done]
-            self._after_batches = [*(note for note, needed in notes if needed), *profiled]
+        self.operator._monitor.begin(self.operator._parts.wrapped)
         self._partial_at, self._partial = time.monotonic() + PARTIAL_S, None
 
     def _add_metrics(self, report: dict[str, Any], phase: Phase) -> None:
         report.update(self.operator._parts.measured(self._metric_of(phase)))
-        if self._profiler is not None:
-            report.update(self._profiler.taken())
+        if self.operator._profiler is not None:
+            report.update(self.operator._profiler.taken())
 
     def _metric_of(self, phase: Phase) -> Phase:
         """Return the phase of the registered metric that the methods of this phase update."""
@@ -429,7 +278,7 @@ class TorchReplica(ReplicaBase):
         states.restore_rest(self.operator, state)
         self.saved_rows = dict(state.get("rows") or {})
         self._adopt_positions(state)
-        self._restore_plan()
+        restore_plan(self.operator, self._position)
         loader, position = self.operator._parts.train_loader, state.get("loader")
         if loader is not None and position is not None:
             if "train" not in self._sources or self._sources["train"].loader is not loader:
@@ -449,7 +298,7 @@ class TorchReplica(ReplicaBase):
         loader = self.operator._parts.train_loader
         generators = random_sources(loader) if is_planned(loader) else []
         drawn = [(each, each.get_state()) for each in generators]
-        own = {name: getattr(self, name) for name in ("_sources", "_feed", "_validation_began", "saved_rows")}
+        own = {name: getattr(self, name) for name in ("_sources", "_validation_began", "saved_rows")}
         numbers = states.random_state()
 
         def go_back() -> None:
@@ -488,14 +337,12 @@ class TorchReplica(ReplicaBase):
         gradients are cleared."""
         old = self._rank_info
         self._cut_short()
-        self.operator._gradients.abandon()
         if self._resharding is not None:
             state = self._resharding.rejoin(rank_info, lambda: self.progress, self._unsharded_state)
             if state is not None:
                 self._take(state)
         self._rank_info = self.operator._rank_info = rank_info
         self._seed_rest_of_epoch()
-        self.operator._precision.abandon()
         self.operator._parts.rewrap()
         # A replacement worker has the state of the old group, and `resized` must change it on every rank.
         before = self._loaded_from if old.solo else old.world_size

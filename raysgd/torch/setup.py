@@ -17,9 +17,10 @@ from raysgd.constants import BATCH_SIZE
 from raysgd.errors import ConfigError, shown
 from raysgd.ray_data.columns import RayData
 from raysgd.torch.options import TrainingOptions
-from raysgd.torch.replica import TorchReplicaFactory
+from raysgd.torch.replica import TorchReplica
 from raysgd.torch.settings import TorchSettings
 from raysgd.training.arguments import check_config, needs_ray
+from raysgd.training.replica_base import OperatorReplicaFactory
 
 logger = logging.getLogger("raysgd")
 
@@ -99,7 +100,7 @@ def wants_gpu(use_gpu: Any) -> bool:
 
 def replica_factory(
     operator_cls: Any, config: dict[str, Any], settings: TorchSettings, on_workers: list[Any]
-) -> TorchReplicaFactory:
+) -> OperatorReplicaFactory:
     """Return the factory of replicas, which average their weights, measure and profile themselves if callbacks want that."""
     profilers = [each for each in on_workers if not isinstance(each, (Averaging, Measure))]
     if len(profilers) > 1 or not all(isinstance(each, ProfilerSettings) for each in profilers):
@@ -108,7 +109,7 @@ def replica_factory(
         )
     decay, measures, profiler = averaging_in(on_workers), measures_in(on_workers), next(iter(profilers), None)
     settings = replace(settings, ema_decay=decay, measures=measures, profiler=profiler)
-    return TorchReplicaFactory(operator_cls, config, settings)
+    return OperatorReplicaFactory(TorchReplica, operator_cls, config, settings)
 
 
 def check_predicted(data: Any, batch_size: Any) -> None:

@@ -337,7 +337,8 @@ class TorchTrainer(TrainerBase):
     @property
     def max_replicas(self) -> int:
         """Return the argument `num_workers`, under RaySGD's name."""
-        return self._factory.settings.num_workers
+        workers: int = self._factory.settings.num_workers
+        return workers
 
     @classmethod
     def as_trainable(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from abc import abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import Any
 
 from raysgd.config import at_least
@@ -16,7 +18,11 @@ from raysgd.core.ranks import RankInfo
 from raysgd.core.sampling_plan import optimizer_steps
 from raysgd.core.timers import Timers
 from raysgd.errors import ConfigError, MissingPartError, shown
+from raysgd.training.feed import Feed, NoFeed
 from raysgd.training.settings import ReplicaSettings
+from raysgd.training.step import Policy, Step
+
+logger = logging.getLogger("raysgd")
 
 
 @dataclass
@@ -46,6 +52,19 @@ class RegisteredParts:
         return tuple(values) if isinstance(given, tuple) else list(values)
 
 
+class Schedule:
+    """Steps a learning rate's schedule in the default loop. This one has none."""
+
+    def begin(self) -> None:
+        """Called before each batch or piece."""
+
+    def end(self, *, failed: bool = False) -> None:
+        """Called after each; `failed` is whether `train_batch` has raised an error."""
+
+    def end_epoch(self) -> None:
+        """Called when the loop has ended."""
+
+
 class OperatorBase:
     """The base of the operator classes that users extend, `raysgd.torch.TrainingOperator` and
     `raysgd.tf.TrainingOperator`.
@@ -72,8 +91,10 @@ class OperatorBase:
         self._settings = settings
         self._rank_info = rank_info or RankInfo()
         self._meter = AverageMeterCollection()
-        self._uncounted: list[tuple[dict[str, Any], Any, bool]] = []  # metrics, weight, and whether no piece follows
+        self._policies: list[Policy] = []  # what takes part in each step
+        self._feed: Feed | NoFeed = NoFeed()  # of the running loop, with the running step; its replica sets it
         self._complete_for: set[str] = set()
+        self._explained: set[str] = set()  # warnings that were logged
         self.timers = Timers()
         self.global_step = 0
         self._testing = False  # whether `validate` runs for a test
@@ -101,16 +122,27 @@ class OperatorBase:
         """Train one pass over `iterator`, and return what to report. Ends early when the group of workers changes.
 
         `info` is what was passed to `train`, `num_steps` the number of batches if it is limited, `epoch_idx` the epoch."""
-        common = {**(info or {}), "epoch_idx": epoch_idx}
-        self._meter = meter = AverageMeterCollection()
-        batch_idx = 0
+        common = {**(info or {}), **self._told_of_epoch(num_steps), "epoch_idx": epoch_idx}
+        self._meter, feed, batch_idx = AverageMeterCollection(), self._feed, 0
+        named = "batch_info" in signature(self.train_batch).parameters
+        schedule = self._begin_epoch()
         for batch in iterator:
             batch_info = {"batch_idx": batch_idx, "global_step": self.global_step, **common}
-            self._count(iterator, self.train_batch(batch, batch_info), meter)
-            if getattr(iterator, "whole", True):
+            schedule.begin()
+            try:
+                metrics = (
+                    self.train_batch(batch, batch_info=batch_info) if named else self.train_batch(batch, batch_info)
+                )
+            except BaseException:
+                schedule.end(failed=True)  # a peer failed, or the user's code raised an error
+                raise
+            schedule.end()
+            self._count(feed.step, metrics, batch=batch)
+            if feed.step.whole:  # otherwise, another piece of the same batch follows
                 self.global_step += 1
                 batch_idx += 1
-        return dict(meter.summary())
+        schedule.end_epoch()
+        return dict(self._meter.summary())
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         """Train one step on one batch, and return its metrics."""
@@ -119,13 +151,13 @@ class OperatorBase:
     def validate(self, val_iterator: Iterable[Any], info: dict[str, Any] | None = None) -> dict[str, Any]:
         """Validate on one pass over `val_iterator`, without gradients, and return what to report. `info` is what was passed to
         `validate`."""
-        self._meter = meter = AverageMeterCollection()
+        self._meter = AverageMeterCollection()
         name = "test_batch" if self._testing else "validate_batch"
         method = getattr(self, name)
         for batch_idx, batch in enumerate(val_iterator):
             metrics = method(batch, {"batch_idx": batch_idx, **(info or {})})
-            self._count(val_iterator, metrics, meter, name, batch)
-        return dict(meter.summary())
+            self._count(self._feed.step, metrics, name, batch)
+        return dict(self._meter.summary())
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         """Return the metrics of one batch."""
@@ -245,32 +277,43 @@ class OperatorBase:
         """Return how many samples a batch has, for a method that does not return `num_samples`."""
         return 1
 
-    def _count(
-        self, iterator: Any, metrics: Any, meter: AverageMeterCollection, of: str = "train_batch", batch: Any = None
-    ) -> None:
+    def _begin_epoch(self) -> Schedule:
+        """Prepare for a loop over an epoch. Return what steps the schedule in it."""
+        return Schedule()
+
+    def _told_of_epoch(self, num_steps: int | None) -> Mapping[str, Any]:
+        """Return what `batch_info` has in addition."""
+        return {}
+
+    def _count(self, step: Step, metrics: Any, of: str = "train_batch", batch: Any = None) -> None:
         """Add one batch's metrics; those of batches and pieces that share a step, together with the last one, because after a
         failure all of them are processed again. A batch that is repeated only to take part in a step has weight 0."""
         if not isinstance(metrics, dict):
             raise TypeError(f"{type(self).__name__}.{of} must return a dict of metrics, got {shown(metrics)}")
         if not OWN_NAMES.isdisjoint(metrics):
             refuse_own_names(metrics, of=f"{type(self).__name__}.{of}")
-        values = dict(metrics)
+        values, meter = dict(metrics), self._meter
         samples = values.pop(NUM_SAMPLES) if NUM_SAMPLES in values else self._samples_in(batch)
-        weight = samples if getattr(iterator, "fresh", True) else 0
+        weight = samples if step.fresh else 0
         try:
-            whole, closing = getattr(iterator, "whole", True), getattr(iterator, "closing", True)
-            if closing and whole and not self._uncounted:
+            if step.closing and not step.metrics:
                 meter.update(values, n=weight)
                 return
-            self._uncounted.append((values, weight, whole))
-            if not closing:
+            step.metrics.append((values, weight, step.whole))
+            if not step.closing:
                 return
-            for values, counts, whole in self._uncounted:
+            for values, counts, whole in step.metrics:
                 meter.update(values, n=counts)
                 meter.batch_count -= not whole  # the last piece counts the batch
-            self._uncounted.clear()
+            step.metrics.clear()
         except (TypeError, ValueError) as error:
             raise type(error)(f"{type(self).__name__}.{of} returned an invalid metric: {error}") from None
+
+    def _warn_once(self, text: str, *values: Any) -> None:
+        """Log a warning of this kind, on the first rank and for the first time only."""
+        if self.world_rank == 0 and text not in self._explained:
+            self._explained.add(text)
+            logger.warning(text, *values)
 
     def _need(self, method: str, *names: str) -> None:
         """Raise an error unless `setup` has set the attributes that the default `method` uses."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from raysgd.core.progress import Progress
 from raysgd.errors import CheckpointError
+from raysgd.training.step import Step
 
 
 def check_count(name: str, value: Any) -> None:
@@ -45,7 +46,7 @@ class Position:
     offset, ended  the position in the current epoch, and whether the epoch has ended
     stream         the position in a data set passed to `train(dataset=...)`
     parked         the epoch's position while a call trains on such a data set
-    left_out       batches in a row up to now whose step was left out (`StepGuard`)
+    left_out       batches in a row up to now whose step was left out (`LeaveOut`)
     plan           the `StepPlan` that schedules follow, as a tuple; empty once a warning said that their plan does not hold
     planned        how many of its steps the schedules have made
     made_for       the workers and steps that the schedules were made for (`MadeFor`), as a tuple
@@ -106,6 +107,19 @@ class Position:
             setattr(self, each.name, values.get(each.name, each.default))
         self.plan = None if self.plan is None else tuple(self.plan)  # JSON makes a list of it
         self.made_for = None if self.made_for is None else tuple(self.made_for)
+
+    def commit(self, step: Step) -> None:
+        """Count what a step has trained. From now on its batches are never drawn again."""
+        step.committed = True
+        if step.outcome == "open":  # the loop is done with it, and no optimizer that can be watched has stepped
+            step.apply()
+        for drawn in step.drawn:
+            if drawn.rows is not None and drawn.whole:
+                self.call_units += drawn.rows
+        self.offset = step.current.offset
+        batches = step.batches
+        self.step += batches
+        self.call_batches += batches
 
     def open_call(self, call: int) -> bool:
         """Begin a call, or continue it. Return False if its work is done already."""

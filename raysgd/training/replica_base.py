@@ -8,8 +8,8 @@ import math
 import pickle
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, ClassVar, Literal
@@ -32,15 +32,15 @@ from raysgd.core.outcomes import DataLoaderFailure, Interrupted
 from raysgd.core.progress import Control, Progress
 from raysgd.core.protocols import Call
 from raysgd.core.ranks import RankInfo
-from raysgd.core.timers import Timers
 from raysgd.errors import ConfigError, TrainingFailedError, shown
-from raysgd.training.feed import Feed, MembershipChange, Source
+from raysgd.training.feed import Feed, MembershipChange, NoFeed, Source
 from raysgd.training.loading import HALF_LOADED
 from raysgd.training.operator_base import OperatorBase
 from raysgd.training.position import Position
 from raysgd.training.seeding import derived_seed
 from raysgd.training.settings import ReplicaSettings
 from raysgd.training.snapshots import LOADED_S, ROOM_S, Snapshotter
+from raysgd.training.step import Policy, Step, acting
 
 logger = logging.getLogger("raysgd")
 
@@ -64,18 +64,22 @@ NO_STEP = (
 )
 
 
-class ReplicaFactoryBase(ABC):
-    """Makes a replica in a worker. It is pickled, and it is the only part of a trainer that is sent there."""
+class OperatorReplicaFactory:
+    """Makes a replica of this class in a worker. It is pickled, and it is the only part of a trainer that is sent there."""
 
-    def __init__(self, operator_cls: type[Any], config: dict[str, Any], settings: ReplicaSettings) -> None:
-        self.operator_cls, self.config, self.settings = operator_cls, config, settings
+    def __init__(
+        self, replica_cls: type[ReplicaBase], operator_cls: type[Any], config: dict[str, Any], settings: Any
+    ) -> None:
+        self.replica_cls, self.operator_cls, self.config, self.settings = replica_cls, operator_cls, config, settings
 
     def __repr__(self) -> str:
         return f"the operator {self.operator_cls.__name__} with its config"
 
-    @abstractmethod
     def __call__(self, rank_info: RankInfo, control: Control) -> ReplicaBase:
         """Worker: make the operator, whose `setup` runs now, and its replica."""
+        self.replica_cls.prepare_process(self.settings)
+        operator = self.operator_cls(self.config, settings=self.settings, rank_info=rank_info)
+        return self.replica_cls(operator, self.settings, rank_info, control)
 
 
 class ReplicaBase(ABC):
@@ -110,7 +114,6 @@ class ReplicaBase(ABC):
         self.operator, self._rank_info, self._control = operator, rank_info, control
         self._distributed, self._seed, self._measures = settings.distributed, settings.seed, settings.measures
         self._steps_before: Any = None  # what `_steps_made` returned when the running call of `train` began
-        self._explained: set[str] = set()  # warnings that were logged
         self._began: float | None = None  # when the running part of a call of `train` began
         self._waited = 0.0  # how long it has waited for data
         self._units_before = 0  # what the running call of `train` had committed before this part of it
@@ -118,13 +121,20 @@ class ReplicaBase(ABC):
         # Its `epoch` counts the passes of tests that have begun, its `call` is the newest of them.
         self._tested = Position()
         self.operator._epochs_before = lambda: max(self._position.epoch - 1, 0)
+        self._at_epoch, self._at_begin, self._at_step, self._at_rest = (
+            acting(operator._policies, Policy, name) for name in ("on_epoch", "begin", "on_step", "rest")
+        )
         self._validation_began = self._val_position.as_dict()
-        self._feed: Feed | None = None
         self._sources: dict[Phase, Any] = {}
         self.half_loaded = False  # this state is a part of one and a part of another
         self._snapshots = Snapshotter(settings.snapshot_every, control)
         self._compare_every, self._compare_at = settings.elastic.compare_every, math.inf
         self._seed_place("train", 0, self.rank)
+
+    @classmethod
+    @abstractmethod
+    def prepare_process(cls, settings: Any) -> None:
+        """Set the threads and the seeds of the process, before the operator's `setup`."""
 
     @property
     def progress(self) -> Progress:
@@ -188,56 +198,121 @@ class ReplicaBase(ABC):
         operator._last_epoch = position.call_epoch
         if snapshot_first:
             self.take_snapshot()
-        own_loop = type(operator).train_epoch is not self.operator_class.train_epoch
-        self._feed = feed = self._make_feed(source, "train", num_steps, unwind=own_loop, pause_at=pause_at)
+        unwinds = type(operator).train_epoch is not self.operator_class.train_epoch
+        feed = self._make_feed(source, "train", num_steps, pause_at=pause_at)
+        batches = self._batches(feed, unwinds=unwinds)
         result: Any = {}  # if the workers are about to change
-        given, named = self._epoch_arguments(feed, info, num_steps)
-        with self._running_epoch():
+        given, named = self._epoch_arguments(batches, info, num_steps)
+        with self._running_epoch(feed):
             result = operator.train_epoch(*given, **named)
-        if feed.leave():
-            self._undo_batch()
+            batches.close()
+            self._leave(feed)
         if feed.stopped:
             asked = not self._control.interrupted
             return Interrupted(self.partial(result), "stopped at a batch boundary", self.progress, asked=asked)
         report = self._reported(result, profile, "train", reduced)
-        self._warn_of_no_training(unused=own_loop and feed.unused, skipped=SKIPPED in report)
+        self._warn_of_no_training(unused=unwinds and feed.unused, skipped=SKIPPED in report)
         self._end_call()
         return report
 
-    def _epoch_arguments(self, feed: Feed, info: dict[str, Any] | None, num_steps: int | None) -> Any:
+    def _batches(self, feed: Feed, *, unwinds: bool = False) -> Generator[Any]:
+        """Yield the batches of a loop, and commit each step when the loop asks for what follows it. A stop at a batch boundary ends the
+        iteration, or, if it `unwinds`, the user's loop."""
+        begin = self._at_begin if feed.training else ()
+        try:
+            for step in feed:
+                for batch in step:
+                    for policy in begin:
+                        policy(step)
+                    yield batch  # to `train_batch`, in which self.zero_grad, self.backward and self.step act on the step
+                self._end(feed, step)
+        except MembershipChange:
+            if unwinds:
+                raise
+            return
+        self._report(feed, last=True)
+
+    def _leave(self, feed: Feed, *, failed: bool = False) -> None:
+        """End a loop. The step that it leaves open is committed if it counts, and undone otherwise."""
+        step, failure = feed.step, feed.failure
+        if not step.ended:
+            if failed and feed.training and self._was_made():
+                step.apply()
+            if not step.counts(failed=failed):
+                step.outcome = "undone"
+            self._end(feed, step, last=failed)
+        self._waited, feed.failure, self.operator._feed = feed.waited_s, None, NoFeed()
+        if failure is not None and not failed:
+            raise failure  # the user's loop caught it, but the data has not ended
+
+    def _end(self, feed: Feed, step: Step, *, last: bool = False) -> None:
+        """Commit a step, unless it is undone. Nothing else counts what was trained."""
+        counts = step.outcome != "undone"
+        if counts:
+            feed.position.commit(step)
+            self._control.batch, self._waited = feed.position.call_batches, feed.waited_s
+        if feed.training:
+            for policy in self._at_step:
+                policy(step)
+        if counts:
+            self._report(feed, last=last)
+            if feed.training and not last:
+                self._snapshot_within_epoch()
+
+    def _report(self, feed: Feed, *, last: bool) -> None:
+        """Report the progress if that is due."""
+        control, position = self._control, feed.position
+        if not feed.training:
+            if control.due(last=last):
+                progress = replace(self._position.progress(feed.call), batches=position.call_batches)
+                control.report(progress, self._partial_to_report())
+            return
+        compares = position.step >= self._compare_at and self._rank_info.world_size > 1
+        if compares or control.due(last=last):
+            progress = position.progress("train")
+            if compares:
+                progress = replace(progress, summary=self._summary_of_steps())
+            control.report(progress, self._partial_to_report())
+
+    def _snapshot_within_epoch(self) -> None:
+        if self._snapshots.within_epochs and self._snapshots.due_after_batch(self._position.step):
+            self.take_snapshot(room_s=ROOM_S)
+
+    def _epoch_arguments(self, batches: Iterator[Any], info: dict[str, Any] | None, num_steps: int | None) -> Any:
         """Return what the operator's `train_epoch` is called with."""
         epoch_idx = (self._position.counted or self._position.call_epoch) - 1
         named = {"info": dict(info or {}), "num_steps": num_steps, "epoch_idx": epoch_idx}
-        return accepted_arguments(self.operator.train_epoch, feed, **named)
+        return accepted_arguments(self.operator.train_epoch, batches, **named)
 
-    def _running_epoch(self) -> ExitStack:
+    def _running_epoch(self, feed: Feed) -> ExitStack:
         """Return a context for the user's loop over an epoch, which ends it when the workers are about to change."""
         stack = ExitStack()  # and no generator with @contextmanager, which would set the traceback of the user's error
-        stack.push(self._epoch_ended)
-        stack.enter_context(self._measuring_epoch())
-        return stack
+        for rest in self._at_rest:
+            stack.callback(rest)
+        stack.enter_context(self.operator.timers.record("train_epoch"))
+        for policy in self._at_epoch:
+            policy(feed)
 
-    def _epoch_ended(self, kind: Any, error: BaseException | None, traceback: Any) -> bool:
-        changes = isinstance(error, MembershipChange)
-        if error is not None and not changes:
-            self._cut_short()  # what was applied must count before another rank takes this state
-        return changes
+        def ended(kind: Any, error: BaseException | None, traceback: Any) -> bool:
+            changes = isinstance(error, MembershipChange)
+            if changes:
+                self._leave(feed)
+            elif error is not None:
+                self._cut_short()  # what was applied must count before another rank takes this state
+            return changes
+
+        stack.push(ended)
+        return stack
 
     def _warn_of_no_training(self, *, unused: bool, skipped: bool) -> None:
         """Warn, once, if the call has left the iterator `unused`, or if no optimizer has made a step in it. Steps that were
         `skipped` are in the result."""
         position, made = self._position, self._steps_made()
         if unused:
-            self._warn_once(UNUSED, type(self.operator).__name__, position.epoch)
+            self.operator._warn_once(UNUSED, type(self.operator).__name__, position.epoch)
         elif position.call_batches and not skipped and made is not None and made == self._steps_before:
             optimizers = ", ".join(type(each).__name__ for each in self.operator._parts.optimizers)
-            self._warn_once(NO_STEP, optimizers, position.call_batches, self.how_to_step)
-
-    def _warn_once(self, text: str, *values: Any) -> None:
-        """Log a warning of this kind, on the first rank and for the first time only."""
-        if self.rank == 0 and text not in self._explained:
-            self._explained.add(text)
-            logger.warning(text, *values)
+            self.operator._warn_once(NO_STEP, optimizers, position.call_batches, self.how_to_step)
 
     def _plan_comparison(self) -> None:
         """Set the next step after which ranks report a summary, which is the same for all ranks that are at the same step."""
@@ -257,63 +332,35 @@ class ReplicaBase(ABC):
 
     def _end_call(self) -> None:
         """Note that a call of `train` is done."""
-        self._feed = None
         self._position.call_done = True
         self._position.resume_epoch()
         self.take_snapshot()
 
-    def _measuring_epoch(self) -> AbstractContextManager[Any]:
-        """Return a context for the user's loop over an epoch."""
-        timers: Timers = self.operator.timers
-        return timers.record("train_epoch")
-
-    def _make_feed(
-        self, source: Source, phase: Phase, limit: int | None, *, unwind: bool = False, pause_at: int | None = None
-    ) -> Feed:
-        """Return the iterator for a loop."""
-        training = phase == "train"
-        return Feed(
+    def _make_feed(self, source: Source, phase: Phase, limit: int | None, *, pause_at: int | None = None) -> Feed:
+        """Return what a loop reads; its steps are the operator's."""
+        feed = self.operator._feed = Feed(
             source,
             self._position_in(phase),
             self._rank_info,
             self._control,
             limit=limit,
-            shared=self._distributed,
-            on_commit=self._on_commit if training else partial(self._on_evaluated, phase),
-            unwind=unwind,
             pause_at=pause_at,
-            on_wait=self._on_wait if "seconds" in self._measures else None,
-            training=training,
+            shared=self._distributed,
+            call=CALLS[phase],
             name=self.data_names[phase],
             seed=partial(self._seed_place, phase),
             **self._feed_options(phase),
         )
+        return feed
 
     def _position_in(self, phase: Phase) -> Position:
         return {"train": self._position, "validation": self._val_position, "test": self._test_position}[phase]
 
     def _cut_short(self) -> None:
         """End a loop after an error, and commit what was applied."""
-        feed, self._feed = self._feed, None
-        if feed is not None and feed.cut_short():
-            self._undo_batch()
-
-    def _on_commit(self, last: bool = False) -> None:
-        control = self._control
-        compares = self._position.step >= self._compare_at and self._rank_info.world_size > 1
-        if compares or control.due(last=last):
-            progress = self._position.progress("train")
-            if compares:
-                progress = replace(progress, summary=self._summary_of_steps())
-            control.report(progress, self._partial_to_report())
-        if self._snapshots.within_epochs and not last and self._snapshots.due_after_batch(self._position.step):
-            self.take_snapshot(room_s=ROOM_S)
-
-    def _on_evaluated(self, phase: Phase, last: bool = False) -> None:
-        if self._control.due(last=last):
-            batches = self._position_in(phase).call_batches
-            progress = replace(self._position.progress(CALLS[phase]), batches=batches)
-            self._control.report(progress, self._partial_to_report())
+        feed = self.operator._feed
+        if isinstance(feed, Feed):
+            self._leave(feed, failed=True)
 
     # -- validation and test --------------------------------------------------------------------------
 
@@ -360,14 +407,17 @@ class ReplicaBase(ABC):
         source = self._registered_source(phase)
         self._begin_measuring(phase, profile, new_call=True)
         feed = self._make_feed(source, phase, num_steps)
-        given, named = accepted_arguments(operator.validate, feed, info=dict(info or {}))
+        batches = self._batches(feed)
+        given, named = accepted_arguments(operator.validate, batches, info=dict(info or {}))
         try:
             with self._keeping_random_state(), operator._validating(), operator.timers.record("validation"):
                 result = operator.validate(*given, **named)
+            batches.close()
+            self._leave(feed)
         except BaseException:
             position.adopt(began)
+            operator._feed = NoFeed()
             raise
-        feed.leave()
         if feed.stopped:
             position.adopt(began)
             return Interrupted(None, "a peer failed", self.progress)
@@ -432,9 +482,6 @@ class ReplicaBase(ABC):
         """Return the partial result for a progress message."""
         return self.partial()
 
-    def _on_wait(self, seconds: float) -> None:
-        self._waited += seconds
-
     def _counts(self) -> dict[str, Any]:
         """Return what the running call has that is not the operator's metrics: counts, and what callbacks measure."""
         if self._began is None or "seconds" not in self._measures:
@@ -446,7 +493,6 @@ class ReplicaBase(ABC):
         """Reset the timers and metrics. With `new_call` False, the call continues after a change of the group."""
         operator = self.operator
         operator._meter, operator._testing = AverageMeterCollection(), phase == "test"
-        operator._uncounted.clear()
         self._began, self._waited = time.perf_counter() if phase == "train" else None, 0.0
         operator.timers.reset()
         operator.timers.enabled = profile
@@ -528,7 +574,6 @@ class ReplicaBase(ABC):
         began.adopt(state.get("validation_began") or self._val_position.as_dict())
         self._validation_began = began.as_dict()
         self._tested.adopt(state.get("test_position") or {})
-        self._feed = None
         self._seed_rest_of_epoch()
 
     def state(self) -> memoryview:
@@ -595,8 +640,9 @@ class ReplicaBase(ABC):
     def _begin_call(self) -> None:  # noqa: B027 - it is optional
         """Prepare for a call. That the driver makes one shows that the generation is complete on all ranks."""
 
-    def _undo_batch(self) -> None:  # noqa: B027 - it is optional
-        """Undo what a batch has changed that was not applied. By default, that is nothing."""
+    def _was_made(self) -> bool:
+        """Return whether an optimizer that has no hooks has made the running step."""
+        return False
 
     @abstractmethod
     def _steps_made(self) -> Any:

@@ -26,8 +26,8 @@ from raysgd.training.call_runner import CallRunner, exclusive
 from raysgd.training.loops import EpochLoops
 from raysgd.training.operator_base import OperatorBase
 from raysgd.training.replica_base import (
+    OperatorReplicaFactory,
     ReplicaBase,
-    ReplicaFactoryBase,
     apply,
     apply_operator,
     has_data,
@@ -372,7 +372,7 @@ def limits_of(timeout_s: float, elastic: ElasticConfig) -> Limits:
 
 
 def make_engine(
-    factory: ReplicaFactoryBase,
+    factory: OperatorReplicaFactory,
     calls: CallRunner,
     resources: WorkerResources,
     elastic: ElasticConfig,

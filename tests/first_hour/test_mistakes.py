@@ -15,8 +15,9 @@ import raysgd
 from raysgd import AutoCheckpoint, ElasticConfig, TrainingOptions
 from raysgd.callbacks import EMA, Callback, EarlyStopping
 from raysgd.torch import TorchTrainer, TrainingOperator
-from raysgd.torch.replica import TorchReplicaFactory
+from raysgd.torch.replica import TorchReplica
 from raysgd.torch.settings import TorchSettings
+from raysgd.training.replica_base import OperatorReplicaFactory
 from raysgd.workers.serialization import pack
 from tests.peek import pretend_workers
 from tests.torch.small import Line, inline, rows
@@ -101,7 +102,7 @@ def without_attributes(self: Any, config: dict[str, Any]) -> None:
 
 
 def factory_with(**config: Any) -> Callable[[], Any]:
-    return lambda: pack(TorchReplicaFactory(Line, config, TorchSettings()))
+    return lambda: pack(OperatorReplicaFactory(TorchReplica, Line, config, TorchSettings()))
 
 
 def scheduled(kind: type[Line], step: str | None) -> Callable[[], Any]:

@@ -359,15 +359,15 @@ MUTANTS: dict[str, tuple[str, Callable[[Any], Any]]] = {
         lambda original: lambda order, recipe, *, first: (order, recipe),
     ),
     "a batch counts before its step": (
-        "raysgd.training.feed.Feed.applied",
-        lambda original: property(lambda self: self._pending is not None),
+        "raysgd.training.step.Step.counts",
+        lambda original: lambda self, *, failed: self.closing,
     ),
     "a schedule forgets the batch that an error ends": (
-        "raysgd.training.feed.Feed.applied",
-        lambda original: property(lambda self: False),
+        "raysgd.torch.loop_schedule.LoopSchedule.end",
+        lambda original: lambda self, *, failed=False: None if failed else original(self),
     ),
     "unequal shares weigh the same": (
-        "raysgd.torch.gradients.Gradients._weighted",
+        "raysgd.torch.policies.Weigh._weighted",
         lambda original: lambda self, gradient: gradient,
     ),
     "calls do not finish those before them": (

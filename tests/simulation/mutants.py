@@ -28,8 +28,8 @@ from raysgd.engine.replacements import Replacements
 from raysgd.engine.watchdog import Watchdog
 from raysgd.engine.worker_table import Leaver, WorkerInfo, WorkerTable
 from raysgd.training import loading
-from raysgd.training.feed import Feed
 from raysgd.training.position import Position
+from raysgd.training.step import Step
 from raysgd.workers.control_client import ControlClient
 from raysgd.workers.events import WorkerEnded
 from tests.simulation.seeds import simulate
@@ -89,7 +89,7 @@ def dismiss_the_most_advanced_survivor(patch: Patch) -> None:
 
 @mutant
 def forget_what_was_applied(patch: Patch) -> None:
-    patch.setattr(Feed, "cut_short", lambda self: False)
+    patch.setattr(Step, "counts", lambda self, *, failed: not failed and self.closing)
 
 
 @mutant
@@ -556,13 +556,7 @@ def forget_the_failure_of_a_data_loader(patch: Patch) -> None:
 
 @mutant
 def commit_a_batch_before_its_step(patch: Patch) -> None:
-    original = Feed.cut_short
-
-    def cut_short(self: Feed) -> bool:
-        self._stepped = True
-        return original(self)
-
-    patch.setattr(Feed, "cut_short", cut_short)
+    patch.setattr(Step, "counts", lambda self, *, failed: self.closing)
 
 
 if __name__ == "__main__":

@@ -17,10 +17,12 @@ from raysgd.core.protocols import Call
 from raysgd.core.ranks import RankInfo
 from raysgd.core.sampling_plan import SamplingPlan
 from raysgd.errors import CheckpointError
-from raysgd.training.feed import Drawn, Feed, Source
+from raysgd.training.feed import Feed, MembershipChange, Source
 from raysgd.training.loading import Refusal, take_over
 from raysgd.training.position import Position
 from raysgd.training.snapshots import LOADED_S
+from raysgd.training.step import Drawn
+from raysgd.training.step import Step as OptimizerStep
 from tests.simulation.network import NetworkError
 
 __all__ = ["SimReplica", "Step", "UserError", "steps_of", "value_of", "weights_after"]
@@ -61,10 +63,6 @@ class SimSource(Source):
         self._total, self._batch_size, self._global, self._draws = total, batch_size, global_batch, draws
         self.loader = range(total)
 
-    @property
-    def counts_samples(self) -> bool:
-        return True
-
     def begin(self, epoch: int, rank_info: RankInfo, shared: bool) -> None:
         """Every epoch has the same order."""
 
@@ -73,7 +71,7 @@ class SimSource(Source):
         for part in plan.parts_of(rank_info.world_rank, offset):
             before, offset = offset, plan.offset_after(offset)
             self._draws()
-            yield Drawn((before, offset, part), offset, part.fresh)
+            yield Drawn((before, offset, part), offset, part.fresh, offset - before)
 
     def steps_left(self, rank_info: RankInfo, offset: int) -> int:
         return self._plan(rank_info).steps_left(offset)
@@ -139,15 +137,18 @@ class SimReplica:
             limit=num_steps,
             shared=True,
             pause_at=pause_at,
-            on_commit=self._on_commit,
         )
         try:
-            for batch in feed:
-                self._train_batch(feed, *batch)
+            for step in feed:
+                for batch in step:
+                    self._train_batch(step, *batch)
+                self._commit(step)
+            self._report(last=True)
+        except MembershipChange:
+            pass
         except BaseException:
-            feed.cut_short()
+            self._cut_short()
             raise
-        feed.leave()
         if feed.stopped:
             asked = not self._control.interrupted
             return Interrupted(self.partial(), "stopped at a batch boundary", self.progress, asked=asked)
@@ -156,7 +157,7 @@ class SimReplica:
         self._snapshot()
         return self.partial()
 
-    def _train_batch(self, feed: Feed, before: int, after: int, part: Any) -> None:
+    def _train_batch(self, step: OptimizerStep, before: int, after: int, part: Any) -> None:
         worker = self._worker
         worker.compute()
         worker.point("forward")
@@ -170,12 +171,12 @@ class SimReplica:
         self.weights = hash((self.weights, sum(each[6] for each in contributions)))
         self.steps.append((self._position.epoch, before, after))
         self._position.applied += 1
-        feed.stepped()
+        step.apply()
         worker.checker.applied(worker, group, self.steps, contributions)
         worker.point("applied")
         size = part.stop - part.start
         mean = sum(value_of(sample) for sample in range(part.start, part.stop)) / max(size, 1)
-        self._meter.update({"value": mean}, size * feed.fresh)
+        self._meter.update({"value": mean}, size * step.fresh)
 
     def validate(self, call: int) -> Any:
         for _ in range(3):
@@ -213,9 +214,7 @@ class SimReplica:
     def joined(self, rank_info: RankInfo) -> None:
         self._rank_info = rank_info
         self._worker.point("resized")
-        if self._feed is not None:
-            self._feed.cut_short()
-            self._feed = None
+        self._cut_short()
 
     def partial(self) -> dict[str, Any]:
         return {"epoch": self._position.epoch, **self._meter.summary(), COMMITTED: self._position.call_units}
@@ -275,7 +274,22 @@ class SimReplica:
     def close(self) -> None:
         self._worker.point("closing")
 
-    def _on_commit(self, last: bool = False) -> None:
+    def _cut_short(self) -> None:
+        """End a loop after an error: commit what was applied."""
+        feed, self._feed = self._feed, None
+        if feed is not None and not feed.step.ended and feed.step.counts(failed=True):
+            self._commit(feed.step, last=True)
+
+    def _commit(self, step: OptimizerStep, last: bool = False) -> None:
+        self._position.commit(step)
+        self._control.batch = self._position.call_batches
+        self._report(last)
+        every = self._plan.snapshot_every
+        if not last and isinstance(every, int) and self._position.step // every > self._mark:
+            self._snapshot()
+            self._mark = self._position.step // every
+
+    def _report(self, last: bool = False) -> None:
         compares = self._compare_at is not None and self._position.step >= self._compare_at
         if compares or self._control.due(last=last):
             progress = self._position.progress("train")
@@ -283,10 +297,6 @@ class SimReplica:
                 self._compare_at = self._next_comparison()
                 progress = replace(progress, summary=self.summarize(0))
             self._control.report(progress, self.partial())
-        every = self._plan.snapshot_every
-        if not last and isinstance(every, int) and self._position.step // every > self._mark:
-            self._snapshot()
-            self._mark = self._position.step // every
 
     def _next_comparison(self) -> int | None:
         every = self._plan.elastic.compare_every

@@ -36,6 +36,7 @@ SOURCES = (
     "raysgd/engine/*.py",
     "raysgd/training/feed.py",
     "raysgd/training/position.py",
+    "raysgd/training/step.py",
     "raysgd/workers/control_client.py",
     "raysgd/workers/replica_host.py",
     *(

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import ConfigError, TrainingOptions
-from raysgd.torch.gradients import samples_in
+from raysgd.torch.policies import samples_in
 from tests.torch.small import Line, inline, operator_of, set_scale, weights
 
 

@@ -13,7 +13,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from raysgd import TrainingOptions
 from raysgd.torch.data import prefetch
 from raysgd.torch.data.prefetch import CudaCarrier, make_carrier
-from raysgd.training.feed import Carrier, Drawn, LookAhead
+from raysgd.training.feed import Carrier, Reader
+from raysgd.training.step import Drawn
 from tests.torch.small import Line, inline
 
 CPU = torch.device("cpu")
@@ -85,16 +86,16 @@ def test_containers_keep_their_kind(streams: Streams) -> None:
 
 def test_one_batch_is_drawn_ahead_and_the_last_is_known() -> None:
     log: list[int] = []
-    ahead = LookAhead(drawn(3, log), Carrier(), None)
-    seen = [(each.batch, ahead.last, len(log)) for each in ahead]
+    ahead = Reader(drawn(3, log), Carrier(), ahead=True)
+    seen = [(each.batch, ahead.last, len(log)) for each in iter(ahead.read, None)]
     assert seen == [(0, False, 2), (1, False, 3), (2, True, 3)]
 
 
 def test_no_more_batches_are_drawn_than_the_call_needs() -> None:
     for most in (0, 1, 2):
         log: list[int] = []
-        ahead = LookAhead(drawn(3, log), Carrier(), most)
-        seen = [(each.batch, ahead.last) for each in ahead]
+        ahead = Reader(drawn(3, log), Carrier(), most, ahead=True)
+        seen = [(each.batch, ahead.last) for each in iter(ahead.read, None)]
         assert [number for number, _ in seen] == log == list(range(most))
         assert [last for _, last in seen] == [False] * (most - 1) + [True] * (most > 0)
 
@@ -104,10 +105,12 @@ def test_an_error_in_the_data_is_raised_once_and_no_batch_is_repeated() -> None:
         yield Drawn("first", 1)
         raise OSError("disk")
 
-    ahead = LookAhead(broken(), Carrier(), None)
+    ahead = Reader(broken(), Carrier(), ahead=True)
+    first = ahead.read()
+    assert first is not None and first.batch == "first" and not ahead.last
     with pytest.raises(OSError, match="disk"):
-        next(ahead)
-    assert list(ahead) == []
+        ahead.read()
+    assert ahead.read() is None
 
 
 class Pictures(Line):
@@ -150,7 +153,7 @@ def test_cuda_uses_a_stream_and_gets_the_right_numbers() -> None:
     carrier = make_carrier(device, channels_last=True)
     assert isinstance(carrier, CudaCarrier)
     batches = [torch.full((4, 3, 8, 8), float(number)) for number in range(8)]
-    arrived = LookAhead((Drawn(batch, 0) for batch in batches), carrier, None)
-    for number, each in enumerate(arrived):
+    arrived = Reader((Drawn(batch, 0) for batch in batches), carrier, ahead=True)
+    for number, each in enumerate(iter(arrived.read, None)):
         assert each.batch.device == device and each.batch.is_contiguous(memory_format=torch.channels_last)
         assert float(each.batch.sum()) == number * each.batch.numel()

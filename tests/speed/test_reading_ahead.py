@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ from torch.utils.data import DataLoader, Dataset
 from raysgd import TorchTrainer, TrainingOptions
 from raysgd.core.progress import Control
 from raysgd.core.ranks import RankInfo
-from raysgd.training.feed import Drawn, Feed
+from raysgd.training.feed import Feed, MembershipChange
 from raysgd.training.position import Position
+from raysgd.training.step import Drawn
 from tests.torch.small import Line, weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:the training loader does not shuffle")
@@ -67,14 +69,14 @@ class Operator(Line):
         self.optimizer.register_step_post_hook(lambda *_: self.events.append("step"))
         if self.first is not None and self.world_rank == 1:
             self.model.register_comm_hook(self.first, late)
-        self.calls_of_draw_ahead = 0
-        draw_ahead = Feed.draw_ahead
+        self.reads_ahead = 0
+        read_ahead = Feed.read_ahead
 
         def counted(feed: Feed) -> None:
-            self.calls_of_draw_ahead += 1
-            draw_ahead(feed)
+            self.reads_ahead += 1
+            read_ahead(feed)
 
-        Feed.draw_ahead = counted  # type: ignore[method-assign]
+        Feed.read_ahead = counted  # type: ignore[method-assign]
         torch.manual_seed(self.world_rank)
 
     def make_model(self) -> nn.Module:
@@ -215,7 +217,7 @@ def test_other_operators_read_between_two_batches(
 ) -> None:
     with made_with(operator, options, **config) as other:
         other.train()
-        assert other.apply_all_operators(lambda operator: operator.calls_of_draw_ahead) == [0, 0]
+        assert other.apply_all_operators(lambda operator: operator.reads_ahead) == [0, 0]
         assert events(other).count("forward") == 4
 
 
@@ -236,7 +238,6 @@ class Counted:
     """A source of four batches, which notes how many were drawn."""
 
     loader: Any = None
-    counts_samples = False
     drawn = 0
 
     def begin(self, epoch: int, rank_info: RankInfo, shared: bool) -> None:
@@ -252,18 +253,23 @@ class Counted:
 
 
 def made(control: Control | None = None, **options: Any) -> tuple[Feed, Counted]:
-    source, committed = Counted(), lambda last=False: None
-    common: dict[str, Any] = {"limit": None, "shared": False, "on_commit": committed, **options}
-    return Feed(source, Position(call_epoch=1), RankInfo(), control or Control(), **common), source
+    source = Counted()
+    return Feed(source, Position(call_epoch=1), RankInfo(), control or Control(), **options), source
 
 
-def test_all_batches_are_returned_once_with_any_calls_of_draw_ahead() -> None:
+def batches_of(feed: Feed) -> Iterator[Any]:
+    for step in feed:
+        yield from step
+        feed.position.commit(step)
+
+
+def test_all_batches_are_returned_once_with_any_calls_of_read_ahead() -> None:
     for often in range(3):
         feed, source = made()
         seen = []
-        for batch in feed:
+        for batch in batches_of(feed):
             for _ in range(often):
-                feed.draw_ahead()
+                feed.read_ahead()
             assert source.drawn == min(batch + bool(often), 4)
             seen.append(batch)
         assert seen == [1, 2, 3, 4] and feed.epoch_ended
@@ -272,22 +278,24 @@ def test_all_batches_are_returned_once_with_any_calls_of_draw_ahead() -> None:
 @pytest.mark.parametrize("options", [{"limit": 2}, {"pause_at": 2}], ids=["a number of steps", "a pause"])
 def test_nothing_is_drawn_that_another_call_would_draw(options: dict[str, Any]) -> None:
     feed, source = made(**options)
-    for _ in feed:
-        feed.draw_ahead()
+    with suppress(MembershipChange):
+        for _ in batches_of(feed):
+            feed.read_ahead()
     assert source.drawn == 2
 
 
 def test_nothing_is_drawn_before_a_planned_stop() -> None:
     feed, source = made(control := Control())
-    assert next(feed) == 1
+    assert next(batches_of(feed)) == 1
     control.propose(1)
-    feed.draw_ahead()
+    feed.read_ahead()
     assert source.drawn == 1
 
 
 def test_a_skipped_epoch_loses_what_was_drawn() -> None:
     feed, _ = made()
-    assert next(feed) == 1
-    feed.draw_ahead()
+    batches = iter(feed)
+    assert next(iter(next(batches))) == 1
+    feed.read_ahead()
     feed.end_epoch()
-    assert list(feed) == []
+    assert list(batches) == []

@@ -14,7 +14,7 @@ from raysgd.core.ranks import RankInfo
 from raysgd.core.sampling_plan import RankPart
 from raysgd.data.sharded_stream import AGAIN, ShardedStream, ShardFeed, ShardStep
 from raysgd.torch.data.sources import BatchSource, Votes
-from raysgd.training.feed import Drawn
+from raysgd.training.step import Drawn
 
 Place = tuple[int, list[int], list[int]]
 CLOSE_S = 1.0
@@ -28,8 +28,6 @@ class ShardSource(BatchSource):
     `step` is the number of samples of all ranks in a step (None: `batch_size` on each rank). With `pieces`, a rank gets at
     most `batch_size` of them at once. All ranks take part in each step of `training`.
     """
-
-    counts_samples = True
 
     def __init__(
         self,

@@ -34,8 +34,8 @@ from raysgd.torch.data.sampling import (
     unit_size,
 )
 from raysgd.torch.foreign import end_processes, live_iterator
-from raysgd.training.feed import Drawn
 from raysgd.training.position import Position
+from raysgd.training.step import Drawn
 
 ENDED_EARLY = (
     "a DataLoader ended before its sampler did. Most likely the data set, a transform or the collate_fn raised StopIteration, as "
@@ -49,7 +49,6 @@ class BatchSource:
     and the position is the only state."""
 
     loader: Any
-    counts_samples = False
     first = ""  # of the newest epoch: its number, and a digest of its first batch, if ranks are to have different ones
     _epoch = 0
 
@@ -107,7 +106,6 @@ class PlannedSource(BatchSource):
             )
         self._picker = Picker(own_batches=own, batched=own or loader.batch_size is not None)
         self._twin = following(loader, self._picker)
-        self.counts_samples = not own
         self._seed = torch.initial_seed()
         self.order: Order = range(0)
         self._recipe: Recipe | None = None  # of the order, if all ranks have drawn it from that
@@ -333,8 +331,6 @@ class RowSource(BatchSource):
     step (None: `batch_size` on each rank), and `keep` is how many batches can be uncommitted. With `pieces`, no rank has more
     than `batch_size` rows at once.
     """
-
-    counts_samples = True
 
     def __init__(
         self,

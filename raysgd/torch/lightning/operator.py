@@ -15,12 +15,13 @@ from torch.nn.parallel import DistributedDataParallel
 from raysgd.constants import NUM_SAMPLES
 from raysgd.core.meters import AverageMeterCollection
 from raysgd.errors import CheckpointError, ConfigError
-from raysgd.torch.gradients import samples_in
 from raysgd.torch.lightning import module as modules
 from raysgd.torch.lightning.logging import LoggedValues
 from raysgd.torch.lightning.schedulers import KEYS, Schedules, read_configuration
 from raysgd.torch.lightning.trainer_stub import StepServices, TrainerStub
 from raysgd.torch.operator import TrainingOperator
+from raysgd.torch.policies import samples_in
+from raysgd.training.feed import NoFeed
 
 
 def operator_from_lightning(
@@ -155,20 +156,20 @@ class LightningOperator(TrainingOperator):
         num_steps: int | None = None,
         epoch_idx: int = 0,
     ) -> dict[str, Any]:
-        self._meter = meter = AverageMeterCollection()
+        self._meter, feed = AverageMeterCollection(), self._feed
         module = self.module
         with self._attached("training"):
             if not self._started:
                 self._started = True
                 module.on_train_start()
             for batch in iterator:
-                self._enter_epoch(getattr(iterator, "epoch", epoch_idx + 1) - 1)
+                self._enter_epoch((feed.epoch or epoch_idx + 1) - 1)
                 self._logged.begin_batch()
                 batch, batch_idx = self._transferred(batch), self._batch_idx
                 if module.on_train_batch_start(batch, batch_idx) == -1:
-                    if not hasattr(iterator, "end_epoch"):
+                    if isinstance(feed, NoFeed):
                         break
-                    iterator.end_epoch()
+                    feed.end_epoch()
                     continue
                 measured = self.train_batch(
                     batch, {"batch_idx": batch_idx, "global_step": self.global_step, **(info or {})}
@@ -178,8 +179,8 @@ class LightningOperator(TrainingOperator):
                 self._stub.global_step = self.global_step
                 self._schedules.step("step", self._batch_idx, unless=self._keeps_rate)
                 module.on_train_batch_end(self._outputs, batch, batch_idx)
-                self._count(iterator, self._logged.end_batch(measured), meter)
-            if getattr(iterator, "between_epochs", True):
+                self._count(feed.step, self._logged.end_batch(measured))
+            if feed.between_epochs:
                 self._close_epoch()
             return self._report()
 
@@ -276,7 +277,7 @@ class LightningOperator(TrainingOperator):
         module = self.module
         if not modules.overrides(module, self._base, "validation_step"):
             raise ConfigError(f"validate() needs a validation_step in {type(module).__name__}")
-        self._meter = meter = AverageMeterCollection()
+        self._meter, feed = AverageMeterCollection(), self._feed
         with self._attached("validating"), torch.no_grad(), _evaluating(module):
             module.on_validation_start()
             module.on_validation_epoch_start()
@@ -286,9 +287,9 @@ class LightningOperator(TrainingOperator):
                 module.on_validation_batch_start(batch, batch_idx)
                 measured = self.validate_batch(batch, {"batch_idx": batch_idx, **(info or {})})
                 module.on_validation_batch_end(self._outputs, batch, batch_idx)
-                self._count(val_iterator, self._logged.end_batch(measured), meter)
-            if getattr(val_iterator, "stopped", False):
-                return dict(meter.summary())  # a worker has failed, and the validation will be repeated
+                self._count(feed.step, self._logged.end_batch(measured))
+            if feed.stopped:
+                return dict(self._meter.summary())  # a worker has failed, and the validation will be repeated
             module.on_validation_epoch_end()
             report = self._report()
             module.on_validation_end()

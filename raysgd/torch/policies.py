@@ -1,0 +1,367 @@
+"""What options do to a step: each is a policy that gets the `Step`. Worker.
+
+`policies_of` lists them in the order in which they act. A new one is a class here, or in a file of its own, and a line there.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from raysgd.errors import ConfigError
+from raysgd.torch.data.sources import PlannedSource
+from raysgd.torch.foreign import content_version, multiply_all, run_after_backward
+from raysgd.torch.monitor import Communication, GradientNorm
+from raysgd.torch.options import TrainingOptions
+from raysgd.torch.parts import Parts
+from raysgd.torch.precision import Precision
+from raysgd.torch.schedules import steps_of
+from raysgd.torch.stepping import StepPolicy
+from raysgd.training.feed import Feed
+from raysgd.training.step import Policy, Step
+
+if TYPE_CHECKING:
+    from raysgd.torch.operator import TrainingOperator
+
+CLIPS = "changes gradients between the backward pass and the step: clip with TrainingOptions(clip_norm=...)"
+STEPS_SCHEDULE = (
+    "steps its scheduler: pass scheduler_step_freq='batch' or 'step', so that the trainer steps it after the last piece"
+)
+
+
+def policies_of(operator: TrainingOperator, *, exact: bool, in_pieces: bool) -> list[Policy]:
+    """Return the policies of an operator. `exact` is whether gradients are means over samples, and `in_pieces` whether a batch can
+    come in several pieces."""
+    options, parts, precision = operator._settings.options, operator._parts, operator._precision
+    accumulates, clips = options.accumulate > 1, options.clip_norm is not None or options.clip_value is not None
+    measures = operator._settings.measures
+    wanted: list[tuple[bool, Callable[[], Any]]] = [
+        (in_pieces and not accumulates, lambda: Pieces(parts, precision)),
+        (exact, lambda: Weigh(parts)),
+        (operator._leave_out.on, lambda: operator._leave_out),
+        ("grad_norm" in measures, lambda: GradientNorm(operator._monitor, precision)),
+        ("seconds" in measures, lambda: Communication(operator._monitor, parts)),
+        (accumulates, lambda: Accumulate(options, parts, precision, exact=exact)),
+        (accumulates or in_pieces, lambda: Hold(parts)),
+        (clips, lambda: Clip(options, precision)),
+        (True, lambda: ReadAhead(operator)),
+        (True, lambda: Rates(parts)),
+        (True, lambda: precision),
+        (operator._profiler is not None, lambda: operator._profiler),
+    ]
+    return [make() for needed, make in wanted if needed]
+
+
+class Clip(StepPolicy):
+    """Clips gradients, with `clip_value` and `clip_norm`."""
+
+    def __init__(self, options: TrainingOptions, precision: Precision) -> None:
+        self._norm, self._value, self._precision = options.clip_norm, options.clip_value, precision
+        self.option = f"clip_value={self._value}" if self._norm is None else f"clip_norm={self._norm}"
+
+    def gradients(self, step: Step, optimizer: Any) -> bool:
+        parameters = self._precision.parameters(optimizer)
+        if self._value is not None:
+            nn.utils.clip_grad_value_(parameters, self._value)
+        if self._norm is not None:
+            nn.utils.clip_grad_norm_(parameters, self._norm)
+        return True
+
+
+class Rates(StepPolicy):
+    """Restores the learning rates that `ElasticConfig(lr=...)` has scaled for a step which then raised an error."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+
+    def rest(self) -> None:
+        self._parts.restore_rates()
+
+
+class Weigh(StepPolicy):
+    """Multiplies gradients by this rank's weight, as they arrive at the parameters, if ranks have different numbers of samples. So the
+    mean over the ranks, which they exchange, is the mean over all samples, for any code that runs the backward pass."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts, self._weight = parts, 1.0
+        self._hooks: list[Any] = []
+
+    def begin(self, step: Step) -> None:
+        self._set(step.current.weight)
+
+    def rest(self) -> None:
+        self._set(1.0)
+
+    def _set(self, weight: float) -> None:
+        self._weight = weight
+        if weight != 1.0 and not self._hooks:
+            self._hooks = hook_gradients(self._parts, self._weighted)
+        while weight == 1.0 and self._hooks:
+            self._hooks.pop().remove()
+
+    def _weighted(self, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * self._weight
+
+
+class Hold(StepPolicy):
+    """Lets ranks exchange gradients once in each step: in the backward pass of its last batch."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts, self._held = parts, False
+
+    def begin(self, step: Step) -> None:
+        if self._held or not step.closing:
+            self._hold(not step.closing)
+
+    def rest(self) -> None:
+        if self._held:
+            self._hold(False)
+
+    def _hold(self, on: bool) -> None:
+        self._held = on
+        self._parts.exchange.hold(on)
+        for model in self._parts.wrapped:
+            if hasattr(model, "require_backward_grad_sync"):
+                model.require_backward_grad_sync = not on  # type: ignore[assignment]
+            elif hasattr(model, "set_requires_gradient_sync"):
+                model.set_requires_gradient_sync(not on)  # type: ignore[operator]
+
+
+class Accumulate(StepPolicy):
+    """Makes the gradients of several batches those of one batch that holds them all, for a loss that is a mean over samples. The window
+    is shorter at the end of an epoch or call."""
+
+    def __init__(self, options: TrainingOptions, parts: Parts, precision: Precision, *, exact: bool) -> None:
+        self.option = f"accumulate={options.accumulate}"
+        self._size, self._parts, self._precision, self._exact = options.accumulate, parts, precision, exact
+        self._schedules: tuple[list[Any], list[Any]] = [], []
+        self.rest()
+
+    def rest(self) -> None:
+        self._usual, self._total = 1.0, 0.0  # samples of a usual window, and of this one
+        self._witness: torch.Tensor | None = None
+
+    def begin(self, step: Step) -> None:
+        drawn, first = step.current, step.place == 0
+        # Those of all ranks, if gradients are weighted by them.
+        step.samples = float((drawn.rows if self._exact else None) or samples_in(drawn.batch))
+        if first:
+            self._total, self._usual, self._witness = 0.0, step.samples * self._size, None
+            self._schedules = self._of_schedules()
+        if drawn.whole:
+            self._total += step.samples
+        if step.closing and self._total != self._usual:
+            self._shorten(begun=not first)
+
+    def _shorten(self, *, begun: bool) -> None:
+        """Give the gradients so far more weight, because this window has fewer samples than usual. This must happen
+        before the ranks exchange gradients, since another rank's window can have another number of samples."""
+        if begun:
+            factor, shards = self._usual / self._total, self._parts.shards
+            for optimizer in self._parts.optimizers:
+                found = [each.grad for each in self._precision.parameters(optimizer)]
+                multiply_all([each for each in found if each is not None], factor)
+            multiply_all(shards.unexchanged_gradients() if shards else [], factor)
+        self._usual = self._total
+
+    def weighted(self, step: Step, loss: torch.Tensor) -> torch.Tensor:
+        if step.place > 0 and self._witness is not None and self._witness.grad is None:
+            raise ConfigError(
+                f"gradients were cleared in the middle of {self._size} batches that share one step: call "
+                "self.zero_grad() instead of optimizer.zero_grad(); it clears them only where a window begins"
+            )
+        return loss * (step.samples / self._usual)
+
+    def awaits(self, step: Step, optimizer: Any) -> None:
+        """Remember a parameter that has a gradient, to notice if user code clears it before the window ends."""
+        parameters = self._precision.parameters(optimizer)
+        self._witness = next((each for each in parameters if each.grad is not None), None)
+
+    def on_step(self, step: Step) -> None:
+        """Undo the steps of schedulers in a window that will be processed again."""
+        (states, values), self._schedules = self._schedules, ([], [])
+        if step.outcome != "undone" or not states:
+            return
+        for scheduler, state in zip(self._parts.schedulers, states, strict=True):
+            scheduler.load_state_dict(state)
+        for group, before in zip(self._groups(), values, strict=True):
+            group.update(before)
+
+    def _of_schedules(self) -> tuple[list[Any], list[Any]]:
+        """Return copies of what schedulers change: their own states, and the values of parameter groups."""
+        states = [copy.deepcopy(each.state_dict()) for each in self._parts.schedulers]
+        groups = self._groups() if states else []
+        return states, [copy.deepcopy({name: group[name] for name in group if name != "params"}) for group in groups]
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [group for each in self._parts.optimizers for group in each.param_groups]
+
+
+class Pieces(StepPolicy):
+    """Checks that the operator's code is fit for batches in pieces: that nothing but backward passes changes the gradients between two
+    pieces, and that it makes one step, after the last one. The first batch of a run is checked, too, before a worker is lost."""
+
+    option = "ElasticConfig(batch='global')"
+
+    def __init__(self, parts: Parts, precision: Precision) -> None:
+        self._parts, self._precision = parts, precision
+        self._hooks: list[Any] = []
+        self._untested, self._tests = True, False  # whether the code was not tested yet, and whether this piece does it
+        self._step = Step(committed=True)
+        self._schedules: list[Any] = []  # how many steps each had made before the first piece
+        self._seen: list[int] = []  # the versions of the gradients after a backward pass
+        self._arrived = False  # whether the step has gradients
+        # In this piece: gradients were cleared, have arrived, a step was asked for, and a backward pass is running.
+        self._cleared = self._here = self._awaited = self._in_backward = False
+
+    def begin(self, step: Step) -> None:
+        again, in_pieces = step.place > 0, step.place > 0 or not step.closing
+        schedules = [steps_of(each) for each in self._parts.schedulers] if in_pieces else []
+        if again and schedules != self._schedules:
+            raise refusal(STEPS_SCHEDULE)
+        self._schedules, self._step, self._arrived = schedules, step, self._arrived and again
+        self._tests, self._untested = self._untested, False
+        self._cleared = self._here = self._awaited = self._in_backward = False
+        if not (in_pieces or self._tests):
+            self.rest()
+        elif not self._hooks:
+            self._hooks = hook_gradients(self._parts, self._arrives)
+
+    def rest(self) -> None:
+        self._in_backward = False
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def cleared(self, step: Step) -> None:
+        self._cleared = True
+
+    def _arrives(self, gradient: torch.Tensor) -> None:
+        if not self._in_backward:
+            self._backward_begins()
+
+    def _backward_begins(self) -> None:
+        step = self._step
+        if self._awaited or step.outcome != "open":
+            raise refusal(
+                "makes a step and then computes gradients with the new weights: step after all backward passes"
+            )
+        if self._tests and not self._cleared:
+            raise refusal(
+                "does not clear its gradients with self.zero_grad() before the backward pass: call self.zero_grad(), "
+                "self.backward(loss) and self.step(optimizer) instead of torch's"
+            )
+        if step.place > 0 and not self._here:
+            self._check_unchanged(
+                "clears or changes gradients between two batches: let the optimizer's zero_grad clear them"
+            )
+        self._arrived = self._here = self._in_backward = True
+        run_after_backward(self._backward_ended)
+
+    def _backward_ended(self) -> None:
+        self._in_backward = False
+        run_after_backward(self._note_versions)  # after the exchange of gradients, which ends in such a call, too
+
+    def _note_versions(self) -> None:
+        self._seen = self._versions()
+
+    def _versions(self) -> list[int]:
+        """Return numbers that change when a gradient is changed in place."""
+        parameters = [p for each in self._parts.optimizers for p in self._precision.parameters(each)]
+        return [-1 if each.grad is None else content_version(each.grad) for each in parameters]
+
+    def _check_unchanged(self, found: str) -> None:
+        if self._arrived and self._step.outcome == "open" and self._versions() != self._seen:
+            raise refusal(found)
+
+    def awaits(self, step: Step, optimizer: Any) -> None:
+        if self._hooks:
+            self._check_unchanged(CLIPS)
+            self._awaited = True
+
+    def check(self, step: Step, optimizer: Any) -> None:
+        if self._hooks and not self._parts.exchange.at_the_step:
+            self._check_unchanged(CLIPS)
+
+
+class ReadAhead(StepPolicy):
+    """Reads the next batch while the ranks exchange gradients, on the CPU and if no processes read the data. Then no code of the user
+    may run between a backward pass and the next batch: it could draw random numbers, as the data set can, or change what that
+    returns."""
+
+    def __init__(self, operator: TrainingOperator) -> None:
+        self._operator = operator
+        self._feed: Feed | None = None
+
+    def on_epoch(self, feed: Feed) -> None:
+        source, operator = feed.source, self._operator
+        measured = operator.timers.enabled or "seconds" in operator._settings.measures
+        reads_here = isinstance(source, PlannedSource) and source.loader.num_workers == 0
+        if operator.world_size > 1 and reads_here and not measured and self._is_usual():
+            self._feed = feed
+
+    def rest(self) -> None:
+        self._feed = None
+
+    def _is_usual(self) -> bool:
+        operator, settings = self._operator, self._operator._settings
+        own = operator._overrides("train_epoch", "train_batch", "backward", "step", "skip_step")
+        stepped = *operator._parts.optimizers, *operator._parts.schedulers
+        torchs = all(type(each).__module__.startswith("torch.optim.") for each in stepped)
+        on_cpu = settings.wrap_ddp and operator.device.type == "cpu" and settings.options.accumulate == 1
+        return on_cpu and torchs and not own
+
+    def weighted(self, step: Step, loss: torch.Tensor) -> torch.Tensor:
+        if self._feed is not None and loss.requires_grad:
+            loss.register_hook(self._exchange_will_begin)
+        return loss
+
+    def _exchange_will_begin(self, gradient: torch.Tensor) -> None:
+        """Called when a backward pass begins. When it ends, autograd runs the queued callbacks in order. DDP waits for its all-reduce
+        in such a callback, which it queues with the last gradient, so this one runs during the all-reduce."""
+        run_after_backward(self._read_ahead)
+
+    def _read_ahead(self) -> None:
+        if self._feed is not None:
+            with torch.enable_grad():  # as in the loop
+                self._feed.read_ahead()
+
+
+def hook_gradients(parts: Parts, function: Callable[[torch.Tensor], Any]) -> list[Any]:
+    """Call a function with each gradient that arrives at a parameter, whose result replaces it. Return what removes these hooks."""
+    shards, hooks = parts.shards, []
+    found = shards.full_parameters() if shards else [p for model in parts.models for p in model.parameters()]
+    for each in {id(parameter): parameter for parameter in found}.values():
+        if each.is_floating_point() or each.is_complex():
+            # A tensor takes a hook only while it requires a gradient, and user code may unfreeze it before its backward pass.
+            trained = each.requires_grad
+            each.requires_grad_(True)
+            hooks.append(each.register_hook(function))
+            each.requires_grad_(trained)
+    return hooks
+
+
+def refusal(found: str) -> ConfigError:
+    """Return the error about an operator whose batches cannot come in pieces."""
+    return ConfigError(
+        "ElasticConfig(batch='global') lets each worker process its batch in several pieces when there are fewer workers, with one "
+        f"step after the last of them, and this operator {found}, or use batch='per_worker'"
+    )
+
+
+def samples_in(batch: Any) -> int:
+    """Return how many samples a batch has: the length of the first tensor in it, or 1 if there is none."""
+    return _length(batch) or 1
+
+
+def _length(part: Any) -> int | None:
+    if isinstance(part, torch.Tensor):
+        return part.shape[0] if part.dim() else None
+    if isinstance(part, Mapping):
+        part = list(part.values())
+    if isinstance(part, (list, tuple)):
+        return next((length for each in part if (length := _length(each)) is not None), None)
+    return None
