@@ -40,6 +40,12 @@ logger = logging.getLogger("raysgd")
 
 FORK_WORKERS = "RAYSGD_FORK_WORKERS"
 REPLICAS = {"torch": "raysgd.torch.replica", "tensorflow": "raysgd.tf.replica"}
+# What Ray, which itself is imported in each worker, imports of other packages if they are installed: most of its time. Not
+# pyarrow, which starts a thread: forks would not have it.
+OF_RAY = (
+    *("google.protobuf.json_format", "jsonschema", "msgpack", "pydantic.deprecated.class_validators"),
+    *("pydantic.json_schema", "pydantic.v1", "requests", "starlette.datastructures", "wcwidth", "yaml"),
+)
 LOOK_S = 0.2
 SILENT_S = 10.0  # how long a client may send nothing
 # Of machines with GPUs, also of Windows' Linux and of Jetsons.
@@ -239,10 +245,14 @@ def main() -> None:
     """Import modules, and run the script of a worker in each fork."""
     folder, descriptor, driver, *modules = sys.argv[2:]
     try:
-        for module in modules:
+        for module in ("raysgd.workers.actor", *modules):
             importlib.import_module(module)
         if "torch" in sys.modules:
-            importlib.import_module("torch._dynamo")  # the first optimizer imports it
+            for module in ("torch._dynamo", "raysgd.torch.process_group"):  # the first optimizer imports the former
+                importlib.import_module(module)
+        for module in OF_RAY:
+            with contextlib.suppress(ImportError):
+                importlib.import_module(module)
     except Exception as error:  # the workers, which then are started, raise it again
         sys.exit(
             f"raysgd starts each worker from an interpreter of its own, because an import failed: {described(error)}"

@@ -50,7 +50,9 @@ class Facts(TrainingOperator):
             return [line.split()[3] for line in open(f"/proc/{process}/limits") if line.startswith("Max open files")]
 
         limits = files("self") == files(os.environ["RAY_RAYLET_PID"]), open("/proc/self/oom_score_adj").read().strip()
-        return dict(**numbers, limits=limits, **texts, paths=sys.path, threads=threads, interrupt=interrupt, weights=weights)
+        imported = list(sys.modules)
+        each = [name for name in imported[imported.index("ray"):] if name in ("pydantic.v1", "torch._dynamo", "raysgd.workers.actor")]
+        return dict(**numbers, limits=limits, **texts, each=each, paths=sys.path, threads=threads, interrupt=interrupt, weights=weights)
 
 os.environ["MINE"] = "set by the script"
 made = []
@@ -107,6 +109,7 @@ def test_a_worker_that_is_forked_is_like_one_that_is_started(outcome: Any) -> No
         assert os.path.realpath(each["executable"]) == os.path.realpath(sys.executable)
         assert each["session"] == each["pid"] and each["folder"] == run["folder"]
         assert each["mine"] == "set by the script" and each["threads"] == 1
+        assert each["each"] == [], "a module that takes long is imported by each worker"
         assert "SIG_IGN" not in each["interrupt"]
         assert each["limits"] == [True, "1000"], "limits of open files, and what Ray tells the kernel"
         assert any(path.endswith("ray/_private/workers") for path in each["paths"])
