@@ -1,7 +1,7 @@
 """All benchmarks, one after the other, each a program of its own; their results as files, a page and plots.
 
     make bench                                             the claims of docs/benchmarks.md: under an hour on two cores
-    make bench ARGS=--all                                  also what takes longer: chaos, churn, many ranks, schedules
+    make bench ARGS=--all                                  also what takes longer: chaos, many ranks
     python examples/benchmarks/bench.py --quick            fewer rounds and settings, into build/benchmarks
     python examples/benchmarks/bench.py --only saving startup
 
@@ -55,16 +55,11 @@ BENCHMARKS = (
     Benchmark("kill_curve", "", "--epochs 4 --after-s 15"),
     Benchmark("rerun", "--rounds 1", "--rounds 1"),
     Benchmark("saving", "--sizes 10 100 1000 --rounds 3", "--sizes 10 100 1000 --rounds 2"),
-    Benchmark("saving_elsewhere", "", "--rounds 1"),
     Benchmark("gpu", "", "--rounds 1 --precisions bf16", needs_cuda=True),
-    Benchmark("churn", "--rounds 1", "--rounds 1 --epochs 3 --every-s 6", takes_longer=True),
     Benchmark(
         "chaos", "--state build/chaos.json --parts 1 --faults 120 --minutes 5", "--minutes 0.5", takes_longer=True
     ),
-    Benchmark("schedules", "", "--steps 60", takes_longer=True),
-    Benchmark("learning_rates", "", "", takes_longer=True),
-    Benchmark("driver_cost", "--workers 2 4 8 16", "--workers 2 4 8 --rounds 3", takes_longer=True),
-    Benchmark("scale", "", "--parts engine control --ranks 100 1000 --seconds 5", takes_longer=True),
+    Benchmark("scale", "", "--ranks 100 1000 --seconds 5", takes_longer=True),
 )
 
 

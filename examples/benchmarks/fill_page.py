@@ -23,115 +23,11 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 PAGE = HERE.parents[1] / "docs" / "benchmarks.md"
-OTHER_PAGES = (PAGE.with_name("benchmarks_tables.md"), PAGE.with_name("index.md"), HERE.parents[1] / "README.md")
+OTHER_PAGES = (
+    *(PAGE.with_name(f"{name}.md") for name in ("benchmarks_tables", "scaling", "index")),
+    HERE.parents[1] / "README.md",
+)
 RESULTS = HERE / "results"
-COLUMNS: dict[str, tuple[str, ...]] = {
-    "throughput": (
-        "workload",
-        "precision",
-        "workers",
-        "contender",
-        "us_per_step",
-        "ratio",
-        "overhead_us",
-        "raysgd_ratio",
-        "cpu_us_per_step",
-        "cpu_ratio",
-        "peak_mb",
-        "note",
-    ),
-    "stepping": (
-        "workload",
-        "workers",
-        "contender",
-        "us_per_step",
-        "ratio",
-        "overhead_us",
-        "raysgd_ratio",
-        "cpu_us_per_step",
-        "cpu_ratio",
-    ),
-    "call_length": ("steps", "hand_written_ms", "raysgd_ms", "overhead_ms", "ratio"),
-    "saving_elsewhere": (
-        "where",
-        "workers",
-        "contender",
-        "save_s",
-        "save_ratio",
-        "load_s",
-        "load_ratio",
-        "peak_mb",
-        "note",
-    ),
-    "call_parts": ("call", "wall_ms", "driver_cpu_ms", "rank_0_cpu_ms", "rank_1_cpu_ms"),
-    "startup": (
-        "contender",
-        "imported_s",
-        "connected_s",
-        "first_epoch_s",
-        "exit_s",
-        "ratio",
-        "torchrun_ratio",
-        "second_s",
-        "note",
-    ),
-    "recovery": ("case", "gap_s", "batches_redone", "lost", "doubled", "note"),
-    "kill_curve": ("contender", "workers", "before", "still_s", "repeated_samples", "note"),
-    "rerun": ("contender", "first_step_s", "begins_s", "ratio", "batches_redone", "survivors", "note"),
-    "churn": ("contender", "goodput", "calm_s", "churn_s", "kills", "note"),
-    "chaos": (
-        "run",
-        "kind",
-        "parts",
-        "torch, class",
-        "torch, function",
-        "horovod, class",
-        "horovod, function",
-        "faults",
-        "recoveries",
-        "errors_raised",
-        "epochs",
-        "samples",
-        "lost",
-        "doubled",
-        "differing",
-        "ended_untouched",
-        "longest_wait_s",
-        "wait_limit_s",
-        "faults_per_10s",
-        "left_behind",
-    ),
-    "saving": (
-        "mb",
-        "contender",
-        "save_s",
-        "save_gb_s",
-        "rate_ratio",
-        "synced_ratio",
-        "pause_s",
-        "pause_ratio",
-        "load_s",
-        "load_gb_s",
-        "load_ratio",
-        "peak_mb",
-        "driver_peak_mb",
-        "note",
-    ),
-    "driver_cost": ("call", "workers", "contender", "driver_cpu_ms", "answer_ms", "ratio", "recovery_s"),
-    "gpu": (
-        "workload",
-        "precision",
-        "workers",
-        "contender",
-        "samples_per_s",
-        "tokens_per_s",
-        "ratio",
-        "raysgd_ratio",
-        "idle",
-        "peak_mb",
-        "note",
-    ),
-}
 PLACE = re.compile(
     r"(<!-- (table|matrix|plots|picture|summary): (\w+)((?: [\w=]+)*) -->\n).*?(<!-- end -->)", re.DOTALL
 )
@@ -178,9 +74,7 @@ def lines(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
 
 def table(document: Mapping[str, Any], only: Mapping[str, str]) -> str:
     rows = [row for row in document["rows"] if all(str(row.get(name)) == value for name, value in only.items())]
-    columns = [
-        name for name in COLUMNS[document["benchmark"]] if name not in only and any(cell(row.get(name)) for row in rows)
-    ]
+    columns = [name for name in document["columns"] if name not in only and any(cell(row.get(name)) for row in rows)]
     if len(document["rows"]) == 1:  # one long row reads better downwards
         return lines(("figure", ""), [(name, cell(rows[0].get(name))) for name in columns])
     return lines(columns, [[cell(row.get(name)) for name in columns] for row in rows])
@@ -312,12 +206,13 @@ def told(document: Mapping[str, Any]) -> str:
     machine = document["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     gpus = ", ".join(sorted({str(row["gpu"]) for row in document["rows"] if row.get("gpu")}))
-    many = any(has_interval(value) for row in document["rows"] for value in row.values())
-    spreads = "median (least to most) over the rounds" if not many else "the 95 % interval of the median of the rounds"
+    spreads = [value for row in document["rows"] for value in row.values() if isinstance(value, Mapping)]
+    many = any(map(has_interval, spreads))
+    are = "the 95 % interval of the median of the rounds" if many else "median (least to most) over the rounds"
     return (
         f"`{document['command']}` on {machine['cores']} cores ({machine['cpu']}){f', {gpus}' if gpus else ''}, "
-        f"Python {machine['python']}, {versions}; load average at the end {machine['load'][0]}. "
-        f"Spreads are {spreads}."
+        f"Python {machine['python']}, {versions}; load average at the end {machine['load'][0]}."
+        f"{f' Spreads are {are}.' if spreads else ''}"
     )
 
 
@@ -336,6 +231,8 @@ def as_drawn(document: Mapping[str, Any], documents: Mapping[str, Mapping[str, A
 
 def seen(document: Mapping[str, Any]) -> str:
     """What the pictures of a result show, for those who cannot see them."""
+    if document["benchmark"] == "scale":
+        return "The share of each phase in a recovery, by the number of ranks"
     if document["benchmark"] != "kill_curve":
         return str(document["benchmark"]).replace("_", " ")
     parts = [

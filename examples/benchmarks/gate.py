@@ -12,7 +12,7 @@ import socket
 import subprocess
 from collections.abc import Mapping
 
-from processes import HERE, child, command_for
+from processes import HERE, Peer, child
 
 __all__ = ["Gate", "Program"]
 
@@ -55,14 +55,11 @@ class Program:
         self._program: subprocess.Popen[str] = self._open.enter_context(child(command, {**extra, "GATE": address}))
 
     @classmethod
-    def of_script(
-        cls, name: str, script: str, extra: Mapping[str, str], ranks: int, *, launcher: str | None = None
-    ) -> "Program":
-        """A script in peers/, started plainly or by "torchrun" or "horovodrun", which start it once for each rank."""
-        options = {"torchrun": ("--nproc-per-node", str(ranks)), "horovodrun": ("-np", str(ranks))}
-        by = {launcher: options[launcher]} if launcher else {}
-        command = command_for(HERE / "peers" / script, **by)
-        return cls(name, command, extra, ranks, stopped=launcher == "horovodrun")  # its threads poll every millisecond
+    def of(cls, peer: Peer, extra: Mapping[str, str], ranks: int, script: str = "") -> "Program":
+        """A peer's script in peers/."""
+        command = peer.command(HERE / "peers" / (script or peer.script), ranks)
+        stopped = peer.launcher == "horovodrun"  # its threads poll every millisecond
+        return cls(peer.name, command, extra, ranks, stopped=stopped)
 
     def epoch(self) -> None:
         if not self._lines:

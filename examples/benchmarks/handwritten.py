@@ -95,20 +95,17 @@ class HandWrittenRank:
     def epoch(self) -> float:
         return self.loop.epoch()
 
-    def nothing(self) -> int:
-        return self.rank
-
 
 class HandWritten:
     """The hand-written DDP loop in the same kind of processes: Ray actors, one CPU and one thread each."""
 
     name = "hand-written"
 
-    def __init__(self, setting: Setting, *, cpus: float = 1) -> None:
+    def __init__(self, setting: Setting) -> None:
         rank_class = ray.remote(HandWrittenRank)
         gpus = 1 if setting.device == "cuda" else 0
         self._ranks: list[Any] = [
-            rank_class.options(num_cpus=cpus, num_gpus=gpus).remote(setting, rank) for rank in range(setting.workers)
+            rank_class.options(num_cpus=1, num_gpus=gpus).remote(setting, rank) for rank in range(setting.workers)
         ]
         host = str(ray.util.get_node_ip_address())
         self._store = dist.TCPStore(host, 0, None, True, wait_for_workers=False)
@@ -116,10 +113,6 @@ class HandWritten:
 
     def epoch(self) -> None:
         ray.get([rank.epoch.remote() for rank in self._ranks])
-
-    def nothing(self) -> None:
-        """A call that does nothing, for the price of one."""
-        ray.get([rank.nothing.remote() for rank in self._ranks])
 
     def processes(self) -> list[int]:
         return ray.get([rank.process.remote() for rank in self._ranks])

@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import traces
@@ -47,12 +48,11 @@ def curve(steps: Sequence[traces.Step], killed_at: float, redone: int, epoch: in
 def row(case: Case, steps: Sequence[traces.Step], victim: traces.Step, killed_at: float, bins: range) -> dict[str, Any]:
     """A peer begins the epoch again, so all steps that its rank 0 had done of it are repeated; raysgd continues."""
     before = [step for step in steps if step.at <= killed_at]
-    in_place = case.script == "with_raysgd.py"
-    redone = 0 if in_place else sum((step.rank, step.epoch) == (0, victim.epoch) for step in before)
+    redone = 0 if case.continues else sum((step.rank, step.epoch) == (0, victim.epoch) for step in before)
     drawn = curve(steps, killed_at, redone, victim.epoch, bins)
     after = [step for step in steps if step.at > killed_at]
     calm = [rate for start, rate in zip(drawn["from_s"], drawn["new_per_s"], strict=True) if start < -BIN_S]
-    if in_place:  # the pause in which the replacement joins is not the one that the failure makes
+    if case.continues:  # the pause in which the replacement joins is not the one that the failure makes
         after = [step for step in after if step.at < newcomers_first_step(list(steps), killed_at) - 1.0]
     return {
         "contender": SHOWN[case.name],
@@ -65,16 +65,16 @@ def row(case: Case, steps: Sequence[traces.Step], victim: traces.Step, killed_at
 
 
 def measured(case: Case, steps: int, step_s: float, epochs: int, bins: range) -> dict[str, Any]:
-    if case.missing():
-        return {"contender": SHOWN[case.name], "note": f"not installed: {', '.join(case.missing())}"}
+    if case.peer.missing():
+        return {"contender": SHOWN[case.name], "note": f"not installed: {', '.join(case.peer.missing())}"}
     # Speeds are compared here, and the peers do not exchange the indices of their samples.
     extra = {**case.extra, "EPOCHS": str(epochs), "COUNTS": "0"}
-    case = Case(case.name, case.script, case.workers, extra, case.torchrun)
+    case = replace(case, extra=extra)
     with tempfile.TemporaryDirectory() as folder:
         try:
             victim, killed_at, _ = kill_in(folder, case, steps, step_s)
         except (RuntimeError, TimeoutError, subprocess.TimeoutExpired) as error:
-            if case.script == "with_raysgd.py":
+            if case.continues:
                 raise
             return {"contender": SHOWN[case.name], "note": f"failed: {reason(error)}"}
         return row(case, traces.read(folder), victim, killed_at, bins)

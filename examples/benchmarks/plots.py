@@ -149,11 +149,6 @@ def rerun(rows: Rows) -> dict[str, Figure]:
     return {"rerun": lying(rows, "contender", "first_step_s", "seconds", title)}
 
 
-def churn(rows: Rows) -> dict[str, Figure]:
-    title = "Goodput while workers are killed again and again"
-    return {"churn": lying(rows, "contender", "goodput", "share of the undisturbed speed", title, line=1.0)}
-
-
 def curves(axis: Axes, rows: Rows, across: str, what: str, title: str, unit: str) -> None:
     """One line for each contender."""
     for number, name in enumerate(ordered(row["contender"] for row in rows)):
@@ -179,32 +174,6 @@ def saving(rows: Rows) -> dict[str, Figure]:
         axis.set_xscale("log")
         axis.set_xlabel("MB of weights", fontsize=8)
     return {"saving": drawn}
-
-
-def schedules(rows: Rows) -> dict[str, Figure]:
-    """Each curve is drawn over the ones before it, thinner, so that all can be seen where they are equal."""
-    drawn, (axis,) = figure(7.0, 3.6, 1, "One run under five schedules of its workers")
-    for number, row in enumerate(rows):
-        steps = [place * row["every"] for place in range(len(row["losses"]))]
-        width = 9.0 * 0.58**number
-        axis.plot(steps, row["losses"], color=("#444444", *OTHERS)[number % 5], linewidth=width, label=row["schedule"])
-    axis.set_xlabel("step", fontsize=8)
-    axis.set_ylabel("loss on samples that stay the same", fontsize=8)
-    axis.legend(fontsize=8, frameon=False)
-    return {"schedules": drawn}
-
-
-def driver_cost(rows: Rows) -> dict[str, Figure]:
-    calls = ordered(row["call"] for row in rows if "ratio" in row)
-    pairs = [(call, what) for call in calls for what in ("driver_cpu_ms", "answer_ms")]
-    names = {"driver_cpu_ms": "the driver's processor time", "answer_ms": "until the answer"}
-    drawn, axes = figure(2.9 * len(pairs), 3.0, len(pairs), "A call, as the group grows")
-    for axis, (call, what) in zip(axes, pairs, strict=True):
-        own = [row for row in rows if row["call"] == call]
-        curves(axis, own, "workers", what, f"{call}: {names[what]}", "ms")
-        axis.set_xticks(ordered(row["workers"] for row in own))
-        axis.set_xlabel("workers", fontsize=8)
-    return {"driver_cost": drawn}
 
 
 def call_length(rows: Rows) -> dict[str, Figure]:
@@ -242,30 +211,6 @@ def gpu(rows: Rows) -> dict[str, Figure]:
             axis.set_title(precision, fontsize=9)
         pictures[f"gpu_{''.join(filter(str.isalnum, workload))}"] = drawn
     return pictures
-
-
-def scale(rows: Rows) -> dict[str, Figure]:
-    """The phases of a recovery over the number of ranks, and the time in which gloo's groups form."""
-    recovery, (axis,) = figure(6.0, 3.2)
-    failed = [row for row in rows if row["part"] == "engine" and row["case"] == "one rank fails"]
-    for name in failed[0]["phases_s"] if failed else ():
-        axis.plot([row["ranks"] for row in failed], [row["phases_s"][name] for row in failed], marker="o", label=name)
-    axis.plot(
-        [row["ranks"] for row in failed], [row["resumed_s"] for row in failed], "k--", marker="o", label="in total"
-    )
-    axis.set(xscale="log", yscale="log", xlabel="ranks (simulated)", ylabel="seconds")
-    groups, (other,) = figure(6.0, 3.2)
-    for case in ("eager", "lazy"):
-        own = [row for row in rows if row["part"] == "gloo" and row["case"] == case]
-        bars = zip(*(whiskers(row, "joined_s") for row in own), strict=True)
-        points = [median(row, "joined_s") for row in own]
-        other.errorbar(
-            [row["ranks"] for row in own], points, yerr=list(bars) or None, marker="o", capsize=3, label=case
-        )
-    other.set(xlabel="ranks (processes on 2 cores)", ylabel="seconds until the group is formed")
-    for each in (axis, other):
-        each.legend(fontsize=8, frameon=False)
-    return {"scale_recovery": recovery, "scale_gloo": groups, **recovery_phases(rows)}
 
 
 # How a picture in a light and a dark variant looks on the page: its ink, and one colour for each contender that is
@@ -321,15 +266,16 @@ def kill_curve(rows: Rows) -> dict[str, Figure]:
     return pictures
 
 
-def recovery_phases(rows: Rows) -> dict[str, Figure]:
+def scale(rows: Rows) -> dict[str, Figure]:
     """Where the time of a recovery goes, for each number of ranks, as lying bars whose parts add up."""
-    failed = [row for row in rows if row["part"] == "engine" and row["case"] == "one rank fails"]
+    failed = [row for row in rows if row["case"] == "one"]
     pictures = {}
     for mode, ink in INKS.items():
         drawn, (axis,) = bare(0.5 * len(failed) + 1.1, 1, ink)
         for number, row in enumerate(reversed(failed)):
-            left, total = 0.0, sum(row["phases_s"].values())
-            for hue, (name, seconds) in zip(PHASE_COLOURS, row["phases_s"].items(), strict=False):
+            phases = {label: row[name] for name, label in PHASES.items()}
+            left, total = 0.0, sum(phases.values())
+            for hue, (name, seconds) in zip(PHASE_COLOURS, phases.items(), strict=True):
                 share = seconds / total * 100
                 label = name if number == 0 else None
                 axis.barh(number, share, 0.62, left=left, color=hue, label=label)
@@ -339,42 +285,17 @@ def recovery_phases(rows: Rows) -> dict[str, Figure]:
         axis.set_xlim(0, 110)
         axis.set_xlabel("share of the recovery, in percent (the total beside each bar)", fontsize=9, color=ink)
         drawn.legend(loc="outside upper center", ncols=4, fontsize=9, frameon=False, labelcolor=ink)
-        pictures[f"recovery_phases_{mode}"] = drawn
+        pictures[f"scale_{mode}"] = drawn
     return pictures
 
 
-def learning_rates(rows: Rows) -> dict[str, Figure]:
-    """Learning rates over the samples: a row for each schedule, a column for each change of the workers."""
-    names, changes = ordered(row["schedule"] for row in rows), ordered(row["change"] for row in rows)
-    pictures = {}
-    for mode, ink in INKS.items():
-        drawn = Figure(
-            figsize=(2.6 * len(changes) + 0.6, 1.5 * len(names) + 0.8), layout="constrained", facecolor="none"
-        )
-        axes = drawn.subplots(len(names), len(changes), squeeze=False, sharex=True, sharey="row")
-        for row in rows:
-            axis = axes[names.index(row["schedule"])][changes.index(row["change"])]
-            plan, first = row["planned"], row["samples"][1]  # all workers make the first step
-            steps = [first * place for place in range(len(plan))]
-            axis.plot(steps, plan, color="#8d96a0", linewidth=5, alpha=0.5, label="planned")
-            axis.plot(row["samples"], row["followed"], color=VIVID["raysgd"], label="stepped by the trainer")
-            axis.plot(row["samples"], row["by_batch"], "--", color=VIVID["Ray Train v2"], label="once for each batch")
-            axis.set_facecolor("none")
-            axis.spines[["top", "right"]].set_visible(False)
-            axis.spines[["left", "bottom"]].set_color(ink)
-            axis.tick_params(labelsize=8, colors=ink)
-        for axis, change in zip(axes[0], changes, strict=True):
-            axis.set_title(change, fontsize=9, color=ink)
-        for axis, name in zip(axes[:, 0], names, strict=True):
-            axis.set_ylabel(name, fontsize=9, color=ink)
-        drawn.supxlabel("samples", fontsize=9, color=ink)
-        handles, labels = axes[0][0].get_legend_handles_labels()
-        drawn.legend(handles, labels, loc="outside upper center", ncols=3, fontsize=9, frameon=False, labelcolor=ink)
-        pictures[f"learning_rates_{mode}"] = drawn
-    return pictures
-
-
-PHASE_COLOURS = ("#e0632b", "#e9a13b", "#4a90d9", "#4fa37a", "#8d96a0")
+PHASES = {
+    "detect_s": "detect, release",
+    "agree_s": "agree, assign",
+    "rendezvous_s": "leave, rendezvous",
+    "call_s": "call",
+}
+PHASE_COLOURS = ("#e0632b", "#e9a13b", "#4a90d9", "#4fa37a")
 
 
 PLOTS: dict[str, Callable[[Rows], dict[str, Figure]]] = {
@@ -383,11 +304,7 @@ PLOTS: dict[str, Callable[[Rows], dict[str, Figure]]] = {
     "recovery": recovery,
     "kill_curve": kill_curve,
     "rerun": rerun,
-    "churn": churn,
     "saving": saving,
-    "schedules": schedules,
-    "learning_rates": learning_rates,
-    "driver_cost": driver_cost,
     "call_length": call_length,
     "gpu": gpu,
     "scale": scale,
@@ -403,7 +320,7 @@ def plot_all(results: Path, into: Path) -> list[Path]:
         draw = PLOTS.get(document["benchmark"])
         for name, drawn in (draw(as_drawn(document, documents)["rows"]) if draw else {}).items():
             into.mkdir(parents=True, exist_ok=True)
-            vector = document["benchmark"] == "scale" or name.endswith(("_light", "_dark"))
+            vector = name.endswith(("_light", "_dark"))
             written.append(into / f"{name}.{'svg' if vector else 'png'}")
             with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
                 drawn.savefig(written[-1], dpi=DPI, metadata={"Date": None} if vector else {"Software": None})

@@ -1,28 +1,58 @@
-"""Whole programs as children of a benchmark: each in a session of its own, ended with all it started."""
+"""Who is measured, and programs as children of a benchmark: each in a session of its own, ended with all it started."""
 
 import contextlib
+import importlib.util
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["HERE", "child", "command_for", "search_path"]
+__all__ = ["HERE", "PEERS", "Peer", "child", "search_path"]
 
 HERE = Path(__file__).resolve().parent
 PATIENCE_S = 15
 HOROVODRUN = "from horovod.runner.launch import run_commandline; run_commandline()"
 
 
-def command_for(script: Path, *, torchrun: tuple[str, ...] = (), horovodrun: tuple[str, ...] = ()) -> list[str]:
-    """How to run a script: plainly, or by torchrun or horovodrun with these options."""
-    plain = [sys.executable, str(script)]
-    if torchrun:
-        return [sys.executable, "-m", "torch.distributed.run", "--standalone", *torchrun, str(script)]
-    if horovodrun:
-        return [sys.executable, "-c", HOROVODRUN, "--gloo", *horovodrun, *plain]
-    return plain
+@dataclass(frozen=True)
+class Peer:
+    """One who is measured: the script, which has this name in the folder of each benchmark that it takes part in, what starts
+    it, and what must be installed for it."""
+
+    name: str
+    script: str
+    launcher: str = ""
+    needs: tuple[str, ...] = ()
+
+    def missing(self) -> list[str]:
+        return [package for package in self.needs if importlib.util.find_spec(package) is None]
+
+    def command(self, script: Path, ranks: int, *options: str) -> list[str]:
+        """How to run a script: plainly, or by torchrun or horovodrun, which start it once for each rank."""
+        plain = [sys.executable, str(script)]
+        if self.launcher == "torchrun":
+            torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+            return [*torchrun, *options, str(script)]
+        if self.launcher == "horovodrun":
+            return [sys.executable, "-c", HOROVODRUN, "--gloo", "-np", str(ranks), *plain]
+        return plain
+
+
+PEERS = {
+    peer.name: peer
+    for peer in (
+        Peer("raysgd", "with_raysgd.py"),
+        Peer("hand-written", "by_hand.py"),
+        Peer("torchrun", "with_torchrun.py", "torchrun"),
+        Peer("Ray Train v2", "with_ray_train.py", needs=("pandas", "pyarrow")),
+        Peer("Lightning", "with_lightning.py", "torchrun", needs=("lightning",)),
+        Peer("Accelerate", "with_accelerate.py", "torchrun", needs=("accelerate",)),
+        Peer("Horovod", "with_horovod.py", "horovodrun", needs=("horovod",)),
+    )
+}
 
 
 def search_path(more: str = "") -> str:

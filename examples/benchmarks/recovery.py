@@ -13,7 +13,6 @@ from those notes, in the same way for everybody. A step rests a few milliseconds
 """
 
 import argparse
-import importlib.util
 import json
 import os
 import signal
@@ -26,34 +25,39 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import traces
-from processes import HERE, child, command_for
+from processes import HERE, PEERS, Peer, child
 from report import claim_stdout, emit, spread
 
-COLUMNS = ("case", "gap_s", "batches_redone", "lost", "doubled", "reported_s", "note")
+COLUMNS = ("case", "gap_s", "batches_redone", "lost", "doubled", "note")
 LIMIT_S = 240
 GROWTH = "raysgd, growth"
 
 
 @dataclass(frozen=True)
 class Case:
-    """One script, and what it is told through its environment."""
+    """One script, by default its peer's, and what it is told through its environment."""
 
     name: str
-    script: str
+    peer: Peer
     workers: int = 3
     extra: dict[str, str] = field(default_factory=dict)
-    torchrun: tuple[str, ...] = ()
-    needs: tuple[str, ...] = ()
+    script: str = ""
 
-    def missing(self) -> list[str]:
-        return [package for package in self.needs if importlib.util.find_spec(package) is None]
+    @property
+    def continues(self) -> bool:
+        """Whether the epoch continues after a failure, and does not begin again."""
+        return self.peer is PEERS["raysgd"]
+
+    def command(self) -> list[str]:
+        options = ("--max-restarts", "3") if self.peer.launcher else ()
+        return self.peer.command(HERE / "kill_one" / (self.script or self.peer.script), self.workers, *options)
 
 
 CASES = (
-    Case("raysgd, in place", "with_raysgd.py"),
-    Case("raysgd, no worker left", "with_raysgd.py", workers=1, extra={"SNAPSHOT_EVERY": "40"}),
-    Case("Ray Train v2, elastic", "with_ray_train.py", needs=("pandas", "pyarrow")),
-    Case("torchrun", "with_torchrun.py", torchrun=("--nproc-per-node", "3", "--max-restarts", "3")),
+    Case("raysgd, in place", PEERS["raysgd"]),
+    Case("raysgd, no worker left", PEERS["raysgd"], workers=1, extra={"SNAPSHOT_EVERY": "40"}),
+    Case("Ray Train v2, elastic", PEERS["Ray Train v2"]),
+    Case("torchrun", PEERS["torchrun"]),
 )
 
 
@@ -76,8 +80,7 @@ def kill_in(folder: str, case: Case, steps: int, step_s: float) -> tuple[traces.
         "PYTHONPATH": str(HERE / "kill_one"),
         **case.extra,
     }
-    script = HERE / "kill_one" / case.script
-    with child(command_for(script, torchrun=case.torchrun), settings) as process:
+    with child(case.command(), settings) as process:
         victim = traces.wait_for_steps(
             folder,
             rank=case.workers // 2,
@@ -101,7 +104,7 @@ def judged(case: Case, steps: list[traces.Step], victim: traces.Step, killed_at:
     """The figures of one kill, from the notes of all processes."""
     before, after = [s for s in steps if s.at <= killed_at], [s for s in steps if s.at > killed_at]
     gap_s = traces.longest_gap([before[-1], *after], within_epochs=True)
-    if not case.script.startswith("with_raysgd"):
+    if not case.continues:
         # They begin the epoch anew, so all that was done of it is done again.
         redone = sum((step.rank, step.epoch) == (0, victim.epoch) for step in before)
         return {"gap_s": gap_s, "batches_redone": redone}
@@ -152,12 +155,12 @@ def in_turn(
     failed: dict[str, str] = {}
     for number in range(rounds):
         for case in cases if number % 2 == 0 else reversed(cases):
-            if case.missing() or case.name in failed:
+            if case.peer.missing() or case.name in failed:
                 continue
             try:
                 results[case.name].append(run(case))
             except (RuntimeError, TimeoutError, subprocess.TimeoutExpired) as error:
-                if "raysgd" in case.script:
+                if case.continues:
                     raise
                 failed[case.name] = f"failed in round {number + 1}: {told(error)}"
                 print(f"{case.name} {failed[case.name]}", file=sys.stderr)
@@ -173,7 +176,7 @@ def told(error: Exception) -> str:
 
 
 def noted(case: Case, failed: dict[str, str]) -> str:
-    return f"not installed: {', '.join(case.missing())}" if case.missing() else failed.get(case.name, "")
+    return f"not installed: {', '.join(case.peer.missing())}" if case.peer.missing() else failed.get(case.name, "")
 
 
 def row(name: str, results: list[dict[str, Any]], note: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, TextIO
 
-__all__ = ["claim_stdout", "emit", "left_out", "machine", "spread", "table"]
+__all__ = ["claim_stdout", "emit", "left_out", "machine", "spread", "table", "written"]
 
 PACKAGES = ("raysgd", "ray", "torch", "lightning", "accelerate")
 
@@ -91,11 +91,19 @@ def emit(
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "settings": dict(settings),
         "machine": machine(),
+        "columns": list(dict.fromkeys([*columns, "note"])),
         "rows": [dict(row) for row in rows],
     }
     print(table(rows, columns), file=sys.stderr)
-    print(json.dumps(document, indent=1, default=str), file=out, flush=True)
+    print(written(document), file=out, flush=True)
     return document
+
+
+def written(document: Mapping[str, Any]) -> str:
+    """As JSON, with a line for each row."""
+    head, rows = {key: value for key, value in document.items() if key != "rows"}, document["rows"]
+    lines = ",\n  ".join(json.dumps(row, default=str) for row in rows)
+    return json.dumps(head, indent=1, default=str).removesuffix("\n}") + f',\n "rows": [\n  {lines}\n ]\n}}'
 
 
 def _short(value: Any) -> str:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import traces
+from processes import PEERS
 from recovery import Case, in_turn, kill_in
 from report import claim_stdout, emit, spread
 
@@ -27,12 +28,11 @@ COLUMNS = ("contender", "first_step_s", "begins_s", "ratio", "batches_redone", "
 FIGURES = ("first_step_s", "begins_s", "batches_redone", "survivors")
 BEGINS = "begins"  # plain_loop.BEGINS; that module needs the environment of a contender
 AGAINST = "Ray Train v2"
-RAY = ("pandas", "pyarrow")
 CONTENDERS = (
-    Case("raysgd", "function_with_raysgd.py"),
-    Case(AGAINST, "with_ray_train.py", extra={"LEAST": "3"}, needs=RAY),
-    Case("Ray Train v2, elastic", "with_ray_train.py", needs=RAY),
-    Case("torchrun", "with_torchrun.py", torchrun=("--nproc-per-node", "3", "--max-restarts", "3")),
+    Case("raysgd", PEERS["raysgd"], script="function_with_raysgd.py"),
+    Case(AGAINST, PEERS[AGAINST], extra={"LEAST": "3"}),
+    Case("Ray Train v2, elastic", PEERS[AGAINST]),
+    Case("torchrun", PEERS["torchrun"]),
 )
 
 
@@ -59,8 +59,8 @@ def judged(steps: Sequence[traces.Step], begins: Sequence[traces.Step], killed_a
 
 
 def row(case: Case, results: dict[str, list[dict[str, float]]], failed: dict[str, str]) -> dict[str, Any]:
-    if case.missing():
-        return {"contender": case.name, "note": f"not installed: {', '.join(case.missing())}"}
+    if case.peer.missing():
+        return {"contender": case.name, "note": f"not installed: {', '.join(case.peer.missing())}"}
     own = results[case.name]
     row: dict[str, Any] = {"contender": case.name, "note": failed.get(case.name, "")}
     row |= {name: spread([result[name] for result in own]) for name in FIGURES}

@@ -17,7 +17,6 @@ writing to the disk is brought to an end (`sync`).
 
 import argparse
 import contextlib
-import importlib.util
 import math
 import os
 import shutil
@@ -32,13 +31,14 @@ import torch
 import torch.distributed.checkpoint as dcp
 from contenders import cluster
 from gate import Program
+from processes import PEERS
 from report import claim_stdout, emit, spread
 from weights import Weights
 
 from raysgd import ElasticConfig, TorchTrainer, TrainingOperator
 
 BASE = "torch.save"
-PEERS = ("Lightning", "Accelerate")
+SAVING = ("Lightning", "Accelerate")
 COLUMNS = (
     "mb",
     "contender",
@@ -148,7 +148,7 @@ class PeersDesk:
 
     def __init__(self, name: str, mb: int, folder: str) -> None:
         extra = {"MB": str(mb), "FOLDER": folder}
-        self.program = Program.of_script(name, f"saving_with_{name.lower()}.py", extra, 1)
+        self.program = Program.of(PEERS[name], extra, 1, script=f"saving_{PEERS[name].script}")
 
     def turn(self) -> dict[str, float]:
         started = time.perf_counter()
@@ -179,8 +179,8 @@ def measure(mb: int, rounds: int, folder: str) -> list[dict[str, Any]]:
             "raysgd, blocking=False": desk.in_background,
             "DCP async_save": desk.asynchronous,
         }
-        for name in PEERS:
-            if importlib.util.find_spec(name.lower()) is not None:
+        for name in SAVING:
+            if not PEERS[name].missing():
                 peer = PeersDesk(name, mb, own)
                 peers.callback(peer.program.stop)
                 turns[name] = peer.turn
@@ -244,7 +244,7 @@ def row(mb: int, name: str, seconds: Seconds) -> dict[str, Any]:
     if took := own.get("save_s"):
         synced = seconds["torch.save and fsync"]["save_s"]
         result["synced_ratio"] = spread([base / mine for mine, base in zip(took, synced, strict=True)], 3)
-    if name not in PEERS:  # whose memory is in other processes
+    if name not in SAVING:  # whose memory is in other processes
         result |= {key: spread(own[key], 0) for key in ("peak_mb", "driver_peak_mb")}
     if paused := own.get("pause_s"):
         result["pause_s"] = spread(paused)

@@ -8,15 +8,13 @@ done", and to its exit.
 """
 
 import argparse
-import importlib.util
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from processes import child, command_for
+from processes import PEERS, Peer, child
 from report import claim_stdout, emit, spread
 
 SCRIPTS = Path(__file__).resolve().parent / "first_epoch"
@@ -24,35 +22,29 @@ BASE = "Ray Train v2"
 # Of raysgd: the imports of the script are done; Ray runs and the trainer exists; and, from there on alone, a second trainer
 # of the script has taken its first step.
 PARTS = ("imported", "connected", "second")
-COLUMNS = ("contender", *(f"{part}_s" for part in PARTS), "first_epoch_s", "exit_s", "ratio", "torchrun_ratio", "note")
+COLUMNS = (
+    *(
+        "contender",
+        "imported_s",
+        "connected_s",
+        "first_epoch_s",
+        "exit_s",
+        "ratio",
+        "torchrun_ratio",
+        "second_s",
+        "note",
+    ),
+)
 LIMIT_S = 180
 
 
-@dataclass(frozen=True)
-class Program:
-    name: str
-    script: str
-    torchrun: tuple[str, ...] = ()
-    needs: tuple[str, ...] = ()
-
-    def missing(self) -> list[str]:
-        return [package for package in self.needs if importlib.util.find_spec(package) is None]
+PROGRAMS = tuple(peer for peer in PEERS.values() if (SCRIPTS / peer.script).exists())
 
 
-PROGRAMS = (
-    Program("raysgd", "with_raysgd.py"),
-    Program(BASE, "with_ray_train.py", needs=("pandas", "pyarrow")),
-    Program("torchrun", "with_torchrun.py", torchrun=("--nproc-per-node", "2")),
-    Program("Lightning", "with_lightning.py", torchrun=("--nproc-per-node", "2"), needs=("lightning",)),
-    Program("Accelerate", "with_accelerate.py", torchrun=("--nproc-per-node", "2"), needs=("accelerate",)),
-    Program("hand-written, Ray actors", "by_hand.py"),
-)
-
-
-def run(program: Program) -> dict[str, float]:
+def run(program: Peer) -> dict[str, float]:
     """Seconds to the end of the first epoch, to the end of the process, and to what else the program tells."""
     started, began = time.perf_counter(), time.time()
-    with child(command_for(SCRIPTS / program.script, torchrun=program.torchrun), {}) as process:
+    with child(program.command(SCRIPTS / program.script, 2), {}) as process:
         assert process.stdout is not None
         reported: dict[str, float] = {}
         for line in process.stdout:
@@ -72,7 +64,7 @@ def run(program: Program) -> dict[str, float]:
         return {**reported, "exit": time.perf_counter() - started}
 
 
-def measure(programs: Sequence[Program], rounds: int) -> dict[str, list[dict[str, float]]]:
+def measure(programs: Sequence[Peer], rounds: int) -> dict[str, list[dict[str, float]]]:
     seconds: dict[str, list[dict[str, float]]] = {program.name: [] for program in programs}
     for number in range(rounds):
         first = number % len(programs)
@@ -84,7 +76,7 @@ def measure(programs: Sequence[Program], rounds: int) -> dict[str, list[dict[str
     return seconds
 
 
-def row(program: Program, seconds: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
+def row(program: Peer, seconds: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
     if program.name not in seconds:
         return {"contender": program.name, "note": f"not installed: {', '.join(program.missing())}"}
     own = seconds[program.name]

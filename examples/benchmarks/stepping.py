@@ -7,21 +7,18 @@ memory happens to lie.
 
     python examples/benchmarks/stepping.py
     python examples/benchmarks/stepping.py --starts 3 --workloads tiny --at-most 1.25     a check for CI: its exit status
-    python examples/benchmarks/stepping.py --gradients     instead: what the weighting of unequal shares costs
 """
 
 import argparse
 import sys
 from typing import Any
 
-from contenders import BASE, Collating, OfRanks, RaySGD, Unequal, UnequalOfRanks, cluster
+from contenders import BASE, Collating, RaySGD, cluster
 from report import claim_stdout, emit
 from throughput import measure
 from workloads import WORKLOADS, Setting
 
 CONTENDERS = (BASE, RaySGD.name, Collating.name)
-# The mean over samples after the mean over ranks, with which it is compared.
-GRADIENTS = ((OfRanks.name, RaySGD.name), (UnequalOfRanks.name, Unequal.name))
 LONGER = 3
 COLUMNS = (
     "workload",
@@ -43,7 +40,6 @@ def main() -> None:
     parser.add_argument("--starts", type=int, default=6, help="how often everything is started anew")
     parser.add_argument("--rounds", type=int, default=1, help="rounds of each start")
     parser.add_argument("--steps", type=int, help="batches per worker and epoch (default: three times the workload's)")
-    parser.add_argument("--gradients", action="store_true", help="compare gradients='samples' with 'ranks'")
     parser.add_argument(
         "--at-most",
         type=float,
@@ -56,13 +52,11 @@ def main() -> None:
         args.workloads, args.starts, args.steps = ["tiny"], 2, 3
 
     rows: list[dict[str, Any]] = []
-    compared = GRADIENTS if args.gradients else (CONTENDERS,)
-    with cluster(max(map(len, compared)) * args.workers):
+    with cluster(len(CONTENDERS) * args.workers):
         for name in args.workloads:
             workload = WORKLOADS[name]
             setting = Setting(workload.shortened(args.steps or LONGER * workload.steps), args.workers)
-            for names in compared:
-                rows += measure(setting, names, args.rounds, starts=args.starts, base=names[0])
+            rows += measure(setting, CONTENDERS, args.rounds, starts=args.starts)
     emit(out, "stepping", vars(args), rows, COLUMNS)
     slow = [row for row in rows if args.at_most and row["ratio"]["median"] > args.at_most]
     if slow:

@@ -74,7 +74,7 @@ def test_the_end_of_a_child_is_the_end_of_its_sessions(monkeypatch: pytest.Monke
     script = tmp_path / "script.py"
     script.write_text("import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(600)\n", encoding="utf-8")
     processes = module("processes")
-    with processes.child(processes.command_for(script, torchrun=("--nproc-per-node", "1")), {}) as torchrun:
+    with processes.child(processes.PEERS["torchrun"].command(script, 1), {}) as torchrun:
         assert torchrun.stdout is not None
         rank = int(torchrun.stdout.readline())
         assert os.getsid(rank) != torchrun.pid, "torchrun started it in a session of its own"
@@ -91,15 +91,6 @@ def test_samples_after_a_kill_are_new_or_repeated(monkeypatch: pytest.MonkeyPatc
     assert drawn["from_s"] == [-0.25, 0.0, 0.25]
     assert [rate * 0.25 / 8 for rate in drawn["new_per_s"]] == [2, 0, 1]
     assert [rate * 0.25 / 8 for rate in drawn["repeated_per_s"]] == [0, 2, 0]
-
-
-def test_a_recording_shows_each_line_at_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(FOLDER))
-    recording = module("recording")
-    assert recording.shortened([0.0, 0.5, 9.5, 9.6]) == pytest.approx([0.0, 0.5, 2.5, 2.6])
-    svg = recording.drawn([(0.0, "epoch 1: a < b"), (1.0, "worker death: x")])
-    assert "epoch 1: a &lt; b" in svg and svg.count("@keyframes") == svg.count("<text") == 3
-    assert '<text class="change"' in svg and '<text class="typed"' in svg
 
 
 def test_what_comes_after_a_kill(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,6 +127,7 @@ def test_the_page_is_filled() -> None:
     row = {"contender": "raysgd", "first_epoch_s": {"median": 2.0, "least": 1.0, "most": 3.0, "count": 3}}
     machine = {"cores": 2, "cpu": "x", "python": "3.11", "versions": {"ray": "2.60"}, "load": [0.1]}
     document = {"benchmark": "startup", "command": "startup.py", "machine": machine, "rows": [row, row]}
+    document["columns"] = ["contender", "first_epoch_s"]
     page = "before\n<!-- table: startup -->\nold\n<!-- end -->\n<!-- table: chaos -->\nkept\n<!-- end -->\n"
     filled = fill_page.filled(page, {"startup": document})
     assert "| raysgd | 2 (1 to 3) |" in filled
@@ -154,6 +146,7 @@ def test_a_page_shows_what_it_asks_for(tmp_path: Path) -> None:
     for row in rows:
         row["ratio"].update(least=row["ratio"]["median"], most=row["ratio"]["median"])
     document = {"benchmark": "throughput", "command": "throughput.py", "machine": machine, "rows": rows}
+    document["columns"] = ["workload", "precision", "workers", "contender", "ratio"]
     page = "".join(
         f"<!-- {asked} -->\n<!-- end -->\n"
         for asked in ("matrix: throughput ratio", "table: throughput workload=gpt", "plots: throughput", "plots: gpu")

@@ -9,7 +9,6 @@ process can be faster than another for as long as it lives.
 
     python examples/benchmarks/throughput.py --rounds 15
     python examples/benchmarks/throughput.py --rounds 2 --starts 6 --contenders hand-written raysgd "Ray Train v2" Accelerate
-    python examples/benchmarks/throughput.py --workloads tiny --contenders hand-written raysgd --profile
 """
 
 import argparse
@@ -21,9 +20,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from contenders import BASE, ENTRIES, USUAL, Contender, RaySGD, cluster, standing
+from contenders import BASE, USUAL, Contender, RaySGD, cluster, missing, standing
 from interleaved import Turn, interleaved, peak_mb
-from profiling import where_the_time_goes
 from report import claim_stdout, emit, spread
 from workloads import PRECISIONS, WORKLOADS, Setting, Workload
 
@@ -89,7 +87,7 @@ def row(
         "batch_size": workload.batch_size,
     }
     if name not in turns:
-        return {**head, "note": failed.get(name) or f"not installed: {', '.join(ENTRIES[name].missing())}"}
+        return {**head, "note": failed.get(name) or f"not installed: {', '.join(missing(name))}"}
     own, base = turns[name], turns.get(base_name)
     epoch, busy = spread([turn.wall for turn in own]), spread([turn.busy for turn in own])
     pairs = list(zip(own, base, strict=True)) if base else []
@@ -124,7 +122,7 @@ def arguments(workloads: Sequence[str]) -> argparse.ArgumentParser:
     """What the throughput benchmarks have in common."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--workloads", nargs="+", choices=workloads, default=workloads)
-    parser.add_argument("--contenders", nargs="+", choices=[*ENTRIES], default=USUAL)
+    parser.add_argument("--contenders", nargs="+", choices=USUAL, default=USUAL)
     parser.add_argument("--precisions", nargs="+", choices=[*PRECISIONS], default=["fp32"])
     parser.add_argument("--workers", nargs="+", type=int, default=[2])
     parser.add_argument("--rounds", type=int, default=11)
@@ -139,7 +137,6 @@ def main() -> None:
     parser.add_argument("--starts", type=int, default=1, help="how often everything is started anew")
     parser.add_argument("--limit-s", type=float, default=math.inf, help="end a setting's rounds after so long")
     parser.add_argument("--total-s", type=float, default=math.inf, help="begin no further setting after so long")
-    parser.add_argument("--profile", action="store_true", help="say which functions raysgd's step spends time in")
     args = parser.parse_args()
     out = claim_stdout()
     if args.smoke:
@@ -154,9 +151,6 @@ def main() -> None:
                 continue
             setting = Setting(long_enough(WORKLOADS[name], workers, args.steps), workers, precision)
             rows += measure(setting, args.contenders, args.rounds, args.limit_s, args.starts)
-        if args.profile:
-            for name in args.workloads:
-                print(where_the_time_goes(Setting(WORKLOADS[name], max(args.workers))), file=sys.stderr)
     order = list(WORKLOADS)
     rows.sort(
         key=lambda each: (order.index(each["workload"]), args.precisions.index(each["precision"]), each["workers"])
