@@ -162,7 +162,7 @@ def test_stored_outputs(name: str) -> None:
 
 def test_every_notebook_is_checked_and_listed() -> None:
     assert set(CHECKS) == set(NOTEBOOKS)
-    page = (ROOT / "docs" / "notebooks.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "examples.md").read_text(encoding="utf-8")
     for name in NOTEBOOKS:
         assert f"(../examples/notebooks/{name}.ipynb)" in page and f"\nnotebooks/{name}\n" in page
 
