@@ -56,7 +56,7 @@ def drain_node(trainer: Any, patch: Any, until: Callable[[], bool], limit_s: flo
 
 def want_workers(trainer: Any, number: int) -> None:
     """Let a started Trainer of functions grow to this number when it next can."""
-    trainer._executor._active()._membership._target = number
+    trainer._executor._active()._membership.target = number
 
 
 def executor_of(trainer: Any) -> Any:

@@ -118,11 +118,11 @@ class FanOut:
             arguments = {"call": call}  # the same for all, because a group pickles it once
             for worker in self._workers:
                 self._table.begin_run(worker, call.name)
-                number = self._table.submit(worker, "run", arguments, generation=self._generation.number)
+                number = self._table.group.submit(worker, "run", arguments, generation=self._generation.number)
                 self._calls.expect(worker, number)
             while self._calls.running and not self._user_error_waited():
                 self._table.pump(TICK_S)
-                self._collect()
+                self._calls.collect(self._seen)
                 if self._table.clock() >= self._tick_at:  # not after each message, because it looks at every rank
                     self._tick()
                     self._tick_at = self._table.clock() + TICK_S
@@ -172,9 +172,6 @@ class FanOut:
             with self._table.during("eviction"):
                 self._table.kill(worker, "divergence", why)
         return bool(found)
-
-    def _collect(self) -> None:
-        self._calls.collect(self._seen)
 
     def _seen(self, worker: str, outcome: Outcome) -> Outcome:
         if worker in self._extra and isinstance(outcome, Interrupted) and not outcome.place.name:
@@ -234,6 +231,6 @@ class FanOut:
         deadline = self._table.clock() + CTRL_C_S
         while self._calls.running and self._table.clock() < deadline:
             self._table.pump(TICK_S)
-            self._collect()
+            self._calls.collect(self._seen)
         for worker in list(self._calls.running):
             self._table.kill(worker, "worker death", "it did not stop in time when the call was interrupted")

@@ -115,7 +115,7 @@ class Engine:
         )
         self._comparison = Comparison(elastic)
         self._keeps_snapshots = elastic.snapshot_every is not None
-        self._active, self._ended, self._reached = True, False, Progress()
+        self.active, self._ended, self._reached = True, False, Progress()
         self._call_lock = CallLock()
         self._calls = 0
         self._running: RunningCall | None = None
@@ -160,8 +160,8 @@ class Engine:
         if self._ended:
             return
         unfinished = self._end_call_elsewhere()
-        if self._active:
-            self._reached, self._active = self.progress, False
+        if self.active:
+            self._reached, self.active = self.progress, False
         else:
             force = True
         try:
@@ -226,10 +226,6 @@ class Engine:
     # -- state ----------------------------------------------------------------------------------------
 
     @property
-    def active(self) -> bool:
-        return self._active
-
-    @property
     def busy(self) -> bool:
         """Return whether another thread's call is running."""
         return self._call_lock.held_elsewhere() is not None
@@ -261,7 +257,7 @@ class Engine:
     @property
     def progress(self) -> Progress:
         """Return the progress of the most advanced rank, as far as the driver knows."""
-        if not self._active:
+        if not self.active:
             return self._reached
         reported = {worker: self._table[worker].progress for worker in self._table.members()}
         return reported[most_advanced(reported)] if reported else Progress()
@@ -384,7 +380,14 @@ class Engine:
         hung: list[Any] = []  # where code hung, as often as it hung there in a row
         while True:
             call = self._prepared(job, running)  # first, because `prepare` may itself call and change the workers
-            fan_out = self._fan_out(job)
+            fan_out = FanOut(
+                self._table,
+                self._generation,
+                job,
+                self._wants_boundary,
+                hang_s=self.limits.hang_s,
+                comparison=self._comparison,
+            )
             fan_out.run(call)
             self._note_snapshot(running)
             outcomes = fan_out.outcomes
@@ -454,10 +457,6 @@ class Engine:
             parts = partial_results_since(revived, parts, call=running.number)
         return [part.until(self.progress.step) for part in parts]
 
-    def _fan_out(self, job: Job) -> FanOut:
-        hang_s, comparison = self.limits.hang_s, self._comparison
-        return FanOut(self._table, self._generation, job, self._wants_boundary, hang_s=hang_s, comparison=comparison)
-
     def _evicts(self, job: Job, fan_out: FanOut, seconds: float) -> bool:
         """Compare the ranks after a call that all have finished, and that took so long. Return whether any of them was evicted. If a
         worker fails now, the ranks are not compared, and the next call handles the failure."""
@@ -523,7 +522,7 @@ class Engine:
 
     def _ready_call(self, *, max_failures: int) -> RunningCall:
         """Make sure that the group is up before a call. Failures of idle workers are handled like any others."""
-        if not self._active:
+        if not self.active:
             raise NotActiveError("this trainer was shut down: to continue, create a new one, and load what you saved")
         call = RunningCall(self._calls, max_failures, len(self.recoveries))
         outer = self._running

@@ -53,8 +53,8 @@ class Generation:
         self._table, self._backend, self._limits = table, backend, limits
         self._factory, self._hook, self._sharded = factory, hook, sharded
         self._shards: dict[str, tuple[int, int]] = {}  # of each worker: its number, and how many there are
-        self._number = 0
-        self._up = False
+        self.number = 0
+        self.up = False  # whether the ranks can run collectives, as far as the driver knows
         self._has_formed = False
         self._seconds: dict[str, float] = {}
         self._failures: dict[str, Interrupted | WorkerFailed] = {}  # of the newest attempt
@@ -64,22 +64,13 @@ class Generation:
         taken, self._seconds = self._seconds, {}
         return taken
 
-    @property
-    def number(self) -> int:
-        return self._number
-
-    @property
-    def up(self) -> bool:
-        """Return whether the ranks can run collectives, as far as the driver knows."""
-        return self._up
-
     def end(self) -> None:
         """Note that the group is no longer up: a new generation must be formed before the next call."""
-        self._up = False
+        self.up = False
 
     def interrupt(self, workers: Sequence[str]) -> None:
         """Tell these workers that the generation has ended, so that they stop waiting for peers."""
-        message = Interrupt(self._number)
+        message = Interrupt(self.number)
         for worker in workers:
             self._table.group.send(worker, message)
 
@@ -157,9 +148,9 @@ class Generation:
     def form(self, workers: Sequence[str], *, state: Any = None) -> bool:
         """Try once to form a generation of exactly these workers, ranked in this order. Workers that are set up here
         load `state`, if there is one. Raise the error of the user's code if set-up raises one."""
-        self._up = False
-        self._up = self._form(workers, state)
-        return self._up
+        self.up = False
+        self.up = self._form(workers, state)
+        return self.up
 
     def _form(self, workers: Sequence[str], state: Any) -> bool:
         staying = [worker for worker in workers if self._table[worker].in_group]
@@ -303,10 +294,10 @@ class Generation:
             raise unfinished_error(stories)
 
     def _rendezvous(self, workers: Sequence[str]) -> bool:
-        self._number += 1
+        self.number += 1
         nodes = [self._table[worker].node for worker in workers]
         local = all(self._table[worker].local for worker in workers)
-        rank_infos = assign_ranks(nodes, generation=self._number, local=local)
+        rank_infos = assign_ranks(nodes, generation=self.number, local=local)
         offers = self._offers(workers)
         if offers is None:
             return False
@@ -331,7 +322,7 @@ class Generation:
         return [outcome.value for outcome in outcomes.values() if isinstance(outcome, Ok)]
 
     def _build(self, new: Sequence[str]) -> bool:
-        rank_infos = assign_ranks([self._table[worker].node for worker in new], generation=self._number)
+        rank_infos = assign_ranks([self._table[worker].node for worker in new], generation=self.number)
         given = {
             worker: {"factory": self._factory, "rank_info": rank_info}
             for worker, rank_info in zip(new, rank_infos, strict=True)
@@ -345,9 +336,9 @@ class Generation:
     def call(self, workers: Sequence[str], arguments: Callable[[str], Mapping[str, Any]]) -> bool:
         """Let some members make calls of their own while the others wait. Return False if one has failed. Raise the
         error of the user's code if it raises one; a new generation must be formed then."""
-        self._up = False
-        self._up = self._all_ok(self._ask(workers, "run", arguments, self._limits.hang_s, phase="stop"))
-        return self._up
+        self.up = False
+        self.up = self._all_ok(self._ask(workers, "run", arguments, self._limits.hang_s, phase="stop"))
+        return self.up
 
     # -- asking ---------------------------------------------------------------------------------------
 
@@ -360,7 +351,7 @@ class Generation:
         on_trouble: Callable[[], None] = lambda: None,
         phase: str = "state",
     ) -> dict[str, Outcome]:
-        table, number, began = self._table, self._number, self._table.clock()
+        table, number, began = self._table, self.number, self._table.clock()
         phase = PHASE_OF.get(verb, phase) if isinstance(verb, str) else phase
         try:
             return ask(table, workers, verb, arguments, limit_s=limit_s, generation=number, on_trouble=on_trouble)

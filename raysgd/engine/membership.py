@@ -37,22 +37,17 @@ class Membership:
     ) -> None:
         self._table, self._generation, self._replacements = table, generation, replacements
         self._elastic, self._limits, self._in_place = elastic, limits, in_place
-        self._target, self._notice = target, notice
-
-    @property
-    def target(self) -> int:
-        """Return how many workers there should be."""
-        return self._target
+        self.target, self._notice = target, notice  # how many workers there should be
 
     @property
     def least(self) -> int:
         """Return with how many workers training continues."""
-        return min(self._elastic.min_workers, self._target)
+        return min(self._elastic.min_workers, self.target)
 
     @property
     def missing(self) -> int:
         """Return how many places are free, or will be when the members that leave have left."""
-        return self._target - len(self._staying())
+        return self.target - len(self._staying())
 
     def _leavers(self) -> dict[WorkerInfo, Leaver]:
         """Return the members that are to leave, in rank order, and why."""
@@ -154,7 +149,7 @@ class Membership:
         members = self._table.members()
         if count > len(members):
             check_can_fit(self._table.group, count)
-        self._target = count
+        self.target = count
         surplus = self._staying()[count:]
         for info, leaver in self._leavers().items():
             self._table.set_leaver(info.worker, replace(leaver, leave_by=-math.inf))
@@ -167,7 +162,7 @@ class Membership:
     def _wait_for_replacements(self) -> None:
         started, limit_s = self._table.clock(), self._limits.start_s
         warned = False
-        places = self._target - len(self._table.members())  # preempted members' replacements may join later
+        places = self.target - len(self._table.members())  # preempted members' replacements may join later
         while self._replacements.ready < places:
             self._replacements.look(self.missing)
             self._table.pump(0.1)
@@ -179,17 +174,17 @@ class Membership:
                 raise unfinished_error([self._replacements.unfinished])
             if waited > limit_s:
                 no_room = self._replacements.starting < lacking
-                raise no_room_error(self._table.group, lacking, self._target, limit_s, no_room=no_room)
+                raise no_room_error(self._table.group, lacking, self.target, limit_s, no_room=no_room)
             if self._replacements.starting == 0:
                 warned = warned or warn_no_room(self._table.group, lacking, waited, limit_s)
 
     def remove(self, workers: Sequence[str]) -> None:
         """Mark exactly these workers as leaving, without replacements. For those that have failed, and may have been
         replaced, the last ones leave."""
-        self._target -= len(workers)
+        self.target -= len(workers)
         members = self._table.members()
         self._let_leave(worker for worker in workers if worker in members)
-        self._let_leave(self._staying()[self._target :])
+        self._let_leave(self._staying()[self.target :])
 
     def _let_leave(self, workers: Iterable[str]) -> None:
         for worker in workers:
@@ -199,9 +194,9 @@ class Membership:
         """Note that an error has ended the change that the user asked for. Unless it was made already, there should be
         `target` workers again, as before, and nobody leaves for it."""
         asked = [info for info, leaver in self._leavers().items() if leaver.reason == "shrink"]
-        if not asked and len(self._table.members()) == self._target:
+        if not asked and len(self._table.members()) == self.target:
             return
-        self._target = target
+        self.target = target
         for info in asked:
             self._table.set_leaver(info.worker, info.leaver.before if info.leaver is not None else None)
         self._replacements.keep(self.missing)  # what has started for it must not join in the next call

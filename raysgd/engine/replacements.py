@@ -44,8 +44,8 @@ class Replacements:
         self._table, self._warm_up_arguments, self._in_place = table, warm_up_arguments, in_place
         self._spares, self._said_no_room = spares, False
         self._start_s, self._setup_s = limits.start_s, limits.setup_s
-        self._failure: Failed | None = None
-        self._unfinished = ""
+        self.failure: Failed | None = None  # the error of the user's code that ended the set-up of the newest one
+        self.unfinished = ""  # what the newest one did not finish within the limit for its set-up
         self._ready_at = 0.0
         self._look_at = 0.0
         self._pause_s = LOOK_EVERY_S
@@ -65,16 +65,6 @@ class Replacements:
         """Return those in these stages. The one that has been ready for longest comes first."""
         found = [info for info in self._table.new_workers() if info.stage in stages]
         return sorted(found, key=lambda info: info.since)
-
-    @property
-    def failure(self) -> Failed | None:
-        """Return the error of the user's code that ended the set-up of the newest one, if there is one."""
-        return self._failure
-
-    @property
-    def unfinished(self) -> str:
-        """Return what the newest one did not finish within the limit for its set-up, "" if nothing."""
-        return self._unfinished
 
     def gathered(self, missing: int) -> bool:
         """Return whether those that are ready should join a group in which `missing` places are free."""
@@ -118,11 +108,11 @@ class Replacements:
 
     def look_at_once(self) -> None:
         """Forget earlier failures, and the pause after them: the user asks for workers now."""
-        self._pause_s, self._look_at, self._unfinished = LOOK_EVERY_S, 0.0, ""
+        self._pause_s, self._look_at, self.unfinished = LOOK_EVERY_S, 0.0, ""
 
     def forget_failures(self) -> None:
         """Forget failed set-ups, because a new recovery begins, in which they do not count."""
-        self._failure, self._unfinished = None, ""
+        self.failure, self.unfinished = None, ""
 
     def launch(self, count: int) -> None:
         kinds = ("replacement worker or hot spare", "replacement workers or hot spares")
@@ -157,7 +147,8 @@ class Replacements:
     def _follow_up(self, info: WorkerInfo) -> None:
         if self._in_place:
             self._table.set_stage(info.worker, Stage.WARMING)
-            self._table.submit(info.worker, "warm", self._warm_up_arguments())
+            call = self._table.group.submit(info.worker, "warm", self._warm_up_arguments())
+            self._table.expect(info.worker, call)
         else:
             self._set_ready(info.worker)
 
@@ -167,12 +158,12 @@ class Replacements:
             self._set_ready(info.worker)
         elif outcome is not None:
             story = outcome.traceback if isinstance(outcome, Failed) else str(outcome)
-            self._failure = outcome if isinstance(outcome, Failed) else None
+            self.failure = outcome if isinstance(outcome, Failed) else None
             self._drop(info, f"its set-up failed: {story}")
         elif self._table.clock() - info.moved_at > self._setup_s:
             stories = unfinished(self._table, [info.worker], {info.worker: "warm"}, self._setup_s)
             story = stories.get(info.worker, "")
-            self._unfinished = info.unfinished
+            self.unfinished = info.unfinished
             self._drop(info, story or f"its set-up took longer than {self._setup_s:g} s")
         else:
             end_if_silent(self._table, info.worker, "warm")

@@ -37,7 +37,7 @@ def ask(
     shared = {} if callable(arguments) else dict(arguments)
     for worker in workers:
         given = dict(arguments(worker)) if callable(arguments) else shared
-        calls.expect(worker, table.submit(worker, verbs[worker], given, generation=generation))
+        calls.expect(worker, table.group.submit(worker, verbs[worker], given, generation=generation))
     limit = TimeLimit(table, verbs, limit_s)
     while True:
         calls.collect()
@@ -138,7 +138,7 @@ class Watchdog:
         because one has failed; so ranks that waited for the running ones have ended their calls already. With
         `has_survivor`, one of these has the state of the training."""
         now = self._table.clock()
-        self._collect()
+        self._stacks |= dict(self._table.take_answers(StackReport, self._round))
         quiet = self._quiet(running, now)
         leaving = interrupted_s is not None and interrupted_s < max(LEAVE_S, self._limit_s * LEAVE_PART)
         stuck = has_survivor and interrupted_s is not None and not leaving and quiet >= LEAVE_S
@@ -149,7 +149,7 @@ class Watchdog:
             return
         if quiet < self._limit_s / 10:
             self._asked_at = None  # it makes progress again
-        elif all(worker in self._stacks or self._frozen(worker) for worker in running):
+        elif all(worker in self._stacks or self._table.silent_for(worker) > SILENT_S for worker in running):
             if not (stuck and self._kill_in_collectives(running, interrupted_s or 0.0)):
                 self._judge(running, quiet, others_failed=interrupted_s is not None, leaving=leaving)
             self._asked_at, self._judged_at = None, now
@@ -180,16 +180,10 @@ class Watchdog:
             return max(frozen)
         return max(min(still.values(), default=0.0) - longest_silence_s(ranks, len(running)), 0.0)
 
-    def _frozen(self, worker: str) -> bool:
-        return self._table.silent_for(worker) > SILENT_S
-
     def _ask(self, running: Sequence[str]) -> None:
         self._stacks = {}
         self._asked_at = self._table.clock()
         self._round = self._table.request_stacks(running)
-
-    def _collect(self) -> None:
-        self._stacks |= dict(self._table.take_answers(StackReport, self._round))
 
     def _report(self, worker: str) -> RankReport:
         return report_of(self._table, worker, self._stacks.get(worker))

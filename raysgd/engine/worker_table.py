@@ -309,13 +309,11 @@ class WorkerTable:
         info = self._workers[worker]
         info.progress, info.partial = info.progress.at(method), None
 
-    def submit(self, worker: str, verb: str, arguments: dict[str, Any], *, generation: int = 0) -> int:
+    def expect(self, worker: str, call: int) -> None:
+        """Note that the worker was just given a call, by the group's `submit`."""
         info = self._workers[worker]
-        info.moved_at = self.clock()
-        call = self.group.submit(worker, verb, arguments, generation=generation)
         self._asked[call] = worker
-        info.busy, info.last_call, info.is_exact = call, call, False
-        return call
+        info.moved_at, info.busy, info.last_call, info.is_exact = self.clock(), call, call, False
 
     def open_calls(self, on_trouble: Callable[[], None]) -> OpenCalls:
         """Return an object that makes calls and waits for them. `on_trouble` is called once, when the first of them fails: peers
@@ -497,7 +495,8 @@ class OpenCalls:
         self._changed: dict[str, None] = {}  # the first one first
 
     def expect(self, worker: str, call: int) -> None:
-        """Wait for this call, which was just submitted."""
+        """Wait for a call that the worker was just given, by the group's `submit`."""
+        self._table.expect(worker, call)
         self.running[worker] = call
         self.note(worker)  # it may have ended already
 
