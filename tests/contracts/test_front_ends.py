@@ -1,0 +1,112 @@
+"""What the ways to run a training function have in common: `Trainer.run`, its iterator, `fit()`, and a trial of Tune.
+
+Each runs the same function on two workers, one of which is killed. So each row was reported once, the checkpoints are in order, and
+the function went on after the newest one.
+"""
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raysgd import train
+from raysgd.train import Checkpoint, DataParallelTrainer, RunConfig, ScalingConfig, Trainer, TrainingCallback
+
+DEADLINE_S = 60.0
+STEPS, KILLED_AFTER = 4, 1
+Seen = tuple[list[dict[str, Any]], dict[str, Any]]
+
+
+def learn(config: dict[str, Any]) -> None:
+    """Report steps, each with its checkpoint. Rank 1 is killed once, right after a report."""
+    folder, rank, size = Path(config["folder"]), train.world_rank(), train.world_size()
+    found = train.load_checkpoint()
+    first = 0 if found is None else found["step"] + 1
+    for step in range(first, STEPS):
+        if step == config["raises_at"]:
+            raise ZeroDivisionError("an error of the function")
+        train.report({"step": step, "first": first}, checkpoint=Checkpoint.from_dict({"step": step}))
+        if step == KILLED_AFTER and rank == 1:
+            with contextlib.suppress(FileExistsError):
+                os.close(os.open(folder / "killed", os.O_CREAT | os.O_EXCL))
+                os.kill(os.getpid(), signal.SIGKILL)
+        (folder / f"{size}-{step}-{rank}").touch()
+        deadline = time.monotonic() + DEADLINE_S
+        while not all((folder / f"{size}-{step}-{each}").exists() for each in range(size)):  # as in a collective call
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+class Listener(TrainingCallback):
+    """Keeps rank 0's rows."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, Any]] = []
+
+    def handle_result(self, results: list[dict[str, Any]]) -> None:
+        self.rows.append(results[0])
+
+
+def with_run(config: dict[str, Any], folder: Path) -> Seen:
+    listener = Listener()
+    with Trainer("none", num_workers=2, logdir=folder, max_retries=1) as trainer:
+        trainer.run(learn, config, callbacks=[listener])
+        assert trainer.latest_checkpoint is not None
+        return listener.rows, trainer.latest_checkpoint
+
+
+def with_an_iterator(config: dict[str, Any], folder: Path) -> Seen:
+    with Trainer("none", num_workers=2, logdir=folder, max_retries=1) as trainer:
+        rows = [rows[0] for rows in trainer.run_iterator(learn, config)]
+        assert trainer.latest_checkpoint is not None
+        return rows, trainer.latest_checkpoint
+
+
+def trainer_of(config: dict[str, Any], folder: Path) -> DataParallelTrainer:
+    run_config = RunConfig(storage_path=folder, failure_config=train.FailureConfig(max_failures=1))
+    scaling = ScalingConfig(num_workers=2)
+    return DataParallelTrainer(learn, train_loop_config=config, scaling_config=scaling, run_config=run_config)
+
+
+def with_fit(config: dict[str, Any], folder: Path) -> Seen:
+    result = trainer_of(config, folder).fit()
+    assert result.checkpoint is not None
+    return list(result.history), result.checkpoint.to_dict()
+
+
+def in_a_trial(config: dict[str, Any], folder: Path) -> Seen:
+    tune = pytest.importorskip("ray.tune", reason="needs Ray Tune (raysgd[tune])")
+    settings = tune.RunConfig(storage_path=str(folder), verbose=0)
+    (result,) = tune.Tuner(trainer_of(config, folder).as_trainable(), run_config=settings).fit()
+    if result.error is not None:
+        raise result.error
+    with result.checkpoint.as_directory() as files:
+        checkpoint = Checkpoint(Path(files) / "checkpoint.zip").to_dict()
+    return result.metrics_dataframe.to_dict("records"), checkpoint
+
+
+TRIAL = pytest.param(in_a_trial, marks=pytest.mark.more)
+Run = Callable[[dict[str, Any], Path], Seen]
+
+
+@pytest.mark.elastic
+@pytest.mark.parametrize("run", [with_run, with_an_iterator, with_fit, TRIAL])
+def test_no_report_is_lost_or_doubled_when_a_worker_fails(ray_cluster: None, tmp_path: Path, run: Run) -> None:
+    rows, checkpoint = run({"folder": str(tmp_path), "raises_at": -1}, tmp_path / "runs")
+    resumed_at = KILLED_AFTER + 1
+    assert [(row["step"], row["first"]) for row in rows] == [
+        (step, 0 if step < resumed_at else resumed_at) for step in range(STEPS)
+    ]
+    assert checkpoint["step"] == STEPS - 1 and (tmp_path / "killed").exists()
+
+
+@pytest.mark.parametrize("run", [with_fit, TRIAL])  # a Trainer's errors are in test_function.py
+def test_an_error_of_the_function_is_raised_once(ray_cluster: None, tmp_path: Path, run: Run) -> None:
+    with pytest.raises(ZeroDivisionError, match="an error of the function"):
+        run({"folder": str(tmp_path), "raises_at": 0}, tmp_path / "runs")
+    assert not (tmp_path / "killed").exists()
