@@ -380,14 +380,7 @@ class Engine:
         hung: list[Any] = []  # where code hung, as often as it hung there in a row
         while True:
             call = self._prepared(job, running)  # first, because `prepare` may itself call and change the workers
-            fan_out = FanOut(
-                self._table,
-                self._generation,
-                job,
-                self._wants_boundary,
-                hang_s=self.limits.hang_s,
-                comparison=self._comparison,
-            )
+            fan_out = self._fan_out(job)
             fan_out.run(call)
             self._note_snapshot(running)
             outcomes = fan_out.outcomes
@@ -456,6 +449,10 @@ class Engine:
         if revived is not None:
             parts = partial_results_since(revived, parts, call=running.number)
         return [part.until(self.progress.step) for part in parts]
+
+    def _fan_out(self, job: Job) -> FanOut:
+        hang_s, comparison = self.limits.hang_s, self._comparison
+        return FanOut(self._table, self._generation, job, self._wants_boundary, hang_s=hang_s, comparison=comparison)
 
     def _evicts(self, job: Job, fan_out: FanOut, seconds: float) -> bool:
         """Compare the ranks after a call that all have finished, and that took so long. Return whether any of them was evicted. If a
