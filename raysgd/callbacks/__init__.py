@@ -10,7 +10,6 @@ from raysgd.callbacks.early_stopping import EarlyStopping
 from raysgd.callbacks.history import History
 from raysgd.callbacks.json_files import JsonLinesCallback, JsonLoggerCallback
 from raysgd.callbacks.mlflow_store import MLflowCallback
-from raysgd.callbacks.model_summary import ModelSummary, summary_of
 from raysgd.callbacks.monitors import EMA, GradientNormMonitor, LearningRateMonitor, Throughput
 from raysgd.callbacks.printing import PrintCallback
 from raysgd.callbacks.progress_bar import ProgressBar
@@ -34,7 +33,6 @@ __all__ = [
     "JsonLoggerCallback",
     "LearningRateMonitor",
     "MLflowCallback",
-    "ModelSummary",
     "PrintCallback",
     "ProgressBar",
     "RayMetricsCallback",
@@ -45,7 +43,6 @@ __all__ = [
     "TorchProfilerCallback",
     "Underway",
     "WandbCallback",
-    "summary_of",
 ]
 # The module of this one imports Ray.
 _HOMES = {"RayMetricsCallback": "raysgd.callbacks.ray_metrics"}

@@ -107,9 +107,6 @@ class Callback:
     # What the workers do for this callback (`ProfilerSettings`, `Averaging`, `Measure`), if anything.
     on_workers: Any = None
 
-    # A function of the operator, which every worker calls once after the start. `on_answer` gets what rank 0 returns.
-    asks: Callable[[Any], Any] | None = None
-
     def __init_subclass__(cls, **more: Any) -> None:
         super().__init_subclass__(**more)
         if "__init__" in vars(cls):
@@ -117,9 +114,6 @@ class Callback:
 
     def on_start(self, run: Run) -> None:
         """Called before the first worker starts (for a function trainer: before each run), with the `run` that begins."""
-
-    def on_answer(self, answer: Any) -> None:
-        """Called when the workers have started, with the `answer`, what `asks` returned. Not for training functions."""
 
     def on_resume(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Called when the trainer has resumed from an automatic checkpoint, with the `rows` of the history until then."""

@@ -60,14 +60,6 @@ class CallbackList:
         self._call("on_result", replace(result, metrics={**result.metrics, **extra}))
         return {**extra, **self._note_failures()}
 
-    def ask(self, ask: Callable[[Callable[[Any], Any]], Any]) -> None:
-        """Answer the questions of the callbacks. `ask` calls a function on the workers."""
-        for callback in self._all:
-            if callback.asks is not None:
-                asks: Any = callback.asks  # a function that is an attribute of the class is asked without `self`
-                asks = asks.__func__ if getattr(asks, "__self__", None) is callback else asks
-                self._call("on_answer", ask(asks), of=[callback])
-
     def wait(self, what: str) -> None:
         self._call("on_wait", what)
 
@@ -104,11 +96,9 @@ class CallbackList:
         if stop is not None:
             raise stop
 
-    def _call(
-        self, hook: str, argument: Any, *, of: Sequence[Callback] | None = None, into: dict[str, Any] | None = None
-    ) -> None:
+    def _call(self, hook: str, argument: Any, *, into: dict[str, Any] | None = None) -> None:
         """Call one method of the callbacks; what they return goes `into` a dictionary, if there is one."""
-        for callback in self._all if of is None else of:
+        for callback in self._all:
             try:
                 returned = getattr(callback, hook)(argument)
                 if into is not None:

@@ -67,11 +67,6 @@ class CallRunner:
         """Return what the callbacks want the workers to do."""
         return self._callbacks.on_workers
 
-    def ask(self, ask: Callable[[Callable[[Any], Any]], Any]) -> None:
-        """Answer the questions of the callbacks when the workers have started. `ask` calls a function on the workers."""
-        self._callbacks.ask(ask)
-        self._callbacks.raise_stop()
-
     def resume(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Call the callbacks after the trainer has resumed."""
         self._callbacks.resume(rows)

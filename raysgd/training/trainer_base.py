@@ -75,11 +75,10 @@ class TrainerBase(ABC):
         self._begin(resume=resume)
 
     def _begin(self, *, resume: bool) -> None:
-        """Answer the callbacks' questions, and load the newest automatic checkpoint, if there is one."""
+        """Load the newest automatic checkpoint, if there is one and it is wanted."""
         try:
             if self._folder is not None:
                 self._folder.claim(resume=resume)
-            self._calls.ask(lambda function: self._values(apply_operator, function=self._engine.pack(function))[0])
             if not resume:
                 return
             record = self._loops.resume(self._load_automatic)

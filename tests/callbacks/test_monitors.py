@@ -15,11 +15,9 @@ from raysgd.callbacks import (
     CallResult,
     GradientNormMonitor,
     LearningRateMonitor,
-    ModelSummary,
     PrintCallback,
     Run,
     Throughput,
-    summary_of,
 )
 from tests.callbacks.recording import called_by_a_trainer
 from tests.callbacks.test_averages import Two
@@ -158,47 +156,9 @@ def test_throughput_of_a_training_function() -> None:
     assert seen[0].metrics == {"num_samples": 30, "samples_per_second": 10.0}
 
 
-class Frozen(Line):
-    def setup(self, config: dict[str, Any]) -> None:
-        torch.manual_seed(0)
-        first = nn.Linear(2, 3)
-        first.requires_grad_(False)
-        model = nn.Sequential(first, nn.ReLU(), nn.Linear(3, 1).double())
-        self.register(models=model, optimizers=torch.optim.SGD(model.parameters(), lr=0.1))
-
-
-TABLE = """\
-layer  type    parameters  trainable  bytes
-0      Linear           9          0     36
-2      Linear           4          4     32
-total                  13          4     68
-"""
-
-
-def test_the_model_summary_is_printed_once() -> None:
-    output = io.StringIO()
-    summary = ModelSummary(file=output)
-    with inline(Frozen, callbacks=[summary]):
-        assert output.getvalue() == TABLE, "before training"
-    assert output.getvalue() == TABLE
-    assert [row.parameters for row in summary.rows[0]] == [9, 4]
-    tied = nn.Linear(2, 2)
-    assert summary_of(nn.Sequential(tied, tied)).count("Linear") == 1, "a shared parameter counts once"
-
-
-def test_an_operator_that_cannot_be_summarized_ends_the_trainer() -> None:
-    class Strange(Line):
-        def setup(self, config: dict[str, Any]) -> None:
-            super().setup(config)
-            self._parts.models[0].named_modules = None
-
-    with pytest.raises(TypeError, match="not callable"):
-        inline(Strange, callbacks=[ModelSummary()])
-
-
 @pytest.mark.elastic
 def test_two_workers_measure_their_communication(ray_cluster: None) -> None:
-    callbacks = [Throughput(), LearningRateMonitor(), GradientNormMonitor(), ModelSummary(file=io.StringIO())]
+    callbacks = [Throughput(), LearningRateMonitor(), GradientNormMonitor()]
     with inline(config={"rows": 48}, num_workers=2, callbacks=callbacks) as trainer:
         result = trainer.train()
         seconds = trainer.history[-1]["seconds"]
@@ -207,13 +167,12 @@ def test_two_workers_measure_their_communication(ray_cluster: None) -> None:
     assert min(parts) > 0 and sum(parts) <= seconds
     assert result["lr"] == pytest.approx(0.1)
     assert result["grad_norm"] > 0
-    assert callbacks[-1].rows[0][0].parameters == 3  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("callback", [LearningRateMonitor(), GradientNormMonitor(), ModelSummary(), EMA()])
+@pytest.mark.parametrize("callback", [LearningRateMonitor(), GradientNormMonitor(), EMA()])
 def test_what_needs_an_operator_says_what_functions_do(callback: Callback) -> None:
     callback.on_start(Run(trainer="TorchTrainer", name="f", num_workers=1))
     with pytest.raises(
-        ConfigError, match=f"{type(callback).__name__} is for operators.* training function: (use|report|print)"
+        ConfigError, match=f"{type(callback).__name__} is for operators.* training function: (use|report)"
     ):
         callback.on_start(Run(trainer="TorchTrainer", name="f", num_workers=1, functions=True))
