@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from raysgd.compat.train_utils import get_address_and_port
+from raysgd.compat.utils import get_address_and_port
 from raysgd.core import network
 from raysgd.core.network import address_towards, own_address
 

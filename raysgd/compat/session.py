@@ -1,4 +1,4 @@
-"""What AIR's training functions call: `from raysgd.train import session`, then `session.report({...})`. Worker."""
+"""What AIR's training functions call as `session.report({...})`, where `train.report` has another form. Worker."""
 
 from __future__ import annotations
 
@@ -7,41 +7,7 @@ from typing import Any
 
 from raysgd.train import functions
 from raysgd.train.checkpoint import Checkpoint
-from raysgd.train.functions import (
-    get_checkpoint,
-    get_context,
-    get_dataset_shard,
-    load_checkpoint,
-    local_rank,
-    save_checkpoint,
-    world_rank,
-    world_size,
-)
-from raysgd.train.run_session import TrainingResultType
-
-__all__ = [
-    "TrainingResultType",
-    "get_checkpoint",
-    "get_context",
-    "get_dataset_shard",
-    "get_experiment_name",
-    "get_local_rank",
-    "get_local_world_size",
-    "get_metadata",
-    "get_node_rank",
-    "get_trial_dir",
-    "get_trial_id",
-    "get_trial_name",
-    "get_trial_resources",
-    "get_world_rank",
-    "get_world_size",
-    "load_checkpoint",
-    "local_rank",
-    "report",
-    "save_checkpoint",
-    "world_rank",
-    "world_size",
-]
+from raysgd.train.functions import get_context
 
 
 def report(metrics: Mapping[str, Any] | None = None, *, checkpoint: Checkpoint | None = None, **values: Any) -> None:

@@ -1,25 +1,15 @@
-"""The names of `ray.util.sgd.utils`. Both."""
+"""Functions of `ray.util.sgd.utils` and `ray.train.utils`. Both."""
 
 from __future__ import annotations
 
 import logging
+import os
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
-from raysgd.constants import BATCH_COUNT, BATCH_SIZE, NUM_SAMPLES
-from raysgd.core.meters import AverageMeter, AverageMeterCollection
-
-__all__ = [
-    "BATCH_COUNT",
-    "BATCH_SIZE",
-    "NUM_SAMPLES",
-    "AverageMeter",
-    "AverageMeterCollection",
-    "check_for_failure",
-    "find_free_port",
-    "override",
-]
+from raysgd.core.network import own_address
 
 logger = logging.getLogger(__name__)
 Method = TypeVar("Method")
@@ -71,3 +61,26 @@ def check_for_failure(remote_values: Iterable[Any], *, timeout_s: float | None =
             logger.warning("an actor failed: %s", error)
             return False
     return True
+
+
+def construct_path(path: Path, parent_path: Path) -> Path:
+    """Return an absolute path, and a relative one below `parent_path`. "~" is the user's home folder."""
+    return parent_path.expanduser().joinpath(path.expanduser()).resolve()
+
+
+def construct_train_func(train_func: Callable[..., Any], config: Mapping[str, Any] | None) -> Callable[[], Any]:
+    """Return a training function with its config, as a function without arguments."""
+    from raysgd.train.run import check_function
+
+    function, arguments = check_function(train_func, config)
+    return lambda: function(*arguments)
+
+
+def get_address_and_port() -> tuple[str, int]:
+    """Return this machine's address, and a port that was free a moment ago."""
+    return own_address(), find_free_port()
+
+
+def update_env_vars(env_vars: Mapping[str, Any]) -> None:
+    """Set environment variables, whose values become strings."""
+    os.environ.update({name: str(value) for name, value in env_vars.items()})

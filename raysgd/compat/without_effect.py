@@ -9,8 +9,6 @@ from typing import Any
 from raysgd.train.backends import CONFIGS
 from raysgd.train.checkpoint_manager import CheckpointManager
 
-__all__ = ["ExcludedKeysResultsPreprocessor", "IndexedResultsPreprocessor", "ResultsPreprocessor"]
-
 # The value of each name, and what to do in place of using it.
 NAMES: dict[str, tuple[Any, str]] = {
     "ENABLE_SHARE_CUDA_VISIBLE_DEVICES_ENV": (

@@ -6,7 +6,7 @@ Importing this package imports neither torch, tensorflow, horovod nor ray; the n
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from raysgd.core.lazy import lazy_names
 from raysgd.ray_data.datasets import DEFAULT_NAME as TRAIN_DATASET_KEY
@@ -38,7 +38,6 @@ from raysgd.train.functions import (
 from raysgd.train.settings import CheckpointConfig, CheckpointStrategy, FailureConfig, RunConfig, ScalingConfig
 
 if TYPE_CHECKING:
-    from raysgd.compat import session
     from raysgd.train import tensorflow as tensorflow
     from raysgd.train import torch as torch
     from raysgd.train.executor import BackendExecutor
@@ -47,6 +46,8 @@ if TYPE_CHECKING:
     from raysgd.train.iterator import SGDIterator, TrainingIterator
     from raysgd.train.trainer import Trainer
     from raysgd.train.worker_group import WorkerGroup
+
+    session: Any
 
 # Not the modules `tensorflow` and `torch`, whose names would hide those that the user has imported.
 __all__ = [

@@ -1,14 +1,31 @@
-"""RaySGD's module of operators: `TrainingOperator`, `CreatorOperator`, and two operators for tests. Both."""
+"""Functions of `ray.util.sgd.torch`: a process group that is formed by hand, and operators for tests. Both."""
 
 from __future__ import annotations
 
+import os
+from datetime import timedelta
 from typing import Any
 
+import torch.distributed as dist
+
+from raysgd.compat.utils import find_free_port
 from raysgd.constants import NUM_SAMPLES
-from raysgd.torch.creators import CreatorOperator
 from raysgd.torch.operator import TrainingOperator
 
-__all__ = ["CreatorOperator", "TrainingOperator", "get_test_metrics_operator", "get_test_operator"]
+
+def setup_address() -> str:
+    """Return an address on this machine for `setup_process_group`, with a port that was free a moment ago."""
+    import ray
+
+    return f"tcp://{ray.util.get_node_ip_address()}:{find_free_port()}"
+
+
+def setup_process_group(url: str, world_rank: int, world_size: int, timeout: float, backend: str = "gloo") -> None:
+    """Join a process group of torch. `timeout` is the limit in seconds of its collective calls."""
+    if backend == "nccl":
+        os.environ.setdefault("NCCL_BLOCKING_WAIT", "1")
+    limit = timedelta(seconds=timeout)
+    dist.init_process_group(backend, init_method=url, rank=world_rank, world_size=world_size, timeout=limit)
 
 
 def get_test_operator(operator_cls: type[TrainingOperator]) -> type[TrainingOperator]:
