@@ -25,6 +25,7 @@ from raysgd import TorchTrainer, TrainingOperator
 from raysgd.workers.ray_group import RayGroup
 
 PACKAGE = Path(raysgd.__file__).parent
+BATCHES = 30
 
 
 def frames() -> list[str]:
@@ -72,25 +73,23 @@ def looked(*, inline: bool) -> dict[str, list[str]]:
 
 
 class Followed(torch.nn.Linear):
-    """Notes which functions of raysgd are called between two forward passes, in the middle of an epoch."""
+    """Notes which functions of raysgd are called between two forward passes."""
 
-    passes = 0
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.passes: list[list[str]] = []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.passes += 1
-        if self.passes == 3:
-            self.functions: list[str] = []
-            sys.setprofile(self.note)
-        elif self.passes == 4:
-            sys.setprofile(None)
+        self.passes.append([])
+        sys.setprofile(self.note if len(self.passes) < BATCHES - 1 else None)
         return super().forward(x)
 
     def note(self, frame: Any, event: str, argument: Any) -> None:
         file = Path(frame.f_code.co_filename)
         if event == "call" and PACKAGE in file.parents:
             name = f"{file.relative_to(PACKAGE)} {frame.f_code.co_name}"
-            if name not in self.functions:
-                self.functions.append(name)
+            if name not in self.passes[-1]:
+                self.passes[-1].append(name)
 
 
 class Following(Looking):
@@ -99,19 +98,22 @@ class Following(Looking):
     train_batch = TrainingOperator.train_batch
 
     def setup(self, config: dict[str, Any]) -> None:
-        model = Followed(2, 1)
+        model, rows = Followed(2, 1), 2 * self.world_size * BATCHES
+        data = TensorDataset(torch.ones(rows, 2), torch.ones(rows, 1))
         self.model, self.optimizer, self.criterion = self.register(
             models=model, optimizers=torch.optim.SGD(model.parameters(), lr=0.1), criterion=torch.nn.MSELoss()
         )
-        self.register_data(train_loader=DataLoader(TensorDataset(torch.ones(24, 2), torch.ones(24, 1)), batch_size=2))
+        self.register_data(train_loader=DataLoader(data, batch_size=2))
 
 
 def followed(*, inline: bool) -> list[str]:
-    """Train one epoch, with two workers or inline. Return the functions that one batch passes through, in their order."""
+    """Train one epoch, with two workers or inline. Return the functions that a batch in its middle passes through, in their order, if no
+    progress is reported in it."""
     workers = {"num_workers": 1, "use_ray": False} if inline else {"num_workers": 2}
     with TorchTrainer(training_operator_cls=Following, **workers) as trainer:
         trainer.train()
-        return trainer.apply_all_operators(lambda operator: operator.unwrapped().functions)[0]
+        passes: list[list[str]] = trainer.apply_all_operators(lambda operator: operator.unwrapped().passes)[0]
+        return min(passes[2:-2], key=len)
 
 
 def main() -> None:

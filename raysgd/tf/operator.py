@@ -204,7 +204,7 @@ class TrainingOperator(OperatorBase):
     @property
     def _counts(self) -> bool:
         """Return whether the running batch counts, and is not repeated only to take part in the step."""
-        return self._feed.step.fresh
+        return self._feed.step.current.fresh
 
     def _steps_made(self) -> int:
         return sum(int(as_tensor(optimizer.iterations)) for optimizer in self._parts.optimizers)

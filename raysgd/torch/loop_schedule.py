@@ -33,25 +33,22 @@ class LoopSchedule(Schedule):
         self._per_epoch = operator.scheduler_step_freq == SCHEDULER_STEP_EPOCH
         # Those that only this loop may step.
         self._watched = [self._scheduler] if self._steps_it else operator._parts.schedulers if in_pieces else []
-        self._steps: list[Any] = []
-
-    def begin(self) -> None:
-        if self._watched:
-            self._steps = [steps_of(each) for each in self._watched]
+        self._steps = [steps_of(each) for each in self._watched]
 
     def end(self, *, failed: bool = False) -> None:
-        operator = self._operator
-        step = operator._feed.step
+        if not self._watched:
+            return
+        operator, step = self._operator, self._operator._feed.step
         if failed:
-            # If that was after the optimizer's step, the batch counts.
-            if step.outcome == "applied":
+            if step.outcome == "applied":  # so the batch counts
                 self._step()
             return
-        if self._watched and [steps_of(each) for each in self._watched] != self._steps:
+        if [steps_of(each) for each in self._watched] != self._steps:
             name, freq = type(operator).__name__, str(operator.scheduler_step_freq)
             raise stepped_twice(name, self._scheduler, freq) if self._steps_it else refusal(STEPS_SCHEDULE)
-        if step.whole:
+        if step.current.whole:
             self._step()
+            self._steps = [steps_of(each) for each in self._watched]
 
     def end_epoch(self) -> None:
         self._step(ended=True)

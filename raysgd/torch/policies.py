@@ -39,7 +39,9 @@ def policies_of(operator: TrainingOperator, *, exact: bool, in_pieces: bool) -> 
     options, parts, precision = operator._settings.options, operator._parts, operator._precision
     accumulates, clips = options.accumulate > 1, options.clip_norm is not None or options.clip_value is not None
     measures = operator._settings.measures
+    reads_ahead = operator._settings.wrap_ddp and operator.device.type == "cpu" and not accumulates
     wanted: list[tuple[bool, Callable[[], Any]]] = [
+        (True, lambda: precision),
         (in_pieces and not accumulates, lambda: Pieces(parts, precision)),
         (exact, lambda: Weigh(parts)),
         (operator._leave_out.on, lambda: operator._leave_out),
@@ -48,9 +50,8 @@ def policies_of(operator: TrainingOperator, *, exact: bool, in_pieces: bool) -> 
         (accumulates, lambda: Accumulate(options, parts, precision, exact=exact)),
         (accumulates or in_pieces, lambda: Hold(parts)),
         (clips, lambda: Clip(options, precision)),
-        (True, lambda: ReadAhead(operator)),
-        (True, lambda: Rates(parts)),
-        (True, lambda: precision),
+        (reads_ahead, lambda: ReadAhead(operator)),
+        (operator._settings.elastic.lr is not None, lambda: Rates(parts)),
         (operator._profiler is not None, lambda: operator._profiler),
     ]
     return [make() for needed, make in wanted if needed]
@@ -211,7 +212,7 @@ class Pieces(StepPolicy):
         self._parts, self._precision = parts, precision
         self._hooks: list[Any] = []
         self._untested, self._tests = True, False  # whether the code was not tested yet, and whether this piece does it
-        self._step = Step(committed=True)
+        self._step = Step()
         self._schedules: list[Any] = []  # how many steps each had made before the first piece
         self._seen: list[int] = []  # the versions of the gradients after a backward pass
         self._arrived = False  # whether the step has gradients
@@ -307,12 +308,10 @@ class ReadAhead(StepPolicy):
         self._feed = None
 
     def _is_usual(self) -> bool:
-        operator, settings = self._operator, self._operator._settings
+        operator = self._operator
         own = operator._overrides("train_epoch", "train_batch", "backward", "step", "skip_step")
         stepped = *operator._parts.optimizers, *operator._parts.schedulers
-        torchs = all(type(each).__module__.startswith("torch.optim.") for each in stepped)
-        on_cpu = settings.wrap_ddp and operator.device.type == "cpu" and settings.options.accumulate == 1
-        return on_cpu and torchs and not own
+        return not own and all(type(each).__module__.startswith("torch.optim.") for each in stepped)
 
     def weighted(self, step: Step, loss: torch.Tensor) -> torch.Tensor:
         if self._feed is not None and loss.requires_grad:

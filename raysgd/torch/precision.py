@@ -42,10 +42,6 @@ class Precision(StepPolicy):
     def leave_out(self, optimizer: Any) -> None:
         """Called instead of `step`, after `unscale`, for a step that is left out."""
 
-    def check_step(self, optimizer: Any, *, direct: bool) -> None:
-        """Raise ConfigError if the user's code makes a step without using this precision. `direct` is whether it calls the
-        optimizer's own `step`."""
-
     def parameters(self, optimizer: Any) -> list[torch.Tensor]:
         """Return what the optimizer's step changes; gradient clipping uses the gradients of these."""
         return [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -78,7 +74,15 @@ class Autocast(Precision):
         self._trained_with |= torch.is_grad_enabled()  # a validation does not count
         return torch.autocast(self._type, dtype=self.dtype)
 
-    def check_step(self, optimizer: Any, *, direct: bool) -> None:
+    def check(self, step: Step, optimizer: Any) -> None:
+        self._check_used(direct=False)
+
+    def direct(self, optimizer: Any) -> None:
+        self._check_used(direct=True)
+
+    def _check_used(self, *, direct: bool) -> None:
+        """Raise ConfigError if the user's code makes a step without using this precision. `direct` is whether it calls the
+        optimizer's own `step`."""
         if not self._trained_with:
             raise ConfigError(
                 f"precision={self.name!r} was passed, but this operator computes its loss outside self.autocast(), so it would "
@@ -124,8 +128,8 @@ class Fp16(Autocast):
         self._one = torch.ones((), device=device)
         self._skipped = torch.zeros((), device=device)
 
-    def check_step(self, optimizer: Any, *, direct: bool) -> None:
-        super().check_step(optimizer, direct=direct)
+    def _check_used(self, *, direct: bool) -> None:
+        super()._check_used(direct=direct)
         called = "loss.backward()" if not self.scaler.scaled else "optimizer.step()"
         if not self.scaler.scaled or (direct and not self.scaler.stepping):
             raise ConfigError(

@@ -83,7 +83,6 @@ class Stepping:
             policy(step, optimizer)
         if self._exchanges:
             self._parts.exchange.finish(optimizer)
-        self._precision.check_step(optimizer, direct=False)
         if self._gradients:
             self._precision.unscale(optimizer)
             if not all(policy(step, optimizer) for policy in self._gradients):
@@ -122,7 +121,6 @@ class Stepping:
         return args[:1], {**kwargs, "closure": checked}
 
     def _check_direct(self, optimizer: Any) -> None:
-        self._precision.check_step(optimizer, direct=True)
         for policy in self._direct:
             policy(optimizer)
 

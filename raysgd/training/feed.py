@@ -62,6 +62,7 @@ class Reader:
 
     def __init__(self, drawn: Iterator[Drawn], carrier: Carrier, most: int | None = None, *, ahead: bool) -> None:
         self._drawn, self._carrier, self._left, self._ahead = drawn, carrier, most, ahead
+        self._carries = type(carrier) is not Carrier
         self._has_next = False
         self._next: Drawn | BaseException | None = None
 
@@ -82,6 +83,8 @@ class Reader:
 
     def read(self) -> Drawn | None:
         """Return the next batch, or None at the end."""
+        if not (self._has_next or self._ahead or self._carries):
+            return next(self._drawn, None)
         drawn: Drawn | BaseException | None = self._next if self._has_next else self._draw()
         self._has_next, self._next = False, None
         try:
@@ -98,15 +101,11 @@ class Reader:
             del drawn  # an error's traceback refers to this frame
 
     def _draw(self) -> Drawn | None:
-        if self._left is not None:
-            if self._left <= 0:
-                return None
-            drawn = next(self._drawn, None)
-            self._left -= drawn is not None and drawn.whole
-        else:
-            drawn = next(self._drawn, None)
+        drawn = None if self._left == 0 else next(self._drawn, None)
         if drawn is None:
             return None
+        if self._left is not None:
+            self._left -= drawn.whole
         sent = self._carrier.send(drawn.batch)
         return drawn if sent is drawn.batch else drawn._replace(batch=sent)
 
@@ -162,7 +161,7 @@ class Feed:
         self._carrier, self._seed, self.call, self._name = carrier or Carrier(), seed, call, name
         self.training = call == "train"
         self._reader: Reader | None = None  # of the running epoch
-        self.step = Step(committed=True)
+        self.step = Step()
         self.failure: BaseException | None = None  # of the data
         self.stopped = self.epoch_ended = False
         self.waited_s = 0.0
@@ -184,26 +183,23 @@ class Feed:
             if drawn is None:
                 position.call_done = True
                 return
-            self.step = step = Step()
-            step.draw_from(self._batches(step, drawn))
-            yield step
+            self.step = Step(drawn, self._batches)
+            yield self.step
 
-    def _batches(self, step: Step, drawn: Drawn | None) -> Iterator[Any]:
+    def _batches(self, step: Step) -> Iterator[Any]:
         """Yield the batches of one step: one, the pieces of one, or those of a window, which is shorter at the end of an epoch or call."""
         while True:
-            assert drawn is not None, (
-                "a source ends with the last piece of a batch, and a reader ahead knows the last batch"
-            )
-            step.add(drawn, closing=drawn.whole)
-            if self._window > 1 and drawn.whole:
+            if self._window > 1 and step.closing:
                 assert self._reader is not None
                 step.closing = step.batches == self._window or self._reader.last
-            yield drawn.batch
-            if step.closing or step.ended:
+            yield step.current.batch
+            if step.closing or step.outcome == "undone":
                 return
             if self._control.interrupted:
                 self._stop()
             drawn = self._read()
+            assert drawn is not None, "a source ends with a whole batch, and a reader ahead knows the last one"
+            step.add(drawn)
 
     @property
     def epoch(self) -> int:
@@ -239,7 +235,9 @@ class Feed:
         began = time.perf_counter()
         self._control.phase = "loading data"
         try:
-            drawn = self._next()
+            drawn = None if self._reader is None or self.position.ended else self._reader.read()
+            if drawn is None:
+                drawn = self._next()
         except BaseException as failure:
             self.failure = failure  # only a new loop can return the next batch
             raise

@@ -55,11 +55,8 @@ class RegisteredParts:
 class Schedule:
     """Steps a learning rate's schedule in the default loop. This one has none."""
 
-    def begin(self) -> None:
-        """Called before each batch or piece."""
-
     def end(self, *, failed: bool = False) -> None:
-        """Called after each; `failed` is whether `train_batch` has raised an error."""
+        """Called after each batch or piece; `failed` is whether `train_batch` has raised an error."""
 
     def end_epoch(self) -> None:
         """Called when the loop has ended."""
@@ -128,7 +125,6 @@ class OperatorBase:
         schedule = self._begin_epoch()
         for batch in iterator:
             batch_info = {"batch_idx": batch_idx, "global_step": self.global_step, **common}
-            schedule.begin()
             try:
                 metrics = (
                     self.train_batch(batch, batch_info=batch_info) if named else self.train_batch(batch, batch_info)
@@ -138,7 +134,7 @@ class OperatorBase:
                 raise
             schedule.end()
             self._count(feed.step, metrics, batch=batch)
-            if feed.step.whole:  # otherwise, another piece of the same batch follows
+            if feed.step.current.whole:  # otherwise, another piece of the same batch follows
                 self.global_step += 1
                 batch_idx += 1
         schedule.end_epoch()
@@ -294,12 +290,12 @@ class OperatorBase:
             refuse_own_names(metrics, of=f"{type(self).__name__}.{of}")
         values, meter = dict(metrics), self._meter
         samples = values.pop(NUM_SAMPLES) if NUM_SAMPLES in values else self._samples_in(batch)
-        weight = samples if step.fresh else 0
+        weight = samples if step.current.fresh else 0
         try:
             if step.closing and not step.metrics:
                 meter.update(values, n=weight)
                 return
-            step.metrics.append((values, weight, step.whole))
+            step.metrics.append((values, weight, step.current.whole))
             if not step.closing:
                 return
             for values, counts, whole in step.metrics:

@@ -230,7 +230,8 @@ class ReplicaBase(ABC):
             if unwinds:
                 raise
             return
-        self._report(feed, last=True)
+        if self._control.due(last=True):
+            self._report(feed)
 
     def _leave(self, feed: Feed, *, failed: bool = False) -> None:
         """End a loop. The step that it leaves open is committed if it counts, and undone otherwise."""
@@ -247,36 +248,26 @@ class ReplicaBase(ABC):
 
     def _end(self, feed: Feed, step: Step, *, last: bool = False) -> None:
         """Commit a step, unless it is undone. Nothing else counts what was trained."""
-        counts = step.outcome != "undone"
+        position, snapshots, counts = feed.position, self._snapshots, step.outcome != "undone"
         if counts:
-            feed.position.commit(step)
-            self._control.batch, self._waited = feed.position.call_batches, feed.waited_s
+            position.commit(step)
+            self._control.batch, self._waited = position.call_batches, feed.waited_s
         if feed.training:
             for policy in self._at_step:
                 policy(step)
-        if counts:
-            self._report(feed, last=last)
-            if feed.training and not last:
-                self._snapshot_within_epoch()
-
-    def _report(self, feed: Feed, *, last: bool) -> None:
-        """Report the progress if that is due."""
-        control, position = self._control, feed.position
-        if not feed.training:
-            if control.due(last=last):
-                progress = replace(self._position.progress(feed.call), batches=position.call_batches)
-                control.report(progress, self._partial_to_report())
+        if not counts:
             return
-        compares = position.step >= self._compare_at and self._rank_info.world_size > 1
-        if compares or control.due(last=last):
-            progress = position.progress("train")
-            if compares:
-                progress = replace(progress, summary=self._summary_of_steps())
-            control.report(progress, self._partial_to_report())
-
-    def _snapshot_within_epoch(self) -> None:
-        if self._snapshots.within_epochs and self._snapshots.due_after_batch(self._position.step):
+        if (feed.training and position.step >= self._compare_at) or self._control.due(last=last):
+            self._report(feed)
+        if snapshots.within_epochs and feed.training and not last and snapshots.due_after_batch(position.step):
             self.take_snapshot(room_s=ROOM_S)
+
+    def _report(self, feed: Feed) -> None:
+        """Report the progress, with a summary of the weights if that is due."""
+        progress = replace(self._position.progress(feed.call), batches=feed.position.call_batches)
+        if feed.training and self._position.step >= self._compare_at:
+            progress = replace(progress, summary=self._summary_of_steps())
+        self._control.report(progress, self._partial_to_report())
 
     def _epoch_arguments(self, batches: Iterator[Any], info: dict[str, Any] | None, num_steps: int | None) -> Any:
         """Return what the operator's `train_epoch` is called with."""
@@ -316,8 +307,8 @@ class ReplicaBase(ABC):
 
     def _plan_comparison(self) -> None:
         """Set the next step after which ranks report a summary, which is the same for all ranks that are at the same step."""
-        every = self._compare_every
-        if every is not None:
+        every, self._compare_at = self._compare_every, math.inf
+        if every is not None and self._rank_info.world_size > 1:
             self._compare_at = (self._position.step // every + 1) * every
 
     def _summary_of_steps(self) -> str:

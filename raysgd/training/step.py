@@ -45,6 +45,8 @@ class Step:
 
     drawn      this rank's batches up to now: one, the pieces of one, or those of an accumulation window. The last one is `current`,
                and only that one has its content
+    place      how many batches or pieces came before the current one
+    batches    how many batches of the loader these are. The pieces of one count together, with the last one
     closing    whether the current batch is the last one before the optimizer's step
     outcome    "open"; "applied" when an optimizer has stepped, "skipped" if all ranks have left the step out, "undone" if its batches
                will be drawn again
@@ -53,49 +55,40 @@ class Step:
     metrics    what the batches measured before the last one: values, weight, and whether no piece follows
     """
 
-    __slots__ = ("_batches", "closing", "committed", "current", "drawn", "metrics", "outcome", "samples")
+    __slots__ = (
+        "_more",
+        "batches",
+        "closing",
+        "committed",
+        "current",
+        "drawn",
+        "metrics",
+        "outcome",
+        "place",
+        "samples",
+    )
 
-    def __init__(self, *, committed: bool = False) -> None:
-        self.drawn: list[Drawn] = []
-        self.current = NOTHING
-        self.closing, self.committed = True, committed
+    def __init__(self, first: Drawn | None = None, more: Callable[[Step], Iterator[Any]] | None = None) -> None:
+        """Begin with its first batch; `more` yields the content of all. Without one, this is a step that user code makes by itself."""
+        self.current = first or NOTHING
+        self.drawn, self.committed = [] if first is None else [first], first is None
+        self.place, self.batches = 0, int(self.current.whole)
+        self.closing = self.current.whole
         self.outcome: Outcome = "open"
         self.samples = 1.0
         self.metrics: list[tuple[dict[str, Any], Any, bool]] = []
-        self._batches: Iterator[Any] = iter(())
+        self._more = more
 
     def __iter__(self) -> Iterator[Any]:
-        return self._batches
+        return iter(()) if self._more is None else self._more(self)
 
-    def draw_from(self, batches: Iterator[Any]) -> None:
-        """Let the feed's generator draw the batches, which calls `add` for each."""
-        self._batches = batches
-
-    def add(self, drawn: Drawn, *, closing: bool) -> None:
+    def add(self, drawn: Drawn) -> None:
         """Note the next batch, which is the current one now."""
-        if self.drawn:
-            self.drawn[-1] = self.drawn[-1]._replace(batch=None)
+        self.drawn[-1] = self.current._replace(batch=None)
         self.drawn.append(drawn)
-        self.current, self.closing = drawn, closing
-
-    @property
-    def place(self) -> int:
-        """Return how many batches or pieces came before the current one."""
-        return max(len(self.drawn) - 1, 0)
-
-    @property
-    def batches(self) -> int:
-        """Return how many batches of the loader this rank has had. The pieces of one count together, with the last one."""
-        return sum(each.whole for each in self.drawn)
-
-    @property
-    def whole(self) -> bool:
-        """Return whether no further piece of the current batch follows."""
-        return self.current.whole
-
-    @property
-    def fresh(self) -> bool:
-        return self.current.fresh
+        self.current, self.closing = drawn, drawn.whole
+        self.place += 1
+        self.batches += drawn.whole
 
     @property
     def ended(self) -> bool:

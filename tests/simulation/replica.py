@@ -176,7 +176,7 @@ class SimReplica:
         worker.point("applied")
         size = part.stop - part.start
         mean = sum(value_of(sample) for sample in range(part.start, part.stop)) / max(size, 1)
-        self._meter.update({"value": mean}, size * step.fresh)
+        self._meter.update({"value": mean}, size * step.current.fresh)
 
     def validate(self, call: int) -> Any:
         for _ in range(3):

@@ -9,7 +9,7 @@ from torch import nn
 
 from raysgd import TrainingOptions
 from raysgd.torch.precision import Fp16, make_precision
-from raysgd.training.step import Step
+from raysgd.training.step import Drawn, Step
 from tests.peek import options_of
 from tests.torch.small import Line, inline, operator_of, set_scale, weights
 
@@ -82,7 +82,7 @@ def two_optimizers(precision: str, steps: list[tuple[int, ...]]) -> list[torch.T
             number.unscale(optimizers[index])
             number.unscale(optimizers[index])
             number.step(optimizers[index])
-        number.on_step(Step(committed=True))
+        number.on_step(Step())
     return [nn.utils.parameters_to_vector(model.parameters()).detach() for model in models]
 
 
@@ -98,7 +98,7 @@ def test_an_interrupted_batch_does_not_change_the_scaler() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     precision.backward(model(torch.ones(1, 1)).sum())
     precision.unscale(optimizer)
-    precision.on_step(Step())
+    precision.on_step(Step(Drawn(None, 0)))
     assert precision.scaler.get_scale() == 16.0
     optimizer.zero_grad()
     precision.backward(model(torch.ones(1, 1)).sum())
@@ -106,4 +106,4 @@ def test_an_interrupted_batch_does_not_change_the_scaler() -> None:
     assert model.weight.grad is not None
     assert float(model.weight.grad) == pytest.approx(1.0, abs=1e-3)
     precision.step(optimizer)
-    precision.on_step(Step(committed=True))
+    precision.on_step(Step())

@@ -57,6 +57,8 @@ class CudaCarrier(DeviceCarrier):
 
 
 def make_carrier(device: torch.device, *, channels_last: bool) -> Carrier:
+    if device.type == "cpu" and not channels_last:
+        return Carrier()
     kind = CudaCarrier if device.type == "cuda" else DeviceCarrier
     return kind(device, channels_last=channels_last)
 
