@@ -49,6 +49,7 @@ TUNE = ["ray[tune]"]
 DATA = ["ray[data]>=2.40"]
 STORAGE = ["fsspec"]
 S3 = [*STORAGE, "s3fs"]
+CHECKSUMS = ["zlib-ng"]
 TENSORBOARD = ["tensorboard"]
 # MLflow's local store is a database, for which mlflow-skinny brings neither sqlalchemy nor alembic.
 MLFLOW = ["mlflow-skinny", "sqlalchemy", "alembic"]
@@ -64,6 +65,7 @@ DEV = [
     *TUNE,
     *DATA,
     *S3,
+    *CHECKSUMS,
     *CALLBACKS,
     *DOCS,
     "greenlet",
@@ -108,6 +110,7 @@ setup(
         "data": DATA,
         "storage": STORAGE,
         "s3": S3,
+        "checksums": CHECKSUMS,
         "callbacks": CALLBACKS,
         "tensorboard": TENSORBOARD,
         "mlflow": MLFLOW,

@@ -30,11 +30,13 @@ def test_checksums_of_two_pieces_are_combined(lengths: tuple[int, int]) -> None:
     assert checksums.combined(zlib.crc32(first), zlib.crc32(second), len(second)) == zlib.crc32(first + second)
 
 
+@pytest.mark.parametrize("package", ["zlib", "zlib_ng.zlib_ng"])
 @pytest.mark.parametrize("as_file", [True, False])
 @pytest.mark.parametrize("size", [0, 1000, 1001, len(DATA)])
 def test_a_member_is_verified_in_parts(
-    size: int, as_file: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    size: int, as_file: bool, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(checksums, "crc32", pytest.importorskip(package).crc32)
     monkeypatch.setattr(checksums, "PART", 1000)
     monkeypatch.setattr(checksums, "PIECE", 300)
     monkeypatch.setattr(checksums, "ALONE", 2000)

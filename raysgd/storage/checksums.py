@@ -12,12 +12,16 @@ import hashlib
 import io
 import os
 import zipfile
-import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from raysgd.errors import CheckpointError
+
+try:
+    from zlib_ng.zlib_ng import crc32  # uses instructions that Python's zlib rarely uses
+except ImportError:
+    from zlib import crc32
 
 THREADS = min(4, os.cpu_count() or 1)
 PART, PIECE = 32 << 20, 1 << 20  # what one thread computes at a time, and what it holds in memory
@@ -126,7 +130,7 @@ def _computed(data: ByteSource, parts: list[tuple[int, int]]) -> list[int]:
             checksum = 0
             for at in range(start, start + length, PIECE):
                 with data.view(at, min(PIECE, start + length - at), buffer) as piece:
-                    checksum = zlib.crc32(piece, checksum)
+                    checksum = crc32(piece, checksum)
             found.append(checksum)
         return found
 
