@@ -19,6 +19,7 @@ processes of Ray, and workers with a `runtime_env`, start as usual. With RAYSGD_
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 import signal
 import socket
@@ -29,8 +30,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
-__all__ = ["ForkServer", "forks_workers"]
+__all__ = ["ForkServer", "forks_workers", "fresh_processes"]
 
 # Ray starts this script instead of an interpreter. Without the site module, it takes 15 ms.
 LAUNCHER = """#!{python} -IS
@@ -187,6 +189,12 @@ def become(connection: socket.socket, length: int, descriptors: list[int]) -> No
     sys.path[:] = [os.path.dirname(sys.argv[0]), *paths, *(path for path in sys.path[1:] if path not in inherited)]
     connection.sendall(b"1")
     connection.close()
+
+
+def fresh_processes() -> Any:
+    """Return the context of `multiprocessing` for ranks without Ray: each is a fork of a process that has only imported torch."""
+    multiprocessing.set_forkserver_preload(["torch._dynamo", "raysgd.torch.process_group"])
+    return multiprocessing.get_context("forkserver")
 
 
 # What Ray and its serialization import of other packages: half of the time that `import ray` takes.

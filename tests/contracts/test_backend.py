@@ -3,7 +3,6 @@
 The driver's object is in this process. Its pickled copies are in other processes, in which a second thread calls
 `abort`, as the control thread does."""
 
-import multiprocessing
 import os
 import pickle
 import queue
@@ -18,6 +17,7 @@ import pytest
 
 from raysgd.core.protocols import ProcessGroupBackend
 from raysgd.core.ranks import RankInfo, SingleWorkerBackend, assign_ranks
+from tests.forked_workers import fresh_processes
 
 JOIN_S, COLLECTIVE_S = 30.0, 90.0
 SOON_S = 20.0  # well below the limit of a collective
@@ -139,7 +139,7 @@ class Rank:
     """One rank's process."""
 
     def __init__(self, backend: ProcessGroupBackend, kind: Kind) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = fresh_processes()
         self._orders, theirs = context.Pipe()
         self._process = context.Process(target=serve, args=(backend, kind.add, theirs), daemon=True)
         self._process.start()

@@ -16,6 +16,8 @@ import torch.distributed as dist
 import torch.multiprocessing
 from torch import nn
 
+from tests.forked_workers import fresh_processes
+
 __all__ = ["Share", "Weight", "arguments", "assert_equal", "assert_equal_weights", "collated", "own", "run", "total"]
 
 Loop = Callable[..., Any]
@@ -23,7 +25,8 @@ Loop = Callable[..., Any]
 
 def run(loop: Loop, folder: Path, settings: Mapping[str, Any]) -> Any:
     """Call `loop(rank, **settings)` in as many processes as `settings` have workers. Return what it returns on rank 0."""
-    torch.multiprocessing.spawn(_rank, args=(loop, folder, settings), nprocs=settings["workers"])
+    method = fresh_processes().get_start_method()
+    torch.multiprocessing.start_processes(_rank, (loop, folder, settings), settings["workers"], start_method=method)
     return torch.load(folder / "returned.pt", weights_only=False)
 
 

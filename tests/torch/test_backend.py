@@ -1,6 +1,5 @@
 """How ranks form and leave a process group, also if a peer is late or fails, and which errors count as interruptions."""
 
-import multiprocessing
 import pickle
 import sys
 import time
@@ -19,6 +18,7 @@ from raysgd.core.progress import Control
 from raysgd.core.ranks import RankInfo, assign_ranks
 from raysgd.torch.process_group import TorchBackend
 from raysgd.workers.replica_host import ReplicaHost
+from tests.forked_workers import fresh_processes
 
 GENERATIONS = 12
 
@@ -57,7 +57,7 @@ def test_leaving_a_group_cannot_deadlock_with_its_threads() -> None:
         rank_infos = assign_ranks(["a", "a"], generation=generation)
         for rank_info, settings in zip(rank_infos, driver.plan(rank_infos), strict=True):
             plans[rank_info.world_rank].append((rank_info, settings))
-    context = multiprocessing.get_context("spawn")
+    context = fresh_processes()
     ranks = [context.Process(target=one_rank, args=(drivers[0], plan), daemon=True) for plan in plans]
     for rank in ranks:
         rank.start()
@@ -91,7 +91,7 @@ def test_the_limit_for_connections_applies_neither_to_late_ranks_nor_to_collecti
     monkeypatch.setattr(raysgd.torch.process_group, "FORM_S", 1.0)  # restored afterwards
     driver, rank_infos = TorchBackend("gloo", join_s=60, collective_s=50), assign_ranks(["a", "a"], generation=1)
     here, there = zip(rank_infos, driver.plan(rank_infos), strict=True)
-    context = multiprocessing.get_context("spawn")
+    context = fresh_processes()
     said = context.Queue()
     late = context.Process(target=join_late, args=(said, driver, *there), daemon=True)
     late.start()

@@ -3,7 +3,6 @@
 import contextlib
 import datetime
 import gc
-import multiprocessing
 import os
 import socket
 import struct
@@ -22,6 +21,7 @@ import torch.distributed as dist
 from raysgd.core.ranks import RankInfo, assign_ranks
 from raysgd.torch.process_group import TorchBackend
 from raysgd.torch.store import exchange_addresses, open_store, wait_for_all
+from tests.forked_workers import fresh_processes
 
 HOST = "127.0.0.2"  # another loopback address: on Linux, all of 127.0.0.0/8 are
 ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="needs a second loopback address, which Linux has")
@@ -87,7 +87,7 @@ def test_a_client_that_knows_the_names_of_the_keys_cannot_disturb_a_rendezvous()
     thread = threading.Thread(target=disturb)
     thread.start()
     arguments = (driver, rank_infos[1], settings[1])
-    peer = multiprocessing.get_context("spawn").Process(target=join_and_leave, args=arguments, daemon=True)
+    peer = fresh_processes().Process(target=join_and_leave, args=arguments, daemon=True)
     peer.start()
     try:
         assert join_and_leave(driver, rank_infos[0], settings[0]) == 2
