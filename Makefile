@@ -58,7 +58,7 @@ more: $(VENV)/dev.stamp
 	@RAYSGD_TIER=more $(BIN)/python -m pytest -q -n 2 $(ARGS)
 
 nightly: $(VENV)/dev.stamp
-	@RAYSGD_TIER=nightly $(BIN)/python -m pytest -q --timeout 3600 $(ARGS)
+	@RAYSGD_TIER=nightly $(BIN)/python -m pytest -q -n 2 --timeout 3600 $(ARGS)
 
 # No process is started in these.
 pure: $(VENV)/dev.stamp

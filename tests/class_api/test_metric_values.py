@@ -22,7 +22,7 @@ from tests.replicas import FunctionRank
 from tests.tiers import NIGHTLY
 from tests.torch.small import Line, inline
 
-EXAMPLES = 1500 if NIGHTLY else 25
+EXAMPLES = 300 if NIGHTLY else 25
 
 
 class Measuring(Line):

@@ -49,7 +49,7 @@ def drawn(seed: int) -> tuple[Setting, list[tuple[int, int]], list[Fault]]:
 
 
 @pytest.mark.parametrize(
-    "seed", [0, 2, *(pytest.param(n, marks=pytest.mark.nightly) for n in range(20) if n not in (0, 2))]
+    "seed", [0, 2, *(pytest.param(n, marks=pytest.mark.nightly) for n in range(10) if n not in (0, 2))]
 )
 def test_any_schedule_of_real_processes(seed: int, tmp_path: Path) -> None:
     setting, resizes, kills = drawn(seed)

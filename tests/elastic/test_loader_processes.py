@@ -135,7 +135,7 @@ def kill_now_and_then(workers: list[int], kills: int, chance: random.Random, ove
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the processes in /proc")
 def test_killed_at_any_moment(ground: Ground) -> None:
     workers, over = ground.trainer.apply_all_workers(os.getpid), threading.Event()
-    arguments = (workers, 300 if NIGHTLY else 3, random.Random(11), over)
+    arguments = (workers, 50 if NIGHTLY else 3, random.Random(11), over)
     killer = threading.Thread(target=kill_now_and_then, args=arguments, daemon=True)
     killer.start()
     try:

@@ -1,6 +1,5 @@
 """A ShardedStream on three workers of which some fail: every sample is used exactly once."""
 
-import os
 import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -95,10 +94,9 @@ def test_two_epochs_with_a_fault_of_each_kind(ground: Ground) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(3 * 3600)
-def test_a_hundred_random_faults(ground: Ground) -> None:
+def test_thirty_random_faults(ground: Ground) -> None:
     choose, happened = random.Random(5), Counter[str]()
-    while happened.total() < int(os.environ.get("RAYSGD_FAULTS", "100")):
+    while happened.total() < 30:
         kinds = choose.choices(
             ["kill", "stop", "term", "join", "read"], weights=[5, 2, 3, 3, 3], k=choose.randint(1, 3)
         )

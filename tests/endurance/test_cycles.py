@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.elastic, pytest.mark.nightly]
 SCRIPT = Path(__file__).with_name("cycles.py")
 # Cycles until everything that is created only once exists: Ray's connections, imports, the allocator's memory.
 SETTLED = 10
-KINDS = ["torch:100", "function:20", "tensorflow:5"]
+KINDS = ["torch:40", "function:15", "tensorflow:3"]
 # Ray itself keeps about 50 kB for each actor that has ended, and the C library does not return all freed memory.
 MEMORY_KB = 400.0
 

@@ -13,7 +13,7 @@ from tests.tiers import NIGHTLY
 pytestmark = [pytest.mark.elastic, pytest.mark.more]
 
 SCRIPT = Path(__file__).with_name("interrupts.py")
-COUNT, SEED = "300" if NIGHTLY else "30", "7"
+COUNT, SEED = "100" if NIGHTLY else "30", "7"
 
 
 def run(background: Background) -> tuple[dict[str, Any], str]:

@@ -103,11 +103,11 @@ def test_three_kills(ray_cluster: None, tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("every", ["'epoch'", "1", "0.1"])
-def test_twenty_kills_with_local_storage(ray_cluster: None, tmp_path: Path, every: str) -> None:
-    killed_again_and_again(f"{tmp_path}/killed", f"{tmp_path}/undisturbed", every, kills=20, epochs=50)
+def test_eight_kills_with_local_storage(ray_cluster: None, tmp_path: Path, every: str) -> None:
+    killed_again_and_again(f"{tmp_path}/killed", f"{tmp_path}/undisturbed", every, kills=8, epochs=25)
 
 
 @pytest.mark.nightly
-def test_twenty_kills_with_s3(ray_cluster: None, s3: str, tmp_path: Path) -> None:
+def test_eight_kills_with_s3(ray_cluster: None, s3: str, tmp_path: Path) -> None:
     folder = f"{s3}/{tmp_path.name}"
-    killed_again_and_again(f"{folder}/killed", f"{folder}/undisturbed", "7", kills=20, epochs=50)
+    killed_again_and_again(f"{folder}/killed", f"{folder}/undisturbed", "7", kills=8, epochs=25)

@@ -10,7 +10,7 @@ from tests.endurance.signals import ENDS_WITHIN_S, RAY_AGENTS, Ended, Moment, di
 
 pytestmark = [pytest.mark.elastic, pytest.mark.nightly]
 
-COUNT = 30
+COUNT = 9  # one in each phase
 MOMENTS = [*moments(signal.SIGINT, COUNT, seed=1), *moments(signal.SIGTERM, COUNT, seed=2)]
 
 
