@@ -63,9 +63,9 @@ READ_ONCE = (
     *("PYTORCH_", "TF_", "TORCH", "XLA_"),
 )
 TAKEN = ("OMP_NUM_THREADS", "PYTHONBREAKPOINT", "PYTHONPATH")  # Ray sets them for each worker, and forks use them
-# On machines and in environments where this script or its Ray does not exist, run the interpreter that Ray is installed for.
+# Where this script or its Ray does not exist, or Ray runs as another user, run the interpreter that Ray is installed for.
 FORK_OR_START = (
-    'ray=$1; shift; case $1 in "$ray"/*) test -x "$0" && exec "$0" "$@";; esac; '
+    'ray=$1; shift; case $1 in "$ray"/*) test -x "$0" && test -O "$0" && exec "$0" "$@";; esac; '
     'python=${1%/lib*/python*}/bin/python3; test -x "$python" || python=python3; exec "$python" "$@"'
 )
 HEAD = struct.Struct("!QQ")  # the bytes of a request, and the process that started the script

@@ -227,16 +227,19 @@ def test_a_worker_with_variables_that_libraries_read_once_is_not_forked(
         ("here", "launcher", "launcher"),
         ("here", "none", "interpreter"),
         ("there", "launcher", "interpreter"),
+        pytest.param("here", "others", "interpreter", marks=pytest.mark.skipif(os.geteuid() != 0, reason="needs root")),
     ],
 )
-def test_workers_of_another_machine_or_environment_have_its_interpreter(
+def test_workers_of_another_machine_environment_or_user_have_its_interpreter(
     tmp_path: Path, worker: str, launcher: str, expected: str
 ) -> None:
-    for name in ("launcher", "here/bin/python3", "there/bin/python3"):
+    for name in ("launcher", "others", "here/bin/python3", "there/bin/python3"):
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f'#!/bin/sh\necho {"launcher" if name == "launcher" else "interpreter"} "$0" "$@"\n')
+        path.write_text(f'#!/bin/sh\necho {"interpreter" if "bin" in name else "launcher"} "$0" "$@"\n')
         path.chmod(0o700)
+        if name == "others" and os.geteuid() == 0:
+            os.chown(path, 12345, 12345)
     command = fork_server.command_to_fork(str(tmp_path / launcher), str(tmp_path / "here/lib/python3.11/ray"))
     script = f"{tmp_path}/{worker}/lib/python3.11/ray/workers/default_worker.py"
     ran = subprocess.run(
