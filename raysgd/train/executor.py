@@ -63,7 +63,8 @@ HURRY_S = 2.0
 
 
 class BackendExecutor:
-    """Owns the engine, the backend's hooks and the current run. `Trainer` adds a log directory and callbacks.
+    """Owns the engine, the backend's hooks and the current run. Every way to run a function uses it: `Trainer` adds a log
+    directory and callbacks, `fit()` the files of a run, and a trial of Tune its reports.
 
     backend_config                   a `BackendConfig`
     num_workers                      the largest number of workers
