@@ -9,17 +9,20 @@ import re
 import shutil
 import stat
 import tempfile
+import time
 import uuid
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import unquote
 
 from raysgd.errors import CheckpointError, ConfigError
 from raysgd.storage import durable, folders, remote
 from raysgd.storage.durable import DurableFile, host_mark, open_locked, remove_abandoned
+from raysgd.storage.folders import FileEntry
 from raysgd.storage.masking import mask, without_secrets
 from raysgd.storage.remote import Uri
 
@@ -228,31 +231,55 @@ def names(folder: Place) -> list[str]:
     return [name for name in found if not name.startswith(".")]
 
 
+class FolderDraft:
+    """A local folder that is moved to `path`, or uploaded there, when it is complete, so that no reader sees
+    an incomplete one. It is beside `path`, or, for a URI, a temporary folder."""
+
+    def __init__(self, path: Any) -> None:
+        self.path = place(path)
+        self._target = check_folder(self.path)
+        if self._target is None:
+            self.folder = Path(tempfile.mkdtemp(prefix="raysgd-checkpoint-"))
+        else:
+            durable.make_folder(self._target.parent)
+            self.folder = self._target.parent / f".{self._target.name}.{uuid.uuid4().hex[:8]}.tmp"
+            self.folder.mkdir()
+
+    def keep(self, known: Mapping[str, FileEntry] = MappingProxyType({})) -> None:
+        """Store the folder with the list of its files. Those that are `known` are on the disk already."""
+        if isinstance(self.path, Uri):
+            remote.write_folder(self.path, self.folder)
+            return
+        assert self._target is not None
+        found = {each.name for each in folders.walk(self.folder) if not each.is_dir}
+        entries = {name: folders.entry_of(self.folder / name) for name in found.difference(known)}
+        (self.folder / folders.MARKER).write_bytes(folders.dump_list({**known, **entries}))
+        for name in (*entries, folders.MARKER):
+            with open(self.folder / name, "rb") as opened:
+                os.fsync(opened.fileno())
+        put_folder(self.folder, self._target)
+
+    def drop(self) -> None:
+        """Delete what is left, again and again, because a worker that does not know of the failure of a save
+        may still write to it."""
+        for pause_s in (0.0, 0.1, 0.5, 2.0):
+            time.sleep(pause_s)
+            shutil.rmtree(self.folder, ignore_errors=True)
+            if not self.folder.exists():
+                return
+        logger.warning("%s, of a save that failed, could not be deleted", self.folder)
+
+
 @contextmanager
 def draft_folder(path: Any) -> Iterator[Path]:
     """Yield an empty local folder to fill. When the block ends without an error, the folder is moved or uploaded to
     `path`, completely or not at all."""
-    where = place(path)
-    if isinstance(where, Uri):
-        with tempfile.TemporaryDirectory(prefix="raysgd-checkpoint-") as local:
-            yield Path(local)
-            remote.write_folder(where, Path(local))
-        return
-    target = check_folder(where)
-    assert target is not None
-    durable.make_folder(target.parent)
-    draft = target.parent / f".{target.name}.{uuid.uuid4().hex[:8]}.tmp"
+    draft = FolderDraft(path)
     try:
-        draft.mkdir()
-        yield draft
-        (draft / folders.MARKER).write_bytes(folders.dump_list(folders.list_of(draft)))
-        for file in draft.rglob("*"):
-            if file.is_file():
-                with open(file, "rb") as opened:
-                    os.fsync(opened.fileno())
-        put_folder(draft, target)
+        yield draft.folder
+        draft.keep()
     finally:
-        shutil.rmtree(draft, ignore_errors=True)
+        draft.drop()
 
 
 def put_folder(draft: Path, target: Path) -> None:

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from raysgd.core.tree import mapped
 from raysgd.errors import CheckpointError, causes_of
 from raysgd.storage import locations, remote
-from raysgd.storage.folders import MARKER, FileEntry, dump_list, entry_of, entry_of_bytes, read_list
+from raysgd.storage.folders import MARKER, FileEntry, entry_of, entry_of_bytes, read_list
 from raysgd.storage.remote import Uri
 from raysgd.torch.checkpoint import states
 from raysgd.torch.foreign import with_module_versions
@@ -38,13 +38,6 @@ INCOMPLETE = "not a complete sharded checkpoint"
 Files = dict[str, FileEntry]
 
 # -- the manifest: on the driver, except for `verify` --------------------------------------------------
-
-
-def write_manifest(folder: Path, files: Files) -> None:
-    """Write the manifest of a folder, with the entries that the ranks returned. Others are computed here."""
-    others = _names(folder) - files.keys()
-    entries = {**files, **{name: entry_of(folder / name) for name in others}}
-    locations.write(folder / MANIFEST, dump_list(entries))
 
 
 def of_list(listed: Files) -> tuple[str, Files]:

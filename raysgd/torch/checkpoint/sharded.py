@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
-import tempfile
-import time
 import uuid
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -67,13 +64,14 @@ class _ShardedDraft:
     At a URI, it is a folder in that of the checkpoint. It replaces an older one when its files are listed."""
 
     def __init__(self, where: locations.Place) -> None:
-        self.where, self._target = where, locations.check_folder(where)
-        self._draft: locations.Place | None = None
+        self.where, target = where, locations.check_folder(where)
+        self._local: locations.FolderDraft | None = None
+        self._folder: locations.Place | None = None
         if isinstance(where, Uri):
             other = where.is_file() or (where.is_dir() and not _is_sharded(remote.listed(where)))
         else:
-            assert self._target is not None
-            other = os.path.lexists(self._target) and not shard_files.is_replaceable(self._target)
+            assert target is not None
+            other = os.path.lexists(target) and not shard_files.is_replaceable(target)
         if other:
             raise ConfigError(
                 f"{where} exists and contains something else: save(sharded=True) replaces only an empty directory or a sharded "
@@ -82,51 +80,42 @@ class _ShardedDraft:
 
     def begin(self) -> dict[str, Any]:
         self.drop()
-        name = f"{uuid.uuid4().hex[:8]}.tmp"
-        if self._target is not None:  # absolute, because workers may run in another directory than the script
-            self._draft = self._target.parent / f".{self._target.name}.{name}"
-        elif remote.is_in_this_process(self._uri):
-            self._draft = Path(tempfile.mkdtemp(prefix="raysgd-shards-")) / name[:8]
+        if isinstance(self.where, Path):
+            self._local = locations.FolderDraft(self.where)
+            self._folder = self._local.folder
+        elif remote.is_in_this_process(self.where):
+            self._local = locations.FolderDraft(self.where)
+            self._folder = self._local.folder / uuid.uuid4().hex[:8]
+            self._folder.mkdir()
         else:
-            self._draft = self._uri / name[:8]
-        if isinstance(self._draft, Path):
-            self._draft.mkdir(parents=True)
-        return {"folder": self._draft}
+            self._folder = self.where / uuid.uuid4().hex[:8]
+        return {"folder": self._folder}
 
     def size(self) -> int:
-        draft = self._draft
+        draft = self._folder
         return sum(each.stat().st_size for each in os.scandir(draft)) if isinstance(draft, Path) else 0
-
-    @property
-    def _uri(self) -> Uri:
-        assert isinstance(self.where, Uri)
-        return self.where
 
     def complete(self, reports: Sequence[Report], given: Callable[[], Any]) -> None:
         files = {name: FileEntry(*entry) for report in reports for name, entry in report.items()}
-        draft = self._draft
-        assert draft is not None
-        if self._target is not None:
-            assert isinstance(draft, Path)
-            shard_files.write_manifest(draft, files)
-            locations.put_folder(draft, self._target)
-        elif isinstance(draft, Path):
-            remote.write_folder(self._uri, draft.parent)
-            _remove(draft.parent)
+        if self._local is None:
+            assert isinstance(self.where, Uri) and self._folder is not None
+            older = remote.listed(self.where) if self.where.is_dir() else {}
+            listed = {f"{self._folder.name}/{name}": each for name, each in files.items()}
+            remote.complete_folder(self.where, listed, older)
+            self._folder = None
         else:
-            older = remote.listed(self._uri) if self._uri.is_dir() else {}
-            remote.complete_folder(self._uri, {f"{draft.name}/{name}": each for name, each in files.items()}, older)
-        self._draft = None
+            self._local.keep(files if isinstance(self.where, Path) else {})
+            self.drop()
 
     def drop(self) -> None:
-        draft, self._draft = self._draft, None
-        if isinstance(draft, Path):
-            _remove(draft if self._target is not None else draft.parent)
-        elif draft is not None:
+        folder, local, self._folder, self._local = self._folder, self._local, None, None
+        if local is not None:
+            local.drop()
+        elif isinstance(folder, Uri):
             try:
-                remote.delete(draft)
+                remote.delete(folder)
             except CheckpointError as failed:
-                logger.warning("%s, of a save that failed, could not be deleted: %s", draft, failed)
+                logger.warning("%s, of a save that failed, could not be deleted: %s", folder, failed)
 
 
 def _is_sharded(listed: shard_files.Files) -> bool:
@@ -135,14 +124,3 @@ def _is_sharded(listed: shard_files.Files) -> bool:
     except CheckpointError:
         return False
     return True
-
-
-def _remove(folder: Path) -> None:
-    """Delete the folder of a failed save, again and again, because ranks that do not know of the failure yet may still write
-    to it."""
-    for pause_s in (0.0, 0.1, 0.5, 2.0):
-        time.sleep(pause_s)
-        shutil.rmtree(folder, ignore_errors=True)
-        if not folder.exists():
-            return
-    logger.warning("%s, of a save that failed, could not be deleted", folder)
