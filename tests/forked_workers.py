@@ -140,7 +140,8 @@ def serve(address: str) -> None:
     """Fork for each request. Return only in the children, which then are workers. End when the test process has ended, also
     if it was killed."""
     parent = os.getppid()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel removes children that ended
+    # If it ignored the signal, the kernel would remove children, and not add their processor time to this process's.
+    signal.signal(signal.SIGCHLD, reap)
     server = socket.socket(socket.AF_UNIX)
     server.bind(address + ".new")
     server.listen(64)
@@ -161,6 +162,13 @@ def serve(address: str) -> None:
                 return
             for descriptor in descriptors:
                 os.close(descriptor)
+
+
+def reap(*_: object) -> None:
+    """Remove the children that have ended."""
+    with suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
 
 
 def become(connection: socket.socket, length: int, descriptors: list[int]) -> None:

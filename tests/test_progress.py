@@ -18,6 +18,7 @@ from raysgd.core.snapshot import Snapshot, SnapshotStore
         ([Progress(step=4), Progress(step=4, finished=True)], 1),
         ([Progress(step=4, applied=7), Progress(step=4, applied=8)], 1),
         ([Progress(step=4, epoch=1), Progress(step=4, epoch=2)], 1),
+        ([Progress(step=5), Progress(step=4, loads=1)], 1),
         ([Progress(step=5), Progress(step=5)], 0),
     ],
 )
