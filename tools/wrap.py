@@ -39,7 +39,7 @@ def fill(text: str, width: int, first: str = "", rest: str = "", used: int = 0) 
 FENCE = re.compile(r" *(`{3,}|~{3,})")
 GENERATED = re.compile(r"<!-- (?:table|matrix|plots|picture|summary): ")  # up to `<!-- end -->`, by fill_page.py
 ITEM = re.compile(r" *(?:(?:[-*+]|\d+[.)]|:|\[\^\w+\]:) +)+(?=\S)")
-VERBATIM = re.compile(r" *(?:#{1,6} |\||<|:::|:[\w-]+:|>|!\[|---|===|\[[^]]+\]: |\$\$|%)")
+VERBATIM = re.compile(r" *(?:#{1,6} |\||<|:::|:[\w-]+:|>|!\[|---|===|\[[^]^][^]]*\]: |\$\$|%)")
 
 
 def filled_page(text: str) -> str:
@@ -50,7 +50,7 @@ def filled_page(text: str) -> str:
 
     def end() -> None:
         if paragraph:
-            rest = " " * len(prefix)
+            rest = " " * (4 if prefix.lstrip().startswith("[^") else len(prefix))
             out.extend(fill(" ".join(each.strip() for each in paragraph), PAGE_WIDTH, prefix, rest))
             paragraph.clear()
 
