@@ -17,7 +17,8 @@ from raysgd.torch.parts import Parts
 from raysgd.torch.precision import Precision
 from raysgd.torch.stepping import StepPolicy
 from raysgd.torch.wrapping import Exchange
-from raysgd.training.feed import Feed, NoFeed
+from raysgd.training.feed import Feed
+from raysgd.training.position import Position
 from raysgd.training.step import Step
 
 MOST_LEFT_OUT = 50
@@ -114,7 +115,8 @@ class LeaveOut(StepPolicy):
         self.option = "skip_step()" if on_nonfinite is None else f"on_nonfinite={on_nonfinite!r}"
         self._action, self._rule = on_nonfinite, rule
         self._precision, self._parts, self._device = precision, parts, device
-        self._feed: Feed | NoFeed = NoFeed()
+        self._position = Position()  # of the newest loop
+        self._source: Any = None
         self.skipped = 0
         self._forget()
 
@@ -123,17 +125,16 @@ class LeaveOut(StepPolicy):
         self._losses: list[tuple[torch.Tensor, float]] = []
 
     def on_epoch(self, feed: Feed) -> None:
-        self._feed = feed
+        self._position, self._source = feed.position, feed.source
 
     def on_step(self, step: Step) -> None:
         """Count what happened in a step that is committed."""
         if step.outcome != "undone":
-            position = self._feed.position
             if self._left_out:
                 self.skipped += self._counts
-                position.left_out += 1
+                self._position.left_out += 1
             elif self._went:
-                position.left_out = 0
+                self._position.left_out = 0
         self._forget()
 
     def weighted(self, step: Step, loss: torch.Tensor) -> torch.Tensor:
@@ -150,7 +151,7 @@ class LeaveOut(StepPolicy):
             total = sum(float(loss) * weight for loss, weight in self._losses)
             found, total, weights = summed([infinite, total, weights], self._device)
             infinite, loss = found > 0, total / (weights or math.nan)
-        too_many = self._feed.position.left_out + 1 >= MOST_LEFT_OUT
+        too_many = self._position.left_out + 1 >= MOST_LEFT_OUT
         if infinite and (self._action == "raise" or too_many):
             self._raise(step, parameters)
         refused = self._rule is not None and not infinite and self._is_refused(self._rule, loss)
@@ -179,8 +180,7 @@ class LeaveOut(StepPolicy):
                 "skip_step() gets the loss of the step, and this operator calls loss.backward() itself: call self.backward(loss) "
                 "before each step instead"
             )
-        position = self._feed.position
-        found = rule({"loss": loss, "global_step": position.step, "epoch": position.epoch})
+        found = rule({"loss": loss, "global_step": self._position.step, "epoch": self._position.epoch})
         return summed([bool(found)], self._device)[0] > 0
 
     def _raise(self, step: Step, parameters: Sequence[torch.Tensor]) -> NoReturn:
@@ -190,13 +190,12 @@ class LeaveOut(StepPolicy):
         names = [name for name, each in named if id(each) in bad]
         losses = [float(loss) for loss, _ in self._losses]
         loss = next((each for each in losses if not math.isfinite(each)), losses[-1] if losses else None)
-        position, samples = self._feed.position, self._samples(step)
-        own = StepReport(position.step + 1, position.epoch, tuple(names), loss, samples)
+        own = StepReport(self._position.step + 1, self._position.epoch, tuple(names), loss, self._samples(step))
         raise NonFiniteError(explained(gathered_objects(own), self._action or ""))
 
     def _samples(self, step: Step) -> list[int] | None:
         """Return the indices of this rank's samples in the step, None if they are not known."""
-        order = getattr(getattr(self._feed, "source", None), "order", None)
+        order = getattr(self._source, "order", None)
         units = [each.units for each in step.drawn]
         if order is None or None in units:
             return None
