@@ -36,10 +36,10 @@ STEPS_SCHEDULE = (
 def policies_of(operator: TrainingOperator, *, exact: bool, in_pieces: bool) -> list[Policy]:
     """Return the policies of an operator. `exact` is whether gradients are means over samples, and `in_pieces` whether a batch can
     come in several pieces."""
-    options, parts, precision = operator._settings.options, operator._parts, operator._precision
+    settings, parts, precision = operator._settings, operator._parts, operator._precision
+    options, measures = settings.options, settings.measures
     accumulates, clips = options.accumulate > 1, options.clip_norm is not None or options.clip_value is not None
-    measures = operator._settings.measures
-    reads_ahead = operator._settings.wrap_ddp and operator.device.type == "cpu" and not accumulates
+    reads_ahead = settings.distributed and settings.wrap_ddp and operator.device.type == "cpu" and not accumulates
     wanted: list[tuple[bool, Callable[[], Any]]] = [
         (True, lambda: precision),
         (in_pieces and not accumulates, lambda: Pieces(parts, precision)),
@@ -51,7 +51,7 @@ def policies_of(operator: TrainingOperator, *, exact: bool, in_pieces: bool) -> 
         (accumulates or in_pieces, lambda: Hold(parts)),
         (clips, lambda: Clip(options, precision)),
         (reads_ahead, lambda: ReadAhead(operator)),
-        (operator._settings.elastic.lr is not None, lambda: Rates(parts)),
+        (settings.elastic.lr is not None, lambda: Rates(parts)),
         (operator._profiler is not None, lambda: operator._profiler),
     ]
     return [make() for needed, make in wanted if needed]
@@ -92,7 +92,8 @@ class Weigh(StepPolicy):
         self._hooks: list[Any] = []
 
     def begin(self, step: Step) -> None:
-        self._set(step.current.weight)
+        if step.current.weight != self._weight:
+            self._set(step.current.weight)
 
     def rest(self) -> None:
         self._set(1.0)
