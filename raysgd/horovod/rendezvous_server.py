@@ -80,6 +80,8 @@ class RendezvousServer:
             await asyncio.wait_for(self._exchange(reader, writer), REQUEST_S)
         except (asyncio.TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, OSError) as error:
             logger.debug("refused a connection to Horovod's rendezvous server: %r", error)
+        except asyncio.CancelledError:  # the server closes; asyncio, before Python 3.12, would log it as an error
+            logger.debug("closed an open connection to Horovod's rendezvous server")
         finally:
             self._open.pop(writer, None)
             writer.transport.abort()

@@ -280,6 +280,17 @@ def test_all_ranks_of_a_large_group_can_be_connected_at_once() -> None:
     rendezvous.close()
 
 
+def test_connections_that_are_open_when_the_server_closes_are_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    rendezvous = HorovodRendezvous("127.0.0.1", wait_s=5)
+    environment = rendezvous.open(assign_ranks(["a", "b"]))[0]
+    address = ("127.0.0.1", int(environment["HOROVOD_GLOO_RENDEZVOUS_PORT"]))
+    with socket.create_connection(address, timeout=10) as client:
+        assert asked(environment, "GET", "global/1")[0] == 404, "the server has accepted both connections"
+        rendezvous.close()
+        assert client.recv(1) == b""
+    assert not caplog.records
+
+
 @pytest.mark.parametrize(
     "what",
     [
