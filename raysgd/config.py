@@ -131,9 +131,10 @@ class ElasticConfig:
     hang_timeout_s   after this long without progress, kill the rank that blocks the others (after a tenth of it, log a
                      warning with its stack)
     grow             True: add new workers at a batch boundary; "epoch": between calls; False: never
-    batch            "per_worker": each worker keeps its batch size; "global": all workers together keep theirs, and none
-                     processes more samples at once than with all workers
-    lr               with "per_worker", how learning rates follow the number of workers: "linear", "sqrt" or None (not at all)
+    batch            "global": all workers together keep their batch size, and none processes more samples at once than with all
+                     workers; "per_worker": each worker keeps its own; "auto": "global" if the first step shows that the results
+                     do not depend on the workers then, otherwise "per_worker"
+    lr               with "per_worker" or "auto", how learning rates follow the number of workers: "linear", "sqrt" or None (not at all)
     snapshot_every   how often to take the snapshot that new processes start from when no worker is left: "epoch", a
                      number of batches, seconds as a float, or None
     compare_weights  when the weights and the optimizers' settings of the ranks are compared: "call": after the first call of
@@ -149,7 +150,7 @@ class ElasticConfig:
     max_attempts: int = 10
     hang_timeout_s: float = 600.0
     grow: Grow = True
-    batch: Literal["per_worker", "global"] = "per_worker"
+    batch: Literal["auto", "global", "per_worker"] = "auto"
     lr: Literal["linear", "sqrt"] | None = None
     snapshot_every: Literal["epoch"] | int | float | None = "epoch"
     hot_spares: int = 0
@@ -166,8 +167,8 @@ class ElasticConfig:
             raise ConfigError(f"hang_timeout_s must be a number of seconds above 0, got {self.hang_timeout_s!r}")
         if not (isinstance(self.grow, bool) or self.grow == "epoch"):
             raise ConfigError(f"grow must be True, False or 'epoch', got {self.grow!r}")
-        if self.batch not in ("per_worker", "global"):
-            raise ConfigError(f"batch must be 'per_worker' or 'global', got {self.batch!r}")
+        if self.batch not in ("auto", "global", "per_worker"):
+            raise ConfigError(f"batch must be 'auto', 'global' or 'per_worker', got {self.batch!r}")
         if self.lr not in (None, "linear", "sqrt"):
             raise ConfigError(f"lr must be 'linear', 'sqrt' or None, got {self.lr!r}")
         if self.lr is not None and self.batch == "global":

@@ -229,6 +229,14 @@ def multiplication() -> None:
     assert torch_foreign.content_version(tensors[0]) > before
 
 
+def copies() -> None:
+    numbers: list[torch.Tensor] = [torch.ones(2), torch.tensor(3)]
+    buffers = [torch.zeros(2), torch.tensor(0)]
+    torch_foreign.copy_all(numbers, buffers)
+    assert [each.tolist() for each in buffers] == [[1.0, 1.0], 3]
+    torch_foreign.copy_all([], [])
+
+
 def backward_callback() -> None:
     called = []
     weight = torch.ones(1, requires_grad=True)
@@ -249,6 +257,7 @@ TORCH: list[Callable[[], None]] = [
     versions_of_modules,
     loading_by_copying,
     multiplication,
+    copies,
     backward_callback,
 ]
 

@@ -106,3 +106,27 @@ def test_steps_left(total: int, step: int, drop_last: bool, offset: int, left: i
 def test_the_parts_of_one_rank() -> None:
     plan = SamplingPlan(total=10, step_size=4, world_size=2)
     assert list(plan.parts_of(1, 0)) == [plan.parts(offset)[1] for offset in (0, 4, 8)]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 60), st.integers(1, 6), st.integers(2, 6), st.integers(1, 5), st.booleans())
+def test_pieces_can_be_the_parts_that_missing_workers_would_have(
+    total: int, size: int, workers: int, ranks: int, drop: bool
+) -> None:
+    usual = SamplingPlan(total, size * workers, workers, drop_last=drop)
+    fewer = SamplingPlan(total, size * workers, min(ranks, workers), drop_last=drop, workers=workers)
+    of_ranks = [list(fewer.parts_of(rank, 0)) for rank in range(fewer.world_size)]
+    expected = [list(usual.parts_of(rank, 0)) for rank in range(workers)]
+    assert len({len(parts) for parts in of_ranks}) == 1, "ranks exchange gradients after equally many pieces"
+    places = {(part.start, part.stop) for parts in expected for part in parts if part.fresh}
+    found = [part for parts in of_ranks for part in parts]
+    assert sorted((p.start, p.stop) for p in found if p.fresh) == sorted(places)
+    assert {(part.start, part.stop) for part in found} == places, "what is repeated is a part, too"
+    firsts = [
+        part for before, part in zip([None, *of_ranks[0]], of_ranks[0], strict=False) if before is None or before.whole
+    ]
+    assert [(part.start, part.stop) for part in firsts] == [(part.start, part.stop) for part in expected[0]]
+    for offset in range(0, total - drop * (size * workers - 1), size * workers):
+        rows = min(total - offset, size * workers)
+        weights = [p.weight for p in found if offset <= p.start < offset + rows]
+        assert sum(weights) == pytest.approx(fewer.world_size), "the mean over the ranks is the mean over the samples"

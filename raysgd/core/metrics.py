@@ -20,9 +20,11 @@ SKIPPED = "skipped_steps"
 COMMITTED = "__committed__"
 # Others are only in progress messages: what is known of a rank's rows without reading them, and of the first batch of its epoch.
 ROWS, FIRST = "__rows__", "__first_batch__"
+# What was decided about the batch: the `mode` of a `BatchMode`.
+BATCH_MODE = "__batch_mode__"
 # With `reduce_results=False`: the object that the operator returned in place of a dict.
 RETURNED = "__returned_object__"
-INTERNAL = (COMMITTED, ROWS, FIRST, RETURNED)
+INTERNAL = (COMMITTED, ROWS, FIRST, RETURNED, BATCH_MODE)
 LARGEST = sys.float_info.max
 DEEPEST = 100
 # What the callback Throughput measures in a worker: sums over a call.

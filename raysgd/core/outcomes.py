@@ -7,7 +7,7 @@ from typing import Any
 
 from raysgd.core.progress import Progress
 
-DATA_LOADER = "data loader"
+DATA_LOADER, BATCH = "data loader", "batch"
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,24 @@ class DataLoaderFailure(BaseException):
     def interrupted(self, where: str, value: Any, progress: Progress) -> Interrupted:
         """Return the outcome of a call that this ended; `where` names the loader."""
         return Interrupted(value, f"{where}: {self}", progress, reason=DATA_LOADER)
+
+
+class NotExact(BaseException):
+    """User code has done something in a piece of a batch that it ought to do once in a batch, so the batch must be trained again in one
+    piece. `reason` and `advice` are those of a `BatchMode`.
+
+    This is not an Exception, so that user code that catches the errors of its batches does not catch it.
+    """
+
+    def __init__(self, reason: str, advice: str) -> None:
+        super().__init__(reason)
+        self.reason, self.advice = reason, advice
+
+    def interrupted(self, value: Any, progress: Progress) -> Interrupted:
+        """Return the outcome of a call that this ended."""
+        return Interrupted(
+            value, f"a batch is trained again in one piece on each worker, because {self}", progress, reason=BATCH
+        )
 
 
 Outcome = Ok | Failed | Interrupted | WorkerFailed

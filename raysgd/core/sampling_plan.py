@@ -50,7 +50,8 @@ class SamplingPlan:
     `step_size` is how many units all ranks take together in one full step. The last, smaller step is divided evenly. If
     fewer units than ranks remain, the ranks without a unit of their own repeat one of another rank (`pad=True`, for
     training, where every rank must take part in the all-reduce) or skip the step (`pad=False`, for validation). A rank
-    that has more than `most` units in a step processes them in several pieces, and all ranks in equally many.
+    that has more than `most` units in a step processes them in several pieces, and all ranks in equally many. With `workers`, the
+    pieces are the parts that so many ranks would have, if they are more.
     """
 
     total: int
@@ -59,6 +60,7 @@ class SamplingPlan:
     drop_last: bool = False
     pad: bool = True
     most: int | None = None
+    workers: int | None = None
 
     def pieces_of(self, units: int) -> int:
         """Return in how many pieces each rank processes its part of a step with this many units."""
@@ -95,6 +97,11 @@ class SamplingPlan:
 
     def parts_of(self, rank: int, offset: int) -> Iterator[RankPart]:
         """Yield one rank's parts from `offset` to the end of the epoch: one for each step, or its pieces."""
+        if self.workers is not None and self.workers > self.world_size:
+            for _ in range(self.steps_left(offset)):
+                yield from self._parts_of_workers(rank, offset, self.workers)
+                offset = self.offset_after(offset)
+            return
         base, extra = divmod(self.step_size, self.world_size)
         size = base + (rank < extra)
         full_steps = max(self.total - offset, 0) // self.step_size if size else 0
@@ -112,6 +119,22 @@ class SamplingPlan:
             part = self.parts(offset)[rank]
             yield from part.pieces(self.pieces_of(part.rows)) if self.most else (part,)
             offset = self.offset_after(offset)
+
+    def _parts_of_workers(self, rank: int, offset: int, workers: int) -> Iterator[RankPart]:
+        """Yield, as this rank's pieces of a step, parts that so many workers would have. The first rank begins with that of the first
+        worker. A rank that has fewer than others repeats its last one."""
+        usual = SamplingPlan(self.total, self.step_size, workers)
+        parts = [each for each in usual.parts(offset) if each.fresh]
+        own = SamplingPlan(len(parts), len(parts), self.world_size).parts(0)[rank]
+        pieces = -(-len(parts) // self.world_size)
+        for piece in range(pieces):
+            place, last = own.start + piece, piece == pieces - 1
+            part = parts[min(place, own.stop - 1)]
+            if own.fresh and place < own.stop:
+                weight = (part.stop - part.start) * self.world_size / part.rows
+                yield RankPart(part.start, part.stop, True, part.rows, weight, last)
+            else:
+                yield RankPart(part.start, part.stop, False, part.rows, 0.0, last)
 
 
 def optimizer_steps(calls: int, *, batches: int | None, num_steps: int | None, window: int) -> int:

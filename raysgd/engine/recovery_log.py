@@ -12,7 +12,7 @@ from raysgd.errors import counted, ranked
 
 logger = logging.getLogger("raysgd")
 
-PLANNED = ("growth", "shrink", "preemption", "restart")
+PLANNED = ("growth", "shrink", "preemption", "restart", "batch")
 
 
 class RecoveryLog:

@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from raysgd.core.batch_mode import GLOBAL, PER_WORKER, BatchMode, notice, refused
 from raysgd.core.comparison import Summary
+from raysgd.core.metrics import BATCH_MODE
 from raysgd.core.outcomes import Interrupted
 from raysgd.core.progress import Control
 from raysgd.core.ranks import RankInfo
@@ -19,14 +21,14 @@ from raysgd.storage.seen import SeenFile
 from raysgd.tf import states
 from raysgd.tf.channel import Channel
 from raysgd.tf.comparison import summary_of
-from raysgd.tf.data import SharedSource, make_source
+from raysgd.tf.data import OwnSource, SharedSource, make_source
 from raysgd.tf.operator import TrainingOperator
 from raysgd.tf.parts import as_tensor, assign, rows_in, seed_states
 from raysgd.tf.process_group import prepare_runtime
 from raysgd.tf.settings import TFSettings
 from raysgd.training.feed import Source
 from raysgd.training.position import Position
-from raysgd.training.replica_base import Phase, ReplicaBase
+from raysgd.training.replica_base import Phase, ReplicaBase, logger
 from raysgd.training.seeding import derived_seed, seed_python_and_numpy
 
 
@@ -43,6 +45,7 @@ class TFReplica(ReplicaBase):
     def __init__(self, operator: TrainingOperator, settings: TFSettings, rank_info: RankInfo, control: Control) -> None:
         super().__init__(operator, settings, rank_info, control)
         self._workers, self._in_pieces = settings.num_workers, settings.in_pieces
+        self._asked = settings.elastic.batch
         self._prefix = "train_"
 
     @classmethod
@@ -55,6 +58,25 @@ class TFReplica(ReplicaBase):
             tf.random.set_seed(seed)
 
     # -- data -----------------------------------------------------------------------------------------
+
+    def _train_source(self, dataset: Any) -> Source:
+        source = super()._train_source(dataset)
+        if isinstance(source, OwnSource):
+            self._tell_of_batch()
+        return source
+
+    def _tell_of_batch(self) -> None:
+        """Log, once, that another number of workers trains, and that the batch follows it, because each has data of its own."""
+        ranks, told = self._rank_info.world_size, BatchMode(*(self._position.batch_mode or ())).told
+        if ranks != self._workers and not told and self._asked == "auto":
+            mode = refused("the data set's auto_shard_policy gives each worker data of its own", "use AUTO or DATA")
+            if self.rank == 0:
+                logger.warning("%s", notice(mode, ranks, self._workers))
+            self._position.batch_mode = tuple(mode._replace(told=True))
+
+    def _counts(self) -> dict[str, Any]:
+        own = isinstance(self._sources.get("train"), OwnSource)
+        return {**super()._counts(), BATCH_MODE: PER_WORKER if own else GLOBAL}
 
     def _open_source(self, data: Any, phase: Phase) -> Source:
         channel, training = self.operator._channel, phase == "train"

@@ -298,6 +298,13 @@ def multiply_all(tensors: list[torch.Tensor], factor: float) -> None:
         torch._foreach_mul_(tensors, factor)
 
 
+@torch.no_grad()
+def copy_all(source: list[torch.Tensor], target: list[torch.Tensor]) -> None:
+    """Copy tensors into others of the same shapes, with one kernel on a GPU."""
+    if source:
+        torch._foreach_copy_(target, source)
+
+
 @contextlib.contextmanager
 def without_step_pre_hooks(optimizer: Any) -> Iterator[None]:
     """Return a context in which an optimizer steps without the hooks before a step."""

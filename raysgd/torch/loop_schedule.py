@@ -27,18 +27,21 @@ PLAN_CHANGED = (
 class LoopSchedule(Schedule):
     """Steps the schedule of one loop, and checks that user code does not do that, too."""
 
-    def __init__(self, operator: TrainingOperator, *, in_pieces: bool) -> None:
+    def __init__(self, operator: TrainingOperator) -> None:
         self._operator, self._scheduler = operator, operator._own_scheduler()
         self._steps_it = self._scheduler is not None and operator.scheduler_step_freq in STEPPED_BY_TRAINER
         self._per_epoch = operator.scheduler_step_freq == SCHEDULER_STEP_EPOCH
         # Those that only this loop may step.
-        self._watched = [self._scheduler] if self._steps_it else operator._parts.schedulers if in_pieces else []
+        asked = operator._in_pieces and operator._settings.elastic.batch == "global"
+        self._watched = [self._scheduler] if self._steps_it else operator._parts.schedulers if asked else []
         self._steps = [steps_of(each) for each in self._watched]
 
     def end(self, *, failed: bool = False) -> None:
+        operator, step = self._operator, self._operator._feed.step
+        if not failed:
+            operator._keep_batch.ends(step)
         if not self._watched:
             return
-        operator, step = self._operator, self._operator._feed.step
         if failed:
             if step.outcome == "applied":  # so the batch counts
                 self._step()

@@ -22,6 +22,8 @@ from raysgd.errors import ConfigError, MissingPartError, shown, suggesting
 from raysgd.ray_data.columns import RayData
 from raysgd.torch import wrapping
 from raysgd.torch.averages import Averages
+from raysgd.torch.batch_mode import STATIC_GRAPH, KeepBatch
+from raysgd.torch.buffers import KeepBuffers
 from raysgd.torch.data.sample_seeds import seeded_for
 from raysgd.torch.data.sampling import batches_per_epoch, is_planned, planned_epoch, unit_size
 from raysgd.torch.fsdp import Shards, shard_layers
@@ -82,11 +84,13 @@ class TrainingOperator(OperatorBase):
         self._profiler = None if settings.profiler is None else Profiler(settings.profiler)
         averages_gradients = settings.distributed and settings.options.parallel is not None
         self._exact = averages_gradients and settings.options.gradients == "samples"
-        self._in_pieces = self._exact and settings.elastic.batch == "global" and not self._has_own_steps
+        self._keep_buffers, self._keep_batch = KeepBuffers(self._parts), KeepBatch(self)
+        self._in_pieces = self._exact and self._keep_batch.possible and not self._has_own_steps
         self._leave_out = self._make_guard(settings)
         policies = policies_of(self, exact=self._exact, in_pieces=self._in_pieces)
         self._policies = [*policies]
         self._stepping = Stepping(policies, self._precision, self._parts)
+        self._keep_batch.starts()
         self.setup(self._config)
 
     def _make_guard(self, settings: TorchSettings) -> LeaveOut:
@@ -290,6 +294,8 @@ class TrainingOperator(OperatorBase):
                 raise ConfigError(f"{name} must be a dict of keyword arguments, got {given!r}")
         pieces = self._settings.elastic.batch == "global" and self._settings.num_workers > 1
         self._parts.options.check_ddp(ddp_args or {}, pieces=pieces)
+        if (ddp_args or {}).get("static_graph"):
+            self._keep_batch.refuse(*STATIC_GRAPH)
         if ddp_args and self._parts.options.parallel == "fsdp":
             raise ConfigError(
                 "register(ddp_args=...) is for DistributedDataParallel, but parallel is 'fsdp': leave one out"
@@ -346,7 +352,7 @@ class TrainingOperator(OperatorBase):
     def _begin_epoch(self) -> Schedule:
         for model in self._parts.wrapped:
             model.train()
-        return LoopSchedule(self, in_pieces=self._in_pieces)
+        return LoopSchedule(self)
 
     def _told_of_epoch(self, num_steps: int | None) -> Mapping[str, Any]:
         return {NUM_STEPS: num_steps, USE_FP16: self.use_fp16}
@@ -373,8 +379,7 @@ class TrainingOperator(OperatorBase):
         divided = settings.add_dist_sampler or not settings.distributed
         if not divided or not is_planned(loader) or self._batches_per_epoch(workers) is None:
             return None
-        step = unit_size(loader) * settings.num_workers if settings.elastic.batch == "global" else None
-        return planned_epoch(loader, workers, step=step)
+        return planned_epoch(loader, workers, step=self._keep_batch.division(unit_size(loader)).step)
 
     def _note_planned(self, steps: int, epochs: int, num_steps: int | None) -> None:
         self._planned_steps = steps

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from raysgd.core.batch_mode import LINES
+from raysgd.core.outcomes import NotExact
 from raysgd.errors import ConfigError
 from raysgd.torch.data.sources import PlannedSource
 from raysgd.torch.foreign import content_version, multiply_all, run_after_backward
@@ -42,7 +44,9 @@ def policies_of(operator: TrainingOperator, *, exact: bool, in_pieces: bool) -> 
     reads_ahead = settings.distributed and settings.wrap_ddp and operator.device.type == "cpu" and not accumulates
     wanted: list[tuple[bool, Callable[[], Any]]] = [
         (True, lambda: precision),
-        (in_pieces and not accumulates, lambda: Pieces(parts, precision)),
+        (settings.distributed, lambda: operator._keep_buffers),
+        (in_pieces, lambda: operator._keep_batch),
+        (in_pieces and not accumulates, lambda: Pieces(parts, precision, asked=settings.elastic.batch == "global")),
         (exact, lambda: Weigh(parts)),
         (operator._leave_out.on, lambda: operator._leave_out),
         ("grad_norm" in measures, lambda: GradientNorm(operator._monitor, precision)),
@@ -207,12 +211,14 @@ class Pieces(StepPolicy):
     """Checks that the operator's code is fit for batches in pieces: that nothing but backward passes changes the gradients between two
     pieces, and that it makes one step, after the last one. The first batch of a run is checked, too, before a worker is lost."""
 
-    option = "ElasticConfig(batch='global')"
-
-    def __init__(self, parts: Parts, precision: Precision) -> None:
-        self._parts, self._precision = parts, precision
+    def __init__(self, parts: Parts, precision: Precision, *, asked: bool) -> None:
+        self._parts, self._precision, self._asked = parts, precision, asked
+        self.option = "ElasticConfig(batch='global')" if asked else ""
         self._hooks: list[Any] = []
-        self._untested, self._tests = True, False  # whether the code was not tested yet, and whether this piece does it
+        self._untested, self._tests = (
+            asked,
+            False,
+        )  # whether the code was not tested yet, and whether this piece does it
         self._step = Step()
         self._schedules: list[Any] = []  # how many steps each had made before the first piece
         self._seen: list[int] = []  # the versions of the gradients after a backward pass
@@ -224,7 +230,7 @@ class Pieces(StepPolicy):
         again, in_pieces = step.place > 0, step.place > 0 or not step.closing
         schedules = [steps_of(each) for each in self._parts.schedulers] if in_pieces else []
         if again and schedules != self._schedules:
-            raise refusal(STEPS_SCHEDULE)
+            raise self._refusal(STEPS_SCHEDULE)
         self._schedules, self._step, self._arrived = schedules, step, self._arrived and again
         self._tests, self._untested = self._untested, False
         self._cleared = self._here = self._awaited = self._in_backward = False
@@ -232,6 +238,10 @@ class Pieces(StepPolicy):
             self.rest()
         elif not self._hooks:
             self._hooks = hook_gradients(self._parts, self._arrives)
+
+    def _refusal(self, found: str) -> BaseException:
+        """Return the error for a user who has asked for pieces, or what makes the step again without them."""
+        return refusal(found) if self._asked else NotExact(f"the operator {found.split(':')[0]}", LINES)
 
     def rest(self) -> None:
         self._in_backward = False
@@ -248,11 +258,11 @@ class Pieces(StepPolicy):
     def _backward_begins(self) -> None:
         step = self._step
         if self._awaited or step.outcome != "open":
-            raise refusal(
+            raise self._refusal(
                 "makes a step and then computes gradients with the new weights: step after all backward passes"
             )
         if self._tests and not self._cleared:
-            raise refusal(
+            raise self._refusal(
                 "does not clear its gradients with self.zero_grad() before the backward pass: call self.zero_grad(), "
                 "self.backward(loss) and self.step(optimizer) instead of torch's"
             )
@@ -277,7 +287,7 @@ class Pieces(StepPolicy):
 
     def _check_unchanged(self, found: str) -> None:
         if self._arrived and self._step.outcome == "open" and self._versions() != self._seen:
-            raise refusal(found)
+            raise self._refusal(found)
 
     def awaits(self, step: Step, optimizer: Any) -> None:
         if self._hooks:

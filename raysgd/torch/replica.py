@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from raysgd.core.comparison import Summary
 from raysgd.core.messages import SnapshotUpload
-from raysgd.core.metrics import COMMITTED, FIRST, ROWS, SECONDS, SKIPPED, for_all_ranks
+from raysgd.core.metrics import BATCH_MODE, COMMITTED, FIRST, ROWS, SECONDS, SKIPPED, for_all_ranks
 from raysgd.core.progress import Control
 from raysgd.core.ranks import RankInfo
 from raysgd.core.shard_copies import HeldSnapshot, ShardedState
@@ -55,6 +55,7 @@ class TorchReplica(ReplicaBase):
         self._opener = Opener(operator, settings, control)
         self._carrier = make_carrier(operator.device, channels_last=settings.options.channels_last)
         operator._parts.calls.step, control.called = lambda: control.begun, operator._parts.calls.newest
+        operator._keep_batch.position = self._position
         self._partial_at = 0.0
         self._partial: dict[str, Any] | None = None
         self._position.made_for = settings.num_workers, operator._planned_steps, False
@@ -151,7 +152,13 @@ class TorchReplica(ReplicaBase):
 
     def _counts(self) -> dict[str, Any]:
         skipped = self.operator._precision.skipped() + self.operator._leave_out.skipped
-        counts = {**super()._counts(), **self.operator._monitor.measured(), **({SKIPPED: skipped} if skipped else {})}
+        mode = {BATCH_MODE: self.operator._keep_batch.mode.mode} if self._measured == "train" else {}
+        counts = {
+            **super()._counts(),
+            **mode,
+            **self.operator._monitor.measured(),
+            **({SKIPPED: skipped} if skipped else {}),
+        }
         if SECONDS["communication"] in counts:
             counts[SECONDS["compute"]] = max(counts[SECONDS["compute"]] - counts[SECONDS["communication"]], 0.0)
         return counts
@@ -322,6 +329,7 @@ class TorchReplica(ReplicaBase):
             states.restore_models(self.operator, state)
         if self._replaced is not None:
             self._replaced.close()
+        self.operator._keep_batch.loaded()
         self._position.plan = self._position.plan or None  # a script that resumes a run gets a warning of its own
 
     def all_succeeded(self, here: bool) -> bool:
@@ -344,6 +352,7 @@ class TorchReplica(ReplicaBase):
         self._rank_info = self.operator._rank_info = rank_info
         self._seed_rest_of_epoch()
         self.operator._parts.rewrap()
+        self.operator._keep_batch.joined()
         # A replacement worker has the state of the old group, and `resized` must change it on every rank.
         before = self._loaded_from if old.solo else old.world_size
         if before and before != rank_info.world_size:

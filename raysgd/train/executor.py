@@ -63,8 +63,7 @@ HURRY_S = 2.0
 
 
 class BackendExecutor:
-    """Owns the engine, the backend's hooks and the current run. Every way to run a function uses it: `Trainer` adds a log
-    directory and callbacks, `fit()` the files of a run, and a trial of Tune its reports.
+    """Owns the engine, the backend's hooks and the current run. `Trainer` adds a log directory and callbacks.
 
     backend_config                   a `BackendConfig`
     num_workers                      the largest number of workers
@@ -102,7 +101,7 @@ class BackendExecutor:
         self._elastic = elastic or ElasticConfig(hang_timeout_s=HANG_S)
         refuse_rates(self._elastic, "a training function owns its optimizers")
         refuse_comparison(self._elastic, "a training function owns its models, so nothing else knows them")
-        if self._elastic.batch != "per_worker":
+        if self._elastic.batch == "global":
             raise ConfigError(
                 "ElasticConfig(batch='global') needs an operator: a training function draws its own batches. Leave batch out, and "
                 "let the function choose the size of its batches by train.world_size()"

@@ -54,6 +54,7 @@ class CallRunner:
 
     def __init__(self, callbacks: Any, run: Run, *, bar: bool = False, hidden: Sequence[str] = ()) -> None:
         self._saved_at: float | None = None
+        self.batch_mode = ""  # what the workers have decided about the batch
         self.history, self.run = History(), replace(run, saved_at=lambda: self._saved_at)
         self._callbacks = CallbackList([self.history, *check_callbacks(callbacks), *([ProgressBar()] if bar else [])])
         self._hidden = (*metrics.INTERNAL, TRACES, *hidden)
@@ -82,7 +83,14 @@ class CallRunner:
 
     # -- the engine's listeners -----------------------------------------------------------------------
 
+    def _note_mode(self, values: Sequence[Any]) -> None:
+        """Note what the first rank says of the batch."""
+        first = values[0] if values else None
+        self.batch_mode = (first or {}).get(metrics.BATCH_MODE, "") or self.batch_mode
+
     def on_progress(self, info: WorkerInfo) -> None:
+        if info.rank == 0:
+            self._note_mode([info.partial])
         if self._kind is not None:
             self._compare_rows(info)
             visible = {name: value for name, value in (info.partial or {}).items() if name not in self._hidden}
@@ -131,6 +139,8 @@ class CallRunner:
             self._callbacks.progress(Underway(kind=kind, worker="", progress=Progress(phase=kind)))
             self._callbacks.raise_stop()
             parts = engine.run(job)
+            for part in parts:
+                self._note_mode(part.values)
             merged = [metrics.merge_ranks([_without_traces(value) for value in part.values]) for part in parts]
             result = metrics.count_committed_samples(metrics.merge_parts(merged), merged)
             rows = [self._visible(value) for value in _by_worker(parts)]

@@ -225,6 +225,14 @@ class Feed:
             self._reader.read_ahead()
             control.phase = "a batch"
 
+    def collectives(self) -> int:
+        """Return how many collective calls this rank has begun in this generation; -1 if they are not counted."""
+        return self._control.collectives()
+
+    def reopen(self) -> None:
+        """Divide the rest of the epoch anew, from the next batch on. All ranks must call this after the same step."""
+        self._reader = None
+
     def end_epoch(self) -> None:
         """Skip the current batch and the rest of this epoch. All ranks must call this at the same batch."""
         self.step.outcome, self._reader = "undone", None

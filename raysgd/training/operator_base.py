@@ -124,7 +124,8 @@ class OperatorBase:
         named = "batch_info" in signature(self.train_batch).parameters
         schedule = self._begin_epoch()
         for batch in iterator:
-            batch_info = {"batch_idx": batch_idx, "global_step": self.global_step, **common}
+            place = {"piece": feed.step.piece, "last_piece": feed.step.current.whole}
+            batch_info = {"batch_idx": batch_idx, "global_step": self.global_step, **place, **common}
             try:
                 metrics = (
                     self.train_batch(batch, batch_info=batch_info) if named else self.train_batch(batch, batch_info)

@@ -49,6 +49,7 @@ class Position:
     left_out       batches in a row up to now whose step was left out (`LeaveOut`)
     plan           the `StepPlan` that schedules follow, as a tuple; empty once a warning said that their plan does not hold
     planned        how many of its steps the schedules have made
+    batch_mode     what was decided about the batch (`BatchMode`), as a tuple
     made_for       the workers and steps that the schedules were made for (`MadeFor`), as a tuple
     call           the number of the current call, or of the last one. The following belong to it:
     call_batches   batches committed
@@ -75,6 +76,7 @@ class Position:
     left_out: int = 0
     planned: int = 0
     plan: Any = None
+    batch_mode: Any = None
     made_for: Any = None
     parked: list[Any] | None = None
 
@@ -106,6 +108,7 @@ class Position:
         for each in fields(self):
             setattr(self, each.name, values.get(each.name, each.default))
         self.plan = None if self.plan is None else tuple(self.plan)  # JSON makes a list of it
+        self.batch_mode = None if self.batch_mode is None else tuple(self.batch_mode)
         self.made_for = None if self.made_for is None else tuple(self.made_for)
 
     def commit(self, step: Step) -> None:

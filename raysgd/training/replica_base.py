@@ -28,7 +28,7 @@ from raysgd.core.metrics import (
     for_all_ranks,
     refuse_own_names,
 )
-from raysgd.core.outcomes import DataLoaderFailure, Interrupted
+from raysgd.core.outcomes import DataLoaderFailure, Interrupted, NotExact
 from raysgd.core.progress import Control, Progress
 from raysgd.core.protocols import Call
 from raysgd.core.ranks import RankInfo
@@ -155,6 +155,9 @@ class ReplicaBase(ABC):
         except DataLoaderFailure as failure:
             name = self.data_names[PHASES.get(call.name, "train")]
             return failure.interrupted(name, self.partial(), self.progress)
+        except NotExact as found:
+            self.operator._keep_batch.interfered(found)
+            return found.interrupted(self.partial(), self.progress)
         finally:
             self._control.phase = "idle"
 

@@ -91,6 +91,14 @@ class Step:
         self.batches += drawn.whole
 
     @property
+    def piece(self) -> int:
+        """Return how many pieces of the same batch came before the current one."""
+        begin = self.place
+        while begin > 0 and not self.drawn[begin - 1].whole:
+            begin -= 1
+        return self.place - begin
+
+    @property
     def ended(self) -> bool:
         """Return whether the step is committed or undone."""
         return self.committed or self.outcome == "undone"

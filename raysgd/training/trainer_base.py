@@ -46,6 +46,7 @@ class TrainerBase(ABC):
 
     # How many batches `validate` uses by default; None: all.
     _validation_steps: int | None = None
+    _factory: OperatorReplicaFactory  # of the workers
     # Whether synchronous training keeps the ranks' weights equal.
     _compares = True
 
@@ -297,6 +298,15 @@ class TrainerBase(ABC):
     def world_size(self) -> int:
         """Return the current number of workers."""
         return self._engine.world_size
+
+    @property
+    def batch_mode(self) -> str | None:
+        """Return what becomes of the batch of all workers together when their number changes: "global", it stays what it is, or
+        "per_worker", each worker keeps its own. None with `ElasticConfig(batch="auto")` before the first step."""
+        settings = self._factory.settings
+        if settings.num_workers == 1 or settings.elastic.batch != "auto":
+            return "global" if settings.num_workers == 1 else settings.elastic.batch
+        return self._calls.batch_mode or None
 
     @property
     def recoveries(self) -> list[Recovery]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import select
 import signal
@@ -49,6 +48,8 @@ class LocalProcess:
     def _read_how(self) -> str:
         if self._handle < 0:
             return ""
+        import fcntl  # Windows has neither this module nor such handles
+
         info = bytearray(INFO_BYTES)
         struct.pack_into("Q", info, 0, PIDFD_INFO_EXIT)
         try:

@@ -356,7 +356,7 @@ MUTANTS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     ),
     "the ranks do not agree on an order": (
         "raysgd.torch.data.sources.agree",
-        lambda original: lambda order, recipe, *, first: (order, recipe),
+        lambda original: lambda order, recipe, *, first: (order if first else order.flip(0), None),
     ),
     "a batch counts before its step": (
         "raysgd.training.step.Step.counts",

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from raysgd import ConfigError, ElasticConfig, NotActiveError, train
+from raysgd import ElasticConfig, NotActiveError, train
 from raysgd.train import RunConfig, Trainer
 
 
@@ -51,15 +51,6 @@ def test_invalid_arguments_are_refused(trainer: Trainer, function: Any, given: d
 
 
 # -- start and shutdown -------------------------------------------------------------------------------
-
-
-def test_logs_of_an_earlier_run_are_not_copied_again(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
-    copied: list[Any] = []
-    monkeypatch.setattr("raysgd.train.trainer.copy_logs", lambda *places: copied.append(places))
-    trainer.run(lambda: None)
-    with pytest.raises(ConfigError, match="takes 2"):
-        trainer.run(lambda one, other: None)
-    assert len(copied) == 1
 
 
 def test_before_start_and_after_shutdown(ray_cluster: None, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from raysgd.constants import BATCH_SIZE
 from raysgd.core.progress import Control
 from raysgd.data.sharded_stream import ShardedStream
 from raysgd.ray_data.columns import RayData
-from raysgd.torch.data.sampling import has_own_batches, is_planned, unit_size
+from raysgd.torch.data.sampling import Division, has_own_batches, is_planned, unit_size
 from raysgd.torch.data.shards import ShardSource
 from raysgd.torch.data.sources import BatchSource, LiveSource, PlannedSource, RowSource, StreamSource
 from raysgd.torch.data.stateful import StatefulSource, has_state
@@ -47,9 +47,10 @@ class Opener:
         if is_planned(loader) and (shared or not settings.distributed):
             if training and shared and self.operator.world_rank == 0:
                 _warn_without_shuffling(loader)
-            constant = training and settings.elastic.batch == "global"
-            step = unit_size(loader) * settings.num_workers if constant else None
-            return PlannedSource(loader, pad=training, global_batch=step, pieces=constant and self._in_pieces)
+            keep, pieces, unit = self.operator._keep_batch, self._in_pieces, unit_size(loader)
+            divide = (lambda: keep.division(unit, in_pieces=pieces)) if training else Division
+            asked = training and settings.elastic.batch == "global"
+            return PlannedSource(loader, pad=training, division=divide, asked=asked)
         if training and has_state(loader):
             return StatefulSource(loader, shard=shared, keep=self._keep)
         return LiveSource(loader, shard=shared, together=training, keep=self._keep)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -44,18 +44,31 @@ def unit_size(loader: DataLoader[Any]) -> int:
     return 1 if has_own_batches(loader) or loader.batch_size is None else int(loader.batch_size)
 
 
+class Division(NamedTuple):
+    """How a step is divided: what `SamplingPlan` has under these names. By default, each rank has its own batch size."""
+
+    step: int | None = None
+    most: int | None = None
+    workers: int | None = None
+
+
 def plan_of(
-    loader: DataLoader[Any], total: int, world_size: int, *, pad: bool, step: int | None = None, most: int | None = None
+    loader: DataLoader[Any],
+    total: int,
+    world_size: int,
+    *,
+    pad: bool,
+    division: Division = Division(),  # noqa: B008
 ) -> SamplingPlan:
-    """Return how an epoch of `total` units is divided. `step` is how many units all ranks take together in a step, and
-    `most` how many a rank processes at once."""
+    """Return how an epoch of `total` units is divided."""
     return SamplingPlan(
         total=total,
-        step_size=step or unit_size(loader) * world_size,
+        step_size=division.step or unit_size(loader) * world_size,
         world_size=world_size,
         drop_last=bool(getattr(loader, "drop_last", False)) and pad,
         pad=pad,
-        most=most,
+        most=division.most,
+        workers=division.workers,
     )
 
 
@@ -64,7 +77,7 @@ def planned_epoch(loader: DataLoader[Any], workers: int, *, step: int | None = N
     units: Any = loader.batch_sampler if has_own_batches(loader) else loader.sampler
     if isinstance(units, DistributedSampler):  # one for a single rank replaces it
         units = units.dataset
-    return plan_of(loader, len(units), workers, pad=True, step=step)
+    return plan_of(loader, len(units), workers, pad=True, division=Division(step))
 
 
 def batches_per_epoch(loader: Any, workers: int, *, divided: bool) -> int | None:

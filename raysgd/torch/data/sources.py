@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -20,6 +20,7 @@ from raysgd.torch.data.iterable import sharded_live
 from raysgd.torch.data.loading import LoaderIterator
 from raysgd.torch.data.rows import first_of
 from raysgd.torch.data.sampling import (
+    Division,
     Order,
     Picker,
     Recipe,
@@ -31,7 +32,6 @@ from raysgd.torch.data.sampling import (
     plan_of,
     random_sources,
     set_epoch,
-    unit_size,
 )
 from raysgd.torch.foreign import end_processes, live_iterator
 from raysgd.training.position import Position
@@ -85,7 +85,8 @@ class BatchSource:
 class PlannedSource(BatchSource):
     """A map-style loader. Every sample is used once per epoch, over any number of resizes.
 
-    Owns the epoch's order. The caller owns the offset, because only committed batches count.
+    Owns the epoch's order. The caller owns the offset, because only committed batches count. `division` returns how steps are divided
+    now, and `asked` is whether the user has asked for a constant batch. `divides` says whether the batches can be divided at all.
     """
 
     def __init__(
@@ -93,13 +94,13 @@ class PlannedSource(BatchSource):
         loader: DataLoader[Any],
         *,
         pad: bool,
-        global_batch: int | None = None,
-        pieces: bool = False,
+        division: Callable[[], Division] = Division,
+        asked: bool = False,
     ) -> None:
-        self.loader, self._pad = loader, pad
-        self._global_batch, self._pieces = global_batch, pieces
+        self.loader, self._pad, self._division = loader, pad, division
         self._own_batches = own = has_own_batches(loader)
-        if global_batch is not None and not own and loader.batch_size is None:
+        self.divides = own or loader.batch_size is not None
+        if asked and not self.divides:
             raise ConfigError(
                 "ElasticConfig(batch='global') cannot divide the batches of a DataLoader with batch_size=None, which are the "
                 "items of its data set: pass batch_size=n to the DataLoader, or use batch='per_worker'"
@@ -109,7 +110,7 @@ class PlannedSource(BatchSource):
         self._seed = torch.initial_seed()
         self.order: Order = range(0)
         self._recipe: Recipe | None = None  # of the order, if all ranks have drawn it from that
-        self._open: tuple[RankInfo, int, Generator[Drawn]] | None = None
+        self._open: tuple[tuple[RankInfo, Division], int, Generator[Drawn]] | None = None
 
     def begin(self, epoch: int, rank_info: RankInfo, shared: bool) -> None:
         """Take the new epoch's order from rank 0's sampler. Every rank still draws an order from its own sampler, so that
@@ -144,15 +145,16 @@ class PlannedSource(BatchSource):
 
     def batches(self, rank_info: RankInfo, offset: int) -> Iterator[Drawn]:
         """Return this rank's part of the rest of the epoch: the last call's iterator, if that stopped at `offset`."""
-        if self._open is not None and self._open[:2] == (rank_info, offset):
+        key = rank_info, self._division()
+        if self._open is not None and self._open[:2] == (key, offset):
             return self._open[2]
         fresh = self._generate(rank_info, offset)
-        self._open = (rank_info, offset, fresh)
+        self._open = (key, offset, fresh)
         return fresh
 
     def _generate(self, rank_info: RankInfo, offset: int) -> Generator[Drawn]:
-        if self._pad and self._own_batches and self._global_batch is None:
-            self.order = evened(self.order, rank_info.world_size, offset)
+        if self._pad and self._own_batches:
+            self.order = evened(self.order, self._division().step or rank_info.world_size, offset)
         if self._seed != torch.initial_seed():
             self._seed = torch.initial_seed()
             self._twin.generator.manual_seed(self._seed)  # the processes of the loader get their seeds from it
@@ -165,7 +167,7 @@ class PlannedSource(BatchSource):
                 except StopIteration as error:
                     raise RuntimeError(ENDED_EARLY) from error
                 assert self._open is not None
-                self._open = (rank_info, after, self._open[2])
+                self._open = (self._open[0], after, self._open[2])
                 yield Drawn(batch, after, part.fresh, part.rows, part.weight, part.whole, (part.start, part.stop))
             if next(live, END) is not END:  # which also ends the loader's processes
                 raise RuntimeError("a DataLoader yields more batches than its sampler: its class must not add any")
@@ -186,9 +188,8 @@ class PlannedSource(BatchSource):
         return self._plan(rank_info).steps_left(offset)
 
     def _plan(self, rank_info: RankInfo) -> SamplingPlan:
-        ranks = rank_info.world_size
-        most = unit_size(self.loader) if self._pieces else None
-        return plan_of(self.loader, len(self.order), ranks, pad=self._pad, step=self._global_batch, most=most)
+        total, ranks = len(self.order), rank_info.world_size
+        return plan_of(self.loader, total, ranks, pad=self._pad, division=self._division())
 
 
 class Votes:

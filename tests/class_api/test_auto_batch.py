@@ -1,0 +1,85 @@
+"""`ElasticConfig(batch="auto")` in real processes, with DistributedDataParallel: the README's digits, BatchNorm, and losses that compare
+the samples of all workers."""
+
+import os
+import signal
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from raysgd import ElasticConfig, TorchTrainer
+from tests.local.runs import weights_of
+from tests.torch.test_auto_batch import Normed
+from tests.torch.test_exact_gradients import Curve, close
+
+pytestmark = [pytest.mark.usefixtures("ray_cluster"), pytest.mark.slow]
+
+
+def dying(kind: type[Curve]) -> type[Curve]:
+    """Return a class whose last rank kills itself in step 3, if `info` asks for it."""
+
+    class Dying(kind):  # type: ignore[misc, valid-type]
+        def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+            if (
+                batch_info.get("dies")
+                and batch_info["global_step"] == 3
+                and self.world_rank == 1 == self.world_size - 1
+            ):
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().train_batch(batch, batch_info)
+
+    return Dying
+
+
+def run(kind: type[Curve], *, dies: bool) -> tuple[torch.Tensor, list[torch.Tensor], str | None]:
+    with TorchTrainer(
+        training_operator_cls=dying(kind),
+        config={"rows": 40, "batch": 4},
+        num_workers=2,
+        use_gpu=False,
+        scheduler_step_freq="batch",
+        elastic=ElasticConfig(grow=False),
+    ) as trainer:
+        trainer.train(info={"dies": dies})
+        trainer.train()
+        assert trainer.world_size == 2 - dies
+        return weights_of(trainer), [each.clone() for each in trainer.get_model().buffers()], trainer.batch_mode
+
+
+@pytest.mark.parametrize("kind", [Curve, Normed])
+def test_a_worker_that_is_not_replaced_changes_nothing(kind: type[Curve]) -> None:
+    (mine, buffers, mode), (theirs, others, _) = run(kind, dies=True), run(kind, dies=False)
+    close(mine, theirs)
+    for one, other in zip(buffers, others, strict=True):
+        close(one, other)
+    assert mode == "global"
+
+
+class Contrasting(Curve):
+    """Its loss compares the samples of all workers."""
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        output = self.model(batch[0])
+        if dist.is_initialized():
+            dist.all_reduce(output.detach().mean())
+        self.zero_grad()
+        self.backward(self.criterion(output, batch[1]))
+        self.step()
+        return {"num_samples": len(batch[0])}
+
+
+class Measured(Curve):
+    """Makes a collective call after its step."""
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        result = super().train_batch(batch, batch_info)
+        if dist.is_initialized():
+            dist.all_reduce(result["train_loss"])
+        return result
+
+
+@pytest.mark.parametrize(("kind", "mode"), [(Contrasting, "per_worker"), (Measured, "global")])
+def test_a_loss_of_all_workers_is_per_worker(kind: type[Curve], mode: str) -> None:
+    assert run(kind, dies=True)[2] == mode

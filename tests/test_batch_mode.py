@@ -1,0 +1,58 @@
+"""What the first step of a run means for the batch: the decision, and what ranks agree on."""
+
+import itertools
+
+import pytest
+
+from raysgd.core.batch_mode import GLOBAL, ONCE, PER_WORKER, BatchMode, FirstStep, agreed, decide, notice
+
+USUAL = FirstStep(calls=(ONCE,))
+
+
+def test_a_step_of_the_helpers_keeps_the_batch() -> None:
+    assert decide(USUAL) == BatchMode(GLOBAL)
+    assert decide(USUAL._replace(calls=(ONCE,) * 4)).keeps_batch  # an accumulation window
+    assert decide(USUAL._replace(moving=True)) == BatchMode(GLOBAL, in_parts=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason", "advice"),
+    [
+        ({"direct": True}, "calls optimizer.step() itself", "self.backward(loss)"),
+        ({"scheduled": True}, "steps a scheduler", "scheduler_step_freq"),
+        ({"divided": False}, "not divided by index", "DataLoader"),
+        ({"changed": ("seen", "ema")}, "changes self.seen, self.ema", "batch='global'"),
+        ({"calls": ((),)}, "none of the operator's helpers", "self.zero_grad()"),
+        ({"calls": (ONCE, ONCE * 2)}, "self.step(), self.zero_grad()", "once each"),
+        *(
+            ({"calls": (each,)}, "calls self.", "in this order")
+            for each in itertools.permutations(ONCE)
+            if each != ONCE
+        ),
+        *(({"calls": (each,)}, "calls self.", "once each") for each in itertools.combinations(ONCE, 2)),
+    ],
+)
+def test_what_cannot_be_decided_surely_is_per_worker(changes: dict[str, object], reason: str, advice: str) -> None:
+    found = decide(USUAL._replace(**changes))  # type: ignore[arg-type]
+    assert found.mode == PER_WORKER and reason in found.reason and advice in found.advice
+
+
+def test_ranks_agree() -> None:
+    none, one, parts = BatchMode(), BatchMode(GLOBAL), BatchMode(GLOBAL, in_parts=True)
+    refused = decide(USUAL._replace(direct=True))
+    for modes, expected in (
+        ([], none),
+        ([none, none], none),
+        ([none, one], one),
+        ([one, parts, none], parts),
+        ([one, none, refused], refused),
+        ([refused, parts], refused),
+    ):
+        for each in itertools.permutations(modes):
+            assert agreed(each) == expected
+
+
+def test_the_log_says_what_changes_and_what_to_write() -> None:
+    text = notice(decide(USUAL._replace(direct=True)), 1, 4)
+    for part in ("1 worker of 4 trains", "calls optimizer.step() itself", "self.zero_grad()\n", "batch='per_worker'"):
+        assert part in text

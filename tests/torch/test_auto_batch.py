@@ -1,0 +1,360 @@
+"""`ElasticConfig(batch="auto")`: after a worker is lost, a run ends with what an undisturbed one has, or the log says why not."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from raysgd import ElasticConfig, TorchTrainer, TrainingOptions
+from raysgd.core.metrics import COMMITTED
+from raysgd.torch import TrainingOperator
+from tests.local.group import Cluster, Fault
+from tests.local.runs import train, weights_of
+from tests.replicas import torch_rank
+from tests.tiers import NIGHTLY
+from tests.torch.test_constant_batch import STAGES, in_stages
+from tests.torch.test_exact_gradients import OPTIONS, Curve, Direct, close, options
+
+pytestmark = pytest.mark.filterwarnings("ignore:the training loader does not shuffle")
+
+WORKERS = 3
+CONFIG = {"rows": 40, "batch": 3}  # five steps of three workers
+
+
+@settings(max_examples=200 if NIGHTLY else 12, deadline=None)
+@given(st.integers(1, 60), st.integers(1, 4), st.integers(2, 5), STAGES, st.integers(1, 6), OPTIONS)
+def test_any_schedule_ends_with_the_weights_of_an_undisturbed_run(
+    rows: int, batch: int, workers: int, stages: Any, last: int, more: dict[str, Any]
+) -> None:
+    """The first step has all workers: it shows what the code does."""
+    config, given = {"rows": rows, "batch": batch}, {"num_workers": workers, "options": options(**more)}
+    steps = -(-rows // (batch * workers))
+    schedule = in_stages([(1, workers), *stages], last, steps) if steps > 1 else [(None, workers)]
+    mine = train(Curve, config, schedule, batch="auto", **given)
+    close(mine, train(Curve, config, [(None, workers)], batch="auto", **given))
+
+
+class Outcome:
+    """What a run of two epochs has left, in which a worker fails and is not replaced."""
+
+    def __init__(
+        self, kind: type[TrainingOperator], *faults: Fault, config: dict[str, Any] = CONFIG, **given: Any
+    ) -> None:
+        elastic = ElasticConfig(grow=False, **given.pop("elastic", {}))
+        given = {"scheduler_step_freq": "batch", "use_gpu": False, "num_workers": WORKERS, **given}
+        with (
+            Cluster(faults) as cluster,
+            TorchTrainer(training_operator_cls=kind, config=config, elastic=elastic, **given) as trainer,
+        ):
+            assert trainer.batch_mode in (None, "global", "per_worker")
+            self.results = [trainer.train(max_retries=-1), trainer.train()]
+            assert len(cluster.left) == 0 and trainer.world_size == given["num_workers"] - len(faults)
+            self.mode, self.weights = trainer.batch_mode, weights_of(trainer)
+            self.reasons = [each.reason for each in trainer.recoveries]
+            self.operator: Any = trainer.get_local_operator()
+            buffers = trainer.apply_all_operators(lambda operator: list(operator._parts.models[0].buffers()))
+            self.buffers = buffers[0]
+            self.rates = [group["lr"] for group in self.operator.optimizer.param_groups]
+
+    def assert_equals(self, other: "Outcome") -> None:
+        close(self.weights, other.weights)
+        for mine, theirs in zip(self.buffers, other.buffers, strict=True):
+            close(mine, theirs)
+        assert self.rates == other.rates
+        for mine, theirs in zip(self.results, other.results, strict=True):
+            for name in {"num_samples", "batch_count", "epoch"} & theirs.keys():
+                assert mine[name] == theirs[name]
+        # Without what the failed worker had measured since its last message, which is lost.
+        assert self.results[1]["train_loss"] == pytest.approx(other.results[1]["train_loss"], rel=1e-9)
+
+
+KILL = Fault("kill", "forward", rank=1, step=3)
+ONE, TWO = (KILL,), (KILL, Fault("kill", "reduced", rank=1, step=4))
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [each for each in caplog.messages if "keeps its batch size" in each]
+
+
+@pytest.mark.parametrize("faults", [ONE, TWO])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"options": TrainingOptions(accumulate=2, clip_norm=0.1)},
+        {"options": TrainingOptions(on_nonfinite="skip")},
+        {"scheduler_step_freq": "epoch"},
+    ],
+)
+def test_a_worker_that_is_not_replaced_changes_nothing(
+    given: dict[str, Any], faults: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    mine = Outcome(Curve, *faults, **given)
+    mine.assert_equals(Outcome(Curve, **given))
+    assert mine.mode == "global" and not said(caplog)
+
+
+class Normed(Curve):
+    """Has BatchNorm layers, and a buffer that its forward replaces."""
+
+    class Running(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(5).double())
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.training:
+                self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+            return x
+
+    def register(self, *, models: Any, optimizers: Any, **parts: Any) -> Any:
+        torch.manual_seed(3)
+        models = nn.Sequential(
+            nn.Linear(3, 5), nn.BatchNorm1d(5), self.Running(), nn.Tanh(), nn.Linear(5, 1), nn.BatchNorm1d(1)
+        ).double()
+        optimizers = torch.optim.SGD(models.parameters(), lr=0.2, momentum=0.9)
+        parts["schedulers"] = torch.optim.lr_scheduler.ExponentialLR(optimizers, 0.9)
+        return super().register(models=models, optimizers=optimizers, **parts)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("at", ["forward", "reduced", "applied"])
+@pytest.mark.parametrize("workers", [2, 3])
+def test_running_statistics_follow_the_first_ranks_part(workers: int, at: str, accumulate: int) -> None:
+    """Also if the batch in which the worker failed was trained again."""
+    given: dict[str, Any] = {"num_workers": workers, "options": TrainingOptions(accumulate=accumulate)}
+    mine = Outcome(Normed, Fault("kill", at, rank=1, step=3), config={"rows": 36, "batch": 3}, **given)
+    mine.assert_equals(Outcome(Normed, config={"rows": 36, "batch": 3}, **given))
+    assert mine.mode == "global"
+
+
+# -- what cannot be exact ------------------------------------------------------------------------------
+
+
+class Counting(Curve):
+    """Counts batches itself."""
+
+    seen = 0
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        self.seen += 1
+        return super().train_batch(batch, batch_info)
+
+
+class Averaging(Curve):
+    """Averages the weights by hand."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        super().setup(config)
+        self.ema = torch.optim.swa_utils.AveragedModel(self.unwrapped())
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        result = super().train_batch(batch, batch_info)
+        self.ema.update_parameters(self.unwrapped())
+        return result
+
+
+class Calls(nn.Tanh):
+    """Counts its calls."""
+
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += self.training
+        return super().forward(x)
+
+
+class CountingModel(Curve):
+    """Its model counts its calls."""
+
+    def register(self, *, models: Any, **parts: Any) -> Any:
+        models[1] = Calls()
+        return super().register(models=models, **parts)
+
+
+class Scheduling(Curve):
+    """Steps its scheduler in train_batch."""
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        result = super().train_batch(batch, batch_info)
+        self.schedule.step()
+        return result
+
+
+class Clearing(Curve):
+    """Clears the gradients with torch's zero_grad."""
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        self.optimizer.zero_grad()
+        loss = self.criterion(self.model(batch[0]), batch[1])
+        self.backward(loss)
+        self.step()
+        return {"train_loss": loss.detach(), "num_samples": len(batch[0])}
+
+
+class Looping(Curve):
+    """Has a loop of its own."""
+
+    def train_epoch(self, iterator: Any, info: Any = None, num_steps: Any = None, epoch_idx: int = 0) -> dict[str, Any]:
+        losses = [self.train_batch(batch, {})["train_loss"] for batch in iterator]
+        return {"train_loss": float(sum(losses)) / max(len(losses), 1)}
+
+
+class Resizing(Curve):
+    def resized(self, old_world_size: int, new_world_size: int) -> None:
+        """Does nothing, which nobody can know."""
+
+
+class Streaming(Curve):
+    def loader(self, data: Any, config: dict[str, Any]) -> Any:
+        return [data[start : start + 3] for start in range(0, 12, 3)]
+
+
+REFUSED: dict[str, tuple[type[Curve], dict[str, Any], str]] = {
+    "a direct step": (Direct, {}, "calls optimizer.step() itself"),
+    "a direct zero_grad": (Clearing, {}, "calls self.backward(), self.step()"),
+    "a scheduler": (Scheduling, {"scheduler_step_freq": "manual"}, "steps a scheduler"),
+    "a counter": (Counting, {}, "changes self.seen"),
+    "a counter in the model": (CountingModel, {}, "changes self.model.1.calls"),
+    "an average": (Averaging, {}, "changes self.ema"),
+    "a loop": (Looping, {}, "a loop of its own"),
+    "resized": (Resizing, {}, "resized() of the operator"),
+    "an iterable": (Streaming, {}, "not divided by index"),
+    "gradients of ranks": (Curve, {"options": TrainingOptions(gradients="ranks")}, "gradients='ranks'"),
+    "lr": (Curve, {"elastic": {"lr": "linear"}}, "lr='linear'"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_decided_surely_is_per_worker_and_said_once(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    kind, given, reason = REFUSED[name]
+    mine = Outcome(kind, KILL, **given)
+    per_worker = Outcome(kind, KILL, **{**given, "elastic": {"batch": "per_worker", **given.get("elastic", {})}})
+    mine.assert_equals(per_worker)
+    assert mine.mode == "per_worker"
+    (line,) = said(caplog)
+    assert reason in line and "2 workers of 3 train" in line
+
+
+class Pictures(Curve):
+    """Draws a picture every two batches."""
+
+    drawn: list[tuple[int, int, bool]] = []  # noqa: RUF012
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        if batch_info["global_step"] % 2 == 0 and self.world_rank == 0:
+            self.drawn.append((batch_info["global_step"], batch_info["piece"], batch_info["last_piece"]))
+        return super().train_batch(batch, batch_info)
+
+
+def test_info_tells_that_a_batch_is_a_piece() -> None:
+    Pictures.drawn = drawn = []
+    mine = Outcome(Pictures, Fault("kill", "forward", rank=1, step=3), num_workers=2, config={"rows": 24, "batch": 4})
+    assert mine.mode == "global"
+    assert drawn[0] == (0, 0, True)  # with all workers
+    assert [each for each in drawn if each[0] == 4] == [(4, 0, False), (4, 1, True)]
+
+
+class Interfering(Curve):
+    """Does something in a later batch that a piece must not do."""
+
+    at, act = 3, staticmethod(lambda operator: None)
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        acts = batch_info["global_step"] >= self.at
+        self.zero_grad()
+        loss = self.criterion(self.model(batch[0]), batch[1])
+        self.backward(loss)
+        if acts:
+            self.act(self)
+        self.step()
+        return {"train_loss": loss.detach(), "num_samples": len(batch[0])}
+
+
+def clip(operator: Any) -> None:
+    nn.utils.clip_grad_value_(operator.model.parameters(), 0.01)
+
+
+def clear(operator: Any) -> None:
+    operator.optimizer.zero_grad()
+
+
+def step(operator: Any) -> None:
+    operator.optimizer.step()
+
+
+def schedule(operator: Any) -> None:
+    operator.schedule.step()
+
+
+def count(operator: Any) -> None:
+    operator.counter = getattr(operator, "counter", 0) + 1
+
+
+@pytest.mark.parametrize("act", [clip, clear, step, schedule, count])
+@pytest.mark.parametrize("faults", [ONE, TWO])
+def test_code_that_interferes_after_all_gets_its_batch_again(
+    act: Callable[[Any], None], faults: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    kind = type("Late", (Interfering,), {"act": staticmethod(act)})
+    given = {"scheduler_step_freq": "manual"}
+    mine = Outcome(kind, *faults, **given)
+    assert mine.mode == "per_worker" and mine.reasons[1] == "batch" and len(said(caplog)) == 1
+    assert sum(each["num_samples"] for each in mine.results) == 2 * CONFIG["rows"]
+
+
+# -- who knows the decision ------------------------------------------------------------------------------
+
+
+def steps_of_an_epoch(first: int, **given: Any) -> int:
+    """Return how many steps an epoch of 36 rows has if the first so many steps have three workers, and the others two."""
+    counts: list[int] = []
+    schedule = [(first, 3), (None, 2)] if first else [(None, 2)]
+    look: Any = lambda trainer, results: counts.append(results[0]["batch_count"])  # noqa: E731
+    train(Curve, {"rows": 36, "batch": 3}, schedule, num_workers=3, batch="auto", look=look, **given)
+    return sum(counts)
+
+
+def test_a_step_before_the_decision_is_per_worker() -> None:
+    assert steps_of_an_epoch(1) == 4
+    assert steps_of_an_epoch(0) == 1 + 4  # 6 rows, then 9, 9, 9 and 3
+
+
+def rank_of(present: int, kind: type[Curve] = Curve) -> Any:
+    settings: dict[str, Any] = {
+        "num_workers": 3,
+        "scheduler_step_freq": "batch",
+        "distributed": True,
+        "wrap_ddp": False,
+    }
+    return torch_rank(kind, {"rows": 36, "batch": 3}, ranks=present, **settings)
+
+
+def test_states_carry_the_decision() -> None:
+    """A peer, a snapshot and a checkpoint: the first step of who gets them divides the batch in the same way already."""
+    whole = rank_of(3)
+    whole.train(1, num_steps=1)
+    peer, resumed = rank_of(1), rank_of(1)
+    peer.load(whole.state())
+    assert peer.train(2, num_steps=2)[COMMITTED] == 18
+    assert resumed.resume(whole.checkpoint()).train(2)[COMMITTED] == 27
+    # Other code is looked at again, and what was refused before may be kept now.
+    direct = rank_of(3, Direct)
+    direct.train(1, num_steps=1)
+    assert direct.train(2, num_steps=1)["__batch_mode__"] == "per_worker"
+    repaired = rank_of(3).resume(direct.checkpoint())
+    assert repaired.train(3, num_steps=1)["__batch_mode__"] == "global"
+
+
+def test_a_trainer_says_what_was_decided() -> None:
+    given: dict[str, Any] = {"config": CONFIG, "num_workers": 2, "use_gpu": False, "scheduler_step_freq": "batch"}
+    for batch in ("auto", "global", "per_worker"):
+        elastic = ElasticConfig(batch=batch)  # type: ignore[arg-type]
+        with Cluster(), TorchTrainer(training_operator_cls=Curve, elastic=elastic, **given) as trainer:
+            assert trainer.batch_mode == (None if batch == "auto" else batch)
+            trainer.train()
+            assert trainer.batch_mode == ("global" if batch == "auto" else batch)
