@@ -5,8 +5,8 @@
             operator.train_batch(batch, ...)    # self.zero_grad, self.backward and self.step act on the step
         commit(step)                        # `ReplicaBase`: position, policies, progress, snapshot
 
-Each outcome has one writer: an optimizer that has stepped makes a step APPLIED, a policy that leaves it out makes it SKIPPED, and the
-replica makes it UNDONE if the loop ends before that.
+Each outcome has one writer: a step is "applied" when an optimizer has stepped, "skipped" if a policy leaves it out, and "undone" if the
+loop ends before that.
 """
 
 from __future__ import annotations
