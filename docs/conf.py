@@ -205,7 +205,9 @@ def on_docstring(
     app: "Sphinx", what: str, name: str, obj: Any, options: Any, lines: list[str]
 ) -> None:
     if what == "module":  # which ends with where it runs
-        lines[:] = [re.sub(r" (Driver|Worker|Both)\.$", "", line) for line in lines]
+        lines[:] = [
+            re.sub(r"(^| )(Driver|Worker|Both)\.$", "", line) for line in lines
+        ]
     lines[:] = plain_text(lines, parameters(obj))
 
 

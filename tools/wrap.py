@@ -112,7 +112,7 @@ def filled_docstring(raw: str, column: int) -> str:
             first = rest = margin
         elif begun := row or BULLET.match(body):
             end()
-            deeper = column_of(lines, number, margin) if row else len(begun[0])
+            deeper = max(6, len(begun[0])) if row else len(begun[0])
             first, rest = ("" if number == 0 else margin) + begun[0], margin + " " * deeper
             paragraph.append(body[len(begun[0]) :])
         elif paragraph and (spaces < 4 or len(rest) > column):
@@ -125,13 +125,6 @@ def filled_docstring(raw: str, column: int) -> str:
             paragraph.append(body)
     end(last=True)
     return "\n".join(out).removesuffix('"""') if lines[-1].strip() else "\n".join(out).rstrip() + f"\n{margin}"
-
-
-def column_of(lines: list[str], number: int, margin: str) -> int:
-    """Return how far the text that continues a row is indented: as it was, or by six columns."""
-    following = lines[number + 1].removeprefix(margin) if number + 1 < len(lines) else ""
-    spaces = len(following) - len(following.lstrip())
-    return spaces if following.strip() and spaces >= 6 else 6
 
 
 def docstrings(tree: ast.Module) -> Iterator[ast.Constant]:
