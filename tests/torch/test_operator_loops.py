@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from raysgd import ConfigError, TrainingOptions
+from tests.replicas import torch_rank
 from tests.torch.small import Line, Numbers, Recording, inline, operator_of, weights
 
 
@@ -317,3 +318,46 @@ def test_an_own_loop_that_leaves_the_iterator_warns_once(caplog: pytest.LogCaptu
         assert "counts no batches and no samples, and the epoch stays 0" in message
         trainer.train()
         assert len(caplog.messages) == 1
+
+
+class Damaged(Numbers):
+    def __getitem__(self, index: int) -> Any:
+        if index == 5:
+            raise LookupError("sample 5 is damaged")
+        return torch.ones(2), torch.ones(1)
+
+
+class CatchesErrors(Line):
+    """Continues after a batch that cannot be read."""
+
+    def loaders(self, config: dict[str, Any]) -> dict[str, Any]:
+        return {"train_loader": DataLoader(Damaged(12), batch_size=2)}
+
+    def train_epoch(self, iterator: Any) -> dict[str, Any]:
+        while True:
+            try:
+                batch = next(iterator)
+            except LookupError:
+                continue
+            except StopIteration:
+                return {}
+            self.train_batch(batch, {})
+
+
+def test_an_error_of_the_data_that_a_loop_has_caught_is_not_lost() -> None:
+    with inline(CatchesErrors) as trainer:
+        with pytest.raises(LookupError, match="sample 5 is damaged"):
+            trainer.train()
+        assert trainer.state_dict()["position"]["step"] == 2
+
+
+class Wrapped(Line):
+    def train_epoch(self, iterator: Any, info: Any = None, num_steps: Any = None, epoch_idx: int = 0) -> Any:
+        return super().train_epoch((batch for batch in iterator), info, num_steps, epoch_idx)
+
+
+def test_a_repeated_batch_does_not_count_in_a_loop_over_a_wrapped_iterator() -> None:
+    """The last step has one sample, which rank 1 has only to take part in it."""
+    for kind in (Line, Wrapped):
+        rank = torch_rank(kind, {"rows": 5, "batch": 2}, rank=1, ranks=2)
+        assert rank.train()["num_samples"] == 2
