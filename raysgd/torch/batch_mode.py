@@ -70,9 +70,11 @@ class KeepBatch(StepPolicy):
         self._feed: Feed | None = None
         self._looks = self._direct = False
         self._seen: FirstStep | None = None
-        # While `train_batch` runs and is looked at: the state before it, and what it has called.
-        self._before: tuple[list[Any], dict[str, Any]] | None = None
+        # While `train_batch` runs and is looked at: attributes before it, what it has called, and the schedulers' steps.
+        self._before: dict[str, Any] | None = None
         self._calls: list[str] = []
+        self._schedules: list[Any] = []
+        self._scheduled = False
         self._own_calls: OwnCalls | None = None
 
     @property
@@ -122,7 +124,8 @@ class KeepBatch(StepPolicy):
 
     def begin(self, step: Step) -> None:
         if self._looks or not step.current.whole:
-            self._before, self._calls, self._direct = self._state(), [], False
+            self._before, self._calls, self._direct = self._attributes(), [], False
+            self._schedules, self._scheduled = self._schedule_steps(), False
         if self._looks and self._feed is not None:
             self._own_calls = OwnCalls(self._feed.collectives, self._operator._parts.wrapped)
 
@@ -131,7 +134,8 @@ class KeepBatch(StepPolicy):
         to do once in a batch."""
         if self._before is None:
             return
-        (schedules, attributes), now = self._before, self._state()
+        attributes, now = self._before, self._attributes()
+        self._look_at_schedules()
         own, self._before, self._own_calls = self._own_calls, None, None
         if own is not None:
             own.close()
@@ -139,8 +143,8 @@ class KeepBatch(StepPolicy):
         seen = FirstStep(
             calls=(*earlier.calls, tuple(self._calls)),
             direct=earlier.direct or self._direct,
-            scheduled=earlier.scheduled or schedules != now[0],
-            changed=earlier.changed or _changed(attributes, now[1]),
+            scheduled=earlier.scheduled or self._scheduled,
+            changed=earlier.changed or _changed(attributes, now),
             together=earlier.together or (own is not None and own.made > 0),
         )
         if self._looks:
@@ -162,6 +166,21 @@ class KeepBatch(StepPolicy):
 
     def check(self, step: Step, optimizer: Any) -> None:
         self._note("step")
+        if self._before is not None:
+            self._look_at_schedules()
+
+    def stepped(self) -> None:
+        """Called after an optimizer's step and the user's hooks on it, which may step schedulers: they do that once in a batch."""
+        if self._before is not None:
+            self._schedules = self._schedule_steps()
+
+    def _look_at_schedules(self) -> None:
+        """Note whether user code has stepped a scheduler since they were looked at last."""
+        now = self._schedule_steps()
+        self._scheduled, self._schedules = self._scheduled or now != self._schedules, now
+
+    def _schedule_steps(self) -> list[Any]:
+        return [steps_of(each) for each in self._operator._parts.schedulers]
 
     def _note(self, call: str) -> None:
         if self._before is not None:
@@ -201,15 +220,15 @@ class KeepBatch(StepPolicy):
         """Return what the position says."""
         return BatchMode(*(self.position.batch_mode or ()))
 
-    def _state(self) -> tuple[list[Any], dict[str, Any]]:
-        """Return what tells whether user code steps schedulers and changes attributes of the operator."""
+    def _attributes(self) -> dict[str, Any]:
+        """Return what tells whether user code changes attributes of the operator or the model."""
         operator = self._operator
         known = {id(each) for each in _registered(operator)}
         contents = Contents(known)
         attributes = {name: contents.of(value) for name, value in vars(operator).items() if name not in self._own_names}
         if self._looks:
             attributes |= _of_models(operator._parts.models)
-        return [steps_of(each) for each in operator._parts.schedulers], attributes
+        return attributes
 
     def interfered(self, found: NotExact) -> None:
         """Keep each worker's batch from now on, because user code does not allow pieces after all."""

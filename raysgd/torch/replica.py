@@ -101,6 +101,7 @@ class TorchReplica(ReplicaBase):
     def _on_optimizer_step(self, *_: Any) -> None:
         self._position.applied += 1
         self.operator._feed.step.outcome = "applied"
+        self.operator._keep_batch.stepped()
 
     def _steps_made(self) -> Any:
         """An optimizer that is not torch's cannot be watched, weights may be changed without one, and all may be frozen."""

@@ -223,7 +223,7 @@ class Cluster:
                 "torch.distributed.get_rank": lambda group=None: self.here.host.rank,
                 "torch.distributed.get_world_size": lambda group=None: len(self.here.backend.group.members),
                 "torch.distributed.get_backend": lambda group=None: "gloo",
-                "torch.distributed.barrier": lambda group=None: self.together(None),
+                "torch.distributed.barrier": lambda group=None, device_ids=None: self.together(None),
                 "torch.distributed.broadcast": self._broadcast,
                 "torch.distributed.broadcast_object_list": self._broadcast_objects,
                 "torch.distributed.all_reduce": self._reduce,
