@@ -3,6 +3,7 @@ the samples of all workers."""
 
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,16 @@ from tests.torch.test_exact_gradients import Curve, close
 pytestmark = [pytest.mark.usefixtures("ray_cluster"), pytest.mark.slow]
 
 
-def dying(kind: type[Curve]) -> type[Curve]:
+def digits() -> Any:
+    """Return the operator of the README's first example."""
+    page = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    code = page.split("```python\n")[1].split("\n\n\nwith TorchTrainer(")[0]
+    names: dict[str, Any] = {"__name__": "digits"}
+    exec(code, names)
+    return names["Digits"]
+
+
+def dying(kind: Any) -> Any:
     """Return a class whose last rank kills itself in step 3, if `info` asks for it."""
 
     class Dying(kind):  # type: ignore[misc, valid-type]
@@ -55,6 +65,28 @@ def test_a_worker_that_is_not_replaced_changes_nothing(kind: type[Curve]) -> Non
     for one, other in zip(buffers, others, strict=True):
         close(one, other)
     assert mode == "global"
+
+
+def test_the_digits_of_the_readme() -> None:
+    pytest.importorskip("sklearn")
+    found = []
+    for dies in (True, False):
+        with TorchTrainer(
+            training_operator_cls=dying(digits()),
+            config={"lr": 0.1},
+            num_workers=2,
+            use_gpu=False,
+            seed=3,
+            elastic=ElasticConfig(grow=False),
+        ) as trainer:
+            for _ in range(3):
+                trainer.train(info={"dies": dies})
+            assert trainer.world_size == 2 - dies and trainer.batch_mode == "global"
+            found.append((weights_of(trainer), trainer.validate()))
+    (mine, validated), (theirs, expected) = found
+    torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+    assert validated["val_loss"] == pytest.approx(expected["val_loss"], rel=1e-4)
+    assert validated["val_accuracy"] == pytest.approx(expected["val_accuracy"], rel=1e-6)
 
 
 class Contrasting(Curve):

@@ -97,14 +97,26 @@ def test_what_cannot_be_divided_is_refused_in_the_first_batch(operator: type[Tra
         replica.train()
 
 
-def test_a_data_set_whose_workers_have_their_own_data_is_refused() -> None:
-    class Own(Noting):
-        def setup(self, config: dict[str, Any]) -> None:
-            super().setup(config)
-            options = tf.data.Options()
-            options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
-            self.register_data(train_dataset=self._parts.train_dataset.with_options(options))
+class Own(Noting):
+    """Each worker has data of its own."""
 
+    def setup(self, config: dict[str, Any]) -> None:
+        super().setup(config)
+        options = tf.data.Options()
+        options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
+        self.register_data(train_dataset=self._parts.train_dataset.with_options(options))
+
+
+def test_by_default_the_log_says_once_that_the_batch_follows_the_workers(caplog: pytest.LogCaptureFixture) -> None:
+    for operator, mode, lines in ((Noting, "global", 0), (Own, "per_worker", 1)):
+        caplog.clear()
+        rank = replica_of(operator, in_pieces=False)
+        assert rank.train(1)["__batch_mode__"] == rank.train(2)["__batch_mode__"] == mode
+        said = [each for each in caplog.messages if "keeps its batch size" in each]
+        assert len(said) == lines and all("1 worker of 3 trains" in each and "AUTO or DATA" in each for each in said)
+
+
+def test_a_data_set_whose_workers_have_their_own_data_is_refused() -> None:
     with pytest.raises(ConfigError, match="cannot divide a data set whose auto_shard_policy is OFF"):
         replica_of(Own, in_pieces=True).train()
 
