@@ -33,10 +33,9 @@ def test_nothing_is_left(outcome: Callable[[], Ended], moment: Moment) -> None:
     shut_down = moment.number == signal.SIGINT and moment.again_s is None
     assert len(ended.drafts) <= (0 if shut_down else 1), ended
     assert all(name.startswith(".checkpoint.pt.") and name.endswith(".tmp") for name in ended.drafts), ended
-    # A worker that is killed leaves one folder, which the next worker on that machine removes. Ray kills them when the driver
-    # ends without a shutdown, and the driver itself kills one in its last round.
-    killed = not shut_down or moment.phase in ("recovery", "shutdown")
-    assert all(killed and name.startswith("raysgd-worker-") for name in ended.temporary), ended
+    # Ray kills a worker soon after the driver has closed its connection, on a busy machine before it has removed its folder. The
+    # next worker on that machine removes it.
+    assert all(name.startswith("raysgd-worker-") for name in ended.temporary), ended
     if "SAVED" in ended.output:
         assert ended.checkpoint == "exact", ended
     else:
