@@ -1,6 +1,7 @@
 """raysgd: elastic distributed training on Ray. Both.
 
-Importing this package imports neither torch, tensorflow, horovod nor ray. The first name that needs one imports it.
+Importing this package imports neither torch, tensorflow, horovod nor ray. The first name that needs
+one imports it.
 """
 
 from __future__ import annotations

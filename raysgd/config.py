@@ -1,4 +1,5 @@
-"""Settings that the user passes, and limits derived from them. Frozen, and checked where they are created. Both."""
+"""Settings that the user passes, and limits derived from them. Frozen, and checked where they are
+created. Both."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ def check_flag(name: str, value: Any) -> None:
 
 
 def seconds_from_environment(name: str, default: int) -> int:
-    """Return the whole number of seconds that an environment variable sets; `default` if it is unset or empty."""
+    """Return the whole number of seconds that an environment variable sets; `default` if it is
+    unset or empty."""
     text = os.environ.get(name, "").strip()
     if not text:
         return default
@@ -51,7 +53,8 @@ def seconds_from_environment(name: str, default: int) -> int:
 
 
 def control_ports() -> range | None:
-    """Return the ports of this machine on which the driver may listen, or None if the system is to choose them."""
+    """Return the ports of this machine on which the driver may listen, or None if the system is to
+    choose them."""
     text = os.environ.get(CONTROL_PORT, "").strip()
     if not text:
         return None
@@ -66,7 +69,8 @@ def control_ports() -> range | None:
 
 
 def flag_from_environment(name: str, *, default: bool = False) -> bool:
-    """Return whether an environment variable switches something on. Return the default if it is unset or empty."""
+    """Return whether an environment variable switches something on. Return the default if it is
+    unset or empty."""
     text = os.environ.get(name, "").strip().lower()
     if text not in ("", "0", "1", "false", "true"):
         raise ConfigError(f"the environment variable {name} is {text!r}; it must be 0 or 1. Correct it, or unset it.")
@@ -80,15 +84,19 @@ def start_limit_s() -> float:
 
 @dataclass(frozen=True)
 class Limits:
-    """The limit of every wait, in seconds, derived from two arguments: `timeout_s` and `hang_timeout_s`.
+    """The limit of every wait, in seconds, derived from two arguments: `timeout_s` and
+    `hang_timeout_s`.
 
     start_s        until the cluster has room for the first workers
     setup_s        for the operator's `setup`
     join_s         for the ranks of a generation to form a process group
-    collective_s   for one collective call: shorter than hang_s, so that a call to a vanished machine ends by itself
+    collective_s   for one collective call: shorter than hang_s, so that a call to a vanished
+                   machine ends by itself
     hang_s         without any rank completing a batch
-    unreachable_s  for a worker's machine to answer at all; its kernel answers even for a process that is stopped
-    silent_s       between two heartbeats of a process in `setup`, which may take long, but not silently
+    unreachable_s  for a worker's machine to answer at all; its kernel answers even for a process
+                   that is stopped
+    silent_s       between two heartbeats of a process in `setup`, which may take long, but not
+                   silently
     """
 
     start_s: float
@@ -122,26 +130,32 @@ Grow = bool | Literal["epoch"]
 @suggesting_fields
 @dataclass(frozen=True, kw_only=True)
 class ElasticConfig:
-    """How training continues when workers fail, leave and join. Elasticity is on by default; these fields tune it.
+    """How training continues when workers fail, leave and join. Elasticity is on by default; these
+    fields tune it.
 
     min_workers      train with at least this many workers; with fewer, wait for machines
     backoff_s        the first wait for machines; each further one is twice as long
     backoff_max_s    the longest wait
     max_attempts     waits in a row before the call raises an error
-    hang_timeout_s   after this long without progress, kill the rank that blocks the others (after a tenth of it, log a
-                     warning with its stack)
+    hang_timeout_s   after this long without progress, kill the rank that blocks the others (after a
+                     tenth of it, log a warning with its stack)
     grow             True: add new workers at a batch boundary; "epoch": between calls; False: never
-    batch            "global": all workers together keep their batch size, and none processes more samples at once than with all
-                     workers; "per_worker": each worker keeps its own; "auto": "global" if the first step shows that the results
-                     do not depend on the workers then, otherwise "per_worker"
-    lr               with "per_worker" or "auto", how learning rates follow the number of workers: "linear", "sqrt" or None (not at all)
-    snapshot_every   how often to take the snapshot that new processes start from when no worker is left: "epoch", a
-                     number of batches, seconds as a float, or None
-    compare_weights  when the weights and the optimizers' settings of the ranks are compared: "call": after the first call of
-                     `train()`, and after each call when a second of training has passed; after every `n` steps; None: never
-    on_divergence    what happens if they differ. "warn": log a warning; "raise": `train()` raises DivergenceError; "evict":
-                     treat a rank whose weights differ from those of most ranks as failed
-    hot_spares       additional workers that are set up and wait, and replace workers that fail or leave
+    batch            "global": all workers together keep their batch size, and none processes more
+                     samples at once than with all workers; "per_worker": each worker keeps its own;
+                     "auto": "global" if the first step shows that the results do not depend on the
+                     workers then, otherwise "per_worker"
+    lr               with "per_worker" or "auto", how learning rates follow the number of workers:
+                     "linear", "sqrt" or None (not at all)
+    snapshot_every   how often to take the snapshot that new processes start from when no worker is
+                     left: "epoch", a number of batches, seconds as a float, or None
+    compare_weights  when the weights and the optimizers' settings of the ranks are compared:
+                     "call": after the first call of `train()`, and after each call when a second of
+                     training has passed; after every `n` steps; None: never
+    on_divergence    what happens if they differ. "warn": log a warning; "raise": `train()` raises
+                     DivergenceError; "evict": treat a rank whose weights differ from those of most
+                     ranks as failed
+    hot_spares       additional workers that are set up and wait, and replace workers that fail or
+                     leave
     """
 
     min_workers: int = 1
@@ -205,7 +219,8 @@ class ElasticConfig:
 
     @property
     def compare_every(self) -> int | None:
-        """Return after how many steps the ranks report a summary of their weights; None if they are asked after calls, or never."""
+        """Return after how many steps the ranks report a summary of their weights; None if they are
+        asked after calls, or never."""
         return self.compare_weights if isinstance(self.compare_weights, int) else None
 
 
@@ -236,7 +251,8 @@ class WorkerResources:
     def parse(
         cls, num_cpus: Any, use_gpu: bool, resources: Mapping[str, Any] | None, *, gpu_asked: bool | None = None
     ) -> WorkerResources:
-        """Return the resources that a trainer's arguments mean; `resources_per_worker` overrides the others, key by key.
+        """Return the resources that a trainer's arguments mean; `resources_per_worker` overrides
+        the others, key by key.
 
         `gpu_asked` is the argument `use_gpu`: True, False, or None for "auto".
         """

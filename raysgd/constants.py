@@ -1,4 +1,5 @@
-"""Keys and values of results, operator configs and `info` dictionaries. Imports no framework. Both."""
+"""Keys and values of results, operator configs and `info` dictionaries. Imports no framework.
+Both."""
 
 # Keys of result dictionaries.
 NUM_SAMPLES = "num_samples"

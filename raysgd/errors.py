@@ -15,8 +15,8 @@
       NonFiniteError (FloatingPointError) gradients that are not finite: parameter, step, rank and samples
       WorkerStartError (RuntimeError)     a worker process ended or stalled before it was ready
 
-An exception that the user's code raises is never wrapped: it keeps its type, and has the rank as a note and the remote
-traceback as its cause (`RemoteTraceback`).
+An exception that the user's code raises is never wrapped: it keeps its type, and has the rank as a
+note and the remote traceback as its cause (`RemoteTraceback`).
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ class ConfigError(RaysgdError, ValueError):
 
 
 class MissingPartError(ConfigError, RuntimeError):
-    """An operator needs a part that its `setup` did not register or set. (RaySGD raised a RuntimeError.)"""
+    """An operator needs a part that its `setup` did not register or set. (RaySGD raised a
+    RuntimeError.)"""
 
 
 class NotActiveError(RaysgdError, RuntimeError):
@@ -83,8 +84,8 @@ class ClusterError(RaysgdError, ConnectionError):
 
 
 class CheckpointError(RaysgdError, RuntimeError):
-    """A checkpoint is damaged, was not written by raysgd, or does not fit the trainer. Nothing was changed, unless the
-    message says so."""
+    """A checkpoint is damaged, was not written by raysgd, or does not fit the trainer. Nothing was
+    changed, unless the message says so."""
 
 
 class TrainerBusyError(RaysgdError, RuntimeError):
@@ -92,7 +93,8 @@ class TrainerBusyError(RaysgdError, RuntimeError):
 
 
 class TrainingFailedError(RaysgdError, RuntimeError):
-    """More workers failed than the call allows, or none is left. The message says which, and why."""
+    """More workers failed than the call allows, or none is left. The message says which, and
+    why."""
 
 
 class HangError(TrainingFailedError):
@@ -100,15 +102,18 @@ class HangError(TrainingFailedError):
 
 
 class OutOfStepError(TrainingFailedError):
-    """Some ranks made a collective call that others did not make. The message names them. The call is never retried."""
+    """Some ranks made a collective call that others did not make. The message names them. The call
+    is never retried."""
 
 
 class DivergenceError(TrainingFailedError):
-    """The ranks do not train the same model. The message names what differs. The trainer can be used again."""
+    """The ranks do not train the same model. The message names what differs. The trainer can be
+    used again."""
 
 
 class NonFiniteError(RaysgdError, FloatingPointError):
-    """Gradients are not finite, or too many steps in a row were left out. No rank has made the step."""
+    """Gradients are not finite, or too many steps in a row were left out. No rank has made the
+    step."""
 
 
 class WorkerStartError(RaysgdError, RuntimeError):
@@ -116,7 +121,8 @@ class WorkerStartError(RaysgdError, RuntimeError):
 
 
 def shown(value: Any, most: int = 200) -> str:
-    """Return the value's `repr`, shortened, for a message. Never raise, even if the value's `__repr__` does."""
+    """Return the value's `repr`, shortened, for a message. Never raise, even if the value's
+    `__repr__` does."""
     try:
         text = repr(value)
     except Exception as error:
@@ -127,8 +133,7 @@ def shown(value: Any, most: int = 200) -> str:
 def counted(number: int, one: str, many: str = "") -> str:
     """Return a number with its noun.
 
-    >>> counted(1, "batch", "batches"), counted(2000, "worker")
-    ('1 batch', '2,000 workers')
+    >>> counted(1, "batch", "batches"), counted(2000, "worker") ('1 batch', '2,000 workers')
     """
     return f"{number:,} {one if number == 1 else many or one + 's'}"
 
@@ -136,8 +141,7 @@ def counted(number: int, one: str, many: str = "") -> str:
 def ranked(ranks: Iterable[int]) -> str:
     """Return ranks with their noun.
 
-    >>> ranked([1]), ranked([0, 2])
-    ('rank 1', 'ranks 0, 2')
+    >>> ranked([1]), ranked([0, 2]) ('rank 1', 'ranks 0, 2')
     """
     names = [str(rank) for rank in ranks]
     return f"rank{'' if len(names) == 1 else 's'} {', '.join(names)}"
@@ -157,7 +161,8 @@ def described(error: BaseException) -> str:
 
 
 def causes_of(error: BaseException) -> Iterator[BaseException]:
-    """Yield the error, the error that caused it or that was being handled when it was raised, and so on: 10 at most."""
+    """Yield the error, the error that caused it or that was being handled when it was raised, and
+    so on: 10 at most."""
     seen: BaseException | None = error
     for _ in range(10):
         if seen is None:
@@ -167,7 +172,8 @@ def causes_of(error: BaseException) -> Iterator[BaseException]:
 
 
 class RemoteTraceback(Exception):
-    """Carries the text of a worker's traceback to the driver, as the cause of the exception that the user's code raised."""
+    """Carries the text of a worker's traceback to the driver, as the cause of the exception that
+    the user's code raised."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -206,7 +212,8 @@ def close_to(name: str, known: Iterable[str]) -> str:
 
 
 def suggesting(function: F) -> F:
-    """Let a function say, when it is called with arguments that do not fit, which ones it takes and which was meant."""
+    """Let a function say, when it is called with arguments that do not fit, which ones it takes and
+    which was meant."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -217,7 +224,8 @@ def suggesting(function: F) -> F:
 
 
 def check_arguments(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
-    """Raise a TypeError that says which arguments the function takes, and which was meant, if these do not fit."""
+    """Raise a TypeError that says which arguments the function takes, and which was meant, if these
+    do not fit."""
     signature = _signature(function)
     try:
         signature.bind(*args, **kwargs)
@@ -231,7 +239,8 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature:
 
 
 def suggesting_fields(kind: C) -> C:
-    """Let a class do the same for the arguments of its `__init__`, such as a dataclass for its fields."""
+    """Let a class do the same for the arguments of its `__init__`, such as a dataclass for its
+    fields."""
     setattr(kind, "__init__", suggesting(cast(Any, kind).__init__))  # noqa: B010  # mypy allows no assignment
     return kind
 

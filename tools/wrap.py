@@ -163,7 +163,7 @@ def main(arguments: list[str]) -> str | None:
     check = "--check" in arguments
     named = [Path(each).resolve() for each in arguments if each != "--check"]
     different: list[str] = []
-    for path in named or pages():
+    for path in named or [*pages(), *sorted((ROOT / "raysgd").rglob("*.py"))]:
         text = path.read_text(encoding="utf-8")
         filled = filled_page(text) if path.suffix == ".md" else filled_code(text)
         if filled != text:

@@ -1,4 +1,5 @@
-"""Define the callback protocol: optional methods, and the values that they are called with. Both."""
+"""Define the callback protocol: optional methods, and the values that they are called with.
+Both."""
 
 from __future__ import annotations
 
@@ -25,9 +26,10 @@ class Run:
     config       the trainer's config
     functions    whether it runs a training function, and not an operator
     name         the name of the operator or of the training function
-    folder       where callbacks write, unless they were given a path of their own; it may not exist yet
-    saved_at     returns when the newest checkpoint of this trainer was complete, in seconds since 1970; None before the first
-                 one, and for training functions. Any thread may call it
+    folder       where callbacks write, unless they were given a path of their own; it may not exist
+                 yet
+    saved_at     returns when the newest checkpoint of this trainer was complete, in seconds since
+                 1970; None before the first one, and for training functions. Any thread may call it
     processes    returns (machine, process id) of each current rank. Any thread may call it
     """
 
@@ -43,8 +45,8 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Underway:
-    """The progress of one worker in the running call, with that worker's metrics so far. The first one of a call
-    announces the call, and has an empty `worker`.
+    """The progress of one worker in the running call, with that worker's metrics so far. The first
+    one of a call announces the call, and has an empty `worker`.
 
     kind      "train", "validate" or "test"
     progress  the epoch, and the batches and samples that the worker has done
@@ -59,14 +61,17 @@ class Underway:
 
 @dataclass(frozen=True, kw_only=True)
 class CallResult:
-    """The result of one call of `train`, `validate` or `test`, or one round of a function's reports.
+    """The result of one call of `train`, `validate` or `test`, or one round of a function's
+    reports.
 
     kind        "train", "validate", "test", or "report" for a training function
     world_size  how many workers there were at its end
     epoch       the epoch of the result; None if a training function does not report one
-    step        batches trained since the start of training; for a training function, the number of its reports
+    step        batches trained since the start of training; for a training function, the number of
+                its reports
     metrics     the metrics merged over all workers; for a training function, those of rank 0
-    by_worker   each rank's own metrics, in rank order; if the workers changed in the call, generation by generation
+    by_worker   each rank's own metrics, in rank order; if the workers changed in the call,
+                generation by generation
     seconds     how long it took
     traces      profiler traces of each rank, as {file name: bytes}
     """
@@ -85,7 +90,8 @@ Result = CallResult  # the older name, which existing callbacks import
 
 
 class Callback:
-    """Override the methods that you need. They are called on the driver, in the thread that called the trainer.
+    """Override the methods that you need. They are called on the driver, in the thread that called
+    the trainer.
 
         class Lowest(Callback):
             lowest = math.inf
@@ -93,7 +99,8 @@ class Callback:
             def on_result(self, result):
                 self.lowest = min(self.lowest, result.metrics.get("train_loss", math.inf))
 
-    The order is: the start; a resume; for each call, progress and recoveries, and then its result or its error; the end.
+    The order is: the start; a resume; for each call, progress and recoveries, and then its result
+    or its error; the end.
 
     An error in a callback is logged with its traceback, and training continues. In a class with
     `stops_training = True` it ends the call instead, and the trainer's caller gets it.
@@ -113,30 +120,37 @@ class Callback:
             suggesting_fields(cls)
 
     def on_start(self, run: Run) -> None:
-        """Called before the first worker starts (for a function trainer: before each run), with the `run` that begins."""
+        """Called before the first worker starts (for a function trainer: before each run), with the
+        `run` that begins."""
 
     def on_resume(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Called when the trainer has resumed from an automatic checkpoint, with the `rows` of the history until then."""
+        """Called when the trainer has resumed from an automatic checkpoint, with the `rows` of the
+        history until then."""
 
     def on_progress(self, now: Underway) -> None:
-        """Called for each worker while a call runs, with its progress `now`, at most a few times per second. Not for
-        training functions."""
+        """Called for each worker while a call runs, with its progress `now`, at most a few times
+        per second. Not for training functions."""
 
     def on_result(self, result: CallResult) -> None:
-        """Called with the `result` of each call of `train`, `validate` and `test`, and of each round of reports."""
+        """Called with the `result` of each call of `train`, `validate` and `test`, and of each
+        round of reports."""
 
     def extra_metrics(self, result: CallResult) -> Mapping[str, Any]:
         """Return metrics to add to this `result`. Called before any callback gets the result."""
         return {}
 
     def on_recovery(self, recovery: Recovery) -> None:
-        """Called with a `recovery` when workers failed, were replaced, or their number changed. Be quick: a call is waiting."""
+        """Called with a `recovery` when workers failed, were replaced, or their number changed. Be
+        quick: a call is waiting."""
 
     def on_wait(self, what: str) -> None:
-        """Called when a recovery begins to wait; `what` says for what. Not for training functions."""
+        """Called when a recovery begins to wait; `what` says for what. Not for training
+        functions."""
 
     def on_error(self, error: BaseException) -> None:
-        """Called when a call fails with an `error`, which its caller gets. The trainer may still be usable."""
+        """Called when a call fails with an `error`, which its caller gets. The trainer may still be
+        usable."""
 
     def on_end(self, failed: bool) -> None:
-        """Called when the trainer was shut down (for a function trainer: when the run is over). `failed`: after an error."""
+        """Called when the trainer was shut down (for a function trainer: when the run is over).
+        `failed`: after an error."""

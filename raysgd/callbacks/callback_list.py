@@ -1,4 +1,5 @@
-"""Call several callbacks. An error in one of them is logged, unless that callback may stop training. Driver."""
+"""Call several callbacks. An error in one of them is logged, unless that callback may stop
+training. Driver."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ CALLBACK_ERRORS = "callback_errors"
 
 
 class CallbackList:
-    """Owns the callbacks of one trainer, in order, and the error of one that wants training to stop.
+    """Owns the callbacks of one trainer, in order, and the error of one that wants training to
+    stop.
 
     `raise_stop` raises that error later, at a point where the call can end.
     """
@@ -43,7 +45,8 @@ class CallbackList:
         self._call("on_resume", rows)
 
     def take_stop(self) -> bool:
-        """Return whether a callback wants the loop over epochs to end. Each callback ends only one loop."""
+        """Return whether a callback wants the loop over epochs to end. Each callback ends only one
+        loop."""
         wanting = [callback for callback in self._all if callback.wants_stop]
         for callback in wanting:
             callback.wants_stop = False
@@ -53,8 +56,8 @@ class CallbackList:
         self._call("on_progress", now)
 
     def result(self, result: CallResult) -> dict[str, Any]:
-        """Call the callbacks with the result and with the metrics that they add to it. Return these metrics, and what the
-        callbacks have raised since the last result."""
+        """Call the callbacks with the result and with the metrics that they add to it. Return these
+        metrics, and what the callbacks have raised since the last result."""
         extra: dict[str, Any] = {}
         self._call("extra_metrics", result, into=extra)
         self._call("on_result", replace(result, metrics={**result.metrics, **extra}))
@@ -67,7 +70,8 @@ class CallbackList:
         self._call("on_recovery", recovery)
 
     def error(self, error: BaseException) -> None:
-        """Report the error that the caller gets. It takes precedence over an error of a callback."""
+        """Report the error that the caller gets. It takes precedence over an error of a
+        callback."""
         self._call("on_error", error)
         self._forget_stop()
 
@@ -82,8 +86,8 @@ class CallbackList:
         self._failures.clear()
 
     def _note_failures(self) -> dict[str, Any]:
-        """Add to the history which callbacks have failed since the last call of this method, with the first error of each.
-        Return what was added."""
+        """Add to the history which callbacks have failed since the last call of this method, with
+        the first error of each. Return what was added."""
         since, self._since = self._since, {}
         found = {CALLBACK_ERRORS: [f"{name}: {error}" for name, error in since.items()]} if since else {}
         for callback in self._all:
@@ -97,7 +101,8 @@ class CallbackList:
             raise stop
 
     def _call(self, hook: str, argument: Any, *, into: dict[str, Any] | None = None) -> None:
-        """Call one method of the callbacks; what they return goes `into` a dictionary, if there is one."""
+        """Call one method of the callbacks; what they return goes `into` a dictionary, if there is
+        one."""
         for callback in self._all:
             try:
                 returned = getattr(callback, hook)(argument)
@@ -127,8 +132,8 @@ class CallbackList:
 
 
 def check_callbacks(callbacks: Any, adapt: Callable[[Any], Any] = lambda given: given) -> list[Callback]:
-    """Return a trainer's argument `callbacks` as a list. `adapt` may convert objects that are not callbacks. Raise
-    `ConfigError` for anything that is not a callback then."""
+    """Return a trainer's argument `callbacks` as a list. `adapt` may convert objects that are not
+    callbacks. Raise `ConfigError` for anything that is not a callback then."""
     if callbacks is None:
         return []
     if isinstance(callbacks, Callback) or not isinstance(callbacks, Iterable):  # a History is a sequence too

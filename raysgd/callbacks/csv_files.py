@@ -14,9 +14,9 @@ from raysgd.storage import locations
 
 
 class CSVCallback(Callback):
-    """Writes `train.csv` and `validate.csv` (for a training function, `report.csv`), one line per result, in `folder`
-    (by default the log folder). Appends to existing files. A metric that appears later becomes a new column, which is
-    empty in the lines before."""
+    """Writes `train.csv` and `validate.csv` (for a training function, `report.csv`), one line per
+    result, in `folder` (by default the log folder). Appends to existing files. A metric that
+    appears later becomes a new column, which is empty in the lines before."""
 
     def __init__(self, folder: str | Path | None = None) -> None:
         self._given = None if folder is None else Path(folder).expanduser()
@@ -46,7 +46,8 @@ def _cells(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rewrite(path: Path, row: dict[str, Any]) -> list[str]:
-    """Write the file again with one more row: the first row of a run, or one with new columns. Return the header."""
+    """Write the file again with one more row: the first row of a run, or one with new columns.
+    Return the header."""
     header, lines = _read(path)
     header += [name for name in row if name not in header]
     text = io.StringIO(newline="")

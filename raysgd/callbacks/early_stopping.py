@@ -14,14 +14,15 @@ from raysgd.errors import ConfigError
 
 
 class EarlyStopping(Callback):
-    """Ends `trainer.fit()`, or a loop over `trainer.epochs()`, after `patience` results in a row whose `metric` did not improve
-    the best one by more than `min_delta`. `mode` is "min" or "max": which values are better.
+    """Ends `trainer.fit()`, or a loop over `trainer.epochs()`, after `patience` results in a row
+    whose `metric` did not improve the best one by more than `min_delta`. `mode` is "min" or "max":
+    which values are better.
 
         trainer = TorchTrainer(..., callbacks=[EarlyStopping("val_loss", patience=3)])
         trainer.fit(100)
 
-    `best` is the best value so far. Results without the metric do not count, and NaN is never better. A resumed trainer
-    continues to count where the killed script was.
+    `best` is the best value so far. Results without the metric do not count, and NaN is never
+    better. A resumed trainer continues to count where the killed script was.
     """
 
     stops_training: ClassVar[bool] = True  # its only errors are mistakes of the user

@@ -17,8 +17,8 @@ RESULTS = "ray_results"
 
 
 def create_folder(given: str | os.PathLike[str] | None, prefix: str) -> Path:
-    """Create a directory below ~/ray_results and return it. Without a name, create a new one with the time in its
-    name."""
+    """Create a directory below ~/ray_results and return it. Without a name, create a new one with
+    the time in its name."""
     home = Path.home() / RESULTS
     if given is None:
         return create_new_folder(home, f"{prefix}_{timestamp()}")
@@ -28,8 +28,8 @@ def create_folder(given: str | os.PathLike[str] | None, prefix: str) -> Path:
 
 
 def create_new_folder(home: Path, name: str) -> Path:
-    """Create the directory `name` in `home` and return it. If it exists, create `name_2`, `name_3` and so on
-    instead."""
+    """Create the directory `name` in `home` and return it. If it exists, create `name_2`, `name_3`
+    and so on instead."""
     for candidate in numbered(name):
         try:
             (home / candidate).mkdir(parents=True)
@@ -46,8 +46,8 @@ def numbered(name: str) -> Iterator[str]:
 
 
 def folder_to_be(given: str | os.PathLike[str] | None, prefix: str) -> Path:
-    """Return a directory without creating it, because nothing may ever be written there. A random suffix makes it
-    unlikely that another trainer takes the name."""
+    """Return a directory without creating it, because nothing may ever be written there. A random
+    suffix makes it unlikely that another trainer takes the name."""
     if given is not None and isinstance(place(given), Uri):
         raise ConfigError(
             f"logdir must be a directory on this machine, because callbacks write files there, got {str(place(given))!r}"

@@ -28,17 +28,17 @@ class Rows(list[dict[str, Any]]):
 
 
 class History(Callback, Sequence[Mapping[str, Any]]):
-    """Owns the rows of one trainer in this process: a list of dictionaries, oldest first. Automatic checkpoints
-    contain it, so a resumed trainer has the earlier rows, too.
+    """Owns the rows of one trainer in this process: a list of dictionaries, oldest first. Automatic
+    checkpoints contain it, so a resumed trainer has the earlier rows, too.
 
         trainer.history[-1]["train_loss"]
         min(trainer.history.of("validate").column("val_loss"))
         trainer.history.to_dataframe()
         trainer.history.plot(["train_loss", "val_loss"], path="losses.png")
 
-    A row has `kind` ("train", "validate", "test" or "report"), `epoch`, `step`, `world_size` and `seconds`, and then the
-    metrics that were returned. A metric with one of these names is renamed to `reported_...`, unless it is the same
-    epoch.
+    A row has `kind` ("train", "validate", "test" or "report"), `epoch`, `step`, `world_size` and
+    `seconds`, and then the metrics that were returned. A metric with one of these names is renamed
+    to `reported_...`, unless it is the same epoch.
     """
 
     def __init__(self) -> None:
@@ -73,12 +73,13 @@ class History(Callback, Sequence[Mapping[str, Any]]):
         return [dict(row) for row in self._rows]
 
     def of(self, kind: str) -> Rows:
-        """Return copies of the rows of one `kind`: "train", "validate", "test" or "report". `of(kind).column(name)` returns
-        the values of those that have this one."""
+        """Return copies of the rows of one `kind`: "train", "validate", "test" or "report".
+        `of(kind).column(name)` returns the values of those that have this one."""
         return Rows(dict(row) for row in self._rows if row["kind"] == kind)
 
     def column(self, name: str) -> list[Any]:
-        """Return the value `name` of each row, or None where a row lacks it, as those of other kinds do: see `of`."""
+        """Return the value `name` of each row, or None where a row lacks it, as those of other
+        kinds do: see `of`."""
         return [row.get(name) for row in self._rows]
 
     def __len__(self) -> int:
@@ -98,8 +99,9 @@ class History(Callback, Sequence[Mapping[str, Any]]):
         return pandas.DataFrame(self.rows, columns=self._columns(self._rows))
 
     def plot(self, metrics: str | Sequence[str] | None = None, *, path: str | Path | None = None) -> Any:
-        """Return a matplotlib figure (extra: history) of these `metrics`, by default of all numbers except counts, over
-        the epochs, or over `step` if there are none. With `path`, also save it."""
+        """Return a matplotlib figure (extra: history) of these `metrics`, by default of all numbers
+        except counts, over the epochs, or over `step` if there are none. With `path`, also save
+        it."""
         plotting = import_extra("matplotlib.figure", user="history.plot()")
         rows = [scalars(row) for row in self._rows]
         names = _plotted([metrics] if isinstance(metrics, str) else list(metrics or ()), rows)
@@ -116,8 +118,9 @@ class History(Callback, Sequence[Mapping[str, Any]]):
         return figure
 
     def report(self, path: str | os.PathLike[str]) -> str:
-        """Write one HTML page at `path`, which needs no other file and no network, and return its path: the metrics, the speed and
-        the workers over time, the recoveries with the seconds of their parts, slow ranks, and the table of results."""
+        """Write one HTML page at `path`, which needs no other file and no network, and return its
+        path: the metrics, the speed and the workers over time, the recoveries with the seconds of
+        their parts, slow ranks, and the table of results."""
         if not isinstance(path, (str, os.PathLike)):
             raise ConfigError(f"report() needs the path of the HTML file to write, such as 'run.html', got {path!r}")
         place = locations.place_to_save(path)
@@ -131,7 +134,8 @@ class History(Callback, Sequence[Mapping[str, Any]]):
         return list(dict.fromkeys([*ROW_FIELDS, *(name for row in rows for name in row)]))
 
     def _table(self) -> tuple[list[str], list[list[str]]]:
-        """Return the header and the newest rows as text, without columns that only matter for debugging."""
+        """Return the header and the newest rows as text, without columns that only matter for
+        debugging."""
         rows = self._rows[-MAX_SHOWN:]
         columns = [name for name in self._columns(rows) if not name.startswith(("_", "last_")) and name != "profile"]
         return columns, [[_cell(row.get(name, "")) for name in columns] for row in rows]
@@ -167,7 +171,8 @@ def _cell(value: Any) -> str:
 
 
 def _plotted(metrics: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return which metrics to plot. Raise `ConfigError` if there are none, or if one was never measured."""
+    """Return which metrics to plot. Raise `ConfigError` if there are none, or if one was never
+    measured."""
     measured = list(dict.fromkeys(name for row in rows for name in row))
     names = list(metrics) or measured_names(rows)
     missing = [name for name in names if name not in measured]
@@ -180,7 +185,8 @@ def _plotted(metrics: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[
 
 
 def _notebook_figure(figure: Any) -> Any:
-    """Return a figure class that notebooks can display. (pyplot would keep each figure in a global list.)"""
+    """Return a figure class that notebooks can display. (pyplot would keep each figure in a global
+    list.)"""
 
     def image(self: Any) -> bytes:
         file = io.BytesIO()

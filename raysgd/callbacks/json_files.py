@@ -13,8 +13,8 @@ from raysgd.storage import locations
 
 
 class JsonLinesCallback(Callback):
-    """Writes one complete line per result, as soon as there is a result, to `path` (by default `history.jsonl` in the log
-    folder). Appends to an existing file.
+    """Writes one complete line per result, as soon as there is a result, to `path` (by default
+    `history.jsonl` in the log folder). Appends to an existing file.
 
         {"kind": "train", "epoch": 1, "step": 90, "world_size": 2, "seconds": 1.3, "train_loss": 0.43, ...}
 
@@ -43,7 +43,8 @@ class JsonLinesCallback(Callback):
 
 
 def _end_last_line(path: Path) -> None:
-    """Complete or remove the last line, because the process that wrote it may have been killed, or the disk full."""
+    """Complete or remove the last line, because the process that wrote it may have been killed, or
+    the disk full."""
     written = path.read_bytes() if path.is_file() else b""
     if not written or written.endswith(b"\n"):
         return
@@ -57,9 +58,10 @@ def _end_last_line(path: Path) -> None:
 
 
 class JsonLoggerCallback(Callback):
-    """Writes the file `filename` (by default `results.json`) in the folder `logdir` as v1 did: a list with one entry
-    per result, which is a list of the results of the workers
-    in `workers_to_log` (None: all). Writes the entire file each time, so prefer JsonLinesCallback for long runs."""
+    """Writes the file `filename` (by default `results.json`) in the folder `logdir` as v1 did: a
+    list with one entry per result, which is a list of the results of the workers in
+    `workers_to_log` (None: all). Writes the entire file each time, so prefer JsonLinesCallback for
+    long runs."""
 
     def __init__(
         self,

@@ -30,14 +30,17 @@ OWN = (DATABASE, ARTIFACTS, "mlruns")
 
 
 class MLflowCallback(Callback):
-    """Creates one MLflow run per trainer (for functions, per run). Logs the config as parameters, and each scalar as a
-    metric over the batches trained so far (for functions, one rank's scalars over its reports). Recoveries and planned
-    changes of the workers are metrics `recovery_...`, the tag `raysgd.recoveries`, and the artifact `recoveries.json`, which
-    are stored with the next result, or at the end.
+    """Creates one MLflow run per trainer (for functions, per run). Logs the config as parameters,
+    and each scalar as a metric over the batches trained so far (for functions, one rank's scalars
+    over its reports). Recoveries and planned changes of the workers are metrics `recovery_...`, the
+    tag `raysgd.recoveries`, and the artifact `recoveries.json`, which are stored with the next
+    result, or at the end.
 
-    tracking_uri     the store; by default MLFLOW_TRACKING_URI, or else a database `mlflow.db` in the log folder
+    tracking_uri     the store; by default MLFLOW_TRACKING_URI, or else a database `mlflow.db` in
+                     the log folder
     registry_uri     the registry of models; by default the store
-    experiment_name  created if it does not exist (or pass the `experiment_id` of an existing experiment)
+    experiment_name  created if it does not exist (or pass the `experiment_id` of an existing
+                     experiment)
     tags             tags of the MLflow run
     logdir           the folder whose content `save_artifact` stores; by default the log folder
     worker_to_log    of functions, the rank whose scalars are logged

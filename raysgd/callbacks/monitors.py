@@ -1,4 +1,5 @@
-"""Callbacks whose work the workers do: averaged weights, learning rates, gradient norms, throughput. Driver."""
+"""Callbacks whose work the workers do: averaged weights, learning rates, gradient norms,
+throughput. Driver."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ class Measure:
 
 
 class ForOperators(Callback):
-    """Refuses trainers of functions, in which the workers do not know the optimizer. `instead` is what users do there."""
+    """Refuses trainers of functions, in which the workers do not know the optimizer. `instead` is
+    what users do there."""
 
     stops_training: ClassVar[bool] = True  # its only errors are mistakes of the user
     instead: ClassVar[str]
@@ -39,13 +41,15 @@ class ForOperators(Callback):
 
 
 class EMA(ForOperators):
-    """Averages the weights over the optimizer's steps, with the factor `decay`, on each worker of a `TorchTrainer`:
+    """Averages the weights over the optimizer's steps, with the factor `decay`, on each worker of a
+    `TorchTrainer`:
 
         average = decay * average + (1 - decay) * weights
 
-    `validate()` and `predict()` use the averages, and training continues with the weights. The averages begin as a copy of
-    the weights after the first step. Checkpoints and snapshots contain them, and `trainer.get_model(averaged=True)` returns
-    a model with them. Buffers, such as the statistics of BatchNorm, are not averaged.
+    `validate()` and `predict()` use the averages, and training continues with the weights. The
+    averages begin as a copy of the weights after the first step. Checkpoints and snapshots contain
+    them, and `trainer.get_model(averaged=True)` returns a model with them. Buffers, such as the
+    statistics of BatchNorm, are not averaged.
     """
 
     instead = "use torch.optim.swa_utils.AveragedModel, and commit its state_dict() with the model's"
@@ -57,17 +61,17 @@ class EMA(ForOperators):
 
 
 class LearningRateMonitor(ForOperators):
-    """Adds `lr` to the results of `train`: the mean over the steps, and `last_lr`. With several parameter groups or
-    optimizers there are `lr_0`, `lr_1` and so on, in their order."""
+    """Adds `lr` to the results of `train`: the mean over the steps, and `last_lr`. With several
+    parameter groups or optimizers there are `lr_0`, `lr_1` and so on, in their order."""
 
     instead = "report it yourself, raysgd.train.report(lr=scheduler.get_last_lr()[0])"
     on_workers = Measure("lr")
 
 
 class GradientNormMonitor(ForOperators):
-    """Adds `grad_norm` to the results of `train`: the norm of all gradients of the optimizer together, averaged over the
-    workers and before clipping, as its mean over the steps and as `last_grad_norm`. With several optimizers there are
-    `grad_norm_0`, `grad_norm_1` and so on."""
+    """Adds `grad_norm` to the results of `train`: the norm of all gradients of the optimizer
+    together, averaged over the workers and before clipping, as its mean over the steps and as
+    `last_grad_norm`. With several optimizers there are `grad_norm_0`, `grad_norm_1` and so on."""
 
     instead = "report what torch.nn.utils.clip_grad_norm_ or torch.nn.utils.get_total_norm returns"
     on_workers = Measure("grad_norm")
@@ -82,8 +86,9 @@ class Throughput(Callback):
                                DDP measures it, from some steps on a GPU, and not with other strategies
         compute_seconds        all other seconds of the workers' loop
 
-    The seconds are means over the workers. A round of a training function has only `samples_per_second`, if each worker
-    reports as `num_samples` how many it has trained on since its last report.
+    The seconds are means over the workers. A round of a training function has only
+    `samples_per_second`, if each worker reports as `num_samples` how many it has trained on since
+    its last report.
     """
 
     on_workers = Measure("seconds")

@@ -18,7 +18,8 @@ class PrintCallback(Callback):
 
         train     epoch 1  2 workers  1.3 s  train_loss=0.4312
 
-    `metrics` selects the scalars and their order, by default all except counts and those of the last batch.
+    `metrics` selects the scalars and their order, by default all except counts and those of the
+    last batch.
     """
 
     def __init__(self, metrics: list[str] | None = None, *, file: TextIO | None = None) -> None:

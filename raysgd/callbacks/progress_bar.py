@@ -1,4 +1,5 @@
-"""Show one progress bar for all workers: epoch, batches, samples per second, metrics, workers. Driver."""
+"""Show one progress bar for all workers: epoch, batches, samples per second, metrics, workers.
+Driver."""
 
 from __future__ import annotations
 
@@ -17,10 +18,11 @@ UNITS = {"batch": "batches", "report": "reports"}
 
 
 class ProgressBar(Callback):
-    """Owns one tqdm bar at a time, in a terminal or in a notebook; elsewhere, such as in a log file, it writes one line for
-    each call. Counts batches, of which all ranks have the same number, or the reports of a training function. Shows the
-    first six metrics (while a call runs, their newest values; at its end, what it returns), the workers that are present
-    and wanted (`workers=3/4`), and what a recovery waits for.
+    """Owns one tqdm bar at a time, in a terminal or in a notebook; elsewhere, such as in a log
+    file, it writes one line for each call. Counts batches, of which all ranks have the same number,
+    or the reports of a training function. Shows the first six metrics (while a call runs, their
+    newest values; at its end, what it returns), the workers that are present and wanted
+    (`workers=3/4`), and what a recovery waits for.
 
     `TorchTrainer(use_tqdm=True)` and `TFTrainer(use_tqdm=True)` create one.
     """
@@ -122,7 +124,8 @@ class ProgressBar(Callback):
         self._show()
 
     def _show(self, waits_for: str = "") -> None:
-        """Show the newest metrics, and the workers; the next progress replaces what was waited for."""
+        """Show the newest metrics, and the workers; the next progress replaces what was waited
+        for."""
         if self._bar is None:
             return
         parts = {"waiting for": waits_for} if waits_for else {}  # first, because a narrow terminal cuts the end

@@ -33,12 +33,14 @@ GAUGES = {
 
 
 class RayMetricsCallback(Callback):
-    """Sets gauges on Ray's metrics endpoint for Prometheus, with the label `trainer` (the operator's or the function's
-    name, unless `name` is given): speed, workers, recoveries, and the age of the newest checkpoint (GAUGES). They are updated
-    while an epoch runs, and exist until the trainer is shut down. An operator's workers measure how long they wait for
-    data, which adds the seconds of `Throughput` to the results.
+    """Sets gauges on Ray's metrics endpoint for Prometheus, with the label `trainer` (the
+    operator's or the function's name, unless `name` is given): speed, workers, recoveries, and the
+    age of the newest checkpoint (GAUGES). They are updated while an epoch runs, and exist until the
+    trainer is shut down. An operator's workers measure how long they wait for data, which adds the
+    seconds of `Throughput` to the results.
 
-    Owns a thread that sets them again every second, because Ray drops a gauge that is not set for a while.
+    Owns a thread that sets them again every second, because Ray drops a gauge that is not set for a
+    while.
 
     Needs a trainer on Ray, and Ray with its metrics agent (`pip install 'raysgd[metrics]'`).
     """

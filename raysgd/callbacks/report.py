@@ -1,4 +1,5 @@
-"""Keep what a report shows, and write it as one HTML page, which loads nothing and runs no script. Driver."""
+"""Keep what a report shows, and write it as one HTML page, which loads nothing and runs no script.
+Driver."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ margin:0}.wide{overflow-x:auto}</style></head><body><h1>%s</h1><p class="soft">W
 
 
 class Timeline:
-    """Owns what happened in this process and the rows of a history lack, with the times, in seconds since 1970."""
+    """Owns what happened in this process and the rows of a history lack, with the times, in seconds
+    since 1970."""
 
     def __init__(self) -> None:
         self.run: Run | None = None  # the newest one
@@ -93,7 +95,8 @@ class Timeline:
 
 
 def page(rows: Sequence[Mapping[str, Any]], timeline: Timeline) -> str:
-    """Return the page. `rows` are those of a history. Those before the timeline's are of an earlier process."""
+    """Return the page. `rows` are those of a history. Those before the timeline's are of an earlier
+    process."""
     run = timeline.run
     title = _html(f"{run.trainer}: {run.name}" if run is not None else "A training function")
     sections = {
@@ -147,7 +150,8 @@ def _facts(rows: Sequence[Mapping[str, Any]], timeline: Timeline) -> str:
 
 
 def _metrics(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return a chart of each metric. The same metric of `train`, `validate` and `test` is in one chart."""
+    """Return a chart of each metric. The same metric of `train`, `validate` and `test` is in one
+    chart."""
     x = "epoch" if all(row.get("epoch") is not None for row in rows) else "step"
     charts: dict[str, dict[str, list[Point]]] = {}
     for row in rows:
@@ -208,7 +212,8 @@ def _recoveries(recoveries: Sequence[Recovery]) -> str:
 
 
 def _ranks(ranks: Sequence[Mapping[str, float]]) -> str:
-    """Return what each rank does in a batch. Its own time is that for data and computing: in the rest it waits for the others."""
+    """Return what each rank does in a batch. Its own time is that for data and computing: in the
+    rest it waits for the others."""
     names = [name for name, key in SECONDS.items() if any(key in sums for sums in ranks)]
     counts = [(sums, sums.get("batch_count") or math.inf) for sums in ranks]
     times = [[1000 * sums.get(SECONDS[name], 0.0) / batches for name in names] for sums, batches in counts]
@@ -268,9 +273,9 @@ def _drawable(point: Point) -> bool:
 
 
 def _line_chart(series: Lines, x: str, span: Sequence[float] = (), marks: Sequence[tuple[float, str]] = ()) -> str:
-    """Return the lines of `series` as SVG, over an axis with the title `x`. With `span`, the horizontal axis includes it, and the
-    vertical one begins at 0. `marks` are vertical lines: where, and what the pointer shows there. A line is interrupted where a
-    value is not finite."""
+    """Return the lines of `series` as SVG, over an axis with the title `x`. With `span`, the
+    horizontal axis includes it, and the vertical one begins at 0. `marks` are vertical lines:
+    where, and what the pointer shows there. A line is interrupted where a value is not finite."""
     points = [point for line in series.values() for point in line if _drawable(point)] or [(0.0, 0.0)]
     left, right, x_ticks = _axis([*(at for at, _ in points), *(at for at, _ in marks), *span])
     low, high, y_ticks = _axis([*(value for _, value in points), *([0.0] if span else [])])
@@ -302,14 +307,16 @@ def _line_chart(series: Lines, x: str, span: Sequence[float] = (), marks: Sequen
 
 
 def _thinned(line: Sequence[Point]) -> Sequence[Point]:
-    """Return about MOST_POINTS points of a longer line: the lowest and the highest of each stretch, and the last."""
+    """Return about MOST_POINTS points of a longer line: the lowest and the highest of each stretch,
+    and the last."""
     size = 1 + 2 * len(line) // MOST_POINTS
     stretches = [sorted(line[start : start + size], key=lambda point: point[1]) for start in range(0, len(line), size)]
     return line if size == 1 else [*(point for part in stretches for point in sorted((part[0], part[-1]))), line[-1]]
 
 
 def _axis(values: Sequence[float]) -> tuple[float, float, list[float]]:
-    """Return the ends of an axis for these values, and round numbers that cover them, whole ones if all values are."""
+    """Return the ends of an axis for these values, and round numbers that cover them, whole ones if
+    all values are."""
     low, high = min(values), max(values)
     if low == high:
         half = abs(low) / 2 or 0.5

@@ -20,9 +20,10 @@ DT_STRING = 7  # of tensorboard.compat.proto.types_pb2
 
 
 class TensorBoardCallback(Callback):
-    """Writes an event file for `tensorboard --logdir`: each scalar as `train/...` or `validate/...` over the batches
-    trained so far. For training functions: the scalars of the rank `worker_to_log`, under their own names, over its reports.
-    Each recovery, and each planned change of the workers, is a text `recovery`, and its numbers are `recovery/...`.
+    """Writes an event file for `tensorboard --logdir`: each scalar as `train/...` or `validate/...`
+    over the batches trained so far. For training functions: the scalars of the rank
+    `worker_to_log`, under their own names, over its reports. Each recovery, and each planned change
+    of the workers, is a text `recovery`, and its numbers are `recovery/...`.
 
     Owns the open file.
     """
@@ -87,7 +88,8 @@ class _EventFile:
         self._write(step=step, wall_time=wall_time, summary=self._summary(value=summaries))
 
     def _text(self, name: str, text: str) -> Any:
-        """Return a text as TensorBoard's text plugin expects it: a string tensor without dimensions."""
+        """Return a text as TensorBoard's text plugin expects it: a string tensor without
+        dimensions."""
         metadata = self._metadata(plugin_data=self._metadata.PluginData(plugin_name="text"))
         content = text.encode("utf-8", "replace")
         return self._summary.Value(

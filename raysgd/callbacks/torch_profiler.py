@@ -17,10 +17,9 @@ logger = logging.getLogger("raysgd")
 
 @dataclass(frozen=True, kw_only=True)
 class ProfilerSettings:
-    """What each worker of these `ranks` (None: all) profiles, in its first `calls` calls of `train`: it skips `wait`
-    batches, runs the profiler for
-    `warmup` batches without recording, and then records `active` batches. `arguments` are further arguments of
-    `torch.profiler.profile`."""
+    """What each worker of these `ranks` (None: all) profiles, in its first `calls` calls of
+    `train`: it skips `wait` batches, runs the profiler for `warmup` batches without recording, and
+    then records `active` batches. `arguments` are further arguments of `torch.profiler.profile`."""
 
     ranks: tuple[int, ...] | None = None
     wait: int = 1
@@ -35,13 +34,14 @@ class ProfilerSettings:
 
 
 class TorchProfilerCallback(Callback):
-    """Writes `pytorch_profiler/rank0.<time>.pt.trace.json`, for each rank in `workers_to_log` (None: all of them),
-    in `logdir`, by default the log folder.
+    """Writes `pytorch_profiler/rank0.<time>.pt.trace.json`, for each rank in `workers_to_log`
+    (None: all of them), in `logdir`, by default the log folder.
 
         TorchTrainer(..., callbacks=[TorchProfilerCallback(workers_to_log=0, active=5)])
 
-    The workers of a TorchTrainer profile some batches of the first call of `train` (`ProfilerSettings` has the other
-    arguments). A training function runs its own profiler, and reports the traces of its `TorchWorkerProfiler`.
+    The workers of a TorchTrainer profile some batches of the first call of `train`
+    (`ProfilerSettings` has the other arguments). A training function runs its own profiler, and
+    reports the traces of its `TorchWorkerProfiler`.
     """
 
     def __init__(

@@ -19,14 +19,15 @@ from raysgd.core.policy import Recovery
 
 
 class WandbCallback(Callback):
-    """Creates one W&B run per trainer (for functions, per run). Logs the config, and each scalar as `train/...` or
-    `validate/...` over `step`, the batches trained so far. A function's scalars keep their own names. Recoveries and planned
-    changes of the workers are `recovery/...`.
+    """Creates one W&B run per trainer (for functions, per run). Logs the config, and each scalar as
+    `train/...` or `validate/...` over `step`, the batches trained so far. A function's scalars keep
+    their own names. Recoveries and planned changes of the workers are `recovery/...`.
 
     project  the project of the run; by default W&B's
     name     the name of the run; by default the operator's
     worker_to_log  of functions, the rank whose scalars are logged
-    mode     "online", "offline" (files in the log folder, for `wandb sync`) or "disabled"; by default, WANDB_MODE
+    mode     "online", "offline" (files in the log folder, for `wandb sync`) or "disabled"; by
+             default, WANDB_MODE
     dir      where W&B writes its files; by default, the log folder
     init     further arguments of `wandb.init`
     """

@@ -1,4 +1,5 @@
-"""Provide what callbacks that write results need: rows, scalars, JSON values, ranks, optional packages. Driver."""
+"""Provide what callbacks that write results need: rows, scalars, JSON values, ranks, optional
+packages. Driver."""
 
 from __future__ import annotations
 
@@ -18,8 +19,9 @@ COUNTS = ("epoch", "step", "world_size", "seconds", "batch_count", "num_samples"
 
 
 def for_json(value: Any) -> Any:
-    """Convert a value for strict JSON. NaN and infinity, which strict JSON lacks, become the strings "NaN", "Infinity"
-    and "-Infinity". Arrays become lists, and other objects their `str`."""
+    """Convert a value for strict JSON. NaN and infinity, which strict JSON lacks, become the
+    strings "NaN", "Infinity" and "-Infinity". Arrays become lists, and other objects their
+    `str`."""
     value = plain(value)
     if value is None or isinstance(value, (bool, int, str)):
         return value
@@ -58,13 +60,15 @@ def measured_names(rows: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def scalars_of_report(result: CallResult, rank: int) -> dict[str, float]:
-    """Return the scalars that one rank of a training function reported, without those that raysgd added."""
+    """Return the scalars that one rank of a training function reported, without those that raysgd
+    added."""
     reported = scalars(result.by_worker[rank]) if rank < len(result.by_worker) else {}
     return {name: value for name, value in reported.items() if not name.startswith("_")}
 
 
 def tagged_scalars(result: CallResult, rank: int) -> dict[str, float]:
-    """Return what dashboards plot: `train/...` and `validate/...`, or one rank's report under its own names."""
+    """Return what dashboards plot: `train/...` and `validate/...`, or one rank's report under its
+    own names."""
     if result.kind == "report":
         return scalars_of_report(result, rank)
     values = {**scalars(result.metrics), "world_size": result.world_size, "seconds": result.seconds}
@@ -72,8 +76,8 @@ def tagged_scalars(result: CallResult, rank: int) -> dict[str, float]:
 
 
 def row_of(result: CallResult) -> dict[str, Any]:
-    """Return a result as one row: its own fields, then the metrics. A metric with the name of a field is renamed to
-    `reported_...`, unless it is the same epoch."""
+    """Return a result as one row: its own fields, then the metrics. A metric with the name of a
+    field is renamed to `reported_...`, unless it is the same epoch."""
     metrics = {
         f"reported_{name}" if name in ROW_FIELDS else name: value
         for name, value in result.metrics.items()
@@ -108,7 +112,8 @@ def check_rank(rank: int) -> int:
 
 
 def check_ranks(given: int | Iterable[int] | None) -> tuple[int, ...] | None:
-    """Return the ranks that a callback logs, or None for all of them. Raise `ConfigError` for anything else."""
+    """Return the ranks that a callback logs, or None for all of them. Raise `ConfigError` for
+    anything else."""
     if given is None:
         return None
     ranks = (given,) if isinstance(given, int) else tuple(given)
@@ -122,8 +127,8 @@ def _is_rank(value: Any) -> bool:
 
 
 def import_extra(module: str, *, user: str) -> Any:
-    """Import an optional package. If it is not installed, raise an ImportError that says what needs it, and which extra
-    has it."""
+    """Import an optional package. If it is not installed, raise an ImportError that says what needs
+    it, and which extra has it."""
     try:
         return import_module(module)
     except ImportError as error:

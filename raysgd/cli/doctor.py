@@ -1,4 +1,5 @@
-"""Say whether this machine, or each node of the cluster that it belongs to, is ready for raysgd: `raysgd doctor`. Both."""
+"""Say whether this machine, or each node of the cluster that it belongs to, is ready for raysgd:
+`raysgd doctor`. Both."""
 
 from __future__ import annotations
 
@@ -127,7 +128,8 @@ def judge(machines: Mapping[str, Facts], requirements: Sequence[str]) -> Iterato
 
 
 def judge_name(node: str, machine: Facts, others: Sequence[Facts]) -> Iterator[Finding]:
-    """The name need not resolve to the address at which gloo listens, because raysgd chooses the interface."""
+    """The name need not resolve to the address at which gloo listens, because raysgd chooses the
+    interface."""
     text = f"{node}: its name {machine['name']}"
     todo = f"Let it resolve to {machine['address']} there, in /etc/hosts or DNS"
     if not machine["name_at"]:
@@ -140,7 +142,8 @@ def judge_name(node: str, machine: Facts, others: Sequence[Facts]) -> Iterator[F
 
 
 def examine(folders: Sequence[str] = ()) -> Iterator[Finding]:
-    """Yield what was found on this machine, or on all nodes of the cluster that it belongs to or that RAY_ADDRESS names."""
+    """Yield what was found on this machine, or on all nodes of the cluster that it belongs to or
+    that RAY_ADDRESS names."""
     problems: list[Finding] = []
     try:
         cluster = join_running()
@@ -202,8 +205,10 @@ def try_folder(folder: str, nodes: Mapping[str, Any]) -> Iterator[Finding]:
 @click.command("doctor")
 @click.option("--folder", "folders", multiple=True, help="A folder that all nodes should share. Can be repeated.")
 def command(folders: tuple[str, ...]) -> None:
-    """Check this machine, or all nodes of the Ray cluster that runs on it or that RAY_ADDRESS names.
+    """Check this machine, or all nodes of the Ray cluster that runs on it or that RAY_ADDRESS
+    names.
 
-    Each line says "ok", or what to do. Exit with 1 if one says FAIL. A "note" is advice. Files in a --folder are removed."""
+    Each line says "ok", or what to do. Exit with 1 if one says FAIL. A "note" is advice. Files in a
+    --folder are removed."""
     logging.getLogger("raysgd").setLevel(logging.ERROR)  # what it says about joining a cluster is for trainers
     show(examine(folders))

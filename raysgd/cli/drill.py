@@ -1,4 +1,5 @@
-"""Train a user's operator undisturbed, and again while its workers get signals, and compare: `raysgd drill`. Driver."""
+"""Train a user's operator undisturbed, and again while its workers get signals, and compare:
+`raysgd drill`. Driver."""
 
 from __future__ import annotations
 
@@ -79,7 +80,8 @@ def trainer_arguments(settings: Sequence[str]) -> dict[str, Any]:
 
 @dataclass
 class Trained:
-    """What one training has shown. `unrest` has the unplanned changes of workers in each call of `train()`."""
+    """What one training has shown. `unrest` has the unplanned changes of workers in each call of
+    `train()`."""
 
     samples: list[int] = field(default_factory=list)
     position: dict[str, Any] = field(default_factory=dict)
@@ -113,7 +115,8 @@ class Striker(Callback):
 def train(
     operator: Any, arguments: Mapping[str, Any], calls: int, steps: int | None, *, workers: int, struck: bool = False
 ) -> Trained:
-    """Train on this number of workers. If `struck`, one of them gets a signal in each call but the last one."""
+    """Train on this number of workers. If `struck`, one of them gets a signal in each call but the
+    last one."""
     from raysgd.torch import TorchTrainer
 
     striker, found = Striker(), Trained()
@@ -143,7 +146,8 @@ def train(
 
 
 def distance(one: Trained, other: Trained) -> float:
-    """Return the norm of the difference of two trainings' weights, as a part of the norm of the first one's."""
+    """Return the norm of the difference of two trainings' weights, as a part of the norm of the
+    first one's."""
     floats = {name: value.double() for name, value in one.weights.items() if value.is_floating_point()}
     total = sum(float(value.square().sum()) for value in floats.values())
     apart = sum(float((value - other.weights[name].double()).square().sum()) for name, value in floats.items())
@@ -151,8 +155,8 @@ def distance(one: Trained, other: Trained) -> float:
 
 
 def compare(calm: Trained, alone: Trained, struck: Trained, ignored: Sequence[str]) -> Iterator[Finding]:
-    """Judge a training under faults by one without. What differs between that one and `alone`, which was trained on one worker,
-    depends on the workers or on chance, and cannot be judged."""
+    """Judge a training under faults by one without. What differs between that one and `alone`,
+    which was trained on one worker, depends on the workers or on chance, and cannot be judged."""
     for call, found in enumerate(struck.unrest[:-1]):
         name = SIGNALS[call % len(SIGNALS)][0].name
         followed = ", ".join(f"{each.reason} after batch {each.batch}" for each in found) or "the worker stayed"
@@ -186,7 +190,8 @@ def compare(calm: Trained, alone: Trained, struck: Trained, ignored: Sequence[st
 
 
 def judge_weights(apart: float, natural: float) -> Finding:
-    """Judge weights that are so far from those without faults. Another number of workers makes them differ by `natural`."""
+    """Judge weights that are so far from those without faults. Another number of workers makes them
+    differ by `natural`."""
     text = f"the difference to those without faults is {apart:.1g} of their norm"
     if natural > TOLERANCE:
         text += f", and on one worker, without faults, {natural:.1g}: they depend on the workers or on chance"
@@ -225,10 +230,12 @@ def drill(
 @click.option("--steps", type=click.IntRange(min=1), help="Steps in each call.  [default: to the end of the epoch]")
 @click.option("--ignore", multiple=True, help="An attribute of the operator that may be lost. Repeatable.")
 def command(operator: str, settings: tuple[str, ...], calls: int, steps: int | None, ignore: tuple[str, ...]) -> None:
-    """Train an operator of your script while its workers get signals, on this machine, and compare with an undisturbed run.
+    """Train an operator of your script while its workers get signals, on this machine, and compare
+    with an undisturbed run.
 
-    OPERATOR is a subclass of raysgd.TrainingOperator in a SCRIPT (train.py) or in a module (package.module), which is imported:
-    what it runs must be under `if __name__ == "__main__":`. Values of --set are JSON, text or @FILE with JSON."""
+    OPERATOR is a subclass of raysgd.TrainingOperator in a SCRIPT (train.py) or in a module
+    (package.module), which is imported: what it runs must be under `if __name__ == "__main__":`.
+    Values of --set are JSON, text or @FILE with JSON."""
     os.environ["RAY_ADDRESS"] = "local"  # the workers of a cluster that others use must not be killed
     try:
         show(drill(load_operator(operator), trainer_arguments(settings), calls, steps, ignore))

@@ -17,7 +17,8 @@ from raysgd.training.auto_checkpoint import AutoCheckpoint, CheckpointFolder
 
 
 def describe(path: Path) -> Iterator[tuple[str, str]]:
-    """Yield names and texts that say what is at the path. Raise CheckpointError if it is damaged, or not raysgd's."""
+    """Yield names and texts that say what is at the path. Raise CheckpointError if it is damaged,
+    or not raysgd's."""
     names = {each.name for each in path.iterdir()} if path.is_dir() else members(path)
     if "data.pkl" in names or "outline.pt" in names:
         yield from torch_checkpoint(path)
@@ -96,9 +97,11 @@ def text(value: Any) -> str:
 @click.command("info")
 @click.argument("path", type=click.Path(exists=True, path_type=Path))
 def command(path: Path) -> None:
-    """Say what is in the checkpoint at PATH: a file or folder that a trainer, AutoCheckpoint or raysgd.train wrote.
+    """Say what is in the checkpoint at PATH: a file or folder that a trainer, AutoCheckpoint or
+    raysgd.train wrote.
 
-    Its checksums are verified, and no code from it runs. Exit with 1 if it is damaged, or not raysgd's."""
+    Its checksums are verified, and no code from it runs. Exit with 1 if it is damaged, or not
+    raysgd's."""
     try:
         for name, described in describe(path):
             click.echo(f"{name:<19}  {described:.100}{' ...' * (len(described) > 100)}")

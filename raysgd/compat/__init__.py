@@ -1,7 +1,9 @@
-"""Old module paths and names, for code that was written for RaySGD, Ray Train 1.x or AIR. Nothing in raysgd uses them. Both.
+"""Old module paths and names, for code that was written for RaySGD, Ray Train 1.x or AIR. Nothing
+in raysgd uses them. Both.
 
-Python finds no file for these modules. `raysgd.core.lazy.OldModules` creates them from this table when they are imported:
-{old module: {where its names are defined: the names}}, with old=new for a new name.
+Python finds no file for these modules. `raysgd.core.lazy.OldModules` creates them from this table
+when they are imported: {old module: {where its names are defined: the names}}, with old=new for a
+new name.
 """
 
 from __future__ import annotations

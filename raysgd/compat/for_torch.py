@@ -1,4 +1,5 @@
-"""Functions of `ray.util.sgd.torch`: a process group that is formed by hand, and operators for tests. Both."""
+"""Functions of `ray.util.sgd.torch`: a process group that is formed by hand, and operators for
+tests. Both."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from raysgd.torch.operator import TrainingOperator
 
 
 def setup_address() -> str:
-    """Return an address on this machine for `setup_process_group`, with a port that was free a moment ago."""
+    """Return an address on this machine for `setup_process_group`, with a port that was free a
+    moment ago."""
     import ray
 
     return f"tcp://{ray.util.get_node_ip_address()}:{find_free_port()}"
@@ -44,8 +46,9 @@ def get_test_operator(operator_cls: type[TrainingOperator]) -> type[TrainingOper
 
 
 def get_test_metrics_operator(operator_cls: type[TrainingOperator]) -> type[TrainingOperator]:
-    """Return a subclass whose batches add known metrics: the values of `config["scores"]` and `config["val_scores"]`, one for
-    each batch and divided by its number of samples, under the name `config["key"]`."""
+    """Return a subclass whose batches add known metrics: the values of `config["scores"]` and
+    `config["val_scores"]`, one for each batch and divided by its number of samples, under the name
+    `config["key"]`."""
 
     class _TestMetricsOperator(operator_cls):  # type: ignore[valid-type, misc]
         def setup(self, config: dict[str, Any]) -> None:

@@ -1,4 +1,5 @@
-"""What AIR's training functions call as `session.report({...})`, where `train.report` has another form. Worker."""
+"""What AIR's training functions call as `session.report({...})`, where `train.report` has another
+form. Worker."""
 
 from __future__ import annotations
 

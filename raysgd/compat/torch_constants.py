@@ -1,6 +1,7 @@
 """Two limits of RaySGD that the environment can set. Both.
 
-They are read from the environment each time `constants.NAME` is evaluated; `from ... import NAME` keeps the value of that moment.
+They are read from the environment each time `constants.NAME` is evaluated; `from ... import NAME`
+keeps the value of that moment.
 """
 
 from __future__ import annotations

@@ -16,7 +16,8 @@ Method = TypeVar("Method")
 
 
 def find_free_port() -> int:
-    """Return a TCP port that was free a moment ago. Another process may take it before you do; binding port 0 is safe."""
+    """Return a TCP port that was free a moment ago. Another process may take it before you do;
+    binding port 0 is safe."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.bind(("", 0))
         port: int = probe.getsockname()[1]
@@ -24,7 +25,8 @@ def find_free_port() -> int:
 
 
 def override(cls: type) -> Callable[[Method], Method]:
-    """Mark a method as overriding one of `cls`. Raise AssertionError at its definition if `cls` has no such member."""
+    """Mark a method as overriding one of `cls`. Raise AssertionError at its definition if `cls` has
+    no such member."""
 
     def check(method: Method) -> Method:
         name: Any = getattr(getattr(method, "fget", method), "__name__", None)  # a property names its getter
@@ -39,10 +41,11 @@ def override(cls: type) -> Callable[[Method], Method]:
 
 
 def check_for_failure(remote_values: Iterable[Any], *, timeout_s: float | None = None) -> bool:
-    """Wait for calls on Ray actors. Return True when all have ended, False as soon as an actor has failed.
+    """Wait for calls on Ray actors. Return True when all have ended, False as soon as an actor has
+    failed.
 
-    Raise the error that a call raised. Raise TimeoutError if no call ends within `timeout_s` of the one before; without
-    `timeout_s`, wait without a limit.
+    Raise the error that a call raised. Raise TimeoutError if no call ends within `timeout_s` of the
+    one before; without `timeout_s`, wait without a limit.
     """
     import ray  # only this function needs it
     from ray.exceptions import RayActorError
@@ -64,7 +67,8 @@ def check_for_failure(remote_values: Iterable[Any], *, timeout_s: float | None =
 
 
 def construct_path(path: Path, parent_path: Path) -> Path:
-    """Return an absolute path, and a relative one below `parent_path`. "~" is the user's home folder."""
+    """Return an absolute path, and a relative one below `parent_path`. "~" is the user's home
+    folder."""
     return parent_path.expanduser().joinpath(path.expanduser()).resolve()
 
 

@@ -1,4 +1,5 @@
-"""Names of Ray Train 1.x for what has no effect here: importing one warns, and does not end the script. Both."""
+"""Names of Ray Train 1.x for what has no effect here: importing one warns, and does not end the
+script. Both."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ def __getattr__(name: str) -> Any:
 
 
 class ResultsPreprocessor:
-    """Changes the rows of a round of reports when `preprocess` is called; raysgd's callbacks do not call it."""
+    """Changes the rows of a round of reports when `preprocess` is called; raysgd's callbacks do not
+    call it."""
 
     def __init__(self) -> None:
         warnings.warn(

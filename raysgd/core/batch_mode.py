@@ -1,8 +1,10 @@
-"""Decide whether the batch of all workers together stays what it is when their number changes: `ElasticConfig(batch="auto")`. Pure. Both.
+"""Decide whether the batch of all workers together stays what it is when their number changes:
+`ElasticConfig(batch="auto")`. Pure. Both.
 
-Fewer workers keep it if each processes its part in several pieces, and steps after the last one. That is exact if the user's code does
-nothing in a piece that it ought to do once in a batch. What the code has done in the first step that was committed decides, on every rank
-alike; what cannot be decided surely is "per_worker".
+Fewer workers keep it if each processes its part in several pieces, and steps after the last one.
+That is exact if the user's code does nothing in a piece that it ought to do once in a batch. What
+the code has done in the first step that was committed decides, on every rank alike; what cannot be
+decided surely is "per_worker".
 """
 
 from __future__ import annotations
@@ -24,10 +26,9 @@ class BatchMode(NamedTuple):
     """What was decided. Part of a replica's state, as a tuple.
 
     mode      "global" or "per_worker"; "" before the first step is committed
-    reason    for "per_worker": what prevents "global", and what to do about it
-    advice
-    in_parts  for "global": whether pieces are the parts that the missing workers would have had, because layers such as BatchNorm
-              compute with all samples of a piece
+    reason    for "per_worker": what prevents "global", and what to do about it advice
+    in_parts  for "global": whether pieces are the parts that the missing workers would have had,
+              because layers such as BatchNorm compute with all samples of a piece
     tested    whether a step of this run has shown that its code is fit for it
     told      whether the log has said that the batch is not kept
     """
@@ -55,7 +56,8 @@ class FirstStep(NamedTuple):
     direct     whether an optimizer has stepped without `self.step`
     scheduled  whether user code has stepped a registered scheduler
     changed    the attributes of the operator that `train_batch` has changed
-    divided    whether all ranks know the samples of each other, because the data is divided by index
+    divided    whether all ranks know the samples of each other, because the data is divided by
+               index
     together   whether `train_batch` has made collective calls of its own before the backward pass
     moving     whether the models have buffers that a step changes
     """
@@ -99,7 +101,8 @@ def decide(seen: FirstStep) -> BatchMode:
 
 
 def agreed(modes: Sequence[BatchMode]) -> BatchMode:
-    """Return what all ranks follow, from what each has decided: "per_worker" if one has a reason for it."""
+    """Return what all ranks follow, from what each has decided: "per_worker" if one has a reason
+    for it."""
     known = [each for each in modes if each.mode]
     reasons = [each for each in known if not each.keeps_batch]
     if reasons or not known:
@@ -108,7 +111,8 @@ def agreed(modes: Sequence[BatchMode]) -> BatchMode:
 
 
 def notice(mode: BatchMode, workers: int, usual: int) -> str:
-    """Return what the log says when `workers` train instead of the `usual` number, and the batch follows them."""
+    """Return what the log says when `workers` train instead of the `usual` number, and the batch
+    follows them."""
     train = "trains" if workers == 1 else "train"
     return (
         f"{counted(workers, 'worker')} of {usual} {train} now, and each keeps its batch size, so steps have another number of samples, and "

@@ -1,7 +1,8 @@
 """Compare what the ranks report of their weights and settings after the same step. Pure. Both.
 
-Synchronous training keeps the weights of all ranks equal: each applies the same averaged gradients with the same settings.
-Code that breaks this raises no error, so the ranks report two numbers for each parameter, and their optimizers' settings.
+Synchronous training keeps the weights of all ranks equal: each applies the same averaged gradients
+with the same settings. Code that breaks this raises no error, so the ranks report two numbers for
+each parameter, and their optimizers' settings.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ CAUSES = (
 class Summary:
     """What one rank reports. Ranks are compared in the entries whose names they have in common.
 
-    weights   for each parameter of the registered models: a projection, its size (which is a norm), and how far the numbers of
-              two ranks may be apart
-    alone     the same for parameters that train and belong to no registered model, so nothing averages their gradients
+    weights   for each parameter of the registered models: a projection, its size (which is a norm),
+              and how far the numbers of two ranks may be apart
+    alone     the same for parameters that train and belong to no registered model, so nothing
+              averages their gradients
     settings  the optimizers' settings
     """
 
@@ -53,7 +55,8 @@ class Difference:
     values    each group's value, of a setting
     size      by how much two groups differ, as a fraction of the value
     others    how many further entries of this kind differ
-    outliers  the ranks that differ from more than half of the ranks, in any entry; None if there is no such majority in one
+    outliers  the ranks that differ from more than half of the ranks, in any entry; None if there is
+              no such majority in one
     """
 
     kind: Kind
@@ -66,11 +69,12 @@ class Difference:
 
 
 def compare(texts: Mapping[int, str]) -> list[Difference]:
-    """Return what differs between the ranks, at most one `Difference` of each kind. `texts` has each rank's `Summary`.
+    """Return what differs between the ranks, at most one `Difference` of each kind. `texts` has
+    each rank's `Summary`.
 
-    >>> same, other = (Summary({"weight": [size, size, 1e-4]}, {}, {}).as_text() for size in (1.0, 1.5))
-    >>> [found.groups for found in compare({0: same, 1: other, 2: same})], compare({0: same, 1: same})
-    ([((0, 2), (1,))], [])
+    >>> same, other = (Summary({"weight": [size, size, 1e-4]}, {}, {}).as_text() for size in (1.0,
+    1.5)) >>> [found.groups for found in compare({0: same, 1: other, 2: same})], compare({0: same,
+    1: same}) ([((0, 2), (1,))], [])
     """
     holders: dict[str, list[int]] = {}
     for rank, text in texts.items():
@@ -104,7 +108,8 @@ def _worst(kind: Kind, read: Sequence[tuple[Summary, list[int]]]) -> Difference 
 def _difference(
     kind: Kind, name: str, column: Iterable[tuple[Any, list[int]]], distance: Callable[[Any, Any], float]
 ) -> Difference | None:
-    """Return the difference in one entry, None if all ranks agree. A `distance` of 0 is within the tolerance."""
+    """Return the difference in one entry, None if all ranks agree. A `distance` of 0 is within the
+    tolerance."""
     groups: list[tuple[Any, list[int]]] = []
     for value, ranks in column:
         mine = next((members for other, members in groups if distance(other, value) == 0), None)
@@ -128,8 +133,8 @@ def _difference(
 
 
 def _parameter(one: Sequence[float], other: Sequence[float]) -> float:
-    """Return how far two parameters are apart, as a fraction of their size. The difference of two projections is about as large as
-    the norm of the difference."""
+    """Return how far two parameters are apart, as a fraction of their size. The difference of two
+    projections is about as large as the norm of the difference."""
     if any(math.isfinite(mine) != math.isfinite(theirs) for mine, theirs in zip(one[:2], other[:2], strict=True)):
         return math.inf
     apart = max(abs(one[0] - other[0]), abs(one[1] - other[1]))
@@ -140,7 +145,8 @@ def _parameter(one: Sequence[float], other: Sequence[float]) -> float:
 
 
 def _setting(one: Any, other: Any) -> float:
-    """Return how far two settings are apart, as a fraction of the larger one; 1 for what is not a number."""
+    """Return how far two settings are apart, as a fraction of the larger one; 1 for what is not a
+    number."""
     if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
         return max((_setting(mine, theirs) for mine, theirs in zip(one, other, strict=True)), default=0.0)
     numbers = all(isinstance(each, (int, float)) and not isinstance(each, bool) for each in (one, other))

@@ -1,4 +1,5 @@
-"""Connect to the driver, and send and receive messages and bodies over a socket in blocking mode. Both.
+"""Connect to the driver, and send and receive messages and bodies over a socket in blocking mode.
+Both.
 
 `frames` describes what is sent."""
 
@@ -50,8 +51,8 @@ UNREACHABLE = {errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ETI
 
 @dataclass(frozen=True)
 class ControlAddress:
-    """Where the driver listens, the key that lets a worker in, and how long the driver's machine may not answer before
-    its connections end."""
+    """Where the driver listens, the key that lets a worker in, and how long the driver's machine
+    may not answer before its connections end."""
 
     host: str
     port: int
@@ -60,7 +61,8 @@ class ControlAddress:
 
 
 class Connection:
-    """One end of a connection whose other end has the key, too. One thread at a time may send, and one receive."""
+    """One end of a connection whose other end has the key, too. One thread at a time may send, and
+    one receive."""
 
     def __init__(self, opened: socket.socket, session: Session) -> None:
         self.socket, self._session = opened, session
@@ -77,8 +79,8 @@ class Connection:
     # -- sending --------------------------------------------------------------------------------------
 
     def send(self, message: Message, *body: bytes | bytearray | memoryview, guarded: int = 0) -> None:
-        """Send a message, whose body are these buffers, one after another. The first `guarded` bytes have a code. Return when
-        the kernel has all of it.
+        """Send a message, whose body are these buffers, one after another. The first `guarded`
+        bytes have a code. Return when the kernel has all of it.
 
         The socket's timeout limits a standstill, and not the whole transfer."""
         views = [memoryview(each).cast("B") for each in body if len(each)]
@@ -95,7 +97,8 @@ class Connection:
         rest: int,
         moved: Callable[[], None] = lambda: None,
     ) -> None:
-        """Send a message with a body of these sizes, part by part. Call `moved` whenever the kernel has taken some of it."""
+        """Send a message with a body of these sizes, part by part. Call `moved` whenever the kernel
+        has taken some of it."""
         for part in self._parts(message, body, guarded, rest):
             self._send_all(part, moved)
 
@@ -123,8 +126,8 @@ class Connection:
     # -- receiving ------------------------------------------------------------------------------------
 
     def receive(self) -> tuple[Message, Sizes]:
-        """Return the next message and the sizes of its body, which follows. Raise ConnectionError when the connection
-        ends."""
+        """Return the next message and the sizes of its body, which follows. Raise ConnectionError
+        when the connection ends."""
         head = _exactly(self.socket, HEAD_BYTES)
         sizes = self._session.sizes(head)
         return self._session.opened(head, _exactly(self.socket, sizes.message)), sizes
@@ -139,8 +142,9 @@ class Connection:
     def receive_body(
         self, sizes: Sizes, moved: Callable[[int], None] = lambda complete: None, *, room: Body | None = None
     ) -> Body:
-        """Return a message's body, read directly to where it stays. Call `moved` whenever a part has arrived, with how much of the
-        beginning is complete. The guarded part is complete when its code has been checked; raise AlteredError if that is wrong."""
+        """Return a message's body, read directly to where it stays. Call `moved` whenever a part
+        has arrived, with how much of the beginning is complete. The guarded part is complete when
+        its code has been checked; raise AlteredError if that is wrong."""
         body = make_room(sizes.body) if room is None else room
         view, filled = memoryview(body), 0
         if sizes.guarded:
@@ -161,7 +165,8 @@ class Connection:
 
 
 def connect(address: ControlAddress, first: Message, *, patience_s: float = PATIENCE_S) -> Connection:
-    """Open a connection, prove the key and send the first message. Return when the driver has admitted it.
+    """Open a connection, prove the key and send the first message. Return when the driver has
+    admitted it.
 
     A connection that ends before that is tried again for `patience_s`."""
     until = time.monotonic() + patience_s
@@ -206,8 +211,8 @@ def _exactly(opened: socket.socket, size: int) -> bytearray:
 
 
 def _receive_some(opened: socket.socket, room: memoryview) -> int:
-    """Fill a part of the buffer, and return the size of that part. Raise TimeoutError if the other machine does not
-    respond."""
+    """Fill a part of the buffer, and return the size of that part. Raise TimeoutError if the other
+    machine does not respond."""
     try:
         count = opened.recv_into(room[:PIECE])
     except OSError as error:
@@ -218,8 +223,9 @@ def _receive_some(opened: socket.socket, room: memoryview) -> int:
 
 
 def detect_unreachable(connection: socket.socket, limit_s: float) -> None:
-    """Enable TCP keepalive, so that reading raises TimeoutError when the other machine has not responded for `limit_s`.
-    Its kernel responds even if the process is stopped or busy. Options that this system lacks are skipped."""
+    """Enable TCP keepalive, so that reading raises TimeoutError when the other machine has not
+    responded for `limit_s`. Its kernel responds even if the process is stopped or busy. Options
+    that this system lacks are skipped."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     limit_s = max(limit_s, 1.0)
     every = max(int(limit_s / 5), 1)
@@ -235,14 +241,14 @@ def detect_unreachable(connection: socket.socket, limit_s: float) -> None:
 
 
 def as_timeout(error: OSError) -> OSError:
-    """Return a TimeoutError for errors that mean an unreachable machine, and other errors as they are. (If a machine in
-    the same network is switched off, the error is "no route to host".)"""
+    """Return a TimeoutError for errors that mean an unreachable machine, and other errors as they
+    are. (If a machine in the same network is switched off, the error is "no route to host".)"""
     return TimeoutError(str(error)) if error.errno in UNREACHABLE else error
 
 
 def make_room(size: int) -> Body:
-    """Return a buffer for a body. A large one (a full state) is a temporary file without a name, so that a driver on a
-    small machine does not need the memory for it."""
+    """Return a buffer for a body. A large one (a full state) is a temporary file without a name, so
+    that a driver on a small machine does not need the memory for it."""
     if size < LARGE or not hasattr(os, "posix_fallocate"):
         return bytearray(size)
     try:

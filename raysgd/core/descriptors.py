@@ -10,10 +10,11 @@ OWN = 256  # what a process opens without any worker: Python, Ray, torch, files 
 
 
 def allow_connections(workers: int, *, each: int) -> None:
-    """Raise this process's limit of open files if it is too low for `each` connections to so many workers. Raise
-    ResourceError if the system does not allow that.
+    """Raise this process's limit of open files if it is too low for `each` connections to so many
+    workers. Raise ResourceError if the system does not allow that.
 
-    The soft limit is raised only as far as needed, because old programs that inherit a high one can become slow.
+    The soft limit is raised only as far as needed, because old programs that inherit a high one can
+    become slow.
     """
     needed = OWN + each * workers
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

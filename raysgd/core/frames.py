@@ -1,7 +1,8 @@
-"""Prove that both ends of a connection have the trainer's key, and make frames that no other program can make. Pure. Both.
+"""Prove that both ends of a connection have the trainer's key, and make frames that no other
+program can make. Pure. Both.
 
-Both ends send a random number first, and prove the key with a code of both numbers. So the key never travels, and a proof is of
-no use on another connection, or to the other end:
+Both ends send a random number first, and prove the key with a code of both numbers. So the key
+never travels, and a proof is of no use on another connection, or to the other end:
 
     driver      number (NUMBER_BYTES)
     worker      number, proof (PROOF_BYTES)     the driver reads nothing else before it has checked this
@@ -16,10 +17,11 @@ A frame is a message, and perhaps a body:
     message     a pickled object of `messages`
     body        the guarded part, its code, and the rest
 
-The key of the codes is made of the trainer's key and both numbers, so a frame of another connection has a wrong code. Each code
-includes the side that sends, and how many codes it has sent before, so frames that are missing, repeated, or in another order
-have wrong codes too. Nothing is unpickled before its code is checked. What is only data (the tensors of a state) has no code,
-because making and checking one takes longer than sending it."""
+The key of the codes is made of the trainer's key and both numbers, so a frame of another connection
+has a wrong code. Each code includes the side that sends, and how many codes it has sent before, so
+frames that are missing, repeated, or in another order have wrong codes too. Nothing is unpickled
+before its code is checked. What is only data (the tensors of a state) has no code, because making
+and checking one takes longer than sending it."""
 
 from __future__ import annotations
 
@@ -72,14 +74,15 @@ class Sizes(NamedTuple):
 
 
 def _codes(secret: bytes, side: bytes) -> Iterator[Any]:
-    """Yield what makes each code of one side on one connection: `update` it with the content, and take its `digest`."""
+    """Yield what makes each code of one side on one connection: `update` it with the content, and
+    take its `digest`."""
     for count in itertools.count():
         yield hashlib.blake2b(COUNT.pack(count), digest_size=CODE_BYTES, key=secret, person=side)
 
 
 class Session:
-    """What one end of one connection needs to make frames, and to check those of the other end. Owns the codes of both
-    directions."""
+    """What one end of one connection needs to make frames, and to check those of the other end.
+    Owns the codes of both directions."""
 
     def __init__(self, key: bytes, side: bytes, numbers: bytes) -> None:
         secret = proof(key, b"session", numbers)
@@ -99,7 +102,8 @@ class Session:
 
     @staticmethod
     def sizes(head: bytes | bytearray | memoryview) -> Sizes:
-        """Return what the beginning of a frame says, which is not checked yet. Raise AlteredError if that cannot be true."""
+        """Return what the beginning of a frame says, which is not checked yet. Raise AlteredError
+        if that cannot be true."""
         sizes = Sizes(*PREFIX.unpack_from(head))
         if sizes.message > LARGEST_MESSAGE:
             raise AlteredError(
@@ -108,8 +112,8 @@ class Session:
         return sizes
 
     def opened(self, head: bytes | bytearray | memoryview, packed: bytes | bytearray | memoryview) -> Message:
-        """Return the message of a frame, of which these are the first HEAD_BYTES and what follows them. Raise AlteredError,
-        and unpickle nothing, if its code is wrong."""
+        """Return the message of a frame, of which these are the first HEAD_BYTES and what follows
+        them. Raise AlteredError, and unpickle nothing, if its code is wrong."""
         code = next(self.received)
         code.update(head[: PREFIX.size])
         code.update(packed)
@@ -118,7 +122,8 @@ class Session:
         return message
 
     def taken(self, received: bytearray) -> Iterator[Message]:
-        """Remove the complete frames from the beginning of what has been received, and yield their messages. None has a body."""
+        """Remove the complete frames from the beginning of what has been received, and yield their
+        messages. None has a body."""
         while len(received) >= HEAD_BYTES:
             head = bytes(received[:HEAD_BYTES])
             end = HEAD_BYTES + self.sizes(head).message

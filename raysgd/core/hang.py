@@ -1,4 +1,5 @@
-"""Find the ranks that block the others when a call makes no progress. Pure: evaluates reports of the ranks. Both."""
+"""Find the ranks that block the others when a call makes no progress. Pure: evaluates reports of
+the ranks. Both."""
 
 from __future__ import annotations
 
@@ -51,8 +52,8 @@ USERS_PART = {
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one rank reported when the driver asked where it is. `stack` is None if it did not answer. `silent_s` is how
-    long it has sent nothing."""
+    """What one rank reported when the driver asked where it is. `stack` is None if it did not
+    answer. `silent_s` is how long it has sent nothing."""
 
     rank: int | None
     node: str = ""
@@ -63,7 +64,8 @@ class RankReport:
 
 
 def is_in_collective(stack: Sequence[str]) -> bool:
-    """Return whether a stack is in a collective call. Frames are "path:line function" lines, innermost first."""
+    """Return whether a stack is in a collective call. Frames are "path:line function" lines,
+    innermost first."""
     for frame in stack:
         path, function = _path_and_function(frame)
         if _is_collective(path, function):
@@ -74,8 +76,8 @@ def is_in_collective(stack: Sequence[str]) -> bool:
 
 
 def collective_name(stack: Sequence[str]) -> str:
-    """Return the name of the collective call that a stack is in ("path:line function" lines, innermost first), "" if it
-    is in none, or in one that not all ranks must make."""
+    """Return the name of the collective call that a stack is in ("path:line function" lines,
+    innermost first), "" if it is in none, or in one that not all ranks must make."""
     if not is_in_collective(stack):
         return ""
     found = ""
@@ -108,7 +110,8 @@ def _is_collective(path: str, function: str) -> bool:
 
 
 def is_user_frame(frame: str) -> bool:
-    """Return whether a frame of a stack belongs neither to a framework nor to raysgd, Ray or Python itself."""
+    """Return whether a frame of a stack belongs neither to a framework nor to raysgd, Ray or Python
+    itself."""
     path = frame.replace("\\", "/")
     inside = path.startswith((PACKAGE, "<")) or RAY in path
     return not inside and not any(framework in path for framework in FRAMEWORKS)
@@ -117,16 +120,17 @@ def is_user_frame(frame: str) -> bool:
 def blocking_ranks(
     reports: Mapping[str, RankReport], *, still_s: float = 0.0, others_failed: bool = False
 ) -> list[str]:
-    """Return the ranks that block the others: those that do not answer, or, if all answer, those outside any
-    collective. There has been no progress for `still_s`.
+    """Return the ranks that block the others: those that do not answer, or, if all answer, those
+    outside any collective. There has been no progress for `still_s`.
 
-    A rank that does not answer, but sent something in the second half of that time, does not count yet, because on an
-    overloaded machine a process can be silent for seconds. Neither does a rank that stopped sending well after another
-    one, which may be the cause. Both count later if they stay silent.
+    A rank that does not answer, but sent something in the second half of that time, does not count
+    yet, because on an overloaded machine a process can be silent for seconds. Neither does a rank
+    that stopped sending well after another one, which may be the cause. Both count later if they
+    stay silent.
 
-    Return an empty list if all ranks are in a collective, or none is: then nothing shows which one blocks the others.
-    With `others_failed`, the ranks that waited for these have failed already, so every rank outside a collective
-    counts."""
+    Return an empty list if all ranks are in a collective, or none is: then nothing shows which one
+    blocks the others. With `others_failed`, the ranks that waited for these have failed already, so
+    every rank outside a collective counts."""
     frozen = [worker for worker, report in reports.items() if report.stack is None]
     if frozen:
         longest = max(reports[worker].silent_s for worker in frozen)
@@ -136,7 +140,8 @@ def blocking_ranks(
 
 
 def describe_rank(report: RankReport) -> str:
-    """Return where a rank is: one line for the log, followed by the innermost frames of its stack."""
+    """Return where a rank is: one line for the log, followed by the innermost frames of its
+    stack."""
     where = f"rank {report.rank} on {report.node or 'this machine'}, in {report.phase or '?'}, batch {report.batch}"
     if report.stack is None:
         return f"{where}: does not answer (its process is stopped, or its machine has failed)"
@@ -144,7 +149,8 @@ def describe_rank(report: RankReport) -> str:
 
 
 def describe_unfinished(report: RankReport, verb: str, limit_s: float) -> str:
-    """Return what a rank did not finish within a limit, and where it is: the user's frames, innermost first."""
+    """Return what a rank did not finish within a limit, and where it is: the user's frames,
+    innermost first."""
     rank = "a replacement worker" if report.rank is None else f"rank {report.rank}"
     where = f"{rank} on node {report.node or '?'}"
     what = USERS_PART.get(verb, f"'{verb}'")

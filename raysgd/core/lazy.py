@@ -1,4 +1,5 @@
-"""Names of a package that are loaded when they are first used, and modules for old import paths. Both."""
+"""Names of a package that are loaded when they are first used, and modules for old import paths.
+Both."""
 
 from __future__ import annotations
 
@@ -13,8 +14,9 @@ FRAMEWORKS = ("torch", "tensorflow")  # each is also the name of the extra that 
 
 
 def load(package: str, name: str, homes: Mapping[str, str]) -> Any:
-    """Return a name of a package from its home: "module", or "module:name" if it has another name there, or the path of a
-    module of the package. Raise ImportError with the extra to install if that module needs a framework that is missing."""
+    """Return a name of a package from its home: "module", or "module:name" if it has another name
+    there, or the path of a module of the package. Raise ImportError with the extra to install if
+    that module needs a framework that is missing."""
     if name not in homes:
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
     home, _, there = homes[name].partition(":")
@@ -31,13 +33,14 @@ def load(package: str, name: str, homes: Mapping[str, str]) -> Any:
 def lazy_names(
     package: str, homes: Mapping[str, str], listed: Sequence[str] = ()
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return the functions `__getattr__` and `__dir__` of a package with such names. `listed` is its `__all__`."""
+    """Return the functions `__getattr__` and `__dir__` of a package with such names. `listed` is
+    its `__all__`."""
     return lambda name: load(package, name, homes), lambda: sorted({*listed, *homes})
 
 
 class OldModules(MetaPathFinder, Loader):
-    """Creates the modules of a table, which is in the module of this name. It comes last on `sys.meta_path`, so the table is
-    read only when Python finds no file for a module of raysgd."""
+    """Creates the modules of a table, which is in the module of this name. It comes last on
+    `sys.meta_path`, so the table is read only when Python finds no file for a module of raysgd."""
 
     def __init__(self, table: str) -> None:
         self._table = table

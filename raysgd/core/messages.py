@@ -1,8 +1,9 @@
 """Define every message between the driver and its workers. Both.
 
-A message is a frozen dataclass, which is pickled. Some are followed by a body, and only these can be large. `frames` describes
-how they are sent. Objects of the user are bytes in a message or in a body, so that they are unpickled in the thread
-that needs them, and not in the one that receives them.
+A message is a frozen dataclass, which is pickled. Some are followed by a body, and only these can
+be large. `frames` describes how they are sent. Objects of the user are bytes in a message or in a
+body, so that they are unpickled in the thread that needs them, and not in the one that receives
+them.
 
 The first message of a connection is `Hello` or `Open`. The driver answers it with its proof:
 
@@ -29,8 +30,8 @@ class Message:
 
 @dataclass(frozen=True)
 class Hello(Message):
-    """A worker sends this when its process has started. The group reports it to the engine as `WorkerStarted`, and the
-    end of the connection as `WorkerEnded`."""
+    """A worker sends this when its process has started. The group reports it to the engine as
+    `WorkerStarted`, and the end of the connection as `WorkerEnded`."""
 
     worker: str
     node: str
@@ -41,11 +42,12 @@ class Hello(Message):
 class Open(Message):
     """A worker sends this to open another connection.
 
-    Without a `transfer`, it is the bulk connection, which stays open: `SnapshotUpload`, `FunctionReport` and `StartDealer`
-    follow, and the driver answers each with `Received`. It is opened before the first of them.
+    Without a `transfer`, it is the bulk connection, which stays open: `SnapshotUpload`,
+    `FunctionReport` and `StartDealer` follow, and the driver answers each with `Received`. It is
+    opened before the first of them.
 
-    With the name of one, it gives or takes one state: `GiveState` or `TakeState` follows. The driver closes it if that transfer
-    has ended."""
+    With the name of one, it gives or takes one state: `GiveState` or `TakeState` follows. The
+    driver closes it if that transfer has ended."""
 
     worker: str
     transfer: str = ""
@@ -56,15 +58,15 @@ class Open(Message):
 
 @dataclass(frozen=True)
 class Alive(Message):
-    """A worker sends this every second, from a thread beside the training thread. A process that is stopped does
-    not."""
+    """A worker sends this every second, from a thread beside the training thread. A process that is
+    stopped does not."""
 
 
 @dataclass(frozen=True)
 class ProgressReport(Message):
-    """The training thread sends this after a batch, a few times a second at most. `call` is the call that made the
-    progress, `partial` its metrics so far. The driver uses it for progress bars, for boundaries, and when the worker
-    fails."""
+    """The training thread sends this after a batch, a few times a second at most. `call` is the
+    call that made the progress, `partial` its metrics so far. The driver uses it for progress bars,
+    for boundaries, and when the worker fails."""
 
     call: int
     progress: Progress
@@ -73,15 +75,15 @@ class ProgressReport(Message):
 
 @dataclass(frozen=True)
 class PreemptionNotice(Message):
-    """A worker sends this when it has received SIGTERM, because its machine will be stopped. The engine moves its work
-    to other workers at the next batch boundary."""
+    """A worker sends this when it has received SIGTERM, because its machine will be stopped. The
+    engine moves its work to other workers at the next batch boundary."""
 
 
 @dataclass(frozen=True)
 class BoundaryAnswer(Message):
-    """A worker answers `ProposeBoundary` with this. `accepted` is True if it will stop there. `begun` is the step that
-    it has begun, -1 if it has not begun that call. If all ranks accept, `ConfirmBoundary` follows, otherwise another
-    proposal."""
+    """A worker answers `ProposeBoundary` with this. `accepted` is True if it will stop there.
+    `begun` is the step that it has begun, -1 if it has not begun that call. If all ranks accept,
+    `ConfirmBoundary` follows, otherwise another proposal."""
 
     round: int
     accepted: bool
@@ -90,8 +92,8 @@ class BoundaryAnswer(Message):
 
 @dataclass(frozen=True)
 class StackReport(Message):
-    """A worker answers `StackRequest` with this: the training thread's stack (innermost frame first), phase and
-    batch, and what is known of its collective calls."""
+    """A worker answers `StackRequest` with this: the training thread's stack (innermost frame
+    first), phase and batch, and what is known of its collective calls."""
 
     round: int
     frames: tuple[str, ...]
@@ -102,7 +104,8 @@ class StackReport(Message):
 
 @dataclass(frozen=True)
 class CallAnswer(Message):
-    """A worker sends this when a call has ended, with the pickled outcome. Ray sends an outcome that is large."""
+    """A worker sends this when a call has ended, with the pickled outcome. Ray sends an outcome
+    that is large."""
 
     call: int
     outcome: bytes
@@ -113,7 +116,8 @@ class CallAnswer(Message):
 
 @dataclass(frozen=True)
 class PerformCall(Message):
-    """The driver asks a worker to perform a call: the pickled verb and arguments. `CallAnswer` follows."""
+    """The driver asks a worker to perform a call: the pickled verb and arguments. `CallAnswer`
+    follows."""
 
     call: int
     generation: int
@@ -127,15 +131,16 @@ class FreeMainThread(Message):
 
 @dataclass(frozen=True)
 class Interrupt(Message):
-    """The driver sends this when a rank of the generation failed. Its peers leave their collective call and end the
-    running call. Workers of a later generation ignore it."""
+    """The driver sends this when a rank of the generation failed. Its peers leave their collective
+    call and end the running call. Workers of a later generation ignore it."""
 
     generation: int
 
 
 @dataclass(frozen=True)
 class ProposeBoundary(Message):
-    """The driver asks every rank to stop after `step` of this call, for a planned change. `BoundaryAnswer` follows."""
+    """The driver asks every rank to stop after `step` of this call, for a planned change.
+    `BoundaryAnswer` follows."""
 
     round: int
     call: int
@@ -144,12 +149,14 @@ class ProposeBoundary(Message):
 
 @dataclass(frozen=True)
 class ConfirmBoundary(Message):
-    """The driver sends this when all ranks accepted the boundary. Ranks that wait there end their call."""
+    """The driver sends this when all ranks accepted the boundary. Ranks that wait there end their
+    call."""
 
 
 @dataclass(frozen=True)
 class StackRequest(Message):
-    """The driver's watchdog asks where a worker is. `StackReport` follows, unless the process is stopped."""
+    """The driver's watchdog asks where a worker is. `StackReport` follows, unless the process is
+    stopped."""
 
     round: int
 
@@ -163,7 +170,8 @@ class KillProcess(Message):
 
 @dataclass(frozen=True)
 class Bye(Message):
-    """The driver does not need this worker any more. The worker ends itself if Ray does not end it."""
+    """The driver does not need this worker any more. The worker ends itself if Ray does not end
+    it."""
 
 
 # -- bulk connections ---------------------------------------------------------------------------------
@@ -172,7 +180,8 @@ class Bye(Message):
 @dataclass(frozen=True)
 class SnapshotUpload(Message):
     """Rank 0 sends this when a snapshot is due. Body: the full state, or nothing if the ranks keep
-    it themselves. `call` and `partial` are those of `ProgressReport`. The driver keeps the newest snapshot, in case all workers fail."""
+    it themselves. `call` and `partial` are those of `ProgressReport`. The driver keeps the newest
+    snapshot, in case all workers fail."""
 
     progress: Progress
     call: int
@@ -181,9 +190,10 @@ class SnapshotUpload(Message):
 
 @dataclass(frozen=True)
 class FunctionReport(Message):
-    """A rank sends this in `train.report` ("report") and `train.save_checkpoint` ("checkpoint"). Body, guarded: the pickled
-    metrics, `metrics_size` bytes, then the checkpoint, if there is one. The driver drops those of earlier attempts. The rank
-    continues when it is answered, which is later if the user or the storage is too far behind."""
+    """A rank sends this in `train.report` ("report") and `train.save_checkpoint` ("checkpoint").
+    Body, guarded: the pickled metrics, `metrics_size` bytes, then the checkpoint, if there is one.
+    The driver drops those of earlier attempts. The rank continues when it is answered, which is
+    later if the user or the storage is too far behind."""
 
     kind: Literal["report", "checkpoint"]
     run: int
@@ -195,8 +205,8 @@ class FunctionReport(Message):
 
 @dataclass(frozen=True)
 class StartDealer(Message):
-    """Each rank sends this when it registers a Ray Dataset. Body, guarded: the pickled dataset. The driver starts one actor of
-    this name, from which all ranks read."""
+    """Each rank sends this when it registers a Ray Dataset. Body, guarded: the pickled dataset. The
+    driver starts one actor of this name, from which all ranks read."""
 
     name: str
 
@@ -211,8 +221,8 @@ class Received(Message):
 
 @dataclass(frozen=True)
 class GiveState(Message):
-    """The worker sends its state. Body: the state, or the content of a save. `report` is what the worker of a save has written,
-    or its error. `Received` follows."""
+    """The worker sends its state. Body: the state, or the content of a save. `report` is what the
+    worker of a save has written, or its error. `Received` follows."""
 
     report: dict[str, Any] | None = None
 

@@ -20,8 +20,8 @@ _MAX_WAITING = 512
 class AverageMeter:
     """The weighted mean of one number over many updates, and the latest number.
 
-    A number on an accelerator is copied on its device, and read only when a result is asked for (or when 512 numbers
-    wait), so that `update` does not stall the device's queue.
+    A number on an accelerator is copied on its device, and read only when a result is asked for (or
+    when 512 numbers wait), so that `update` does not stall the device's queue.
     """
 
     __slots__ = ("_last", "_sum", "_waiting", "count")
@@ -85,10 +85,10 @@ class AverageMeter:
 class AverageMeterCollection:
     """Meters by metric name, with the count of batches and samples.
 
-    Owns the sums of one worker, and never communicates with other workers. Values that are not numbers (text,
-    dictionaries, None, arrays) are not averaged: the latest one is reported. If a metric is sometimes a number, only
-    its numbers count. Metrics named `batch_count` or `num_samples` are not reported, because the collection reports its
-    own."""
+    Owns the sums of one worker, and never communicates with other workers. Values that are not
+    numbers (text, dictionaries, None, arrays) are not averaged: the latest one is reported. If a
+    metric is sometimes a number, only its numbers count. Metrics named `batch_count` or
+    `num_samples` are not reported, because the collection reports its own."""
 
     def __init__(self) -> None:
         self.batch_count = 0
@@ -97,7 +97,8 @@ class AverageMeterCollection:
         self._others: dict[str, Any] = {}
 
     def update(self, metrics: Mapping[str, Any], n: float = 1) -> None:
-        """Add the metrics of one batch of `n` samples. This runs once per step, so it is kept fast."""
+        """Add the metrics of one batch of `n` samples. This runs once per step, so it is kept
+        fast."""
         if type(n) is not int or not 0 < n < _MOST_SAMPLES:
             n = _weight(n)
         try:
@@ -120,7 +121,8 @@ class AverageMeterCollection:
                 self._update_one(name, value, n)
 
     def summary(self) -> dict[str, Any]:
-        """Return `batch_count`, `num_samples`, and for each metric `m` its mean and, as `last_m`, its latest value."""
+        """Return `batch_count`, `num_samples`, and for each metric `m` its mean and, as `last_m`,
+        its latest value."""
         result: dict[str, Any] = {BATCH_COUNT: self.batch_count, NUM_SAMPLES: self.num_samples}
         reserved = set(result)
         for name, meter in self._meters.items():
@@ -151,7 +153,8 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _number(value: Any, name: Any = None) -> Any:
-    """Return a Python number, or a copy of a one-element tensor on its device, or None for anything else."""
+    """Return a Python number, or a copy of a one-element tensor on its device, or None for anything
+    else."""
     if type(value) in (float, bool):
         return value
     if _is_tensor(value):

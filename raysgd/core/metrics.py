@@ -1,7 +1,9 @@
-"""Merge what the ranks measured into one dictionary. Pure: any split of the same work gives the same values. Both.
+"""Merge what the ranks measured into one dictionary. Pure: any split of the same work gives the
+same values. Both.
 
-One rank's result of one part of a call is a dict: `num_samples`, `batch_count`, metrics, `last_` metrics.
-`merge_ranks` merges the ranks' results of one part; `merge_parts` merges the parts of a call that was interrupted.
+One rank's result of one part of a call is a dict: `num_samples`, `batch_count`, metrics, `last_`
+metrics. `merge_ranks` merges the ranks' results of one part; `merge_parts` merges the parts of a
+call that was interrupted.
 """
 
 from __future__ import annotations
@@ -36,8 +38,8 @@ Result = dict[str, Any]
 
 
 def refuse_own_names(result: Mapping[Any, Any], *, of: str, names: Set[str] = OWN_NAMES) -> None:
-    """Raise ValueError for a metric that would replace one of raysgd's own values in the result. `of` says what returned
-    it."""
+    """Raise ValueError for a metric that would replace one of raysgd's own values in the result.
+    `of` says what returned it."""
     found = next((name for name in result if name in names), None)
     if found is not None:
         raise ValueError(
@@ -47,8 +49,8 @@ def refuse_own_names(result: Mapping[Any, Any], *, of: str, names: Set[str] = OW
 
 
 def check_metrics(result: Mapping[Any, Any], *, of: str) -> None:
-    """Raise an error for a metric that could not be averaged, sent, shown or stored later. `of` says what returned
-    it."""
+    """Raise an error for a metric that could not be averaged, sent, shown or stored later. `of`
+    says what returned it."""
     for name, value in result.items():
         try:
             check_metric(name, value)
@@ -57,7 +59,8 @@ def check_metrics(result: Mapping[Any, Any], *, of: str) -> None:
 
 
 def check_metric(name: Any, value: Any) -> None:
-    """Raise TypeError for a name that is not a string, and ValueError for a value that cannot be stored."""
+    """Raise TypeError for a name that is not a string, and ValueError for a value that cannot be
+    stored."""
     if not isinstance(name, str):
         example = f"use a string, such as {shown(str(name), 40)}" if isinstance(name, (int, float)) else "use a string"
         raise TypeError(
@@ -86,7 +89,8 @@ def out_of_range(what: str, number: Any) -> ValueError:
 
 
 def _check_nested(name: str, value: Any, seen: set[int], depth: int) -> None:
-    """Raise an error if a list or dictionary contains itself, because code that walks through it would never end."""
+    """Raise an error if a list or dictionary contains itself, because code that walks through it
+    would never end."""
     if depth > DEEPEST:
         raise ValueError(
             f"the metric {name!r} contains itself, or is nested more than {DEEPEST} levels deep: return a flatter value"
@@ -100,7 +104,8 @@ def _check_nested(name: str, value: Any, seen: set[int], depth: int) -> None:
 
 
 def plain(value: Any) -> Any:
-    """Return a Python number for anything that is a single number (NumPy, torch, TensorFlow); else the value itself."""
+    """Return a Python number for anything that is a single number (NumPy, torch, TensorFlow); else
+    the value itself."""
     if isinstance(value, (bool, int, float)) or value is None or isinstance(value, (str, bytes, Mapping)):
         return value
     try:
@@ -135,8 +140,9 @@ def _mean(pairs: Sequence[tuple[Any, float]]) -> Any:
 def merge_ranks(results: Sequence[Mapping[str, Any]]) -> Result:
     """Merge the results of one part of a call over its ranks.
 
-    `num_samples` is summed. `epoch` and `batch_count` are the maximum. Other numbers are means weighted by samples,
-    over the ranks that have them. Anything else is the first rank's. `epoch` comes first."""
+    `num_samples` is summed. `epoch` and `batch_count` are the maximum. Other numbers are means
+    weighted by samples, over the ranks that have them. Anything else is the first rank's. `epoch`
+    comes first."""
     rows = [{key: plain(value) for key, value in result.items()} for result in results if result]
     if not rows:
         return {}
@@ -156,9 +162,9 @@ def merge_ranks(results: Sequence[Mapping[str, Any]]) -> Result:
 
 
 def for_all_ranks(result: Mapping[str, Any], ranks: int, committed: int) -> Result:
-    """Return one rank's result of a part with the number of samples of all `ranks`, which have `committed` that many in
-    it (0 if that is not known). The first rank has up to one sample in a batch more than others. A number in other units
-    (tokens, say) cannot be determined exactly."""
+    """Return one rank's result of a part with the number of samples of all `ranks`, which have
+    `committed` that many in it (0 if that is not known). The first rank has up to one sample in a
+    batch more than others. A number in other units (tokens, say) cannot be determined exactly."""
     samples: Any = result.get(NUM_SAMPLES)
     if not _is_number(samples):
         return dict(result)
@@ -168,8 +174,8 @@ def for_all_ranks(result: Mapping[str, Any], ranks: int, committed: int) -> Resu
 
 
 def merge_parts(parts: Sequence[Mapping[str, Any]]) -> Result:
-    """Merge the parts of one call, given in order: sum the counts, weight means by samples, and take the last part's
-    `last_` metrics."""
+    """Merge the parts of one call, given in order: sum the counts, weight means by samples, and
+    take the last part's `last_` metrics."""
     rows = [dict(part) for part in parts if part]
     busy = [row for row in rows if row.get(BATCH_COUNT) or row.get(NUM_SAMPLES)] or rows
     if not busy:
@@ -188,7 +194,8 @@ def merge_parts(parts: Sequence[Mapping[str, Any]]) -> Result:
 
 
 def count_committed_samples(result: Result, parts: Sequence[Mapping[str, Any]]) -> Result:
-    """Count the samples that the sampling plan knows were trained on, also those whose metrics failed with a worker.
+    """Count the samples that the sampling plan knows were trained on, also those whose metrics
+    failed with a worker.
 
     A report in other units (tokens, say) has a larger number, which is kept.
     """

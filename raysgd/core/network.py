@@ -1,4 +1,5 @@
-"""Find the address by which this machine reaches another one, and listen for other machines. Both."""
+"""Find the address by which this machine reaches another one, and listen for other machines.
+Both."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ BACKLOG = 1024
 
 
 def address_towards(host: str) -> str:
-    """Return the address of this machine from which packets to `host` are sent. Sends nothing. Raise OSError if there is
-    no route."""
+    """Return the address of this machine from which packets to `host` are sent. Sends nothing.
+    Raise OSError if there is no route."""
     family, _, _, _, there = socket.getaddrinfo(host, ANY_PORT, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(there)
@@ -25,8 +26,9 @@ def address_towards(host: str) -> str:
 
 
 def own_address() -> str:
-    """Return the address of this machine on its default route; without one, that of its name, or the loopback address.
-    (A name may not resolve, or to an address that other machines have too.)"""
+    """Return the address of this machine on its default route; without one, that of its name, or
+    the loopback address. (A name may not resolve, or to an address that other machines have
+    too.)"""
     try:
         return address_towards(OUTSIDE)
     except OSError:
@@ -38,8 +40,8 @@ def own_address() -> str:
 
 
 def listen(host: str, ports: Iterable[int] | None) -> socket.socket:
-    """Return a socket that listens on `host`, at the first of these ports that is free, or at one that the system chooses.
-    Raise OSError if this machine does not have that address."""
+    """Return a socket that listens on `host`, at the first of these ports that is free, or at one
+    that the system chooses. Raise OSError if this machine does not have that address."""
     family, _, _, _, (address, *_) = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     for port in (0,) if ports is None else ports:
         try:

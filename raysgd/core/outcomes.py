@@ -1,4 +1,5 @@
-"""Define the outcomes of one call on one rank: a value or an error, with the rank's progress. Both."""
+"""Define the outcomes of one call on one rank: a value or an error, with the rank's progress.
+Both."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ DATA_LOADER, BATCH = "data loader", "batch"
 class CollectivePlace:
     """Where a rank was when its call was interrupted.
 
-    count    how many collective calls it had begun in this generation; -1 if the backend does not count them
+    count    how many collective calls it had begun in this generation; -1 if the backend does not
+             count them
     name     the collective call that it was in, such as "barrier"; empty if it was in none
     line     the line of the user's code that made this call: "file:line function"
     begun    (step, number of collective calls made before it), for the newest steps
@@ -48,8 +50,8 @@ class Failed:
 
 @dataclass(frozen=True)
 class Interrupted:
-    """The rank is alive but had to stop, because a peer failed or the driver asked it to. `value` is its partial
-    result. `reason` is set if this rank itself is the cause."""
+    """The rank is alive but had to stop, because a peer failed or the driver asked it to. `value`
+    is its partial result. `reason` is set if this rank itself is the cause."""
 
     value: Any = None
     cause: str = ""
@@ -61,9 +63,9 @@ class Interrupted:
 
 @dataclass(frozen=True)
 class WorkerFailed:
-    """The process ended, or its node failed. `value` is the partial result in its last progress message. `hung_at` is the
-    phase, and the batch of the call, in which code hung on it while its peers waited; None if its process was stopped, or
-    did not hang."""
+    """The process ended, or its node failed. `value` is the partial result in its last progress
+    message. `hung_at` is the phase, and the batch of the call, in which code hung on it while its
+    peers waited; None if its process was stopped, or did not hang."""
 
     cause: str
     reason: str = "worker death"
@@ -73,9 +75,11 @@ class WorkerFailed:
 
 
 class DataLoaderFailure(BaseException):
-    """A process of a data loader ended unexpectedly. The rank is alive, and continues with a new loader.
+    """A process of a data loader ended unexpectedly. The rank is alive, and continues with a new
+    loader.
 
-    This is not an Exception, so that user code that catches the errors of its batches does not catch it.
+    This is not an Exception, so that user code that catches the errors of its batches does not
+    catch it.
     """
 
     def interrupted(self, where: str, value: Any, progress: Progress) -> Interrupted:
@@ -84,10 +88,11 @@ class DataLoaderFailure(BaseException):
 
 
 class NotExact(BaseException):
-    """User code has done something in a piece of a batch that it ought to do once in a batch, so the batch must be trained again in one
-    piece. `reason` and `advice` are those of a `BatchMode`.
+    """User code has done something in a piece of a batch that it ought to do once in a batch, so
+    the batch must be trained again in one piece. `reason` and `advice` are those of a `BatchMode`.
 
-    This is not an Exception, so that user code that catches the errors of its batches does not catch it.
+    This is not an Exception, so that user code that catches the errors of its batches does not
+    catch it.
     """
 
     def __init__(self, reason: str, advice: str) -> None:

@@ -1,6 +1,8 @@
-"""Decide what a set of outcomes means, and what to do about it. Pure: no clock, no Ray, no logger. Driver.
+"""Decide what a set of outcomes means, and what to do about it. Pure: no clock, no Ray, no logger.
+Driver.
 
-`classify` returns what happened, and `decide` returns what to do. Both get everything they need as values.
+`classify` returns what happened, and `decide` returns what to do. Both get everything they need as
+values.
 """
 
 from __future__ import annotations
@@ -29,22 +31,25 @@ MAX_HANGS = 2
 class Recovery:
     """One change of the workers, as users see it in `trainer.recoveries`.
 
-    reason          "worker death", "node failure", "hang", "divergence", "network", "data loader" or "out of step"; for a
-                    planned change, "preemption", "growth", "shrink" or "restart"; "batch" for a batch that is trained again in one
-                    piece on each worker
+    reason          "worker death", "node failure", "hang", "divergence", "network", "data loader"
+                    or "out of step"; for a planned change, "preemption", "growth", "shrink" or
+                    "restart"; "batch" for a batch that is trained again in one piece on each worker
     removed_ranks   the ranks that failed, or that left in a planned change
     world_size_before, world_size_after  how many workers there were and are
-    in_place        True if survivors continued with their state, False if training continued from a snapshot
+    in_place        True if survivors continued with their state, False if training continued from a
+                    snapshot
     batches_redone  how many committed batches were trained again
     seconds         how long the change took
     epoch, batch    where training was
     detail          the cause, with its evidence
     time            when it was over, in seconds since 1970
-    step            batches trained since the start of training; for a training function its commits and checkpoints, and in callbacks
-                    the number of its reports
-    phases          seconds of its parts, of those that took any: "stop", until all ranks had stopped; "wait" for machines, and for new
-                    processes to start; "leave" the old process group; "state", in which ranks receive it from others or from a snapshot;
-                    "setup" of new workers; "join" the new process group. The rest of `seconds` is the driver's own work
+    step            batches trained since the start of training; for a training function its commits
+                    and checkpoints, and in callbacks the number of its reports
+    phases          seconds of its parts, of those that took any: "stop", until all ranks had
+                    stopped; "wait" for machines, and for new processes to start; "leave" the old
+                    process group; "state", in which ranks receive it from others or from a
+                    snapshot; "setup" of new workers; "join" the new process group. The rest of
+                    `seconds` is the driver's own work
     """
 
     reason: str
@@ -71,9 +76,10 @@ class Recovery:
 class Observation:
     """What the outcomes of one call on one generation mean.
 
-    kind            "done": all ranks finished. "user_error": the user's code raised an error. "broken": workers, the
-                    network or a data loader failed. "paused": all ranks stopped because they were asked to.
-                    "out_of_step": the ranks did not make the same collective calls, an error in the user's code
+    kind            "done": all ranks finished. "user_error": the user's code raised an error.
+                    "broken": workers, the network or a data loader failed. "paused": all ranks
+                    stopped because they were asked to. "out_of_step": the ranks did not make the
+                    same collective calls, an error in the user's code
     failed_workers  the workers that failed, in rank order
     culprit         the worker whose code raised the error, or whose data loader failed
     leaving         the workers that leave in a planned change
@@ -95,10 +101,11 @@ class Observation:
 def classify(outcomes: Mapping[str, Outcome]) -> Observation:
     """Return what happened, from every worker's outcome (in rank order).
 
-    A user's error takes precedence over everything that it caused on other ranks: peers whose collective failed are
-    `Interrupted`, never `Failed`. A worker failure takes precedence over a pause. Ranks that were interrupted although
-    no worker failed and the driver did not ask for it mean a network fault, unless one of them names another reason, or
-    they were in collective calls that do not match.
+    A user's error takes precedence over everything that it caused on other ranks: peers whose
+    collective failed are `Interrupted`, never `Failed`. A worker failure takes precedence over a
+    pause. Ranks that were interrupted although no worker failed and the driver did not ask for it
+    mean a network fault, unless one of them names another reason, or they were in collective calls
+    that do not match.
     """
     failed_workers = tuple(worker for worker, outcome in outcomes.items() if isinstance(outcome, WorkerFailed))
     failed = [worker for worker, outcome in outcomes.items() if isinstance(outcome, Failed)]
@@ -133,18 +140,21 @@ def classify(outcomes: Mapping[str, Outcome]) -> Observation:
 
 
 def different_calls(outcomes: Mapping[str, Outcome], *, again: bool = False) -> str:
-    """Return the evidence that the ranks did not make the same collective calls, "" if there is none.
+    """Return the evidence that the ranks did not make the same collective calls, "" if there is
+    none.
 
     Every rank's n-th call must be the same one. So each of these is proof:
 
     -   the backend received data of an unexpected size
     -   a rank is in a call beyond the last call of a rank that has finished
     -   two ranks are in their n-th call, and the calls differ
-    -   two ranks began the same batch after different numbers of calls, or one is in a call beyond those with which another
-        one has ended that batch
-    -   two ranks are at the same line in the same batch, and one of them has made more calls in it than in the batch
-        before (not for a call about objects, such as broadcast_object_list, which makes several collective calls itself)
-    -   with `again` (no worker failed, for the second time at this place): the ranks are at different lines
+    -   two ranks began the same batch after different numbers of calls, or one is in a call beyond
+        those with which another one has ended that batch
+    -   two ranks are at the same line in the same batch, and one of them has made more calls in it
+        than in the batch before (not for a call about objects, such as broadcast_object_list, which
+        makes several collective calls itself)
+    -   with `again` (no worker failed, for the second time at this place): the ranks are at
+        different lines
     """
     ranks = list(enumerate(outcomes.values()))
     mismatched = [f"rank {r}: {o.cause}" for r, o in ranks if isinstance(o, WorkerFailed) and o.reason == OUT_OF_STEP]
@@ -171,13 +181,14 @@ def different_calls(outcomes: Mapping[str, Outcome], *, again: bool = False) -> 
 
 
 def drift(places: Mapping[int, CollectivePlace]) -> str:
-    """Return the evidence that ranks did not make the same number of collective calls in a step, "" if there is none."""
+    """Return the evidence that ranks did not make the same number of collective calls in a step, ""
+    if there is none."""
     return _drifted(places) or _ahead(places)
 
 
 def _drifted(places: Mapping[int, CollectivePlace]) -> str:
-    """Return which ranks began a batch after different numbers of collective calls: the first such batch among those
-    that all ranks remember."""
+    """Return which ranks began a batch after different numbers of collective calls: the first such
+    batch among those that all ranks remember."""
     known = [dict(place.begun) for place in places.values()]
     for step in sorted(set.intersection(*map(set, known))) if known else []:
         counts = {rank: begun[step] for rank, begun in zip(places, known, strict=True)}
@@ -202,7 +213,8 @@ def _ahead(waiting: Mapping[int, CollectivePlace]) -> str:
 
 
 def _unusual(places: Mapping[int, CollectivePlace]) -> str:
-    """Return at which lines a rank called a model in a step, and not in the step before: the newest such step."""
+    """Return at which lines a rank called a model in a step, and not in the step before: the newest
+    such step."""
     for rank, place in places.items():
         for step in sorted({at for at, _ in place.called}, reverse=True):
             now, before = (Counter(line for at, line in place.called if at == each) for each in (step, step - 1))
@@ -219,8 +231,8 @@ def _only(places: Mapping[int, CollectivePlace], rank: int, other: int, step: in
 
 
 def _more_calls(waiting: Mapping[int, CollectivePlace]) -> str:
-    """Return which ranks are at the same line of the same batch after different numbers of calls in it, where one of
-    them has made more calls than in the batch before."""
+    """Return which ranks are at the same line of the same batch after different numbers of calls in
+    it, where one of them has made more calls than in the batch before."""
     found: dict[tuple[int, int, str, str], dict[int, int]] = {}
     for rank, place in waiting.items():
         if len(place.begun) > 1 and "_object" not in place.name:
@@ -241,8 +253,8 @@ def _nth(count: int) -> str:
 @dataclass(frozen=True)
 class Situation:
     """What `decide` needs to know, in numbers. `ready` and `starting` count replacement workers;
-    `gathered` is True if no more of them are expected soon. `hangs` is how many times in a row code has hung at the same
-    place of the call."""
+    `gathered` is True if no more of them are expected soon. `hangs` is how many times in a row code
+    has hung at the same place of the call."""
 
     survivors: int
     ready: int
@@ -260,12 +272,14 @@ class Situation:
 
 @dataclass(frozen=True)
 class Rejoin:
-    """Form the next generation now, from the survivors and the replacement workers that are ready."""
+    """Form the next generation now, from the survivors and the replacement workers that are
+    ready."""
 
 
 @dataclass(frozen=True)
 class Restart:
-    """Start `count` new processes. Keep the survivors and the replacement workers that are ready."""
+    """Start `count` new processes. Keep the survivors and the replacement workers that are
+    ready."""
 
     count: int
 
@@ -288,13 +302,14 @@ Decision = Rejoin | Restart | Wait | GiveUp
 
 
 def backoff(attempt: int, first_s: float, max_s: float, jitter: float) -> float:
-    """Return the next pause. It grows exponentially; a jitter in [0, 1) shortens it by up to half, so that several
-    trainers do not retry at the same time."""
+    """Return the next pause. It grows exponentially; a jitter in [0, 1) shortens it by up to half,
+    so that several trainers do not retry at the same time."""
     return float(min(max_s, first_s * 2.0 ** min(attempt, 60)) * (1.0 - 0.5 * jitter))
 
 
 def decide(now: Situation, *, wait_s: float) -> Decision:
-    """Return what to do after a failure, or in a planned change. `wait_s` is the next pause, in case the decision is to wait."""
+    """Return what to do after a failure, or in a planned change. `wait_s` is the next pause, in
+    case the decision is to wait."""
     if now.max_failures >= 0 and now.failures > now.max_failures:
         return GiveUp(
             f"{counted(now.failures, 'failure')} in one call, and max_retries={now.max_failures} allows no more"
@@ -325,27 +340,30 @@ def decide(now: Situation, *, wait_s: float) -> Decision:
 
 
 def count_to_launch(*, missing: int, spares: int, ready: int, starting: int, room: int) -> int:
-    """Return how many workers to start now, for places that are missing in the group and for hot spares. Those that are
-    ready or starting take the missing places first, so spares are the ones that a full cluster leaves out."""
+    """Return how many workers to start now, for places that are missing in the group and for hot
+    spares. Those that are ready or starting take the missing places first, so spares are the ones
+    that a full cluster leaves out."""
     return max(min(max(missing, 0) + spares - ready - starting, room), 0)
 
 
 def is_time_to_join(*, missing: int, ready: int, starting: int, waited_s: float, patience_s: float) -> bool:
-    """Return whether ready workers should join the group, or wait for others that are starting: one change for several
-    workers is better than several. The newest one has been ready for `waited_s`."""
+    """Return whether ready workers should join the group, or wait for others that are starting: one
+    change for several workers is better than several. The newest one has been ready for
+    `waited_s`."""
     return min(missing, ready) > 0 and (ready >= missing or starting == 0 or waited_s > patience_s)
 
 
 def leave_within_s(deadline_s: float | None) -> float:
-    """Return when a worker must have left, in seconds from its preemption notice, if its machine goes in `deadline_s`
-    (None: unknown)."""
+    """Return when a worker must have left, in seconds from its preemption notice, if its machine
+    goes in `deadline_s` (None: unknown)."""
     return (ASSUMED_NOTICE_S if deadline_s is None else deadline_s) - LEAVE_BEFORE_S
 
 
 def is_time_to_leave(
     *, missing: int, ready: int, starting: int, left_s: float, grows: bool, enough: bool = True
 ) -> bool:
-    """Return whether a preempted worker leaves at the next batch boundary, or waits there for its replacement. It must
-    have left in `left_s`; `missing` counts the places of all that are preempted. `grows` is whether replacements may join
-    during a call, and `enough` whether as many workers as training needs are there without those that are preempted."""
+    """Return whether a preempted worker leaves at the next batch boundary, or waits there for its
+    replacement. It must have left in `left_s`; `missing` counts the places of all that are
+    preempted. `grows` is whether replacements may join during a call, and `enough` whether as many
+    workers as training needs are there without those that are preempted."""
     return left_s <= 0 or (enough and (not grows or ready >= missing or starting == 0))

@@ -1,7 +1,8 @@
 """Track the progress of a rank, and tell a running call when it should stop. Both.
 
-A batch is committed when the optimizer's step for it has been applied. Ranks of one generation can differ by one step,
-because one rank may have finished its all-reduce before a peer of another rank failed.
+A batch is committed when the optimizer's step for it has been applied. Ranks of one generation can
+differ by one step, because one rank may have finished its all-reduce before a peer of another rank
+failed.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ class Progress:
     phase     what the rank is doing, for messages
     applied   optimizer steps since the start of training
     loads     how often the user has loaded a state
-    summary   of the weights after `step`, if it was just made for a comparison with the other ranks: text of a `Summary`
+    summary   of the weights after `step`, if it was just made for a comparison with the other
+              ranks: text of a `Summary`
     """
 
     step: int = 0
@@ -44,8 +46,9 @@ class Progress:
 
     @property
     def order(self) -> tuple[int, int, int, int, bool]:
-        """Return a key that sorts ranks by how much they have committed. `applied` distinguishes ranks within one
-        batch. A state that the user loaded later is ahead of everything that was trained before."""
+        """Return a key that sorts ranks by how much they have committed. `applied` distinguishes
+        ranks within one batch. A state that the user loaded later is ahead of everything that was
+        trained before."""
         return (self.loads, self.step, self.applied, self.epoch, self.finished)
 
     def at(self, phase: str) -> Progress:
@@ -59,8 +62,8 @@ def _at(progress: Progress, phase: str) -> Progress:
 
 
 def most_advanced(progress: dict[str, Progress]) -> str:
-    """Return the worker whose state the others take. If several are equal, return the first, which has the lowest
-    rank."""
+    """Return the worker whose state the others take. If several are equal, return the first, which
+    has the lowest rank."""
     return max(progress, key=lambda worker: progress[worker].order)
 
 
@@ -73,21 +76,20 @@ Publisher = Callable[[Progress, dict[str, Any] | None], None]
 
 
 def report_interval_s(ranks: int) -> float:
-    """Return how often each of `ranks` ranks reports its progress: all of them together about 40 times a second.
+    """Return how often each of `ranks` ranks reports its progress: all of them together about 40
+    times a second.
 
-    >>> report_interval_s(2), report_interval_s(1000)
-    (0.1, 25.0)
+    >>> report_interval_s(2), report_interval_s(1000) (0.1, 25.0)
     """
     return max(MIN_INTERVAL_S, ranks / REPORTS_PER_S)
 
 
 def longest_silence_s(ranks: int, running: int) -> float:
-    """Return how long the driver may receive no report although `running` of the `ranks` ranks complete batches all the
-    time. The moments at which the ranks report are spread evenly over the interval. In the worst case, those that are
-    still running are neighbours.
+    """Return how long the driver may receive no report although `running` of the `ranks` ranks
+    complete batches all the time. The moments at which the ranks report are spread evenly over the
+    interval. In the worst case, those that are still running are neighbours.
 
-    >>> longest_silence_s(1000, 1000), longest_silence_s(1000, 1)
-    (0.025, 25.0)
+    >>> longest_silence_s(1000, 1000), longest_silence_s(1000, 1) (0.025, 25.0)
     """
     return report_interval_s(ranks) * (ranks - running + 1) / ranks
 
@@ -99,18 +101,20 @@ def _no_transfers(*_: Any) -> Any:
 class Control:
     """Connects a worker's training thread with its control thread.
 
-    Owns the stop requests of one worker, its phase (for reports of hangs) and the last published progress. `upload`
-    sends a snapshot to the driver; it is None if the driver takes no snapshots. `deliver` sends a message that must not
-    get lost, and returns when the driver has acknowledged it. `giving(name)` returns what sends this worker's state to
-    those that `take` it. `on_interrupt` is called on the control thread. `begun_after`
-    holds, for the newest steps, how many collective calls (`collectives`) had been made when each began; `called` returns the steps
-    and lines of the newest calls of models, which make some of them. Never blocks
-    the control thread, and costs the training thread one attribute read per batch while there is no request.
+    Owns the stop requests of one worker, its phase (for reports of hangs) and the last published
+    progress. `upload` sends a snapshot to the driver; it is None if the driver takes no snapshots.
+    `deliver` sends a message that must not get lost, and returns when the driver has acknowledged
+    it. `giving(name)` returns what sends this worker's state to those that `take` it.
+    `on_interrupt` is called on the control thread. `begun_after` holds, for the newest steps, how
+    many collective calls (`collectives`) had been made when each began; `called` returns the steps
+    and lines of the newest calls of models, which make some of them. Never blocks the control
+    thread, and costs the training thread one attribute read per batch while there is no request.
 
-    The ranks agree on a planned stop in two phases. The control thread writes `stop_at` and then reads `begun`; the
-    training thread writes `begun` and then reads `stop_at`. So at least one of them sees the other's write, and a
-    proposal that comes too late is refused (`propose` returns False). A training thread that reaches the proposed step
-    waits until the driver confirms it because all ranks have agreed (`confirm`), proposes another step, or interrupts.
+    The ranks agree on a planned stop in two phases. The control thread writes `stop_at` and then
+    reads `begun`; the training thread writes `begun` and then reads `stop_at`. So at least one of
+    them sees the other's write, and a proposal that comes too late is refused (`propose` returns
+    False). A training thread that reaches the proposed step waits until the driver confirms it
+    because all ranks have agreed (`confirm`), proposes another step, or interrupts.
     """
 
     def __init__(
@@ -146,20 +150,23 @@ class Control:
     # -- the control thread's side --------------------------------------------------------------------
 
     def propose(self, step: int) -> bool:
-        """Ask to stop before step number `step` + 1 begins. Return False if that step has begun already."""
+        """Ask to stop before step number `step` + 1 begins. Return False if that step has begun
+        already."""
         with self._changed:
             self._stop_at, self._confirmed, self.attention = step, False, True
             self._changed.notify_all()
         return self.begun <= step
 
     def confirm(self) -> None:
-        """Confirm the boundary, because all ranks agreed: a rank that waits there may leave its loop."""
+        """Confirm the boundary, because all ranks agreed: a rank that waits there may leave its
+        loop."""
         with self._changed:
             self._confirmed = True
             self._changed.notify_all()
 
     def interrupt(self) -> None:
-        """Stop at the next batch boundary, whatever was agreed, because the generation has ended."""
+        """Stop at the next batch boundary, whatever was agreed, because the generation has
+        ended."""
         with self._changed:
             self._interrupted = self.attention = True
             self._changed.notify_all()
@@ -185,7 +192,8 @@ class Control:
     # -- the training thread's side -------------------------------------------------------------------
 
     def begin(self, step: int) -> bool:
-        """Note that the batch with this step number begins. Return False if it must not begin: then leave the loop."""
+        """Note that the batch with this step number begins. Return False if it must not begin: then
+        leave the loop."""
         self.begun_after.append((step, self.collectives()))
         self.begun = step
         if not self.attention:
@@ -203,19 +211,21 @@ class Control:
         return True
 
     def set_rank(self, rank: int, ranks: int) -> None:
-        """Share the driver's budget of reports with the other ranks. All call this at about the same time, when their
-        process group is up, and each has a moment of its own, so that reports do not arrive all at once."""
+        """Share the driver's budget of reports with the other ranks. All call this at about the
+        same time, when their process group is up, and each has a moment of its own, so that reports
+        do not arrive all at once."""
         self._interval_s = report_interval_s(ranks)
         self._next_publish = self._clock() + self._interval_s * rank / ranks
         self._reports_ends = rank == 0 or self._interval_s <= MIN_INTERVAL_S
 
     def due(self, *, last: bool = False) -> bool:
-        """Return whether it is time for another progress message, of which a call's `last` one is sent earlier by a few
-        ranks only. This reads the clock once per batch."""
+        """Return whether it is time for another progress message, of which a call's `last` one is
+        sent earlier by a few ranks only. This reads the clock once per batch."""
         return (last and self._reports_ends) or self._clock() >= self._next_publish
 
     def report(self, progress: Progress, partial: dict[str, Any] | None = None) -> None:
-        """Publish what is committed. `partial` is the partial result, which would be lost with this process."""
+        """Publish what is committed. `partial` is the partial result, which would be lost with this
+        process."""
         self.progress = progress
         late_s = self._clock() - self._next_publish
         if late_s >= 0:

@@ -1,4 +1,5 @@
-"""Define what the engine works with: a backend that connects ranks, and a replica that does their work. Both."""
+"""Define what the engine works with: a backend that connects ranks, and a replica that does their
+work. Both."""
 
 from __future__ import annotations
 
@@ -11,36 +12,42 @@ from raysgd.core.ranks import RankInfo
 
 
 class ProcessGroupBackend(Protocol):
-    """Connects the ranks of a generation. The object on the driver plans; its pickled copies join and leave.
+    """Connects the ranks of a generation. The object on the driver plans; its pickled copies join
+    and leave.
 
-    in_place      whether a process can leave one generation and join the next (with TensorFlow, it cannot)
-    needs_offers  whether `plan` needs something from each worker, which is then asked for its `offer` first
+    in_place      whether a process can leave one generation and join the next (with TensorFlow, it
+                  cannot)
+    needs_offers  whether `plan` needs something from each worker, which is then asked for its
+                  `offer` first
     """
 
     in_place: bool
     needs_offers: bool
 
     def offer(self) -> dict[str, Any]:
-        """Worker, main thread, before `plan`: return what the driver needs from this worker, such as an address with a
-        port that it holds, or the GPUs that it has. `join` follows, or another `offer`."""
+        """Worker, main thread, before `plan`: return what the driver needs from this worker, such
+        as an address with a port that it holds, or the GPUs that it has. `join` follows, or another
+        `offer`."""
 
     def plan(self, rank_infos: Sequence[RankInfo], offers: Sequence[dict[str, Any]] = ()) -> list[dict[str, Any]]:
-        """Driver: open a new rendezvous, and return what each rank needs to find it. The old one is closed. `offers`
-        are in the order of ranks, and empty unless `needs_offers`. Without ranks, only close the old one."""
+        """Driver: open a new rendezvous, and return what each rank needs to find it. The old one is
+        closed. `offers` are in the order of ranks, and empty unless `needs_offers`. Without ranks,
+        only close the old one."""
 
     def join(self, rank_info: RankInfo, settings: dict[str, Any]) -> None:
-        """Worker, main thread: form the process group with the others. Raise an error if they do not connect in
-        time."""
+        """Worker, main thread: form the process group with the others. Raise an error if they do
+        not connect in time."""
 
     def leave(self) -> None:
-        """Worker, main thread: leave the process group. Never raises, and never waits for a peer."""
+        """Worker, main thread: leave the process group. Never raises, and never waits for a
+        peer."""
 
     def abort(self) -> None:
         """Worker, control thread: make a collective that is waiting fail now."""
 
     def collectives(self) -> int:
-        """Worker: return how many collective calls this rank has begun in this generation, -1 if they are not
-        counted."""
+        """Worker: return how many collective calls this rank has begun in this generation, -1 if
+        they are not counted."""
 
     def is_interruption(self, error: BaseException) -> bool:
         """Worker: return whether this error means that a peer or the network failed."""
@@ -48,8 +55,9 @@ class ProcessGroupBackend(Protocol):
 
 @dataclass(frozen=True)
 class Call:
-    """What a trainer asks of each replica: a method of the replica's class, or a function that takes the replica first,
-    and the other arguments. The trainer makes it, and `Replica.run` unpacks it; the method is pickled by reference."""
+    """What a trainer asks of each replica: a method of the replica's class, or a function that
+    takes the replica first, and the other arguments. The trainer makes it, and `Replica.run`
+    unpacks it; the method is pickled by reference."""
 
     method: Callable[..., Any]
     arguments: Mapping[str, Any] = field(default_factory=dict)

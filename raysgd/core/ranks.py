@@ -10,8 +10,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class RankInfo:
-    """World, local and node rank of one worker in one generation. `solo` marks a replacement worker that is set up
-    alone before it joins. `local` says whether all ranks are on the driver's node."""
+    """World, local and node rank of one worker in one generation. `solo` marks a replacement worker
+    that is set up alone before it joins. `local` says whether all ranks are on the driver's
+    node."""
 
     world_rank: int = 0
     world_size: int = 1
@@ -24,11 +25,11 @@ class RankInfo:
 
 
 def assign_ranks(nodes: Sequence[str], *, generation: int = 0, local: bool = False) -> list[RankInfo]:
-    """Return ranks in the order of the nodes that are given (survivors first, in their old order). Local ranks count
-    the workers of one node.
+    """Return ranks in the order of the nodes that are given (survivors first, in their old order).
+    Local ranks count the workers of one node.
 
-    >>> [(r.world_rank, r.local_rank, r.node_rank) for r in assign_ranks(["a", "b", "a"])]
-    [(0, 0, 0), (1, 0, 1), (2, 1, 0)]
+    >>> [(r.world_rank, r.local_rank, r.node_rank) for r in assign_ranks(["a", "b", "a"])] [(0, 0,
+    0), (1, 0, 1), (2, 1, 0)]
     """
     sizes, seen = Counter(nodes), Counter[str]()
     node_ranks = {node: number for number, node in enumerate(sizes)}

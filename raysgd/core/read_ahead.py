@@ -13,8 +13,8 @@ T = TypeVar("T")
 
 
 class ReadAhead(Generic[T]):
-    """Owns at most `ahead` items that were read and not asked for yet, and the thread that reads them. It ends after `stop`,
-    and when nothing refers to this object any more."""
+    """Owns at most `ahead` items that were read and not asked for yet, and the thread that reads
+    them. It ends after `stop`, and when nothing refers to this object any more."""
 
     def __init__(self, source: Iterator[T], *, ahead: int, name: str) -> None:
         self._ready: queue.Queue[Any] = queue.Queue(ahead)
@@ -25,7 +25,8 @@ class ReadAhead(Generic[T]):
         weakref.finalize(self, self._stopped.set)
 
     def next(self, timeout: float | None = None) -> T | None:
-        """Return the next item, or None at the end. Raise what the iterator has raised, or `queue.Empty` after `timeout`."""
+        """Return the next item, or None at the end. Raise what the iterator has raised, or
+        `queue.Empty` after `timeout`."""
         found = self._ready.get(timeout=timeout)
         if isinstance(found, BaseException):
             raise found

@@ -1,4 +1,5 @@
-"""Notice that the workers of a call do not divide one data set: they have other rows, or all have the same batches. Driver."""
+"""Notice that the workers of a call do not divide one data set: they have other rows, or all have
+the same batches. Driver."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ SAME = (
 
 
 class RowsCheck:
-    """Owns what each worker has said about its data in the running call, and for which loaders there was a warning."""
+    """Owns what each worker has said about its data in the running call, and for which loaders
+    there was a warning."""
 
     def __init__(self) -> None:
         self._said: dict[str, tuple[int, str, str]] = {}
@@ -33,7 +35,8 @@ class RowsCheck:
         self._said.clear()
 
     def see(self, loader: str, worker: str, rank: int, partial: Mapping[str, Any]) -> str:
-        """Compare what a worker reports with what others have reported. Return a warning, for each loader once; or nothing."""
+        """Compare what a worker reports with what others have reported. Return a warning, for each
+        loader once; or nothing."""
         said = (rank, str(partial.get(ROWS, "")), str(partial.get(FIRST, "")))
         if self._said.get(worker) == said or loader in self._warned:
             return ""

@@ -1,8 +1,9 @@
 """Divide an epoch among the ranks, step by step. Pure arithmetic on positions. Both.
 
-An epoch is a sequence of units (sample indices, or batches if the user has a batch sampler). What is committed is
-always a prefix of that sequence: `offset` units. One step takes the next `step_size` units and divides them among
-the ranks. So at every batch boundary the rest of the epoch can be divided among any other number of ranks.
+An epoch is a sequence of units (sample indices, or batches if the user has a batch sampler). What
+is committed is always a prefix of that sequence: `offset` units. One step takes the next
+`step_size` units and divides them among the ranks. So at every batch boundary the rest of the epoch
+can be divided among any other number of ranks.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ class RankPart(NamedTuple):
 
     fresh   False if another rank, or an earlier piece, has the same units
     rows    how many units all ranks together have in the step
-    weight  this part's units, relative to an equal share of the step: 1.0 if all ranks have the same number, 0.0 if they are
-            not fresh. The mean over the ranks of gradients with these weights is the mean over the step's units
+    weight  this part's units, relative to an equal share of the step: 1.0 if all ranks have the
+            same number, 0.0 if they are not fresh. The mean over the ranks of gradients with these
+            weights is the mean over the step's units
     whole   False if another piece of the rank's part follows in the same step
     """
 
@@ -30,8 +32,8 @@ class RankPart(NamedTuple):
     whole: bool = True
 
     def pieces(self, count: int) -> Iterator[RankPart]:
-        """Yield this part in `count` pieces, which are processed one after the other. A piece without a unit of its own
-        repeats one."""
+        """Yield this part in `count` pieces, which are processed one after the other. A piece
+        without a unit of its own repeats one."""
         size = self.stop - self.start
         for piece in range(count):
             start, stop = (self.start + size * each // count for each in (piece, piece + 1))
@@ -47,11 +49,12 @@ class RankPart(NamedTuple):
 class SamplingPlan:
     """How `world_size` ranks divide an epoch of `total` units.
 
-    `step_size` is how many units all ranks take together in one full step. The last, smaller step is divided evenly. If
-    fewer units than ranks remain, the ranks without a unit of their own repeat one of another rank (`pad=True`, for
-    training, where every rank must take part in the all-reduce) or skip the step (`pad=False`, for validation). A rank
-    that has more than `most` units in a step processes them in several pieces, and all ranks in equally many. With `workers`, the
-    pieces are the parts that so many ranks would have, if they are more.
+    `step_size` is how many units all ranks take together in one full step. The last, smaller step
+    is divided evenly. If fewer units than ranks remain, the ranks without a unit of their own
+    repeat one of another rank (`pad=True`, for training, where every rank must take part in the
+    all-reduce) or skip the step (`pad=False`, for validation). A rank that has more than `most`
+    units in a step processes them in several pieces, and all ranks in equally many. With `workers`,
+    the pieces are the parts that so many ranks would have, if they are more.
     """
 
     total: int
@@ -96,7 +99,8 @@ class SamplingPlan:
         return parts
 
     def parts_of(self, rank: int, offset: int) -> Iterator[RankPart]:
-        """Yield one rank's parts from `offset` to the end of the epoch: one for each step, or its pieces."""
+        """Yield one rank's parts from `offset` to the end of the epoch: one for each step, or its
+        pieces."""
         if self.workers is not None and self.workers > self.world_size:
             for _ in range(self.steps_left(offset)):
                 yield from self._parts_of_workers(rank, offset, self.workers)
@@ -121,8 +125,9 @@ class SamplingPlan:
             offset = self.offset_after(offset)
 
     def _parts_of_workers(self, rank: int, offset: int, workers: int) -> Iterator[RankPart]:
-        """Yield, as this rank's pieces of a step, parts that so many workers would have. The first rank begins with that of the first
-        worker. A rank that has fewer than others repeats its last one."""
+        """Yield, as this rank's pieces of a step, parts that so many workers would have. The first
+        rank begins with that of the first worker. A rank that has fewer than others repeats its
+        last one."""
         usual = SamplingPlan(self.total, self.step_size, workers)
         parts = [each for each in usual.parts(offset) if each.fresh]
         own = SamplingPlan(len(parts), len(parts), self.world_size).parts(0)[rank]
@@ -140,8 +145,8 @@ class SamplingPlan:
 def optimizer_steps(calls: int, *, batches: int | None, num_steps: int | None, window: int) -> int:
     """Return how many optimizer steps this many calls of `train` make, beginning with an epoch.
 
-    An epoch has `batches` for each rank (None: it has no end), a call has `num_steps` of them (None: an epoch), and
-    `window` batches share a step, fewer at the end of an epoch or a call.
+    An epoch has `batches` for each rank (None: it has no end), a call has `num_steps` of them
+    (None: an epoch), and `window` batches share a step, fewer at the end of an epoch or a call.
     """
     if num_steps is None or batches is None:
         each = batches if num_steps is None else num_steps

@@ -1,7 +1,9 @@
-"""Decide which workers hold which shards of a sharded model, and who sends what when they change. Pure. Both.
+"""Decide which workers hold which shards of a sharded model, and who sends what when they change.
+Pure. Both.
 
-The shards are numbered; rank r holds number r % `count`, so that each is held by `layout(...)[0]` ranks. A tensor's rows are divided as
-torch.chunk divides them: all shards have equally many rows, except for the last ones.
+The shards are numbered; rank r holds number r % `count`, so that each is held by `layout(...)[0]`
+ranks. A tensor's rows are divided as torch.chunk divides them: all shards have equally many rows,
+except for the last ones.
 """
 
 from __future__ import annotations
@@ -15,12 +17,14 @@ from raysgd.core.snapshot import Snapshot
 
 @dataclass(frozen=True)
 class ShardedState:
-    """What the engine knows of a state that is divided among the workers: how many copies of each shard there should be, and functions
-    of a replica.
+    """What the engine knows of a state that is divided among the workers: how many copies of each
+    shard there should be, and functions of a replica.
 
-    hand_over   called on all ranks: divide the shards among the ranks `stay`, because the other ones leave
+    hand_over   called on all ranks: divide the shards among the ranks `stay`, because the other
+                ones leave
     snapshots   return what the worker holds of snapshots, as a list of `HeldSnapshot`
-    restore     begin the next generation with this snapshot, of which all its ranks together hold each shard
+    restore     begin the next generation with this snapshot, of which all its ranks together hold
+                each shard
     """
 
     replicas: int
@@ -48,7 +52,8 @@ class ShardCopy:
     index       which of them this is
     loads       how often the user has loaded a state
     applied     the optimizer steps that it contains
-    ready       whether it also has the gradients of one more step, and only waits for other ranks to have them
+    ready       whether it also has the gradients of one more step, and only waits for other ranks
+                to have them
     """
 
     generation: int
@@ -62,8 +67,8 @@ class ShardCopy:
 
 @dataclass(frozen=True)
 class Agreement:
-    """The state with which all ranks continue: whose shards it consists of, `holders`, by rank; `late` ranks make the step for which
-    they are ready first."""
+    """The state with which all ranks continue: whose shards it consists of, `holders`, by rank;
+    `late` ranks make the step for which they are ready first."""
 
     generation: int
     handed: bool
@@ -74,7 +79,8 @@ class Agreement:
 
 @dataclass(frozen=True)
 class Transfer:
-    """The rows from `begin` to `end` of one tensor, of this shard, go from rank `source` to rank `target`; equal ranks copy their own."""
+    """The rows from `begin` to `end` of one tensor, of this shard, go from rank `source` to rank
+    `target`; equal ranks copy their own."""
 
     source: int
     target: int
@@ -84,11 +90,10 @@ class Transfer:
 
 
 def layout(workers: int, replicas: int) -> tuple[int, int]:
-    """Return how many copies there are of each shard, and how many shards: `replicas` copies if that divides the number of workers,
-    otherwise the largest smaller number that does.
+    """Return how many copies there are of each shard, and how many shards: `replicas` copies if
+    that divides the number of workers, otherwise the largest smaller number that does.
 
-    >>> layout(4, 2), layout(3, 2), layout(2, 2), layout(6, 4)
-    ((2, 2), (1, 3), (2, 1), (3, 2))
+    >>> layout(4, 2), layout(3, 2), layout(2, 2), layout(6, 4) ((2, 2), (1, 3), (2, 1), (3, 2))
     """
     copies = max(each for each in range(1, min(workers, replicas) + 1) if workers % each == 0)
     return copies, workers // copies
@@ -97,15 +102,15 @@ def layout(workers: int, replicas: int) -> tuple[int, int]:
 def covered(shards: Iterable[tuple[int, int]]) -> bool:
     """Return whether these shards, as (index, count), are all of a model's.
 
-    >>> covered([(0, 2), (1, 2), (1, 2)]), covered([(0, 2)]), covered([])
-    (True, False, False)
+    >>> covered([(0, 2), (1, 2), (1, 2)]), covered([(0, 2)]), covered([]) (True, False, False)
     """
     found = set(shards)
     return bool(found) and all(found == {(index, count) for index in range(count)} for _, count in found)
 
 
 def agreed(copies: Sequence[Sequence[ShardCopy]]) -> Agreement | None:
-    """Return the newest state of which there is a copy of each shard, from what each rank holds. None if there is no such state."""
+    """Return the newest state of which there is a copy of each shard, from what each rank holds.
+    None if there is no such state."""
     everything = [(rank, each) for rank, held in enumerate(copies) for each in held]
     for generation, handed in sorted({(each.generation, each.handed) for _, each in everything}, reverse=True):
         held = [(rank, each) for rank, each in everything if (each.generation, each.handed) == (generation, handed)]
@@ -119,11 +124,11 @@ def agreed(copies: Sequence[Sequence[ShardCopy]]) -> Agreement | None:
 
 
 def neighbour(nodes: Sequence[Any], count: int) -> int:
-    """Return how many ranks after each rank the one is that also keeps its part of a snapshot: it holds another one of `count` > 1 shards,
-    and is on another of the ranks' nodes if possible.
+    """Return how many ranks after each rank the one is that also keeps its part of a snapshot: it
+    holds another one of `count` > 1 shards, and is on another of the ranks' nodes if possible.
 
-    >>> neighbour("aaaa", 4), neighbour("aabb", 4), neighbour("aabb", 2), neighbour("abab", 4)
-    (1, 2, 1, 1)
+    >>> neighbour("aaaa", 4), neighbour("aabb", 4), neighbour("aabb", 2), neighbour("abab", 4) (1,
+    2, 1, 1)
     """
     ranks = len(nodes)
 
@@ -149,8 +154,7 @@ def newest_complete(held: Iterable[HeldSnapshot]) -> Snapshot | None:
 def rows(index: int, count: int, length: int) -> tuple[int, int]:
     """Return the first row of a shard, and the one after its last row.
 
-    >>> [rows(index, 3, 7) for index in range(3)], rows(2, 3, 2)
-    ([(0, 3), (3, 6), (6, 7)], (2, 2))
+    >>> [rows(index, 3, 7) for index in range(3)], rows(2, 3, 2) ([(0, 3), (3, 6), (6, 7)], (2, 2))
     """
     size = -(-length // count)
     return min(index * size, length), min((index + 1) * size, length)
@@ -159,8 +163,9 @@ def rows(index: int, count: int, length: int) -> tuple[int, int]:
 def transfers(
     holders: Mapping[int, Collection[int]], count: int, targets: Mapping[int, int], new_count: int, length: int
 ) -> list[Transfer]:
-    """Return who sends which rows of a tensor with `length` rows. `holders` are the present shards of each rank, `targets` the ones that
-    ranks are to hold. A rank keeps what it has; the copies of a shard share the work of sending it."""
+    """Return who sends which rows of a tensor with `length` rows. `holders` are the present shards
+    of each rank, `targets` the ones that ranks are to hold. A rank keeps what it has; the copies of
+    a shard share the work of sending it."""
     by_shard = {index: sorted(rank for rank, held in holders.items() if index in held) for index in range(count)}
     plan: list[Transfer] = []
     for number, (target, index) in enumerate(sorted(targets.items())):

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 @dataclass
 class ShardTeam:
-    """Ranks that divide the samples of these shards. Either one rank has several shards, or several ranks share one."""
+    """Ranks that divide the samples of these shards. Either one rank has several shards, or several
+    ranks share one."""
 
     shards: list[int]
     ranks: list[int]
@@ -17,18 +18,17 @@ class ShardTeam:
 def make_teams(shards: Sequence[int], world_size: int) -> list[ShardTeam]:
     """Deal the shards to the ranks. If there are fewer shards than ranks, several ranks share one.
 
-    >>> make_teams([4, 1, 7], 2)
-    [ShardTeam(shards=[4, 7], ranks=[0]), ShardTeam(shards=[1], ranks=[1])]
-    >>> make_teams([4], 2)
-    [ShardTeam(shards=[4], ranks=[0, 1])]
+    >>> make_teams([4, 1, 7], 2) [ShardTeam(shards=[4, 7], ranks=[0]), ShardTeam(shards=[1],
+    ranks=[1])] >>> make_teams([4], 2) [ShardTeam(shards=[4], ranks=[0, 1])]
     """
     count = min(len(shards), world_size)
     return [ShardTeam(list(shards[i::count]), list(range(i, world_size, count))) for i in range(count)]
 
 
 def even_out(teams: list[ShardTeam], left: set[int]) -> None:
-    """Remove the shards that are not `left`. Give each team without a shard one of another team, or let its ranks join one.
-    Other shards stay where they are, because a new reader must skip what was used of a shard."""
+    """Remove the shards that are not `left`. Give each team without a shard one of another team, or
+    let its ranks join one. Other shards stay where they are, because a new reader must skip what
+    was used of a shard."""
     for team in teams:
         team.shards = [shard for shard in team.shards if shard in left]
     for team in [each for each in teams if not each.shards]:

@@ -1,4 +1,5 @@
-"""Keep the newest committed state on the driver. New processes start from it if no worker has survived. Driver."""
+"""Keep the newest committed state on the driver. New processes start from it if no worker has
+survived. Driver."""
 
 from __future__ import annotations
 
@@ -14,12 +15,13 @@ GUARDED = struct.Struct(">Q")
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One replica's full state as bytes, and its progress when the snapshot was taken. Of a model that is divided among the
-    workers, they keep the snapshot themselves, and `held` is its name there.
+    """One replica's full state as bytes, and its progress when the snapshot was taken. Of a model
+    that is divided among the workers, they keep the snapshot themselves, and `held` is its name
+    there.
 
-    `call` is the number of the call that was running, and `partial` that call's partial result over all ranks. Without
-    data, training starts from the beginning. `data` can also be a function that returns the bytes, because they are rarely
-    needed.
+    `call` is the number of the call that was running, and `partial` that call's partial result over
+    all ranks. Without data, training starts from the beginning. `data` can also be a function that
+    returns the bytes, because they are rarely needed.
     """
 
     data: Any = b""
@@ -34,15 +36,16 @@ class Snapshot:
 
 
 def guarded_part(*state: Any) -> int:
-    """Return how many bytes of a state, from the first one on, are unpickled later, and must not be changed on their way.
-    Each state begins with this number; the rest is only data. The state is in these buffers, one after another."""
+    """Return how many bytes of a state, from the first one on, are unpickled later, and must not be
+    changed on their way. Each state begins with this number; the rest is only data. The state is in
+    these buffers, one after another."""
     size = sum(map(len, state))
     return min(GUARDED.unpack_from(state[0])[0], size) if size and len(state[0]) >= GUARDED.size else size
 
 
 class SnapshotStore:
-    """Owns the newest snapshot, and how many loads of the user it must contain. The thread that receives uploads writes
-    it, and the engine reads it."""
+    """Owns the newest snapshot, and how many loads of the user it must contain. The thread that
+    receives uploads writes it, and the engine reads it."""
 
     def __init__(self) -> None:
         self._latest: Snapshot | None = None
@@ -50,8 +53,8 @@ class SnapshotStore:
         self._lock = threading.Lock()
 
     def offer(self, snapshot: Snapshot) -> bool:
-        """Keep this snapshot, unless there is a newer one: uploads of an old generation can be late. Return whether it
-        was kept."""
+        """Keep this snapshot, unless there is a newer one: uploads of an old generation can be
+        late. Return whether it was kept."""
         with self._lock:
             if snapshot.progress.loads < self._least_loads:
                 return False
@@ -70,15 +73,16 @@ class SnapshotStore:
             self._latest, self._least_loads = None, 0
 
     def require(self, loads: int) -> None:
-        """Drop a snapshot of fewer loads, because the user has loaded another state, and refuse such ones from now on: one may
-        still be on its way."""
+        """Drop a snapshot of fewer loads, because the user has loaded another state, and refuse
+        such ones from now on: one may still be on its way."""
         with self._lock:
             self._least_loads = loads
             if self._latest is not None and self._latest.progress.loads < loads:
                 self._latest = None
 
     def take_back(self, kept: Snapshot | None, loads: int) -> None:
-        """Keep an earlier snapshot instead of one of so many loads, because the last of these has failed."""
+        """Keep an earlier snapshot instead of one of so many loads, because the last of these has
+        failed."""
         with self._lock:
             if self._latest is not None and self._latest.progress.loads >= loads:
                 self._latest = kept

@@ -1,4 +1,5 @@
-"""The optimizer steps that `total_steps()` planned, and where a run is among them. Pure arithmetic on positions. Both."""
+"""The optimizer steps that `total_steps()` planned, and where a run is among them. Pure arithmetic
+on positions. Both."""
 
 from __future__ import annotations
 
@@ -8,11 +9,12 @@ from raysgd.core.sampling_plan import SamplingPlan
 
 
 class StepPlan(NamedTuple):
-    """A run of `epochs`, in each of which all `workers` together take `step_size` of its `units` in each batch, and `window` batches
-    share a step.
+    """A run of `epochs`, in each of which all `workers` together take `step_size` of its `units` in
+    each batch, and `window` batches share a step.
 
-    Samples, and not steps, measure how far a run is, because a group of another size needs another number of steps for the
-    same samples. If all workers take part, both are the same. Part of a replica's state, as a tuple.
+    Samples, and not steps, measure how far a run is, because a group of another size needs another
+    number of steps for the same samples. If all workers take part, both are the same. Part of a
+    replica's state, as a tuple.
     """
 
     steps: int
@@ -37,10 +39,11 @@ class StepPlan(NamedTuple):
         return self[2:] == other[2:]
 
     def steps_by(self, epoch: int, offset: int) -> int:
-        """Return how many of the planned steps are complete at this offset of an epoch, which is counted from 1. (Before the
-        first epoch, `offset` is `units`.)
+        """Return how many of the planned steps are complete at this offset of an epoch, which is
+        counted from 1. (Before the first epoch, `offset` is `units`.)
 
-        The next batch begins at that offset. So it has the learning rate with which the plan trains its first sample.
+        The next batch begins at that offset. So it has the learning rate with which the plan trains
+        its first sample.
         """
         batches = self.units // self.step_size if self.drop_last else -(-self.units // self.step_size)
         each, begun = -(-batches // self.window), offset // self.step_size

@@ -13,7 +13,8 @@ NOTHING = nullcontext()
 
 
 class Timers:
-    """Owns the newest durations of blocks, by name. While it is not `enabled`, nothing is measured."""
+    """Owns the newest durations of blocks, by name. While it is not `enabled`, nothing is
+    measured."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, deque[float]] = {}
@@ -31,8 +32,9 @@ class Timers:
         return block
 
     def laps(self) -> Callable[[str], None]:
-        """Return a function to call after each part of a block that runs often, with the part's name: it records the time since its
-        last call. It costs one call for each part, where `record` costs three."""
+        """Return a function to call after each part of a block that runs often, with the part's
+        name: it records the time since its last call. It costs one call for each part, where
+        `record` costs three."""
         if not self.enabled:
             return lambda key: None
         began = time.perf_counter()
@@ -46,5 +48,6 @@ class Timers:
         return lap
 
     def stats(self) -> dict[str, float]:
-        """Return the mean duration of each block as `mean_<key>_s`, over the last 10 runs since the last reset."""
+        """Return the mean duration of each block as `mean_<key>_s`, over the last 10 runs since the
+        last reset."""
         return {f"mean_{key}_s": statistics.fmean(seconds) for key, seconds in self._seconds.items()}

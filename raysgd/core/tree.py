@@ -8,9 +8,11 @@ from typing import Any
 
 
 def mapped(change: Callable[..., Any], value: Any, *path: Any) -> Any:
-    """Return the same containers with `change(leaf, *path)` in place of each leaf. `path` has the keys and places that lead to it.
+    """Return the same containers with `change(leaf, *path)` in place of each leaf. `path` has the
+    keys and places that lead to it.
 
-    The attributes of an OrderedDict stay: torch keeps the versions of modules in one of a model's state."""
+    The attributes of an OrderedDict stay: torch keeps the versions of modules in one of a model's
+    state."""
     if isinstance(value, dict):
         made: dict[Any, Any] = OrderedDict() if isinstance(value, OrderedDict) else {}
         made.update((key, mapped(change, each, *path, key)) for key, each in value.items())

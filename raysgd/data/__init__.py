@@ -1,4 +1,5 @@
-"""Data for operators: downloaded while training runs, read from Ray or from shards, or seeded for each sample. Both."""
+"""Data for operators: downloaded while training runs, read from Ray or from shards, or seeded for
+each sample. Both."""
 
 from typing import TYPE_CHECKING
 

@@ -27,16 +27,18 @@ class Dataset:
         pair = transform(download_func(item))      each function only if given; the result must be a pair (x, y)
         the next shard in turn adds the pair to its batch
 
-    `batch_size` is that of each worker, and `download_func` and `transform` are functions of one value. `data` is a list,
-    another iterable, or a function that returns one. It is repeated endlessly, so pass `num_steps` when
-    you train on it. Only empty `data` ends. The items of a generator are kept in memory, to be repeated. Pass the
-    generator function instead to run it again for each pass.
+    `batch_size` is that of each worker, and `download_func` and `transform` are functions of one
+    value. `data` is a list, another iterable, or a function that returns one. It is repeated
+    endlessly, so pass `num_steps` when you train on it. Only empty `data` ends. The items of a
+    generator are kept in memory, to be repeated. Pass the generator function instead to run it
+    again for each pass.
 
-    `max_concurrency` is the number of downloads at a time: 1 downloads one after another, in order; 0 means no limit.
-    With any other number than 1, the samples of a batch come in any order, but the samples in each batch are always the
-    same.
+    `max_concurrency` is the number of downloads at a time: 1 downloads one after another, in order;
+    0 means no limit. With any other number than 1, the samples of a batch come in any order, but
+    the samples in each batch are always the same.
 
-    It has no position: a shard can be read again from any sample. It can be pickled if `data` and the two functions can.
+    It has no position: a shard can be read again from any sample. It can be pickled if `data` and
+    the two functions can.
     """
 
     def __init__(
@@ -64,15 +66,17 @@ class Dataset:
         return self._num_shards
 
     def set_num_shards(self, num_shards: int) -> None:
-        """Set the number of shards for later calls of `get_shard`. Existing shards do not change."""
+        """Set the number of shards for later calls of `get_shard`. Existing shards do not
+        change."""
         at_least("num_shards", num_shards, 1, whole=True)
         self._num_shards = num_shards
 
     def get_shard(self, i: int, *, start: int = 0) -> Shard:
         """Return shard `i` of the stream, an iterable of batches.
 
-        `start` is how many samples of the whole stream, over all shards, have been used already. The samples after them
-        are divided among the current number of shards, whatever that number was before.
+        `start` is how many samples of the whole stream, over all shards, have been used already.
+        The samples after them are divided among the current number of shards, whatever that number
+        was before.
         """
         if not 0 <= i < self._num_shards:
             raise AssertionError(
@@ -81,7 +85,8 @@ class Dataset:
         return Shard(self, index=i, num_shards=self._num_shards, start=start)
 
     def items(self) -> Iterator[Any]:
-        """Yield the items of `data`, one pass after another. End only after a pass without items."""
+        """Yield the items of `data`, one pass after another. End only after a pass without
+        items."""
         found = True
         while found:
             found = False
@@ -90,7 +95,8 @@ class Dataset:
                 yield item
 
     def prepare(self, item: Any) -> Pair:
-        """Return the pair (x, y) for an item. Several threads call this, unless `max_concurrency` is 1."""
+        """Return the pair (x, y) for an item. Several threads call this, unless `max_concurrency`
+        is 1."""
         pair = item if self.download_func is None else self.download_func(item)
         if self.transform is not None:
             pair = self.transform(pair)
@@ -105,7 +111,8 @@ class Dataset:
 class Shard:
     """One worker's part of a Dataset: yields lists of `batch_size` pairs (x, y).
 
-    Of n shards, shard i has the samples start + i, start + i + n, ... of the stream. Each iteration begins with the first.
+    Of n shards, shard i has the samples start + i, start + i + n, ... of the stream. Each iteration
+    begins with the first.
     """
 
     def __init__(self, dataset: Dataset, *, index: int, num_shards: int, start: int = 0) -> None:
@@ -164,7 +171,8 @@ def _batches_by_threads(items: Iterator[Any], dataset: Dataset) -> Iterator[list
 
 
 class _Remembered:
-    """Keeps the items of an iterator in memory, so that several readers can iterate over them, also at the same time."""
+    """Keeps the items of an iterator in memory, so that several readers can iterate over them, also
+    at the same time."""
 
     def __init__(self, source: Iterator[Any]) -> None:
         self._source = source

@@ -1,4 +1,5 @@
-"""A stream in numbered shards, of which every sample is used exactly once, however the workers change. Worker."""
+"""A stream in numbered shards, of which every sample is used exactly once, however the workers
+change. Worker."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ AGAIN = object()
 
 
 class ShardedStream:
-    """Samples from shards that can only be read from their beginning: files, partitions, ranges of offsets.
+    """Samples from shards that can only be read from their beginning: files, partitions, ranges of
+    offsets.
 
         def open_shard(shard):
             with open(paths[shard]) as file:
@@ -31,19 +33,21 @@ class ShardedStream:
 
         self.register_data(train_loader=ShardedStream(open_shard, len(paths), batch_size=32, shuffle=1000))
 
-    `open_shard(shard)`, for each number below `num_shards`, returns an iterable of the samples of one shard, the same
-    ones in the same order each time. With a second
-    parameter, `open_shard(shard, start)`, it leaves out the first `start` samples itself, for sources that can seek;
-    otherwise they are read and dropped.
+    `open_shard(shard)`, for each number below `num_shards`, returns an iterable of the samples of
+    one shard, the same ones in the same order each time. With a second parameter,
+    `open_shard(shard, start)`, it leaves out the first `start` samples itself, for sources that can
+    seek; otherwise they are read and dropped.
 
-    Each worker reads its own shards, `readers` of them at a time, each in a thread that is a few batches ahead. A worker
-    whose shards have ended takes over a shard of another one; if there is none, it shares one. What is committed of each
-    shard is part of the state. When workers change, or a checkpoint is loaded by any number of workers, the
-    shards are assigned again, and each continues after its committed samples.
+    Each worker reads its own shards, `readers` of them at a time, each in a thread that is a few
+    batches ahead. A worker whose shards have ended takes over a shard of another one; if there is
+    none, it shares one. What is committed of each shard is part of the state. When workers change,
+    or a checkpoint is loaded by any number of workers, the shards are assigned again, and each
+    continues after its committed samples.
 
-    `batch_size` is that of each worker. `shuffle` is how many samples of a shard are shuffled together; the order depends
-    on `seed`, the epoch and the shard, and the order of the shards on `seed` and the epoch. `collate_fn` makes a batch of a
-    list of samples; by default, it is torch's.
+    `batch_size` is that of each worker. `shuffle` is how many samples of a shard are shuffled
+    together; the order depends on `seed`, the epoch and the shard, and the order of the shards on
+    `seed` and the epoch. `collate_fn` makes a batch of a list of samples; by default, it is
+    torch's.
     """
 
     @suggesting
@@ -88,7 +92,8 @@ class ShardedStream:
         return shards
 
     def blocks(self, shard: int, epoch: int, start: int) -> Iterator[list[Any]]:
-        """Yield the samples of a shard in an epoch without the first `start`, in lists that are shuffled together."""
+        """Yield the samples of a shard in an epoch without the first `start`, in lists that are
+        shuffled together."""
         size = self.shuffle or self.batch_size
         number, skip = divmod(start, size)
         at = number * size
@@ -130,12 +135,14 @@ class ShardStep(NamedTuple):
 class ShardFeed:
     """Reads one rank's part of the rest of an epoch, in steps that all ranks make together.
 
-    In each step, every rank passes what `propose` returns to a sum over all ranks, and `settle` takes the sum. So all of
-    them know what is used of each shard, and assign shards in the same way. `counts` are the samples that were used of each
-    shard, and `ended` are the shards that have no more.
+    In each step, every rank passes what `propose` returns to a sum over all ranks, and `settle`
+    takes the sum. So all of them know what is used of each shard, and assign shards in the same
+    way. `counts` are the samples that were used of each shard, and `ended` are the shards that have
+    no more.
 
-    The sum has a slot for each team, with room for the shards of which the team used something. If that is too small, it
-    grows, and all ranks propose again. So the work of a step does not depend on the number of shards.
+    The sum has a slot for each team, with room for the shards of which the team used something. If
+    that is too small, it grows, and all ranks propose again. So the work of a step does not depend
+    on the number of shards.
     """
 
     def __init__(
@@ -162,8 +169,9 @@ class ShardFeed:
         self._meet_team()
 
     def propose(self) -> list[int]:
-        """Return for each team how many shards follow, and for each of these its number, and two times the samples that the team
-        takes of it, plus 1 if it has ended. Only the first rank of a team counts."""
+        """Return for each team how many shards follow, and for each of these its number, and two
+        times the samples that the team takes of it, plus 1 if it has ended. Only the first rank of
+        a team counts."""
         width = 1 + 2 * self._room
         message = [0] * (width * len(self._teams))
         if self._team is not None:
@@ -179,8 +187,9 @@ class ShardFeed:
         return message
 
     def settle(self, message: Sequence[int]) -> ShardStep | object | None:
-        """Return this rank's samples, or None at the end. Return AGAIN if shards were assigned again, because some ranks have
-        none left, or if a team needs more room. Then no sample is used, and all ranks propose again."""
+        """Return this rank's samples, or None at the end. Return AGAIN if shards were assigned
+        again, because some ranks have none left, or if a team needs more room. Then no sample is
+        used, and all ranks propose again."""
         width = 1 + 2 * self._room
         slots = [message[at : at + width] for at in range(0, len(message), width)]
         most = max((slot[0] for slot in slots), default=0)
@@ -263,7 +272,8 @@ class ShardFeed:
         self._readers.append((shard, ReadAhead(blocks, ahead=AHEAD, name=f"raysgd-shard-{shard}"), []))
 
     def _meet_team(self) -> None:
-        """Find this rank's team after shards were assigned, and keep what was read of its shards."""
+        """Find this rank's team after shards were assigned, and keep what was read of its
+        shards."""
         self._place = next((place for place, team in enumerate(self._teams) if self._rank in team.ranks), -1)
         self._team = self._teams[self._place] if self._teams else None
         shards = self._team.shards if self._team is not None else []

@@ -1,8 +1,8 @@
 """Agree on a batch boundary at which all ranks stop, while training continues. Driver.
 
-The driver proposes a step that is a little ahead of all ranks. A rank that has begun a later step refuses, and the next
-proposal is further ahead. When all ranks have agreed, the driver confirms, and they stop there: nothing is interrupted
-or redone.
+The driver proposes a step that is a little ahead of all ranks. A rank that has begun a later step
+refuses, and the next proposal is further ahead. When all ranks have agreed, the driver confirms,
+and they stop there: nothing is interrupted or redone.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ PATIENCE_S = 0.1
 
 
 class Boundary:
-    """One planned stop of one running call. Owns the current proposal and the answers to it. `settled` is True once all
-    ranks have agreed."""
+    """One planned stop of one running call. Owns the current proposal and the answers to it.
+    `settled` is True once all ranks have agreed."""
 
     def __init__(self, table: WorkerTable, calls: dict[str, int], *, lead: int = 2) -> None:
         self._table = table
@@ -39,7 +39,8 @@ class Boundary:
             self._table.group.send(worker, ProposeBoundary(self._round, call, begun + self._lead))
 
     def advance(self, still_running: Collection[str]) -> None:
-        """Process the answers that have arrived. Ranks that have finished their call need not agree."""
+        """Process the answers that have arrived. Ranks that have finished their call need not
+        agree."""
         if self.settled or not still_running:
             return
         for worker, answer in self._table.take_answers(BoundaryAnswer, self._round):
@@ -56,9 +57,9 @@ class Boundary:
             self._propose_again()
 
     def _propose_again(self) -> None:
-        """Propose again after a refusal. A rank that had begun a later step needs a boundary further ahead. A rank that
-        has not begun its call (it answers -1) only needs a moment, and a growing lead would put the boundary beyond the
-        end of the call."""
+        """Propose again after a refusal. A rank that had begun a later step needs a boundary
+        further ahead. A rank that has not begun its call (it answers -1) only needs a moment, and a
+        growing lead would put the boundary beyond the end of the call."""
         if self._too_late:
             self._lead *= 2
         elif self._table.clock() - self._asked_at < PATIENCE_S:

@@ -1,4 +1,5 @@
-"""Define one user call, what a worker failure means for it, and one fan-out of it over all ranks. Driver."""
+"""Define one user call, what a worker failure means for it, and one fan-out of it over all ranks.
+Driver."""
 
 from __future__ import annotations
 
@@ -34,15 +35,17 @@ class Job:
     repeat   it starts over on the new generation (validation, reading state)
     keep     the survivors' answers are the result (user functions that should not run twice)
 
-    `prepare` is called whenever the call is fanned out, and returns arguments to add to it. `is_waiting` says
-    whether the ranks wait at the moment for the user, or for a transfer that moves, which is not a hang. `paused` is
-    called when all ranks have stopped at a batch boundary. It may make other calls, and returns whether only the job
-    wanted that stop. `lead` is how many steps ahead of all ranks a planned stop is first proposed. `hurry_s` is how long
-    ranks may continue after one of them has stopped for a planned change; with None, all stop at the same step. With
-    `needs_state`, the call must find the state that the workers had when it began: if they all fail, it is not made again
-    on an older one. With `redo`, it is run again, before a later call, if all workers fail and continue from a snapshot
-    that was taken in it. `compare` is the call that returns a rank's `Summary`, as text; with None, ranks are not compared
-    after this one."""
+    `prepare` is called whenever the call is fanned out, and returns arguments to add to it.
+    `is_waiting` says whether the ranks wait at the moment for the user, or for a transfer that
+    moves, which is not a hang. `paused` is called when all ranks have stopped at a batch boundary.
+    It may make other calls, and returns whether only the job wanted that stop. `lead` is how many
+    steps ahead of all ranks a planned stop is first proposed. `hurry_s` is how long ranks may
+    continue after one of them has stopped for a planned change; with None, all stop at the same
+    step. With `needs_state`, the call must find the state that the workers had when it began: if
+    they all fail, it is not made again on an older one. With `redo`, it is run again, before a
+    later call, if all workers fail and continue from a snapshot that was taken in it. `compare` is
+    the call that returns a rank's `Summary`, as text; with None, ranks are not compared after this
+    one."""
 
     call: Call
     again: Literal["resume", "repeat", "keep"] = "repeat"
@@ -59,8 +62,8 @@ class Job:
 
 @dataclass(frozen=True)
 class RunningCall:
-    """The call that the engine is in: its number, how many failures it may survive, and how many recoveries there were
-    before it."""
+    """The call that the engine is in: its number, how many failures it may survive, and how many
+    recoveries there were before it."""
 
     number: int
     max_failures: int
@@ -68,13 +71,14 @@ class RunningCall:
 
 
 class FanOut:
-    """One call on all members of the generation, until each has an outcome. Owns the calls that have not ended, the
-    boundary at which they are to stop, and their watchdog.
+    """One call on all members of the generation, until each has an outcome. Owns the calls that
+    have not ended, the boundary at which they are to stop, and their watchdog.
 
-    When a rank fails, its peers are interrupted. `wants_boundary` is called several times a second, and returns whether
-    all ranks should stop for a planned change. With `job.hurry_s`, ranks need not stop at the same boundary: that long
-    after one of them has stopped as asked, the others are interrupted where they are. If the ranks' weights are compared every
-    few steps, `comparison` gets what they report.
+    When a rank fails, its peers are interrupted. `wants_boundary` is called several times a second,
+    and returns whether all ranks should stop for a planned change. With `job.hurry_s`, ranks need
+    not stop at the same boundary: that long after one of them has stopped as asked, the others are
+    interrupted where they are. If the ranks' weights are compared every few steps, `comparison`
+    gets what they report.
     """
 
     def __init__(
@@ -101,8 +105,8 @@ class FanOut:
 
     @property
     def outcomes(self) -> dict[str, Outcome]:
-        """Return each worker's outcome, in rank order. Workers that had not answered when a user's error ended the call
-        have none."""
+        """Return each worker's outcome, in rank order. Workers that had not answered when a user's
+        error ended the call have none."""
         outcomes = self._calls.outcomes
         return {worker: outcomes[worker] for worker in self._workers if worker in outcomes}
 
@@ -112,8 +116,8 @@ class FanOut:
         return self._table.clock() if self._calls.troubled_at is None else self._calls.troubled_at
 
     def run(self, call: Call) -> None:
-        """Make the call. An error that is raised here (Ctrl-C, a cancelled call, a callback's error) ends it at the
-        next batch."""
+        """Make the call. An error that is raised here (Ctrl-C, a cancelled call, a callback's
+        error) ends it at the next batch."""
         try:
             arguments = {"call": call}  # the same for all, because a group pickles it once
             for worker in self._workers:
@@ -151,14 +155,15 @@ class FanOut:
         )
 
     def compare(self) -> bool:
-        """Compare what all ranks have reported after the same steps. Return whether any of them was evicted in this call: its
-        process can have made the rest of the call before it ended."""
+        """Compare what all ranks have reported after the same steps. Return whether any of them was
+        evicted in this call: its process can have made the rest of the call before it ended."""
         for step, texts in self._table.take_summaries(self._workers):
             self.judge(step, [texts[worker] for worker in self._workers])
         return bool(self._evicted)
 
     def judge(self, step: int, texts: Iterable[str]) -> bool:
-        """Compare the ranks' summaries, which are in rank order. Return whether any rank was evicted."""
+        """Compare the ranks' summaries, which are in rank order. Return whether any rank was
+        evicted."""
         try:
             ranks, why = self._comparison.judge(step, dict(enumerate(texts)))
         except DivergenceError:
@@ -181,8 +186,9 @@ class FanOut:
         return outcome
 
     def _end_extra_calls(self) -> None:
-        """Interrupt the ranks if some wait in a collective call that others do not make, which only that call's time limit would
-        end: one of them is beyond the last call of a rank that has finished, or all wait, after different numbers of calls."""
+        """Interrupt the ranks if some wait in a collective call that others do not make, which only
+        that call's time limit would end: one of them is beyond the last call of a rank that has
+        finished, or all wait, after different numbers of calls."""
         now, running = self._table.clock(), self._calls.running
         if not running or len(self._workers) < 2 or self._calls.troubled_at is not None:
             self._asked_at = now
@@ -205,8 +211,8 @@ class FanOut:
             self._asked, self._asked_at = self._table.request_stacks(wanted) if wanted else -1, now
 
     def _hurry(self) -> None:
-        """Interrupt the ranks that are still running `hurry_s` after another one has stopped. They may be waiting for
-        that rank in a collective, which only its time limit would end."""
+        """Interrupt the ranks that are still running `hurry_s` after another one has stopped. They
+        may be waiting for that rank in a collective, which only its time limit would end."""
         stopped = [o for o in self._calls.outcomes.values() if isinstance(o, Interrupted) and o.asked]
         if self._job.hurry_s is None or not stopped or self._hurried:
             return
@@ -216,14 +222,15 @@ class FanOut:
             self._generation.interrupt(self._workers)
 
     def _user_error_waited(self) -> bool:
-        """Return whether peers that are busy outside any collective have had enough time to end, after a user's
-        error."""
+        """Return whether peers that are busy outside any collective have had enough time to end,
+        after a user's error."""
         if self._calls.troubled_at is None or self._table.clock() - self._calls.troubled_at <= USER_ERROR_S:
             return False
         return any(isinstance(outcome, Failed) for outcome in self._calls.outcomes.values())
 
     def _cut_short(self, error: BaseException) -> None:
-        """Stop the call at the next batch. The trainer stays usable. Ranks that do not stop in time are killed."""
+        """Stop the call at the next batch. The trainer stays usable. Ranks that do not stop in time
+        are killed."""
         what = "interrupted" if isinstance(error, KeyboardInterrupt) else f"stopped by {type(error).__name__}"
         logger.warning("%s: asking %s to stop at the next batch", what, counted(len(self._workers), "worker"))
         self._generation.end()

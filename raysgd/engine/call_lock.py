@@ -1,4 +1,5 @@
-"""Let only one thread at a time call the workers. Any other thread gets an error that names the first one. Driver."""
+"""Let only one thread at a time call the workers. Any other thread gets an error that names the
+first one. Driver."""
 
 from __future__ import annotations
 
@@ -10,9 +11,11 @@ from raysgd.errors import TrainerBusyError
 
 
 class CallLock:
-    """Owns the claim of the running call. Never waits, because a second thread gets an error at once.
+    """Owns the claim of the running call. Never waits, because a second thread gets an error at
+    once.
 
-    The thread that has the claim may make more calls inside the first one (from a callback or a signal handler).
+    The thread that has the claim may make more calls inside the first one (from a callback or a
+    signal handler).
     """
 
     def __init__(self) -> None:
@@ -28,15 +31,16 @@ class CallLock:
         return None if held is None or held.thread == threading.get_ident() else held
 
     def held_here(self) -> Claim | None:
-        """Return the claim that this thread holds now, if there is one: then a callback or a signal handler is running."""
+        """Return the claim that this thread holds now, if there is one: then a callback or a signal
+        handler is running."""
         held = self._held.get("call")
         return held if held is not None and held.thread == threading.get_ident() else None
 
 
 @dataclass(eq=False)
 class Claim:
-    """One call of one thread, as a context manager. (`contextlib.contextmanager` would set attributes of the exceptions
-    that pass through it, which some exception classes refuse.)"""
+    """One call of one thread, as a context manager. (`contextlib.contextmanager` would set
+    attributes of the exceptions that pass through it, which some exception classes refuse.)"""
 
     held: dict[str, Claim]
     call: str

@@ -19,8 +19,9 @@ GROWN = 10.0
 
 
 class Comparison:
-    """Owns how long the ranks have trained since they were last compared, and which differences were logged. A difference is
-    logged again when it has become ten times as large, or after a comparison without it."""
+    """Owns how long the ranks have trained since they were last compared, and which differences
+    were logged. A difference is logged again when it has become ten times as large, or after a
+    comparison without it."""
 
     def __init__(self, elastic: ElasticConfig) -> None:
         self.by_steps = elastic.compare_every is not None
@@ -39,14 +40,15 @@ class Comparison:
         return self._after_calls and self._trained_s >= max(TRAINED_S, self._took_s / LARGEST_SHARE)
 
     def took(self, seconds: float) -> None:
-        """Note that the ranks were asked, and how long that took. Once, it may have been slow for another reason."""
+        """Note that the ranks were asked, and how long that took. Once, it may have been slow for
+        another reason."""
         self._took_s = min(seconds, 2 * self._took_s) if self.turn else seconds
         self._trained_s = 0.0
         self.turn += 1
 
     def judge(self, step: int, texts: Mapping[int, str]) -> tuple[frozenset[int], str]:
-        """Compare what the ranks reported after a step. Return the ranks to evict, and why; log a difference, or raise
-        DivergenceError, if that is what the user wants."""
+        """Compare what the ranks reported after a step. Return the ranks to evict, and why; log a
+        difference, or raise DivergenceError, if that is what the user wants."""
         found = compare(texts)
         text = describe(found, step) if found else ""
         if found and self._then == "raise":

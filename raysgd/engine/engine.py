@@ -57,10 +57,11 @@ FORM_AT_MOST = 3
 
 
 class Engine:
-    """Owns the group of workers and the objects that keep it running, and the number of the newest call. Only one
-    thread at a time may call it; a second one gets an error. `living` are the engines of this process, because only this
-    process can end the workers of an earlier one that hold the resources of the next. `during` returns a context that the
-    engine enters for each `Phase` of its work, for those who watch it."""
+    """Owns the group of workers and the objects that keep it running, and the number of the newest
+    call. Only one thread at a time may call it; a second one gets an error. `living` are the
+    engines of this process, because only this process can end the workers of an earlier one that
+    hold the resources of the next. `during` returns a context that the engine enters for each
+    `Phase` of its work, for those who watch it."""
 
     living: ClassVar[weakref.WeakSet[Engine]] = weakref.WeakSet()
 
@@ -128,7 +129,8 @@ class Engine:
     # -- life -----------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Launch the first workers. An error in the user's set-up ends them, and is raised unchanged."""
+        """Launch the first workers. An error in the user's set-up ends them, and is raised
+        unchanged."""
         try:
             check_can_fit(self.group, self._least)
             self._check_not_held()
@@ -140,8 +142,8 @@ class Engine:
             raise
 
     def _check_not_held(self) -> None:
-        """Raise an error at once if idle engines of this process hold what the first workers need. Their hot spares are
-        given up for it."""
+        """Raise an error at once if idle engines of this process hold what the first workers need.
+        Their hot spares are given up for it."""
         others = {e: e.world_size for e in self.living if e.active and e.group.elastic and e.world_size and not e.busy}
         if not others or not self.group.elastic:
             return
@@ -155,8 +157,8 @@ class Engine:
             raise held_error(self.group, self._least, sizes)
 
     def stop(self, *, force: bool = False) -> None:
-        """End every worker. If Ctrl-C interrupted an earlier call of `stop`, finish what it began. A call that is
-        running in another thread ends with an error."""
+        """End every worker. If Ctrl-C interrupted an earlier call of `stop`, finish what it began.
+        A call that is running in another thread ends with an error."""
         if self._ended:
             return
         unfinished = self._end_call_elsewhere()
@@ -184,8 +186,8 @@ class Engine:
             self.cancel(unfinished)
 
     def _cancellable(self, callback: Callable[[T], None]) -> Callable[[T], None]:
-        """Return the callback, for calls in which nothing waits after it: if it cancels the running call (by a shutdown,
-        for example), that call ends now, because it would miss its workers."""
+        """Return the callback, for calls in which nothing waits after it: if it cancels the running
+        call (by a shutdown, for example), that call ends now, because it would miss its workers."""
 
         def call(argument: T) -> None:
             callback(argument)
@@ -205,8 +207,8 @@ class Engine:
         self._ended = True
 
     def _end_call_elsewhere(self) -> NotActiveError | None:
-        """End a call that runs in another thread. Return the error that is still to end it, if user code in this process holds
-        it up."""
+        """End a call that runs in another thread. Return the error that is still to end it, if user
+        code in this process holds it up."""
         claim = self._call_lock.held_elsewhere()
         if claim is None:
             return None
@@ -220,7 +222,8 @@ class Engine:
         return None if self._call_lock.held_elsewhere() is None else error
 
     def claim(self, call: str) -> Claim:
-        """Return a context in which only this thread may call the engine: for a call that consists of several jobs."""
+        """Return a context in which only this thread may call the engine: for a call that consists
+        of several jobs."""
         return self._call_lock.claim(call)
 
     # -- state ----------------------------------------------------------------------------------------
@@ -268,16 +271,17 @@ class Engine:
         return list(self._log.recoveries)
 
     def state_changed_by_hand(self, *, replaced: bool = False) -> None:
-        """Note that the user has changed the state, so that the newest snapshot lacks the change. With `replaced`, drop
-        the snapshot, because nothing in it is valid any more."""
+        """Note that the user has changed the state, so that the newest snapshot lacks the change.
+        With `replaced`, drop the snapshot, because nothing in it is valid any more."""
         self._snapshot_is_stale = True
         if replaced:
             self._table.snapshots.forget()
 
     @contextmanager
     def state_replaced_by_hand(self, loads: int) -> Iterator[None]:
-        """Return a context in which the workers load another state. If they all fail meanwhile, they continue from the newest
-        snapshot, as the load may be refused; then there is no need to finish earlier calls first."""
+        """Return a context in which the workers load another state. If they all fail meanwhile,
+        they continue from the newest snapshot, as the load may be refused; then there is no need to
+        finish earlier calls first."""
         kept, finished = self._table.snapshots.latest(), self._finished
         self._snapshot_is_stale, self._finished = True, {}
         try:
@@ -303,7 +307,8 @@ class Engine:
     # -- members --------------------------------------------------------------------------------------
 
     def give_up_spares(self) -> None:
-        """End the hot spares of an idle trainer. They start again with one of its next calls, if there is room."""
+        """End the hot spares of an idle trainer. They start again with one of its next calls, if
+        there is room."""
         with self.claim("the start of another trainer"), self.group.releasing():
             self._membership.give_up_spares()
 
@@ -322,8 +327,8 @@ class Engine:
             self._change_members(call, lambda: self._membership.remove(leaving))
 
     def _change_members(self, call: RunningCall, ask: Callable[[], None]) -> None:
-        """Make the change that the user asks for with `ask`. If a failure ends an attempt, those that were to leave are
-        members of the generation that continues, until the next attempt."""
+        """Make the change that the user asks for with `ask`. If a failure ends an attempt, those
+        that were to leave are members of the generation that continues, until the next attempt."""
         before = self.target
         try:
             ask()
@@ -337,20 +342,23 @@ class Engine:
     # -- calls ----------------------------------------------------------------------------------------
 
     def cancel(self, error: BaseException | None) -> None:
-        """Stop the running call, which raises `error`. With None, withdraw that. Any thread may call this."""
+        """Stop the running call, which raises `error`. With None, withdraw that. Any thread may
+        call this."""
         self._table.cancel(error)
 
     def pack(self, value: Any) -> Any:
-        """Return a user's object in the form in which it is sent to workers as an argument of a job."""
+        """Return a user's object in the form in which it is sent to workers as an argument of a
+        job."""
         return self.group.pack(value)
 
     def reference(self, rank: int, call: Call) -> Any:
-        """Return a Ray reference to a call on one rank, for the user to wait for. The user handles its failures,
-        too."""
+        """Return a Ray reference to a call on one rank, for the user to wait for. The user handles
+        its failures, too."""
         return self.group.reference(self._table.members()[rank], "run", {"call": call})
 
     def run(self, job: Job) -> list[PartialResults]:
-        """Run a job to its end, whatever fails meanwhile. Return the results of its parts, in order."""
+        """Run a job to its end, whatever fails meanwhile. Return the results of its parts, in
+        order."""
         with self.claim(f"the call {job.call.name!r}"):
             self._calls += 1
             running = self._ready_call(max_failures=job.max_failures)
@@ -411,8 +419,9 @@ class Engine:
             parts = self._still_counting(parts, revived, running)
 
     def _run_again(self, running: RunningCall) -> None:
-        """Finish the calls before this one, if all workers have failed and continue from a snapshot in one of them: the snapshot of its
-        end had not arrived. Otherwise this call would train the rest of that epoch, and the run one epoch less."""
+        """Finish the calls before this one, if all workers have failed and continue from a snapshot
+        in one of them: the snapshot of its end had not arrived. Otherwise this call would train the
+        rest of that epoch, and the run one epoch less."""
         newest, here = self._table.snapshots.latest(), _place(self.progress)
         for number, (_, end) in list(self._finished.items()):
             if _place(end) <= _place(newest.progress) if newest is not None else _place(end) > here:
@@ -425,13 +434,14 @@ class Engine:
                 self._finished[number] = job, self.progress  # another number of workers makes another number of steps
 
     def _check_is_newest(self, job: Job, began: Progress) -> None:
-        """Raise an error if the snapshot from which new workers continue is older than the state when the job began."""
+        """Raise an error if the snapshot from which new workers continue is older than the state
+        when the job began."""
         if job.needs_state and (self._snapshot_is_stale or self.progress.order < began.order):
             raise older_state_error(job.call.name, began, self.progress)
 
     def _with_hangs(self, seen: Observation, hung: list[Any]) -> Observation:
-        """Count in `hung` how many times in a row code has hung at the same place of the call: in the same batch, or, as
-        training functions count none, after the same commits."""
+        """Count in `hung` how many times in a row code has hung at the same place of the call: in
+        the same batch, or, as training functions count none, after the same commits."""
         if seen.hung_at is None:
             return seen
         phase, batch = seen.hung_at
@@ -444,8 +454,8 @@ class Engine:
     def _still_counting(
         self, parts: list[PartialResults], revived: Snapshot | None, running: RunningCall
     ) -> list[PartialResults]:
-        """Return the results without those of work that is done again: new workers continue from a snapshot, or a rank
-        that was a step ahead has failed."""
+        """Return the results without those of work that is done again: new workers continue from a
+        snapshot, or a rank that was a step ahead has failed."""
         if revived is not None:
             parts = partial_results_since(revived, parts, call=running.number)
         return [part.until(self.progress.step) for part in parts]
@@ -455,8 +465,9 @@ class Engine:
         return FanOut(self._table, self._generation, job, self._wants_boundary, hang_s=hang_s, comparison=comparison)
 
     def _evicts(self, job: Job, fan_out: FanOut, seconds: float) -> bool:
-        """Compare the ranks after a call that all have finished, and that took so long. Return whether any of them was evicted. If a
-        worker fails now, the ranks are not compared, and the next call handles the failure."""
+        """Compare the ranks after a call that all have finished, and that took so long. Return
+        whether any of them was evicted. If a worker fails now, the ranks are not compared, and the
+        next call handles the failure."""
         comparison, members = self._comparison, self._table.members()
         if comparison.by_steps:
             return fan_out.compare()
@@ -483,7 +494,8 @@ class Engine:
         return replace(job.call, arguments={**job.call.arguments, **more})
 
     def _is_own_pause(self, job: Job, parts: list[PartialResults], running: RunningCall) -> bool:
-        """Let the job use a pause. Return whether only the job wanted it, so that the generation stays as it is."""
+        """Let the job use a pause. Return whether only the job wanted it, so that the generation
+        stays as it is."""
         self._revived = None
         own = job.paused()
         parts[:] = self._still_counting(parts, self._revived, running)  # workers may have failed in a call of the job
@@ -503,8 +515,9 @@ class Engine:
             raise
 
     def _wants_boundary(self, job: Job) -> bool:
-        """Look for leaving workers in every call, which also detects that Ray no longer answers. Training cannot
-        continue without Ray. Other calls raise the error only once for each outage, so that `save` works after it."""
+        """Look for leaving workers in every call, which also detects that Ray no longer answers.
+        Training cannot continue without Ray. Other calls raise the error only once for each outage,
+        so that `save` works after it."""
         try:
             self._membership.look_for_leavers()
             self._outage_raised = False
@@ -518,7 +531,8 @@ class Engine:
     # -- failures and changes -------------------------------------------------------------------------
 
     def _ready_call(self, *, max_failures: int) -> RunningCall:
-        """Make sure that the group is up before a call. Failures of idle workers are handled like any others."""
+        """Make sure that the group is up before a call. Failures of idle workers are handled like
+        any others."""
         if not self.active:
             raise NotActiveError("this trainer was shut down: to continue, create a new one, and load what you saved")
         call = RunningCall(self._calls, max_failures, len(self.recoveries))
@@ -556,8 +570,9 @@ class Engine:
         return seen
 
     def _restore(self, seen: Observation, call: RunningCall, *, since: float | None = None) -> Snapshot | None:
-        """Make a planned change, and recover if it or anything else has broken the generation. The group is up
-        afterwards. Return the snapshot that training continues from, or None if survivors continue in place."""
+        """Make a planned change, and recover if it or anything else has broken the generation. The
+        group is up afterwards. Return the snapshot that training continues from, or None if
+        survivors continue in place."""
         since, world = self._table.clock() if since is None else since, self.world_size
         self._generation.take_seconds()  # of anything before
         phase: Phase = "recovery"
@@ -577,8 +592,8 @@ class Engine:
     def _network_or_out_of_step(
         self, seen: Observation, outcomes: Mapping[str, Outcome], before: Progress | None
     ) -> Observation:
-        """Return what an apparent network fault means. A second one at the same place may mean that the ranks are out
-        of step."""
+        """Return what an apparent network fault means. A second one at the same place may mean that
+        the ranks are out of step."""
         again = before is not None and self.progress.order <= before.order
         detail = different_calls(outcomes, again=again)
         return Observation("out_of_step", reason=OUT_OF_STEP, detail=detail) if detail else seen
@@ -591,8 +606,8 @@ class Engine:
         raise_user_error(outcome, self._table[seen.culprit])
 
     def _raise_out_of_step(self, seen: Observation, since: float) -> NoReturn:
-        """Raise the error about ranks that are out of step. As after any user's error, workers that are alive stay, and
-        the next call begins without the others."""
+        """Raise the error about ranks that are out of step. As after any user's error, workers that
+        are alive stay, and the next call begins without the others."""
         at, before = self.progress, self.world_size
         self._generation.end()
         failed = self._table.failed()
@@ -617,14 +632,15 @@ class Engine:
 
 
 def shutdown_all() -> None:
-    """End the workers of all trainers of this process, also of those that no variable names any more."""
+    """End the workers of all trainers of this process, also of those that no variable names any
+    more."""
     for engine in list(Engine.living):
         engine.stop()
 
 
 def _packed(group: WorkerGroupProtocol, *values: Any) -> list[Any]:
-    """Return the user's objects in the form in which they are sent. If one cannot be pickled, stop the group, because
-    the engine does not exist yet."""
+    """Return the user's objects in the form in which they are sent. If one cannot be pickled, stop
+    the group, because the engine does not exist yet."""
     try:
         return [group.pack(value) for value in values]
     except BaseException:

@@ -41,9 +41,11 @@ LOADER_HINT = (
 
 
 def raise_user_error(outcome: Failed, info: WorkerInfo) -> NoReturn:
-    """Raise what the user's code raised on a worker. An error that was raised in this process keeps its own traceback.
+    """Raise what the user's code raised on a worker. An error that was raised in this process keeps
+    its own traceback.
 
-    Set the error's `raysgd_rank`, which distinguishes a KeyboardInterrupt of a worker's code from Ctrl-C in the script.
+    Set the error's `raysgd_rank`, which distinguishes a KeyboardInterrupt of a worker's code from
+    Ctrl-C in the script.
     """
     error = outcome.error
     rank = "a new worker" if info.rank is None else f"rank {info.rank}"
@@ -66,7 +68,8 @@ def unfinished_error(stories: Sequence[str]) -> WorkerStartError:
 def no_room_error(
     group: WorkerGroupProtocol, missing: int, target: int, limit_s: float, *, no_room: bool = True
 ) -> ResourceError:
-    """Return the error about workers that were not up in time, because there was `no_room`, or because they were slow."""
+    """Return the error about workers that were not up in time, because there was `no_room`, or
+    because they were slow."""
     if not no_room:
         return ResourceError(
             f"{missing} of {target} worker processes did not start within {limit_s:g} s, although the cluster had room for them. "
@@ -87,7 +90,8 @@ def _advice(group: WorkerGroupProtocol) -> str:
 
 
 def check_can_fit(group: WorkerGroupProtocol, count: int) -> None:
-    """Raise an error at once if the cluster, even if it were empty, could never hold so many workers."""
+    """Raise an error at once if the cluster, even if it were empty, could never hold so many
+    workers."""
     if group.capacity() >= count or group.can_grow():
         return
     raise ResourceError(
@@ -103,8 +107,8 @@ def _sizes(group: WorkerGroupProtocol, count: int) -> str:
 
 
 def held_error(group: WorkerGroupProtocol, count: int, holders: Mapping[Any, str]) -> ResourceError:
-    """Return the error about workers whose resources other trainers of this process hold. `holders` has the engines of
-    these, with a description."""
+    """Return the error about workers whose resources other trainers of this process hold. `holders`
+    has the engines of these, with a description."""
     session = vars(sys.modules["__main__"])
     lines = [f"the cluster has no room for {count} workers: they need {group.demand(count)}."]
     ways = []
@@ -123,7 +127,8 @@ def held_error(group: WorkerGroupProtocol, count: int, holders: Mapping[Any, str
 
 
 def warn_no_room(group: WorkerGroupProtocol, missing: int, waited_s: float, limit_s: float) -> bool:
-    """Log what workers are waiting for, unless the wait has only begun. Return whether it was logged."""
+    """Log what workers are waiting for, unless the wait has only begun. Return whether it was
+    logged."""
     if waited_s < QUIET_S:
         return False
     waiting = counted(missing, "worker is", "workers are")

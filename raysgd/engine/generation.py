@@ -1,9 +1,10 @@
 """Form generations, and track whether the process group of the current one is up. Driver.
 
-One attempt to form a generation: the members leave the old process group, agree on the most advanced state, join the
-new group, and are set up where they are new. Leaving is a part of joining, unless a state must be sent, workers are new,
-or an answer is missing, without which it is not known how advanced a worker is. Each step can lose members, also in the
-middle of a recovery. Then the attempt has failed, and the caller decides again with the workers that are left.
+One attempt to form a generation: the members leave the old process group, agree on the most
+advanced state, join the new group, and are set up where they are new. Leaving is a part of joining,
+unless a state must be sent, workers are new, or an answer is missing, without which it is not known
+how advanced a worker is. Each step can lose members, also in the middle of a recovery. Then the
+attempt has failed, and the caller decides again with the workers that are left.
 """
 
 from __future__ import annotations
@@ -37,8 +38,9 @@ PHASE_OF = {"leave": "leave", "prepare": "setup", "build": "setup", "offer": "jo
 
 
 class Generation:
-    """Owns the generation's number, whether its process group is up, and what a worker needs to be set up: the user's
-    packed hook and replica factory. Never decides which workers form a generation, or why a new one is needed."""
+    """Owns the generation's number, whether its process group is up, and what a worker needs to be
+    set up: the user's packed hook and replica factory. Never decides which workers form a
+    generation, or why a new one is needed."""
 
     def __init__(
         self,
@@ -60,12 +62,14 @@ class Generation:
         self._failures: dict[str, Interrupted | WorkerFailed] = {}  # of the newest attempt
 
     def take_seconds(self) -> dict[str, float]:
-        """Return how long the workers took to answer in each phase since the last call of this method."""
+        """Return how long the workers took to answer in each phase since the last call of this
+        method."""
         taken, self._seconds = self._seconds, {}
         return taken
 
     def end(self) -> None:
-        """Note that the group is no longer up: a new generation must be formed before the next call."""
+        """Note that the group is no longer up: a new generation must be formed before the next
+        call."""
         self.up = False
 
     def interrupt(self, workers: Sequence[str]) -> None:
@@ -75,7 +79,8 @@ class Generation:
             self._table.group.send(worker, message)
 
     def causes(self) -> str:
-        """Return why the newest attempt to form a generation failed, with the ranks and their machines."""
+        """Return why the newest attempt to form a generation failed, with the ranks and their
+        machines."""
         causes = []
         for worker, outcome in self._failures.items():
             info = self._table.get(worker) or WorkerInfo(worker)
@@ -87,7 +92,8 @@ class Generation:
     # -- the first generation -------------------------------------------------------------------------
 
     def start(self, target: int, least: int) -> None:
-        """Launch and set up the first workers: `target` of them, or as many as fit, but not fewer than `least`."""
+        """Launch and set up the first workers: `target` of them, or as many as fit, but not fewer
+        than `least`."""
         for attempt in range(1, ATTEMPTS + 1):
             room = self._table.group.room()
             count = max(least, min(target, room))
@@ -119,7 +125,8 @@ class Generation:
         )
 
     def _wait_for_start(self, workers: Sequence[str], target: int, *, no_room: bool) -> bool:
-        """Wait until the launched processes are up. Return False if one has failed. Raise an error after the limit."""
+        """Wait until the launched processes are up. Return False if one has failed. Raise an error
+        after the limit."""
         started = self._table.clock()
         warned = False
         while missing := [worker for worker in workers if self._table[worker].stage < Stage.UP]:
@@ -140,14 +147,16 @@ class Generation:
         return True
 
     def warm_up_arguments(self) -> dict[str, Any]:
-        """Return what a replacement worker needs to be set up alongside a running group, in a generation of its own."""
+        """Return what a replacement worker needs to be set up alongside a running group, in a
+        generation of its own."""
         return {"hook": self._hook, "factory": self._factory, "rank_info": RankInfo(solo=True), "settings": {}}
 
     # -- forming --------------------------------------------------------------------------------------
 
     def form(self, workers: Sequence[str], *, state: Any = None) -> bool:
-        """Try once to form a generation of exactly these workers, ranked in this order. Workers that are set up here
-        load `state`, if there is one. Raise the error of the user's code if set-up raises one."""
+        """Try once to form a generation of exactly these workers, ranked in this order. Workers
+        that are set up here load `state`, if there is one. Raise the error of the user's code if
+        set-up raises one."""
         self.up = False
         self.up = self._form(workers, state)
         return self.up
@@ -190,11 +199,13 @@ class Generation:
         return self._sharded is not None
 
     def lacks_shards(self, workers: Sequence[str]) -> bool:
-        """Return whether the state is divided among the workers, and these have no copy of a part of it."""
+        """Return whether the state is divided among the workers, and these have no copy of a part
+        of it."""
         return self.is_sharded and not covered(self._shards[worker] for worker in workers if worker in self._shards)
 
     def hand_over(self, stay: Sequence[str]) -> bool:
-        """Divide all shards among the members that stay, because the others leave. Return False if a worker has failed."""
+        """Divide all shards among the members that stay, because the others leave. Return False if
+        a worker has failed."""
         assert self._sharded is not None
         members = self._table.members()
         call = Call(self._sharded.hand_over, {"stay": [members.index(worker) for worker in stay]})
@@ -207,8 +218,8 @@ class Generation:
         return True
 
     def _behind(self, workers: Sequence[str]) -> tuple[str, list[str]]:
-        """Return the most advanced worker, and those that need its state because they are behind, or new. Usually there
-        are none."""
+        """Return the most advanced worker, and those that need its state because they are behind,
+        or new. Usually there are none."""
         if self.is_sharded:  # the ranks exchange shards when they have joined
             return "", []
         progress = {worker: self._table[worker].progress for worker in workers}
@@ -219,13 +230,14 @@ class Generation:
         return source, [w for w in workers if w not in holders or progress[w].order != holders[source].order]
 
     def _pass_state(self, source: str, behind: Sequence[str]) -> bool:
-        """Let one worker give its state to those that are behind. Return False if one has failed."""
+        """Let one worker give its state to those that are behind. Return False if one has
+        failed."""
         with closing(self._table.group.transfer()) as transfer:
             return self._move({source: "state"} | dict.fromkeys(behind, "load"), transfer)
 
     def load(self, workers: Sequence[str], state: Any) -> bool:
-        """Let workers load a state. Return False if one has failed. Raise the error of the user's `load_state_dict` if
-        it raises one."""
+        """Let workers load a state. Return False if one has failed. Raise the error of the user's
+        `load_state_dict` if it raises one."""
         self._shards = {worker: shard for worker, shard in self._shards.items() if worker not in workers}
         with closing(self._table.group.transfer()) as transfer:
             transfer.fill(state)
@@ -240,9 +252,9 @@ class Generation:
         return self._all_ok(outcomes)
 
     def rescue_state(self, worker: str, call: int) -> bool:
-        """Keep the state of a worker that is about to end as the snapshot, taken in call number `call`. Return whether
-        the worker gave its state. If it is sharded, all members take part, and the first one gives it. Raise the error of the
-        user's `state_dict` if it raises one."""
+        """Keep the state of a worker that is about to end as the snapshot, taken in call number
+        `call`. Return whether the worker gave its state. If it is sharded, all members take part,
+        and the first one gives it. Raise the error of the user's `state_dict` if it raises one."""
         asked, waiting = (self._table.members(),) * 2 if self.is_sharded else ([worker], [])
         with closing(self._table.group.transfer()) as transfer:
 
@@ -269,7 +281,8 @@ class Generation:
         return self._succeeds(workers, "run", {"call": call}, self._limits.setup_s)
 
     def snapshot_of(self, workers: Sequence[str]) -> Snapshot | None:
-        """Return the newest snapshot, or, of a state that is divided among the workers, the newest one of which these hold each shard."""
+        """Return the newest snapshot, or, of a state that is divided among the workers, the newest
+        one of which these hold each shard."""
         latest = self._table.snapshots.latest()
         if latest is None or latest.data or self._sharded is None:
             return latest
@@ -283,9 +296,9 @@ class Generation:
         return self._all_ok(outcomes)
 
     def _raise_unfinished(self, outcomes: dict[str, Outcome]) -> None:
-        """Raise an error if user code does not end while workers are set up, because a second attempt would take as
-        long. A process that does not answer may be stopped: after the first generation, it counts as a failed worker
-        instead."""
+        """Raise an error if user code does not end while workers are set up, because a second
+        attempt would take as long. A process that does not answer may be stopped: after the first
+        generation, it counts as a failed worker instead."""
         hanging = {w: o for w, o in outcomes.items() if isinstance(o, WorkerFailed) and o.reason == "hang"}
         stories = [story for worker in hanging if (story := self._table[worker].unfinished)]
         if hanging and not stories and not self._has_formed:
@@ -313,7 +326,8 @@ class Generation:
         return self._all_ok(self._ask(workers, "join", given.__getitem__, self._limits.join_s + 10, on_trouble=cancel))
 
     def _offers(self, workers: Sequence[str]) -> list[dict[str, Any]] | None:
-        """Return what the backend needs from each worker to plan, in this order, or None if a worker has failed."""
+        """Return what the backend needs from each worker to plan, in this order, or None if a
+        worker has failed."""
         if not self._backend.needs_offers:
             return []
         outcomes = self._ask(workers, "offer", {}, self._limits.join_s)
@@ -334,8 +348,9 @@ class Generation:
         return self._all_ok(outcomes)
 
     def call(self, workers: Sequence[str], arguments: Callable[[str], Mapping[str, Any]]) -> bool:
-        """Let some members make calls of their own while the others wait. Return False if one has failed. Raise the
-        error of the user's code if it raises one; a new generation must be formed then."""
+        """Let some members make calls of their own while the others wait. Return False if one has
+        failed. Raise the error of the user's code if it raises one; a new generation must be formed
+        then."""
         self.up = False
         self.up = self._all_ok(self._ask(workers, "run", arguments, self._limits.hang_s, phase="stop"))
         return self.up
@@ -362,7 +377,8 @@ class Generation:
         return self._all_ok(self._ask(workers, verb, arguments, limit_s))
 
     def _all_ok(self, outcomes: dict[str, Outcome]) -> bool:
-        """Return whether all outcomes are Ok. Raise the error of the user's code if there is one."""
+        """Return whether all outcomes are Ok. Raise the error of the user's code if there is
+        one."""
         for worker, outcome in outcomes.items():
             if isinstance(outcome, Failed):
                 raise_user_error(outcome, self._table[worker])

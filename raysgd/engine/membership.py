@@ -17,11 +17,13 @@ from raysgd.engine.worker_table import Leaver, WorkerInfo, WorkerTable
 
 
 class Membership:
-    """Owns how many workers there should be, and decides which ones are to leave, and when. Never stops a call: the call asks
-    it whether there is a reason to stop. Never makes a change: a recovery does.
+    """Owns how many workers there should be, and decides which ones are to leave, and when. Never
+    stops a call: the call asks it whether there is a reason to stop. Never makes a change: a
+    recovery does.
 
-    A preempted worker stays until its replacement is ready, or until it must leave. `notice` is the function of a
-    replica that is called with the seconds left, at a batch boundary, when its machine will be stopped."""
+    A preempted worker stays until its replacement is ready, or until it must leave. `notice` is the
+    function of a replica that is called with the seconds left, at a batch boundary, when its
+    machine will be stopped."""
 
     def __init__(
         self,
@@ -64,7 +66,8 @@ class Membership:
         return self._has_change(joins=min(self.missing, self._replacements.ready) > 0)
 
     def wants_boundary(self) -> bool:
-        """Return, several times a second during a call, whether there is a reason to stop at a batch boundary."""
+        """Return, several times a second during a call, whether there is a reason to stop at a
+        batch boundary."""
         if not self._table.group.elastic:
             return False
         self.look_for_leavers()
@@ -73,16 +76,19 @@ class Membership:
         return self._has_change(joins=self._elastic.grow is True and self._replacements.gathered(self.missing))
 
     def start_replacements(self) -> None:
-        """Start the workers and hot spares that are missing, as far as the settings allow it and the cluster has room."""
+        """Start the workers and hot spares that are missing, as far as the settings allow it and
+        the cluster has room."""
         if self._elastic.grow and self._table.group.elastic:
             self._replacements.look(self.missing)
 
     def give_up_spares(self) -> None:
-        """End all workers that are not in the group, because another trainer needs their resources."""
+        """End all workers that are not in the group, because another trainer needs their
+        resources."""
         self._replacements.dismiss_all()
 
     def look_for_leavers(self) -> None:
-        """Note which members' nodes will be removed. Raise `ClusterError` if Ray has not answered for too long."""
+        """Note which members' nodes will be removed. Raise `ClusterError` if Ray has not answered
+        for too long."""
         draining = self._table.group.draining()
         for info in map(self._table.__getitem__, self._table.members()):
             known, sigterm, drained = info.leaver, info.notice, info.node in draining
@@ -110,8 +116,9 @@ class Membership:
         return bool(self._not_notified()) or (bool(self._leaving_now()) if self._leavers() else joins)
 
     def _leaving_now(self) -> list[WorkerInfo]:
-        """Return those that leave at the next boundary: all of them, or those whose time is up, while the others wait for
-        their replacements. A backend that needs new processes changes all at once."""
+        """Return those that leave at the next boundary: all of them, or those whose time is up,
+        while the others wait for their replacements. A backend that needs new processes changes all
+        at once."""
         now, grows, leavers = self._table.real_clock(), self._elastic.grow is True, self._leavers()
         missing, ready, starting = self.missing, self._replacements.ready, self._replacements.starting
         enough = len(self._staying()) + ready >= self.least
@@ -131,7 +138,8 @@ class Membership:
         return {info: each for info, each in preempted.items() if not each.notified} if self._notice is not None else {}
 
     def _notify(self, waiting: dict[WorkerInfo, Leaver]) -> bool:
-        """Call the function for preemption notices on these members. Return False if one of them has failed."""
+        """Call the function for preemption notices on these members. Return False if one of them
+        has failed."""
         now, calls = self._table.real_clock(), dict[str, Any]()
         for info, leaver in waiting.items():
             self._table.set_leaver(info.worker, replace(leaver, notified=True))
@@ -143,8 +151,8 @@ class Membership:
     # -- changes that the user asks for ---------------------------------------------------------------
 
     def resize(self, count: int) -> None:
-        """Set the number of workers. Preempted ones will leave now, and then the last ones, if there are too many. If
-        some are missing, wait for them."""
+        """Set the number of workers. Preempted ones will leave now, and then the last ones, if
+        there are too many. If some are missing, wait for them."""
         self.look_for_leavers()
         members = self._table.members()
         if count > len(members):
@@ -179,8 +187,8 @@ class Membership:
                 warned = warned or warn_no_room(self._table.group, lacking, waited, limit_s)
 
     def remove(self, workers: Sequence[str]) -> None:
-        """Mark exactly these workers as leaving, without replacements. For those that have failed, and may have been
-        replaced, the last ones leave."""
+        """Mark exactly these workers as leaving, without replacements. For those that have failed,
+        and may have been replaced, the last ones leave."""
         self.target -= len(workers)
         members = self._table.members()
         self._let_leave(worker for worker in workers if worker in members)
@@ -191,8 +199,8 @@ class Membership:
             self._table.set_leaver(worker, Leaver("shrink", before=self._table[worker].leaver))
 
     def give_up_change(self, target: int) -> None:
-        """Note that an error has ended the change that the user asked for. Unless it was made already, there should be
-        `target` workers again, as before, and nobody leaves for it."""
+        """Note that an error has ended the change that the user asked for. Unless it was made
+        already, there should be `target` workers again, as before, and nobody leaves for it."""
         asked = [info for info, leaver in self._leavers().items() if leaver.reason == "shrink"]
         if not asked and len(self._table.members()) == self.target:
             return
@@ -204,9 +212,10 @@ class Membership:
     # -- the change that is due ------------------------------------------------------------------------
 
     def plan(self) -> Observation:
-        """Return the change that is due now, while all ranks are at a boundary: "paused" with the members that leave, "done" if
-        there is none, "broken" if the backend needs new processes. Notify preempted workers; if that fails, no member
-        leaves now, and the generation is formed again."""
+        """Return the change that is due now, while all ranks are at a boundary: "paused" with the
+        members that leave, "done" if there is none, "broken" if the backend needs new processes.
+        Notify preempted workers; if that fails, no member leaves now, and the generation is formed
+        again."""
         waiting = self._not_notified()
         if waiting and not self._notify(waiting):
             return Observation("paused", reason="preemption")  # a member has failed, or the network has

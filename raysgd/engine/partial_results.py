@@ -1,4 +1,5 @@
-"""Keep what a call has measured so far: one part for each generation that worked on it. Pure. Driver."""
+"""Keep what a call has measured so far: one part for each generation that worked on it. Pure.
+Driver."""
 
 from __future__ import annotations
 
@@ -20,11 +21,13 @@ class PartialResults:
 
     @property
     def values(self) -> list[Any]:
-        """Return the results that ranks reported, complete or partial. Ranks that reported none are left out."""
+        """Return the results that ranks reported, complete or partial. Ranks that reported none are
+        left out."""
         return [value for outcome in self.outcomes if (value := getattr(outcome, "value", None)) is not None]
 
     def until(self, step: int) -> PartialResults:
-        """Return the results of those ranks that are not known to have committed more than this step."""
+        """Return the results of those ranks that are not known to have committed more than this
+        step."""
         return replace(self, outcomes=tuple(outcome for outcome in self.outcomes if _step_of(outcome) <= step))
 
     @property
@@ -38,8 +41,8 @@ def _step_of(outcome: Outcome) -> int:
 
 
 def partial_results_since(snapshot: Snapshot, parts: Sequence[PartialResults], *, call: int) -> list[PartialResults]:
-    """Return the results that still count in a call that continues from a snapshot: parts that ended before it, and, of
-    the part in which it was taken, what the snapshot itself contains."""
+    """Return the results that still count in a call that continues from a snapshot: parts that
+    ended before it, and, of the part in which it was taken, what the snapshot itself contains."""
     if snapshot.call < call:
         return []
     taken_at = snapshot.progress.step

@@ -1,4 +1,5 @@
-"""Form the next generation, after a failure or for a planned change, or raise an error that lists the failures. Driver."""
+"""Form the next generation, after a failure or for a planned change, or raise an error that lists
+the failures. Driver."""
 
 from __future__ import annotations
 
@@ -38,11 +39,12 @@ LOOK_S = 0.25
 
 
 class RecoveryLoop:
-    """Carries out what `policy.decide` decides, until the group is up. Owns nothing between two recoveries. A planned change is a
-    recovery in which nothing has failed, and some members may leave.
+    """Carries out what `policy.decide` decides, until the group is up. Owns nothing between two
+    recoveries. A planned change is a recovery in which nothing has failed, and some members may
+    leave.
 
-    Each pass starts with the workers that are there now, so that a further failure during the recovery only means
-    another pass."""
+    Each pass starts with the workers that are there now, so that a further failure during the
+    recovery only means another pass."""
 
     def __init__(
         self,
@@ -61,8 +63,9 @@ class RecoveryLoop:
         self._elastic, self._in_place, self._jitter = elastic, in_place, jitter
 
     def recover(self, seen: Observation, call: RunningCall, *, since: float, world: int) -> Snapshot | None:
-        """Form the next generation, and return the snapshot that training continues from, or None if survivors continue in
-        place. The last one ended at the time `since`, when it had `world` workers."""
+        """Form the next generation, and return the snapshot that training continues from, or None
+        if survivors continue in place. The last one ended at the time `since`, when it had `world`
+        workers."""
         members = [self._table[worker] for worker in self._table.members()]
         furthest = max((info.progress for info in members), key=lambda p: p.order, default=Progress())
         if seen.culprit is not None:
@@ -97,8 +100,8 @@ class RecoveryLoop:
         return case.revived
 
     def _let_leave(self, case: _Case) -> bool:
-        """Dismiss the members that leave, when the others, or the driver, have their part of the state. Return False if that
-        failed: then they stay until the next change."""
+        """Dismiss the members that leave, when the others, or the driver, have their part of the
+        state. Return False if that failed: then they stay until the next change."""
         leaving, case.seen = case.seen.leaving, replace(case.seen, leaving=())
         if self._in_place:
             stay = [worker for worker in self._table.members() if worker not in leaving]
@@ -115,8 +118,9 @@ class RecoveryLoop:
         return True
 
     def _rejoin(self, case: _Case, survivors: list[str]) -> None:
-        """Try once to form a generation. If that fails although no worker has failed, dismiss the replacements, because
-        the network between them may be broken; not at the first try of a planned change."""
+        """Try once to form a generation. If that fails although no worker has failed, dismiss the
+        replacements, because the network between them may be broken; not at the first try of a
+        planned change."""
         joining = self._replacements.take(max(self._membership.target - len(survivors), 0))
         formed = False
         try:
@@ -141,7 +145,8 @@ class RecoveryLoop:
                     self._table.dismiss(worker)
 
     def _check(self, case: _Case, survivors: list[str]) -> None:
-        """Raise an error if only the user's set-up prevents the recovery, or after too many attempts."""
+        """Raise an error if only the user's set-up prevents the recovery, or after too many
+        attempts."""
         replacements = self._replacements
         if not survivors and replacements.ready == 0 and replacements.starting == 0:
             if replacements.failure is not None:
@@ -154,8 +159,8 @@ class RecoveryLoop:
             )
 
     def _dismiss_failed(self, case: _Case) -> None:
-        """Dismiss the workers that have failed, and log the failure once. Replacements dismiss those that were to join later. A
-        planned change in which a member fails is a failure."""
+        """Dismiss the workers that have failed, and log the failure once. Replacements dismiss
+        those that were to join later. A planned change in which a member fails is a failure."""
         failed = [info for info in self._table.failed() if info.stage >= Stage.JOINING]
         for info in sorted(failed, key=lambda info: not info.in_group):
             if info.in_group and (case.seen.kind == "paused" or case.seen.leaving):
@@ -181,8 +186,9 @@ class RecoveryLoop:
             logger.warning("%s in %s: %s of %d failed%s (%s)", seen.reason, where, ranks, case.world, on, seen.detail)
 
     def _survivors(self, case: _Case) -> list[str]:
-        """Return the members that can continue in place. With a backend whose processes cannot rejoin, there are none:
-        their state is saved as a snapshot. There are none either if a shard is lost, and there is no snapshot of it."""
+        """Return the members that can continue in place. With a backend whose processes cannot
+        rejoin, there are none: their state is saved as a snapshot. There are none either if a shard
+        is lost, and there is no snapshot of it."""
         survivors = self._table.members()
         lost = self._generation.lacks_shards(survivors) and self._generation.snapshot_of(survivors) is None
         if survivors and lost:
@@ -198,8 +204,8 @@ class RecoveryLoop:
         return survivors
 
     def _replace_all(self, left: int) -> None:
-        """Start new processes for all workers. The places of those that were dismissed are free, even if Ray does not
-        show this yet."""
+        """Start new processes for all workers. The places of those that were dismissed are free,
+        even if Ray does not show this yet."""
         places = min(self._membership.target, max(left, self._table.group.capacity()))
         wanted = places - self._replacements.ready - self._replacements.starting
         if wanted > 0:
@@ -226,8 +232,9 @@ class RecoveryLoop:
         )
 
     def _revive(self, joining: list[str], call: int) -> Snapshot | None:
-        """Return the snapshot that these processes start from when no member is left, or members lack a shard: the newest one, or an empty
-        one if they all take the initial state of the first of them. Return None if they could not load it."""
+        """Return the snapshot that these processes start from when no member is left, or members
+        lack a shard: the newest one, or an empty one if they all take the initial state of the
+        first of them. Return None if they could not load it."""
         snapshot = self._generation.snapshot_of(joining) or Snapshot()
         if self._generation.is_sharded:
             usable = bool(snapshot.data) or snapshot.held is not None
@@ -246,7 +253,8 @@ class RecoveryLoop:
         return snapshot  # without `in_place`, they take it after they have joined and are set up
 
     def _wait(self, seconds: float, now: Situation, case: _Case) -> None:
-        """Wait for machines, or for replacements that are starting. Return early when their number changes."""
+        """Wait for machines, or for replacements that are starting. Return early when their number
+        changes."""
         deadline = self._table.clock() + seconds
         if now.starting == 0:
             missing = max(now.min_workers - now.survivors, 1)

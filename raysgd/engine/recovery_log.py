@@ -1,4 +1,5 @@
-"""Record each change of the workers, for `trainer.recoveries`, the log and the limit on failures. Driver."""
+"""Record each change of the workers, for `trainer.recoveries`, the log and the limit on failures.
+Driver."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ PLANNED = ("growth", "shrink", "preemption", "restart", "batch")
 
 
 class RecoveryLog:
-    """Owns the list of recoveries. A reason in PLANNED is a planned change, which does not count as a failure.
-    `on_wait` is called with what a recovery waits for."""
+    """Owns the list of recoveries. A reason in PLANNED is a planned change, which does not count as
+    a failure. `on_wait` is called with what a recovery waits for."""
 
     def __init__(
         self, on_recovery: Callable[[Recovery], None], on_wait: Callable[[str], None] = lambda what: None
@@ -30,8 +31,8 @@ class RecoveryLog:
         return sum(recovery.reason not in PLANNED for recovery in self.recoveries[count:])
 
     def record(self, recovery: Recovery, *, continues: bool = True) -> None:
-        """Add a recovery to the list, and report it. With `continues` the call continues, otherwise an error ends
-        it."""
+        """Add a recovery to the list, and report it. With `continues` the call continues, otherwise
+        an error ends it."""
         phases = {name: round(recovery.phases.get(name, 0.0), 4) for name in PHASES}
         recovery = replace(recovery, time=time.time(), phases={name: took for name, took in phases.items() if took > 0})
         self.recoveries.append(recovery)

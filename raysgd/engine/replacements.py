@@ -1,4 +1,5 @@
-"""Start and set up replacement workers alongside a running group, so that they can join it quickly. Driver."""
+"""Start and set up replacement workers alongside a running group, so that they can join it quickly.
+Driver."""
 
 from __future__ import annotations
 
@@ -22,14 +23,14 @@ OVERDUE_S = 15.0
 
 
 class Replacements:
-    """Starts the workers that are not in the group yet, takes them from stage to stage until they can join, and owns the
-    pauses between launches. Never touches a member of the group.
+    """Starts the workers that are not in the group yet, takes them from stage to stage until they
+    can join, and owns the pauses between launches. Never touches a member of the group.
 
-    It keeps `spares` more of them than the group lacks. A hot spare is a replacement that became ready before it was
-    needed, and nothing else.
+    It keeps `spares` more of them than the group lacks. A hot spare is a replacement that became
+    ready before it was needed, and nothing else.
 
-    Where a process can join only one process group (`in_place` is False), a replacement is ready when its process is
-    up, and is set up after it has joined the group.
+    Where a process can join only one process group (`in_place` is False), a replacement is ready
+    when its process is up, and is set up after it has joined the group.
     """
 
     def __init__(
@@ -58,7 +59,8 @@ class Replacements:
 
     @property
     def starting(self) -> int:
-        """Return how many are starting, not counting overdue ones, for which a second one was started."""
+        """Return how many are starting, not counting overdue ones, for which a second one was
+        started."""
         return len(self._are(Stage.STARTING, Stage.UP, Stage.WARMING))
 
     def _are(self, *stages: Stage) -> list[WorkerInfo]:
@@ -67,7 +69,8 @@ class Replacements:
         return sorted(found, key=lambda info: info.since)
 
     def gathered(self, missing: int) -> bool:
-        """Return whether those that are ready should join a group in which `missing` places are free."""
+        """Return whether those that are ready should join a group in which `missing` places are
+        free."""
         return is_time_to_join(
             missing=missing,
             ready=self.ready,
@@ -79,8 +82,8 @@ class Replacements:
     # -- starting -------------------------------------------------------------------------------------
 
     def look(self, missing: int) -> None:
-        """Start missing workers and spares that fit into the cluster, with a pause between attempts, and follow up on
-        those that are starting."""
+        """Start missing workers and spares that fit into the cluster, with a pause between
+        attempts, and follow up on those that are starting."""
         self.tick()
         now = self._table.clock()
         lacking = max(missing, 0) + self._spares - self.starting - self.ready
@@ -140,8 +143,9 @@ class Replacements:
                 self._overdue_s = min(self._overdue_s * 2, self._start_s)  # the machine may just be slow
 
     def _is_overdue(self, info: WorkerInfo) -> bool:
-        """Return whether to start a second one. Ray can forget an actor that was starting on a node that failed. So if
-        one is overdue although there is room for another, a second one is started, and the first that is up is used."""
+        """Return whether to start a second one. Ray can forget an actor that was starting on a node
+        that failed. So if one is overdue although there is room for another, a second one is
+        started, and the first that is up is used."""
         return self._table.clock() - info.since > self._overdue_s and self._table.group.room() > 0
 
     def _follow_up(self, info: WorkerInfo) -> None:
@@ -176,8 +180,8 @@ class Replacements:
     # -- joining the group ----------------------------------------------------------------------------
 
     def take(self, most: int) -> list[str]:
-        """Return at most `most` ready workers, for which the group has places. Keep others as spares, and dismiss the
-        rest of those that are ready."""
+        """Return at most `most` ready workers, for which the group has places. Keep others as
+        spares, and dismiss the rest of those that are ready."""
         ready = self._are(Stage.READY)
         self._dismiss(ready[most + self._spares :])
         if len(ready) >= most:
@@ -188,7 +192,8 @@ class Replacements:
         return taken
 
     def take_back(self, workers: Iterable[str]) -> None:
-        """Take back workers whose generation was not formed. Those that can join another one become ready again."""
+        """Take back workers whose generation was not formed. Those that can join another one become
+        ready again."""
         for worker in workers:
             info = self._table.get(worker)
             if info is not None and info.ended is None and self._in_place:
@@ -197,7 +202,8 @@ class Replacements:
                 self._table.dismiss(worker)
 
     def keep(self, missing: int) -> None:
-        """Dismiss those that are ready but neither missing in the group nor spares, and those that are starting."""
+        """Dismiss those that are ready but neither missing in the group nor spares, and those that
+        are starting."""
         kept = self._are(Stage.READY)[: max(missing, 0) + self._spares]
         self._dismiss(info for info in self._table.new_workers() if info not in kept)
 

@@ -1,4 +1,5 @@
-"""Detect workers that do not end their calls, find out where they are, and kill those that block the others. Driver."""
+"""Detect workers that do not end their calls, find out where they are, and kill those that block
+the others. Driver."""
 
 from __future__ import annotations
 
@@ -30,8 +31,9 @@ def ask(
     generation: int = 0,
     on_trouble: Callable[[], None] = lambda: None,
 ) -> dict[str, Outcome]:
-    """Make one call on several workers and wait for it; `verb` can be one for each of them. `on_trouble` is called once, when
-    the first of them fails or its time is up: peers may be waiting for that rank."""
+    """Make one call on several workers and wait for it; `verb` can be one for each of them.
+    `on_trouble` is called once, when the first of them fails or its time is up: peers may be
+    waiting for that rank."""
     calls, workers = table.open_calls(on_trouble), list(workers)
     verbs = dict.fromkeys(workers, verb) if isinstance(verb, str) else verb
     shared = {} if callable(arguments) else dict(arguments)
@@ -49,8 +51,8 @@ def ask(
 
 
 class TimeLimit:
-    """Watches calls of which each must end within `limit_s`, or move data. A worker whose call does not, or whose process is
-    stopped, is killed, and counts as failed."""
+    """Watches calls of which each must end within `limit_s`, or move data. A worker whose call does
+    not, or whose process is stopped, is killed, and counts as failed."""
 
     def __init__(self, table: WorkerTable, verbs: Mapping[str, str], limit_s: float) -> None:
         self._table, self._verbs, self._limit_s = table, verbs, limit_s
@@ -73,8 +75,8 @@ class TimeLimit:
         return True
 
     def _end(self, late: Iterable[str]) -> None:
-        """Kill the workers that do not even send "alive", or all of them if all do. Those that were killed before have ended
-        by now, whatever is known of it."""
+        """Kill the workers that do not even send "alive", or all of them if all do. Those that were
+        killed before have ended by now, whatever is known of it."""
         table = self._table
         remaining = [worker for worker in late if table[worker].killed_for is None]
         table.end_unreported(worker for worker in late if worker not in remaining)
@@ -84,14 +86,15 @@ class TimeLimit:
 
 
 def end_if_silent(table: WorkerTable, worker: str, verb: str) -> None:
-    """Kill the worker if it does not even send "alive", as it does during a long set-up: its process is stopped."""
+    """Kill the worker if it does not even send "alive", as it does during a long set-up: its
+    process is stopped."""
     if table[worker].killed_for is None and table.silent_for(worker) > table.silent_s:
         table.kill(worker, "hang", describe_unfinished(report_of(table, worker, None), verb, table.silent_s))
 
 
 def unfinished(table: WorkerTable, workers: Sequence[str], verbs: Mapping[str, str], limit_s: float) -> dict[str, str]:
-    """Return, for each of these workers that is still busy, what it did not finish in time, and where it is. Workers that
-    block the others come first."""
+    """Return, for each of these workers that is still busy, what it did not finish in time, and
+    where it is. Workers that block the others come first."""
     number, found, deadline = table.request_stacks(workers), dict[str, StackReport](), table.clock() + SILENT_S
     while (
         len(found) < len(workers) and table.clock() < deadline
@@ -110,7 +113,8 @@ def unfinished(table: WorkerTable, workers: Sequence[str], verbs: Mapping[str, s
 
 
 def report_of(table: WorkerTable, worker: str, answer: StackReport | None) -> RankReport:
-    """Return where a worker is, from its answer to a request for its stack, or from what it reported before."""
+    """Return where a worker is, from its answer to a request for its stack, or from what it
+    reported before."""
     info = table[worker]
     return RankReport(
         rank=info.rank,
@@ -123,8 +127,9 @@ def report_of(table: WorkerTable, worker: str, answer: StackReport | None) -> Ra
 
 
 class Watchdog:
-    """Watches one running call on `workers`. Owns the stacks that it asked for. Kills the ranks that block the others,
-    or all ranks if it cannot tell which ones do, and ranks that do not leave a collective call."""
+    """Watches one running call on `workers`. Owns the stacks that it asked for. Kills the ranks
+    that block the others, or all ranks if it cannot tell which ones do, and ranks that do not leave
+    a collective call."""
 
     def __init__(self, table: WorkerTable, workers: Sequence[str], limit_s: float) -> None:
         self._table, self._workers, self._limit_s = table, workers, limit_s
@@ -134,9 +139,10 @@ class Watchdog:
         self._stacks: dict[str, StackReport] = {}
 
     def tick(self, running: Sequence[str], *, interrupted_s: float | None = None, has_survivor: bool = False) -> None:
-        """Log or kill ranks that have made no progress for too long. All ranks were interrupted `interrupted_s` ago,
-        because one has failed; so ranks that waited for the running ones have ended their calls already. With
-        `has_survivor`, one of these has the state of the training."""
+        """Log or kill ranks that have made no progress for too long. All ranks were interrupted
+        `interrupted_s` ago, because one has failed; so ranks that waited for the running ones have
+        ended their calls already. With `has_survivor`, one of these has the state of the
+        training."""
         now = self._table.clock()
         self._stacks |= dict(self._table.take_answers(StackReport, self._round))
         quiet = self._quiet(running, now)
@@ -155,8 +161,8 @@ class Watchdog:
             self._asked_at, self._judged_at = None, now
 
     def _kill_in_collectives(self, running: Sequence[str], interrupted_s: float) -> bool:
-        """Kill the ranks that are still in a collective call, which should have failed when they were interrupted. Return
-        whether there are any."""
+        """Kill the ranks that are still in a collective call, which should have failed when they
+        were interrupted. Return whether there are any."""
         waiting = [w for w in running if w in self._stacks and is_in_collective(self._stacks[w].frames)]
         for worker in waiting:
             story = describe_rank(self._report(worker))
@@ -166,8 +172,9 @@ class Watchdog:
         return bool(waiting)
 
     def _quiet(self, running: Sequence[str], now: float) -> float:
-        """Return for how many seconds no rank has made progress, at least. If processes do not answer at all, only they
-        count. In a large group, a rank that makes progress reports it only now and then."""
+        """Return for how many seconds no rank has made progress, at least. If processes do not
+        answer at all, only they count. In a large group, a rank that makes progress reports it only
+        now and then."""
         silent = {worker: self._table.silent_for(worker) for worker in running}
         still = {worker: now - self._table[worker].moved_at for worker in running}
         ranks = len(self._workers)

@@ -1,4 +1,5 @@
-"""Keep what the driver knows about each worker, and the calls that workers have not answered yet. Driver."""
+"""Keep what the driver knows about each worker, and the calls that workers have not answered yet.
+Driver."""
 
 from __future__ import annotations
 
@@ -50,13 +51,15 @@ ANSWERS_AT_MOST = 10_000
 
 
 class Stage(IntEnum):
-    """How far a worker is in its life. One that has failed stays in its stage until it is dismissed.
+    """How far a worker is in its life. One that has failed stays in its stage until it is
+    dismissed.
 
     STARTING  its process was launched
     OVERDUE   the same, so long ago that another one was launched in its place
     UP        its process runs
     WARMING   it sets up its replica, alongside the group
-    READY     it can join the group. Where a process can join only one process group, it is set up after that
+    READY     it can join the group. Where a process can join only one process group, it is set up
+              after that
     JOINING   it was taken for the next generation
     MEMBER    it belongs to the current generation, and hosts a replica
     """
@@ -72,9 +75,9 @@ class Stage(IntEnum):
 
 @dataclass(frozen=True)
 class Leaver:
-    """Why a member is to leave, when its machine will be stopped (None: unknown), when it must have left, what has announced
-    that (its SIGTERM, or Ray, which drains its node), whether its operator knows it, and what held before the user asked for
-    fewer workers."""
+    """Why a member is to leave, when its machine will be stopped (None: unknown), when it must have
+    left, what has announced that (its SIGTERM, or Ray, which drains its node), whether its operator
+    knows it, and what held before the user asked for fewer workers."""
 
     reason: Literal["preemption", "shrink"]
     deadline: float | None = None
@@ -99,11 +102,14 @@ class WorkerInfo:
     moved_at     when it last made progress
     ended        how it failed
     killed_for   why the driver killed it: the reason and the details of its failure
-    unfinished   what it did not finish in time, with its stack; empty if its process is stopped and shows none
-    summaries    of its weights after the newest steps that all ranks compare, in this generation, by (loads, step)
+    unfinished   what it did not finish in time, with its stack; empty if its process is stopped and
+                 shows none
+    summaries    of its weights after the newest steps that all ranks compare, in this generation,
+                 by (loads, step)
     busy         the call that it has not answered yet
     last_call    the newest call that it was given
-    is_exact     whether `progress` is that of its replica: it came with the answer to the newest call
+    is_exact     whether `progress` is that of its replica: it came with the answer to the newest
+                 call
     """
 
     worker: str
@@ -148,10 +154,11 @@ class KillReason:
 
 
 class WorkerTable:
-    """Owns what is known about each worker, the workers' replies and answers, and the newest snapshot.
+    """Owns what is known about each worker, the workers' replies and answers, and the newest
+    snapshot.
 
-    Events change it in `pump`; a new generation, a call, a kill and a dismissal change it through the methods below.
-    Never decides what to do about a failure."""
+    Events change it in `pump`; a new generation, a call, a kill and a dismissal change it through
+    the methods below. Never decides what to do about a failure."""
 
     def __init__(
         self,
@@ -185,13 +192,14 @@ class WorkerTable:
     # -- time -----------------------------------------------------------------------------------------
 
     def clock(self) -> float:
-        """Return a time in seconds that stands still while this process does not run: it was stopped (by Ctrl-Z, for example), or
-        its machine was suspended. No worker is late because of that."""
+        """Return a time in seconds that stands still while this process does not run: it was
+        stopped (by Ctrl-Z, for example), or its machine was suspended. No worker is late because of
+        that."""
         return self.real_clock() - self._away_s
 
     def silent_for(self, worker: str) -> float:
-        """Return for how many seconds the worker has sent nothing. What it has sent while this process did not run may not be
-        read yet."""
+        """Return for how many seconds the worker has sent nothing. What it has sent while this
+        process did not run may not be read yet."""
         return min(self.group.silent_for(worker), self.clock() - self._back_at)
 
     # -- workers --------------------------------------------------------------------------------------
@@ -254,7 +262,8 @@ class WorkerTable:
             self._note_change(worker)
 
     def wait_for_killed(self) -> None:
-        """Wait until the members that were killed have ended. Until then, they may answer another call."""
+        """Wait until the members that were killed have ended. Until then, they may answer another
+        call."""
         until = self.clock() + KILLED_S
         while left := [info for info in self._workers.values() if info.in_group and info.killed_for and not info.ended]:
             if self.clock() >= until:
@@ -263,19 +272,22 @@ class WorkerTable:
                 self.pump(LOOK_S)
 
     def cancel(self, error: BaseException | None) -> None:
-        """Make the running call's next wait raise `error`. With None, withdraw that. Any thread may call this."""
+        """Make the running call's next wait raise `error`. With None, withdraw that. Any thread may
+        call this."""
         self._cancelled_by = error
 
     # -- generations ----------------------------------------------------------------------------------
 
     def expect_ranks(self, workers: Sequence[str]) -> None:
-        """Set the ranks that workers outside the group will have, because errors in their set-up name them."""
+        """Set the ranks that workers outside the group will have, because errors in their set-up
+        name them."""
         for rank, worker in enumerate(workers):
             if not self._workers[worker].in_group:
                 self._workers[worker].rank = rank
 
     def enter_group(self, workers: Sequence[str]) -> None:
-        """Note that these are the members of a new generation, in rank order, and that all have its state."""
+        """Note that these are the members of a new generation, in rank order, and that all have its
+        state."""
         for rank, worker in enumerate(workers):
             info = self._workers[worker]
             info.rank, info.stage, info.holds_state = rank, Stage.MEMBER, True
@@ -291,8 +303,9 @@ class WorkerTable:
         self._workers[worker].holds_state = holds_state
 
     def take_summaries(self, workers: Sequence[str]) -> list[tuple[int, dict[str, str]]]:
-        """Return the summaries of each step of which all these workers have sent one, and forget them and older ones. Those
-        from before the user's newest load do not count, because it has replaced the weights."""
+        """Return the summaries of each step of which all these workers have sent one, and forget
+        them and older ones. Those from before the user's newest load do not count, because it has
+        replaced the weights."""
         infos = [self._workers[worker] for worker in workers]
         loads = max(info.progress.loads for info in infos)
         places = sorted(set.intersection(*(set(info.summaries) for info in infos)))
@@ -305,7 +318,8 @@ class WorkerTable:
     # -- calls ----------------------------------------------------------------------------------------
 
     def begin_run(self, worker: str, method: str) -> None:
-        """Note that a user call begins on this worker, so that results of an earlier call do not count for it."""
+        """Note that a user call begins on this worker, so that results of an earlier call do not
+        count for it."""
         info = self._workers[worker]
         info.progress, info.partial = info.progress.at(method), None
 
@@ -316,8 +330,8 @@ class WorkerTable:
         info.moved_at, info.busy, info.last_call, info.is_exact = self.clock(), call, call, False
 
     def open_calls(self, on_trouble: Callable[[], None]) -> OpenCalls:
-        """Return an object that makes calls and waits for them. `on_trouble` is called once, when the first of them fails: peers
-        may be waiting for that rank."""
+        """Return an object that makes calls and waits for them. `on_trouble` is called once, when
+        the first of them fails: peers may be waiting for that rank."""
         calls = OpenCalls(self, on_trouble)
         self._open = [*(each for each in self._open if each() is not None), weakref.ref(calls)]
         return calls
@@ -328,7 +342,8 @@ class WorkerTable:
             self._workers[worker].moved_at = self.clock()
 
     def reply(self, call: int) -> Outcome | None:
-        """Return the call's outcome, once, or None if there is none yet. If the worker has failed, so has its call."""
+        """Return the call's outcome, once, or None if there is none yet. If the worker has failed,
+        so has its call."""
         outcome = self._replies.pop(call, None)
         if outcome is not None:
             self._asked.pop(call, None)
@@ -361,8 +376,8 @@ class WorkerTable:
         return WorkerFailed(why, reason, info.partial, info.progress, hung_at)
 
     def _has_failed(self, node: str) -> bool:
-        """Return whether the machine has failed. Ray is asked, and the machine, which takes a moment if it does not answer: so
-        not at once again for each of its workers."""
+        """Return whether the machine has failed. Ray is asked, and the machine, which takes a
+        moment if it does not answer: so not at once again for each of its workers."""
         if not node or self.clock() - self._failed_nodes.get(node, -math.inf) < ASKED_AGAIN_S:
             return bool(node)
         if self.group.is_node_alive(node):
@@ -388,12 +403,14 @@ class WorkerTable:
         return number
 
     def next_number(self) -> int:
-        """Return a number that no earlier request has, so that answers to older requests do not count."""
+        """Return a number that no earlier request has, so that answers to older requests do not
+        count."""
         return next(self._numbers)
 
     def take_answers(self, kind: type[AnswerT], number: int) -> list[tuple[str, AnswerT]]:
-        """Remove and return the answers to one request that have arrived, with their workers. Answers to older requests
-        of the same type stay, because another waiter may still want them."""
+        """Remove and return the answers to one request that have arrived, with their workers.
+        Answers to older requests of the same type stay, because another waiter may still want
+        them."""
         taken: list[tuple[str, AnswerT]] = []
         for _ in range(len(self._answers)):
             worker, answer = self._answers.popleft()
@@ -406,8 +423,9 @@ class WorkerTable:
     # -- events ---------------------------------------------------------------------------------------
 
     def pump(self, timeout: float) -> int:
-        """Process what has happened, and wait up to `timeout` for the first event. Return the number of events. A
-        cancelled call ends here, because every wait of the engine calls this."""
+        """Process what has happened, and wait up to `timeout` for the first event. Return the
+        number of events. A cancelled call ends here, because every wait of the engine calls
+        this."""
         began, wait_s = self.real_clock(), 0.0 if self._inbox else timeout
         self._inbox.extend(self.group.poll(wait_s))
         away_s = self.real_clock() - began - wait_s
@@ -484,8 +502,9 @@ class WorkerTable:
 
 
 class OpenCalls:
-    """Calls for which one of the engine's waits is waiting, at most one for each worker, and the outcomes of those that have
-    ended. Owns which workers something has happened to since the last look, so that a look costs nothing for the others."""
+    """Calls for which one of the engine's waits is waiting, at most one for each worker, and the
+    outcomes of those that have ended. Owns which workers something has happened to since the last
+    look, so that a look costs nothing for the others."""
 
     def __init__(self, table: WorkerTable, on_trouble: Callable[[], None]) -> None:
         self._table, self._on_trouble = table, on_trouble
@@ -505,7 +524,8 @@ class OpenCalls:
         self._changed[worker] = None
 
     def collect(self, seen: Callable[[str, Outcome], Outcome] = lambda worker, outcome: outcome) -> None:
-        """Take the outcomes of calls that have ended since the last look, as `seen` returns them."""
+        """Take the outcomes of calls that have ended since the last look, as `seen` returns
+        them."""
         while self._changed:
             del self._changed[worker := next(iter(self._changed))]
             outcome = self._table.reply(self.running[worker]) if worker in self.running else None

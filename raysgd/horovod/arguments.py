@@ -26,9 +26,12 @@ class HorovodArguments:
 
     compression                 "none" or "fp16": the format in which gradients are sent
     op                          "average" or "sum" over the ranks
-    backward_passes_per_step    backward passes of one optimizer in each batch, before its gradients are sent
-    gradient_predivide_factor   divides an average in two parts: by this factor before the sum, by the rest after it
-    groups                      the number of groups in which gradients are sent; None: Horovod decides
+    backward_passes_per_step    backward passes of one optimizer in each batch, before its gradients
+                                are sent
+    gradient_predivide_factor   divides an average in two parts: by this factor before the sum, by
+                                the rest after it
+    groups                      the number of groups in which gradients are sent; None: Horovod
+                                decides
     sparse_as_dense             send sparse gradients as dense ones
     """
 
@@ -59,7 +62,8 @@ class HorovodArguments:
 
     @classmethod
     def parse(cls, given: Any) -> HorovodArguments:
-        """Return the arguments in a trainer's `horovod_args`, a dict or None. Raise ConfigError for invalid ones."""
+        """Return the arguments in a trainer's `horovod_args`, a dict or None. Raise ConfigError for
+        invalid ones."""
         if given is None:
             given = {}
         if not isinstance(given, Mapping):
@@ -82,7 +86,8 @@ class HorovodArguments:
 
 
 def check_installed(framework: str | None = None) -> None:
-    """Raise ImportError if Horovod is not installed, or does not work with the framework ("torch", for example)."""
+    """Raise ImportError if Horovod is not installed, or does not work with the framework ("torch",
+    for example)."""
     if importlib.util.find_spec("horovod") is None:
         raise ImportError(f"backend='horovod' needs Horovod, which is not installed. {HOW_TO_INSTALL}")
     if framework is None:

@@ -1,4 +1,5 @@
-"""The backends that connect ranks with Horovod: one for operators, and one for training functions. Both.
+"""The backends that connect ranks with Horovod: one for operators, and one for training functions.
+Both.
 
 Training functions may use Horovod without torch, so this module does not import torch.
 """
@@ -36,11 +37,12 @@ _shutdown_lock = threading.Lock()  # if two threads join Horovod's own thread, t
 
 
 class HorovodBackend:
-    """Connects the ranks of operators twice: in a torch process group, for what raysgd itself needs from all ranks (an
-    order of samples, a TorchMetrics value), and in Horovod, for gradients. The process group comes first, so that all
-    ranks are alive when they call `hvd.init()`.
+    """Connects the ranks of operators twice: in a torch process group, for what raysgd itself needs
+    from all ranks (an order of samples, a TorchMetrics value), and in Horovod, for gradients. The
+    process group comes first, so that all ranks are alive when they call `hvd.init()`.
 
-    On the driver: owns both rendezvous. On a worker: owns the membership, and knows Horovod's sockets.
+    On the driver: owns both rendezvous. On a worker: owns the membership, and knows Horovod's
+    sockets.
     """
 
     in_place = True
@@ -76,7 +78,8 @@ class HorovodBackend:
         self._process_group.leave()
 
     def abort(self) -> None:
-        """Close Horovod's connections: its thread fails, and so does the training thread's wait for it."""
+        """Close Horovod's connections: its thread fails, and so does the training thread's wait for
+        it."""
         self._connections.shut()
         self._process_group.abort()
 
@@ -90,11 +93,12 @@ class HorovodBackend:
 class HorovodFunctionBackend:
     """Connects the ranks of a training function, which calls `hvd.init()` itself.
 
-    On the driver: owns the rendezvous. On a worker: owns the environment of this generation, and knows the sockets that
-    the function's `hvd.init()` opens.
+    On the driver: owns the rendezvous. On a worker: owns the environment of this generation, and
+    knows the sockets that the function's `hvd.init()` opens.
 
-    Each worker sees the GPUs of all workers on its node, because scripts call `set_device(hvd.local_rank())`. `wait_s`
-    limits how long Horovod waits for the other ranks in `hvd.init()`, and for a host that stops responding.
+    Each worker sees the GPUs of all workers on its node, because scripts call
+    `set_device(hvd.local_rank())`. `wait_s` limits how long Horovod waits for the other ranks in
+    `hvd.init()`, and for a host that stops responding.
     """
 
     in_place = True
@@ -107,7 +111,8 @@ class HorovodFunctionBackend:
         self._connections = Connections()
 
     def offer(self) -> dict[str, Any]:
-        """Return the GPUs that Ray assigned. `join` makes those of the other workers visible too."""
+        """Return the GPUs that Ray assigned. `join` makes those of the other workers visible
+        too."""
         self._gpus = visible_gpus() if self._gpus is None else self._gpus
         return {"gpus": self._gpus}
 
@@ -129,7 +134,8 @@ class HorovodFunctionBackend:
         self._connections.forget()
 
     def abort(self) -> None:
-        """Make the function's collective fail, and `hvd.init()` on the ranks that are still waiting in it."""
+        """Make the function's collective fail, and `hvd.init()` on the ranks that are still waiting
+        in it."""
         self._connections.shut()
         if self._environment:
             threading.Thread(target=end_rendezvous, args=(self._environment,), daemon=True).start()
@@ -153,8 +159,8 @@ def _init() -> None:
 
 
 def check_host_name() -> None:
-    """Raise an error if this machine cannot resolve its own name: `hvd.init()` would end the process with SIGSEGV, also if its
-    interface is chosen."""
+    """Raise an error if this machine cannot resolve its own name: `hvd.init()` would end the
+    process with SIGSEGV, also if its interface is chosen."""
     name = socket.gethostname()
     try:
         socket.getaddrinfo(name, None)
@@ -166,8 +172,8 @@ def check_host_name() -> None:
 
 
 def watch_init(connections: Connections) -> None:
-    """Make every later `hvd.init()` in this process record the sockets that it opens, for every framework, whether its
-    module was imported already or not."""
+    """Make every later `hvd.init()` in this process record the sockets that it opens, for every
+    framework, whether its module was imported already or not."""
     basics = foreign.basics()
     original = inspect.unwrap(basics.init)
 
@@ -188,9 +194,9 @@ def watch_init(connections: Connections) -> None:
 
 
 def shut_down(close_connections: Callable[[], None], *, limit_s: float) -> None:
-    """Shut Horovod down. All ranks leave together as soon as one does. If a peer does not respond within a second, close
-    the connections, so that this rank stops waiting. Close them in any case: Horovod leaves them open, and peers may be
-    waiting on them."""
+    """Shut Horovod down. All ranks leave together as soon as one does. If a peer does not respond
+    within a second, close the connections, so that this rank stops waiting. Close them in any case:
+    Horovod leaves them open, and peers may be waiting on them."""
     thread = threading.Thread(target=_shut_down, name="horovod-shutdown", daemon=True)
     thread.start()
     thread.join(GRACE_S)

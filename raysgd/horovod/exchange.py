@@ -1,4 +1,5 @@
-"""Average gradients with Horovod's DistributedOptimizer, alongside the registered optimizers. Worker."""
+"""Average gradients with Horovod's DistributedOptimizer, alongside the registered optimizers.
+Worker."""
 
 from __future__ import annotations
 
@@ -18,11 +19,12 @@ AT_THE_STEP = 1 << 30
 
 
 class Sender:
-    """Owns one DistributedOptimizer, which sends the gradients of an optimizer's parameters while the backward pass is
-    still running. It never makes a step: the registered optimizer keeps its state, schedulers and hooks.
+    """Owns one DistributedOptimizer, which sends the gradients of an optimizer's parameters while
+    the backward pass is still running. It never makes a step: the registered optimizer keeps its
+    state, schedulers and hooks.
 
-    When a backward pass returns, the gradients are averaged over all ranks, as with DDP. So a loop can use them in any
-    way. With `passes`, this is so only after that many backward passes.
+    When a backward pass returns, the gradients are averaged over all ranks, as with DDP. So a loop
+    can use them in any way. With `passes`, this is so only after that many backward passes.
     """
 
     def __init__(self, hvd: Any, names: list[tuple[str, Any]], given: dict[str, Any], *, passes: int) -> None:
@@ -64,8 +66,8 @@ class Sender:
 
 
 class HorovodExchange(Exchange):
-    """Owns a sender for each registered optimizer, a new one in each generation. Gives rank 0's models and optimizer state to
-    all ranks."""
+    """Owns a sender for each registered optimizer, a new one in each generation. Gives rank 0's
+    models and optimizer state to all ranks."""
 
     def __init__(self, arguments: HorovodArguments) -> None:
         self._arguments, self.at_the_step = arguments, arguments.op == "sum"
@@ -111,8 +113,8 @@ class HorovodExchange(Exchange):
         return Sender(hvd, names, self._arguments.resolved(hvd), passes=passes)
 
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Finish the exchange before any step of an optimizer, whichever code makes it. A closure computes its gradients
-        within the step, so finish the exchange after the closure."""
+        """Finish the exchange before any step of an optimizer, whichever code makes it. A closure
+        computes its gradients within the step, so finish the exchange after the closure."""
         self.finish(optimizer)
         if len(args) > 1 and callable(args[1]):
             return (args[0], self._finishing(optimizer, args[1]), *args[2:]), kwargs
@@ -141,8 +143,9 @@ def _named(number: int, optimizer: Any) -> list[tuple[str, Any]]:
 
 
 def _broadcast_state(hvd: Any, optimizer: Any) -> None:
-    """Give rank 0's state to every rank. Horovod's own function makes a step with an optimizer that has no state yet, to
-    create one. That is not necessary: either all ranks have a state, or none has, because the engine has made them equal."""
+    """Give rank 0's state to every rank. Horovod's own function makes a step with an optimizer that
+    has no state yet, to create one. That is not necessary: either all ranks have a state, or none
+    has, because the engine has made them equal."""
     if isinstance(optimizer, torch.optim.LBFGS):
         optimizer.load_state_dict(hvd.broadcast_object(optimizer.state_dict(), root_rank=0, name="raysgd.optimizer"))
     elif optimizer.state:

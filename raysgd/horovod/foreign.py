@@ -1,7 +1,7 @@
 """All private names of Horovod that raysgd uses. Worker.
 
-Checked with Horovod 0.28.1. `tests/test_foreign.py` calls every function here, and names the first private name that a new
-version of Horovod no longer has.
+Checked with Horovod 0.28.1. `tests/test_foreign.py` calls every function here, and names the first
+private name that a new version of Horovod no longer has.
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ def basics() -> Any:
 
 
 def has_unsent_gradients(optimizer: Any) -> bool:
-    """Return whether gradients of the last backward passes are waiting for `optimizer.synchronize()`. This is the same on
-    every rank, because either all ranks have processed a batch, or none has."""
+    """Return whether gradients of the last backward passes are waiting for
+    `optimizer.synchronize()`. This is the same on every rank, because either all ranks have
+    processed a batch, or none has."""
     return bool(optimizer._handles)
 
 
 def stop_sending(optimizer: Any) -> None:
-    """Make a DistributedOptimizer that is no longer needed send nothing. Its hooks are on the gradients' accumulators,
-    which exist as long as anything refers to them, for example the traceback of the error that ended a batch."""
+    """Make a DistributedOptimizer that is no longer needed send nothing. Its hooks are on the
+    gradients' accumulators, which exist as long as anything refers to them, for example the
+    traceback of the error that ended a batch."""
     delays = optimizer._allreduce_delay
     delays.update(dict.fromkeys(delays, NEVER))
     optimizer._grad_accs.clear()

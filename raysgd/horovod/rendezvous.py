@@ -1,4 +1,5 @@
-"""How Horovod's ranks find each other: a small server on the driver, and the environment of each rank. Both."""
+"""How Horovod's ranks find each other: a small server on the driver, and the environment of each
+rank. Both."""
 
 from __future__ import annotations
 
@@ -18,11 +19,11 @@ END_S = 5.0
 
 
 def rank_variables(rank_infos: Sequence[RankInfo]) -> list[dict[str, str]]:
-    """Return the environment variables with each rank's ranks. A cross rank counts the nodes that have a worker with this
-    local rank.
+    """Return the environment variables with each rank's ranks. A cross rank counts the nodes that
+    have a worker with this local rank.
 
-    >>> [rank["HOROVOD_CROSS_RANK"] for rank in rank_variables([RankInfo(0, 2), RankInfo(1, 2, node_rank=1)])]
-    ['0', '1']
+    >>> [rank["HOROVOD_CROSS_RANK"] for rank in rank_variables([RankInfo(0, 2), RankInfo(1, 2,
+    node_rank=1)])] ['0', '1']
     """
     nodes: dict[int, list[int]] = {}
     for rank_info in rank_infos:
@@ -45,8 +46,9 @@ def rank_variables(rank_infos: Sequence[RankInfo]) -> list[dict[str, str]]:
 
 
 class HorovodRendezvous:
-    """Owns, on the driver, the server of the current generation. Each generation has a new one, because ranks publish
-    their addresses under the same names every time. Its port is bound rather than guessed."""
+    """Owns, on the driver, the server of the current generation. Each generation has a new one,
+    because ranks publish their addresses under the same names every time. Its port is bound rather
+    than guessed."""
 
     def __init__(self, host: str, *, wait_s: float) -> None:
         self._host, self._wait_s = host, wait_s
@@ -56,8 +58,8 @@ class HorovodRendezvous:
         return {**self.__dict__, "_server": None}
 
     def open(self, rank_infos: Sequence[RankInfo]) -> list[dict[str, str]]:
-        """Start a new server in place of the old one, and return each rank's environment. Without ranks, only close the
-        old one."""
+        """Start a new server in place of the old one, and return each rank's environment. Without
+        ranks, only close the old one."""
         self.close()
         if not rank_infos:
             return []
@@ -90,7 +92,8 @@ def _sizes(ranks: Sequence[Mapping[str, str]]) -> dict[str, int]:
 
 
 def set_environment(environment: Mapping[str, str], *, interface: str | None = None) -> None:
-    """Set this worker's environment for `hvd.init()`. If it is empty, Horovod starts with this worker only."""
+    """Set this worker's environment for `hvd.init()`. If it is empty, Horovod starts with this
+    worker only."""
     for name in (*rank_variables([RankInfo()])[0], ADDRESS, PORT):
         os.environ.pop(name, None)
     os.environ.update(environment or SINGLE_WORKER)
@@ -101,8 +104,8 @@ def set_environment(environment: Mapping[str, str], *, interface: str | None = N
 
 
 def end_rendezvous(environment: Mapping[str, str]) -> None:
-    """Tell the server, from a worker, that this generation has ended. Ranks that are still waiting in `hvd.init()` fail
-    then. If the server is closed already, no rank is waiting."""
+    """Tell the server, from a worker, that this generation has ended. Ranks that are still waiting
+    in `hvd.init()` fail then. If the server is closed already, no rank is waiting."""
     secret = environment[ADDRESS].partition("/")[2]
     # A direct connection, because a web proxy cannot reach the driver.
     connection = http.client.HTTPConnection(_host(environment), int(environment[PORT]), timeout=END_S)

@@ -1,4 +1,5 @@
-"""The small HTTP server on the driver, where Horovod's ranks publish their addresses for each other. Driver."""
+"""The small HTTP server on the driver, where Horovod's ranks publish their addresses for each
+other. Driver."""
 
 from __future__ import annotations
 
@@ -26,13 +27,14 @@ OPEN_AT_MOST, OPEN_PER_RANK = 256, 4  # all ranks can connect at the same moment
 
 
 class RendezvousServer:
-    """Owns one port, one thread, and the entries of one generation. It speaks the protocol of Horovod's own rendezvous
-    server, which listens on all addresses, asks for no secret, and stores without limit what anyone sends.
+    """Owns one port, one thread, and the entries of one generation. It speaks the protocol of
+    Horovod's own rendezvous server, which listens on all addresses, asks for no secret, and stores
+    without limit what anyone sends.
 
-    Every path begins with the secret of the generation, which is checked before anything is read or stored. A request
-    has 5 seconds, whatever the client sends. If more than 256 connections are open, or four for each rank if that is more,
-    the oldest one is closed.
-    `sizes` says how many ranks must finish with each scope before its entries are removed.
+    Every path begins with the secret of the generation, which is checked before anything is read or
+    stored. A request has 5 seconds, whatever the client sends. If more than 256 connections are
+    open, or four for each rank if that is more, the oldest one is closed. `sizes` says how many
+    ranks must finish with each scope before its entries are removed.
     """
 
     def __init__(self, host: str, sizes: Mapping[str, int]) -> None:
@@ -123,9 +125,9 @@ class RendezvousServer:
         return (NOT_FOUND, b"") if content is None else (OK, content)
 
     def _finish(self, scope: str, key: str) -> None:
-        """Note that a rank is connected to all others of this scope. When all ranks are, remove its entries, so that the
-        next `hvd.init()` can begin. Of a scope that Horovod created later, for a set of processes, remove only the
-        rank's own entry."""
+        """Note that a rank is connected to all others of this scope. When all ranks are, remove its
+        entries, so that the next `hvd.init()` can begin. Of a scope that Horovod created later, for
+        a set of processes, remove only the rank's own entry."""
         if scope not in self._sizes:
             self._entries.get(scope, {}).pop(key, None)
             return

@@ -1,4 +1,5 @@
-"""A Ray Dataset as an operator's data: which columns are features and target, and the size of a batch. Both."""
+"""A Ray Dataset as an operator's data: which columns are features and target, and the size of a
+batch. Both."""
 
 from __future__ import annotations
 
@@ -20,9 +21,10 @@ class RayData:
 
     dataset     the Ray Dataset
     batch_size  rows on each worker; by default config["*batch_size"]
-    features    a column; or a list of columns, which become one array of rows; or a list of such lists (and columns), for
-                models with several inputs
-    target      a column, or a list of columns. Without features and target, a batch is a dict of all columns
+    features    a column; or a list of columns, which become one array of rows; or a list of such
+                lists (and columns), for models with several inputs
+    target      a column, or a list of columns. Without features and target, a batch is a dict of
+                all columns
     """
 
     dataset: Any

@@ -1,4 +1,5 @@
-"""The datasets of a training function: checks and names them, and says which ones are split. Reads no data. Driver."""
+"""The datasets of a training function: checks and names them, and says which ones are split. Reads
+no data. Driver."""
 
 from __future__ import annotations
 
@@ -16,12 +17,13 @@ DEFAULT_NAME = "train"
 class DataConfig:
     """How datasets reach the workers.
 
-    datasets_to_split      "all", or the names of the datasets that are split among the workers; each worker reads the
-                           other datasets completely
+    datasets_to_split      "all", or the names of the datasets that are split among the workers;
+                           each worker reads the other datasets completely
     execution_options      Ray Data's ExecutionOptions for all datasets, or a dict of them by name
     enable_shard_locality  workers read blocks on their own node where possible
-    equal                  every worker gets the same number of rows, so up to one row per worker is not used; False:
-                           all rows are used, and the workers' numbers of rows differ
+    equal                  every worker gets the same number of rows, so up to one row per worker is
+                           not used; False: all rows are used, and the workers' numbers of rows
+                           differ
     """
 
     datasets_to_split: Literal["all"] | Sequence[str] = "all"
@@ -79,8 +81,9 @@ def _check_dataset(name: str, dataset: Any) -> None:
 
 
 def parse_data_config(given: Any, names: Sequence[str]) -> Any:
-    """Return a trainer's `dataset_config`: a DataConfig, Ray's own `ray.train.DataConfig` (or a subclass that overrides
-    `configure`), or a dict that says which datasets are split: {"train": {"split": True}}."""
+    """Return a trainer's `dataset_config`: a DataConfig, Ray's own `ray.train.DataConfig` (or a
+    subclass that overrides `configure`), or a dict that says which datasets are split: {"train":
+    {"split": True}}."""
     if given is None:
         return DataConfig()
     if isinstance(given, Mapping):
@@ -107,7 +110,8 @@ def _check_names(given: Any, names: Sequence[str]) -> None:
 
 
 def _is_split(name: str, given: Any) -> bool:
-    """Return what one entry of the dict says. Ray's old DatasetConfig objects have `split` as an attribute."""
+    """Return what one entry of the dict says. Ray's old DatasetConfig objects have `split` as an
+    attribute."""
     if given is None:
         return True
     split = given.get("split") if isinstance(given, Mapping) else getattr(given, "split", given)

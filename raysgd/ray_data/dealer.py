@@ -1,9 +1,9 @@
 """Divides the rows of a Ray Dataset among ranks by their position in its stream. Both.
 
-The rows that have been used are always a prefix of the stream. The dealer, an actor on the driver's node, reads the data set
-once for all ranks, holds the blocks that ranks may still request, and returns which rows of which blocks are one rank's part
-of a step. It never waits for a rank: a failed rank sends no more requests, and a new generation can continue at any row that
-is still held.
+The rows that have been used are always a prefix of the stream. The dealer, an actor on the driver's
+node, reads the data set once for all ranks, holds the blocks that ranks may still request, and
+returns which rows of which blocks are one rank's part of a step. It never waits for a rank: a
+failed rank sends no more requests, and a new generation can continue at any row that is still held.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class BlockSlice(NamedTuple):
 
 
 class RankRows(NamedTuple):
-    """One rank's rows, the row after the step, and whether the rows are new. (A rank without rows of its own repeats
-    some.)"""
+    """One rank's rows, the row after the step, and whether the rows are new. (A rank without rows
+    of its own repeats some.)"""
 
     slices: tuple[BlockSlice, ...]
     after: int
@@ -119,7 +119,8 @@ class Dealer:
         self._totals: dict[tuple[int, int], int] = {}
 
     def take(self, request: PartRequest) -> RankRows | None:
-        """Return one rank's part of one step; None at the end of the pass, and for late requests."""
+        """Return one rank's part of one step; None at the end of the pass, and for late
+        requests."""
         passed = request.turn == self._turn and self._number is not None and request.number < self._number
         if passed or request.turn < self._turn or request.start >= self._totals.get(request.number, request.start + 1):
             return None
@@ -146,7 +147,8 @@ class Dealer:
         return RankRows(buffer.slices(mine.start, mine.stop), known, mine.fresh)
 
     def _open(self, request: PartRequest) -> None:
-        """Begin a pass. If it does not begin at its first row, another dealer had begun it: read up to that row."""
+        """Begin a pass. If it does not begin at its first row, another dealer had begun it: read up
+        to that row."""
         if request.start > 0:
             logger.warning(
                 "raysgd reads the data set again, and skips %s, which have been used. These are the same rows "
@@ -159,7 +161,8 @@ class Dealer:
 
 
 def _blocks(dataset: Any) -> Iterator[tuple[Any, int]]:
-    """Yield references to the blocks of one pass as they become ready, and how many rows each has."""
+    """Yield references to the blocks of one pass as they become ready, and how many rows each
+    has."""
     for bundle in dataset.iter_internal_ref_bundles():
         for entry in bundle.blocks:
             ref, about = (entry.ref, entry.metadata) if hasattr(entry, "ref") else entry

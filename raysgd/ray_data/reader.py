@@ -1,4 +1,5 @@
-"""Reads a worker's rows of a Ray Dataset: requests them from the dealer in advance, and fetches the blocks. Worker."""
+"""Reads a worker's rows of a Ray Dataset: requests them from the dealer in advance, and fetches the
+blocks. Worker."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ WARN_S = 10.0
 
 
 class RowReader:
-    """Reads the batches of one rank. `take` sends one request to the dealer, and returns its answer."""
+    """Reads the batches of one rank. `take` sends one request to the dealer, and returns its
+    answer."""
 
     def __init__(self, take: Callable[[PartRequest], RankRows | None]) -> None:
         self._take = take
@@ -36,8 +38,8 @@ class RowReader:
     def read(
         self, rank_info: RankInfo, *, call: int, number: tuple[int, int], start: int, step: int, pad: bool, keep: int
     ) -> Iterator[tuple[dict[str, Any], int, bool]]:
-        """Yield one rank's batches of a pass as columns, with the row after each step, and whether the rows are new. The
-        rows of the last `keep` batches may be requested again."""
+        """Yield one rank's batches of a pass as columns, with the row after each step, and whether
+        the rows are new. The rows of the last `keep` batches may be requested again."""
         turn = (call, rank_info.generation)
         request = PartRequest(number, start, step, rank_info.world_rank, rank_info.world_size, turn, pad, floor=start)
         ahead = _Ahead(self._take, request)
@@ -83,7 +85,8 @@ class _Ahead:
 
 
 def _columns(dealt: RankRows) -> dict[str, Any]:
-    """Return the rows as columns. They are copies, because the memory of blocks is shared and read-only."""
+    """Return the rows as columns. They are copies, because the memory of blocks is shared and
+    read-only."""
     import numpy as np
     import ray
     from ray.data.block import BlockAccessor
@@ -127,8 +130,9 @@ def local_row_reader(name: str, dataset: Any, deliver: Any) -> RowReader:
 
 @dataclass(frozen=True)
 class SharedRowReaders:
-    """Creates a worker's readers. For a data set that every rank has created in the same way, it asks the driver to start
-    the dealer, because the driver outlives all workers. `mark` identifies the trainer."""
+    """Creates a worker's readers. For a data set that every rank has created in the same way, it
+    asks the driver to start the dealer, because the driver outlives all workers. `mark` identifies
+    the trainer."""
 
     mark: str
 
@@ -142,7 +146,8 @@ class SharedRowReaders:
 
 @dataclass
 class RemoteDealer:
-    """Sends requests to a dealer, which it finds by its name at the first request. It can be pickled."""
+    """Sends requests to a dealer, which it finds by its name at the first request. It can be
+    pickled."""
 
     name: str
 
@@ -174,8 +179,8 @@ class RemoteDealer:
 
 
 def start_dealer(name: str, packed: bytes) -> Any:
-    """Start a dealer on the driver, which owns it: on the driver's node, and without a CPU. The tasks that read use
-    CPUs."""
+    """Start a dealer on the driver, which owns it: on the driver's node, and without a CPU. The
+    tasks that read use CPUs."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 

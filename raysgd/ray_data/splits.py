@@ -17,9 +17,10 @@ logger = logging.getLogger("raysgd")
 
 
 class DatasetSplits:
-    """Owns the splits of one attempt. For each split Ray starts an actor that waits until *all* readers have connected,
-    which a failed reader never does. So splits are not reused: the next attempt gets new ones, and the old actors are
-    ended, which also frees readers that still wait for them."""
+    """Owns the splits of one attempt. For each split Ray starts an actor that waits until *all*
+    readers have connected, which a failed reader never does. So splits are not reused: the next
+    attempt gets new ones, and the old actors are ended, which also frees readers that still wait
+    for them."""
 
     def __init__(self, datasets: Mapping[str, Any], rules: Any, *, cpus_per_worker: float = 1) -> None:
         self._datasets, self._rules, self._cpus = dict(datasets), rules, cpus_per_worker
@@ -63,8 +64,8 @@ class DatasetSplits:
 
 
 def make_splits(datasets: Any, config: Any = None, *, cpus_per_worker: float = 1) -> DatasetSplits | None:
-    """Return what splits the datasets for each attempt of a run, or None without datasets. `datasets` is a Ray Dataset, or
-    a dict of them by name."""
+    """Return what splits the datasets for each attempt of a run, or None without datasets.
+    `datasets` is a Ray Dataset, or a dict of them by name."""
     named = named_datasets(datasets)
     if not named:
         return None
@@ -72,8 +73,8 @@ def make_splits(datasets: Any, config: Any = None, *, cpus_per_worker: float = 1
 
 
 def no_room_for_data(nodes: Sequence[str], cpus_per_worker: float, names: str) -> bool:
-    """Warn if these workers leave no CPU for the tasks that read the data, because both would wait. Return whether they
-    do."""
+    """Warn if these workers leave no CPU for the tasks that read the data, because both would wait.
+    Return whether they do."""
     held = Counter(nodes)
     total = {node: float(resources.get("CPU", 0)) for node, resources in cluster.alive_nodes().items()}
     if not nodes or any(total[node] - cpus_per_worker * held[node] >= 1 for node in total):

@@ -1,1 +1,2 @@
-"""Store files durably: local paths and URIs, digests, and the folders and archives of checkpoints. Both."""
+"""Store files durably: local paths and URIs, digests, and the folders and archives of checkpoints.
+Both."""

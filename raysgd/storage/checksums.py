@@ -1,8 +1,10 @@
-"""Verify the CRC-32 checksums that a zip archive has of its members, before anything is read from it. Compute digests of files. Both.
+"""Verify the CRC-32 checksums that a zip archive has of its members, before anything is read from
+it. Compute digests of files. Both.
 
-`torch.save` and `zipfile` write a checksum for every member, but `torch.load` does not compare it. Checksums and digests detect
-damage. They are not a signature: anyone who can change the file can change them. Several threads compute them, also those of one
-large file: it is divided into parts, whose checksums are combined.
+`torch.save` and `zipfile` write a checksum for every member, but `torch.load` does not compare it.
+Checksums and digests detect damage. They are not a signature: anyone who can change the file can
+change them. Several threads compute them, also those of one large file: it is divided into parts,
+whose checksums are combined.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ R = TypeVar("R")
 
 
 class ByteSource:
-    """Reads any part of bytes in memory, or of an open file without changing the file's position."""
+    """Reads any part of bytes in memory, or of an open file without changing the file's
+    position."""
 
     def __init__(self, source: Any) -> None:
         self._descriptor = source.fileno() if hasattr(source, "fileno") else None
@@ -45,8 +48,9 @@ class ByteSource:
         self.size = len(self._view) if self._descriptor is None else os.fstat(self._descriptor).st_size
 
     def view(self, start: int, length: int, buffer: bytearray | None = None) -> memoryview:
-        """Return the bytes that exist in this range, without copying those in memory. Those of a file are read into the
-        buffer, if there is one: memory that is used again takes less time than new memory."""
+        """Return the bytes that exist in this range, without copying those in memory. Those of a
+        file are read into the buffer, if there is one: memory that is used again takes less time
+        than new memory."""
         if self._descriptor is None:
             return self._view[start : start + length]
         length = max(min(length, self.size - start), 0)
@@ -65,9 +69,9 @@ class ByteSource:
 
 
 def verify(source: Any) -> bool:
-    """Verify the checksums in bytes or in an open file. Return False if there are none: if it is not a zip archive (RaySGD and
-    torch before 1.6 wrote others), or one that was written with `set_crc32_options(False)`. Raise CheckpointError if a member is
-    damaged, or the archive is."""
+    """Verify the checksums in bytes or in an open file. Return False if there are none: if it is
+    not a zip archive (RaySGD and torch before 1.6 wrote others), or one that was written with
+    `set_crc32_options(False)`. Raise CheckpointError if a member is damaged, or the archive is."""
     data = ByteSource(source)
     if data.read(0, len(ZIP)) != ZIP:
         return False
@@ -99,8 +103,8 @@ def damaged(why: str) -> CheckpointError:
 
 
 def _members(source: Any, data: ByteSource) -> list[tuple[zipfile.ZipInfo, int]]:
-    """Return the members of an archive, with the places where their contents begin. Raise an error for what other readers of
-    the archive could take for something else."""
+    """Return the members of an archive, with the places where their contents begin. Raise an error
+    for what other readers of the archive could take for something else."""
     with zipfile.ZipFile(source if hasattr(source, "fileno") else io.BytesIO(source)) as archive:
         members = archive.infolist()
         if min((member.header_offset for member in members), default=0) != 0:
@@ -138,7 +142,8 @@ def _computed(data: ByteSource, parts: list[tuple[int, int]]) -> list[int]:
 
 
 def digest_of(source: Any) -> str:
-    """Return a digest of bytes or of an open file: a SHA-256 of the SHA-256 digests of its chunks."""
+    """Return a digest of bytes or of an open file: a SHA-256 of the SHA-256 digests of its
+    chunks."""
     data = ByteSource(source)
 
     def digests(some: list[int]) -> list[bytes]:
@@ -162,7 +167,8 @@ def _in_threads(compute: Callable[[list[T]], list[R]], parts: list[T], threads: 
 
 
 def combined(first: int, second: int, length: int) -> int:
-    """Return the checksum of two pieces of data, one after the other, from their checksums and the second one's length."""
+    """Return the checksum of two pieces of data, one after the other, from their checksums and the
+    second one's length."""
     return _product(_shift(length), first) ^ second
 
 

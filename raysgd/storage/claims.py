@@ -26,9 +26,10 @@ OWNER = ".raysgd-run"
 class FolderClaim:
     """The right of one trainer to write to a folder.
 
-    A folder of this machine is locked: a second claim is refused, until the first one is released, or its process ends,
-    however it ends. The forks of a process do not keep its lock. Where nothing can be locked, as in remote storage, the second
-    claim takes the folder over, and `check` raises an error for the first one.
+    A folder of this machine is locked: a second claim is refused, until the first one is released,
+    or its process ends, however it ends. The forks of a process do not keep its lock. Where nothing
+    can be locked, as in remote storage, the second claim takes the folder over, and `check` raises
+    an error for the first one.
     """
 
     def __init__(self, folder: Place) -> None:
@@ -71,7 +72,8 @@ class FolderClaim:
             os.pwrite(self._descriptor, self._owner, 0)
 
     def check(self) -> None:
-        """Raise CheckpointError if another trainer has taken the folder over, or this one has released it."""
+        """Raise CheckpointError if another trainer has taken the folder over, or this one has
+        released it."""
         if self._released:
             raise CheckpointError(f"{self._folder} is not in use any more: the trainer was shut down")
         try:

@@ -1,4 +1,5 @@
-"""Write and rename files so that they are on the disk, delete drafts of killed processes, create private folders. Both."""
+"""Write and rename files so that they are on the disk, delete drafts of killed processes, create
+private folders. Both."""
 
 from __future__ import annotations
 
@@ -33,9 +34,9 @@ _to_disk = getattr(os, "fdatasync", os.fsync)
 
 
 class DurableFile(io.FileIO):
-    """An unbuffered binary file. While a large file is being written, a thread flushes what was written so far to the
-    disk, and then removes it from the page cache. So `sync` has little left to do, and a checkpoint does not evict data
-    that will be read again, such as training data."""
+    """An unbuffered binary file. While a large file is being written, a thread flushes what was
+    written so far to the disk, and then removes it from the page cache. So `sync` has little left
+    to do, and a checkpoint does not evict data that will be read again, such as training data."""
 
     def __init__(self, path: Any, mode: str = "wb", opener: Any = None) -> None:
         super().__init__(path, mode, opener=opener)
@@ -65,8 +66,8 @@ class DurableFile(io.FileIO):
         self._written = self._flushed = self._evicted = 0
 
     def sync(self) -> None:
-        """Return when everything is on the disk. The system reports an error only once, so this also raises one that
-        the thread got earlier."""
+        """Return when everything is on the disk. The system reports an error only once, so this
+        also raises one that the thread got earlier."""
         self._settle()
         os.fsync(self.fileno())
         if self._evicted:  # small files stay in the cache
@@ -95,7 +96,8 @@ class DurableFile(io.FileIO):
 
 
 def rename(source: Path, target: Path) -> None:
-    """Rename a file or a folder in place of `target`, and return when the new name is on the disk."""
+    """Rename a file or a folder in place of `target`, and return when the new name is on the
+    disk."""
     os.replace(source, target)
     sync_folder(target.parent)
 
@@ -116,7 +118,8 @@ def sync_folder(folder: Path) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Create a folder, and those above it, unless they exist. Return when their names are on the disk."""
+    """Create a folder, and those above it, unless they exist. Return when their names are on the
+    disk."""
     if not folder.is_dir():
         make_folder(folder.parent)
         folder.mkdir(exist_ok=True)
@@ -124,7 +127,8 @@ def make_folder(folder: Path) -> None:
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Exchange the names of two files or folders at once. Return False if the system cannot do this."""
+    """Exchange the names of two files or folders at once. Return False if the system cannot do
+    this."""
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     here, exchange_flag = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
     if renameat2 is None:
@@ -133,7 +137,8 @@ def exchange(one: Path, other: Path) -> bool:
 
 
 def host_mark() -> str:
-    """Return a short name of this boot of the machine, which is the same in all its containers, "" if it is unknown."""
+    """Return a short name of this boot of the machine, which is the same in all its containers, ""
+    if it is unknown."""
     try:
         return hashlib.sha256(BOOT_ID.read_bytes()).hexdigest()[:8]
     except OSError:
@@ -150,7 +155,8 @@ def open_locked(path: Any, flags: int, mode: int) -> int:
 
 
 def own_folder(parent: Path, name: str) -> Path:
-    """Create a folder that belongs to this process and its forks. Delete those of processes that have ended."""
+    """Create a folder that belongs to this process and its forks. Delete those of processes that
+    have ended."""
     begin = f"{name}-{host_mark()}-"
     for found in os.listdir(parent):
         if found.startswith(begin):
@@ -166,13 +172,15 @@ def own_folder(parent: Path, name: str) -> Path:
 
 
 def private_place(what: str) -> Path:
-    """Return the folder in the temporary folder that the processes of this user on this machine share for a purpose."""
+    """Return the folder in the temporary folder that the processes of this user on this machine
+    share for a purpose."""
     return Path(tempfile.gettempdir()) / f"raysgd-{what}-{os.getuid()}"
 
 
 def private_folder(folder: Path) -> Path:
-    """Create a folder, unless it exists, and return it. Raise PermissionError unless it is a folder of this user that no
-    other user can open: in the temporary folder, everybody can create something with its name first."""
+    """Create a folder, unless it exists, and return it. Raise PermissionError unless it is a folder
+    of this user that no other user can open: in the temporary folder, everybody can create
+    something with its name first."""
     try:
         with contextlib.suppress(FileExistsError):
             folder.mkdir(mode=0o700)
@@ -199,8 +207,8 @@ def _not_private(folder: Path, found: str) -> str:
 
 
 def _locked(descriptor: int, path: Any) -> bool:
-    """Lock a file or folder that was just created. Return False if another process deleted it first, because it looked
-    abandoned."""
+    """Lock a file or folder that was just created. Return False if another process deleted it
+    first, because it looked abandoned."""
     try:
         if fcntl is not None:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -213,8 +221,9 @@ def _locked(descriptor: int, path: Any) -> bool:
 
 
 def remove_abandoned(folder: Path, name: str) -> None:
-    """Delete drafts `.name.host.*.tmp` of processes that were killed. A draft is deleted if it was created since this
-    machine booted, no process has locked it, and nothing has been written to it for an hour."""
+    """Delete drafts `.name.host.*.tmp` of processes that were killed. A draft is deleted if it was
+    created since this machine booted, no process has locked it, and nothing has been written to it
+    for an hour."""
     begin = f".{name}.{host_mark()}."
     for found in os.listdir(folder):
         if found.startswith(begin) and found.endswith(".tmp"):

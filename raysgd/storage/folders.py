@@ -1,8 +1,9 @@
-"""List the files of a checkpoint's folder with their sizes and digests, and verify a folder against its list. Both.
+"""List the files of a checkpoint's folder with their sizes and digests, and verify a folder against
+its list. Both.
 
-The list, `.raysgd-folder.json`, is written last. The files that it lists must exist and be unchanged; other files in
-the folder are ignored. The list detects damage, but it is not a signature. Links are refused, so that a link cannot make a user
-copy another user's file."""
+The list, `.raysgd-folder.json`, is written last. The files that it lists must exist and be
+unchanged; other files in the folder are ignored. The list detects damage, but it is not a
+signature. Links are refused, so that a link cannot make a user copy another user's file."""
 
 from __future__ import annotations
 
@@ -28,8 +29,8 @@ FORMAT, VERSION = "raysgd-folder", 1
 
 @dataclass(frozen=True)
 class FileEntry:
-    """A listed file. At a URI, `at` is the object that has its content, if this has another name: an object of its name belongs to
-    the folder that was replaced."""
+    """A listed file. At a URI, `at` is the object that has its content, if this has another name:
+    an object of its name belongs to the folder that was replaced."""
 
     size: int
     digest: str
@@ -53,8 +54,8 @@ def refuse_file(path: Path, what: str) -> NoReturn:
 
 
 def walk(folder: Path, refuse: Callable[[Path, str], None] = refuse_file, prefix: str = "") -> Iterator[Found]:
-    """Yield the files and directories in a folder, in order, each directory before its content, but not the list. Call
-    `refuse` for links, FIFOs, sockets and devices."""
+    """Yield the files and directories in a folder, in order, each directory before its content, but
+    not the list. Call `refuse` for links, FIFOs, sockets and devices."""
     for each in sorted(os.scandir(folder / prefix), key=lambda each: each.name):
         name, path = prefix + each.name, Path(each.path)
         if name == MARKER:
@@ -79,8 +80,8 @@ def inside(folder: Path, name: str) -> Path:
 
 
 def _opened(path: Path) -> BinaryIO:
-    """Open a regular file. If a link or a FIFO has taken its place, raise an error instead of following or waiting for
-    it."""
+    """Open a regular file. If a link or a FIFO has taken its place, raise an error instead of
+    following or waiting for it."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | getattr(os, "O_NOFOLLOW", 0))
     file = os.fdopen(descriptor, "rb")
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -222,8 +223,8 @@ def _changed(where: Any, name: str, how: str) -> NoReturn:
 
 
 def verify(folder: Path) -> None:
-    """Raise CheckpointError if a file that the folder lists is missing or was changed. A folder without a list
-    passes."""
+    """Raise CheckpointError if a file that the folder lists is missing or was changed. A folder
+    without a list passes."""
     listed = read_list(folder)
     if listed is not None:
         found = {each.name: each.path for each in walk(folder) if not each.is_dir}
@@ -233,7 +234,8 @@ def verify(folder: Path) -> None:
 
 
 def copy(source: Path, target: Path) -> dict[str, FileEntry]:
-    """Copy the files of `source`, without its list, and verify them against it. Return the entries of the copies."""
+    """Copy the files of `source`, without its list, and verify them against it. Return the entries
+    of the copies."""
     if Path(os.path.realpath(target)).is_relative_to(os.path.realpath(source)):
         raise CheckpointError(f"a checkpoint cannot be copied into itself: {target} is in {source}")
     listed, copied = read_list(source), {}
@@ -257,7 +259,8 @@ def copy(source: Path, target: Path) -> dict[str, FileEntry]:
 
 
 def pack(folder: Path) -> bytes:
-    """Return the files in a folder, verified against the folder's list, as a tar archive that ends with a list of them."""
+    """Return the files in a folder, verified against the folder's list, as a tar archive that ends
+    with a list of them."""
     listed, entries, stream = read_list(folder), dict[str, FileEntry](), io.BytesIO()
     with tarfile.open(fileobj=stream, mode="w") as archive:
         # "." shows that even an empty folder is an archive.
@@ -283,8 +286,9 @@ def _add(archive: tarfile.TarFile, member: tarfile.TarInfo, content: bytes) -> N
 
 
 def unpack(data: bytes, target: Path) -> None:
-    """Write the files of an archive to `target`, an empty folder, and verify them against the archive's list. Raise CheckpointError
-    for links, devices and names outside of that folder. Owners and setuid bits are not restored."""
+    """Write the files of an archive to `target`, an empty folder, and verify them against the
+    archive's list. Raise CheckpointError for links, devices and names outside of that folder.
+    Owners and setuid bits are not restored."""
     try:
         with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as archive:
             for member in archive:

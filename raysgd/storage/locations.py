@@ -1,4 +1,5 @@
-"""Read and write checkpoints at a local path or a URI of remote storage, each completely or not at all. Both."""
+"""Read and write checkpoints at a local path or a URI of remote storage, each completely or not at
+all. Both."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ SPECIAL = {
 
 
 def place_to_save(where: Any) -> Place:
-    """Return the place for a path or a URI, with an absolute path, because that is what users need to find the file."""
+    """Return the place for a path or a URI, with an absolute path, because that is what users need
+    to find the file."""
     found = _checked(where)
     if not isinstance(found, Uri):
         return found.absolute()
@@ -49,7 +51,8 @@ def place_to_save(where: Any) -> Place:
 
 
 def _checked(where: Any) -> Place:
-    """Return the place for a path or a URI. Raise ConfigError if nothing can be saved or loaded there."""
+    """Return the place for a path or a URI. Raise ConfigError if nothing can be saved or loaded
+    there."""
     found = place(where)
     if isinstance(found, Uri):
         if not found.name:
@@ -97,13 +100,15 @@ def _path_of(uri: str) -> str:
 
 
 def text_of(where: Place) -> str:
-    """Return a place as a user can pass it again, with the secrets of a URI, which `str` masks for messages."""
+    """Return a place as a user can pass it again, with the secrets of a URI, which `str` masks for
+    messages."""
     return where.text if isinstance(where, Uri) else str(where)
 
 
 def check_file(where: Place) -> Path | None:
-    """Return the local file that a save to `where` creates or replaces, with a link resolved, or None for a URI. Raise
-    an error for what a save must not replace: a directory, a device, a pipe or a socket."""
+    """Return the local file that a save to `where` creates or replaces, with a link resolved, or
+    None for a URI. Raise an error for what a save must not replace: a directory, a device, a pipe
+    or a socket."""
     if isinstance(where, Uri):
         return None
     if where.is_dir():
@@ -112,8 +117,8 @@ def check_file(where: Place) -> Path | None:
 
 
 def check_folder(where: Place) -> Path | None:
-    """Return the local folder that a save to `where` creates or replaces, with a link resolved, or None for a URI. Raise
-    an error for a device, a pipe or a socket. A regular file is replaced."""
+    """Return the local folder that a save to `where` creates or replaces, with a link resolved, or
+    None for a URI. Raise an error for a device, a pipe or a socket. A regular file is replaced."""
     return None if isinstance(where, Uri) else _replaced(where)
 
 
@@ -123,8 +128,9 @@ def _replaced(where: Path) -> Path:
 
 
 class Draft:
-    """A temporary file that becomes `path` when it is complete, so that no reader sees an incomplete one. It is in the
-    folder of `path` (or of the file that `path` is a link to). For a URI it is a local file, which `keep` uploads."""
+    """A temporary file that becomes `path` when it is complete, so that no reader sees an
+    incomplete one. It is in the folder of `path` (or of the file that `path` is a link to). For a
+    URI it is a local file, which `keep` uploads."""
 
     def __init__(self, path: Any) -> None:
         self.path = place(path)
@@ -194,8 +200,8 @@ def write(path: Any, data: Any) -> Place:
 
 
 def read(path: Any) -> bytes:
-    """Return the content of a file or an object. Raise CheckpointError if there is none, if it cannot be read, or if it is
-    a device or a pipe, which may have no end."""
+    """Return the content of a file or an object. Raise CheckpointError if there is none, if it
+    cannot be read, or if it is a device or a pipe, which may have no end."""
     where = place(path)
     if isinstance(where, Uri):
         return where.read_bytes()
@@ -223,7 +229,8 @@ def warn_without_checksums(where: Any) -> None:
 
 
 def names(folder: Place) -> list[str]:
-    """Return the names of the files and folders in a folder, without drafts, or none if the folder does not exist."""
+    """Return the names of the files and folders in a folder, without drafts, or none if the folder
+    does not exist."""
     if isinstance(folder, Uri):
         found = remote.names(folder)
     else:
@@ -232,8 +239,8 @@ def names(folder: Place) -> list[str]:
 
 
 class FolderDraft:
-    """A local folder that is moved to `path`, or uploaded there, when it is complete, so that no reader sees
-    an incomplete one. It is beside `path`, or, for a URI, a temporary folder."""
+    """A local folder that is moved to `path`, or uploaded there, when it is complete, so that no
+    reader sees an incomplete one. It is beside `path`, or, for a URI, a temporary folder."""
 
     def __init__(self, path: Any) -> None:
         self.path = place(path)
@@ -246,7 +253,8 @@ class FolderDraft:
             self.folder.mkdir()
 
     def keep(self, known: Mapping[str, FileEntry] = MappingProxyType({})) -> None:
-        """Store the folder with the list of its files. Those that are `known` are on the disk already."""
+        """Store the folder with the list of its files. Those that are `known` are on the disk
+        already."""
         if isinstance(self.path, Uri):
             remote.write_folder(self.path, self.folder)
             return
@@ -260,8 +268,8 @@ class FolderDraft:
         put_folder(self.folder, self._target)
 
     def drop(self) -> None:
-        """Delete what is left, again and again, because a worker that does not know of the failure of a save
-        may still write to it."""
+        """Delete what is left, again and again, because a worker that does not know of the failure
+        of a save may still write to it."""
         for pause_s in (0.0, 0.1, 0.5, 2.0):
             time.sleep(pause_s)
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -272,8 +280,8 @@ class FolderDraft:
 
 @contextmanager
 def draft_folder(path: Any) -> Iterator[Path]:
-    """Yield an empty local folder to fill. When the block ends without an error, the folder is moved or uploaded to
-    `path`, completely or not at all."""
+    """Yield an empty local folder to fill. When the block ends without an error, the folder is
+    moved or uploaded to `path`, completely or not at all."""
     draft = FolderDraft(path)
     try:
         yield draft.folder
@@ -283,8 +291,9 @@ def draft_folder(path: Any) -> Iterator[Path]:
 
 
 def put_folder(draft: Path, target: Path) -> None:
-    """Give a folder of files that are on the disk the name `target`, and then delete what was there before. At any time, there is
-    one of the two: either the system can exchange their names at once, or `place_to_load` finds the old one."""
+    """Give a folder of files that are on the disk the name `target`, and then delete what was there
+    before. At any time, there is one of the two: either the system can exchange their names at
+    once, or `place_to_load` finds the old one."""
     for each in [draft, *(path for path in draft.rglob("*") if path.is_dir())]:
         durable.sync_folder(each)
     if not os.path.lexists(target):
@@ -313,8 +322,8 @@ def _replaced_by(target: Path) -> list[Path]:
 
 
 def place_to_load(where: Any) -> Place:
-    """Return the place for a path or a URI. If there is nothing, because a process was killed while it replaced a folder, return
-    the old folder."""
+    """Return the place for a path or a URI. If there is nothing, because a process was killed while
+    it replaced a folder, return the old folder."""
     found = _checked(where)
     if isinstance(found, Path) and not os.path.exists(found):
         target = Path(os.path.realpath(found))
@@ -338,8 +347,8 @@ def folder(where: Place) -> Iterator[Path]:
 
 
 def copy_logs(folder: Path, where: Place) -> None:
-    """Copy what callbacks wrote on this machine to where the run is stored. Failures are only logged, because they must
-    neither end a run nor hide why it failed."""
+    """Copy what callbacks wrote on this machine to where the run is stored. Failures are only
+    logged, because they must neither end a run nor hide why it failed."""
     if isinstance(where, Uri):
         try:
             remote.mirror(where, folder, lambda path, what: logger.warning("%s is not copied: it is %s", path, what))

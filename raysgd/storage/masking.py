@@ -40,8 +40,8 @@ def without_secrets(uri: str) -> str:
 
 
 def split_query(uri: str) -> tuple[str, str]:
-    """Split a URI into the part before its last parameters, and those parameters. Except in web addresses, "?" can be
-    part of a name."""
+    """Split a URI into the part before its last parameters, and those parameters. Except in web
+    addresses, "?" can be part of a name."""
     *above, part = CHAIN.split(uri)
     scheme, rest = _split(part)
     end = _end_of_user(rest)
@@ -63,7 +63,8 @@ def mask_message(message: str, uri: str) -> str:
 
 
 def mask_text(text: str) -> str:
-    """Return a text with the secrets of all URIs in it masked, also in parameters of a path without its host."""
+    """Return a text with the secrets of all URIs in it masked, also in parameters of a path without
+    its host."""
     return IN_PATH.sub(rf"\1{SHOWN}", IN_TEXT.sub(_masked, text))
 
 
@@ -77,7 +78,8 @@ def _masked(match: re.Match[str]) -> str:
 
 
 def cause_of(error: BaseException, uri: str) -> BaseException | None:
-    """Return another library's error as the cause of ours, or None if its traceback would show a secret."""
+    """Return another library's error as the cause of ours, or None if its traceback would show a
+    secret."""
     seen: set[int] = set()
     pending: list[BaseException | None] = [error]
     while pending:
@@ -124,7 +126,8 @@ def _split(part: str) -> tuple[str, str]:
 
 
 def _end_of_user(rest: str) -> int:
-    """Return where user and password end. A password may contain characters that should be escaped, as S3's keys do."""
+    """Return where user and password end. A password may contain characters that should be escaped,
+    as S3's keys do."""
     host = re.split(r"[/?#]", rest, maxsplit=1)[0]
     if "@" in host:
         return host.rindex("@")

@@ -1,7 +1,8 @@
 """Read and write objects in remote storage through fsspec: each is complete or absent. Both.
 
-fsspec and the package for a store (s3fs for `s3://`) are imported when a URI is first used. They read keys and
-endpoints from fsspec's configuration files, from `FSSPEC_*`, and from where the store's own tools find them (`AWS_*`).
+fsspec and the package for a store (s3fs for `s3://`) are imported when a URI is first used. They
+read keys and endpoints from fsspec's configuration files, from `FSSPEC_*`, and from where the
+store's own tools find them (`AWS_*`).
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ ATOMIC = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "oci", "memory
 class Uri:
     """A place in remote storage, with methods named as in `pathlib`.
 
-    `text` is the URI as it was passed. `str()`, and so every message, shows `***` for passwords, tokens and signatures.
+    `text` is the URI as it was passed. `str()`, and so every message, shows `***` for passwords,
+    tokens and signatures.
     """
 
     text: str
@@ -71,7 +73,8 @@ class Uri:
             return _kind(system, path) == "file"
 
     def is_dir(self) -> bool:
-        """Return whether there is a complete folder. A folder is complete if it has its list, which is written last."""
+        """Return whether there is a complete folder. A folder is complete if it has its list, which
+        is written last."""
         return (self / MARKER).is_file()
 
     def read_bytes(self) -> bytes:
@@ -118,9 +121,9 @@ def _put(uri: Uri, put: Callable[[Any, str, Any], None]) -> None:
 
 
 def _limited(uri: Uri, work: Callable[[Any], None]) -> None:
-    """Run `work(callback)` on a thread, where fsspec reports progress to `callback`. Raise CheckpointError if it
-    neither ends nor makes progress for STALLED_S, because the stores' own time limits are unknown, and some have
-    none."""
+    """Run `work(callback)` on a thread, where fsspec reports progress to `callback`. Raise
+    CheckpointError if it neither ends nor makes progress for STALLED_S, because the stores' own
+    time limits are unknown, and some have none."""
     from fsspec.callbacks import Callback
 
     class LastProgress(Callback):  # type: ignore[misc]
@@ -149,7 +152,8 @@ def _limited(uri: Uri, work: Callable[[Any], None]) -> None:
 
 
 def probe(uri: Uri) -> None:
-    """Write and delete a test object, so that an error is raised now and not at the end of the first epoch."""
+    """Write and delete a test object, so that an error is raised now and not at the end of the
+    first epoch."""
     with _asked(uri, "written") as (system, _):
         trial = uri / f".raysgd-{uuid.uuid4().hex[:8]}.tmp"
         write(trial, b"")
@@ -157,7 +161,8 @@ def probe(uri: Uri) -> None:
 
 
 def names(uri: Uri) -> list[str]:
-    """Return the names of the objects and folders in a folder, or none if the folder does not exist."""
+    """Return the names of the objects and folders in a folder, or none if the folder does not
+    exist."""
     with _asked(uri) as (system, path):
         try:
             found = system.ls(path, detail=False)
@@ -169,8 +174,8 @@ def names(uri: Uri) -> list[str]:
 
 
 def delete(uri: Uri) -> None:
-    """Delete an object or a folder, if it exists. A folder's list is deleted first, so that no reader sees a part of
-    it."""
+    """Delete an object or a folder, if it exists. A folder's list is deleted first, so that no
+    reader sees a part of it."""
     with _asked(uri, "deleted") as (system, path):
         kind = _kind(system, path)
         if kind == "file":
@@ -191,8 +196,9 @@ def rename(uri: Uri, new: Uri) -> None:
 
 
 def write_folder(uri: Uri, source: Path) -> None:
-    """Upload the files in `source`, and then their list, without which readers see no folder. An older folder stays until its list
-    is replaced: files that have the name of one of its files are uploaded under another."""
+    """Upload the files in `source`, and then their list, without which readers see no folder. An
+    older folder stays until its list is replaced: files that have the name of one of its files are
+    uploaded under another."""
     older = listed(uri) if uri.is_dir() else {}
     taken, other = {each.at or name for name, each in older.items()}, uuid.uuid4().hex[:8]
     found = list(folders.walk(source))  # raises for what a checkpoint cannot contain, before anything is changed
@@ -209,7 +215,8 @@ def write_folder(uri: Uri, source: Path) -> None:
 
 
 def complete_folder(uri: Uri, entries: Mapping[str, FileEntry], older: Mapping[str, FileEntry]) -> None:
-    """Write the list of a folder whose files are there, and delete those that only the older list names."""
+    """Write the list of a folder whose files are there, and delete those that only the older list
+    names."""
     write(uri / MARKER, folders.dump_list(entries))
     places, older_places = ({each.at or name for name, each in some.items()} for some in (entries, older))
     with _asked(uri, "deleted") as (system, path):
@@ -219,7 +226,8 @@ def complete_folder(uri: Uri, entries: Mapping[str, FileEntry], older: Mapping[s
 
 
 def mirror(uri: Uri, source: Path, refuse: Callable[[Path, str], None] = folders.refuse_file) -> None:
-    """Upload the files in `source`, one by one, without a list. For `refuse`, see `folders.walk`."""
+    """Upload the files in `source`, one by one, without a list. For `refuse`, see
+    `folders.walk`."""
     for each in folders.walk(source, refuse):
         if not each.is_dir:
             upload(uri / each.name, each.path)
@@ -272,8 +280,8 @@ def is_in_this_process(uri: Uri) -> bool:
 
 @contextmanager
 def _asked(uri: Uri, done: str = "read") -> Iterator[tuple[Any, str]]:
-    """Yield the file system of a URI and the path in it. Translate the errors of fsspec and of stores, and mask the
-    secrets that they often contain."""
+    """Yield the file system of a URI and the path in it. Translate the errors of fsspec and of
+    stores, and mask the secrets that they often contain."""
     try:
         yield _system(uri)
     except (CheckpointError, ConfigError, ImportError, KeyboardInterrupt):
@@ -290,7 +298,8 @@ def _asked(uri: Uri, done: str = "read") -> Iterator[tuple[Any, str]]:
 
 
 def check_scheme(uri: Uri) -> None:
-    """Raise ConfigError if fsspec does not know this kind of storage, and ImportError if it needs another package."""
+    """Raise ConfigError if fsspec does not know this kind of storage, and ImportError if it needs
+    another package."""
     _system(uri)
 
 
@@ -311,8 +320,8 @@ def _system(uri: Uri) -> tuple[Any, str]:
 
 
 def _kind(system: Any, path: str) -> str | None:
-    """Return "file", "directory" or None. (fsspec's own `exists` and `isfile` return False if the store cannot be
-    reached.)"""
+    """Return "file", "directory" or None. (fsspec's own `exists` and `isfile` return False if the
+    store cannot be reached.)"""
     try:
         return str(system.info(path)["type"])
     except (FileNotFoundError, NotADirectoryError):

@@ -1,4 +1,5 @@
-"""Verify a checkpoint's file on the driver, and let each worker that sees the same file read it itself. Both."""
+"""Verify a checkpoint's file on the driver, and let each worker that sees the same file read it
+itself. Both."""
 
 from __future__ import annotations
 
@@ -35,8 +36,8 @@ def readable() -> Iterator[None]:
 
 
 def verified_file(path: Path) -> tuple[SeenFile | None, bool]:
-    """Verify a file. Return it if workers can read it themselves, and whether it has checksums. They can read torch's zip
-    format, whose end contains the checksums of all its content."""
+    """Verify a file. Return it if workers can read it themselves, and whether it has checksums.
+    They can read torch's zip format, whose end contains the checksums of all its content."""
     with readable(), open(path, "rb") as file:
         archive = file.read(2) == b"PK" and path.suffix != ".safetensors"  # torch expects another format in those
         return SeenFile.of(file, path) if archive else None, checksums.verify(file)
@@ -44,8 +45,8 @@ def verified_file(path: Path) -> tuple[SeenFile | None, bool]:
 
 @dataclass(frozen=True)
 class SeenFile:
-    """A path with the size, the time and a digest of the end of its file. Another machine's file with that path differs in
-    one of them."""
+    """A path with the size, the time and a digest of the end of its file. Another machine's file
+    with that path differs in one of them."""
 
     path: str
     size: int
@@ -61,7 +62,8 @@ class SeenFile:
 
     @contextmanager
     def opened(self) -> Iterator[BinaryIO]:
-        """Open the file at its beginning. Raise `UnseenError` if this process does not see it, or if it has changed."""
+        """Open the file at its beginning. Raise `UnseenError` if this process does not see it, or
+        if it has changed."""
         try:
             with open(self.path, "rb") as file:
                 if SeenFile.of(file, Path(self.path)) != self:

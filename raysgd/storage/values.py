@@ -1,10 +1,13 @@
-"""Store a dictionary of plain values, arrays and tensors as bytes that run no code when they are read. Both.
+"""Store a dictionary of plain values, arrays and tensors as bytes that run no code when they are
+read. Both.
 
-The bytes are a zip archive, as NumPy's npz: `state.json` has everything but the arrays, and there is one `.npy` for each of those
-and for each tensor. The archive has a checksum of each of them. Sizes that the bytes claim are checked before memory is
-allocated: members are stored uncompressed, and an array is as large as its bytes.
+The bytes are a zip archive, as NumPy's npz: `state.json` has everything but the arrays, and there
+is one `.npy` for each of those and for each tensor. The archive has a checksum of each of them.
+Sizes that the bytes claim are checked before memory is allocated: members are stored uncompressed,
+and an array is as large as its bytes.
 
-What JSON and `.npy` files cannot hold is pickled in one more member, `objects.pkl`, which only `trusted=True` reads.
+What JSON and `.npy` files cannot hold is pickled in one more member, `objects.pkl`, which only
+`trusted=True` reads.
 """
 
 from __future__ import annotations
@@ -40,8 +43,8 @@ class NeedsTrustError(CheckpointError):
 
 
 def dump(data: Any, *, dumps: Dumps | None = None) -> memoryview:
-    """Return the data as bytes. `dumps` pickles objects of other types; without it, they are an error, and subclasses are stored as
-    what they inherit from."""
+    """Return the data as bytes. `dumps` pickles objects of other types; without it, they are an
+    error, and subclasses are stored as what they inherit from."""
     encoder = _Encoder(dumps is not None)
     try:
         tree = encoder.encoded(data, "", 0)
@@ -66,8 +69,9 @@ def _member(name: str) -> zipfile.ZipInfo:
 
 
 def load(data: Any, *, trusted: bool = False) -> Any:
-    """Return what `dump` stored. Raise CheckpointError if the bytes are damaged or something else, and `NeedsTrustError`, with the
-    first object that had to be pickled, if there is one and the bytes are not `trusted`."""
+    """Return what `dump` stored. Raise CheckpointError if the bytes are damaged or something else,
+    and `NeedsTrustError`, with the first object that had to be pickled, if there is one and the
+    bytes are not `trusted`."""
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             names = [member.filename for member in _stored(archive, memoryview(data).nbytes)]
@@ -87,7 +91,8 @@ def load(data: Any, *, trusted: bool = False) -> Any:
 
 
 def plain_values(data: Any) -> dict[str, Any]:
-    """Return the plain values of a stored dictionary, and `...` for all others, which are not read."""
+    """Return the plain values of a stored dictionary, and `...` for all others, which are not
+    read."""
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         pairs = json.loads(archive.read(HEAD))["items"]
         found: dict[str, Any] = {}
@@ -109,7 +114,8 @@ def is_stored(data: Any) -> bool:
 
 
 def _stored(archive: zipfile.ZipFile, size: int) -> Iterator[zipfile.ZipInfo]:
-    """Yield the archive's members. Raise CheckpointError unless they are stored uncompressed, within the file's size."""
+    """Yield the archive's members. Raise CheckpointError unless they are stored uncompressed,
+    within the file's size."""
     names: set[str] = set()
     left = size
     for member in archive.infolist():
@@ -125,7 +131,8 @@ def _stored(archive: zipfile.ZipFile, size: int) -> Iterator[zipfile.ZipInfo]:
 
 
 def _array(data: bytes, number: int) -> np.ndarray:
-    """Return an array if its header claims as many bytes as follow it. (NumPy allocates what the header claims.)"""
+    """Return an array if its header claims as many bytes as follow it. (NumPy allocates what the
+    header claims.)"""
     file = io.BytesIO(data)
     version = np.lib.format.read_magic(file)
     read_header = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version]
@@ -140,7 +147,8 @@ def _array(data: bytes, number: int) -> np.ndarray:
 
 
 class _Encoder:
-    """Converts values to JSON. Collects arrays, and, if they may be pickled, objects of other types."""
+    """Converts values to JSON. Collects arrays, and, if they may be pickled, objects of other
+    types."""
 
     def __init__(self, pickles: bool) -> None:
         self._pickles = pickles
@@ -229,7 +237,8 @@ class _Encoder:
         return len(self.arrays) - 1
 
     def _of_numpy(self, array: np.ndarray, *, scalar: bool) -> Any:
-        """Return the entry of an array. Types that .npy files do not have, such as bfloat16, are raw bytes."""
+        """Return the entry of an array. Types that .npy files do not have, such as bfloat16, are
+        raw bytes."""
         if (
             array.dtype.hasobject
             or array.dtype.names is not None
@@ -259,7 +268,8 @@ class _Encoder:
         return entry
 
     def finish(self) -> None:
-        """Add the arrays of the tensors. Those that share memory, as tied weights and views do, share an array of bytes."""
+        """Add the arrays of the tensors. Those that share memory, as tied weights and views do,
+        share an array of bytes."""
         for sharing in self._tensors.values():
             torch: Any = sys.modules["torch"]
             if len(sharing) == 1:

@@ -1,4 +1,5 @@
-"""Sums over the ranks of a generation: one collective for each dtype, in graph functions or outside. Worker."""
+"""Sums over the ranks of a generation: one collective for each dtype, in graph functions or
+outside. Worker."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ CARRIED = (tf.float32, tf.float64, tf.float16, tf.bfloat16, tf.int32, tf.int64)
 class Channel:
     """Sums tensors over `size` ranks; with one rank, it returns them unchanged.
 
-    All ranks must call it in the same order and with the same shapes. Gradients are packed, so a step has one
-    collective, which either delivers everything or raises an error.
+    All ranks must call it in the same order and with the same shapes. Gradients are packed, so a
+    step has one collective, which either delivers everything or raises an error.
     """
 
     def __init__(self, size: int = 1) -> None:
@@ -61,5 +62,6 @@ class Channel:
 
 
 def _key(dtype: Any, size: int) -> int:
-    """Return a key that is the same on all ranks, although ranks trace graph functions at different batches."""
+    """Return a key that is the same on all ranks, although ranks trace graph functions at different
+    batches."""
     return zlib.crc32(f"{dtype.name}:{size}".encode()) & 0x7FFFFFFF

@@ -1,4 +1,5 @@
-"""Summarize the registered models' weights and the optimizers' settings, for the comparison of ranks. Worker."""
+"""Summarize the registered models' weights and the optimizers' settings, for the comparison of
+ranks. Worker."""
 
 from __future__ import annotations
 
@@ -12,8 +13,9 @@ from raysgd.training.comparison import BLOCK, Products, direction, numbers, shar
 
 
 def summary_of(parts: KerasParts, turn: int) -> Summary:
-    """Return what this rank reports: the variables that the registered models train, and the numbers among the settings of their
-    optimizers. Names of layers and optimizers are left out, because Keras numbers them in each process."""
+    """Return what this rank reports: the variables that the registered models train, and the
+    numbers among the settings of their optimizers. Names of layers and optimizers are left out,
+    because Keras numbers them in each process."""
     variables = {
         f"{variable.name.rpartition('/')[2].partition(':')[0]} (variable {place}) of models[{number}]": variable
         for number, model in enumerate(parts.models)

@@ -1,7 +1,8 @@
-"""RaySGD's API: raysgd's loop trains a compiled Keras model with its compiled loss, optimizer and metrics, or with the
-`train_step` and `test_step` that its class defines. Worker.
+"""RaySGD's API: raysgd's loop trains a compiled Keras model with its compiled loss, optimizer and
+metrics, or with the `train_step` and `test_step` that its class defines. Worker.
 
-`model.fit` does not work with Keras 3 on several workers, and could not be interrupted in the middle of an epoch.
+`model.fit` does not work with Keras 3 on several workers, and could not be interrupted in the
+middle of an epoch.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ INSTEAD = {
 
 
 class CompiledOperator(TrainingOperator):
-    """Owns the compiled model and the Keras callbacks. `operator_from_creators` makes its subclasses."""
+    """Owns the compiled model and the Keras callbacks. `operator_from_creators` makes its
+    subclasses."""
 
     model_creator: Callable[[dict[str, Any]], Any]
     data_creator: Callable[[dict[str, Any]], Any]
@@ -74,8 +76,8 @@ class CompiledOperator(TrainingOperator):
         self._fit_callbacks.on_train_begin()
 
     def _build(self) -> None:
-        """Create the metrics as well. Keras creates them with the first batch, but a rank may have none in a
-        validation."""
+        """Create the metrics as well. Keras creates them with the first batch, but a rank may have
+        none in a validation."""
         super()._build()
         spec = getattr(self._parts.train_dataset, "element_spec", None)
         if self._own_train is not None:
@@ -161,7 +163,8 @@ class CompiledOperator(TrainingOperator):
         return [None if gradient is None else next(means) for gradient in gradients]
 
     def _compare_weights(self) -> None:
-        """Raise ConfigError if the first batch of the model's own step has left the ranks with different weights."""
+        """Raise ConfigError if the first batch of the model's own step has left the ranks with
+        different weights."""
         if self._compared or self._channel.size == 1:
             return
         self._compared = True
@@ -210,7 +213,8 @@ class CompiledOperator(TrainingOperator):
         return list(self.model.metrics)
 
     def _on_report(self, prefix: str, report: dict[str, Any]) -> None:
-        """Call the Keras callbacks with what all workers together measured, so that they decide alike on all ranks."""
+        """Call the Keras callbacks with what all workers together measured, so that they decide
+        alike on all ranks."""
         train = prefix == "train_"
         own = self._own_train if train else self._own_test
         if own is not None:
@@ -247,8 +251,8 @@ def operator_from_creators(
 
 
 def checked_fit_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return `config["fit_config"]` or `config["evaluate_config"]`. Raise ConfigError for arguments that have no effect
-    here."""
+    """Return `config["fit_config"]` or `config["evaluate_config"]`. Raise ConfigError for arguments
+    that have no effect here."""
     given = config.get(name) or {}
     if not isinstance(given, Mapping):
         raise ConfigError(f"config[{name!r}] must be a dict of keyword arguments, got {given!r}")
@@ -271,7 +275,8 @@ def checked_fit_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _check_compiled(model: Any, *, xla: bool) -> None:
-    """Raise ConfigError for arguments of `compile` that have no effect here. `xla` is whether the user has asked for XLA."""
+    """Raise ConfigError for arguments of `compile` that have no effect here. `xla` is whether the
+    user has asked for XLA."""
     if (steps := foreign.steps_per_execution(model)) > 1:
         raise ConfigError(
             f"the model was compiled with steps_per_execution={steps}, which has no effect here: raysgd runs one batch at a "

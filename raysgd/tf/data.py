@@ -1,8 +1,10 @@
-"""Sources of a rank's batches. A data set's batch is the batch of all ranks together; each rank takes its rows. Worker.
+"""Sources of a rank's batches. A data set's batch is the batch of all ranks together; each rank
+takes its rows. Worker.
 
-All ranks iterate over the same batches in the same order (the trainer gives TensorFlow the same seed on all ranks, so
-that they shuffle alike). So the position in an epoch is one number, which is valid for any number of ranks. With
-sharding by file, each rank reads its own files instead; the ranks only agree on the end of the epoch.
+All ranks iterate over the same batches in the same order (the trainer gives TensorFlow the same
+seed on all ranks, so that they shuffle alike). So the position in an epoch is one number, which is
+valid for any number of ranks. With sharding by file, each rank reads its own files instead; the
+ranks only agree on the end of the epoch.
 """
 
 from __future__ import annotations
@@ -24,9 +26,9 @@ from raysgd.training.step import Drawn
 
 
 class SharedSource:
-    """Draws this rank's rows of every batch. Every row is used once per epoch, over any number of resizes. The epoch is
-    read from `position`, because a new process can begin in the middle of an epoch. With `workers`, no rank has more rows at
-    once than if there were so many ranks."""
+    """Draws this rank's rows of every batch. Every row is used once per epoch, over any number of
+    resizes. The epoch is read from `position`, because a new process can begin in the middle of an
+    epoch. With `workers`, no rank has more rows at once than if there were so many ranks."""
 
     def __init__(self, loader: Any, position: Position, *, pad: bool, workers: int | None = None) -> None:
         self.loader = loader
@@ -39,7 +41,8 @@ class SharedSource:
         """Do nothing: `batches` begins a new pass."""
 
     def batches(self, rank_info: RankInfo, offset: int) -> Iterator[Drawn]:
-        """Return this rank's part of the rest of the epoch, from the live iterator if it is at this offset."""
+        """Return this rank's part of the rest of the epoch, from the live iterator if it is at this
+        offset."""
         epoch = self._position.epoch
         last, self._last = self._last, []
         continues = self._live is not None and self._epoch == epoch
@@ -61,10 +64,10 @@ class SharedSource:
         return _length(self.loader, offset)
 
     def _pass(self, epoch: int, offset: int) -> Iterator[Any]:
-        """Return an iterator over the rest of the epoch. The order of a shuffle depends on how often the data set was
-        begun, so passes of earlier epochs are begun, too: no public function advances the seeds of all shuffles in a data
-        set otherwise. TensorFlow reads nothing for an iterator before its first batch is asked for, so this takes
-        milliseconds for each epoch."""
+        """Return an iterator over the rest of the epoch. The order of a shuffle depends on how
+        often the data set was begun, so passes of earlier epochs are begun, too: no public function
+        advances the seeds of all shuffles in a data set otherwise. TensorFlow reads nothing for an
+        iterator before its first batch is asked for, so this takes milliseconds for each epoch."""
         while self._passes < epoch - 1:
             self._passes += 1
             if isinstance(self.loader, tf.data.Dataset):
@@ -75,7 +78,8 @@ class SharedSource:
         return islice(iter(self.loader), offset, None)
 
     def _part_of(self, batch: Any, rank_info: RankInfo, offset: int) -> Iterator[Drawn]:
-        """Yield this rank's rows of a batch, or their pieces; nothing if it has none and need not take part in the step."""
+        """Yield this rank's rows of a batch, or their pieces; nothing if it has none and need not
+        take part in the step."""
         rows, ranks = rows_in(batch), rank_info.world_size
         most = -(-rows // self._workers) if self._workers else None
         if ranks == 1 and (most is None or rows < 2):
@@ -89,8 +93,8 @@ class SharedSource:
 
 
 class OwnSource:
-    """Draws from data that only this rank has. An epoch lasts until all ranks have used up their data; a rank that has
-    none left repeats its last batch, with weight 0."""
+    """Draws from data that only this rank has. An epoch lasts until all ranks have used up their
+    data; a rank that has none left repeats its last batch, with weight 0."""
 
     def __init__(self, loader: Any, data: Any, channel: Channel, *, together: bool) -> None:
         self.loader, self.data = loader, data
@@ -125,8 +129,9 @@ def make_source(
     training: bool,
     workers: int | None = None,
 ) -> SharedSource | OwnSource:
-    """Return the source for a data set, by its own `options.experimental_distribute.auto_shard_policy`. With `workers`, no rank
-    has more rows at once than if there were so many ranks."""
+    """Return the source for a data set, by its own
+    `options.experimental_distribute.auto_shard_policy`. With `workers`, no rank has more rows at
+    once than if there were so many ranks."""
     policies, policy = tf.data.experimental.AutoShardPolicy, _policy_of(data)
     if policy in (policies.AUTO, policies.DATA):
         return SharedSource(data, position, pad=training, workers=workers if training else None)
@@ -144,7 +149,8 @@ def make_source(
 
 
 def batches_per_epoch(data: Any, workers: int) -> int | None:
-    """Return how many steps an epoch has for each of these workers, or None if that is not known in advance."""
+    """Return how many steps an epoch has for each of these workers, or None if that is not known in
+    advance."""
     policies = tf.data.experimental.AutoShardPolicy
     if workers > 1 and _policy_of(data) not in (policies.AUTO, policies.DATA):
         return None
@@ -158,7 +164,8 @@ def _policy_of(data: Any) -> Any:
 
 
 def _own_files(data: Any, rank_info: RankInfo) -> Any:
-    """Return the data of this rank's files, in batches whose size is this rank's part of the batch."""
+    """Return the data of this rank's files, in batches whose size is this rank's part of the
+    batch."""
     if rank_info.world_size == 1:
         return data
     size = foreign.batch_size(data)
@@ -185,7 +192,8 @@ def _length(data: Any, offset: int) -> int | None:
 
 
 def _blank(data: Iterable[Any]) -> Any:
-    """Return a batch of one row for a rank that has no data at all, but must take part in the sums."""
+    """Return a batch of one row for a rank that has no data at all, but must take part in the
+    sums."""
     spec = getattr(data, "element_spec", None)
     if spec is None:
         raise ConfigError("a worker has no batch: give every worker data, or use a tf.data.Dataset")

@@ -1,8 +1,8 @@
 """All private names of TensorFlow and Keras that raysgd uses. Worker.
 
-Checked with TensorFlow 2.21, Keras 3.15 and tf_keras 2.21. `tests/test_foreign.py` calls every function here, and names
-the first private name that a new version no longer has. TensorFlow is imported inside the functions, because a training
-function may not have loaded it yet.
+Checked with TensorFlow 2.21, Keras 3.15 and tf_keras 2.21. `tests/test_foreign.py` calls every
+function here, and names the first private name that a new version no longer has. TensorFlow is
+imported inside the functions, because a training function may not have loaded it yet.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ UNAVAILABLE = 14  # the gRPC status that TensorFlow raises as UnavailableError
 
 
 def set_coordination_limits(size: int, *, join_s: float, heartbeat_s: float) -> None:
-    """Set how long `size` ranks wait for one that does not join, and for one whose heartbeats stop. TensorFlow's
-    default is an hour. Call this before TensorFlow's first operation."""
+    """Set how long `size` ranks wait for one that does not join, and for one whose heartbeats stop.
+    TensorFlow's default is an hour. Call this before TensorFlow's first operation."""
     from tensorflow.python.eager import context
 
     context.context().configure_coordination_service(
@@ -32,8 +32,8 @@ def set_coordination_limits(size: int, *, join_s: float, heartbeat_s: float) -> 
 
 
 def abort_collectives() -> None:
-    """Raise UnavailableError in this process's collectives, now and later. Do nothing if TensorFlow has not run an
-    operation here. It may be called from any thread."""
+    """Raise UnavailableError in this process's collectives, now and later. Do nothing if TensorFlow
+    has not run an operation here. It may be called from any thread."""
     context = sys.modules.get("tensorflow.python.eager.context")
     if context is not None and context.context()._initialized:
         context.context().abort_collective_ops(UNAVAILABLE, "a peer left this generation")
@@ -50,7 +50,8 @@ def batch_size(data: Any) -> int:
 
 
 def shard_by_file(data: Any, num_shards: int, index: int) -> Any:
-    """Return a data set that reads each `num_shards`-th of the files of `data`, starting with file `index`."""
+    """Return a data set that reads each `num_shards`-th of the files of `data`, starting with file
+    `index`."""
     from tensorflow.python.data.experimental.ops import distribute
 
     return distribute._AutoShardDataset(data, num_workers=num_shards, index=index)
@@ -60,7 +61,8 @@ def shard_by_file(data: Any, num_shards: int, index: int) -> Any:
 
 
 def learning_rate_variable(optimizer: Any) -> Any:
-    """Return what holds an optimizer's learning rate. Keras 2 does not list it among the optimizer's variables."""
+    """Return what holds an optimizer's learning rate. Keras 2 does not list it among the
+    optimizer's variables."""
     return getattr(optimizer, "_learning_rate", None)
 
 
@@ -79,9 +81,10 @@ def steps_per_execution(model: Any) -> int:
 
 @contextmanager
 def noting_jit_compile() -> Iterator[list[Any]]:
-    """Collect the Keras 3 models that are compiled with `jit_compile=True` in this block. The compiled model does not show this,
-    because on a GPU Keras also replaces the default "auto" by True. A model that is loaded from a file is compiled with what
-    Keras saved, so it does not count."""
+    """Collect the Keras 3 models that are compiled with `jit_compile=True` in this block. The
+    compiled model does not show this, because on a GPU Keras also replaces the default "auto" by
+    True. A model that is loaded from a file is compiled with what Keras saved, so it does not
+    count."""
     import keras
 
     owner: Any = next(base for base in keras.Model.__mro__ if "compile" in vars(base))

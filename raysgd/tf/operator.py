@@ -1,4 +1,5 @@
-"""The class that users of TensorFlow extend: the parts of training, and what to do with a batch. Worker."""
+"""The class that users of TensorFlow extend: the parts of training, and what to do with a batch.
+Worker."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ IN_PIECES = "ElasticConfig(batch='global') lets a worker process its part of a b
 
 
 class TrainingOperator(OperatorBase):
-    """Defines Keras models and their data, and what to do with a batch, in an epoch and in a validation.
+    """Defines Keras models and their data, and what to do with a batch, in an epoch and in a
+    validation.
 
         class Digits(TrainingOperator):
             def setup(self, config):
@@ -41,8 +43,9 @@ class TrainingOperator(OperatorBase):
                     criterion=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
                 self.register_data(train_dataset=..., validation_dataset=...)
 
-    A data set's batch is the batch of all workers together; each worker gets its part. Override any of its methods;
-    `OperatorBase` shows the loop that calls them. It never deals with processes, checkpoints or worker failures.
+    A data set's batch is the batch of all workers together; each worker gets its part. Override any
+    of its methods; `OperatorBase` shows the loop that calls them. It never deals with processes,
+    checkpoints or worker failures.
     """
 
     model: Any
@@ -73,24 +76,25 @@ class TrainingOperator(OperatorBase):
             self._complete()
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        """Train one step on one `batch`, `(x, y)` or `(x, y, sample_weight)`, as one graph function. `batch_info` has
-        `batch_idx`, `global_step`, and what was passed as `info`."""
+        """Train one step on one `batch`, `(x, y)` or `(x, y, sample_weight)`, as one graph
+        function. `batch_info` has `batch_idx`, `global_step`, and what was passed as `info`."""
         x, y, weight = self._unpack(batch, "train_batch")
         with self.timers.record("step"):
             loss = self._train_graph(x, y, weight, self._counts)
         return {"train_loss": loss, NUM_SAMPLES: rows_in(y)}
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        """Return the loss and, for class numbers, the arg-max accuracy of one `batch`, `(x, y)`, with the same `batch_info`."""
+        """Return the loss and, for class numbers, the arg-max accuracy of one `batch`, `(x, y)`,
+        with the same `batch_info`."""
         x, y, weight = self._unpack(batch, "validate_batch")
         with self.timers.record("eval"):
             loss, accuracy = self._validate_graph(x, y, weight)
         return {"val_loss": loss, "val_accuracy": accuracy, NUM_SAMPLES: rows_in(y)}
 
     def predict_batch(self, batch: Any, batch_info: dict[str, Any]) -> Any:
-        """Return the model's output for one `batch` of `trainer.predict()`: a tensor with a row for each sample, or a list, tuple
-        or dict of such tensors. A batch is x alone, or `(x, y)` or `(x, y, sample_weight)`, of which only x is used.
-        `batch_info` has its `batch_idx`."""
+        """Return the model's output for one `batch` of `trainer.predict()`: a tensor with a row for
+        each sample, or a list, tuple or dict of such tensors. A batch is x alone, or `(x, y)` or
+        `(x, y, sample_weight)`, of which only x is used. `batch_info` has its `batch_idx`."""
         self._need("predict_batch", "model")
         return self._predict_graph(batch[0] if isinstance(batch, (tuple, list)) else batch)
 
@@ -127,15 +131,16 @@ class TrainingOperator(OperatorBase):
     # -- helpers for custom batches -------------------------------------------------------------------
 
     def step(self, tape: Any, loss: Any, *, model: Any = None, optimizer: Any = None) -> None:
-        """Apply one optimizer step on a `loss`, computed under `tape`, that is a mean over this worker's batch,
-        averaged over the workers.
+        """Apply one optimizer step on a `loss`, computed under `tape`, that is a mean over this
+        worker's batch, averaged over the workers.
 
             with tf.GradientTape() as tape:
                 loss = self.criterion(y, self.model(x, training=True))
             self.step(tape, loss)
 
-        Works inside a `tf.function` (which is faster) and outside. With several models and optimizers, pass the `model` and
-        the `optimizer` to use. Nothing is applied anywhere unless every rank's gradients have arrived.
+        Works inside a `tf.function` (which is faster) and outside. With several models and
+        optimizers, pass the `model` and the `optimizer` to use. Nothing is applied anywhere unless
+        every rank's gradients have arrived.
         """
         unconverted = tf.autograph.experimental.do_not_convert  # nothing needs converting, and trying takes seconds
         unconverted(self._step)(tape, loss, model, optimizer)
@@ -151,10 +156,10 @@ class TrainingOperator(OperatorBase):
     def gradients(
         self, tape: Any, loss: Any, *, model: Any = None, optimizer: Any = None
     ) -> tuple[list[Any], list[Any]]:
-        """Return the gradients of the batch of all workers, which are the same on each of them, and their variables.
-        `tape`, `loss`, `model` and `optimizer` are those of `step`.
-        This is the first half of `step`, if you want to clip or count gradients. Under mixed_float16 they are still
-        scaled."""
+        """Return the gradients of the batch of all workers, which are the same on each of them, and
+        their variables. `tape`, `loss`, `model` and `optimizer` are those of `step`. This is the
+        first half of `step`, if you want to clip or count gradients. Under mixed_float16 they are
+        still scaled."""
         if self._pieces is not None:
             raise ConfigError(
                 f"{IN_PIECES}, and self.gradients() returns those of a whole batch: call self.step(tape, loss)"
@@ -177,7 +182,8 @@ class TrainingOperator(OperatorBase):
         return [tf.convert_to_tensor(gradient) for gradient, _ in pairs], [variable for _, variable in pairs]
 
     def _sum(self, gradients: list[Any]) -> list[Any]:
-        """Sum every worker's part of the gradients, and average the running statistics with them."""
+        """Sum every worker's part of the gradients, and average the running statistics with
+        them."""
         if self._channel.size == 1:
             return gradients
         fraction = self._fraction if self._pieces is None else self._pieces.share
@@ -189,7 +195,8 @@ class TrainingOperator(OperatorBase):
             return [tf.identity(gradient) for gradient in arrived[: len(gradients)]]
 
     def apply_gradients(self, gradients: Sequence[Any], variables: Sequence[Any], *, optimizer: Any) -> None:
-        """Apply `gradients` to `variables` with this worker's `optimizer`. This is the second half of `step`."""
+        """Apply `gradients` to `variables` with this worker's `optimizer`. This is the second half
+        of `step`."""
         if not hasattr(optimizer, "scale_loss") and hasattr(optimizer, "get_unscaled_gradients"):
             gradients = optimizer.get_unscaled_gradients(gradients)  # in Keras 2, the caller must do this
         # The optimizer counts its steps without reading the gradients: it must not do so before they have arrived.
@@ -203,7 +210,8 @@ class TrainingOperator(OperatorBase):
 
     @property
     def _counts(self) -> bool:
-        """Return whether the running batch counts, and is not repeated only to take part in the step."""
+        """Return whether the running batch counts, and is not repeated only to take part in the
+        step."""
         return self._feed.step.current.fresh
 
     def _steps_made(self) -> int:
@@ -217,8 +225,8 @@ class TrainingOperator(OperatorBase):
     # -- registration ---------------------------------------------------------------------------------
 
     def register(self, *, models: Any, optimizers: Any, criterion: Any = None, metrics: Any = None) -> Any:
-        """Register the parts of training. Return them, each in the container it came in. A criterion or metrics that
-        are not passed are not returned.
+        """Register the parts of training. Return them, each in the container it came in. A
+        criterion or metrics that are not passed are not returned.
 
         models      a Keras model, or a list or dict of them
         optimizers  one optimizer for all models, or one for each model
@@ -248,8 +256,8 @@ class TrainingOperator(OperatorBase):
     def register_data(
         self, *, train_dataset: Any = None, validation_dataset: Any = None, test_dataset: Any = None
     ) -> None:
-        """Register `train_dataset`, `validation_dataset` and `test_dataset`: a `tf.data.Dataset` of batches, or
-        anything else that can be iterated repeatedly."""
+        """Register `train_dataset`, `validation_dataset` and `test_dataset`: a `tf.data.Dataset` of
+        batches, or anything else that can be iterated repeatedly."""
         given = {"train_dataset": train_dataset, "validation_dataset": validation_dataset, "test_dataset": test_dataset}
         for name, data in given.items():
             if data is not None and not hasattr(data, "__iter__") and not hasattr(data, "__getitem__"):
@@ -308,7 +316,8 @@ class TrainingOperator(OperatorBase):
 
 
 class Part(Policy):
-    """Sets which part of a batch this rank has. Keeps what a step changes before all ranks have its gradients, to undo it."""
+    """Sets which part of a batch this rank has. Keeps what a step changes before all ranks have its
+    gradients, to undo it."""
 
     def __init__(self, operator: TrainingOperator) -> None:
         self._operator = operator
@@ -324,7 +333,8 @@ class Part(Policy):
                 self._statistics = [tf.identity(as_tensor(v)) for v in operator._statistics]
 
     def was_made(self) -> bool:
-        """Return whether an optimizer has stepped since the step began: Keras' optimizers have no hooks."""
+        """Return whether an optimizer has stepped since the step began: Keras' optimizers have no
+        hooks."""
         return self._operator._steps_made() > self._steps
 
     def on_step(self, step: Step) -> None:
@@ -333,8 +343,8 @@ class Part(Policy):
 
 
 class Pieces(Policy):
-    """Adds up the gradients of the pieces of a batch, and steps with the last one. Owns the sums, which are variables, so that
-    graph functions can use them."""
+    """Adds up the gradients of the pieces of a batch, and steps with the last one. Owns the sums,
+    which are variables, so that graph functions can use them."""
 
     def __init__(self, operator: TrainingOperator) -> None:
         self._operator = operator
@@ -378,7 +388,8 @@ class Pieces(Policy):
 
 
 def _scaling(optimizer: Any, model: Any) -> Any:
-    """Return the optimizer, wrapped in Keras' loss scaling if the model's policy is mixed_float16."""
+    """Return the optimizer, wrapped in Keras' loss scaling if the model's policy is
+    mixed_float16."""
     policy = getattr(getattr(model, "dtype_policy", None), "name", "")
     if policy != "mixed_float16" or "LossScale" in type(optimizer).__name__:
         return optimizer
@@ -392,7 +403,8 @@ def _scaling(optimizer: Any, model: Any) -> Any:
 
 
 def _scale(optimizer: Any, loss: Any) -> Any:
-    """Return the factor by which a mixed-precision optimizer scales the loss; 1 for any other optimizer."""
+    """Return the factor by which a mixed-precision optimizer scales the loss; 1 for any other
+    optimizer."""
     one = tf.ones_like(loss)
     if hasattr(optimizer, "scale_loss"):  # Keras 3: every optimizer has it
         return optimizer.scale_loss(one)

@@ -1,4 +1,5 @@
-"""A port for TensorFlow's server, taken before the server starts: every rank's address must be known by then. Both.
+"""A port for TensorFlow's server, taken before the server starts: every rank's address must be
+known by then. Both.
 
 Standard library only, because training functions use it before TensorFlow is imported.
 """
@@ -27,9 +28,9 @@ class NoFreePortError(OSError):
 class HeldPort:
     """Owns a port that a server of this process can take after `release`.
 
-    TensorFlow's server takes a number, not an open socket. So the port is held until the server starts, because other
-    workers choose ports at the same time. It is below the range that systems use for outgoing connections. Nothing listens
-    on it.
+    TensorFlow's server takes a number, not an open socket. So the port is held until the server
+    starts, because other workers choose ports at the same time. It is below the range that systems
+    use for outgoing connections. Nothing listens on it.
     """
 
     def __init__(self) -> None:
@@ -56,8 +57,9 @@ class HeldPort:
 
 
 class HeldPortBackend:
-    """What the backends of operators and of functions have in common. On a worker, owns the port for TensorFlow's server. A
-    process can join TensorFlow's collectives only once, so `in_place` is False."""
+    """What the backends of operators and of functions have in common. On a worker, owns the port
+    for TensorFlow's server. A process can join TensorFlow's collectives only once, so `in_place` is
+    False."""
 
     in_place = False
     needs_offers = True

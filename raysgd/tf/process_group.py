@@ -1,4 +1,5 @@
-"""How the ranks of TensorFlow operators form a process group, and how a collective that waits is ended. Both."""
+"""How the ranks of TensorFlow operators form a process group, and how a collective that waits is
+ended. Both."""
 
 from __future__ import annotations
 
@@ -29,10 +30,11 @@ RUNTIME_TEXTS = ("Collective", "Coordination", "RecvBuf", "tasks are unhealthy",
 
 
 class TensorFlowBackend(HeldPortBackend):
-    """On a worker, owns the port for TensorFlow's server, and the membership of TensorFlow's collective runtime. On the
-    driver, it owns nothing.
+    """On a worker, owns the port for TensorFlow's server, and the membership of TensorFlow's
+    collective runtime. On the driver, it owns nothing.
 
-    heartbeat_s  seconds until a host that cannot be reached counts as failed; a process that ends is noticed at once
+    heartbeat_s  seconds until a host that cannot be reached counts as failed; a process that ends
+                 is noticed at once
     """
 
     def __init__(
@@ -72,7 +74,8 @@ class TensorFlowBackend(HeldPortBackend):
         Channel(rank_info.world_size).sum([tf.zeros([1])])
 
     def leave(self) -> None:
-        """Do nothing: only the end of the process leaves the group. The driver interrupts peers that wait."""
+        """Do nothing: only the end of the process leaves the group. The driver interrupts peers
+        that wait."""
 
     def abort(self) -> None:
         if self._strategy is not None:
@@ -80,8 +83,8 @@ class TensorFlowBackend(HeldPortBackend):
             foreign.abort_collectives()
 
     def is_interruption(self, error: BaseException) -> bool:
-        """Return whether a peer or the network failed, by the error's type and then its text. An error that was raised
-        while such an error was handled counts, too."""
+        """Return whether a peer or the network failed, by the error's type and then its text. An
+        error that was raised while such an error was handled counts, too."""
         return any(isinstance(each, NoFreePortError) or self._is_of_runtime(each) for each in causes_of(error))
 
     def _is_of_runtime(self, error: BaseException) -> bool:
@@ -90,8 +93,8 @@ class TensorFlowBackend(HeldPortBackend):
 
 
 def prepare_runtime(threads: int | None, *, use_gpu: bool) -> None:
-    """Set the number of threads, and the visible GPUs, whose memory is allocated as it is needed. This is possible only
-    before TensorFlow's first operation."""
+    """Set the number of threads, and the visible GPUs, whose memory is allocated as it is needed.
+    This is possible only before TensorFlow's first operation."""
     try:
         if not use_gpu:
             tf.config.set_visible_devices([], "GPU")

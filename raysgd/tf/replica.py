@@ -1,4 +1,5 @@
-"""A Keras operator with its data, counters and state, in one worker. It does not use Ray. Worker."""
+"""A Keras operator with its data, counters and state, in one worker. It does not use Ray.
+Worker."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ from raysgd.training.seeding import derived_seed, seed_python_and_numpy
 
 
 class TFReplica(ReplicaBase):
-    """Adds what only TensorFlow needs: each rank's fraction of a batch, Keras metrics, and state as arrays."""
+    """Adds what only TensorFlow needs: each rank's fraction of a batch, Keras metrics, and state as
+    arrays."""
 
     operator_class = TrainingOperator
     data_names = {"train": "train_dataset", "validation": "validation_dataset", "test": "test_dataset"}  # noqa: RUF012
@@ -66,7 +68,8 @@ class TFReplica(ReplicaBase):
         return source
 
     def _tell_of_batch(self) -> None:
-        """Log, once, that another number of workers trains, and that the batch follows it, because each has data of its own."""
+        """Log, once, that another number of workers trains, and that the batch follows it, because
+        each has data of its own."""
         ranks, told = self._rank_info.world_size, BatchMode(*(self._position.batch_mode or ())).told
         if ranks != self._workers and not told and self._asked == "auto":
             mode = refused("the data set's auto_shard_policy gives each worker data of its own", "use AUTO or DATA")
@@ -92,8 +95,9 @@ class TFReplica(ReplicaBase):
         return self.operator._part.was_made()
 
     def _seed_generators(self, alike: int, own: int) -> None:
-        """All ranks read the complete data, so what the data draws must be the same on all of them. Layers draw their own
-        numbers. (`tf.random.set_seed` would let the operations of graph functions repeat their numbers in each epoch.)"""
+        """All ranks read the complete data, so what the data draws must be the same on all of them.
+        Layers draw their own numbers. (`tf.random.set_seed` would let the operations of graph
+        functions repeat their numbers in each epoch.)"""
         seed_python_and_numpy(alike)
         for number, state in enumerate(seed_states(self.operator._parts.models)):
             drawn = derived_seed(own, number)
@@ -121,7 +125,8 @@ class TFReplica(ReplicaBase):
     # -- results --------------------------------------------------------------------------------------
 
     def partial(self, result: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Return what the running call has measured so far; Keras metrics are those of this rank."""
+        """Return what the running call has measured so far; Keras metrics are those of this
+        rank."""
         found = metric_results(self.operator._metrics(), Channel())
         return {**{self._prefix + name: value for name, value in found.items()}, **super().partial(result)}
 
@@ -142,8 +147,8 @@ class TFReplica(ReplicaBase):
     # -- calls ----------------------------------------------------------------------------------------
 
     def checkpoint_writer(self, ranks: list[Any], *, later: bool) -> Callable[[Any], None] | None:
-        """Return what writes the checkpoint to a file, on rank 0. Training may continue before that. `ranks` are the random
-        states of all ranks."""
+        """Return what writes the checkpoint to a file, on rank 0. Training may continue before
+        that. `ranks` are the random states of all ranks."""
         if self.rank != 0:
             return None
         content = states.dump({**self.full_state(), "rng": ranks})
@@ -180,7 +185,8 @@ class TFReplica(ReplicaBase):
         return states.packed(state)
 
     def load(self, data: Any) -> None:
-        """Load the state of another replica of this trainer, in a new process of a group that may have another size."""
+        """Load the state of another replica of this trainer, in a new process of a group that may
+        have another size."""
         state = states.unpack(data)
         self.adopt(state)
         self.half_loaded = state.get("half_loaded", False)
@@ -230,8 +236,8 @@ class TFReplica(ReplicaBase):
 
 
 def metric_results(metrics: Sequence[Any], channel: Channel) -> dict[str, Any]:
-    """Return each Keras metric's result by its name. Their variables are sums, so summing these over the ranks is
-    exact. All ranks must call this at the same time."""
+    """Return each Keras metric's result by its name. Their variables are sums, so summing these
+    over the ranks is exact. All ranks must call this at the same time."""
     variables = [variable for metric in metrics for variable in metric.variables]
     if channel.size > 1:
         assign(variables, channel.sum(variables))

@@ -11,8 +11,10 @@ from raysgd.training.settings import ReplicaSettings
 class TFSettings(ReplicaSettings):
     """Adds what only TensorFlow needs.
 
-    shuffle_seed  the random seed in a trainer without a `seed`. It is the same on all ranks, so that they shuffle a data set alike
-    in_pieces     whether a worker processes a larger part of a batch, because there are fewer workers, in several pieces
+    shuffle_seed  the random seed in a trainer without a `seed`. It is the same on all ranks, so
+                  that they shuffle a data set alike
+    in_pieces     whether a worker processes a larger part of a batch, because there are fewer
+                  workers, in several pieces
     """
 
     shuffle_seed: int | None = None

@@ -1,4 +1,5 @@
-"""A replica's state as a dictionary of plain values and arrays, and as bytes that run no code when read. Both."""
+"""A replica's state as a dictionary of plain values and arrays, and as bytes that run no code when
+read. Both."""
 
 from __future__ import annotations
 
@@ -75,7 +76,8 @@ def _difference(name: str, here: list[Any], there: list[Any]) -> str:
 
 
 def restore(operator: Any, state: dict[str, Any]) -> None:
-    """Load a checked state. The operator's own part is last, because only the operator can check it."""
+    """Load a checked state. The operator's own part is last, because only the operator can check
+    it."""
     restore_variables(operator, state)
     operator.load_state_dict(state.get("operator"))
 
@@ -108,7 +110,8 @@ def unpack(data: Any) -> dict[str, Any]:
 
 
 def parse(data: Any) -> dict[str, Any]:
-    """Return the state in these bytes. Raise CheckpointError if they are damaged, or not a checkpoint."""
+    """Return the state in these bytes. Raise CheckpointError if they are damaged, or not a
+    checkpoint."""
     try:
         state = values.load(data)
     except CheckpointError as error:

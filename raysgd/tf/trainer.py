@@ -1,4 +1,5 @@
-"""The class API for TensorFlow: a trainer in the user's script that drives operators on any number of workers. Driver."""
+"""The class API for TensorFlow: a trainer in the user's script that drives operators on any number
+of workers. Driver."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ class TFTrainer(TrainerBase):
                 print(trainer.train(), trainer.validate())
             trainer.save("digits.ckpt")
 
-    Or, as in RaySGD, with a compiled model: `TFTrainer(model_creator, data_creator, num_replicas=2)`.
+    Or, as in RaySGD, with a compiled model:
+    `TFTrainer(model_creator, data_creator, num_replicas=2)`.
 
     What `train()` does:
 
@@ -81,8 +83,8 @@ class TFTrainer(TrainerBase):
         checkpoints            an `AutoCheckpoint`: makes checkpoints in the loop over `epochs()`, and in `fit()`
         resume                 "auto": load the newest of them, and continue the loop where the script was killed
 
-    What `TrainingOptions` sets for a `TorchTrainer` is set in Keras: clipping and accumulation on the optimizer, mixed
-    precision by Keras' dtype policy.
+    What `TrainingOptions` sets for a `TorchTrainer` is set in Keras: clipping and accumulation on
+    the optimizer, mixed precision by Keras' dtype policy.
     """
 
     def __init__(
@@ -183,10 +185,11 @@ class TFTrainer(TrainerBase):
     ) -> Metrics | list[Metrics]:
         """Train to the end of the epoch, or `num_steps` batches. Return what was measured.
 
-        If `num_steps` is not passed, `fit_config`'s `epochs` and `steps_per_epoch` apply, and the last epoch's result is
-        returned. As in Keras, an epoch is then `steps_per_epoch` batches, from where the last one ended in the data.
-        `max_retries` is how many worker failures each epoch may have (-1: any number). With `reduce_results=False`, return
-        a list with each worker's own results. `profile` and `info` are those of `TorchTrainer.train`.
+        If `num_steps` is not passed, `fit_config`'s `epochs` and `steps_per_epoch` apply, and the
+        last epoch's result is returned. As in Keras, an epoch is then `steps_per_epoch` batches,
+        from where the last one ended in the data. `max_retries` is how many worker failures each
+        epoch may have (-1: any number). With `reduce_results=False`, return a list with each
+        worker's own results. `profile` and `info` are those of `TorchTrainer.train`.
         """
         check_call(num_steps, max_retries, info)
         steps = self._steps if num_steps is None else num_steps
@@ -200,12 +203,12 @@ class TFTrainer(TrainerBase):
 
     @exclusive
     def predict(self, data: Any, batch_size: int = 32) -> Any:
-        """Return the model's outputs for arrays, or for a `tf.data.Dataset` of batches, as NumPy arrays in the order of the
-        data.
+        """Return the model's outputs for arrays, or for a `tf.data.Dataset` of batches, as NumPy
+        arrays in the order of the data.
 
-        Each worker takes its rows of every batch, and calls `operator.predict_batch`; its outputs are concatenated. After a
-        failure, the call is repeated. A data set has its own batch size, not `batch_size`. It is read here, in the
-        driver's process.
+        Each worker takes its rows of every batch, and calls `operator.predict_batch`; its outputs
+        are concatenated. After a failure, the call is repeated. A data set has its own batch size,
+        not `batch_size`. It is read here, in the driver's process.
         """
         at_least("batch_size", batch_size, 1, whole=True)
         ranks = self._values(TFReplica.predict, batches=self._engine.pack(_batches(data, batch_size)))
@@ -217,13 +220,15 @@ class TFTrainer(TrainerBase):
 
     @exclusive
     def get_model(self) -> Any:
-        """Return the trained model (a list if there are several), made here by the creator or by `setup`."""
+        """Return the trained model (a list if there are several), made here by the creator or by
+        `setup`."""
         models = self.get_local_operator()._parts.models
         return models[0] if len(models) == 1 else list(models)
 
     @exclusive
     def get_local_operator(self) -> TrainingOperator:
-        """Return an operator in this process with the current state; with one inline worker, the one that trains."""
+        """Return an operator in this process with the current state; with one inline worker, the
+        one that trains."""
         local: TrainingOperator | None = self._inline_operator()
         if local is None:
             local = self._factory.operator_cls(dict(self.config))
@@ -237,8 +242,8 @@ class TFTrainer(TrainerBase):
 
     @exclusive
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned, for any number of workers. Every worker checks the state first: one that does not
-        fit raises CheckpointError, and changes nothing."""
+        """Load what `state_dict` returned, for any number of workers. Every worker checks the state
+        first: one that does not fit raises CheckpointError, and changes nothing."""
         self._loops.refuse_load("load_state_dict()")
         self._loads.restore(states.dump(states.shaped(dict(state_dict))))
 
@@ -250,15 +255,18 @@ class TFTrainer(TrainerBase):
 
     @exclusive
     def save(self, checkpoint: str | os.PathLike[str], *, blocking: bool = True) -> str | SaveHandle:
-        """Save to `checkpoint`, a path or a URI, completely or not at all. Return its absolute path, or the URI.
+        """Save to `checkpoint`, a path or a URI, completely or not at all. Return its absolute
+        path, or the URI.
 
-        With `blocking=False`, training can continue as soon as the state was copied in memory, and a handle is returned."""
+        With `blocking=False`, training can continue as soon as the state was copied in memory, and
+        a handle is returned."""
         self._saves.raise_failed()
         return self._saves.save(checkpoint, blocking=blocking)
 
     @exclusive
     def load(self, checkpoint: str | os.PathLike[str]) -> None:
-        """Load `checkpoint`, a path or a URI, after its checksums and its content were checked. No code in it is run."""
+        """Load `checkpoint`, a path or a URI, after its checksums and its content were checked. No
+        code in it is run."""
         self._loops.refuse_load("load()")
         self._load_automatic(checkpoint)
 
@@ -282,7 +290,8 @@ def _operator_class(model_creator: Any, data_creator: Any, training_operator_cls
 
 
 def _batches(data: Any, batch_size: int) -> list[Any]:
-    """Return the batches of what `predict` received, as arrays. Raise ConfigError for data that has none, or no end."""
+    """Return the batches of what `predict` received, as arrays. Raise ConfigError for data that has
+    none, or no end."""
     if isinstance(data, tf.data.Dataset):
         if data.cardinality() == tf.data.INFINITE_CARDINALITY:
             raise ConfigError("predict() got a data set without an end: call .take(n) on it")

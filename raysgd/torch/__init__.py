@@ -1,4 +1,5 @@
-"""The class API for PyTorch: RaySGD's names of `ray.util.sgd.torch`, each loaded on first use. Both."""
+"""The class API for PyTorch: RaySGD's names of `ray.util.sgd.torch`, each loaded on first use.
+Both."""
 
 from __future__ import annotations
 

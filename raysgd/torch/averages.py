@@ -16,10 +16,12 @@ from raysgd.torch.fsdp import placed
 
 
 class Averages:
-    """Owns the average of each parameter that an optimizer has stepped. Without a decay there are none.
+    """Owns the average of each parameter that an optimizer has stepped. Without a decay there are
+    none.
 
-    An average begins as a copy of the weights after the first step, as in torch's `AveragedModel`. Each later step of the
-    parameter's optimizer changes it; batches without a step, and steps that are skipped because gradients overflowed, do not.
+    An average begins as a copy of the weights after the first step, as in torch's `AveragedModel`.
+    Each later step of the parameter's optimizer changes it; batches without a step, and steps that
+    are skipped because gradients overflowed, do not.
     """
 
     def __init__(self, decay: float | None = None) -> None:
@@ -61,7 +63,8 @@ class Averages:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Return a context in which the models have the averaged weights. Their buffers stay the models' own."""
+        """Return a context in which the models have the averaged weights. Their buffers stay the
+        models' own."""
         live, averages = _local(list(self._averages)), _local(list(self._averages.values()))
         kept = [each.clone() for each in live]
         try:
@@ -78,8 +81,8 @@ class Averages:
         ]
 
     def load(self, saved: Sequence[Mapping[str, torch.Tensor]] | None) -> None:
-        """Load what `state` returned; None begins again. The present averages stay as they are, so that a load can be
-        undone."""
+        """Load what `state` returned; None begins again. The present averages stay as they are, so
+        that a load can be undone."""
         self._averages = {}
         for model, values in zip(self._models, saved or (), strict=False):
             own = dict(model.named_parameters())
@@ -88,7 +91,8 @@ class Averages:
 
 
 def _local(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return tensors without gradients that share memory with these; of sharded ones, this rank's shards."""
+    """Return tensors without gradients that share memory with these; of sharded ones, this rank's
+    shards."""
     return [each.to_local() if hasattr(each, "to_local") else each for each in (one.detach() for one in tensors)]
 
 

@@ -1,4 +1,5 @@
-"""`ElasticConfig(batch="auto")`: see what user code does in its first step, and hold the decision that follows from it. Worker."""
+"""`ElasticConfig(batch="auto")`: see what user code does in its first step, and hold the decision
+that follows from it. Worker."""
 
 from __future__ import annotations
 
@@ -58,8 +59,9 @@ NOT_LOOKED_AT = (
 
 
 class KeepBatch(StepPolicy):
-    """Owns the mode, which is part of the position: all ranks decide from the first step that they commit, and agree whenever a process
-    group has formed. Later steps are looked at only if they come in pieces."""
+    """Owns the mode, which is part of the position: all ranks decide from the first step that they
+    commit, and agree whenever a process group has formed. Later steps are looked at only if they
+    come in pieces."""
 
     def __init__(self, operator: TrainingOperator) -> None:
         settings = operator._settings
@@ -79,7 +81,8 @@ class KeepBatch(StepPolicy):
 
     @property
     def mode(self) -> BatchMode:
-        """Return what holds now. What the user has asked for, and what the settings refuse, holds whatever a state says."""
+        """Return what holds now. What the user has asked for, and what the settings refuse, holds
+        whatever a state says."""
         found = self._known
         if self._asked == "auto":
             return found if self._why is None else self._why
@@ -100,7 +103,8 @@ class KeepBatch(StepPolicy):
             self._why = refused(reason, advice)
 
     def division(self, unit: int, *, in_pieces: bool = True) -> Division:
-        """Return how a step is divided; `unit` is how many units one worker takes in it, and at most in a piece."""
+        """Return how a step is divided; `unit` is how many units one worker takes in it, and at
+        most in a piece."""
         mode = self.mode
         if not mode.keeps_batch:
             return Division()
@@ -130,8 +134,8 @@ class KeepBatch(StepPolicy):
             self._own_calls = OwnCalls(self._feed.collectives, self._operator._parts.wrapped)
 
     def ends(self, step: Step) -> None:
-        """Called by the default loop after each call of `train_batch`. Raise NotExact if it has done something in a piece that it ought
-        to do once in a batch."""
+        """Called by the default loop after each call of `train_batch`. Raise NotExact if it has
+        done something in a piece that it ought to do once in a batch."""
         if self._before is None:
             return
         attributes, now = self._before, self._attributes()
@@ -170,7 +174,8 @@ class KeepBatch(StepPolicy):
             self._look_at_schedules()
 
     def stepped(self) -> None:
-        """Called after an optimizer's step and the user's hooks on it, which may step schedulers: they do that once in a batch."""
+        """Called after an optimizer's step and the user's hooks on it, which may step schedulers:
+        they do that once in a batch."""
         if self._before is not None:
             self._schedules = self._schedule_steps()
 
@@ -231,7 +236,8 @@ class KeepBatch(StepPolicy):
         return attributes
 
     def interfered(self, found: NotExact) -> None:
-        """Keep each worker's batch from now on, because user code does not allow pieces after all."""
+        """Keep each worker's batch from now on, because user code does not allow pieces after
+        all."""
         self._set(refused(found.reason, found.advice)._replace(tested=True))
 
     # -- all ranks together ---------------------------------------------------------------------------
@@ -254,7 +260,8 @@ class KeepBatch(StepPolicy):
             self._set(known._replace(told=True))
 
     def loaded(self) -> None:
-        """Look at a step again, because a checkpoint was loaded, which other code may have written."""
+        """Look at a step again, because a checkpoint was loaded, which other code may have
+        written."""
         known = self._known
         self._set(known._replace(tested=False) if known.keeps_batch else BatchMode(told=known.told))
 
@@ -287,7 +294,8 @@ def _why_not(operator: TrainingOperator, options: TrainingOptions) -> BatchMode 
 
 
 class OwnCalls:
-    """Counts the collective calls that are not made by models, from now until it is stopped. `count` returns those of all code."""
+    """Counts the collective calls that are not made by models, from now until it is stopped.
+    `count` returns those of all code."""
 
     def __init__(self, count: Callable[[], int], models: Sequence[nn.Module]) -> None:
         self._count, self._began, self._models, self.made = count, count(), 0, 0
@@ -331,7 +339,8 @@ def _registered(operator: TrainingOperator) -> Iterator[Any]:
 
 
 class Contents:
-    """Says what is different after a change of a value, as far as that can be seen quickly: of large objects, a part is looked at."""
+    """Says what is different after a change of a value, as far as that can be seen quickly: of
+    large objects, a part is looked at."""
 
     def __init__(self, known: set[int]) -> None:
         self._known, self._left = known, MOST_LOOKED_AT
@@ -365,7 +374,8 @@ class Contents:
 
 
 def _of_models(models: Sequence[nn.Module]) -> dict[str, Any]:
-    """Return what modules hold besides tensors and other modules, such as a count of their calls."""
+    """Return what modules hold besides tensors and other modules, such as a count of their
+    calls."""
     return {
         f"model.{path}.{name}".replace("..", "."): value
         for model in models

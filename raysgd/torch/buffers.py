@@ -1,4 +1,5 @@
-"""Buffers that training changes, such as the running statistics of BatchNorm: a step changes them once. Worker."""
+"""Buffers that training changes, such as the running statistics of BatchNorm: a step changes them
+once. Worker."""
 
 from __future__ import annotations
 
@@ -16,10 +17,12 @@ BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 class KeepBuffers(StepPolicy):
-    """Restores the buffers of a step that is undone, because its batches will be trained again. If a batch comes in pieces, the buffers
-    follow the first one: on the first rank, this is the part that it has with all workers.
+    """Restores the buffers of a step that is undone, because its batches will be trained again. If
+    a batch comes in pieces, the buffers follow the first one: on the first rank, this is the part
+    that it has with all workers.
 
-    Which buffers training changes is seen in the first step; those of BatchNorm are among them even if they are frozen then.
+    Which buffers training changes is seen in the first step; those of BatchNorm are among them even
+    if they are frozen then.
     """
 
     def __init__(self, parts: Parts) -> None:

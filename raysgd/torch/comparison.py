@@ -23,8 +23,9 @@ CONVERTED = 256 * BLOCK  # how many elements of another type than float32 and fl
 
 
 def summary_of(operator: Any, turn: int) -> Summary:
-    """Return what this rank reports: the parameters of the registered models; those of the criterion and of other modules among the
-    operator's attributes, if they train; and the settings of all optimizers, registered or not."""
+    """Return what this rank reports: the parameters of the registered models; those of the
+    criterion and of other modules among the operator's attributes, if they train; and the settings
+    of all optimizers, registered or not."""
     parts, named = operator._parts, dict(_attributes(operator))
     names = {id(each): name for name, each in reversed(named.items())}
     registered: dict[str, torch.Tensor] = {}
@@ -62,7 +63,8 @@ def _attributes(operator: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _settings(label: str, optimizer: Any) -> dict[str, Any]:
-    """Return the settings of an optimizer that can be compared: numbers, strings, and lists of them."""
+    """Return the settings of an optimizer that can be compared: numbers, strings, and lists of
+    them."""
     found: dict[str, Any] = {}
     for number, group in enumerate(optimizer.param_groups):
         of = label if len(optimizer.param_groups) == 1 else f"parameter group {number} of {label}"
@@ -72,7 +74,8 @@ def _settings(label: str, optimizer: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a setting in a form that JSON has; None for an object, whose text may differ between processes."""
+    """Return a setting in a form that JSON has; None for an object, whose text may differ between
+    processes."""
     if isinstance(value, torch.Tensor):
         return value.tolist() if value.numel() == 1 else None
     if value is None or isinstance(value, (bool, str)):
@@ -86,7 +89,8 @@ def _plain(value: Any) -> Any:
 
 
 def _read(parameters: Mapping[str, Any], turn: int) -> dict[str, Products]:
-    """Read the parameters, or a part of them. The results are sent to the CPU together, because each transfer waits for the device."""
+    """Read the parameters, or a part of them. The results are sent to the CPU together, because
+    each transfer waits for the device."""
     flat = {_place(name, each): _values(each.detach()) for name, each in parameters.items() if not is_lazy(each)}
     share = share_of(sum(each.numel() * each.element_size() for each in flat.values()))
     found: dict[torch.device, list[torch.Tensor]] = {}
@@ -109,7 +113,8 @@ def _read(parameters: Mapping[str, Any], turn: int) -> dict[str, Products]:
 
 
 def _place(name: str, parameter: Any) -> str:
-    """Return a name that only ranks with the same part of this parameter use: with FSDP, those with the same shard."""
+    """Return a name that only ranks with the same part of this parameter use: with FSDP, those with
+    the same shard."""
     if not hasattr(parameter, "to_local"):
         return name
     place = zip(parameter.device_mesh.get_coordinate(), parameter.placements, strict=True)
@@ -117,7 +122,8 @@ def _place(name: str, parameter: Any) -> str:
 
 
 def _values(tensor: Any) -> torch.Tensor:
-    """Return the elements that this rank holds, in the order in which they are in memory. Dense tensors are not copied."""
+    """Return the elements that this rank holds, in the order in which they are in memory. Dense
+    tensors are not copied."""
     real: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     real = torch.view_as_real(real) if real.is_complex() else real
     if real.is_contiguous():
@@ -127,7 +133,8 @@ def _values(tensor: Any) -> torch.Tensor:
 
 
 def _products(flat: torch.Tensor) -> list[torch.Tensor]:
-    """Return the products of a parameter's blocks, and what is left after the last one. A few elements are returned as they are."""
+    """Return the products of a parameter's blocks, and what is left after the last one. A few
+    elements are returned as they are."""
     size = flat.numel()
     if size <= TINY:
         return [flat]

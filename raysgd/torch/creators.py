@@ -30,7 +30,8 @@ class Creators:
 
 
 class CreatorOperator(TrainingOperator):
-    """Calls the creators of data, model, optimizer, scheduler and loss, in this order, and registers what they return."""
+    """Calls the creators of data, model, optimizer, scheduler and loss, in this order, and
+    registers what they return."""
 
     creators: ClassVar[Creators]
 
@@ -89,8 +90,8 @@ def operator_from_creators(
     scheduler_creator: Creator | None = None,
     serialize_data_creation: bool = True,
 ) -> type[CreatorOperator]:
-    """Return a subclass of `CreatorOperator` with these functions. With `serialize_data_creation`, the workers of one
-    machine call `data_creator` one after the other."""
+    """Return a subclass of `CreatorOperator` with these functions. With `serialize_data_creation`,
+    the workers of one machine call `data_creator` one after the other."""
     needed = {"model_creator": model_creator, "optimizer_creator": optimizer_creator}
     optional = {
         "data_creator": data_creator,
@@ -128,8 +129,8 @@ def _first(parts: list[Any], name: str) -> Any:
 
 @contextlib.contextmanager
 def _one_at_a_time() -> Iterator[None]:
-    """Return a context that one worker of a machine enters at a time: the first one downloads the data, the others find
-    the files."""
+    """Return a context that one worker of a machine enters at a time: the first one downloads the
+    data, the others find the files."""
     import fcntl  # Windows does not have it
 
     descriptor = os.open(private_folder(private_place("data")), os.O_RDONLY)

@@ -1,8 +1,8 @@
 """All private names of torch that raysgd uses. Worker.
 
-Checked with torch 2.10, 2.13 and 2.15. `tests/test_foreign.py` (and `tests/speed/test_fsdp.py`) call every function here, and name the
-first private name that a new version of torch no longer has. Names in a checkpoint's pickle are not among them, because
-they are part of the file format.
+Checked with torch 2.10, 2.13 and 2.15. `tests/test_foreign.py` (and `tests/speed/test_fsdp.py`)
+call every function here, and name the first private name that a new version of torch no longer has.
+Names in a checkpoint's pickle are not among them, because they are part of the file format.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ Loader = TypeVar("Loader")
 
 
 def live_iterator(loader: Any) -> Any:
-    """Return the iterator that a loader with `persistent_workers` keeps from one pass to the next, or None."""
+    """Return the iterator that a loader with `persistent_workers` keeps from one pass to the next,
+    or None."""
     return getattr(loader, "_iterator", None)
 
 
 def loader_with(loader: Loader, **attributes: Any) -> Loader:
-    """Return a copy of a DataLoader, also of a subclass, with these attributes. It refuses to assign some, such as another sampler,
-    because its `__init__` derives others from them."""
+    """Return a copy of a DataLoader, also of a subclass, with these attributes. It refuses to
+    assign some, such as another sampler, because its `__init__` derives others from them."""
     twin = copy.copy(loader)
     vars(twin).update(attributes, _iterator=None)
     return twin
@@ -51,8 +52,8 @@ def processes_of(iterator: Any) -> Sequence[Any]:
 
 
 def lost_processes(iterator: Any) -> list[Any]:
-    """Return the loader processes of one of torch's iterators that have ended although it needs them. It does not need those of an
-    iterable data set that have sent all their batches."""
+    """Return the loader processes of one of torch's iterators that have ended although it needs
+    them. It does not need those of an iterable data set that have sent all their batches."""
     if getattr(iterator, "_shutdown", True):
         return []
     lost = [process for process in iterator._workers if process.exitcode is not None]
@@ -72,7 +73,8 @@ def end_processes(iterator: Any) -> None:
 
 
 def is_loaders_signal_handler(handler: Any) -> bool:
-    """Return whether this is torch's handler of SIGCHLD, which raises an error when a loader process has ended."""
+    """Return whether this is torch's handler of SIGCHLD, which raises an error when a loader
+    process has ended."""
     return getattr(handler, "__module__", "") == signal_handling.__name__
 
 
@@ -106,7 +108,8 @@ def set_collective_limit(seconds: float) -> None:
 
 
 def abort_default_group() -> None:
-    """Free every rank that waits in a collective call of NCCL's. A group that is broken already may refuse."""
+    """Free every rank that waits in a collective call of NCCL's. A group that is broken already may
+    refuse."""
     with contextlib.suppress(RuntimeError):
         dist.distributed_c10d._abort_process_group()
 
@@ -117,9 +120,10 @@ def groups() -> list[Any]:
 
 
 def collective_counter(others: Collection[str] = ()) -> Callable[[], int]:
-    """Return a function that returns the number of collective calls of the default group so far, and of the `others`, by their
-    descriptions, which torch counts in the same way on every rank. It is called for each batch, so it looks for the groups only now.
-    It returns -1 if there is no group now, or if its backend does not count."""
+    """Return a function that returns the number of collective calls of the default group so far,
+    and of the `others`, by their descriptions, which torch counts in the same way on every rank. It
+    is called for each batch, so it looks for the groups only now. It returns -1 if there is no
+    group now, or if its backend does not count."""
     if not dist.is_initialized():
         return no_collectives
     default = dist.distributed_c10d._get_default_group()
@@ -146,10 +150,12 @@ def no_collectives() -> int:
 
 
 def compile_in_place(model: nn.Module, **arguments: Any) -> None:
-    """Compile a model as `nn.Module.compile` does: the names in its state_dict stay, and a copy of it is not compiled.
+    """Compile a model as `nn.Module.compile` does: the names in its state_dict stay, and a copy of
+    it is not compiled.
 
-    That method itself leaves out models whose own forward is torch's (a Sequential), because the compiler skips torch's
-    files unless a function of another file calls them. So a function of this file does.
+    That method itself leaves out models whose own forward is torch's (a Sequential), because the
+    compiler skips torch's files unless a function of another file calls them. So a function of this
+    file does.
     """
     model._compiled_call_impl = torch.compile(_calling(model._call_impl), **arguments)
 
@@ -167,8 +173,9 @@ def uncompiled(model: Any) -> Any:
 
 
 def accumulated_gradients(modules: Sequence[Any]) -> list[torch.Tensor]:
-    """Return the gradients of FSDP modules from batches that did not exchange them, each once. FSDP keeps these unsharded,
-    outside of the parameters. Since torch 2.15, both names mean the same tensor."""
+    """Return the gradients of FSDP modules from batches that did not exchange them, each once. FSDP
+    keeps these unsharded, outside of the parameters. Since torch 2.15, both names mean the same
+    tensor."""
     groups = [group for module in modules for group in _parameter_groups(module._get_fsdp_state())]
     parameters = [each for group in groups for each in group.fsdp_params if hasattr(each, "_unsharded_param")]
     kept = [each.unsharded_accumulated_grad for each in parameters]
@@ -177,7 +184,8 @@ def accumulated_gradients(modules: Sequence[Any]) -> list[torch.Tensor]:
 
 
 def full_parameters(modules: Sequence[Any]) -> list[torch.Tensor]:
-    """Return the full parameters that FSDP modules use in a forward pass; none before the first one."""
+    """Return the full parameters that FSDP modules use in a forward pass; none before the first
+    one."""
     groups = [group for module in modules for group in _parameter_groups(module._get_fsdp_state())]
     return [
         each._unsharded_param for group in groups for each in group.fsdp_params if hasattr(each, "_unsharded_param")
@@ -196,15 +204,17 @@ def reset_iteration(model: Any) -> None:
 
 
 def forget_meshes() -> None:
-    """Let operations on sharded tensors use the process groups of this generation: torch remembers the results of earlier ones, with
-    their meshes, and takes a mesh of the same shape for the same one."""
+    """Let operations on sharded tensors use the process groups of this generation: torch remembers
+    the results of earlier ones, with their meshes, and takes a mesh of the same shape for the same
+    one."""
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     _clear_sharding_prop_cache()
 
 
 def remove_sharding(model: nn.Module) -> None:
-    """Undo `fully_shard`, except that the parameters stay shards: remove FSDP's hooks, states and classes."""
+    """Undo `fully_shard`, except that the parameters stay shards: remove FSDP's hooks, states and
+    classes."""
     from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
     from torch.distributed._composable_state import _module_state_mapping
     from torch.distributed.fsdp import FSDPModule
@@ -234,13 +244,14 @@ def remove_sharding(model: nn.Module) -> None:
 
 
 def module_versions(state: Any) -> Any:
-    """Return the versions of a model's modules, which torch attaches to the model's `state_dict`, or None."""
+    """Return the versions of a model's modules, which torch attaches to the model's `state_dict`,
+    or None."""
     return getattr(state, "_metadata", None)
 
 
 def loads_by_copying(model: nn.Module) -> bool:
-    """Return whether `load_state_dict` of this model does nothing but copy the tensors of its `state_dict`: no module has its
-    own way to do either, or a hook."""
+    """Return whether `load_state_dict` of this model does nothing but copy the tensors of its
+    `state_dict`: no module has its own way to do either, or a hook."""
     hooks = ("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
 
     def is_usual(module: nn.Module) -> bool:
@@ -261,14 +272,15 @@ def loads_by_copying(model: nn.Module) -> bool:
 
 
 def loads_without_parameters(optimizer: Any) -> bool:
-    """Return whether `load_state_dict` of this optimizer is torch's and has no hook, so that it does not read parameters."""
+    """Return whether `load_state_dict` of this optimizer is torch's and has no hook, so that it
+    does not read parameters."""
     hooks = (optimizer._optimizer_load_state_dict_pre_hooks, optimizer._optimizer_load_state_dict_post_hooks)
     return type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict and not any(hooks)
 
 
 def with_module_versions(content: dict[Any, Any], state: Any) -> dict[Any, Any]:
-    """Return the content of a changed copy of `state`, with the versions of modules if `state` is a model's: modules that
-    convert older states read them when they load."""
+    """Return the content of a changed copy of `state`, with the versions of modules if `state` is a
+    model's: modules that convert older states read them when they load."""
     if (versions := module_versions(state)) is None:
         return content
     versioned: Any = OrderedDict(content)  # a plain dict has no attributes
@@ -317,22 +329,22 @@ def without_step_pre_hooks(optimizer: Any) -> Iterator[None]:
 
 
 def was_skipped(optimizer: Any) -> bool:
-    """Return whether a fused optimizer has skipped its step inside its kernel, because of fp16's infinite gradients. (A
-    GradScaler does not call others then.)"""
+    """Return whether a fused optimizer has skipped its step inside its kernel, because of fp16's
+    infinite gradients. (A GradScaler does not call others then.)"""
     found = getattr(optimizer, "found_inf", None)
     return found is not None and bool(found)
 
 
 def measure_communication(wrapper: Any) -> None:
-    """Let a DistributedDataParallel measure every step. On a GPU that would make each step wait for the one before, so it
-    measures some of them there, as torch does by default."""
+    """Let a DistributedDataParallel measure every step. On a GPU that would make each step wait for
+    the one before, so it measures some of them there, as torch does by default."""
     if wrapper.device_type == "cpu":
         wrapper._set_ddp_runtime_logging_sample_rate(1)
 
 
 def exposed_communication_s(wrapper: Any) -> float:
-    """Return the seconds that the newest measured step of a DistributedDataParallel waited for gradients after its backward
-    pass was over; 0 before the first one."""
+    """Return the seconds that the newest measured step of a DistributedDataParallel waited for
+    gradients after its backward pass was over; 0 before the first one."""
     data = wrapper._get_ddp_logging_data()
     waited = data.get("backward_comm_time", 0) - data.get("backward_compute_comm_overlap_time", 0)
     return float(max(waited, 0)) / 1e9

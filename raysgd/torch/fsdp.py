@@ -1,4 +1,5 @@
-"""Models that are sharded over the workers with FSDP2: sharded in place, and gathered for checkpoints. Worker."""
+"""Models that are sharded over the workers with FSDP2: sharded in place, and gathered for
+checkpoints. Worker."""
 
 from __future__ import annotations
 
@@ -28,8 +29,8 @@ MESH = ("replicate", "shard")  # the dimensions of a mesh with copies; `TorchBac
 
 
 class Shards:
-    """Owns what sharding adds to models and optimizers. The models stay the same objects: their parameters are sharded
-    in place, and replaced in the optimizers' lists."""
+    """Owns what sharding adds to models and optimizers. The models stay the same objects: their
+    parameters are sharded in place, and replaced in the optimizers' lists."""
 
     def __init__(
         self,
@@ -46,11 +47,13 @@ class Shards:
 
     @property
     def made(self) -> bool:
-        """Return whether the models are sharded: not before the worker's first generation with others."""
+        """Return whether the models are sharded: not before the worker's first generation with
+        others."""
         return bool(self._metadata_only)
 
     def joined(self) -> None:
-        """Shard the models for the first generation. `Resharding` shards them again for each later one."""
+        """Shard the models for the first generation. `Resharding` shards them again for each later
+        one."""
         if not self.made:
             self._shard()
 
@@ -94,8 +97,9 @@ class Shards:
             module.reshard()
 
     def shard_again(self, mesh: Any, models: list[dict[str, Any]] | None, states: list[dict[int, Any]]) -> None:
-        """Shard the models for another generation. `models` has each model's new shards, by the names of parameters; None leaves them
-        empty. `states` are the optimizers' states, by the numbers of parameters."""
+        """Shard the models for another generation. `models` has each model's new shards, by the
+        names of parameters; None leaves them empty. `states` are the optimizers' states, by the
+        numbers of parameters."""
         forget_meshes()
         replaced: dict[int, nn.Parameter] = {}
         if not self.made:
@@ -129,8 +133,8 @@ class Shards:
         return accumulated_gradients(list(self._modules()))
 
     def full_parameters(self) -> list[torch.Tensor]:
-        """Return the parameters that the forward pass uses. All ranks must call this, because the first forward pass, or this
-        method, creates them."""
+        """Return the parameters that the forward pass uses. All ranks must call this, because the
+        first forward pass, or this method, creates them."""
         modules = list(self._modules())
         if not full_parameters(modules):
             for module in modules:
@@ -139,8 +143,8 @@ class Shards:
         return full_parameters(modules)
 
     def gather_for_validation(self) -> None:
-        """Give every worker the full weights. Ranks validate different numbers of batches, so no forward pass may wait
-        for another rank."""
+        """Give every worker the full weights. Ranks validate different numbers of batches, so no
+        forward pass may wait for another rank."""
         for module in self._modules():
             module.set_reshard_after_forward(False)
             module.unshard()
@@ -155,8 +159,8 @@ class Shards:
 
 
 def shard_layers(model: nn.Module, mesh: Any) -> None:
-    """Shard each layer of a list or sequence of layers by itself, so that only one layer is gathered at a time, and
-    then the rest of the model."""
+    """Shard each layer of a list or sequence of layers by itself, so that only one layer is
+    gathered at a time, and then the rest of the model."""
     from torch.distributed.fsdp import fully_shard
 
     for container in list(model.modules()):
@@ -168,8 +172,9 @@ def shard_layers(model: nn.Module, mesh: Any) -> None:
 
 
 def gathered(value: Any, *, keep: bool) -> Any:
-    """Return the state with full tensors in place of shards; None instead of each tensor unless `keep`. All ranks must
-    call this, in the same order. No tensor shares memory with the live ones."""
+    """Return the state with full tensors in place of shards; None instead of each tensor unless
+    `keep`. All ranks must call this, in the same order. No tensor shares memory with the live
+    ones."""
     return mapped(lambda leaf, *path: _gathered_leaf(leaf, keep=keep), value)
 
 
@@ -214,7 +219,8 @@ def _sharded_like(parameter: Any, value: Any) -> Any:
 
 
 def _replace_parameters(optimizer: Any, replaced: dict[int, nn.Parameter]) -> None:
-    """Let the optimizer step the shards instead of the full parameters for which it was made, and shard its state."""
+    """Let the optimizer step the shards instead of the full parameters for which it was made, and
+    shard its state."""
     for group in optimizer.param_groups:
         old = group["params"]
         group["params"] = [replaced.get(id(parameter), parameter) for parameter in old]
@@ -225,7 +231,8 @@ def _replace_parameters(optimizer: Any, replaced: dict[int, nn.Parameter]) -> No
 
 
 def _check_mesh(parameters: dict[str, nn.Parameter], mesh: Any) -> None:
-    """Raise ConfigError if a user's `_configure_fsdp` has not sharded over the mesh that it was given."""
+    """Raise ConfigError if a user's `_configure_fsdp` has not sharded over the mesh that it was
+    given."""
     for name, each in parameters.items():
         if hasattr(each, "device_mesh") and each.device_mesh != mesh:
             raise ConfigError(
@@ -245,7 +252,8 @@ def _set(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
 
 
 def _fill(model: nn.Module, values: dict[str, Any], device: torch.device) -> None:
-    """Give the parameters that have no memory these values; without one, memory with any content."""
+    """Give the parameters that have no memory these values; without one, memory with any
+    content."""
     filled: dict[int, nn.Parameter] = {}
     for name, each in list(model.named_parameters(remove_duplicate=False)):
         if not each.is_meta:

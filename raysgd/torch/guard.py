@@ -1,4 +1,5 @@
-"""Leave out an optimizer step, on all ranks together, whose gradients are not finite or that the operator refuses. Worker."""
+"""Leave out an optimizer step, on all ranks together, whose gradients are not finite or that the
+operator refuses. Worker."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ REFUSED = (
 class StepReport:
     """What one rank knows about a step with gradients that are not finite.
 
-    parameters  the names of those whose gradients are not; with FSDP, of those of which this rank has such a part
+    parameters  the names of those whose gradients are not; with FSDP, of those of which this rank
+                has such a part
     loss        None if the operator called `loss.backward()` itself
     samples     the indices of the samples in the data set, None if they are not known
     """
@@ -50,7 +52,8 @@ class StepReport:
 
 
 def explained(reports: Sequence[StepReport], action: str) -> str:
-    """Return the text of the error about gradients that are not finite, from the reports of all ranks in rank order."""
+    """Return the text of the error about gradients that are not finite, from the reports of all
+    ranks in rank order."""
     names = list(dict.fromkeys(name for each in reports for name in each.parameters)) or [
         "a parameter of no registered model"
     ]
@@ -70,8 +73,7 @@ def explained(reports: Sequence[StepReport], action: str) -> str:
 def _some(values: Sequence[Any], most: int) -> str:
     """Return the first values as text.
 
-    >>> _some([3, 5, 8], 2)
-    '3, 5 and 1 more'
+    >>> _some([3, 5, 8], 2) '3, 5 and 1 more'
     """
     more = f" and {len(values) - most} more" if len(values) > most else ""
     return f"{', '.join(map(str, values[:most]))}{more}"
@@ -97,8 +99,9 @@ def gathered_objects(value: Any) -> list[Any]:
 
 
 class LeaveOut(StepPolicy):
-    """Leaves out steps: those whose gradients are not finite, and those that the operator's `skip_step`, the `rule`, refuses. Owns what
-    is known about the open step, and the number of steps that this call has left out."""
+    """Leaves out steps: those whose gradients are not finite, and those that the operator's
+    `skip_step`, the `rule`, refuses. Owns what is known about the open step, and the number of
+    steps that this call has left out."""
 
     def __init__(
         self,
@@ -143,7 +146,8 @@ class LeaveOut(StepPolicy):
         return loss
 
     def gradients(self, step: Step, optimizer: Any) -> bool:
-        """Return whether the step is made. Raise an error if it must not be, or after too many in a row that are left out."""
+        """Return whether the step is made. Raise an error if it must not be, or after too many in a
+        row that are left out."""
         parameters = [each for each in self._precision.parameters(optimizer) if each.grad is not None]
         infinite, loss = self._action is not None and not _are_finite(parameters), math.nan
         if self._rule is not None or not (self._action is None or self._are_exchanged(parameters)):
@@ -164,7 +168,8 @@ class LeaveOut(StepPolicy):
         return not (infinite or refused)
 
     def _are_exchanged(self, parameters: Sequence[torch.Tensor]) -> bool:
-        """Return whether every rank has the same gradients of these parameters, so that all see what is not finite."""
+        """Return whether every rank has the same gradients of these parameters, so that all see
+        what is not finite."""
         if type(self._parts.exchange) is not Exchange or not dist.is_initialized():
             return True
         known: set[int] = set()

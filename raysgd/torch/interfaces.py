@@ -13,8 +13,8 @@ VARIABLES = {"GLOO_SOCKET_IFNAME": "", "NCCL_SOCKET_IFNAME": "="}
 
 
 def choose_interface(rank_info: RankInfo, host: str) -> None:
-    """If the ranks are on several machines, let gloo and NCCL use the interface by which this machine reaches the driver
-    at `host`, unless the user has chosen one."""
+    """If the ranks are on several machines, let gloo and NCCL use the interface by which this
+    machine reaches the driver at `host`, unless the user has chosen one."""
     missing = [variable for variable in VARIABLES if not os.environ.get(variable)]
     if missing and rank_info.local_world_size < rank_info.world_size:
         interface = interface_towards(host, variable=missing[0])
@@ -22,8 +22,8 @@ def choose_interface(rank_info: RankInfo, host: str) -> None:
 
 
 def interface_towards(host: str, *, variable: str) -> str:
-    """Return the network interface by which this machine reaches the driver. Peers reach it there too. The error names
-    the environment variable that the user can set instead."""
+    """Return the network interface by which this machine reaches the driver. Peers reach it there
+    too. The error names the environment variable that the user can set instead."""
     import psutil  # Ray brings it
 
     own = address_towards(host)

@@ -1,4 +1,5 @@
-"""The learning-rate schedule that the default loop steps: when it does, and how it follows the plan of `total_steps()`. Worker."""
+"""The learning-rate schedule that the default loop steps: when it does, and how it follows the plan
+of `total_steps()`. Worker."""
 
 from __future__ import annotations
 
@@ -66,9 +67,10 @@ class LoopSchedule(Schedule):
 
 
 def due_steps(operator: TrainingOperator, *, ended: bool) -> int:
-    """Return how many steps of the schedule are due: after a batch (or after the last one of a step, with "step"), one, or as many as
-    bring it to where the plan has processed the same samples; with `ended`, those that are left when an epoch ends. The count is part of
-    the position, so survivors, replacement workers and restarts agree."""
+    """Return how many steps of the schedule are due: after a batch (or after the last one of a
+    step, with "step"), one, or as many as bring it to where the plan has processed the same
+    samples; with `ended`, those that are left when an epoch ends. The count is part of the
+    position, so survivors, replacement workers and restarts agree."""
     step, plan, position = operator._feed.step, operator._plan, operator._feed.position
     if operator.scheduler_step_freq == SCHEDULER_STEP_STEP and not step.closing:
         return 0
@@ -86,7 +88,8 @@ def due_steps(operator: TrainingOperator, *, ended: bool) -> int:
 
 
 def check_plan(operator: TrainingOperator, position: Position, ranks: int, *, warns: bool) -> None:
-    """Warn once if the rest of the run does not have the steps that were planned, and user code steps by them."""
+    """Warn once if the rest of the run does not have the steps that were planned, and user code
+    steps by them."""
     plan = operator._plan
     if plan is None or position.plan == () or operator._steps_schedule or position.planned:
         return
@@ -101,8 +104,9 @@ def check_plan(operator: TrainingOperator, position: Position, ranks: int, *, wa
 
 
 def restore_plan(operator: TrainingOperator, position: Position) -> None:
-    """Follow the plan for which a loaded schedule was made. A function of the user's code has the length that this run
-    planned, so its step is changed to where this run's plan has processed the same samples."""
+    """Follow the plan for which a loaded schedule was made. A function of the user's code has the
+    length that this run planned, so its step is changed to where this run's plan has processed the
+    same samples."""
     plan = operator._plan
     if not position.plan or plan is None or plan.divides_like(saved := StepPlan(*position.plan)):
         return

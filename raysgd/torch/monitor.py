@@ -1,4 +1,5 @@
-"""What a worker measures for callbacks in each optimizer step: learning rates and gradient norms. Worker."""
+"""What a worker measures for callbacks in each optimizer step: learning rates and gradient norms.
+Worker."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from raysgd.training.step import Step
 
 
 class Monitor:
-    """Owns the measurements of one part of a call of `train`. `measures` are those that callbacks want (`Measure`)."""
+    """Owns the measurements of one part of a call of `train`. `measures` are those that callbacks
+    want (`Measure`)."""
 
     def __init__(self, measures: frozenset[str] = frozenset()) -> None:
         self._measures = measures
@@ -36,7 +38,8 @@ class Monitor:
             measure_communication(each)
 
     def watch(self, optimizers: Sequence[Any], *, clips_itself: bool) -> None:
-        """Measure the steps of these optimizers. `clips_itself` is whether the operator clips the gradients itself."""
+        """Measure the steps of these optimizers. `clips_itself` is whether the operator clips the
+        gradients itself."""
         if clips_itself and self.needs_gradients:
             raise ConfigError(
                 "GradientNormMonitor cannot see the gradients of a LightningModule before they are clipped: log "
@@ -55,8 +58,8 @@ class Monitor:
                 )
 
     def see_gradients(self, optimizer: Any, parameters: Sequence[torch.Tensor], *, skips: bool) -> None:
-        """Measure the norm of the gradients, as they are before they are clipped. With `skips`, a step with gradients that are
-        not finite will be skipped."""
+        """Measure the norm of the gradients, as they are before they are clipped. With `skips`, a
+        step with gradients that are not finite will be skipped."""
         norm: Any = torch.nn.utils.get_total_norm([each.grad for each in parameters if each.grad is not None])
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         if skips and not torch.isfinite(norm):
@@ -65,7 +68,8 @@ class Monitor:
         self._meter.update({f"grad_norm{number}": norm})
 
     def _steps(self, optimizer: Any, *_: Any) -> None:
-        """Note the rates of a step before it: a hook of the user's may change them when the step has ended."""
+        """Note the rates of a step before it: a hook of the user's may change them when the step
+        has ended."""
         groups = [group for each in self._optimizers for group in each.param_groups]
         self._rates = {
             f"lr_{number}" if len(groups) > 1 else "lr": group["lr"]
@@ -86,7 +90,8 @@ class Monitor:
         return [each for each in wrapped if isinstance(each, DistributedDataParallel) and "seconds" in self._measures]
 
     def measured(self) -> dict[str, Any]:
-        """Return the metrics of this part of the call, and the seconds of communication if they are known."""
+        """Return the metrics of this part of the call, and the seconds of communication if they are
+        known."""
         found = self._meter.summary()
         values = {
             name: value for name, value in found.items() if name.removeprefix("last_").startswith(("lr", "grad_norm"))
@@ -115,7 +120,8 @@ class GradientNorm(StepPolicy):
 
 
 class Communication(StepPolicy):
-    """Lets the monitor see how long each committed step has waited for the other ranks' gradients."""
+    """Lets the monitor see how long each committed step has waited for the other ranks'
+    gradients."""
 
     def __init__(self, monitor: Monitor, parts: Parts) -> None:
         self._monitor, self._parts = monitor, parts

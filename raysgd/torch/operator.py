@@ -1,4 +1,5 @@
-"""The class that users of PyTorch extend: the parts of training, and what to do with a batch. Worker."""
+"""The class that users of PyTorch extend: the parts of training, and what to do with a batch.
+Worker."""
 
 from __future__ import annotations
 
@@ -54,8 +55,8 @@ class TrainingOperator(OperatorBase):
                     models=model, optimizers=optimizer, criterion=nn.CrossEntropyLoss())
                 self.register_data(train_loader=..., validation_loader=...)
 
-    Override any of its methods; `OperatorBase` shows the loop that calls them. An operator never deals with processes,
-    checkpoints or worker failures.
+    Override any of its methods; `OperatorBase` shows the loop that calls them. An operator never
+    deals with processes, checkpoints or worker failures.
     """
 
     model: Any
@@ -107,7 +108,8 @@ class TrainingOperator(OperatorBase):
         return LeaveOut(options.on_nonfinite, rule, self._precision, self._parts, self._device, exact=self._exact)
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        """Train one step on one `batch`, `(*features, target)`: forward, loss, backward, optimizer. Return what was measured.
+        """Train one step on one `batch`, `(*features, target)`: forward, loss, backward, optimizer.
+        Return what was measured.
 
         `batch_info` has `batch_idx`, `global_step`, `epoch_idx`, and what was passed as `info`."""
         if "train_batch" not in self._complete_for:
@@ -126,23 +128,25 @@ class TrainingOperator(OperatorBase):
         return {"train_loss": loss.detach(), NUM_SAMPLES: target.size(0)}
 
     def skip_step(self, info: dict[str, Any]) -> bool:
-        """Return whether to leave out an optimizer's step. `info` has the loss that `self.backward` got, as the mean over the
-        step's samples on all ranks, with `global_step` and `epoch`. The gradients are exchanged already, and not yet clipped.
+        """Return whether to leave out an optimizer's step. `info` has the loss that `self.backward`
+        got, as the mean over the step's samples on all ranks, with `global_step` and `epoch`. The
+        gradients are exchanged already, and not yet clipped.
 
-        If any rank returns True, no rank makes the step. An operator without this method costs nothing."""
+        If any rank returns True, no rank makes the step. An operator without this method costs
+        nothing."""
         return False
 
     def validate(self, val_iterator: Iterable[Any], info: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Validate on one pass over `val_iterator`, without gradients and in eval mode. Return what to report. `info` is
-        what was passed to `validate`."""
+        """Validate on one pass over `val_iterator`, without gradients and in eval mode. Return what
+        to report. `info` is what was passed to `validate`."""
         for model in self._parts.wrapped:
             model.eval()
         with torch.no_grad():
             return super().validate(val_iterator, info)
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        """Return the loss and the arg-max accuracy of one `batch`, `(*features, target)`. `batch_info` is that of
-        `train_batch`."""
+        """Return the loss and the arg-max accuracy of one `batch`, `(*features, target)`.
+        `batch_info` is that of `train_batch`."""
         self._need("validate_batch", "model", "criterion")
         *features, target = self._unpack(batch)
         with self.timers.record("eval_fwd"), self.autocast():
@@ -156,9 +160,9 @@ class TrainingOperator(OperatorBase):
         return result
 
     def predict_batch(self, batch: Any, batch_info: dict[str, Any]) -> Any:
-        """Return the model's output for one `batch` of `trainer.predict()`: a tensor with a row for each sample, or a list, tuple
-        or dict of such tensors. A batch is the features alone, or `(*features, target)`, whose target is left out.
-        `batch_info` has its `batch_idx`."""
+        """Return the model's output for one `batch` of `trainer.predict()`: a tensor with a row for
+        each sample, or a list, tuple or dict of such tensors. A batch is the features alone, or
+        `(*features, target)`, whose target is left out. `batch_info` has its `batch_idx`."""
         self._need("predict_batch", "model")
         features = batch if isinstance(batch, (tuple, list)) else [batch]
         with self.autocast():
@@ -167,8 +171,9 @@ class TrainingOperator(OperatorBase):
     # -- helpers for custom loops ---------------------------------------------------------------------
 
     def sample_rng(self, index: Any) -> AbstractContextManager[None]:
-        """Return a context in which torch's, NumPy's and Python's random numbers on the CPU depend on the trainer's `seed`, the
-        epoch and the sample's `index` alone, and not on the rank that has the sample. Afterwards they continue as before."""
+        """Return a context in which torch's, NumPy's and Python's random numbers on the CPU depend
+        on the trainer's `seed`, the epoch and the sample's `index` alone, and not on the rank that
+        has the sample. Afterwards they continue as before."""
         if self._settings.seed is None:
             raise ConfigError(
                 "sample_rng() derives its numbers from the trainer's seed, which is None: pass seed=... to it"
@@ -180,26 +185,26 @@ class TrainingOperator(OperatorBase):
         return self._precision.autocast()
 
     def backward(self, loss: torch.Tensor, optimizer: Any = None, *, loss_id: int = 0) -> None:
-        """Run the backward pass, with the `loss` scaled for the precision and accumulation. `optimizer` is the one
-        that it is for,
-        by default the only one. (`loss_id` is for Apex,
-        if its arguments have num_losses.)"""
+        """Run the backward pass, with the `loss` scaled for the precision and accumulation.
+        `optimizer` is the one that it is for, by default the only one. (`loss_id` is for Apex, if
+        its arguments have num_losses.)"""
         self._stepping.backward(self._feed.step, loss, optimizer, loss_id)
 
     def step(self, optimizer: Any = None) -> bool:
-        """Clip the gradients, and apply the step of the `optimizer` (by default the only one). Do nothing before the last
-        batch of an accumulation window. Return whether the step was made, and neither awaited nor left out."""
+        """Clip the gradients, and apply the step of the `optimizer` (by default the only one). Do
+        nothing before the last batch of an accumulation window. Return whether the step was made,
+        and neither awaited nor left out."""
         return self._stepping.step(self._feed.step, self._only_optimizer() if optimizer is None else optimizer)
 
     def zero_grad(self, optimizer: Any = None) -> None:
-        """Clear the gradients of one `optimizer`, or of all. Do nothing after the first batch of an accumulation
-        window."""
+        """Clear the gradients of one `optimizer`, or of all. Do nothing after the first batch of an
+        accumulation window."""
         self._stepping.zero_grad(self._feed.step, self._parts.optimizers if optimizer is None else [optimizer])
 
     def unwrapped(self, model: Any = None) -> Any:
-        """Return the module inside a registered `model`, by default the only one, for its attributes and for a forward that only
-        this rank makes: with several workers, `self.model` is a DistributedDataParallel, whose forward and backward
-        synchronize the ranks."""
+        """Return the module inside a registered `model`, by default the only one, for its
+        attributes and for a forward that only this rank makes: with several workers, `self.model`
+        is a DistributedDataParallel, whose forward and backward synchronize the ranks."""
         bare, wrapped = self._parts.models, self._parts.wrapped
         if model is None and len(bare) != 1:
             raise ConfigError(f"{len(bare)} models are registered: pass one of them, unwrapped(model)")
@@ -209,7 +214,8 @@ class TrainingOperator(OperatorBase):
         raise ConfigError(f"unwrapped() takes a model that register() returned, got {shown(model)}")
 
     def to_device(self, batch: Any) -> Any:
-        """Return a `batch` on this worker's device; batches of the trainer's loaders are there already."""
+        """Return a `batch` on this worker's device; batches of the trainer's loaders are there
+        already."""
         return move(batch, self.device)
 
     def _only_optimizer(self) -> Any:
@@ -232,8 +238,9 @@ class TrainingOperator(OperatorBase):
         ddp_args: Mapping[str, Any] | None = None,
         apex_args: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Register the parts of training. Return them ready to use (on the device, in the precision, wrapped in DDP),
-        each in the container it came in. A criterion or scheduler that is not passed is not returned.
+        """Register the parts of training. Return them ready to use (on the device, in the
+        precision, wrapped in DDP), each in the container it came in. A criterion or scheduler that
+        is not passed is not returned.
 
         models      a module, or a list or dict of modules
         optimizers  an optimizer of torch, or several in a list or dict
@@ -305,9 +312,10 @@ class TrainingOperator(OperatorBase):
     def register_data(
         self, *, train_loader: Any = None, validation_loader: Any = None, test_loader: Any = None
     ) -> None:
-        """Register `train_loader`, `validation_loader` and `test_loader`: DataLoaders (divided among the workers
-        unless add_dist_sampler=False), Ray Datasets
-        (divided by rows; `raysgd.data.RayData` names their columns), a `raysgd.data.ShardedStream`, or any iterables."""
+        """Register `train_loader`, `validation_loader` and `test_loader`: DataLoaders (divided
+        among the workers unless add_dist_sampler=False), Ray Datasets (divided by rows;
+        `raysgd.data.RayData` names their columns), a `raysgd.data.ShardedStream`, or any
+        iterables."""
         given = {"train_loader": train_loader, "validation_loader": validation_loader, "test_loader": test_loader}
         for name, loader in given.items():
             if isinstance(loader, torch.utils.data.Dataset) and not hasattr(loader, "__iter__"):
@@ -326,10 +334,10 @@ class TrainingOperator(OperatorBase):
 
     @suggesting
     def register_metrics(self, *, train: Any = None, validation: Any = None, test: Any = None) -> Any:
-        """Register TorchMetrics objects (a Metric or MetricCollection each) for `train`, `validation` and `test`.
-        Update them in your batch methods; they
-        are computed over all workers, reported by name, and reset for each call. Return them on the device.
-        A test that has no `test_batch` and no metric of its own uses those of the validation."""
+        """Register TorchMetrics objects (a Metric or MetricCollection each) for `train`,
+        `validation` and `test`. Update them in your batch methods; they are computed over all
+        workers, reported by name, and reset for each call. Return them on the device. A test that
+        has no `test_batch` and no metric of its own uses those of the validation."""
         metrics = {"train": train, "validation": validation, "test": test}
         self._parts.metrics = {name: metric.to(self.device) for name, metric in metrics.items() if metric is not None}
         given = list(self._parts.metrics.values())
@@ -338,7 +346,8 @@ class TrainingOperator(OperatorBase):
     # -- for the default methods ----------------------------------------------------------------------
 
     def _keeps_rate(self, scheduler: Any) -> bool:
-        """Return whether a schedule, which is about to step, has ended too early and keeps its last learning rate."""
+        """Return whether a schedule, which is about to step, has ended too early and keeps its last
+        learning rate."""
         position, now = self._feed.position, self.world_size
         made = MadeFor(*(position.made_for or (now, None)))
         if now != made.workers and not made.changed:
@@ -374,7 +383,8 @@ class TrainingOperator(OperatorBase):
         return batches_per_epoch(loader, workers, divided=divided)
 
     def _planned_epoch(self, workers: int) -> SamplingPlan | None:
-        """Return how this many workers divide an epoch, None if that is not known or does not depend on them."""
+        """Return how this many workers divide an epoch, None if that is not known or does not
+        depend on them."""
         loader, settings = self._parts.train_loader, self._settings
         divided = settings.add_dist_sampler or not settings.distributed
         if not divided or not is_planned(loader) or self._batches_per_epoch(workers) is None:
@@ -390,8 +400,8 @@ class TrainingOperator(OperatorBase):
             self._plan = plan
 
     def _steps_by_now(self, workers: int) -> int | None:
-        """Return how many optimizer steps this many workers make until the end of the running epoch, None if that is not
-        known."""
+        """Return how many optimizer steps this many workers make until the end of the running
+        epoch, None if that is not known."""
         batches = None if self._parts.train_loader is None else self._batches_per_epoch(workers)
         if batches is None:
             return None
@@ -423,14 +433,16 @@ class TrainingOperator(OperatorBase):
             parts.exchange.joined()
 
     def _configure_fsdp(self, model: nn.Module, mesh: Any) -> None:
-        """Shard one model in place over the mesh, with `torch.distributed.fsdp.fully_shard`. Override it to shard in another way. It is
-        called again whenever the workers change, and must divide each parameter along the same dimension each time."""
+        """Shard one model in place over the mesh, with `torch.distributed.fsdp.fully_shard`.
+        Override it to shard in another way. It is called again whenever the workers change, and
+        must divide each parameter along the same dimension each time."""
         shard_layers(model, mesh)
 
     def _configure_ddp(
         self, models: list[nn.Module], device_ids: list[int] | None, ddp_args: dict[str, Any]
     ) -> list[nn.Module]:
-        """Wrap models in DDP. Override it to wrap them in another way. Models without gradients need no wrapper."""
+        """Wrap models in DDP. Override it to wrap them in another way. Models without gradients
+        need no wrapper."""
         return [
             DistributedDataParallel(model, **self._parts.ddp_args)
             if any(parameter.requires_grad for parameter in model.parameters())
@@ -439,8 +451,8 @@ class TrainingOperator(OperatorBase):
         ]
 
     def _own_scheduler(self) -> Any:
-        """Return the scheduler that the default loop steps: `self.scheduler`, or the only one registered, also if `self.scheduler` is
-        the list in which it was registered."""
+        """Return the scheduler that the default loop steps: `self.scheduler`, or the only one
+        registered, also if `self.scheduler` is the list in which it was registered."""
         own = getattr(self, "scheduler", None)
         schedulers = self._parts.schedulers
         if not callable(getattr(own, "step", None)):
@@ -530,7 +542,8 @@ class TrainingOperator(OperatorBase):
 
     @property
     def _amp(self) -> Any:
-        """Return Apex's amp module or the native precision, because operators of RaySGD call `self._amp.autocast()`."""
+        """Return Apex's amp module or the native precision, because operators of RaySGD call
+        `self._amp.autocast()`."""
         native = self._precision if self._precision.key == "amp_native" else None
         return getattr(self._precision, "amp", native)
 
@@ -571,8 +584,8 @@ class TrainingOperator(OperatorBase):
 
     @classmethod
     def from_creators(cls, *creators: Any, **named: Any) -> type[TrainingOperator]:
-        """Return an operator class made from creator functions, in this order or by name: model_creator,
-        optimizer_creator, data_creator, loss_creator, scheduler_creator."""
+        """Return an operator class made from creator functions, in this order or by name:
+        model_creator, optimizer_creator, data_creator, loss_creator, scheduler_creator."""
         # Imported here, because that module's class is a subclass of this one.
         made: type[TrainingOperator] = import_module("raysgd.torch.creators").operator_from_creators(*creators, **named)
         return made
@@ -581,8 +594,9 @@ class TrainingOperator(OperatorBase):
     def from_ptl(
         cls, lightning_module_cls: Any, train_dataloader: Any = None, val_dataloader: Any = None
     ) -> type[TrainingOperator]:
-        """Return an operator class made from `lightning_module_cls`, a LightningModule class (extra: lightning). It has its own
-        loaders, unless `train_dataloader` and `val_dataloader` are passed."""
+        """Return an operator class made from `lightning_module_cls`, a LightningModule class
+        (extra: lightning). It has its own loaders, unless `train_dataloader` and `val_dataloader`
+        are passed."""
         module = import_module("raysgd.torch.lightning.operator")
         made: type[TrainingOperator] = module.operator_from_lightning(
             lightning_module_cls, train_dataloader, val_dataloader

@@ -1,4 +1,5 @@
-"""The options of a TorchTrainer that RaySGD did not have: precision, wrapping, accumulation, clipping, compiling. Both."""
+"""The options of a TorchTrainer that RaySGD did not have: precision, wrapping, accumulation,
+clipping, compiling. Both."""
 
 from __future__ import annotations
 
@@ -145,8 +146,8 @@ class TrainingOptions:
             )
 
     def check_ddp(self, arguments: Mapping[str, Any], *, pieces: bool = False) -> None:
-        """Raise ConfigError for arguments of DistributedDataParallel that these options cannot be combined with. `pieces` is
-        whether a batch may be processed in several pieces."""
+        """Raise ConfigError for arguments of DistributedDataParallel that these options cannot be
+        combined with. `pieces` is whether a batch may be processed in several pieces."""
         if arguments.get("static_graph") and (self.accumulate > 1 or pieces):
             other = "accumulate" if self.accumulate > 1 else "ElasticConfig(batch='global')"
             raise ConfigError(
@@ -155,7 +156,8 @@ class TrainingOptions:
             )
 
     def check_with(self, *, num_workers: int, use_gpu: bool, elastic: ElasticConfig) -> None:
-        """Raise ConfigError for other arguments of the trainer that these options cannot be combined with."""
+        """Raise ConfigError for other arguments of the trainer that these options cannot be
+        combined with."""
         self.check_ddp(self.ddp_args, pieces=elastic.batch == "global" and num_workers > 1)
         if self.sync_batchnorm and num_workers > 1 and not use_gpu:
             raise ConfigError(
@@ -203,14 +205,16 @@ class TrainingOptions:
 
     @staticmethod
     def checked(options: object) -> TrainingOptions:
-        """Return a trainer's `options`, or the default ones for None. Raise ConfigError for any other object."""
+        """Return a trainer's `options`, or the default ones for None. Raise ConfigError for any
+        other object."""
         if options is not None and not isinstance(options, TrainingOptions):
             raise ConfigError(f"options must be a raysgd.TrainingOptions, got {options!r}")
         return options or TrainingOptions()
 
     def resolved(self, *, wrap_ddp: Any = None, use_fp16: Any = None) -> TrainingOptions:
-        """Return the options with a definite `parallel` and `precision`. RaySGD's names for them, `wrap_ddp` and
-        `use_fp16`, decide where the options do not. Raise ConfigError if both were passed and differ."""
+        """Return the options with a definite `parallel` and `precision`. RaySGD's names for them,
+        `wrap_ddp` and `use_fp16`, decide where the options do not. Raise ConfigError if both were
+        passed and differ."""
         return replace(self, parallel=self._parallel_with(wrap_ddp), precision=self._precision_with(use_fp16))
 
     def _parallel_with(self, wrap_ddp: Any) -> ParallelName | None:

@@ -1,4 +1,5 @@
-"""What an operator registered: models bare and wrapped, optimizers, schedulers, criterion, loaders. Worker."""
+"""What an operator registered: models bare and wrapped, optimizers, schedulers, criterion, loaders.
+Worker."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ class Parts(RegisteredParts):
 
     @staticmethod
     def is_single(value: Any) -> bool:
-        """Return whether this is one object; `nn.Sequential` and some optimizers are, although they can be iterated."""
+        """Return whether this is one object; `nn.Sequential` and some optimizers are, although they
+        can be iterated."""
         if isinstance(value, (nn.Module, Optimizer, str, bytes, dict)) or hasattr(value, "step"):
             return True
         return not isinstance(value, Iterable)
@@ -73,7 +75,8 @@ class Parts(RegisteredParts):
             self.metrics[phase].reset()
 
     def measured(self, phase: str) -> dict[str, Any]:
-        """Return the registered metric's values over all workers, by name. All ranks call this together."""
+        """Return the registered metric's values over all workers, by name. All ranks call this
+        together."""
         metric = self.metrics.get(phase)
         if metric is None:
             return {}
@@ -85,16 +88,17 @@ class Parts(RegisteredParts):
 
     @contextmanager
     def validating(self, ranks: int) -> Iterator[None]:
-        """Return a context in which all ranks have the same models: the averaged weights, if there are any, and the buffers of
-        rank 0, whose models are saved. They all begin it together. In it no rank waits for another one, because they validate
-        different numbers of batches."""
+        """Return a context in which all ranks have the same models: the averaged weights, if there
+        are any, and the buffers of rank 0, whose models are saved. They all begin it together. In
+        it no rank waits for another one, because they validate different numbers of batches."""
         with self._buffers_of_rank_0(ranks), self.averages.in_place(), self._quiet():
             yield
 
     @contextmanager
     def _buffers_of_rank_0(self, ranks: int) -> Iterator[None]:
-        """Return a context in which the buffers (such as the running statistics of BatchNorm layers) are those of rank 0, as DDP
-        makes them in each training step. Afterwards, models that the user has excepted from that have their own again."""
+        """Return a context in which the buffers (such as the running statistics of BatchNorm
+        layers) are those of rank 0, as DDP makes them in each training step. Afterwards, models
+        that the user has excepted from that have their own again."""
         shared: dict[str, torch.Tensor] = {}
         own: list[torch.Tensor] = []
         for number, (model, wrapper) in enumerate(zip(self.models, self.wrapped, strict=True)):
@@ -132,7 +136,8 @@ class Parts(RegisteredParts):
 
 @torch.no_grad()
 def broadcast(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Give rank 0's content of these tensors to all ranks, bit by bit. Small ones are sent together."""
+    """Give rank 0's content of these tensors to all ranks, bit by bit. Small ones are sent
+    together."""
     layout = {name: (tuple(each.shape), str(each.dtype)) for name, each in tensors.items()}
     first: list[Any] = [layout]
     dist.broadcast_object_list(first, src=0)
@@ -156,7 +161,8 @@ def broadcast(tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def check_parts(models: list[Any], optimizers: list[Any], criterion: Any, schedulers: list[Any]) -> None:
-    """Raise ConfigError for parts that are no optimizers, losses or schedulers, or that do not belong to each other."""
+    """Raise ConfigError for parts that are no optimizers, losses or schedulers, or that do not
+    belong to each other."""
     _check_order(optimizers, schedulers)
     held = {id(parameter) for model in models for parameter in model.parameters()}
     for optimizer in optimizers:
@@ -202,7 +208,8 @@ def _check_order(optimizers: list[Any], schedulers: list[Any]) -> None:
 
 
 def check_steps_alone(scheduler: Any, freq: str) -> None:
-    """Raise ConfigError for a scheduler whose `step` needs an argument, which the default loop does not have."""
+    """Raise ConfigError for a scheduler whose `step` needs an argument, which the default loop does
+    not have."""
     step = getattr(scheduler, "step", None)
     try:
         signature(step).bind() if callable(step) else None
@@ -217,7 +224,8 @@ def check_steps_alone(scheduler: Any, freq: str) -> None:
 
 
 def move(batch: Any, device: torch.device) -> Any:
-    """Return a batch on the device: tensors, tuples, lists, dicts, and anything with `.to(device)`."""
+    """Return a batch on the device: tensors, tuples, lists, dicts, and anything with
+    `.to(device)`."""
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=True)
     to: Callable[..., Any] | None = getattr(batch, "to", None)
@@ -234,7 +242,8 @@ def move(batch: Any, device: torch.device) -> Any:
 
 
 def _rebuilt(kind: type, content: dict[Any, Any]) -> Any:
-    """Return a dict of a subclass (transformers' BatchEncoding, OrderedDict), made from its content."""
+    """Return a dict of a subclass (transformers' BatchEncoding, OrderedDict), made from its
+    content."""
     try:
         return kind(content)
     except TypeError as error:

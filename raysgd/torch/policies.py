@@ -1,6 +1,7 @@
 """What options do to a step: each is a policy that gets the `Step`. Worker.
 
-`policies_of` lists them in the order in which they act. A new one is a class here, or in a file of its own, and a line there.
+`policies_of` lists them in the order in which they act. A new one is a class here, or in a file of
+its own, and a line there.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ STEPS_SCHEDULE = (
 
 
 def policies_of(operator: TrainingOperator, *, exact: bool, in_pieces: bool) -> list[Policy]:
-    """Return the policies of an operator. `exact` is whether gradients are means over samples, and `in_pieces` whether a batch can
-    come in several pieces."""
+    """Return the policies of an operator. `exact` is whether gradients are means over samples, and
+    `in_pieces` whether a batch can come in several pieces."""
     settings, parts, precision = operator._settings, operator._parts, operator._precision
     options, measures = settings.options, settings.measures
     accumulates, clips = options.accumulate > 1, options.clip_norm is not None or options.clip_value is not None
@@ -78,7 +79,8 @@ class Clip(StepPolicy):
 
 
 class Rates(StepPolicy):
-    """Restores the learning rates that `ElasticConfig(lr=...)` has scaled for a step which then raised an error."""
+    """Restores the learning rates that `ElasticConfig(lr=...)` has scaled for a step which then
+    raised an error."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
@@ -88,8 +90,9 @@ class Rates(StepPolicy):
 
 
 class Weigh(StepPolicy):
-    """Multiplies gradients by this rank's weight, as they arrive at the parameters, if ranks have different numbers of samples. So the
-    mean over the ranks, which they exchange, is the mean over all samples, for any code that runs the backward pass."""
+    """Multiplies gradients by this rank's weight, as they arrive at the parameters, if ranks have
+    different numbers of samples. So the mean over the ranks, which they exchange, is the mean over
+    all samples, for any code that runs the backward pass."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts, self._weight = parts, 1.0
@@ -138,8 +141,8 @@ class Hold(StepPolicy):
 
 
 class Accumulate(StepPolicy):
-    """Makes the gradients of several batches those of one batch that holds them all, for a loss that is a mean over samples. The window
-    is shorter at the end of an epoch or call."""
+    """Makes the gradients of several batches those of one batch that holds them all, for a loss
+    that is a mean over samples. The window is shorter at the end of an epoch or call."""
 
     def __init__(self, options: TrainingOptions, parts: Parts, precision: Precision, *, exact: bool) -> None:
         self.option = f"accumulate={options.accumulate}"
@@ -164,8 +167,9 @@ class Accumulate(StepPolicy):
             self._shorten(begun=not first)
 
     def _shorten(self, *, begun: bool) -> None:
-        """Give the gradients so far more weight, because this window has fewer samples than usual. This must happen
-        before the ranks exchange gradients, since another rank's window can have another number of samples."""
+        """Give the gradients so far more weight, because this window has fewer samples than usual.
+        This must happen before the ranks exchange gradients, since another rank's window can have
+        another number of samples."""
         if begun:
             factor, shards = self._usual / self._total, self._parts.shards
             for optimizer in self._parts.optimizers:
@@ -183,7 +187,8 @@ class Accumulate(StepPolicy):
         return loss * (step.samples / self._usual)
 
     def awaits(self, step: Step, optimizer: Any) -> None:
-        """Remember a parameter that has a gradient, to notice if user code clears it before the window ends."""
+        """Remember a parameter that has a gradient, to notice if user code clears it before the
+        window ends."""
         parameters = self._precision.parameters(optimizer)
         self._witness = next((each for each in parameters if each.grad is not None), None)
 
@@ -198,7 +203,8 @@ class Accumulate(StepPolicy):
             group.update(before)
 
     def _of_schedules(self) -> tuple[list[Any], list[Any]]:
-        """Return copies of what schedulers change: their own states, and the values of parameter groups."""
+        """Return copies of what schedulers change: their own states, and the values of parameter
+        groups."""
         states = [copy.deepcopy(each.state_dict()) for each in self._parts.schedulers]
         groups = self._groups() if states else []
         return states, [copy.deepcopy({name: group[name] for name in group if name != "params"}) for group in groups]
@@ -208,8 +214,9 @@ class Accumulate(StepPolicy):
 
 
 class Pieces(StepPolicy):
-    """Checks that the operator's code is fit for batches in pieces: that nothing but backward passes changes the gradients between two
-    pieces, and that it makes one step, after the last one. The first batch of a run is checked, too, before a worker is lost."""
+    """Checks that the operator's code is fit for batches in pieces: that nothing but backward
+    passes changes the gradients between two pieces, and that it makes one step, after the last one.
+    The first batch of a run is checked, too, before a worker is lost."""
 
     def __init__(self, parts: Parts, precision: Precision, *, asked: bool) -> None:
         self._parts, self._precision, self._asked = parts, precision, asked
@@ -240,7 +247,8 @@ class Pieces(StepPolicy):
             self._hooks = hook_gradients(self._parts, self._arrives)
 
     def _refusal(self, found: str) -> BaseException:
-        """Return the error for a user who has asked for pieces, or what makes the step again without them."""
+        """Return the error for a user who has asked for pieces, or what makes the step again
+        without them."""
         return refusal(found) if self._asked else NotExact(f"the operator {found.split(':')[0]}", LINES)
 
     def rest(self) -> None:
@@ -300,9 +308,9 @@ class Pieces(StepPolicy):
 
 
 class ReadAhead(StepPolicy):
-    """Reads the next batch while the ranks exchange gradients, on the CPU and if no processes read the data. Then no code of the user
-    may run between a backward pass and the next batch: it could draw random numbers, as the data set can, or change what that
-    returns."""
+    """Reads the next batch while the ranks exchange gradients, on the CPU and if no processes read
+    the data. Then no code of the user may run between a backward pass and the next batch: it could
+    draw random numbers, as the data set can, or change what that returns."""
 
     def __init__(self, operator: TrainingOperator) -> None:
         self._operator = operator
@@ -330,8 +338,9 @@ class ReadAhead(StepPolicy):
         return loss
 
     def _exchange_will_begin(self, gradient: torch.Tensor) -> None:
-        """Called when a backward pass begins. When it ends, autograd runs the queued callbacks in order. DDP waits for its all-reduce
-        in such a callback, which it queues with the last gradient, so this one runs during the all-reduce."""
+        """Called when a backward pass begins. When it ends, autograd runs the queued callbacks in
+        order. DDP waits for its all-reduce in such a callback, which it queues with the last
+        gradient, so this one runs during the all-reduce."""
         run_after_backward(self._read_ahead)
 
     def _read_ahead(self) -> None:
@@ -341,7 +350,8 @@ class ReadAhead(StepPolicy):
 
 
 def hook_gradients(parts: Parts, function: Callable[[torch.Tensor], Any]) -> list[Any]:
-    """Call a function with each gradient that arrives at a parameter, whose result replaces it. Return what removes these hooks."""
+    """Call a function with each gradient that arrives at a parameter, whose result replaces it.
+    Return what removes these hooks."""
     shards, hooks = parts.shards, []
     found = shards.full_parameters() if shards else [p for model in parts.models for p in model.parameters()]
     for each in {id(parameter): parameter for parameter in found}.values():
@@ -363,7 +373,8 @@ def refusal(found: str) -> ConfigError:
 
 
 def samples_in(batch: Any) -> int:
-    """Return how many samples a batch has: the length of the first tensor in it, or 1 if there is none."""
+    """Return how many samples a batch has: the length of the first tensor in it, or 1 if there is
+    none."""
     return _length(batch) or 1
 
 

@@ -1,4 +1,5 @@
-"""Precisions: autocast for the forward pass, loss scaling for the backward pass and the step. Worker."""
+"""Precisions: autocast for the forward pass, loss scaling for the backward pass and the step.
+Worker."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ _NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 
 
 class Precision(StepPolicy):
-    """Full precision (fp32), and the base of the others. Each operator has one; it owns the scaler, if there is one.
+    """Full precision (fp32), and the base of the others. Each operator has one; it owns the scaler,
+    if there is one.
 
     `key` is the state's name in checkpoints.
     """
@@ -24,7 +26,8 @@ class Precision(StepPolicy):
     key = ""
 
     def prepare(self, models: list[Any], optimizers: list[Any], args: dict[str, Any]) -> tuple[list[Any], list[Any]]:
-        """Return the models and optimizers to use. Called at registration, before the models are wrapped."""
+        """Return the models and optimizers to use. Called at registration, before the models are
+        wrapped."""
         return models, optimizers
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
@@ -43,7 +46,8 @@ class Precision(StepPolicy):
         """Called instead of `step`, after `unscale`, for a step that is left out."""
 
     def parameters(self, optimizer: Any) -> list[torch.Tensor]:
-        """Return what the optimizer's step changes; gradient clipping uses the gradients of these."""
+        """Return what the optimizer's step changes; gradient clipping uses the gradients of
+        these."""
         return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
     def skipped(self) -> int:
@@ -81,8 +85,8 @@ class Autocast(Precision):
         self._check_used(direct=True)
 
     def _check_used(self, *, direct: bool) -> None:
-        """Raise ConfigError if the user's code makes a step without using this precision. `direct` is whether it calls the
-        optimizer's own `step`."""
+        """Raise ConfigError if the user's code makes a step without using this precision. `direct`
+        is whether it calls the optimizer's own `step`."""
         if not self._trained_with:
             raise ConfigError(
                 f"precision={self.name!r} was passed, but this operator computes its loss outside self.autocast(), so it would "
@@ -114,8 +118,8 @@ class Scaler(torch.amp.GradScaler):
 
 
 class Fp16(Autocast):
-    """Autocast to float16, with loss scaling. The scale changes only between batches, so several optimizers can share
-    it."""
+    """Autocast to float16, with loss scaling. The scale changes only between batches, so several
+    optimizers can share it."""
 
     key = "amp_native"
     name, dtype = "fp16", torch.float16
@@ -155,7 +159,8 @@ class Fp16(Autocast):
         self._stepped.add(id(optimizer))  # infinite gradients make the scale smaller, as in a step
 
     def on_step(self, step: Step) -> None:
-        """Change the scale once in each step, no matter how many optimizers stepped in it. Forget what an undone one has begun."""
+        """Change the scale once in each step, no matter how many optimizers stepped in it. Forget
+        what an undone one has begun."""
         self._update() if step.committed else self._abandon()
 
     def _update(self) -> None:

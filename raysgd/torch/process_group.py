@@ -1,4 +1,5 @@
-"""How torch ranks form and leave a process group, and how a collective that waits for a failed peer is ended. Both."""
+"""How torch ranks form and leave a process group, and how a collective that waits for a failed peer
+is ended. Both."""
 
 from __future__ import annotations
 
@@ -36,8 +37,9 @@ FORM_S, RANKS_PER_S = 10.0, 10
 
 
 class TorchBackend:
-    """On the driver, owns the store of the current generation: a new one each time, on a port that is bound. On a
-    worker, owns the membership of the default process group, and knows its sockets."""
+    """On the driver, owns the store of the current generation: a new one each time, on a port that
+    is bound. On a worker, owns the membership of the default process group, and knows its
+    sockets."""
 
     in_place = True
     needs_offers = False
@@ -137,8 +139,8 @@ class TorchBackend:
             set_collective_limit(self._collective_s)
 
     def _form_mesh(self, ranks: int) -> None:
-        """Form the groups of a mesh of shards, if there are copies of them: of the ranks with the same shard, and of those that have a
-        complete model together. All ranks call this."""
+        """Form the groups of a mesh of shards, if there are copies of them: of the ranks with the
+        same shard, and of those that have a complete model together. All ranks call this."""
         copies, count = layout(ranks, self._replicas)
         if copies == 1:
             return
@@ -166,8 +168,8 @@ class TorchBackend:
         self._gloo.end()
 
     def abort(self) -> None:
-        """Free this rank from a collective that waits. gloo cannot abort one, but the end of its connections ends it
-        within a millisecond."""
+        """Free this rank from a collective that waits. gloo cannot abort one, but the end of its
+        connections ends it within a millisecond."""
         if self.name == "nccl" and dist.is_initialized():
             self._keep_groups()
             abort_default_group()
@@ -175,10 +177,11 @@ class TorchBackend:
         self._gloo.shut()
 
     def _keep_groups(self) -> None:
-        """Keep references to the process groups of a generation until the next generation ends. The last reference must
-        not be in a wrapped model, for example in the traceback of the error that ended the generation: such a reference
-        destroys a group while it holds the interpreter's lock, and waits for the group's threads, which wait for that
-        lock. A Python handle releases the lock first."""
+        """Keep references to the process groups of a generation until the next generation ends. The
+        last reference must not be in a wrapped model, for example in the traceback of the error
+        that ended the generation: such a reference destroys a group while it holds the
+        interpreter's lock, and waits for the group's threads, which wait for that lock. A Python
+        handle releases the lock first."""
         if dist.is_initialized():
             self._groups = groups()
 
@@ -192,8 +195,8 @@ class TorchBackend:
 
 
 def is_peer_failure(error: BaseException) -> bool:
-    """Return whether a peer or the network failed, by the error's type or, for gloo, its text. An error that was raised while
-    such an error was handled counts, too."""
+    """Return whether a peer or the network failed, by the error's type or, for gloo, its text. An
+    error that was raised while such an error was handled counts, too."""
     return any(
         isinstance(each, dist.DistError) or (isinstance(each, RuntimeError) and GLOO.search(str(each)) is not None)
         for each in causes_of(error)

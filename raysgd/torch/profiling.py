@@ -23,8 +23,8 @@ class TraceKeeper:
         self._traces: dict[str, bytes] = {}
 
     def keep(self, profiler: Any, also_in: Path | None = None) -> None:
-        """Keep the profiler's trace. This is an `on_trace_ready` of `torch.profiler.profile`. `also_in` is a directory on
-        this machine for another copy."""
+        """Keep the profiler's trace. This is an `on_trace_ready` of `torch.profiler.profile`.
+        `also_in` is a directory on this machine for another copy."""
         with tempfile.TemporaryDirectory(prefix="raysgd-trace-") as folder:
             path = Path(folder) / f"rank{self.rank}.{time.time_ns() // 1_000_000}.pt.trace.json"
             profiler.export_chrome_trace(str(path))

@@ -9,8 +9,8 @@ from raysgd.errors import ConfigError
 
 
 def scaling_rule(name: str | None, usual: int) -> Callable[[int], float] | None:
-    """Return the function from a number of workers to the factor of the learning rates, which is 1 for the `usual` number; None
-    without a rule."""
+    """Return the function from a number of workers to the factor of the learning rates, which is 1
+    for the `usual` number; None without a rule."""
     if name is None:
         return None
     exponent = 0.5 if name == "sqrt" else 1.0
@@ -18,9 +18,10 @@ def scaling_rule(name: str | None, usual: int) -> Callable[[int], float] | None:
 
 
 def scale_rates(optimizers: Sequence[Any], factor: Callable[[], float]) -> Callable[[], None]:
-    """Multiply the learning rates by `factor()` for the duration of each step. Between steps, groups hold the unscaled rates: so
-    schedulers and checkpoints know nothing of the factor, and nothing is left of it when the number of workers is the usual
-    one again. Return a function to call after an error in a step, which leaves the rates scaled."""
+    """Multiply the learning rates by `factor()` for the duration of each step. Between steps,
+    groups hold the unscaled rates: so schedulers and checkpoints know nothing of the factor, and
+    nothing is left of it when the number of workers is the usual one again. Return a function to
+    call after an error in a step, which leaves the rates scaled."""
     own: dict[int, list[tuple[dict[str, Any], Any]]] = {}
 
     def restore(optimizer: Any, *_: Any) -> None:

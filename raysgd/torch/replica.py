@@ -1,4 +1,5 @@
-"""A torch operator with its data, counters and state, in one worker. It does not use Ray. Worker."""
+"""A torch operator with its data, counters and state, in one worker. It does not use Ray.
+Worker."""
 
 from __future__ import annotations
 
@@ -37,8 +38,9 @@ PARTIAL_S = 10.0
 
 
 class TorchReplica(ReplicaBase):
-    """Adds what only torch needs: prefetching to the device, accumulation windows, shards, and a state that stays in
-    place when the group changes. The trainer's other calls are in `replica_calls`."""
+    """Adds what only torch needs: prefetching to the device, accumulation windows, shards, and a
+    state that stays in place when the group changes. The trainer's other calls are in
+    `replica_calls`."""
 
     operator_class = TrainingOperator
     data_names = {"train": "train_loader", "validation": "validation_loader", "test": "test_loader"}  # noqa: RUF012
@@ -104,7 +106,8 @@ class TorchReplica(ReplicaBase):
         self.operator._keep_batch.stepped()
 
     def _steps_made(self) -> Any:
-        """An optimizer that is not torch's cannot be watched, weights may be changed without one, and all may be frozen."""
+        """An optimizer that is not torch's cannot be watched, weights may be changed without one,
+        and all may be frozen."""
         optimizers = self.operator._parts.optimizers
         if not all(hasattr(each, "register_step_post_hook") for each in optimizers):
             return None
@@ -127,8 +130,8 @@ class TorchReplica(ReplicaBase):
     # -- results --------------------------------------------------------------------------------------
 
     def _partial_to_report(self) -> dict[str, Any] | None:
-        """Return the partial result. Metrics on a GPU are read only from time to time, because that waits for the
-        device."""
+        """Return the partial result. Metrics on a GPU are read only from time to time, because that
+        waits for the device."""
         now = time.monotonic()
         if self.operator.device.type == "cpu" or now >= self._partial_at:
             self._partial_at, self._partial = now + PARTIAL_S, self.partial()
@@ -143,7 +146,8 @@ class TorchReplica(ReplicaBase):
         return {name: value for name, value in own.items() if value}
 
     def rows_of(self, phase: Phase) -> LoaderRows:
-        """Return what is known of the rows of the registered data, if raysgd divides it by index among the ranks."""
+        """Return what is known of the rows of the registered data, if raysgd divides it by index
+        among the ranks."""
         loader = getattr(self.operator._parts, self.data_names[phase])
         described, rows = self._described.get(phase, (None, LoaderRows()))
         if loader is not described:
@@ -193,8 +197,8 @@ class TorchReplica(ReplicaBase):
         return self.operator._parts.shards is not None
 
     def full_state(self, *, raw: bool = False) -> dict[str, Any]:
-        """Return the operator's state and the position, which share memory with the live tensors. Shards are gathered
-        on rank 0; with `raw`, they stay shards."""
+        """Return the operator's state and the position, which share memory with the live tensors.
+        Shards are gathered on rank 0; with `raw`, they stay shards."""
         state = states.gather(self.operator)
         if self.in_shards and not raw:
             sharded = [name for name in ("models", "optimizers", "averages") if name in state]
@@ -209,8 +213,8 @@ class TorchReplica(ReplicaBase):
         return {**self._positions(), **loaders, **({"rows": rows} if rows else {})}
 
     def _state_for_peers(self) -> dict[str, Any]:
-        """Return the full state, and what a peer needs to repeat an interrupted validation. A checkpoint does not
-        contain that, because calls of an earlier trainer are never repeated."""
+        """Return the full state, and what a peer needs to repeat an interrupted validation. A
+        checkpoint does not contain that, because calls of an earlier trainer are never repeated."""
         return self.full_state() | self._loader_states_for_peers()
 
     def _loader_states_for_peers(self) -> dict[str, Any]:
@@ -224,7 +228,8 @@ class TorchReplica(ReplicaBase):
         return packing.packed(state)
 
     def take_snapshot(self, room_s: float | None = None) -> None:
-        """Let the ranks keep a snapshot of their shards, for each other. The driver only gets to know that there is one."""
+        """Let the ranks keep a snapshot of their shards, for each other. The driver only gets to
+        know that there is one."""
         kept = self._resharding is not None and self._rank_info.world_size > 1
         super().take_snapshot(room_s) if not kept else self._keep_snapshot(self.partial())
 
@@ -251,13 +256,15 @@ class TorchReplica(ReplicaBase):
         return ShardedState(replicas, cls.hand_over, cls.held_snapshots, cls.restore_snapshot)
 
     def _give(self, given: Any) -> None:
-        """Let the next generation begin with a full state, or with a snapshot that its ranks hold."""
+        """Let the next generation begin with a full state, or with a snapshot that its ranks
+        hold."""
         assert self._resharding is not None
         self._resharding.give(given)
 
     def checkpoint_writer(self, ranks: list[Any], *, later: bool) -> Callable[[Any], None] | None:
-        """Return what writes the checkpoint to a file, on rank 0. With `later`, training may continue before that. `ranks` are the
-        random states of all ranks. If the model is sharded, all ranks take part, because each has a part of it."""
+        """Return what writes the checkpoint to a file, on rank 0. With `later`, training may
+        continue before that. `ranks` are the random states of all ranks. If the model is sharded,
+        all ranks take part, because each has a part of it."""
         if self.rank != 0 and not self.in_shards:
             return None
         state = {**self.full_state(), "rng": ranks}
@@ -267,7 +274,8 @@ class TorchReplica(ReplicaBase):
         return lambda file: states.write(written, file)
 
     def load(self, data: Any) -> None:
-        """Load the state of another replica of this trainer. It is trusted, and it fits. Shards are made of it in the next generation."""
+        """Load the state of another replica of this trainer. It is trusted, and it fits. Shards are
+        made of it in the next generation."""
         if self._resharding is not None:
             self._give(data)
         else:
@@ -342,8 +350,8 @@ class TorchReplica(ReplicaBase):
     # -- membership -----------------------------------------------------------------------------------
 
     def joined(self, rank_info: RankInfo) -> None:
-        """Wrap the models again for a new generation. A batch that was not applied will be processed again; its
-        gradients are cleared."""
+        """Wrap the models again for a new generation. A batch that was not applied will be
+        processed again; its gradients are cleared."""
         old = self._rank_info
         self._cut_short()
         if self._resharding is not None:
@@ -362,7 +370,8 @@ class TorchReplica(ReplicaBase):
         self._keep_snapshot({"epoch": self._position.epoch, COMMITTED: self._position.call_units})
 
     def hand_over(self, stay: list[int]) -> None:
-        """Give the ranks that stay the shards of all ranks, before the others leave. All ranks call this together."""
+        """Give the ranks that stay the shards of all ranks, before the others leave. All ranks call
+        this together."""
         assert self._resharding is not None
         self._resharding.hand_over(self.rank, stay, self.progress)
 

@@ -1,4 +1,5 @@
-"""The TorchTrainer's calls other than training and validation: models, and saving and loading state. Worker.
+"""The TorchTrainer's calls other than training and validation: models, and saving and loading
+state. Worker.
 
 A trainer makes a `Call` of one of these functions, and every rank runs it with its replica.
 """
@@ -36,8 +37,8 @@ def update_scheduler(replica: TorchReplica, metric: Any) -> None:
 
 
 def get_model(replica: TorchReplica, averaged: bool) -> list[Any] | None:
-    """Return copies of the unwrapped models on the CPU and in eval mode, on rank 0. The training models stay as they
-    are."""
+    """Return copies of the unwrapped models on the CPU and in eval mode, on rank 0. The training
+    models stay as they are."""
     first, parts = replica.rank == 0, replica.operator._parts
     with parts.averages.in_place() if averaged else nullcontext():
         if parts.shards is not None:
@@ -47,7 +48,8 @@ def get_model(replica: TorchReplica, averaged: bool) -> list[Any] | None:
 
 
 def predict(replica: TorchReplica, data: Any, batch_size: int) -> Any:
-    """Return this rank's outputs, each with the place of its step in the data. Training's random numbers stay as they are."""
+    """Return this rank's outputs, each with the place of its step in the data. Training's random
+    numbers stay as they are."""
     loader = data if isinstance(data, DataLoader) else DataLoader(data, batch_size=batch_size)
     source, operator, control = PlannedSource(loader, pad=False), replica.operator, replica._control
     outputs: list[tuple[int, Any]] = []
@@ -68,7 +70,8 @@ def predict(replica: TorchReplica, data: Any, batch_size: int) -> Any:
 
 
 def joined(outputs: list[Any]) -> Any:
-    """Return the outputs of several batches as that of one: tensors are concatenated, also those in containers."""
+    """Return the outputs of several batches as that of one: tensors are concatenated, also those in
+    containers."""
     first = outputs[0]
     if isinstance(first, torch.Tensor) and first.dim():
         return torch.cat(outputs)
@@ -84,8 +87,8 @@ def joined(outputs: list[Any]) -> Any:
 
 
 def rows_that_differ(replica: TorchReplica) -> list[str]:
-    """Return the names of the loaders that have as many rows as in the state that was loaded, but others. If a loader has another
-    length, the user has changed the data on purpose."""
+    """Return the names of the loaders that have as many rows as in the state that was loaded, but
+    others. If a loader has another length, the user has changed the data on purpose."""
     here = {name: replica.rows_of(phase) for phase, name in replica.data_names.items()}
     pairs = [
         (name, here[name], saved) for name, saved in replica.saved_rows.items() if name in here and here[name].indices

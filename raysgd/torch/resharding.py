@@ -1,5 +1,6 @@
-"""Shard a model again when the workers change: survivors exchange the shards of the newest committed step, or, if those are not complete,
-of the newest snapshot, which each rank keeps for itself and a neighbour. Worker."""
+"""Shard a model again when the workers change: survivors exchange the shards of the newest
+committed step, or, if those are not complete, of the newest snapshot, which each rank keeps for
+itself and a neighbour. Worker."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ Tensors = Mapping[Path, torch.Tensor | None]
 
 @dataclass(frozen=True)
 class Piece:
-    """One rank's rows of a tensor of this shape, along the dimension `dim`; all of the tensor if that is None."""
+    """One rank's rows of a tensor of this shape, along the dimension `dim`; all of the tensor if
+    that is None."""
 
     shape: tuple[int, ...]
     dim: int | None
@@ -55,8 +57,8 @@ class HeldShards:
 
 @dataclass(frozen=True)
 class KeptSnapshot:
-    """What one rank keeps of a snapshot, on the CPU: its own shard as a tree, with all that is not sharded, and the tensors of shards by
-    their numbers, also a neighbour's."""
+    """What one rank keeps of a snapshot, on the CPU: its own shard as a tree, with all that is not
+    sharded, and the tensors of shards by their numbers, also a neighbour's."""
 
     snapshot: Snapshot
     count: int
@@ -65,12 +67,15 @@ class KeptSnapshot:
 
 
 class Resharding:
-    """Owns what one rank holds for the next generation besides its live shards, and the agreement on each optimizer step.
+    """Owns what one rank holds for the next generation besides its live shards, and the agreement
+    on each optimizer step.
 
-    A rank makes a step only when all ranks have its gradients, which an all-reduce of one number tells them. So if any rank has made it,
-    each other one has made it, or can make it from what it has: no step is ever on some ranks only, and no copy of older weights is needed.
+    A rank makes a step only when all ranks have its gradients, which an all-reduce of one number
+    tells them. So if any rank has made it, each other one has made it, or can make it from what it
+    has: no step is ever on some ranks only, and no copy of older weights is needed.
 
-    What a rank held before a change is kept until the change is complete on all ranks, which the driver's next call tells.
+    What a rank held before a change is kept until the change is complete on all ranks, which the
+    driver's next call tells.
     """
 
     def __init__(self, operator: TrainingOperator, rank_info: RankInfo, replicas: int) -> None:
@@ -129,8 +134,8 @@ class Resharding:
     # -- snapshots ------------------------------------------------------------------------------------
 
     def keep_snapshot(self, snapshot: Snapshot, others: dict[str, Any]) -> None:
-        """Keep this rank's shard and a neighbour's, with the state that is not sharded, `others`. All ranks call this together.
-        The snapshot before is kept until all ranks have this one."""
+        """Keep this rank's shard and a neighbour's, with the state that is not sharded, `others`.
+        All ranks call this together. The snapshot before is kept until all ranks have this one."""
         generation, index, count = self._live
         rank, ranks = dist.get_rank(), dist.get_world_size()
         self._nodes = self._nodes or _gathered(self._node)
@@ -150,7 +155,8 @@ class Resharding:
         del self._kept[:-1]
 
     def _from_neighbour(self, tree: Any, source: int, target: int, count: int) -> Tensors:
-        """Send this rank's shard to one rank, and return that of another one: one tensor after the other."""
+        """Send this rank's shard to one rank, and return that of another one: one tensor after the
+        other."""
         received: dict[Path, torch.Tensor] = {}
         for path, piece in _pieces(tree).items():
             if piece.dim is None or piece.local is None:  # each rank has all of it
@@ -170,7 +176,8 @@ class Resharding:
         return [HeldSnapshot(each.snapshot, each.count, tuple(each.shards)) for each in self._kept]
 
     def _from_snapshot(self, rank_info: RankInfo) -> dict[str, Any]:
-        """Return the state of the snapshot that this generation begins with, with its shards divided among the ranks."""
+        """Return the state of the snapshot that this generation begins with, with its shards
+        divided among the ranks."""
         kept = next((each for each in self._kept if each.snapshot.held == self._given), None)
         everything = _gathered(None if kept is None else (kept.count, tuple(kept.shards)))
         holders = {rank: found[1] for rank, found in enumerate(everything) if found is not None}
@@ -184,7 +191,8 @@ class Resharding:
     # -- changes --------------------------------------------------------------------------------------
 
     def settled(self) -> None:
-        """Note that the generation is complete on all ranks: what it was made from is no longer needed."""
+        """Note that the generation is complete on all ranks: what it was made from is no longer
+        needed."""
         self._earlier = None
 
     def give(self, data: Any) -> None:
@@ -206,9 +214,10 @@ class Resharding:
     def rejoin(
         self, rank_info: RankInfo, at: Callable[[], Progress], others: Callable[[], dict[str, Any]]
     ) -> dict[str, Any] | None:
-        """Divide the newest state of which there is a copy of each shard among the ranks of a new generation, or the full state that all
-        ranks were given. `at` returns this rank's progress, and `others` its state without what is sharded. Return the state that this
-        rank must adopt, None if it has it already. All ranks call this."""
+        """Divide the newest state of which there is a copy of each shard among the ranks of a new
+        generation, or the full state that all ranks were given. `at` returns this rank's progress,
+        and `others` its state without what is sharded. Return the state that this rank must adopt,
+        None if it has it already. All ranks call this."""
         shards = self._operator._parts.shards
         assert shards is not None
         if shards.made:
@@ -262,7 +271,8 @@ class Resharding:
         return HeldShards(replace(self._copy(at()), ready=False), _in_pieces(_sharded_state(self._operator)))
 
     def _step_late(self) -> None:
-        """Make the step for which this rank is ready. The hooks before it have run: they clipped the gradients, for example."""
+        """Make the step for which this rank is ready. The hooks before it have run: they clipped
+        the gradients, for example."""
         assert self._ready is not None
         optimizer, settings = self._ready
         for group, values in zip(optimizer.param_groups, settings, strict=True):
@@ -300,7 +310,8 @@ class Resharding:
         holders: Mapping[int, Collection[int]],
         count: int,
     ) -> dict[str, Any]:
-        """Divide the shards that ranks hold among all ranks. Return the state with this rank's new shards, which the models have now."""
+        """Divide the shards that ranks hold among all ranks. Return the state with this rank's new
+        shards, which the models have now."""
         shards = self._operator._parts.shards
         assert shards is not None
         index, new_count = self._place(rank_info)
@@ -329,8 +340,8 @@ class Resharding:
         targets: Mapping[int, int],
         new_count: int,
     ) -> dict[Path, Piece]:
-        """Return this rank's new rows of each tensor in the outline, which the holders send: one tensor after the other. `held` are the
-        shards that this rank holds."""
+        """Return this rank's new rows of each tensor in the outline, which the holders send: one
+        tensor after the other. `held` are the shards that this rank holds."""
         moved, rank, device = {}, dist.get_rank(), self._operator.device
         for path, piece in _pieces(outline).items():
             sources, shards, to, parts = holders, count, targets, new_count
@@ -362,7 +373,8 @@ def _exchanged(
     rank: int,
     device: torch.device,
 ) -> torch.Tensor:
-    """Return the new rows of one tensor. `own` are this rank's rows of it, by the numbers of `count` shards."""
+    """Return the new rows of one tensor. `own` are this rank's rows of it, by the numbers of
+    `count` shards."""
     dim, shape = piece.dim or 0, list(piece.shape) or [1]
     shape[dim] = new_rows[1] - new_rows[0]
     new = torch.empty(shape, dtype=piece.dtype, device=device)

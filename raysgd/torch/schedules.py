@@ -1,5 +1,5 @@
-"""Learning-rate schedules: who steps them, and what happens if one is too short because fewer workers trained, or more epochs,
-than it was made for. Worker."""
+"""Learning-rate schedules: who steps them, and what happens if one is too short because fewer
+workers trained, or more epochs, than it was made for. Worker."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ def steps_of(scheduler: Any) -> Any:
 
 
 def step_in_order(scheduler: Any) -> None:
-    """Step a scheduler at its time. In its first step, torch warns if the optimizer has not stepped before, which is right if that
-    step was left out (for gradients that are not finite), or if the first batches of a window come before it."""
+    """Step a scheduler at its time. In its first step, torch warns if the optimizer has not stepped
+    before, which is right if that step was left out (for gradients that are not finite), or if the
+    first batches of a window come before it."""
     if steps_of(scheduler):
         scheduler.step()
         return
@@ -33,7 +34,8 @@ def step_in_order(scheduler: Any) -> None:
 
 
 def has_length_in_code(scheduler: Any) -> bool:
-    """Return whether checkpoints do not have what determines the rates: LambdaLR's functions are those of the code that runs."""
+    """Return whether checkpoints do not have what determines the rates: LambdaLR's functions are
+    those of the code that runs."""
     return isinstance(scheduler, LambdaLR) and not any(scheduler.state_dict()["lr_lambdas"])
 
 
@@ -61,12 +63,15 @@ class MadeFor(NamedTuple):
 def why_too_short(
     scheduler: Any, made: MadeFor, *, now: int, planned: int | None, needed: Callable[[int], int | None]
 ) -> str:
-    """Return why a scheduler that has made all its steps keeps its last learning rate instead of raising an error: the reason is
-    another number of workers, or that the run was resumed with more epochs. Return "" if it must step.
+    """Return why a scheduler that has made all its steps keeps its last learning rate instead of
+    raising an error: the reason is another number of workers, or that the run was resumed with more
+    epochs. Return "" if it must step.
 
     now      the current number of workers
-    planned  how many steps `total_steps()` has planned, for schedulers that do not say how many they have
-    needed   returns how many steps this many workers make until the end of the running epoch, None if that is not known
+    planned  how many steps `total_steps()` has planned, for schedulers that do not say how many
+             they have
+    needed   returns how many steps this many workers make until the end of the running epoch, None
+             if that is not known
     """
     own, made_steps = getattr(scheduler, "total_steps", None), steps_of(scheduler)
     steps = own if isinstance(own, int) else planned

@@ -1,4 +1,5 @@
-"""What a replica of a TorchTrainer needs from its trainer. The driver decides these values. Both."""
+"""What a replica of a TorchTrainer needs from its trainer. The driver decides these values.
+Both."""
 
 from __future__ import annotations
 
@@ -20,9 +21,10 @@ class TorchSettings(ReplicaSettings):
 
     options   those of the trainer, resolved
     wrap_ddp  whether `register` wraps models in DistributedDataParallel
-    rows      `rows(name, dataset, deliver)` opens the rows of a Ray Dataset that was made in a worker
-    exchange  makes the object that averages gradients if the models are not wrapped
-    ema_decay the decay of the callback EMA; None: the weights are not averaged
+    rows      `rows(name, dataset, deliver)` opens the rows of a Ray Dataset that was made in a
+              worker
+    exchange  makes the object that averages gradients if the models are not wrapped ema_decay the
+              decay of the callback EMA; None: the weights are not averaged
     profiler  what TorchProfilerCallback wants to be recorded; None: nothing
     """
 

@@ -62,8 +62,8 @@ def warn_without_effect(use_local: bool, serialize_data_creation: bool) -> None:
 
 
 def per_worker_config(config: Any, num_workers: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the config as the trainer shows it, and as each worker gets it. The batch size is divided by the number of
-    workers; a remainder is dropped with a warning."""
+    """Return the config as the trainer shows it, and as each worker gets it. The batch size is
+    divided by the number of workers; a remainder is dropped with a warning."""
     shown = check_config(config, num_workers)
     if BATCH_SIZE not in shown:
         return shown, dict(shown)
@@ -101,7 +101,8 @@ def wants_gpu(use_gpu: Any) -> bool:
 def replica_factory(
     operator_cls: Any, config: dict[str, Any], settings: TorchSettings, on_workers: list[Any]
 ) -> OperatorReplicaFactory:
-    """Return the factory of replicas, which average their weights, measure and profile themselves if callbacks want that."""
+    """Return the factory of replicas, which average their weights, measure and profile themselves
+    if callbacks want that."""
     profilers = [each for each in on_workers if not isinstance(each, (Averaging, Measure))]
     if len(profilers) > 1 or not all(isinstance(each, ProfilerSettings) for each in profilers):
         raise ConfigError(
@@ -127,8 +128,8 @@ def check_predicted(data: Any, batch_size: Any) -> None:
 
 
 def opened(dataset: Any, group: Any) -> Any:
-    """Return what `train(dataset=...)` sends to the workers. The rows of a Ray Dataset are read on the driver, and workers
-    get a way to them."""
+    """Return what `train(dataset=...)` sends to the workers. The rows of a Ray Dataset are read on
+    the driver, and workers get a way to them."""
     if dataset is None or (not RayData.is_given_as(dataset) and hasattr(dataset, "set_num_shards")):
         return dataset
     if not RayData.is_given_as(dataset):
@@ -141,6 +142,7 @@ def opened(dataset: Any, group: Any) -> Any:
 
 
 def needs_processes(use_ray: bool | None, num_workers: int, resources: WorkerResources) -> bool:
-    """Return whether the workers are processes of Ray. A GPU that this machine lacks can be on another one."""
+    """Return whether the workers are processes of Ray. A GPU that this machine lacks can be on
+    another one."""
     missing_gpu = resources.gpus > 0 and not torch.cuda.is_available()
     return needs_ray(use_ray, num_workers, resources, elsewhere=missing_gpu)

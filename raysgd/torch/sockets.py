@@ -1,4 +1,5 @@
-"""Finds the TCP connections of a process group, to shut them down when it ends, which frees ranks that wait. Worker."""
+"""Finds the TCP connections of a process group, to shut them down when it ends, which frees ranks
+that wait. Worker."""
 
 from __future__ import annotations
 
@@ -11,22 +12,23 @@ Address = tuple[str, int]
 
 
 class GlooConnections:
-    """Owns the addresses at which gloo listens, in this process and in its peers, the address of their store, and a copy
-    of each of gloo's connections. Each connection has one end at such an address, so they are found exactly: no other
-    connection is ever shut down.
+    """Owns the addresses at which gloo listens, in this process and in its peers, the address of
+    their store, and a copy of each of gloo's connections. Each connection has one end at such an
+    address, so they are found exactly: no other connection is ever shut down.
 
-    gloo opens its listening sockets inside torch's call that makes a process group, and torch does not report their
-    ports. So the listening sockets that appear during that call count as gloo's. `shut` may be called from any thread,
-    also during that call: then the peers' addresses are not known yet, and each rank shuts down the connections that
-    its peers made.
+    gloo opens its listening sockets inside torch's call that makes a process group, and torch does
+    not report their ports. So the listening sockets that appear during that call count as gloo's.
+    `shut` may be called from any thread, also during that call: then the peers' addresses are not
+    known yet, and each rank shuts down the connections that its peers made.
 
-    gloo ends a collective call when it reads the end of a connection. But it forgets a message that it has not sent
-    completely, or has received in part: if a call waits for that message, it waits until its time limit
-    (docs/design/gloo-lost-send.md). So no connection should refuse to be written to while a rank of the group could be in
-    a call: `shut` ends only what this rank receives. The copies keep a connection open after gloo has closed it, because
-    its peer could not write to a closed one. What remains cannot be prevented here: the kernel ends the connections of a
-    killed peer, also in the middle of a message. `end` ends what is sent, which the peers read as the end, and `forget`
-    closes the copies before the next group is formed.
+    gloo ends a collective call when it reads the end of a connection. But it forgets a message that
+    it has not sent completely, or has received in part: if a call waits for that message, it waits
+    until its time limit (docs/design/gloo-lost-send.md). So no connection should refuse to be
+    written to while a rank of the group could be in a call: `shut` ends only what this rank
+    receives. The copies keep a connection open after gloo has closed it, because its peer could not
+    write to a closed one. What remains cannot be prevented here: the kernel ends the connections of
+    a killed peer, also in the middle of a message. `end` ends what is sent, which the peers read as
+    the end, and `forget` closes the copies before the next group is formed.
     """
 
     def __init__(self) -> None:
@@ -84,7 +86,8 @@ class GlooConnections:
                     connection.shutdown(socket.SHUT_RDWR)
 
     def end(self) -> None:
-        """Show the peers that this rank has left. Call this when it is in no call of the group any more."""
+        """Show the peers that this rank has left. Call this when it is in no call of the group any
+        more."""
         self._shut_held(socket.SHUT_WR)
 
     def _shut_held(self, how: int) -> None:
@@ -100,8 +103,9 @@ class GlooConnections:
 
 
 class Connections:
-    """Owns the names of all sockets that appeared between a call of `opening` and one of `opened` since `forget`. It is
-    for NCCL and Horovod, whose ports are not known; a connection of another thread can be among these sockets.
+    """Owns the names of all sockets that appeared between a call of `opening` and one of `opened`
+    since `forget`. It is for NCCL and Horovod, whose ports are not known; a connection of another
+    thread can be among these sockets.
 
     `shut` may be called from any thread, also between `opening` and `opened`.
     """
@@ -134,7 +138,8 @@ class Connections:
 
 
 def _names() -> set[str]:
-    """Return this process's sockets by the kernel's names ("socket:[inode]"), which copies of a descriptor share."""
+    """Return this process's sockets by the kernel's names ("socket:[inode]"), which copies of a
+    descriptor share."""
     return set(_descriptors())
 
 
@@ -154,7 +159,8 @@ def _listening() -> Iterator[Address]:
 
 
 def _sockets(*, listening: bool, names: set[str] | None = None) -> Iterator[socket.socket]:
-    """Yield copies of this process's TCP sockets: either those that listen, or those that do not."""
+    """Yield copies of this process's TCP sockets: either those that listen, or those that do
+    not."""
     for name, descriptor in _descriptors().items():
         if names is not None and name not in names:
             continue

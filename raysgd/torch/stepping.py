@@ -1,4 +1,5 @@
-"""What `self.zero_grad`, `self.backward` and `self.step` do: they act on the running step, and its policies with them. Worker."""
+"""What `self.zero_grad`, `self.backward` and `self.step` do: they act on the running step, and its
+policies with them. Worker."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
 class StepPolicy(Policy):
     """Adds what the operator's helpers call. By default, all methods do nothing.
 
-    option  what the user has passed, if it acts in the helpers only, so that torch's own methods must not be used
+    option  what the user has passed, if it acts in the helpers only, so that torch's own methods
+            must not be used
     """
 
     option = ""
@@ -38,7 +40,8 @@ class StepPolicy(Policy):
         """Called by `self.step` first, with the gradients as the backward pass has left them."""
 
     def gradients(self, step: Step, optimizer: Any) -> bool:
-        """Called by `self.step` with the gradients of all ranks, not scaled. Return whether to make the step: alike on all ranks."""
+        """Called by `self.step` with the gradients of all ranks, not scaled. Return whether to make
+        the step: alike on all ranks."""
         return True
 
     def direct(self, optimizer: Any) -> None:
@@ -46,7 +49,8 @@ class StepPolicy(Policy):
 
 
 class Stepping:
-    """Owns the policies of an operator, and knows whether a step of an optimizer is one of `self.step`."""
+    """Owns the policies of an operator, and knows whether a step of an optimizer is one of
+    `self.step`."""
 
     def __init__(self, policies: Sequence[Policy], precision: Precision, parts: Parts) -> None:
         self._precision, self._parts = precision, parts
@@ -74,7 +78,8 @@ class Stepping:
         self._precision.backward(loss, optimizer, loss_id=loss_id)
 
     def step(self, step: Step, optimizer: Any) -> bool:
-        """Make the optimizer's step if this is the last batch of `step`, and no policy leaves it out. Return whether it was made."""
+        """Make the optimizer's step if this is the last batch of `step`, and no policy leaves it
+        out. Return whether it was made."""
         if not step.closing:
             for policy in self._awaits:
                 policy(step, optimizer)
@@ -98,7 +103,8 @@ class Stepping:
         return self._made
 
     def watch(self, optimizers: Sequence[Any]) -> None:
-        """Refuse steps that user code makes with `optimizer.step()`, if an option acts in `self.step`."""
+        """Refuse steps that user code makes with `optimizer.step()`, if an option acts in
+        `self.step`."""
         for optimizer in optimizers:
             if hasattr(optimizer, "register_step_pre_hook"):
                 optimizer.register_step_pre_hook(self._before_step)

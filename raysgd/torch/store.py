@@ -1,4 +1,5 @@
-"""The store through which ranks find each other: the driver opens one for each generation, workers connect. Both."""
+"""The store through which ranks find each other: the driver opens one for each generation, workers
+connect. Both."""
 
 from __future__ import annotations
 
@@ -32,8 +33,8 @@ MORE_CLIENTS_S = (1.0, 2.0)  # a second client starts after one second, a third 
 
 
 def open_store(host: str, *, limit_s: float) -> tuple[Any, dict[str, Any]]:
-    """Return a new store, and what a rank needs to connect to it. Every key begins with a secret, which is new in each
-    generation."""
+    """Return a new store, and what a rank needs to connect to it. Every key begins with a secret,
+    which is new in each generation."""
     store = _listen(host, datetime.timedelta(seconds=limit_s))
     return store, {"host": host, "port": store.port, "secret": secrets.token_hex(SECRET_BYTES)}
 
@@ -41,8 +42,8 @@ def open_store(host: str, *, limit_s: float) -> tuple[Any, dict[str, Any]]:
 def _listen(host: str, limit: datetime.timedelta) -> Any:
     """Return a store that listens on `host` only, if this machine has that address.
 
-    A torch that was built without libuv has only an older server, which an incomplete message from any client blocks
-    forever."""
+    A torch that was built without libuv has only an older server, which an incomplete message from
+    any client blocks forever."""
     try:
         return _server(host, limit, use_libuv=True)
     except (ValueError, RuntimeError) as error:
@@ -71,7 +72,8 @@ def _server(host: str, limit: datetime.timedelta, *, use_libuv: bool) -> Any:
 
 
 def _bound(host: str) -> socket.socket | None:
-    """Return a socket that listens on `host`, or None if this machine has no such address (behind NAT, for example)."""
+    """Return a socket that listens on `host`, or None if this machine has no such address (behind
+    NAT, for example)."""
     try:
         return listen(host, None if host == LOOPBACK else control_ports())
     except OSError as error:
@@ -83,12 +85,14 @@ def _bound(host: str) -> socket.socket | None:
 
 
 def connect(settings: Mapping[str, Any], *, limit_s: float) -> Any:
-    """Return the store of this rank's generation. It puts the generation's secret in front of every key.
+    """Return the store of this rank's generation. It puts the generation's secret in front of every
+    key.
 
-    The driver opens the store before it calls any rank, and closes it when the generation ends. torch's client cannot
-    know that, and would try to reach a closed store until its time limit. So this function keeps a connection of its
-    own to the store: when that ends, the generation has ended, and the function raises an error at once. Until then it
-    waits for slow attempts, because all cores of a machine can be busy.
+    The driver opens the store before it calls any rank, and closes it when the generation ends.
+    torch's client cannot know that, and would try to reach a closed store until its time limit. So
+    this function keeps a connection of its own to the store: when that ends, the generation has
+    ended, and the function raises an error at once. Until then it waits for slow attempts, because
+    all cores of a machine can be busy.
     """
     deadline = time.monotonic() + limit_s
     ended = "this generation has ended, or its rendezvous store cannot be reached"
@@ -112,10 +116,11 @@ def connect(settings: Mapping[str, Any], *, limit_s: float) -> Any:
 
 
 class _Clients:
-    """Owns the threads in which torch's clients connect. `done` becomes readable when one has connected or failed.
+    """Owns the threads in which torch's clients connect. `done` becomes readable when one has
+    connected or failed.
 
-    torch's client asks the name server for the host's name, only to log it. A lost answer costs 5 seconds, so another
-    client is started when one is slow.
+    torch's client asks the name server for the host's name, only to log it. A lost answer costs 5
+    seconds, so another client is started when one is slow.
     """
 
     def __init__(self, settings: Mapping[str, Any], deadline: float) -> None:
@@ -137,14 +142,15 @@ class _Clients:
         threading.Thread(target=self._connect, name="raysgd-store", daemon=False).start()
 
     def first(self) -> Any:
-        """Return the first store that was reached, or None. Raise the error of a client if none was reached."""
+        """Return the first store that was reached, or None. Raise the error of a client if none was
+        reached."""
         if self._store is None and self._error is not None:
             raise self._error
         return self._store
 
     def _connect(self) -> None:
-        """Try to connect until it works, the time is up, or the client is not needed any more. Each attempt has a
-        limit, so that the thread ends soon after the generation."""
+        """Try to connect until it works, the time is up, or the client is not needed any more. Each
+        attempt has a limit, so that the thread ends soon after the generation."""
         try_s = FIRST_TRY_S
         while self._wanted and self._store is None:
             timeout = datetime.timedelta(seconds=min(try_s, max(self._deadline - time.monotonic(), 1.0)))
@@ -165,14 +171,14 @@ class _Clients:
 
 
 def wait_for_all(store: Any, rank_info: RankInfo, *, limit_s: float) -> None:
-    """Wait until every rank is connected to the store, or the driver closes it. So a peer for which a rank waits after
-    this has failed."""
+    """Wait until every rank is connected to the store, or the driver closes it. So a peer for which
+    a rank waits after this has failed."""
     _meet(store, "here", rank_info, limit_s)
 
 
 def _meet(store: Any, place: str, rank_info: RankInfo, limit_s: float) -> None:
-    """Wait until every rank has called this. Each rank is counted, and the last one sets the only key for which all
-    wait, so a rank makes the same few requests in a group of any size."""
+    """Wait until every rank has called this. Each rank is counted, and the last one sets the only
+    key for which all wait, so a rank makes the same few requests in a group of any size."""
     if store.add(place, 1) == rank_info.world_size:
         store.set(f"{place}-all", "")
     store.wait([f"{place}-all"], datetime.timedelta(seconds=limit_s))
@@ -199,7 +205,8 @@ def addresses_of(settings: Mapping[str, Any]) -> list[tuple[str, int]]:
 
 @contextlib.contextmanager
 def without_secret(settings: Mapping[str, Any]) -> Iterator[None]:
-    """Remove the secret from the text of torch's errors. They name keys, and appear in logs and bug reports."""
+    """Remove the secret from the text of torch's errors. They name keys, and appear in logs and bug
+    reports."""
     secret = settings.get("secret")
     try:
         yield

@@ -1,4 +1,5 @@
-"""The strategies by which a trainer's ranks connect and average gradients: resolves the argument `backend`. Driver."""
+"""The strategies by which a trainer's ranks connect and average gradients: resolves the argument
+`backend`. Driver."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ class Strategy:
 
 
 def choose_strategy(backend: Any, options: TrainingOptions, horovod_args: Any, *, use_gpu: bool) -> Strategy:
-    """Return the strategy that a trainer's `backend` names. Raise ConfigError for options that it does not support."""
+    """Return the strategy that a trainer's `backend` names. Raise ConfigError for options that it
+    does not support."""
     name = ("nccl" if use_gpu else "gloo") if backend == "auto" else backend
     if name not in ("gloo", "nccl", "horovod"):
         raise ConfigError(f"backend must be 'auto', 'gloo', 'nccl' or 'horovod', got {backend!r}")

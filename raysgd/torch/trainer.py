@@ -1,4 +1,5 @@
-"""The class API for PyTorch: a trainer in the user's script that drives operators on any number of workers. Driver."""
+"""The class API for PyTorch: a trainer in the user's script that drives operators on any number of
+workers. Driver."""
 
 from __future__ import annotations
 
@@ -189,13 +190,15 @@ class TorchTrainer(TrainerBase):
         info: Mapping[str, Any] | None = None,
         dataset: Any = None,
     ) -> Metrics | list[Metrics]:
-        """Train to the end of the epoch, or `num_steps` batches on each worker. Return what was measured.
+        """Train to the end of the epoch, or `num_steps` batches on each worker. Return what was
+        measured.
 
-        `dataset` is used by this call instead of the registered data: a `raysgd.data.Dataset`, or a Ray Dataset (from its
-        first row on). `max_retries` is how many worker failures this call may have (-1: any number). The operator's
-        methods get `info`. With `profile=True`, the result has the seconds of each part of a batch. With
-        `reduce_results=False`, return a list with each worker's own results, or with what the operator's `train_epoch`
-        returned there if it is no dict.
+        `dataset` is used by this call instead of the registered data: a `raysgd.data.Dataset`, or a
+        Ray Dataset (from its first row on). `max_retries` is how many worker failures this call may
+        have (-1: any number). The operator's methods get `info`. With `profile=True`, the result
+        has the seconds of each part of a batch. With `reduce_results=False`, return a list with
+        each worker's own results, or with what the operator's `train_epoch` returned there if it is
+        no dict.
         """
         check_call(num_steps, max_retries, info)
         check_flags(profile=profile, reduce_results=reduce_results)
@@ -206,11 +209,12 @@ class TorchTrainer(TrainerBase):
 
     @exclusive
     def predict(self, data: Any, batch_size: int = 32) -> Any:
-        """Return the model's outputs for `data`, a data set or a DataLoader, in the order of the data, on the CPU.
+        """Return the model's outputs for `data`, a data set or a DataLoader, in the order of the
+        data, on the CPU.
 
-        The workers divide the data, and call `operator.predict_batch` in eval mode without gradients; its outputs are
-        concatenated. After a failure, the other workers repeat the call. `batch_size` is that of a data set; a loader
-        has its own.
+        The workers divide the data, and call `operator.predict_batch` in eval mode without
+        gradients; its outputs are concatenated. After a failure, the other workers repeat the call.
+        `batch_size` is that of a data set; a loader has its own.
         """
         setup.check_predicted(data, batch_size)
         self._saves.raise_failed()
@@ -233,7 +237,8 @@ class TorchTrainer(TrainerBase):
             raise CheckpointError(f"{path}: {differs}")
 
     def _other_rows(self) -> str:
-        """Say which loaders have other rows than those of the checkpoint that was loaded, if any have."""
+        """Say which loaders have other rows than those of the checkpoint that was loaded, if any
+        have."""
         names = sorted({name for each in self._values(replica_calls.rows_that_differ) for name in each})
         return setup.OTHER_ROWS.format(" and the ".join(names)) if names else ""
 
@@ -245,9 +250,9 @@ class TorchTrainer(TrainerBase):
 
     @exclusive
     def get_model(self, to_cpu: bool = False, *, averaged: bool = False) -> Any:
-        """Return a copy of the trained model, unwrapped and in eval mode; a list if there are several. It is on the GPU if the
-        workers use GPUs and this process has one, unless `to_cpu`. With `averaged`, it has the weights that the callback EMA
-        averages."""
+        """Return a copy of the trained model, unwrapped and in eval mode; a list if there are
+        several. It is on the GPU if the workers use GPUs and this process has one, unless `to_cpu`.
+        With `averaged`, it has the weights that the callback EMA averages."""
         check_flags(averaged=averaged)
         if averaged and self._factory.settings.ema_decay is None:
             raise ConfigError(
@@ -261,7 +266,8 @@ class TorchTrainer(TrainerBase):
 
     @exclusive
     def get_local_operator(self) -> TrainingOperator:
-        """Return an operator in this process with the current state; with one inline worker, the one that trains."""
+        """Return an operator in this process with the current state; with one inline worker, the
+        one that trains."""
         operator: TrainingOperator | None = self._inline_operator()
         if operator is None:
             own = self._factory.settings
@@ -282,8 +288,9 @@ class TorchTrainer(TrainerBase):
 
     @exclusive
     def load_state_dict(self, state_dict: Mapping[str, Any], blocking: bool = True) -> None:
-        """Load what `state_dict` returned, for any number of workers. Every worker checks the state first: one that does not
-        fit raises CheckpointError, and nothing changes. (`blocking` has no effect; RaySGD had it.)"""
+        """Load what `state_dict` returned, for any number of workers. Every worker checks the state
+        first: one that does not fit raises CheckpointError, and nothing changes. (`blocking` has no
+        effect; RaySGD had it.)"""
         self._loops.refuse_load("load_state_dict()")
         self._saves.raise_failed()
         self._loads.restore(states.dump_given(state_dict), trusted=True)
@@ -308,10 +315,12 @@ class TorchTrainer(TrainerBase):
     def save(
         self, checkpoint: str | os.PathLike[str], *, blocking: bool = True, sharded: bool = False
     ) -> str | SaveHandle:
-        """Save to `checkpoint`, a path or a URI, completely or not at all. Return its absolute path, or the URI.
+        """Save to `checkpoint`, a path or a URI, completely or not at all. Return its absolute
+        path, or the URI.
 
-        With `blocking=False`, training can continue as soon as the state was copied in memory, and a handle is returned.
-        With `sharded=True`, the checkpoint is a directory to which every worker writes its part.
+        With `blocking=False`, training can continue as soon as the state was copied in memory, and
+        a handle is returned. With `sharded=True`, the checkpoint is a directory to which every
+        worker writes its part.
         """
         self._saves.raise_failed()
         check_flag("sharded", sharded)
@@ -321,8 +330,9 @@ class TorchTrainer(TrainerBase):
 
     @exclusive
     def load(self, checkpoint: str | os.PathLike[str], *, trusted: bool = False) -> None:
-        """Load `checkpoint`, a path or a URI, for any number of workers. No code in it is run, unless it is `trusted` (for
-        operator state of your own types, and for what was saved with `sharded=True`)."""
+        """Load `checkpoint`, a path or a URI, for any number of workers. No code in it is run,
+        unless it is `trusted` (for operator state of your own types, and for what was saved with
+        `sharded=True`)."""
         self._loops.refuse_load("load()")
         self._saves.raise_failed()
         self._loads.load(checkpoint, trusted=trusted)
@@ -344,9 +354,11 @@ class TorchTrainer(TrainerBase):
     def as_trainable(
         cls, *, override_tune_step: Callable[[Any, dict[str, Any]], dict[str, Any]] | None = None, **arguments: Any
     ) -> Any:
-        """Return a Tune Trainable class (extra: tune). It takes the arguments of the trainer, which each trial creates.
+        """Return a Tune Trainable class (extra: tune). It takes the arguments of the trainer, which
+        each trial creates.
 
-        `override_tune_step(trainer, info)` replaces a trial's step, which trains and validates once.
+        `override_tune_step(trainer, info)` replaces a trial's step, which trains and validates
+        once.
         """
         from importlib import import_module
 

@@ -1,4 +1,5 @@
-"""Change hyperparameters of optimizers after loading a checkpoint, as Tune's population-based training needs it. Worker."""
+"""Change hyperparameters of optimizers after loading a checkpoint, as Tune's population-based
+training needs it. Worker."""
 
 from __future__ import annotations
 
@@ -30,8 +31,8 @@ def options(operator: Any, values: Mapping[str, float]) -> list[Option]:
 
 
 def retune(operator: Any, chosen: Iterable[Option], changed: Mapping[str, tuple[float, float]]) -> None:
-    """Replace old values by new ones: `changed` has both, by name. Where a scheduler has changed an old value since `setup`,
-    scale the new one by the same factor."""
+    """Replace old values by new ones: `changed` has both, by name. Where a scheduler has changed an
+    old value since `setup`, scale the new one by the same factor."""
     parts = operator._parts
     for option in chosen:
         old, new = changed[option.name]

@@ -1,8 +1,8 @@
 """How registered models become ready to train: memory format, SyncBatchNorm, compiler, DDP. Worker.
 
-The order matters: memory format and layers first, then the compiler, then DDP around it. torch compiles the inner
-model's frame in either order, and splits it at DDP's buckets when DDP is the caller; but with DDP outside, a new
-generation replaces only DDP, and the compiled code stays valid.
+The order matters: memory format and layers first, then the compiler, then DDP around it. torch
+compiles the inner model's frame in either order, and splits it at DDP's buckets when DDP is the
+caller; but with DDP outside, a new generation replaces only DDP, and the compiled code stays valid.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ HOOKS = "torch.distributed.algorithms.ddp_comm_hooks"
 
 
 class ModelCalls:
-    """Remembers in which steps, and at which lines, wrapped models were called. Their copies remember nothing. `step` returns the
-    number of the running step."""
+    """Remembers in which steps, and at which lines, wrapped models were called. Their copies
+    remember nothing. `step` returns the number of the running step."""
 
     def __init__(self) -> None:
         self.step: Callable[[], int] = lambda: -1
@@ -56,8 +56,8 @@ class ModelCalls:
 class Exchange:
     """Averages gradients where no wrapper around the models does it. Each operator has one.
 
-    This one does nothing: DDP, FSDP or the user's code averages the gradients. `at_the_step` is whether the exchange happens at
-    the step, and not when a backward pass ends.
+    This one does nothing: DDP, FSDP or the user's code averages the gradients. `at_the_step` is
+    whether the exchange happens at the step, and not when a backward pass ends.
     """
 
     at_the_step = False
@@ -66,19 +66,21 @@ class Exchange:
         """Called once, when the operator registers its parts."""
 
     def joined(self) -> None:
-        """Called on all ranks when the process group of a generation is up: make the weights the same everywhere, and
-        reset the exchange."""
+        """Called on all ranks when the process group of a generation is up: make the weights the
+        same everywhere, and reset the exchange."""
 
     def hold(self, on: bool) -> None:
-        """Called before each batch of an accumulation window, and each piece of a batch: with `on`, gradients stay on this rank."""
+        """Called before each batch of an accumulation window, and each piece of a batch: with `on`,
+        gradients stay on this rank."""
 
     def finish(self, optimizer: Any) -> None:
-        """Called before a step, and before gradients are cleared: wait until all gradients have been exchanged."""
+        """Called before a step, and before gradients are cleared: wait until all gradients have
+        been exchanged."""
 
 
 def formatted(models: list[nn.Module], options: TrainingOptions, *, distributed: bool) -> list[nn.Module]:
-    """Return the models in the memory format and with the BatchNorm layers of the options. Their parameters remain the
-    same objects, so the optimizers that refer to them stay valid."""
+    """Return the models in the memory format and with the BatchNorm layers of the options. Their
+    parameters remain the same objects, so the optimizers that refer to them stay valid."""
     if options.sync_batchnorm and distributed:
         models = [nn.SyncBatchNorm.convert_sync_batchnorm(model) for model in models]
     if options.channels_last:
@@ -97,7 +99,8 @@ def compile_models(models: list[nn.Module], options: TrainingOptions) -> None:
 def ddp_arguments(
     options: TrainingOptions, registered: Mapping[str, Any] | None, device_ids: list[int] | None
 ) -> dict[str, Any]:
-    """Return the arguments of DistributedDataParallel. Those passed to `register` override those of the options."""
+    """Return the arguments of DistributedDataParallel. Those passed to `register` override those of
+    the options."""
     options.check_ddp(registered or {})
     return {
         "device_ids": device_ids,
@@ -108,10 +111,11 @@ def ddp_arguments(
 
 
 def rewrap(wrapped: list[nn.Module], arguments: dict[str, Any], options: TrainingOptions, calls: ModelCalls) -> None:
-    """Initialize every DDP wrapper again, in place, for the process group of a new generation. References to the
-    wrappers stay valid.
+    """Initialize every DDP wrapper again, in place, for the process group of a new generation.
+    References to the wrappers stay valid.
 
-    The old reducer must be removed first, because it has hooks on the parameters and holds the old process group.
+    The old reducer must be removed first, because it has hooks on the parameters and holds the old
+    process group.
     """
     for wrapper in wrapped:
         if isinstance(wrapper, DistributedDataParallel):
@@ -124,8 +128,8 @@ def rewrap(wrapped: list[nn.Module], arguments: dict[str, Any], options: Trainin
 
 
 def add_hooks(wrapped: list[nn.Module], options: TrainingOptions, calls: ModelCalls) -> None:
-    """Register `calls`, and the communication hook of the options, on new DDP wrappers. PowerSGD starts without past errors, because
-    these belong to one rank of one generation."""
+    """Register `calls`, and the communication hook of the options, on new DDP wrappers. PowerSGD
+    starts without past errors, because these belong to one rank of one generation."""
     for wrapper in wrapped:
         if isinstance(wrapper, DistributedDataParallel):
             wrapper.register_forward_pre_hook(calls)
@@ -135,7 +139,8 @@ def add_hooks(wrapped: list[nn.Module], options: TrainingOptions, calls: ModelCa
 
 
 def unwrapped(model: Any) -> Any:
-    """Return what is inside of torch's wrappers around a model, and of what `torch.compile(model)` returned."""
+    """Return what is inside of torch's wrappers around a model, and of what `torch.compile(model)`
+    returned."""
     kinds: tuple[Any, ...] = nn.DataParallel, DistributedDataParallel
     if "torch.distributed.fsdp" in sys.modules:  # otherwise nothing is wrapped in it, and the import is slow
         kinds += (sys.modules["torch.distributed.fsdp"].FullyShardedDataParallel,)
@@ -147,9 +152,9 @@ def unwrapped(model: Any) -> Any:
 
 
 def update_together(optimizers: Iterable[Any]) -> None:
-    """Let optimizers on the CPU update the parameters of a group together (`foreach=True`), if the user has left that choice to torch,
-    which makes it on GPUs only. The weights are equal bit by bit, and small models take less time. Large models do not, and would
-    need more memory."""
+    """Let optimizers on the CPU update the parameters of a group together (`foreach=True`), if the
+    user has left that choice to torch, which makes it on GPUs only. The weights are equal bit by
+    bit, and small models take less time. Large models do not, and would need more memory."""
     for optimizer in optimizers:
         found = [each for group in getattr(optimizer, "param_groups", ()) for each in group["params"]]
         usual = all(type(each) is nn.Parameter and each.is_cpu and each.dtype in EXACT for each in found)
@@ -159,8 +164,9 @@ def update_together(optimizers: Iterable[Any]) -> None:
 
 
 def _update_together(optimizer: torch.optim.Optimizer) -> None:
-    """Choose `foreach` while the optimizer steps, so that its state is that of the user's optimizer. With `nesterov`, torch would change
-    the gradients, and a rate in a tensor would be an error, so nothing is chosen then."""
+    """Choose `foreach` while the optimizer steps, so that its state is that of the user's
+    optimizer. With `nesterov`, torch would change the gradients, and a rate in a tensor would be an
+    error, so nothing is chosen then."""
     chosen: list[dict[str, Any]] = []
 
     def before(stepping: Any, *_: Any) -> None:

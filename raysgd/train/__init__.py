@@ -1,7 +1,9 @@
-"""Training functions on elastic workers: `Trainer(backend="torch", num_workers=2).run(train_func)`. Both.
+"""Training functions on elastic workers: `Trainer(backend="torch", num_workers=2).run(train_func)`.
+Both.
 
-Functions call `train.report`, `train.save_checkpoint`, `train.world_rank` and so on, and `train.torch.prepare_model`.
-Importing this package imports neither torch, tensorflow, horovod nor ray; the names that need them are lazy.
+Functions call `train.report`, `train.save_checkpoint`, `train.world_rank` and so on, and
+`train.torch.prepare_model`. Importing this package imports neither torch, tensorflow, horovod nor
+ray; the names that need them are lazy.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""The backends of function trainers: what is set up on the workers before a training function runs. Driver.
+"""The backends of function trainers: what is set up on the workers before a training function runs.
+Driver.
 
-A `BackendConfig` holds the settings. Its `backend_cls` has hooks, which run on the driver and get the worker group. The
-engine connects the ranks of a generation, with the object that `make_backend` creates.
+A `BackendConfig` holds the settings. Its `backend_cls` has hooks, which run on the driver and get
+the worker group. The engine connects the ranks of a generation, with the object that `make_backend`
+creates.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ __path__: list[str] = []  # lets Python look for `raysgd.train.backends.torch`, 
 
 
 class Backend:
-    """Override the hooks that you need. They run on the driver, and get the worker group and the config. With
-    `share_cuda_visible_devices`, each worker sees the GPUs of all workers on its node.
+    """Override the hooks that you need. They run on the driver, and get the worker group and the
+    config. With `share_cuda_visible_devices`, each worker sees the GPUs of all workers on its node.
 
         class Greeting(Backend):
             def on_start(self, worker_group, backend_config):
@@ -32,19 +34,20 @@ class Backend:
     share_cuda_visible_devices = False
 
     def on_start(self, worker_group: Any, backend_config: Any) -> None:
-        """Called when the workers of a generation, the `worker_group`, are ready: at the start, and after each change of
-        workers. `backend_config` is the trainer's."""
+        """Called when the workers of a generation, the `worker_group`, are ready: at the start, and
+        after each change of workers. `backend_config` is the trainer's."""
 
     def on_training_start(self, worker_group: Any, backend_config: Any) -> None:
-        """Called right before a training function runs, or runs again, on all workers of `worker_group`. `backend_config` is
-        the trainer's."""
+        """Called right before a training function runs, or runs again, on all workers of
+        `worker_group`. `backend_config` is the trainer's."""
 
     def on_shutdown(self, worker_group: Any, backend_config: Any) -> None:
         """Called before the workers of `worker_group` end, with the trainer's `backend_config`."""
 
     def handle_failure(self, worker_group: Any, failed_worker_indexes: Sequence[int], backend_config: Any) -> None:
-        """Called instead of `on_start` after worker failures, with the same `worker_group` and `backend_config`. The engine has
-        removed or replaced the workers in `failed_worker_indexes`."""
+        """Called instead of `on_start` after worker failures, with the same `worker_group` and
+        `backend_config`. The engine has removed or replaced the workers in
+        `failed_worker_indexes`."""
         self.on_start(worker_group, backend_config)
 
     @staticmethod
@@ -59,7 +62,8 @@ class Backend:
 
 
 class SharedGpus(SingleWorkerBackend):
-    """Connects no ranks, but lets each worker see the GPUs of all workers on its node, in the order of ranks."""
+    """Connects no ranks, but lets each worker see the GPUs of all workers on its node, in the order
+    of ranks."""
 
     needs_offers = True
 
@@ -79,18 +83,20 @@ class SharedGpus(SingleWorkerBackend):
 
 
 class BackendConfig:
-    """The settings of a backend. Subclass it, usually as a dataclass, and return the backend from `backend_cls`, a
-    property or a method."""
+    """The settings of a backend. Subclass it, usually as a dataclass, and return the backend from
+    `backend_cls`, a property or a method."""
 
     @property
     def backend_cls(self) -> type[Backend]:
         return Backend
 
     def check(self) -> None:
-        """Called on the driver when a trainer is created. Raise an error if something is not installed."""
+        """Called on the driver when a trainer is created. Raise an error if something is not
+        installed."""
 
     def make_backend(self, *, host: str, use_gpu: bool, join_s: float, collective_s: float) -> Any:
-        """Return what connects the ranks of a generation for the engine. This one does not connect them."""
+        """Return what connects the ranks of a generation for the engine. This one does not connect
+        them."""
         return SharedGpus() if use_gpu and backend_of(self).share_cuda_visible_devices else SingleWorkerBackend()
 
     @property
@@ -120,7 +126,8 @@ class TorchConfig(BackendConfig):
     """torch.distributed.
 
     backend      "gloo" or "nccl"; None: nccl with GPUs, gloo without
-    init_method  "env": also set MASTER_ADDR, RANK and so on, for code that reads them; "tcp": do not set them
+    init_method  "env": also set MASTER_ADDR, RANK and so on, for code that reads them; "tcp": do
+                 not set them
     timeout_s    the limit for one collective
     """
 
@@ -176,13 +183,15 @@ class HorovodHooks(Backend):
 
 @dataclass
 class HorovodConfig(BackendConfig):
-    """Horovod over gloo, for functions that call `hvd.init()`, like scripts for Horovod's own Ray executor.
+    """Horovod over gloo, for functions that call `hvd.init()`, like scripts for Horovod's own Ray
+    executor.
 
-    nics       the network interface that all workers have (the first one is used); None: the one towards the driver
+    nics       the network interface that all workers have (the first one is used); None: the one
+               towards the driver
     timeout_s  the limit for all ranks to reach `hvd.init()`, and for a host that stops responding
 
-    `verbose`, `key`, `ssh_port`, `ssh_identity_file`, `ssh_str` and `placement_group_timeout_s` exist for compatibility and
-    have no effect: Ray starts the workers, not ssh.
+    `verbose`, `key`, `ssh_port`, `ssh_identity_file`, `ssh_str` and `placement_group_timeout_s`
+    exist for compatibility and have no effect: Ray starts the workers, not ssh.
     """
 
     nics: set[str] | None = None
@@ -226,8 +235,8 @@ CONFIGS: dict[str, type[BackendConfig]] = {
 
 
 def parse_backend(backend: Any) -> BackendConfig:
-    """Return the config for a trainer's argument, a name or a config. Raise an error if the backend is not
-    installed."""
+    """Return the config for a trainer's argument, a name or a config. Raise an error if the backend
+    is not installed."""
     names = ", ".join(map(repr, CONFIGS))
     if backend is None:
         backend = "none"

@@ -1,4 +1,5 @@
-"""The names that v1 of RaySGD and Ray Tune have for callbacks, on top of `raysgd.callbacks.Callback`. Driver."""
+"""The names that v1 of RaySGD and Ray Tune have for callbacks, on top of
+`raysgd.callbacks.Callback`. Driver."""
 
 from __future__ import annotations
 
@@ -39,8 +40,8 @@ class TrainingCallback(Callback):
     """The callback of v1. Override the methods that you need. They are called on the driver."""
 
     def start_training(self, logdir: Path) -> None:
-        """Called before the function runs, with the run's directory `logdir`. May have a parameter `config`, for the config, and
-        `**info`."""
+        """Called before the function runs, with the run's directory `logdir`. May have a parameter
+        `config`, for the config, and `**info`."""
 
     def handle_result(self, results: list[dict[str, Any]]) -> None:
         """Called after each round of reports; `results` has one dict per rank, in rank order."""
@@ -95,11 +96,11 @@ class Trial:
 
 
 class LoggerCallback(Callback):
-    """The callback of Ray Tune. Override the methods that you need. `result` is rank 0's, with what Tune adds to it, such
-    as `training_iteration`.
+    """The callback of Ray Tune. Override the methods that you need. `result` is rank 0's, with what
+    Tune adds to it, such as `training_iteration`.
 
-    Ray's own callbacks (TBXLoggerCallback, CSVLoggerCallback, JsonLoggerCallback, MLflowLoggerCallback) and subclasses of
-    `ray.tune.logger.LoggerCallback` work too.
+    Ray's own callbacks (TBXLoggerCallback, CSVLoggerCallback, JsonLoggerCallback,
+    MLflowLoggerCallback) and subclasses of `ray.tune.logger.LoggerCallback` work too.
     """
 
     trial: Trial | None = None
@@ -112,11 +113,12 @@ class LoggerCallback(Callback):
         """Called before the function runs. `trial` has its name and its config."""
 
     def log_trial_result(self, iteration: int, trial: Trial, result: dict[str, Any]) -> None:
-        """Called after each round of reports, the first of which has the `iteration` 1. `trial.last_result` is the
-        same `result`."""
+        """Called after each round of reports, the first of which has the `iteration` 1.
+        `trial.last_result` is the same `result`."""
 
     def log_trial_end(self, trial: Trial, failed: bool = False) -> None:
-        """Called when the run of this `trial` has ended; `failed` says whether it ended with an error."""
+        """Called when the run of this `trial` has ended; `failed` says whether it ended with an
+        error."""
 
     def on_start(self, run: Run) -> None:
         self.trial = Trial(run.folder.name, dict(run.config), str(run.folder), trainable_name=run.name)
@@ -163,7 +165,8 @@ PROTOCOLS: tuple[tuple[type[Callback], tuple[str, ...], tuple[str, ...]], ...] =
 
 
 def make_callback_list(callbacks: Any, *, history: History | None = None) -> CallbackList:
-    """Return a function trainer's callbacks, with its history first. Raise ConfigError for anything else."""
+    """Return a function trainer's callbacks, with its history first. Raise ConfigError for anything
+    else."""
     own = [history] if history is not None else []
     return CallbackList([*own, *check_callbacks(callbacks, _adapt)])
 

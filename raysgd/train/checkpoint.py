@@ -1,4 +1,5 @@
-"""The checkpoint of a training function: a dictionary, or a folder of files. Workers send it as bytes. Both."""
+"""The checkpoint of a training function: a dictionary, or a folder of files. Workers send it as
+bytes. Both."""
 
 from __future__ import annotations
 
@@ -28,16 +29,18 @@ Dumps = Callable[[Any], bytes]
 
 
 class Checkpoint:
-    """A dictionary in memory, a file that holds a dictionary, or a folder of files, on this machine or under a URI.
+    """A dictionary in memory, a file that holds a dictionary, or a folder of files, on this machine
+    or under a URI.
 
-    Immutable, except for its metadata. A stored checkpoint has checksums, which are verified when it is read: a file that
-    is damaged or was changed raises a CheckpointError.
+    Immutable, except for its metadata. A stored checkpoint has checksums, which are verified when
+    it is read: a file that is damaged or was changed raises a CheckpointError.
 
         train.report({"loss": 0.1}, checkpoint=Checkpoint.from_dict({"epoch": 3}))
         Checkpoint("s3://bucket/run_001/checkpoints/checkpoint_000003").to_dict()
 
-    Reading a stored dictionary of plain values, arrays and tensors runs no code from it. To read objects of other types, or a
-    dictionary that Ray Train 1.x stored, from the file or folder at `path`, which you trust, pass `trusted=True`.
+    Reading a stored dictionary of plain values, arrays and tensors runs no code from it. To read
+    objects of other types, or a dictionary that Ray Train 1.x stored, from the file or folder at
+    `path`, which you trust, pass `trusted=True`.
     """
 
     _place: Place | None
@@ -58,16 +61,16 @@ class Checkpoint:
 
     @classmethod
     def from_directory(cls, path: str | Path, *, trusted: bool = False) -> Checkpoint:
-        """Return a checkpoint of the files in the directory `path`, which may be `trusted`. They are copied when it
-        is reported or stored."""
+        """Return a checkpoint of the files in the directory `path`, which may be `trusted`. They
+        are copied when it is reported or stored."""
         if not Path(path).is_dir():
             raise CheckpointError(f"there is no directory {Path(path).absolute()}")
         return cls(path, trusted=trusted)
 
     @classmethod
     def from_uri(cls, uri: str | Path | Uri, *, trusted: bool = False) -> Checkpoint:
-        """Return the checkpoint at `uri`, such as `s3://bucket/name`, `file:///folder/name`, or a path, without copying it. It
-        may be `trusted`."""
+        """Return the checkpoint at `uri`, such as `s3://bucket/name`, `file:///folder/name`, or a
+        path, without copying it. It may be `trusted`."""
         made = cls(uri, trusted=trusted)
         if not made._stored().exists():
             raise CheckpointError(
@@ -77,8 +80,9 @@ class Checkpoint:
 
     @classmethod
     def from_bytes(cls, data: bytes | memoryview, *, trusted: bool = False) -> Checkpoint:
-        """Return the checkpoint that `to_bytes` packed into `data`. A folder is unpacked into a temporary directory, which exists
-        as long as this object. With `trusted=True`, objects of any type are read."""
+        """Return the checkpoint that `to_bytes` packed into `data`. A folder is unpacked into a
+        temporary directory, which exists as long as this object. With `trusted=True`, objects of
+        any type are read."""
         if not is_directory(data):
             return cls.from_dict(_read(data, "these bytes", trusted))
         target = tempfile.mkdtemp(prefix="raysgd-checkpoint-")
@@ -88,8 +92,8 @@ class Checkpoint:
         return made
 
     def to_bytes(self, *, dumps: Dumps = pickle.dumps) -> bytes:
-        """Return the checkpoint as bytes: a dictionary, in which `dumps` pickles what is neither a plain value nor an array or a
-        tensor, or a tar archive of the files."""
+        """Return the checkpoint as bytes: a dictionary, in which `dumps` pickles what is neither a
+        plain value nor an array or a tensor, or a tar archive of the files."""
         if self._data is not None:
             return bytes(values.dump(self._data, dumps=dumps))
         if not self._is_folder():
@@ -99,7 +103,8 @@ class Checkpoint:
             return folders.pack(folder)
 
     def checked_bytes(self, *, dumps: Dumps = pickle.dumps, users_files: bool = False) -> bytes:
-        """Return the same bytes for receivers that trust them: raise here for a stored file that could not be read."""
+        """Return the same bytes for receivers that trust them: raise here for a stored file that
+        could not be read."""
         data = self.to_bytes(dumps=dumps)
         if self._place is not None and not is_directory(data):
             _read(data, str(self._place), self._trusted)
@@ -139,8 +144,8 @@ class Checkpoint:
         return data
 
     def to_directory(self, path: str | Path | None = None) -> str:
-        """Copy the files to `path`, or to a new temporary directory, and return it. A dictionary becomes one file,
-        which `from_directory(...).to_dict()` reads."""
+        """Copy the files to `path`, or to a new temporary directory, and return it. A dictionary
+        becomes one file, which `from_directory(...).to_dict()` reads."""
         target = Path(path or tempfile.mkdtemp(prefix="raysgd-checkpoint-"))
         entries = self._copy_to(target)
         locations.write(target / folders.MARKER, folders.dump_list(entries))
@@ -171,9 +176,9 @@ class Checkpoint:
         return locations.folder(self._stored())
 
     def to_uri(self, uri: str | Path | Uri, *, dumps: Dumps = pickle.dumps) -> str:
-        """Store the checkpoint at `uri`, completely or not at all, and return the URI. A dictionary becomes one object or
-        file, in which `dumps` pickles objects of other types. A folder must be new or empty; under a URI it may also hold an
-        earlier checkpoint."""
+        """Store the checkpoint at `uri`, completely or not at all, and return the URI. A dictionary
+        becomes one object or file, in which `dumps` pickles objects of other types. A folder must
+        be new or empty; under a URI it may also hold an earlier checkpoint."""
         where = locations.place_to_save(uri)
         if not self._is_folder():
             locations.check_file(where)
@@ -187,8 +192,8 @@ class Checkpoint:
 
     @property
     def path(self) -> str | None:
-        """Return the path or URI where it is stored, or None for a dictionary in memory. A URI includes its password or
-        token, which messages and `repr` mask with `***`."""
+        """Return the path or URI where it is stored, or None for a dictionary in memory. A URI
+        includes its password or token, which messages and `repr` mask with `***`."""
         return None if self._place is None else locations.text_of(self._place)
 
     def get_internal_representation(self) -> tuple[str, Any]:
@@ -259,8 +264,8 @@ def _check_free(where: Place) -> None:
 
 
 def _write_listed(folder: Path, name: str, data: bytes) -> None:
-    """Change a file of a stored folder, and its entry in the list. The entry is removed in between, so that the file
-    and the list never disagree."""
+    """Change a file of a stored folder, and its entry in the list. The entry is removed in between,
+    so that the file and the list never disagree."""
     listed, place = folders.read_list(folder), folders.inside(folder, name)
     if listed is None:
         locations.write(place, data)
@@ -290,7 +295,8 @@ def is_directory(data: bytes | memoryview) -> bool:
 
 
 def _is_whole(data: bytes, where: Any) -> bool:
-    """Verify the checksums of a stored dictionary. Return False for one that Ray Train 1.x stored, which has none."""
+    """Verify the checksums of a stored dictionary. Return False for one that Ray Train 1.x stored,
+    which has none."""
     try:
         return checksums.verify(data)
     except CheckpointError as error:
@@ -324,7 +330,8 @@ def _read(data: bytes | memoryview, where: str, trusted: bool) -> dict[str, Any]
 
 
 def __getattr__(name: str) -> Any:
-    """Support names of `ray.train.checkpoint` that are elsewhere, without importing their modules here."""
+    """Support names of `ray.train.checkpoint` that are elsewhere, without importing their modules
+    here."""
     homes = {
         "CheckpointManager": "raysgd.train.checkpoint_manager",
         "CheckpointStrategy": "raysgd.train.settings",

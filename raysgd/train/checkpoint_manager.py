@@ -1,4 +1,5 @@
-"""Keeps the checkpoints of one run: the newest in memory, the best in storage, written in the background. Driver."""
+"""Keeps the checkpoints of one run: the newest in memory, the best in storage, written in the
+background. Driver."""
 
 from __future__ import annotations
 
@@ -39,9 +40,11 @@ class StoredCheckpoint:
 
 
 class CheckpointManager:
-    """Owns a directory of checkpoints `checkpoint_000001` and so on, local or remote. Each is complete or absent.
+    """Owns a directory of checkpoints `checkpoint_000001` and so on, local or remote. Each is
+    complete or absent.
 
-    `payload` is the newest checkpoint as bytes, for functions that run again. It exists even if nothing is stored.
+    `payload` is the newest checkpoint as bytes, for functions that run again. It exists even if
+    nothing is stored.
     """
 
     def __init__(
@@ -59,14 +62,17 @@ class CheckpointManager:
         self.stored: list[StoredCheckpoint] = []
 
     def check_storage(self) -> None:
-        """Raise an error now for a bucket that does not exist, not at the end of the first epoch."""
+        """Raise an error now for a bucket that does not exist, not at the end of the first
+        epoch."""
         if isinstance(self.directory, Uri) and self.strategy.num_to_keep != 0:
             probe(self.directory)
 
     def adopt(self, reported: Mapping[int, dict[str, Any]], *, resume: bool = True) -> None:
-        """Take over the checkpoints of an earlier run in the directory. Its newest one becomes the newest one here.
+        """Take over the checkpoints of an earlier run in the directory. Its newest one becomes the
+        newest one here.
 
-        `reported` are the metrics of each checkpoint. Without `resume`, the checkpoints are listed but not read.
+        `reported` are the metrics of each checkpoint. Without `resume`, the checkpoints are listed
+        but not read.
         """
         names = [name.removeprefix(PREFIX) for name in locations.names(self.directory) if name.startswith(PREFIX)]
         places = {number: self.place_of(number) for number in sorted(int(each) for each in names if each.isdigit())}
@@ -92,7 +98,8 @@ class CheckpointManager:
         self.latest_id = max([self.latest_id, *reported, *complete])
 
     def register(self, payload: bytes) -> int:
-        """Make a checkpoint the newest one in memory, before storage can fail. Return its number."""
+        """Make a checkpoint the newest one in memory, before storage can fail. Return its
+        number."""
         self.latest_id += 1
         self.payload = payload
         return self.latest_id
@@ -129,7 +136,8 @@ class CheckpointManager:
         return self.strategy.score(content, metrics)
 
     def _score_adopted(self, number: int, payload: bytes, metrics: dict[str, Any]) -> float:
-        """Return the score of an earlier run's checkpoint. The run may have been killed before it wrote the metrics."""
+        """Return the score of an earlier run's checkpoint. The run may have been killed before it
+        wrote the metrics."""
         try:
             return self._score(number, payload, metrics)
         except ConfigError as error:
@@ -161,10 +169,12 @@ class CheckpointManager:
 
 
 class BackgroundWriter:
-    """Does work in order on a thread of its own, so that a recovery never waits for a disk or a bucket.
+    """Does work in order on a thread of its own, so that a recovery never waits for a disk or a
+    bucket.
 
-    Owns the thread and its queue. `fail` is called with the first error, and later work is not done. Storing something for
-    longer than WRITE_LIMIT_S is an error, and nothing waits for it any more.
+    Owns the thread and its queue. `fail` is called with the first error, and later work is not
+    done. Storing something for longer than WRITE_LIMIT_S is an error, and nothing waits for it any
+    more.
     """
 
     def __init__(self, fail: Callable[[BaseException], None]) -> None:

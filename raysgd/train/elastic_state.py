@@ -1,4 +1,5 @@
-"""`train.elastic`: state that surviving workers keep, so that a function resumes within an epoch. Worker."""
+"""`train.elastic`: state that surviving workers keep, so that a function resumes within an epoch.
+Worker."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from raysgd.train.run_session import OutsideSession, Session, current
 
 @dataclass
 class Commit:
-    """The last commit of one rank. The replica owns it, so it survives the attempt. Replacement workers receive it."""
+    """The last commit of one rank. The replica owns it, so it survives the attempt. Replacement
+    workers receive it."""
 
     content: dict[str, Any] | None = None
 
@@ -31,8 +33,9 @@ def elastic(state: Mapping[str, Any]) -> ElasticState:
                 state.commit()
             state["epoch"] += 1
 
-    Objects with `state_dict` and `load_state_dict` are saved with these methods; everything else must be a plain value.
-    When the function runs again after a worker failure, this call restores the last commit of the most advanced rank.
+    Objects with `state_dict` and `load_state_dict` are saved with these methods; everything else
+    must be a plain value. When the function runs again after a worker failure, this call restores
+    the last commit of the most advanced rank.
     """
     session = current("elastic")
     if isinstance(session, OutsideSession):
@@ -43,7 +46,8 @@ def elastic(state: Mapping[str, Any]) -> ElasticState:
 
 
 class ElasticState:
-    """Owns the live objects and values. Plain values are read and set as in a dict: state["epoch"]."""
+    """Owns the live objects and values. Plain values are read and set as in a dict:
+    state["epoch"]."""
 
     def __init__(self, parts: dict[str, Any], session: Session) -> None:
         self._session = session
@@ -65,8 +69,8 @@ class ElasticState:
         self._values[name] = value
 
     def commit(self) -> None:
-        """Commit the current state: training resumes from here after a failure, and new workers join here. Every rank
-        must call it at the same places."""
+        """Commit the current state: training resumes from here after a failure, and new workers
+        join here. Every rank must call it at the same places."""
         self._commit.content = self._copied()
         self._session.at_boundary()
 
@@ -85,8 +89,8 @@ class ElasticState:
             self._values[name] = copy.deepcopy(content[name])
 
     def sync(self) -> None:
-        """Give rank 0's state to all ranks, with torch or Horovod, and commit it. After a failure this is not necessary,
-        because the ranks have the same state then."""
+        """Give rank 0's state to all ranks, with torch or Horovod, and commit it. After a failure
+        this is not necessary, because the ranks have the same state then."""
         if self._session.rank_info.world_size > 1:
             first = self._session.rank_info.world_rank == 0
             self._commit.content = pickle.loads(_from_rank_0(pickle.dumps(self._copied()) if first else None))
@@ -131,7 +135,8 @@ def _unwrapped(part: Any) -> Any:
 
 
 def copied(value: Any) -> Any:
-    """Return a copy that training no longer changes: tensors on the CPU, everything else deep-copied."""
+    """Return a copy that training no longer changes: tensors on the CPU, everything else
+    deep-copied."""
     return mapped(_copied_leaf, value)
 
 

@@ -1,11 +1,12 @@
-"""Runs training functions on the engine: sends the newest checkpoint, and receives the reports. Driver.
+"""Runs training functions on the engine: sends the newest checkpoint, and receives the reports.
+Driver.
 
 start_training(fn)
     a thread asks the engine to run fn on every worker; before each attempt:
         the backend's hooks are called, if the workers have changed
         fn gets the newest checkpoint
-fetch_next_result()  -> what every rank reported in the next round, or None when the function has ended
-finish_training()    -> what every rank returned
+fetch_next_result() -> what every rank reported in the next round, or None when the function has
+ended finish_training() -> what every rank returned
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ HURRY_S = 2.0
 
 
 class BackendExecutor:
-    """Owns the engine, the backend's hooks and the current run. `Trainer` adds a log directory and callbacks.
+    """Owns the engine, the backend's hooks and the current run. `Trainer` adds a log directory and
+    callbacks.
 
     backend_config                   a `BackendConfig`
     num_workers                      the largest number of workers
@@ -125,8 +127,8 @@ class BackendExecutor:
         train_cls_args: tuple[Any, ...] = (),
         train_cls_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        """Start the workers, and call the `initialization_hook` once in each of them. Each creates an object of `train_cls` with
-        `train_cls_args` and `train_cls_kwargs`."""
+        """Start the workers, and call the `initialization_hook` once in each of them. Each creates
+        an object of `train_cls` with `train_cls_args` and `train_cls_kwargs`."""
         if self._engine is not None:
             raise TrainBackendError("the workers were started already: call shutdown() before you start them again")
         ensure_cluster(self._resources)
@@ -182,7 +184,8 @@ class BackendExecutor:
             engine.stop()
 
     def to_worker_group(self) -> TrainWorkerGroup:
-        """Return the objects in the workers, for the user to call directly. Its shutdown shuts this executor down."""
+        """Return the objects in the workers, for the user to call directly. Its shutdown shuts this
+        executor down."""
         return TrainWorkerGroup(self._active(), self.shutdown)
 
     @property
@@ -241,8 +244,9 @@ class BackendExecutor:
         manager: CheckpointManager | None = None,
         ready: Callable[[], None] = lambda: None,
     ) -> None:
-        """Start the function on every worker, and return at once. Without a `run_dir`, checkpoints are only kept in memory.
-        A `manager` replaces the arguments for checkpoints. `ready` is called after all checks, right before the function begins."""
+        """Start the function on every worker, and return at once. Without a `run_dir`, checkpoints
+        are only kept in memory. A `manager` replaces the arguments for checkpoints. `ready` is
+        called after all checks, right before the function begins."""
         engine = self._active()
         task = check_function(train_func, config)
         check_strategy(checkpoint_strategy)
@@ -277,8 +281,8 @@ class BackendExecutor:
             self._thread.start()
 
     def fetch_next_result(self) -> list[dict[str, Any]] | None:
-        """Wait for the next round, and return what every rank reported, or None when the function has ended. Raise the
-        function's error."""
+        """Wait for the next round, and return what every rank reported, or None when the function
+        has ended. Raise the function's error."""
         result = self.fetch_next_round()
         return None if result is None else result.rows
 
@@ -293,8 +297,8 @@ class BackendExecutor:
         return self.finish_training()
 
     def fetch_next_round(self, on_poll: Callable[[], None] = lambda: None) -> RoundResult | None:
-        """Return the next round with the number of the newest checkpoint at that time. `on_poll` is called regularly while
-        this waits, and before it returns."""
+        """Return the next round with the number of the newest checkpoint at that time. `on_poll` is
+        called regularly while this waits, and before it returns."""
         run = self._current("fetch_next_result")
         while True:
             try:
@@ -309,12 +313,13 @@ class BackendExecutor:
             return result
 
     def unfetched_rounds(self) -> list[RoundResult]:
-        """Remove and return the complete rounds of the newest run that were not fetched. Does not wait."""
+        """Remove and return the complete rounds of the newest run that were not fetched. Does not
+        wait."""
         return [] if self._run is None else self._run.unfetched()
 
     def finish_training(self) -> list[Any]:
-        """Wait until the function has ended, and return what every rank returned. Rounds that were not fetched do not
-        delay this."""
+        """Wait until the function has ended, and return what every rank returned. Rounds that were
+        not fetched do not delay this."""
         run = self._current("finish_training")
         run.release()
         assert self._thread is not None
@@ -343,8 +348,8 @@ class BackendExecutor:
         return self._run
 
     def _check_free(self) -> None:
-        """Raise an error while a function is running. Only its own thread may use the workers (in the backend's
-        hooks)."""
+        """Raise an error while a function is running. Only its own thread may use the workers (in
+        the backend's hooks)."""
         thread, running = self._thread, self._running
         if running and thread is not None and thread.is_alive() and thread is not threading.current_thread():
             raise TrainingRunningError(
@@ -389,7 +394,8 @@ class BackendExecutor:
         return {"attempt": attempt, "checkpoint": None if payload is None else Blob(payload)}
 
     def _call_hooks(self) -> None:
-        """Call the backend's hooks for a new generation. Call them again if the generation changes while they run."""
+        """Call the backend's hooks for a new generation. Call them again if the generation changes
+        while they run."""
         engine = self._active()
         while self._hooks_called_for != engine.generation:
             first, self._hooks_called_for = self._hooks_called_for < 0, engine.generation
@@ -434,7 +440,8 @@ class BackendExecutor:
 
     @property
     def latest_checkpoint_id(self) -> int | None:
-        """Return the number of the newest checkpoint. A run may start to count at a number above 0."""
+        """Return the number of the newest checkpoint. A run may start to count at a number above
+        0."""
         return None if self._run is None else self._run.manager.latest_id
 
     @property
@@ -448,7 +455,8 @@ class BackendExecutor:
 
     @property
     def best_checkpoint_path(self) -> Place | None:
-        """Return where the best stored checkpoint is, by the run's strategy; by default, the newest."""
+        """Return where the best stored checkpoint is, by the run's strategy; by default, the
+        newest."""
         return None if self._run is None else self._run.manager.best_path
 
 
@@ -488,7 +496,8 @@ class FunctionJob:
         trial: Mapping[str, Any],
         ready: Callable[[], None] = lambda: None,
     ) -> None:
-        """Start the function on workers that are running, and return at once. `ready` is called right before that."""
+        """Start the function on workers that are running, and return at once. `ready` is called
+        right before that."""
         options = replace(self.options, trial={**self.options.trial, **trial})
         executor.start_training(
             self.function, run_dir, config=self.config, options=options, manager=manager, ready=ready

@@ -1,4 +1,5 @@
-"""The functions that a training function calls, such as `train.report`. Each uses this process's session. Worker."""
+"""The functions that a training function calls, such as `train.report`. Each uses this process's
+session. Worker."""
 
 from __future__ import annotations
 
@@ -23,10 +24,11 @@ __all__ = [
 
 
 def report(metrics: Any = None, checkpoint: Any = None, **values: Any) -> None:
-    """Report metrics: `report(loss=0.1)`, or `report({"loss": 0.1}, checkpoint=Checkpoint...)`, where `metrics` is a dictionary.
+    """Report metrics: `report(loss=0.1)`, or `report({"loss": 0.1}, checkpoint=Checkpoint...)`,
+    where `metrics` is a dictionary.
 
-    Every rank must call it equally often. When it returns, the driver has received the report, so that it is not lost
-    if the worker fails.
+    Every rank must call it equally often. When it returns, the driver has received the report, so
+    that it is not lost if the worker fails.
     """
     session = current("report")
     row: dict[str, Any] = dict(values)
@@ -45,7 +47,8 @@ def save_checkpoint(**values: Any) -> None:
 
 
 def load_checkpoint() -> dict[str, Any] | None:
-    """Return the newest checkpoint of this run as a dict, or the one that the run started from, or None."""
+    """Return the newest checkpoint of this run as a dict, or the one that the run started from, or
+    None."""
     found = current("load_checkpoint").checkpoint()
     return None if found is None else found.to_dict()
 
@@ -71,7 +74,8 @@ def world_size() -> int:
 
 
 def get_dataset_shard(dataset_name: str | None = None) -> Any:
-    """Return this worker's part of the trainer's dataset `dataset_name` (by default the only one), or None if there is none."""
+    """Return this worker's part of the trainer's dataset `dataset_name` (by default the only one),
+    or None if there is none."""
     return current("get_dataset_shard").shard(dataset_name)
 
 

@@ -1,4 +1,5 @@
-"""Follows a run of a training function, one round of reports at a time, and calls the callbacks. Driver."""
+"""Follows a run of a training function, one round of reports at a time, and calls the callbacks.
+Driver."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ logger = logging.getLogger("raysgd")
 
 
 class TrainingIterator:
-    """Yields what all ranks reported in each round: a list of dicts. The function waits in `train.report` when it is
-    `max_reports_ahead` rounds ahead."""
+    """Yields what all ranks reported in each round: a list of dicts. The function waits in
+    `train.report` when it is `max_reports_ahead` rounds ahead."""
 
     def __init__(
         self,
@@ -29,7 +30,8 @@ class TrainingIterator:
         *,
         record: Callable[[RoundResult], None] = lambda result: None,
     ) -> None:
-        """`record` is called with every complete round, before the callbacks, even if the run is stopped."""
+        """`record` is called with every complete round, before the callbacks, even if the run is
+        stopped."""
         self._executor, self._callbacks, self._record = executor, callbacks or CallbackList([]), record
         self._finished = False
         self._rounds = self._recoveries = self._step = 0
@@ -46,8 +48,8 @@ class TrainingIterator:
         return result.rows
 
     def next_round(self) -> RoundResult | None:
-        """Wait for the next round, and return it with the number of the newest checkpoint at that time. Return None
-        when the function has ended."""
+        """Wait for the next round, and return it with the number of the newest checkpoint at that
+        time. Return None when the function has ended."""
         if self._finished:
             return None
         try:
@@ -67,8 +69,9 @@ class TrainingIterator:
         return None
 
     def run_to_end(self, run: Run, begin: Callable[[Callable[[], None]], None]) -> list[Any]:
-        """Start the function, follow it to its end, and return what each rank returned. `begin` starts it, and calls
-        its argument right before that, so that callbacks are called with the start of the run first."""
+        """Start the function, follow it to its end, and return what each rank returned. `begin`
+        starts it, and calls its argument right before that, so that callbacks are called with the
+        start of the run first."""
         started = False
 
         def ready() -> None:
@@ -132,8 +135,8 @@ class TrainingIterator:
 
     @folding
     def get_final_results(self, force: bool = False) -> list[Any] | None:
-        """Return what each rank returned, or None before the end. With `force`, wait for the end, and discard what the
-        function still reports."""
+        """Return what each rank returned, or None before the end. With `force`, wait for the end,
+        and discard what the function still reports."""
         if not self._finished and force:
             for _ in self:
                 pass
@@ -151,5 +154,6 @@ def _without_traces(result: RoundResult) -> RoundResult:
 
 
 def _finite(value: Any, default: float) -> float:
-    """Return the number that raysgd added to a report, unless the function reported something else under its name."""
+    """Return the number that raysgd added to a report, unless the function reported something else
+    under its name."""
     return value if isinstance(value, (int, float)) and math.isfinite(value) else default

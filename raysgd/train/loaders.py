@@ -1,4 +1,5 @@
-"""Data loaders of PyTorch training functions: one rank's part on its device, and one that survives a resize. Worker."""
+"""Data loaders of PyTorch training functions: one rank's part on its device, and one that survives
+a resize. Worker."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ from raysgd.torch.parts import move
 
 
 def distribute(loader: DataLoader[Any], rank_info: RankInfo) -> DataLoader[Any]:
-    """Return a copy of the loader, with the same options, that reads this rank's part. Loaders that already divide
-    their data, or that have no batches to divide, are returned as they are."""
+    """Return a copy of the loader, with the same options, that reads this rank's part. Loaders that
+    already divide their data, or that have no batches to divide, are returned as they are."""
     if isinstance(loader.dataset, IterableDataset) or isinstance(loader.sampler, DistributedSampler):
         return loader
     if loader.batch_size is None:
@@ -49,8 +50,8 @@ def distribute(loader: DataLoader[Any], rank_info: RankInfo) -> DataLoader[Any]:
 
 
 class PreparedLoader:
-    """A loader whose batches are on the device. Each epoch has another order, even without calls of `set_epoch`. If one of
-    the loader's processes fails, the function runs again."""
+    """A loader whose batches are on the device. Each epoch has another order, even without calls of
+    `set_epoch`. If one of the loader's processes fails, the function runs again."""
 
     def __init__(self, loader: DataLoader[Any], device: torch.device | None, *, ahead: bool = False) -> None:
         """With `ahead`, a batch is sent to a GPU while the one before is used."""
@@ -78,16 +79,17 @@ class PreparedLoader:
         return len(self.loader)
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the user's loader, such as `dataset`, `batch_size` or `sampler`."""
+        """Return an attribute of the user's loader, such as `dataset`, `batch_size` or
+        `sampler`."""
         if name == "loader":
             raise AttributeError(name)
         return getattr(self.loader, name)
 
 
 class ElasticLoader:
-    """Owns an epoch's order, and how many of its samples the loop has received. It is part of `train.elastic`'s state:
-    after a change of workers, the rest of the epoch is divided among the new ranks, and each sample is used exactly
-    once."""
+    """Owns an epoch's order, and how many of its samples the loop has received. It is part of
+    `train.elastic`'s state: after a change of workers, the rest of the epoch is divided among the
+    new ranks, and each sample is used exactly once."""
 
     def __init__(self, loader: DataLoader[Any], rank_info: RankInfo, device: torch.device | None) -> None:
         if not is_planned(loader):

@@ -1,4 +1,5 @@
-"""Hosts a training function in one worker: runs it, stops it when a peer fails, and keeps its last commit. Worker."""
+"""Hosts a training function in one worker: runs it, stops it when a peer fails, and keeps its last
+commit. Worker."""
 
 from __future__ import annotations
 
@@ -40,8 +41,9 @@ def _is_data_loaders(frame: FrameType) -> bool:
 
 
 def _must_finish(frame: FrameType | None) -> bool:
-    """Return whether an exception would do harm here: a module whose import is stopped stays broken in this process, Python
-    ignores exceptions in a finalizer, and the processes of a DataLoader that is being made or ended would be left over."""
+    """Return whether an exception would do harm here: a module whose import is stopped stays broken
+    in this process, Python ignores exceptions in a finalizer, and the processes of a DataLoader
+    that is being made or ended would be left over."""
     while frame is not None:
         code = frame.f_code
         if code.co_name == "__del__" or code.co_filename == "<frozen importlib._bootstrap>":
@@ -53,7 +55,8 @@ def _must_finish(frame: FrameType | None) -> bool:
 
 
 def is_keras_3_under_a_strategy(error: ValueError) -> bool:
-    """Return whether Keras 3 has raised TensorFlow's error about a value that a strategy has distributed."""
+    """Return whether Keras 3 has raised TensorFlow's error about a value that a strategy has
+    distributed."""
     modules = [str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(error.__traceback__)]
     return "PerReplica" in str(error) and any(module.startswith("keras.") for module in modules)
 
@@ -64,7 +67,8 @@ def _unchanged(values: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class FunctionReplicaFactory:
-    """Creates a replica in a worker; picklable. `make` creates the object for `execute`, if there is one."""
+    """Creates a replica in a worker; picklable. `make` creates the object for `execute`, if there
+    is one."""
 
     dumps: Callable[[Any], bytes] = pickle.dumps
     encode: Callable[[dict[str, Any]], dict[str, Any]] = _unchanged
@@ -76,8 +80,9 @@ class FunctionReplicaFactory:
 
 
 class FunctionReplica:
-    """Owns the user's object, the last commit, and the number of steps. Each checkpoint and each commit is a step:
-    there the function can continue with other workers, so the engine's batch boundaries are counted in these steps."""
+    """Owns the user's object, the last commit, and the number of steps. Each checkpoint and each
+    commit is a step: there the function can continue with other workers, so the engine's batch
+    boundaries are counted in these steps."""
 
     def __init__(self, rank_info: RankInfo, control: Control, factory: FunctionReplicaFactory) -> None:
         self._rank_info, self._control, self._factory = rank_info, control, factory
@@ -105,7 +110,8 @@ class FunctionReplica:
     # -- calls ----------------------------------------------------------------------------------------
 
     def function(self, task: Any, attempt: Attempt, checkpoint: Any, **engines: Any) -> Any:
-        """Run the training function. Pickle its result here, so that an error in pickling is raised as the user's error."""
+        """Run the training function. Pickle its result here, so that an error in pickling is raised
+        as the user's error."""
         if attempt.run != self._run_number:
             self._run_number = attempt.run
             self._commit.content = None
@@ -135,8 +141,8 @@ class FunctionReplica:
             return Interrupted(None, "the function was stopped in a call of Ray", self.progress)
 
     def _call(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-        """Call the function. Only meanwhile may `_on_signal` stop it, and only once, so that no signal hits its
-        clean-up."""
+        """Call the function. Only meanwhile may `_on_signal` stop it, and only once, so that no
+        signal hits its clean-up."""
         self._stoppable = True
         try:
             if self._control.interrupted:
@@ -179,7 +185,8 @@ class FunctionReplica:
 
     @contextlib.contextmanager
     def _unstoppable(self) -> Iterator[None]:
-        """Ignore signals in a block after which the caller looks whether the function was stopped meanwhile."""
+        """Ignore signals in a block after which the caller looks whether the function was stopped
+        meanwhile."""
         stoppable, self._stoppable = self._stoppable, False
         try:
             yield
@@ -191,14 +198,16 @@ class FunctionReplica:
         threading.Thread(target=self._send_signals, name="raysgd-stop", daemon=True).start()
 
     def _send_signals(self) -> None:
-        """Send signals to the main thread until the function stops, because some code must not be interrupted."""
+        """Send signals to the main thread until the function stops, because some code must not be
+        interrupted."""
         assert STOP_SIGNAL is not None
         while self._stoppable and self._control.interrupted:
             signal.pthread_kill(self._main, STOP_SIGNAL)
             time.sleep(SIGNAL_INTERVAL_S)
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
-        """Raise an exception in the main thread, unless the function must not be stopped at this point."""
+        """Raise an exception in the main thread, unless the function must not be stopped at this
+        point."""
         if self._stoppable and self._control.interrupted and not _must_finish(frame):
             self._stoppable = False
             if frame is not None and str(frame.f_globals.get("__name__", "")).startswith("ray."):

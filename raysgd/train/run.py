@@ -1,4 +1,5 @@
-"""One run of a training function: attempts, rounds of reports, checkpoints. Knows no workers. Driver."""
+"""One run of a training function: attempts, rounds of reports, checkpoints. Knows no workers.
+Driver."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ CALLS = {"report": "train.report()", "checkpoint": "train.save_checkpoint()"}
 
 @dataclass(frozen=True)
 class Report:
-    """One call of `train.report` or `train.save_checkpoint` on one rank. `checkpoint` holds a checkpoint's bytes."""
+    """One call of `train.report` or `train.save_checkpoint` on one rank. `checkpoint` holds a
+    checkpoint's bytes."""
 
     rank: int
     kind: Literal["report", "checkpoint"] = "report"
@@ -43,14 +45,15 @@ Round = tuple[Report, ...]
 
 
 class Rounds:
-    """Groups the reports of one attempt into rounds. Owns the reports of ranks that are ahead of others."""
+    """Groups the reports of one attempt into rounds. Owns the reports of ranks that are ahead of
+    others."""
 
     def __init__(self, world_size: int) -> None:
         self._waiting: list[deque[Report]] = [deque() for _ in range(world_size)]
 
     def add(self, report: Report) -> Round | None:
-        """Add a report. Return the round that it completes, if it does. Raise ReportMismatchError if another rank made
-        a different call in this round."""
+        """Add a report. Return the round that it completes, if it does. Raise ReportMismatchError
+        if another rank made a different call in this round."""
         mine = self._waiting[report.rank]
         mine.append(report)
         same_round = [queue[len(mine) - 1] for queue in self._waiting if len(queue) >= len(mine)]
@@ -77,7 +80,8 @@ class Rounds:
         return rounds
 
     def check_counts(self) -> None:
-        """Raise ReportMismatchError if some ranks reported more often than others by the end of the function."""
+        """Raise ReportMismatchError if some ranks reported more often than others by the end of the
+        function."""
         more = [rank for rank, queue in enumerate(self._waiting) if queue]
         if more:
             fewer = [rank for rank, queue in enumerate(self._waiting) if not queue]
@@ -89,8 +93,8 @@ class Rounds:
 
 
 def checkpoint_of(round_: Round) -> bytes | None:
-    """Return the checkpoint of the lowest rank that has one: in data-parallel training all ranks have the same
-    state."""
+    """Return the checkpoint of the lowest rank that has one: in data-parallel training all ranks
+    have the same state."""
     return next((report.checkpoint for report in round_ if report.checkpoint is not None), None)
 
 
@@ -107,8 +111,8 @@ class ShardMaker(Protocol):
     """Creates each rank's part of the datasets."""
 
     def __call__(self, world_size: int, nodes: Sequence[str] = ()) -> Sequence[Mapping[str, Any]]:
-        """Return each rank's parts by name. The run calls this on the driver for every attempt, with the node of each
-        rank. Nothing reads the parts of an earlier attempt any more."""
+        """Return each rank's parts by name. The run calls this on the driver for every attempt,
+        with the node of each rank. Nothing reads the parts of an earlier attempt any more."""
 
     def close(self) -> None:
         """Called when the run ends."""
@@ -116,8 +120,8 @@ class ShardMaker(Protocol):
 
 @dataclass(frozen=True)
 class Waiting:
-    """A call of a rank that is not acknowledged: the number of its round, that among the rounds of reports (0 for a
-    checkpoint), and what acknowledges it."""
+    """A call of a rank that is not acknowledged: the number of its round, that among the rounds of
+    reports (0 for a checkpoint), and what acknowledges it."""
 
     number: int
     report: int
@@ -137,8 +141,9 @@ class RunOptions:
 class RoundResult:
     """A round: the metrics of each rank, and the number of the newest checkpoint at that time.
 
-    A round is incomplete if the workers failed, or the run ended, before every rank had reported. It has only rank 0's
-    row, and is only recorded, because no attempt will report it again: the checkpoint that goes with it was kept.
+    A round is incomplete if the workers failed, or the run ended, before every rank had reported.
+    It has only rank 0's row, and is only recorded, because no attempt will report it again: the
+    checkpoint that goes with it was kept.
     """
 
     rows: list[dict[str, Any]]
@@ -147,14 +152,16 @@ class RoundResult:
 
 
 class FunctionRun:
-    """Owns the rounds of the current attempt, the queue of complete rounds, the writer that stores checkpoints, and the
-    reports that wait for their acknowledgement.
+    """Owns the rounds of the current attempt, the queue of complete rounds, the writer that stores
+    checkpoints, and the reports that wait for their acknowledgement.
 
-    Calls `fail` for errors in here, because reports are received while the engine is waiting for the function.
+    Calls `fail` for errors in here, because reports are received while the engine is waiting for
+    the function.
 
-    A rank continues when its call is acknowledged. It waits for that in a report while the user has not fetched the last
-    `ahead` rounds, and in any call while the storage is as many rounds behind. So ranks that are in one round wait
-    together: one that continued alone would wait for the others in a collective call, which has a time limit.
+    A rank continues when its call is acknowledged. It waits for that in a report while the user has
+    not fetched the last `ahead` rounds, and in any call while the storage is as many rounds behind.
+    So ranks that are in one round wait together: one that continued alone would wait for the others
+    in a collective call, which has a time limit.
     """
 
     def __init__(
@@ -190,8 +197,8 @@ class FunctionRun:
     # -- the engine's thread --------------------------------------------------------------------------
 
     def begin_attempt(self, world_size: int, nodes: Sequence[str] = ()) -> Attempt:
-        """Return what the ranks need for the next attempt. Rank 0's newest checkpoint of the last attempt counts, because
-        what the driver received from it is never lost."""
+        """Return what the ranks need for the next attempt. Rank 0's newest checkpoint of the last
+        attempt counts, because what the driver received from it is never lost."""
         self._close_incomplete_rounds()
         self._let_continue(everyone=True)  # their calls have ended, but not what the function has started
         self._attempt += 1
@@ -252,9 +259,9 @@ class FunctionRun:
         self._complete.put(None)
 
     def _close_incomplete_rounds(self) -> None:
-        """Close the rounds that not all ranks have completed, up to the first checkpoint of rank 0: ranks that synchronize
-        in collectives are at most one checkpoint apart, and others must not skip work. Drop the rest, which the next
-        attempt repeats."""
+        """Close the rounds that not all ranks have completed, up to the first checkpoint of rank 0:
+        ranks that synchronize in collectives are at most one checkpoint apart, and others must not
+        skip work. Drop the rest, which the next attempt repeats."""
         by_rank_0 = [each[:1] for each in self._rounds.take_incomplete() if each[0].rank == 0]
         saved = next((number for number, each in enumerate(by_rank_0, 1) if checkpoint_of(each) is not None), 0)
         for incomplete in by_rank_0[:saved]:
@@ -307,7 +314,8 @@ class FunctionRun:
     # -- the user's thread ----------------------------------------------------------------------------
 
     def next_round(self, timeout: float) -> RoundResult | None:
-        """Return the next round, or None if there are no more. Raise queue.Empty after the timeout."""
+        """Return the next round, or None if there are no more. Raise queue.Empty after the
+        timeout."""
         result = self._complete.get(timeout=timeout)
         if result is None:
             self._complete.put(None)
@@ -318,8 +326,9 @@ class FunctionRun:
         return result
 
     def tolerate_ahead(self) -> None:
-        """Let ranks that are ahead of others continue, because the user has been waiting for some time, and they may wait
-        for a round that the others never report, or that they report only after a collective call."""
+        """Let ranks that are ahead of others continue, because the user has been waiting for some
+        time, and they may wait for a round that the others never report, or that they report only
+        after a collective call."""
         if self._rounds.ahead:
             with self._lock:
                 self._lenience = max(1, 2 * self._lenience)
@@ -347,7 +356,8 @@ def function_name(function: Any) -> str:
 
 
 def check_function(function: Any, config: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Return a training function and its arguments: none, or the config. Raise ConfigError for other signatures."""
+    """Return a training function and its arguments: none, or the config. Raise ConfigError for
+    other signatures."""
     if not callable(function):
         raise ConfigError(f"the training function must be a function of no or one argument, got {function!r}")
     if config is not None and not isinstance(config, Mapping):
@@ -370,8 +380,9 @@ def check_function(function: Any, config: Any) -> tuple[Callable[..., Any], tupl
 
 
 def payload_of(checkpoint: Any, dumps: Callable[[Any], bytes]) -> bytes | None:
-    """Return the checkpoint that a run starts from as bytes: a dict, a Checkpoint, or the path or URI of a stored one.
-    Raise an error here, before any worker gets it, if it is damaged, unknown, or would run code."""
+    """Return the checkpoint that a run starts from as bytes: a dict, a Checkpoint, or the path or
+    URI of a stored one. Raise an error here, before any worker gets it, if it is damaged, unknown,
+    or would run code."""
     if checkpoint is None:
         return None
     if isinstance(checkpoint, Mapping):

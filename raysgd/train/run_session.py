@@ -1,4 +1,5 @@
-"""The session behind `train.report` and the other functions: what a running function can read and report. Worker."""
+"""The session behind `train.report` and the other functions: what a running function can read and
+report. Worker."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ class TrainingResultType(Enum):
 
 
 class Stopped(BaseException):
-    """Ends a training function from inside: a peer failed, or all ranks stop here for a planned change of workers.
+    """Ends a training function from inside: a peer failed, or all ranks stop here for a planned
+    change of workers.
 
     Not an Exception, so that the function's own error handlers do not catch it.
     """
@@ -66,8 +68,9 @@ class Attempt:
 class Session:
     """Owns one rank's counters in one attempt.
 
-    `dumps` is the driver's choice of pickler. `at_boundary` is called after each checkpoint and commit, where the run
-    can continue with other workers. `commit` holds the last commit of `train.elastic`.
+    `dumps` is the driver's choice of pickler. `at_boundary` is called after each checkpoint and
+    commit, where the run can continue with other workers. `commit` holds the last commit of
+    `train.elastic`.
     """
 
     def __init__(
@@ -96,8 +99,8 @@ class Session:
     # -- reporting ------------------------------------------------------------------------------------
 
     def report(self, metrics: Mapping[str, Any], checkpoint: Checkpoint | None) -> None:
-        """Send metrics, and a checkpoint if there is one. Return when the driver has received them, and neither
-        the user nor the storage is too many rounds behind."""
+        """Send metrics, and a checkpoint if there is one. Return when the driver has received them,
+        and neither the user nor the storage is too many rounds behind."""
         check_metrics(metrics, of="train.report() cannot report this")
         self._reports += 1
         try:
@@ -199,8 +202,8 @@ class Session:
 
 
 class OutsideSession(Session):
-    """The session of a function that is called directly, for example in a test: rank 0 of 1. Reports and checkpoints are
-    checked, and dropped."""
+    """The session of a function that is called directly, for example in a test: rank 0 of 1.
+    Reports and checkpoints are checked, and dropped."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -222,8 +225,8 @@ _running: list[Session] = []
 
 
 class running:
-    """A context with this session as the current one. `contextlib` would set attributes of exceptions that leave it,
-    which some exceptions do not allow."""
+    """A context with this session as the current one. `contextlib` would set attributes of
+    exceptions that leave it, which some exceptions do not allow."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -237,7 +240,8 @@ class running:
 
 
 def trial_functions() -> Any:
-    """Return the module `raysgd.tune.functions` if Tune runs a function in this process, else None."""
+    """Return the module `raysgd.tune.functions` if Tune runs a function in this process, else
+    None."""
     if "ray.tune" not in sys.modules:
         return None
     functions = import_module("raysgd.tune.functions")
@@ -245,8 +249,8 @@ def trial_functions() -> Any:
 
 
 def current(function: str) -> Session:
-    """Return the session of the training function that is running in this process. `function` is the caller's name.
-    Outside one, warn, and return that of a single worker."""
+    """Return the session of the training function that is running in this process. `function` is
+    the caller's name. Outside one, warn, and return that of a single worker."""
     if _running:
         return _running[-1]
     if (functions := trial_functions()) is not None:

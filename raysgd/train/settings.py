@@ -1,4 +1,5 @@
-"""The settings of `DataParallelTrainer`: scaling, failures, checkpoints, and the run itself. Both."""
+"""The settings of `DataParallelTrainer`: scaling, failures, checkpoints, and the run itself.
+Both."""
 
 from __future__ import annotations
 
@@ -40,8 +41,8 @@ REPORTED = "a checkpoint is stored whenever the training function reports or sav
 
 
 def reject_unknown(**hints: str) -> Callable[[type[T]], type[T]]:
-    """Decorate a class of settings: an unknown argument is a ConfigError that lists the known ones. `hints` say what to
-    do about names that users know from Ray."""
+    """Decorate a class of settings: an unknown argument is a ConfigError that lists the known ones.
+    `hints` say what to do about names that users know from Ray."""
 
     def decorate(cls: type[T]) -> type[T]:
         original: Callable[..., None] = cls.__init__
@@ -66,9 +67,11 @@ def reject_unknown(**hints: str) -> Callable[[type[T]], type[T]]:
 class ScalingConfig:
     """How many workers there are, and which resources each has.
 
-    num_workers           a number, or (min, max): as many of max as the cluster has room for, and never fewer than min
+    num_workers           a number, or (min, max): as many of max as the cluster has room for, and
+                          never fewer than min
     use_gpu               one GPU for each worker
-    resources_per_worker  {"CPU": 2, "special": 1}: overrides the default of one CPU, and use_gpu's GPU, by name
+    resources_per_worker  {"CPU": 2, "special": 1}: overrides the default of one CPU, and use_gpu's
+                          GPU, by name
     trainer_resources     the resources of a Tune trial's coordinator; one CPU by default
     placement_strategy    the strategy of a Tune trial's placement group
     elastic               an ElasticConfig; the minimum of num_workers overrides its min_workers
@@ -114,7 +117,8 @@ class ScalingConfig:
         return elastic if self.least is None else replace(elastic, min_workers=self.least)
 
     def bundles(self) -> list[dict[str, float]]:
-        """Return the bundles of a Tune trial's placement group: the coordinator's, then each worker's."""
+        """Return the bundles of a Tune trial's placement group: the coordinator's, then each
+        worker's."""
         return [dict(self.trainer_resources or {"CPU": 1}), *(self.worker.as_dict() for _ in range(self.most))]
 
 
@@ -131,7 +135,8 @@ def _check_num_workers(count: Any) -> None:
 @reject_unknown(fail_fast="an error in the function always ends the run")
 @dataclass(frozen=True)
 class FailureConfig:
-    """A run survives `max_failures` worker failures; -1: any number. An error in the function itself is never retried."""
+    """A run survives `max_failures` worker failures; -1: any number. An error in the function
+    itself is never retried."""
 
     max_failures: int = 3
 
@@ -152,9 +157,11 @@ def check_failure_limit(name: str, limit: Any) -> None:
 class CheckpointConfig:
     """How many checkpoints of a run stay in storage, and which ones.
 
-    num_to_keep                 None: all; 0: none, only the newest one is kept in memory; k: the best k
-    checkpoint_score_attribute  the number that ranks checkpoints: a value in the checkpoint, or else in the metrics
-                                reported with it. None: the time, so the newest ones are kept
+    num_to_keep                 None: all; 0: none, only the newest one is kept in memory; k: the
+                                best k
+    checkpoint_score_attribute  the number that ranks checkpoints: a value in the checkpoint, or
+                                else in the metrics reported with it. None: the time, so the newest
+                                ones are kept
     checkpoint_score_order      "max" or "min": whether a larger or a smaller number is better
     """
 
@@ -182,7 +189,8 @@ class CheckpointConfig:
         return self.checkpoint_score_attribute in (None, TIMESTAMP)
 
     def score(self, checkpoint: dict[str, Any], metrics: dict[str, Any]) -> float:
-        """Return a score of which larger is better, in either order. NaN is worse than any number."""
+        """Return a score of which larger is better, in either order. NaN is worse than any
+        number."""
         name = self.checkpoint_score_attribute
         assert name is not None, "the manager scores by time itself"
         found = checkpoint.get(name, metrics.get(name))
@@ -199,8 +207,9 @@ class CheckpointConfig:
 @reject_unknown(checkpoint_frequency=REPORTED, checkpoint_at_end=REPORTED)
 @dataclass(frozen=True)
 class CheckpointStrategy(CheckpointConfig):
-    """A `CheckpointConfig` under the name that `Trainer.run(checkpoint_strategy=...)` uses. Both classes are accepted
-    everywhere. `num_to_keep` and `checkpoint_score_order` are the same; `checkpoint_score_attribute` is the time by default."""
+    """A `CheckpointConfig` under the name that `Trainer.run(checkpoint_strategy=...)` uses. Both
+    classes are accepted everywhere. `num_to_keep` and `checkpoint_score_order` are the same;
+    `checkpoint_score_attribute` is the time by default."""
 
     checkpoint_score_attribute: str | None = TIMESTAMP
 
@@ -212,7 +221,8 @@ def check_strategy(given: Any) -> None:
 
 
 def rays_own(given: Any) -> str:
-    """Return what to do about Ray's own class of this name. Its defaults are others, so its values are not taken over."""
+    """Return what to do about Ray's own class of this name. Its defaults are others, so its values
+    are not taken over."""
     name = type(given).__name__
     if not type(given).__module__.startswith("ray.") or name not in __all__:
         return ""
@@ -259,14 +269,16 @@ class RunConfig:
                 raise ConfigError(f"{name} must be a raysgd.train.{kind.__name__}, got {given!r}{rays_own(given)}")
 
     def __copy__(self) -> RunConfig:
-        """Raise an error in `ray.tune.Tuner`, which copies its settings to change them, and needs more of them."""
+        """Raise an error in `ray.tune.Tuner`, which copies its settings to change them, and needs
+        more of them."""
         raise ConfigError(
             "raysgd.train.RunConfig cannot be copied. If you passed it to ray.tune.Tuner, pass Tune's own settings there: "
             "run_config=ray.tune.RunConfig(name=..., storage_path=...). To change one setting, use dataclasses.replace"
         )
 
     def to_store(self) -> RunConfig:
-        """Return a copy without callbacks and without the secrets of a URI: `restore` is given the path again."""
+        """Return a copy without callbacks and without the secrets of a URI: `restore` is given the
+        path again."""
         masked = mask(self.storage_path) if isinstance(self.storage_path, str) else self.storage_path
         return replace(self, callbacks=None, storage_path=masked)
 
@@ -275,7 +287,8 @@ class RunConfig:
         return f"RunConfig({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
 
     def completed(self, stored: RunConfig) -> RunConfig:
-        """Return a copy that takes what it does not set from the stored settings of an earlier run."""
+        """Return a copy that takes what it does not set from the stored settings of an earlier
+        run."""
         kept = self.checkpoint_config or stored.checkpoint_config
         return replace(self, checkpoint_config=kept, failure_config=self.failure_config or stored.failure_config)
 

@@ -1,4 +1,5 @@
-"""Connects the ranks of a TensorFlow function: sets TF_CONFIG; the function creates the strategy. Both."""
+"""Connects the ranks of a TensorFlow function: sets TF_CONFIG; the function creates the strategy.
+Both."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ PEER_ERRORS = ("Collective", "CoordinationService", "/job:worker", "RecvBuf")
 
 
 class TensorflowFunctionBackend(HeldPortBackend):
-    """Gives the ranks each other's addresses. On a worker, owns the port for the server that the function starts. After a
-    worker failure the function runs again in new processes."""
+    """Gives the ranks each other's addresses. On a worker, owns the port for the server that the
+    function starts. After a worker failure the function runs again in new processes."""
 
     def join(self, rank_info: RankInfo, settings: dict[str, Any]) -> None:
         self._release()  # frees the port for the server that the function starts
@@ -30,8 +31,8 @@ class TensorflowFunctionBackend(HeldPortBackend):
         abort_collectives()
 
     def is_interruption(self, error: BaseException) -> bool:
-        """Recognize the error, or one that caused it, by the names of TensorFlow's types and by the texts of its
-        runtime."""
+        """Recognize the error, or one that caused it, by the names of TensorFlow's types and by the
+        texts of its runtime."""
         for each in causes_of(error):
             if isinstance(each, NoFreePortError):
                 return True

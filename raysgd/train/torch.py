@@ -1,4 +1,5 @@
-"""Helpers for PyTorch training functions: devices, models, data loaders, mixed precision, profiling. Worker.
+"""Helpers for PyTorch training functions: devices, models, data loaders, mixed precision,
+profiling. Worker.
 
 All of them are optional; they replace the usual boilerplate.
 
@@ -50,7 +51,8 @@ __all__ = [
 
 
 def get_device() -> torch.device:
-    """Return this worker's device: its GPU among those that the workers of its node see, or the CPU."""
+    """Return this worker's device: its GPU among those that the workers of its node see, or the
+    CPU."""
     current("torch.get_device")
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
@@ -63,8 +65,8 @@ def prepare_model(
     wrap_ddp: bool = True,
     ddp_kwargs: Mapping[str, Any] | None = None,
 ) -> nn.Module:
-    """Return the model on this worker's device, with automatic mixed precision after `accelerate(amp=True)`, and
-    wrapped in DistributedDataParallel if there are several workers."""
+    """Return the model on this worker's device, with automatic mixed precision after
+    `accelerate(amp=True)`, and wrapped in DistributedDataParallel if there are several workers."""
     session = current("torch.prepare_model")
     device = get_device()
     if move_to_device:
@@ -85,9 +87,10 @@ def prepare_data_loader(
     move_to_device: bool = True,
     auto_transfer: bool = True,
 ) -> PreparedLoader:
-    """Return a loader of this worker's part of the data, with batches on the worker's device. If the loader shuffles,
-    each epoch has another order. The batch size is per worker. With `auto_transfer`, the next batch is copied to a GPU
-    while the model computes; this has no effect on a CPU."""
+    """Return a loader of this worker's part of the data, with batches on the worker's device. If
+    the loader shuffles, each epoch has another order. The batch size is per worker. With
+    `auto_transfer`, the next batch is copied to a GPU while the model computes; this has no effect
+    on a CPU."""
     session = current("torch.prepare_data_loader")
     if not isinstance(data_loader, DataLoader):
         raise ConfigError(f"prepare_data_loader takes a torch DataLoader, got {data_loader!r}")
@@ -97,7 +100,8 @@ def prepare_data_loader(
 
 
 def elastic_data_loader(data_loader: DataLoader[Any], move_to_device: bool = True) -> ElasticLoader:
-    """Return a loader that uses every sample of an epoch exactly once, even if the number of workers changes during it.
+    """Return a loader that uses every sample of an epoch exactly once, even if the number of
+    workers changes during it.
 
     Pass it to `train.elastic` together with the model, and commit after each step.
     """
@@ -108,8 +112,8 @@ def elastic_data_loader(data_loader: DataLoader[Any], move_to_device: bool = Tru
 
 
 def enable_reproducibility(seed: int = 0) -> None:
-    """Seed torch, NumPy and Python (and thus the processes of data loaders), and select deterministic kernels.
-    Different machines or versions may still give different results."""
+    """Seed torch, NumPy and Python (and thus the processes of data loaders), and select
+    deterministic kernels. Different machines or versions may still give different results."""
     current("torch.enable_reproducibility")
     torch.manual_seed(seed)
     random.seed(seed)
@@ -128,8 +132,8 @@ def enable_reproducibility(seed: int = 0) -> None:
 
 
 def accelerate(amp: bool = False) -> None:
-    """Turn on automatic mixed precision for `prepare_model`, `prepare_optimizer` and `backward`: float16 with a scaled
-    loss on a GPU, bfloat16 on a CPU. Call it first in the function."""
+    """Turn on automatic mixed precision for `prepare_model`, `prepare_optimizer` and `backward`:
+    float16 with a scaled loss on a GPU, bfloat16 on a CPU. Call it first in the function."""
     session = current("torch.accelerate")
     if session.precision is not None:
         raise RuntimeError("train.torch.accelerate() was called twice in this function: call it once, at the top")
@@ -139,7 +143,8 @@ def accelerate(amp: bool = False) -> None:
 
 
 def prepare_optimizer(optimizer: Optimizer) -> Optimizer:
-    """Return the optimizer; if the loss is scaled, wrapped so that `step` unscales the gradients."""
+    """Return the optimizer; if the loss is scaled, wrapped so that `step` unscales the
+    gradients."""
     precision = current("torch.prepare_optimizer").precision
     return ScaledOptimizer(optimizer, precision.scaler) if isinstance(precision, Fp16) else optimizer
 
@@ -151,8 +156,9 @@ def backward(tensor: torch.Tensor) -> None:
 
 
 class _InAutocast:
-    """Runs a model's `forward` in mixed precision. The model's parameters, its class and its state dict do not change. A deep
-    copy of the model has a deep copy of this object, whose bound `forward` is that of the copy, with the copy's weights."""
+    """Runs a model's `forward` in mixed precision. The model's parameters, its class and its state
+    dict do not change. A deep copy of the model has a deep copy of this object, whose bound
+    `forward` is that of the copy, with the copy's weights."""
 
     def __init__(self, forward: Callable[..., Any], precision: Precision) -> None:
         self._forward, self._precision = forward, precision
@@ -177,7 +183,8 @@ def _to_float32(value: Any) -> Any:
 
 
 class ScaledOptimizer(Optimizer):
-    """Wraps the user's optimizer, and shares its parameters and state. `step` goes through the gradient scaler."""
+    """Wraps the user's optimizer, and shares its parameters and state. `step` goes through the
+    gradient scaler."""
 
     def __init__(self, optimizer: Optimizer, scaler: torch.amp.GradScaler) -> None:
         # Optimizer.__init__ is not called: the wrapped optimizer has everything that it would create.
@@ -211,8 +218,8 @@ class ScaledOptimizer(Optimizer):
 
 
 class TorchWorkerProfiler:
-    """Collects what a `torch.profiler.profile` of yours records, and sends it with a report. Traces lie in `trace_dir`
-    until then, by default a temporary folder.
+    """Collects what a `torch.profiler.profile` of yours records, and sends it with a report. Traces
+    lie in `trace_dir` until then, by default a temporary folder.
 
         profiler = train.torch.TorchWorkerProfiler()
         with torch.profiler.profile(schedule=..., on_trace_ready=profiler.trace_handler) as profile:
@@ -220,11 +227,13 @@ class TorchWorkerProfiler:
             profile.step()
         train.report(loss=loss, **profiler.get_and_clear_profile_traces())
 
-    `TorchTensorboardProfilerCallback` writes the traces on the driver. Other callbacks do not get them.
+    `TorchTensorboardProfilerCallback` writes the traces on the driver. Other callbacks do not get
+    them.
     """
 
     def __init__(self, trace_dir: str | Path | None = None) -> None:
-        """With `trace_dir`, the traces are also written to this directory of the worker's machine."""
+        """With `trace_dir`, the traces are also written to this directory of the worker's
+        machine."""
         self._folder = None if trace_dir is None else Path(trace_dir)
         self._traces = TraceKeeper(current("torch.TorchWorkerProfiler").rank_info.world_rank)
 

@@ -1,4 +1,5 @@
-"""Connects the ranks of a torch function as the class API does, and sets the environment that scripts expect. Both."""
+"""Connects the ranks of a torch function as the class API does, and sets the environment that
+scripts expect. Both."""
 
 from __future__ import annotations
 
@@ -17,8 +18,9 @@ from raysgd.torch.process_group import TorchBackend
 
 
 class TorchFunctionBackend(TorchBackend):
-    """Connects the ranks in a torch process group. With `env`, also sets MASTER_ADDR, RANK and so on. Each worker sees the
-    GPUs of all workers on its node, because scripts use `cuda:{local_rank}`."""
+    """Connects the ranks in a torch process group. With `env`, also sets MASTER_ADDR, RANK and so
+    on. Each worker sees the GPUs of all workers on its node, because scripts use
+    `cuda:{local_rank}`."""
 
     def __init__(self, name: str, *, env: bool = True, use_gpu: bool = False, **limits: Any) -> None:
         super().__init__(name, **limits)
@@ -26,7 +28,8 @@ class TorchFunctionBackend(TorchBackend):
         self._gpus: str | None = None
 
     def offer(self) -> dict[str, Any]:
-        """Return the GPUs that Ray assigned. `join` makes those of the other workers visible too."""
+        """Return the GPUs that Ray assigned. `join` makes those of the other workers visible
+        too."""
         self._gpus = visible_gpus() if self._gpus is None else self._gpus
         return {"gpus": self._gpus}
 
@@ -58,8 +61,8 @@ def environment(rank_info: RankInfo, settings: dict[str, Any]) -> dict[str, str]
 
 
 def to_cpu(value: Any) -> Any:
-    """Move tensors to the CPU, because the driver may have no GPU, and take models out of DistributedDataParallel, which
-    cannot be loaded without a process group."""
+    """Move tensors to the CPU, because the driver may have no GPU, and take models out of
+    DistributedDataParallel, which cannot be loaded without a process group."""
     if isinstance(value, DistributedDataParallel):
         value = value.module
     if isinstance(value, torch.nn.Module):

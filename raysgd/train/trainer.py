@@ -61,13 +61,15 @@ class Trainer:
         machines become free        -> new workers join after the next checkpoint
         return what each rank returned
 
-    `backend` is "torch", "tensorflow", "horovod" or a `BackendConfig`. With `use_gpu`, each worker has one GPU;
-    `resources_per_worker` overrides what a worker reserves. `elastic` is an `ElasticConfig`.
+    `backend` is "torch", "tensorflow", "horovod" or a `BackendConfig`. With `use_gpu`, each worker
+    has one GPU; `resources_per_worker` overrides what a worker reserves. `elastic` is an
+    `ElasticConfig`.
 
-    `logdir` is a path, or a URI such as `s3://bucket/runs`: then checkpoints are stored there, and what callbacks write
-    in `~/ray_results` is copied there when a run ends. `max_retries` is how many worker failures one run survives (-1:
-    any number). `max_reports_ahead` is how many rounds of reports the function may be ahead of what was fetched; with 1,
-    each `train.report` waits until its round was fetched.
+    `logdir` is a path, or a URI such as `s3://bucket/runs`: then checkpoints are stored there, and
+    what callbacks write in `~/ray_results` is copied there when a run ends. `max_retries` is how
+    many worker failures one run survives (-1: any number). `max_reports_ahead` is how many rounds
+    of reports the function may be ahead of what was fetched; with 1, each `train.report` waits
+    until its round was fetched.
     """
 
     def __init__(
@@ -117,15 +119,15 @@ class Trainer:
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        """Start the workers. Each calls the `initialization_hook` once, and creates an object of `train_cls` with the
-        other arguments,
-        for `execute`."""
+        """Start the workers. Each calls the `initialization_hook` once, and creates an object of
+        `train_cls` with the other arguments, for `execute`."""
         if initialization_hook is not None and not callable(initialization_hook):
             raise ConfigError(f"initialization_hook must be a function without arguments, got {initialization_hook!r}")
         self._executor.start(initialization_hook, train_cls, args, kwargs)
 
     def shutdown(self) -> None:
-        """End the workers and free their resources. Checkpoints and directories of past runs remain available."""
+        """End the workers and free their resources. Checkpoints and directories of past runs remain
+        available."""
         self._executor.shutdown()
         if self._to_tune is not None:
             self._to_tune.end()
@@ -154,13 +156,14 @@ class Trainer:
         checkpoint_strategy: CheckpointConfig | None = None,
         dataset: Any = None,
     ) -> list[Any]:
-        """Run `train_func` to its end, with `config` if it has a parameter. Return what each rank returned, in rank order.
+        """Run `train_func` to its end, with `config` if it has a parameter. Return what each rank
+        returned, in rank order.
 
-        `checkpoint` (a dict, or the path or URI of a stored one) is what `load_checkpoint()` returns at first.
-        `dataset` is a Ray Dataset, or a dict of them by name: each worker reads its part with
-        `train.get_dataset_shard(name)`. The order of Ray Train 1.x (dataset, checkpoint, checkpoint_strategy) is
-        recognized by the type of these arguments. `callbacks` get every round of reports, and `checkpoint_strategy` says which
-        checkpoints stay.
+        `checkpoint` (a dict, or the path or URI of a stored one) is what `load_checkpoint()`
+        returns at first. `dataset` is a Ray Dataset, or a dict of them by name: each worker reads
+        its part with `train.get_dataset_shard(name)`. The order of Ray Train 1.x (dataset,
+        checkpoint, checkpoint_strategy) is recognized by the type of these arguments. `callbacks`
+        get every round of reports, and `checkpoint_strategy` says which checkpoints stay.
         """
         self._check_started()
         checkpoint, checkpoint_strategy, dataset = in_order(checkpoint, checkpoint_strategy, dataset)
@@ -190,8 +193,8 @@ class Trainer:
         checkpoint_strategy: CheckpointConfig | None = None,
         dataset: Any = None,
     ) -> TrainingIterator:
-        """Start `train_func`. Return an iterator over what all ranks report, round by round. `config`, `checkpoint`,
-        `checkpoint_strategy` and `dataset` are those of `run`."""
+        """Start `train_func`. Return an iterator over what all ranks report, round by round.
+        `config`, `checkpoint`, `checkpoint_strategy` and `dataset` are those of `run`."""
         self._check_started()
         checkpoint, checkpoint_strategy, dataset = in_order(checkpoint, checkpoint_strategy, dataset)
         rounds = TrainingIterator(self._executor, make_callback_list(None, history=self.history))
@@ -231,8 +234,8 @@ class Trainer:
 
     @folding
     def execute(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """Call `func(obj, *args, **kwargs)` in every worker, with its object of `train_cls`. Return the values in rank
-        order."""
+        """Call `func(obj, *args, **kwargs)` in every worker, with its object of `train_cls`. Return
+        the values in rank order."""
         self._check_started()
         return self._executor.worker_group.execute_object(func, args, kwargs)
 
@@ -243,8 +246,8 @@ class Trainer:
         return self._executor.worker_group.execute_object(func, args, kwargs, only=0)[0]
 
     def to_worker_group(self, train_cls: type, *args: Any, **kwargs: Any) -> TrainWorkerGroup:
-        """Start workers that each hold an object of `train_cls`, with the backend set up, and return them for Ray
-        calls. Shut the group down when you no longer need it."""
+        """Start workers that each hold an object of `train_cls`, with the backend set up, and
+        return them for Ray calls. Shut the group down when you no longer need it."""
         if self._executor.is_started:
             raise TrainBackendError(
                 "to_worker_group() starts workers of its own: create a new Trainer for it, and do not start it"
@@ -254,8 +257,8 @@ class Trainer:
         return executor.to_worker_group()
 
     def to_tune_trainable(self, train_func: Callable[..., Any], dataset: Any = None) -> Any:
-        """Return a Tune Trainable class (extra: tune). Each trial runs `train_func` on workers like this trainer's,
-        with the trial's config and its own shards of the `dataset`."""
+        """Return a Tune Trainable class (extra: tune). Each trial runs `train_func` on workers like
+        this trainer's, with the trial's config and its own shards of the `dataset`."""
         if self._executor.is_started:
             raise TrainBackendError(
                 "to_tune_trainable() starts workers in each trial: create a new Trainer for it, and do not start it"
@@ -306,7 +309,8 @@ class Trainer:
 
     @staticmethod
     def create_logdir(log_dir: str | Place | None) -> Place:
-        """Create `log_dir`, the directory of a trainer's runs, as its constructor does, and return it."""
+        """Create `log_dir`, the directory of a trainer's runs, as its constructor does, and return
+        it."""
         return _make_places(log_dir)[0]
 
     def create_run_dir(self) -> None:
@@ -349,7 +353,8 @@ class Trainer:
 
     @property
     def best_checkpoint_path(self) -> Place | None:
-        """Return where the best stored checkpoint is, by the run's strategy; by default, the newest."""
+        """Return where the best stored checkpoint is, by the run's strategy; by default, the
+        newest."""
         return self._executor.best_checkpoint_path
 
 
@@ -363,7 +368,8 @@ def _make_places(logdir: str | Place | None) -> tuple[Place, Path]:
 
 
 def in_order(checkpoint: Any, checkpoint_strategy: Any, dataset: Any) -> tuple[Any, Any, Any]:
-    """Return these arguments of a run, which Ray Train 1.x has in the order dataset, checkpoint, checkpoint_strategy."""
+    """Return these arguments of a run, which Ray Train 1.x has in the order dataset, checkpoint,
+    checkpoint_strategy."""
     if is_dataset(checkpoint) or isinstance(dataset, CheckpointConfig):
         return checkpoint_strategy, dataset, checkpoint
     return checkpoint, checkpoint_strategy, dataset

@@ -1,4 +1,5 @@
-"""Worker processes that run functions: `execute(fn, ...)` on all, `execute_single(rank, fn, ...)` on one. Driver."""
+"""Worker processes that run functions: `execute(fn, ...)` on all, `execute_single(rank, fn, ...)`
+on one. Driver."""
 
 from __future__ import annotations
 
@@ -42,18 +43,21 @@ def limits_for(*, collective_s: float = HANG_S, hang_s: float = HANG_S) -> Limit
 
 
 def check_resources(num_workers: Any, cpus: Any, gpus: Any, additional: Any) -> WorkerResources:
-    """Return the resources of one worker. Raise ConfigError for invalid ones, or an invalid number of workers."""
+    """Return the resources of one worker. Raise ConfigError for invalid ones, or an invalid number
+    of workers."""
     at_least("num_workers", num_workers, 1, whole=True)
     wanted = {**dict(additional or {}), "GPU": gpus}
     return WorkerResources.parse(cpus, bool(gpus), wanted)
 
 
 class WorkersChanged(TrainingWorkerError):
-    """Ends a backend's hook in which workers have failed. The hook is called again for the new generation."""
+    """Ends a backend's hook in which workers have failed. The hook is called again for the new
+    generation."""
 
 
 class WorkerGroup:
-    """A group of workers, which its constructor starts. The hooks of a backend receive that of a trainer.
+    """A group of workers, which its constructor starts. The hooks of a backend receive that of a
+    trainer.
 
         group = WorkerGroup(num_workers=2)
         group.execute(os.getpid)
@@ -63,7 +67,8 @@ class WorkerGroup:
     num_cpus_per_worker              CPUs that each reserves
     num_gpus_per_worker              GPUs that each reserves
     additional_resources_per_worker  other Ray resources that each reserves
-    actor_cls                        a class of which each worker creates an object, for `execute_object`
+    actor_cls                        a class of which each worker creates an object, for
+                                     `execute_object`
     actor_cls_args                   the positional arguments for it
     actor_cls_kwargs                 the keyword arguments for it
     placement_group                  a placement group of Ray in which the workers run
@@ -106,8 +111,9 @@ class WorkerGroup:
         guard: Callable[[], None],
         max_failures: Callable[[], int] = int,
     ) -> WorkerGroup:
-        """Return the worker group of a running engine. `guard` raises an error while a function is running. `max_failures` returns
-        how many worker failures a call may have before the engine gives up; the call then raises WorkersChanged."""
+        """Return the worker group of a running engine. `guard` raises an error while a function is
+        running. `max_failures` returns how many worker failures a call may have before the engine
+        gives up; the call then raises WorkersChanged."""
         group = cls.__new__(cls)
         group._engine, group._has_object = engine, has_object
         group._guard, group._max_failures = guard, max_failures
@@ -138,7 +144,8 @@ class WorkerGroup:
 
     @property
     def workers(self) -> list[SimpleNamespace]:
-        """Return each worker's object as `actor`, and what is known about its process as `metadata`, in rank order."""
+        """Return each worker's object as `actor`, and what is known about its process as
+        `metadata`, in rank order."""
         engine = self._active
         known = zip(engine.nodes, self.execute(_metadata), strict=True)
         return [
@@ -165,24 +172,27 @@ class WorkerGroup:
         return self._call(func, args, kwargs, None)
 
     def execute_single(self, worker_index: int, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call `func(*args, **kwargs)` on the worker with this `worker_index`, and return its value."""
+        """Call `func(*args, **kwargs)` on the worker with this `worker_index`, and return its
+        value."""
         self._check_index(worker_index)
         return self._call(func, args, kwargs, worker_index)[worker_index]
 
     def execute_async(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """Call `func(*args, **kwargs)` on every worker, and return Ray references to the values, for ray.get, which
-        raises Ray's errors for failed workers."""
+        """Call `func(*args, **kwargs)` on every worker, and return Ray references to the values,
+        for ray.get, which raises Ray's errors for failed workers."""
         return [self.execute_single_async(rank, func, *args, **kwargs) for rank in range(len(self))]
 
     def execute_single_async(self, worker_index: int, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call `func(*args, **kwargs)` on the worker with this `worker_index`, and return a Ray reference to its value."""
+        """Call `func(*args, **kwargs)` on the worker with this `worker_index`, and return a Ray
+        reference to its value."""
         self._check_index(worker_index)
         engine = self._active
         call = Call(FunctionReplica.apply, {"function": engine.pack(functools.partial(func, *args, **kwargs))})
         return engine.reference(worker_index, call)
 
     def execute_object(self, func: Callable[..., Any], args: Any, kwargs: Any, only: int | None = None) -> list[Any]:
-        """Call `func(obj, *args, **kwargs)` with each worker's object, or on the worker `only`. Return the values in rank order."""
+        """Call `func(obj, *args, **kwargs)` with each worker's object, or on the worker `only`.
+        Return the values in rank order."""
         if not self._has_object:
             raise ConfigError(
                 "execute() calls a function with an object in each worker, and there is none: pass its class to "
@@ -227,7 +237,8 @@ class WorkerGroup:
         self._active.resize(len(self) + num_workers)
 
     def remove_workers(self, worker_indexes: Sequence[int]) -> None:
-        """End the workers with these `worker_indexes`. The ranks of the others become consecutive again."""
+        """End the workers with these `worker_indexes`. The ranks of the others become consecutive
+        again."""
         ranks = sorted(set(worker_indexes))
         for rank in ranks:
             self._check_index(rank)
@@ -259,7 +270,8 @@ class RemoteObject:
 
 
 class TrainWorkerGroup:
-    """Objects of the user's class, one in each worker, with the backend set up. Indexed and iterated by rank."""
+    """Objects of the user's class, one in each worker, with the backend set up. Indexed and
+    iterated by rank."""
 
     def __init__(self, engine: Engine, shutdown: Callable[[], None]) -> None:
         self._engine: Engine | None = engine

@@ -23,8 +23,9 @@ def refuse_unknown(
 ) -> None:
     """Raise an error for names that are not arguments of the trainer.
 
-    `groups` has the trainer's arguments that are settings objects, with their classes: their fields are not arguments of
-    the trainer. `removed` has a hint for each argument that older versions had.
+    `groups` has the trainer's arguments that are settings objects, with their classes: their fields
+    are not arguments of the trainer. `removed` has a hint for each argument that older versions
+    had.
     """
     owners = {each.name: (group, kind.__name__) for group, kind in groups.items() for each in fields(kind)}
     known = [each for each in inspect.signature(trainer).parameters if each != "unknown"]
@@ -89,8 +90,8 @@ NEVER_CALLED = (*METHODS, "train_epoch", "validate")
 
 
 def _check_methods(operator_cls: type, base: type) -> None:
-    """Raise ConfigError if an operator's own methods do not take what raysgd passes. Warn about names that are most likely
-    misspelled, because the default methods would be used instead."""
+    """Raise ConfigError if an operator's own methods do not take what raysgd passes. Warn about
+    names that are most likely misspelled, because the default methods would be used instead."""
     name = operator_cls.__name__
     for method, arguments in METHODS.items():
         own = inspect.getattr_static(operator_cls, method)
@@ -152,7 +153,8 @@ def check_call(num_steps: Any, max_retries: Any, info: Any) -> None:
 
 
 def check_config(config: Any, num_workers: int) -> dict[str, Any]:
-    """Return a copy of the config. Raise ConfigError if it is not a dict, or if its batch size is not possible."""
+    """Return a copy of the config. Raise ConfigError if it is not a dict, or if its batch size is
+    not possible."""
     if config is not None and not isinstance(config, Mapping):
         raise ConfigError(f"config must be a dict, got {config!r}")
     copied = dict(config or {})
@@ -172,8 +174,9 @@ def check_config(config: Any, num_workers: int) -> dict[str, Any]:
 
 
 def needs_ray(use_ray: bool | None, num_workers: int, resources: WorkerResources, *, elsewhere: bool = False) -> bool:
-    """Return whether workers are Ray actors. One worker runs in this process, unless the user asks for Ray, or it needs
-    resources that only the cluster may have (`elsewhere`: its GPU is not in this machine)."""
+    """Return whether workers are Ray actors. One worker runs in this process, unless the user asks
+    for Ray, or it needs resources that only the cluster may have (`elsewhere`: its GPU is not in
+    this machine)."""
     if num_workers > 1 or resources.custom or elsewhere:
         if use_ray is False:
             raise ConfigError(

@@ -1,4 +1,5 @@
-"""Automatic checkpoints: when they are made, which of them stay, and which one a restarted script takes. Driver."""
+"""Automatic checkpoints: when they are made, which of them stay, and which one a restarted script
+takes. Driver."""
 
 from __future__ import annotations
 
@@ -48,16 +49,19 @@ HIGHER_IS_BETTER = {
 @suggesting_fields
 @dataclass(frozen=True, kw_only=True)
 class AutoCheckpoint:
-    """Makes checkpoints in the loop over `trainer.epochs()`, and in `trainer.fit()`, in the background.
+    """Makes checkpoints in the loop over `trainer.epochs()`, and in `trainer.fit()`, in the
+    background.
 
         TorchTrainer(..., checkpoints=AutoCheckpoint(path="runs/first", best="val_loss"), resume="auto")
 
     path     the folder of the checkpoints: a path, or a URI such as "s3://bucket/run"
-    every    "epoch": after each pass of the loop; a number of batches, or seconds as a float: also within an epoch
+    every    "epoch": after each pass of the loop; a number of batches, or seconds as a float: also
+             within an epoch
     keep     how many of the newest checkpoints stay; None: all
     best     the metric whose best checkpoint stays, too
     mode     "min" or "max": which values of this metric are better
-    trusted  resume="auto" may load objects of your own types, which can run code (`load(trusted=True)`)
+    trusted  resume="auto" may load objects of your own types, which can run code
+             (`load(trusted=True)`)
     """
 
     path: str | os.PathLike[str]
@@ -94,8 +98,9 @@ class AutoCheckpoint:
 
 @dataclass(frozen=True, order=True)
 class SavedPlace:
-    """Where a script was when a checkpoint was made: in which of its loops, how many epochs of this loop were done, and
-    how many batches had been trained since the start. Later places are greater."""
+    """Where a script was when a checkpoint was made: in which of its loops, how many epochs of this
+    loop were done, and how many batches had been trained since the start. Later places are
+    greater."""
 
     loop: int
     done: int
@@ -107,8 +112,9 @@ class SavedPlace:
 
 
 class CheckpointFolder:
-    """Owns the automatic checkpoints of one run: those in its folder that have a record, with their scores, and the save that
-    is running. Everything else in the folder is the user's, and is neither loaded, replaced nor deleted."""
+    """Owns the automatic checkpoints of one run: those in its folder that have a record, with their
+    scores, and the save that is running. Everything else in the folder is the user's, and is
+    neither loaded, replaced nor deleted."""
 
     def __init__(self, settings: AutoCheckpoint, suffix: str) -> None:
         self.settings, self._suffix = settings, suffix
@@ -153,8 +159,8 @@ class CheckpointFolder:
             )
 
     def claim(self, *, resume: bool) -> None:
-        """Take the folder for this trainer until `release`. Raise an error if another one uses it, or if it has checkpoints
-        that are not to be continued."""
+        """Take the folder for this trainer until `release`. Raise an error if another one uses it,
+        or if it has checkpoints that are not to be continued."""
         self._claim = FolderClaim(self._where)
         self._read()  # again: until now, another trainer may have used the folder
         if not resume:
@@ -201,7 +207,8 @@ class CheckpointFolder:
         return self._cost(score) < (math.inf if best is None else self._cost(scores[best]))
 
     def record(self, place: SavedPlace) -> dict[str, Any]:
-        """Return what was stored with a checkpoint: its score, how many epochs and workers the run had, and its history."""
+        """Return what was stored with a checkpoint: its score, how many epochs and workers the run
+        had, and its history."""
         found = self._record(place)
         return {**found, "history": [*self._rows.read(found["before"]), *found["newest"]]}
 
@@ -213,7 +220,8 @@ class CheckpointFolder:
         return found
 
     def is_damaged(self, place: SavedPlace) -> bool:
-        """Return whether a checkpoint does not have its checksums. An error of the storage is raised instead."""
+        """Return whether a checkpoint does not have its checksums. An error of the storage is
+        raised instead."""
         data = locations.read(self._file(place))
         try:
             return not checksums.verify(data)
@@ -230,8 +238,9 @@ class CheckpointFolder:
         start: Callable[[str], Callable[[], Any]],
         **run: int,
     ) -> None:
-        """Save a checkpoint, after the one that is running. `start(path)` copies the state, and returns a function that
-        returns when the file is complete; that is waited for in a thread. Raise the error of an earlier save."""
+        """Save a checkpoint, after the one that is running. `start(path)` copies the state, and
+        returns a function that returns when the file is complete; that is waited for in a thread.
+        Raise the error of an earlier save."""
         self.wait()
         assert self._claim is not None
         check = self._claim.check
@@ -300,15 +309,17 @@ class CheckpointFolder:
 
 
 class StoredRows:
-    """Owns the file with the rows of a run's history, one line for each, to which each save adds the new ones. A record says which
-    part of it belongs to a checkpoint. The newest row is in the record, because it can still change."""
+    """Owns the file with the rows of a run's history, one line for each, to which each save adds
+    the new ones. A record says which part of it belongs to a checkpoint. The newest row is in the
+    record, because it can still change."""
 
     def __init__(self, file: locations.Place) -> None:
         self._file = file
         self._data, self._crc, self._count, self._stored = bytearray(), 0, 0, -1
 
     def add(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Add all rows but the newest, unless they were added before. Return what a record needs to find them again."""
+        """Add all rows but the newest, unless they were added before. Return what a record needs to
+        find them again."""
         if len(rows) - 1 < self._count:  # a history that began again
             self._data, self._crc, self._count, self._stored = bytearray(), 0, 0, -1
         added = [json.dumps(_storable(row)) + "\n" for row in rows[self._count : max(len(rows) - 1, 0)]]
@@ -333,8 +344,8 @@ class StoredRows:
         self._stored = size
 
     def read(self, part: Mapping[str, int]) -> list[Any]:
-        """Return the rows of a record, to which later ones are added. Without them, a run can continue, so a warning says that
-        they are lost."""
+        """Return the rows of a record, to which later ones are added. Without them, a run can
+        continue, so a warning says that they are lost."""
         self._data, self._crc, self._count, self._stored = bytearray(), 0, 0, -1
         if not part["rows"]:
             return []
@@ -355,7 +366,8 @@ def _size(file: Path) -> int:
 
 
 def _place_of(name: str, suffix: str) -> SavedPlace | None:
-    """Return the place in the name of a file that `CheckpointFolder` wrote; None for other files."""
+    """Return the place in the name of a file that `CheckpointFolder` wrote; None for other
+    files."""
     found = NAME.fullmatch(name.removesuffix(suffix)) if name.endswith(suffix) else None
     place = SavedPlace(*map(int, found.groups())) if found else None
     return place if place is not None and place.name + suffix == name else None

@@ -1,4 +1,5 @@
-"""Runs a trainer's measuring calls: merges what the ranks measured, and calls the callbacks. Driver."""
+"""Runs a trainer's measuring calls: merges what the ranks measured, and calls the callbacks.
+Driver."""
 
 from __future__ import annotations
 
@@ -32,8 +33,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def exclusive(method: F) -> F:
-    """Let only one thread at a time call the trainer's methods with this decorator. Other threads get a
-    TrainerBusyError."""
+    """Let only one thread at a time call the trainer's methods with this decorator. Other threads
+    get a TrainerBusyError."""
 
     @functools.wraps(method)
     def call(self: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -49,8 +50,8 @@ def exclusive(method: F) -> F:
 
 
 class CallRunner:
-    """Owns a trainer's callbacks, the first of which is its history. `hidden` are names in results that users do not
-    see."""
+    """Owns a trainer's callbacks, the first of which is its history. `hidden` are names in results
+    that users do not see."""
 
     def __init__(self, callbacks: Any, run: Run, *, bar: bool = False, hidden: Sequence[str] = ()) -> None:
         self._saved_at: float | None = None
@@ -105,8 +106,9 @@ class CallRunner:
                 logger.warning("%s", warning)
 
     def on_recovery(self, recovery: Recovery) -> None:
-        """Call the callbacks. One that stops training because of the recovery does so at the next progress message or
-        at the end of the call, because the workers are between two generations now."""
+        """Call the callbacks. One that stops training because of the recovery does so at the next
+        progress message or at the end of the call, because the workers are between two generations
+        now."""
         self._callbacks.recovery(recovery)
 
     def on_wait(self, what: str) -> None:
@@ -131,8 +133,9 @@ class CallRunner:
             raise
 
     def measure(self, engine: Engine, kind: Kind, job: Job) -> tuple[dict[str, Any], list[Any]]:
-        """Run the job. Return one dict for all workers, and a list with each worker's own results, generation by
-        generation: dicts, or the objects that the operator returned in place of them."""
+        """Run the job. Return one dict for all workers, and a list with each worker's own results,
+        generation by generation: dicts, or the objects that the operator returned in place of
+        them."""
         began, self._kind, self._failed = time.monotonic(), kind, False
         self._rows.begin()
         try:
@@ -204,8 +207,8 @@ class CallRunner:
 
 
 def _by_worker(parts: Sequence[PartialResults]) -> list[dict[str, Any]]:
-    """Return each worker's own results, generation by generation. Parts between which the same workers only paused, to save
-    a checkpoint, are one."""
+    """Return each worker's own results, generation by generation. Parts between which the same
+    workers only paused, to save a checkpoint, are one."""
     rows: list[dict[str, Any]] = []
     for _, group in itertools.groupby(parts, key=lambda part: part.generation):
         values = [part.values for part in group]
@@ -217,7 +220,8 @@ def _by_worker(parts: Sequence[PartialResults]) -> list[dict[str, Any]]:
 
 
 def _returned(kind: Kind, parts: Sequence[PartialResults]) -> list[Any]:
-    """Return the objects that operators returned in place of dicts. Warn if they cannot contain all of the call."""
+    """Return the objects that operators returned in place of dicts. Warn if they cannot contain all
+    of the call."""
     values = list(itertools.chain.from_iterable(part.values for part in parts))
     objects = [value[metrics.RETURNED] for value in values if metrics.RETURNED in value]
     if objects and len(objects) < len(values):

@@ -1,7 +1,8 @@
 """Summarize parameters in two numbers each, for the comparison of ranks. Worker.
 
-A parameter is read once, in blocks, each of which is multiplied by the same pseudo-random vector. Such products differ if two values
-have changed places, or a sign, which sums of values or squares would not show.
+A parameter is read once, in blocks, each of which is multiplied by the same pseudo-random vector.
+Such products differ if two values have changed places, or a sign, which sums of values or squares
+would not show.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class Products:
 
 @functools.cache
 def direction() -> np.ndarray:
-    """Return the vector of one block, the same on every machine: uniformly distributed, with variance 1."""
+    """Return the vector of one block, the same on every machine: uniformly distributed, with
+    variance 1."""
     vector: np.ndarray = (np.random.default_rng(0).random(BLOCK) * 2 - 1) * np.sqrt(3.0)
     return vector
 
@@ -52,7 +54,8 @@ def share_of(total_bytes: int) -> float:
 
 
 def window(elements: int, share: float, turn: int) -> tuple[int, int]:
-    """Return the elements of a parameter that a comparison reads: whole blocks, and after enough turns each of them once.
+    """Return the elements of a parameter that a comparison reads: whole blocks, and after enough
+    turns each of them once.
 
     >>> window(3 * BLOCK + 1, 0.5, 0), window(3 * BLOCK + 1, 0.5, 1), window(3 * BLOCK + 1, 0.5, 2)
     ((0, 8192), (8192, 12289), (0, 8192))

@@ -1,4 +1,5 @@
-"""The steps of one loop over the data: draw them, and decide when the loop ends, pauses or stops. Worker."""
+"""The steps of one loop over the data: draw them, and decide when the loop ends, pauses or stops.
+Worker."""
 
 from __future__ import annotations
 
@@ -15,15 +16,17 @@ from raysgd.training.step import Drawn, Step
 
 
 class MembershipChange(BaseException):
-    """Raised inside a user's `train_epoch` to end it at a batch boundary; it is called again for the rest of the epoch.
+    """Raised inside a user's `train_epoch` to end it at a batch boundary; it is called again for
+    the rest of the epoch.
 
-    This is not an Exception, so that user code that catches the errors of its batches does not catch it.
+    This is not an Exception, so that user code that catches the errors of its batches does not
+    catch it.
     """
 
 
 class Source(Protocol):
-    """Draws one rank's batches. It does not know what is committed: the caller passes the offset. `loader` is the data
-    for which it was opened."""
+    """Draws one rank's batches. It does not know what is committed: the caller passes the offset.
+    `loader` is the data for which it was opened."""
 
     loader: Any
 
@@ -34,14 +37,15 @@ class Source(Protocol):
         """Return this rank's part of the rest of the epoch."""
 
     def steps_left(self, rank_info: RankInfo, offset: int) -> int | None:
-        """Return how many steps of the epoch are left after `offset`, or None if that is not known."""
+        """Return how many steps of the epoch are left after `offset`, or None if that is not
+        known."""
 
 
 class Carrier:
     """Transfers batches to the model's device. This one leaves them where they are.
 
-    `send` starts a transfer, and `arrived` returns the batch when it is needed. `ahead` is whether one batch should be
-    sent in advance.
+    `send` starts a transfer, and `arrived` returns the batch when it is needed. `ahead` is whether
+    one batch should be sent in advance.
     """
 
     ahead = False
@@ -54,10 +58,11 @@ class Carrier:
 
 
 class Reader:
-    """Reads the batches of an epoch, at most one in advance: with `ahead`, always, so that it is being transferred, and `last` is known.
+    """Reads the batches of an epoch, at most one in advance: with `ahead`, always, so that it is
+    being transferred, and `last` is known.
 
-    It never draws more than `most` batches, because an unused batch would have to be drawn again. An error of one that was read in
-    advance is raised when that batch is asked for.
+    It never draws more than `most` batches, because an unused batch would have to be drawn again.
+    An error of one that was read in advance is raised when that batch is asked for.
     """
 
     def __init__(self, drawn: Iterator[Drawn], carrier: Carrier, most: int | None = None, *, ahead: bool) -> None:
@@ -111,7 +116,8 @@ class Reader:
 
 
 class NoFeed:
-    """What an operator has without a loop of its replica: each batch that user code passes to it is a step of its own."""
+    """What an operator has without a loop of its replica: each batch that user code passes to it is
+    a step of its own."""
 
     epoch: int | None = None
     epoch_ended = between_epochs = True
@@ -123,7 +129,8 @@ class NoFeed:
 
 
 class Feed:
-    """Yields the steps of one loop: what follows the position. The caller commits each before it asks for the next one.
+    """Yields the steps of one loop: what follows the position. The caller commits each before it
+    asks for the next one.
 
     source      draws the batches
     position    what is committed; the feed itself changes it only when an epoch begins or ends
@@ -135,8 +142,8 @@ class Feed:
     call, name  what the loop is for, and what its data is called
 
     step        the newest step
-    stopped     whether the loop was ended by MembershipChange, with batches left
-    epoch_ended whether the loop has reached the end of an epoch
+    stopped     whether the loop was ended by MembershipChange, with batches left epoch_ended
+                whether the loop has reached the end of an epoch
     waited_s    how long batches were waited for
     """
 
@@ -187,7 +194,8 @@ class Feed:
             yield self.step
 
     def _batches(self, step: Step) -> Iterator[Any]:
-        """Yield the batches of one step: one, the pieces of one, or those of a window, which is shorter at the end of an epoch or call."""
+        """Yield the batches of one step: one, the pieces of one, or those of a window, which is
+        shorter at the end of an epoch or call."""
         while True:
             if self._window > 1 and step.closing:
                 assert self._reader is not None
@@ -208,12 +216,14 @@ class Feed:
 
     @property
     def between_epochs(self) -> bool:
-        """Return whether the last batch of an epoch was returned, and the next epoch has not begun."""
+        """Return whether the last batch of an epoch was returned, and the next epoch has not
+        begun."""
         return self.position.ended
 
     @property
     def unused(self) -> bool:
-        """Return whether neither this loop nor an earlier part of the call has asked for a batch."""
+        """Return whether neither this loop nor an earlier part of the call has asked for a
+        batch."""
         return self._reader is None and not self.position.call_batches and not self.position.call_done
 
     def read_ahead(self) -> None:
@@ -226,15 +236,18 @@ class Feed:
             control.phase = "a batch"
 
     def collectives(self) -> int:
-        """Return how many collective calls this rank has begun in this generation; -1 if they are not counted."""
+        """Return how many collective calls this rank has begun in this generation; -1 if they are
+        not counted."""
         return self._control.collectives()
 
     def reopen(self) -> None:
-        """Divide the rest of the epoch anew, from the next batch on. All ranks must call this after the same step."""
+        """Divide the rest of the epoch anew, from the next batch on. All ranks must call this after
+        the same step."""
         self._reader = None
 
     def end_epoch(self) -> None:
-        """Skip the current batch and the rest of this epoch. All ranks must call this at the same batch."""
+        """Skip the current batch and the rest of this epoch. All ranks must call this at the same
+        batch."""
         self.step.outcome, self._reader = "undone", None
         self._end_epoch()
 
@@ -255,7 +268,8 @@ class Feed:
         return drawn
 
     def _next(self) -> Drawn | None:
-        """Return the next batch. Only a call with a number of steps continues into the next epoch."""
+        """Return the next batch. Only a call with a number of steps continues into the next
+        epoch."""
         position, empty = self.position, 0
         while True:
             if position.ended:
@@ -279,7 +293,8 @@ class Feed:
                 return None
 
     def _open(self) -> Reader:
-        """Open the rest of the epoch, and note how many batches this call will have, if that is known, for progress messages."""
+        """Open the rest of the epoch, and note how many batches this call will have, if that is
+        known, for progress messages."""
         position, most = self.position, None
         batches = self.source.batches(self.rank_info, position.offset)
         if self._limit is not None:
@@ -307,7 +322,8 @@ class Feed:
             self._end_epoch()
 
     def _refuse_empty(self) -> None:
-        """Raise an error for an epoch without a batch. Only one rank's part of a validation may be empty."""
+        """Raise an error for an epoch without a batch. Only one rank's part of a validation may be
+        empty."""
         if not self.training and self._shared and self.source.steps_left(self.rank_info, 0) != 0:
             return
         raise ConfigError(

@@ -1,8 +1,9 @@
 """Load a checkpoint on all ranks or on none. Worker.
 
-Each rank reads the state and checks it, before any of them changes anything. What a check cannot foresee (a user's own
-`load_state_dict`) can still fail on one rank: then all ranks go back to the state from before. Meanwhile a rank says that it has
-no state that others could take, so that no state that is half loaded survives a failure.
+Each rank reads the state and checks it, before any of them changes anything. What a check cannot
+foresee (a user's own `load_state_dict`) can still fail on one rank: then all ranks go back to the
+state from before. Meanwhile a rank says that it has no state that others could take, so that no
+state that is half loaded survives a failure.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a rank does not load a checkpoint. It is returned like a result, so that the generation continues. With `unseen`, the
-    rank does not see the file, and the driver has to send it. Without a reason, another rank has refused."""
+    """Why a rank does not load a checkpoint. It is returned like a result, so that the generation
+    continues. With `unseen`, the rank does not see the file, and the driver has to send it. Without
+    a reason, another rank has refused."""
 
     why: str = ""
     trace: str = ""
@@ -41,8 +43,9 @@ class Refusal:
 
 
 def restore(replica: ReplicaBase, source: Any, trusted: bool, loads: int, kept: bool = False) -> Refusal | None:
-    """Load a checkpoint from a file that this rank may see, or from bytes that were sent to it. `loads` counts the user's
-    loads; it is the same on each rank that has loaded this one. With `kept`, the driver keeps the file."""
+    """Load a checkpoint from a file that this rank may see, or from bytes that were sent to it.
+    `loads` counts the user's loads; it is the same on each rank that has loaded this one. With
+    `kept`, the driver keeps the file."""
     return take_over(replica, lambda: replica.read(source, trusted=trusted), loads, kept=kept)
 
 
@@ -88,7 +91,8 @@ def _go(replica: ReplicaBase, go_back: Callable[[], None]) -> None:
 
 
 def agreed(replica: ReplicaBase, part: Callable[[], T]) -> tuple[T | None, Refusal | None]:
-    """Do a part of a load on all ranks. Return what it returned, and, if it failed on any rank, why this one refuses."""
+    """Do a part of a load on all ranks. Return what it returned, and, if it failed on any rank, why
+    this one refuses."""
     value, refusal = None, None
     try:
         value = part()

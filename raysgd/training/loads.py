@@ -1,4 +1,5 @@
-"""Load a trainer's state from a file: it is verified, and all workers load it, or none of them. Driver."""
+"""Load a trainer's state from a file: it is verified, and all workers load it, or none of them.
+Driver."""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ logger = logging.getLogger("raysgd")
 
 
 class Loads:
-    """Lets the workers load states. `read` returns the state in an open file, and `pack` returns a state as a worker's snapshot has
-    it."""
+    """Lets the workers load states. `read` returns the state in an open file, and `pack` returns a
+    state as a worker's snapshot has it."""
 
     def __init__(
         self,
@@ -62,7 +63,8 @@ class Loads:
         self.take(loading.restore, {"source": Blob(data), "trusted": trusted})
 
     def _load_file(self, where: locations.Place, *, trusted: bool) -> bool:
-        """Let the workers read the file themselves, if they all see it. Return whether it has checksums."""
+        """Let the workers read the file themselves, if they all see it. Return whether it has
+        checksums."""
         if isinstance(where, Path):
             file, has_checksums = verified_file(where)
             if file is not None:
@@ -80,8 +82,8 @@ class Loads:
         return has_checksums
 
     def take(self, method: Callable[..., Any], arguments: dict[str, Any], loaded: _LoadedFile | None = None) -> None:
-        """Load a state on all ranks. If one of them refuses it, none loads it, and the reason is raised. Keep the file that was
-        `loaded`, if there is one, for new workers."""
+        """Load a state on all ranks. If one of them refuses it, none loads it, and the reason is
+        raised. Keep the file that was `loaded`, if there is one, for new workers."""
         engine = self._engine
         # Counted here, so that a rank that loaded this state before the call was repeated has the same number as others, and that
         # it grows if all ranks are half loaded, which have none.
@@ -103,8 +105,8 @@ class Loads:
 
 
 class _LoadedFile:
-    """Keeps a checkpoint that the workers load open: if they all fail before there is a snapshot, new workers start from it.
-    The file may be renamed or removed meanwhile, but not changed."""
+    """Keeps a checkpoint that the workers load open: if they all fail before there is a snapshot,
+    new workers start from it. The file may be renamed or removed meanwhile, but not changed."""
 
     def __init__(self, file: SeenFile, read: Callable[[BinaryIO], dict[str, Any]], pack: Callable[..., Any]) -> None:
         self._loaded, self._read, self._pack = file, read, pack
@@ -113,8 +115,9 @@ class _LoadedFile:
         weakref.finalize(self, os.close, self._descriptor)
 
     def state(self, loads: int, world_size: int) -> Any:
-        """Return the content as a worker's snapshot would have been after the load. `loads` is how often the user has loaded a
-        state, and `world_size` how many workers there were. Raise CheckpointError if the file has changed."""
+        """Return the content as a worker's snapshot would have been after the load. `loads` is how
+        often the user has loaded a state, and `world_size` how many workers there were. Raise
+        CheckpointError if the file has changed."""
         try:
             with os.fdopen(os.dup(self._descriptor), "rb") as file:
                 if SeenFile.of(file, Path(self._loaded.path)) != self._loaded:

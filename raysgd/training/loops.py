@@ -1,4 +1,5 @@
-"""The loop over `trainer.epochs()`: it makes checkpoints, and continues where a killed script was. Driver."""
+"""The loop over `trainer.epochs()`: it makes checkpoints, and continues where a killed script was.
+Driver."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ logger = logging.getLogger("raysgd")
 
 
 def opened_folder(checkpoints: Any, resume: Any, suffix: str) -> CheckpointFolder | None:
-    """Return the folder that a trainer's arguments `checkpoints` and `resume` mean, None without checkpoints."""
+    """Return the folder that a trainer's arguments `checkpoints` and `resume` mean, None without
+    checkpoints."""
     if checkpoints is not None and not isinstance(checkpoints, AutoCheckpoint):
         raise ConfigError(f"checkpoints must be a raysgd.AutoCheckpoint(path=...), got {checkpoints!r}")
     if resume not in (None, "auto"):
@@ -32,11 +34,13 @@ def opened_folder(checkpoints: Any, resume: Any, suffix: str) -> CheckpointFolde
 
 
 class EpochLoops:
-    """Owns where the script is in its loops over `epochs()`, and when the next automatic checkpoint is due.
+    """Owns where the script is in its loops over `epochs()`, and when the next automatic checkpoint
+    is due.
 
     workers    the trainer's `num_workers`
     step       returns how many batches have been trained
-    start      copies the state, and returns a function that waits until it is in the file of this path
+    start      copies the state, and returns a function that waits until it is in the file of this
+               path
     stop       returns whether a callback wants the loop to end, once
     scheduled  returns whether the operator has registered schedulers
     """
@@ -104,7 +108,8 @@ class EpochLoops:
         return None
 
     def refuse_load(self, call: str) -> None:
-        """Raise an error for a load that would replace the state with which the trainer has resumed."""
+        """Raise an error for a load that would replace the state with which the trainer has
+        resumed."""
         if self._resumed is not None and self._loop == 0 and self._folder is not None:
             raise ConfigError(
                 f"the trainer has resumed from {self._folder.path(self._resumed)}, and {call} would replace that: call it only "
@@ -144,7 +149,8 @@ class EpochLoops:
             self._folder.wait()
 
     def _warn_of_old_schedule(self, count: int) -> None:
-        """Warn if the resumed loop has another number of epochs, or of workers, than the checkpoint's schedules."""
+        """Warn if the resumed loop has another number of epochs, or of workers, than the
+        checkpoint's schedules."""
         now = {"epochs": count, "workers": self._workers}
         before = {name: self._record.get(name, number) for name, number in now.items()}
         if before != now and self._scheduled():
@@ -165,8 +171,8 @@ class EpochLoops:
             self._save(score)
 
     def _score(self, rows_before: int, name: str | None) -> float | None:
-        """Return the newest value of a metric that was measured in this body. Raise an error if a validation did not measure
-        it."""
+        """Return the newest value of a metric that was measured in this body. Raise an error if a
+        validation did not measure it."""
         own = name is not None and name.startswith("test_")  # or else a test does not choose the model
         rows = [row for row in self._history[rows_before:] if own or row["kind"] != "test"]
         found = [row[name] for row in rows if isinstance(row.get(name), (int, float))] if name is not None else []
@@ -192,7 +198,8 @@ class EpochLoops:
         return every != "epoch" and self._clock() - self._saved_at >= every
 
     def close(self, *, force: bool) -> None:
-        """Wait for a save that is running, unless by force, and log its error. Let other trainers use the folder."""
+        """Wait for a save that is running, unless by force, and log its error. Let other trainers
+        use the folder."""
         if self._folder is None:
             return
         try:
@@ -206,8 +213,8 @@ class EpochLoops:
     # -- within a call of `train` -----------------------------------------------------------------------
 
     def begin_call(self, num_steps: int | None) -> None:
-        """Note a call of `train`. Only the first one of a body pauses for checkpoints: a restarted script repeats the body,
-        and its first call trains the rest of the epoch."""
+        """Note a call of `train`. Only the first one of a body pauses for checkpoints: a restarted
+        script repeats the body, and its first call trains the rest of the epoch."""
         inside = self._rows_before is not None
         if not inside and self._folder is not None:
             raise ConfigError(
@@ -237,8 +244,8 @@ class EpochLoops:
         return {"pause_at": self._pause_at}
 
     def paused(self) -> bool:
-        """Make a checkpoint if it is due, while all ranks are between two batches. Return False if it was not this object
-        that wanted the pause."""
+        """Make a checkpoint if it is due, while all ranks are between two batches. Return False if
+        it was not this object that wanted the pause."""
         step = self._step()
         if not self._pauses or step < self._pause_at:
             return False

@@ -1,4 +1,5 @@
-"""What the operators of torch and TensorFlow have in common: settings, the default validation, counting. Worker."""
+"""What the operators of torch and TensorFlow have in common: settings, the default validation,
+counting. Worker."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ class RegisteredParts:
 
     @staticmethod
     def is_single(value: Any) -> bool:
-        """Return whether a value passed to `register` is one object, and not a container of objects."""
+        """Return whether a value passed to `register` is one object, and not a container of
+        objects."""
         return not isinstance(value, (list, tuple))
 
     def as_list(self, value: Any) -> list[Any]:
@@ -46,7 +48,8 @@ class RegisteredParts:
         return [value] if self.is_single(value) else list(value)
 
     def like(self, given: Any, values: list[Any]) -> Any:
-        """Return `values` in the container in which `given` was passed: a single object, a tuple or a list."""
+        """Return `values` in the container in which `given` was passed: a single object, a tuple or
+        a list."""
         if self.is_single(given):
             return values[0]
         return tuple(values) if isinstance(given, tuple) else list(values)
@@ -56,7 +59,8 @@ class Schedule:
     """Steps a learning rate's schedule in the default loop. This one has none."""
 
     def end(self, *, failed: bool = False) -> None:
-        """Called after each batch or piece; `failed` is whether `train_batch` has raised an error."""
+        """Called after each batch or piece; `failed` is whether `train_batch` has raised an
+        error."""
 
     def end_epoch(self) -> None:
         """Called when the loop has ended."""
@@ -76,8 +80,8 @@ class OperatorBase:
             operator.validate(iterator, info)
                 operator.validate_batch(batch, batch_info)    or operator.test_batch
 
-    It owns the registered parts, the timers and its `RankInfo`, which the replica replaces when the group changes. The
-    `__init__` of a subclass calls `setup` at its end.
+    It owns the registered parts, the timers and its `RankInfo`, which the replica replaces when the
+    group changes. The `__init__` of a subclass calls `setup` at its end.
     """
 
     _parts: Any
@@ -103,7 +107,8 @@ class OperatorBase:
     # -- what users override --------------------------------------------------------------------------
 
     def setup(self, config: dict[str, Any]) -> None:
-        """Create the parts from the trainer's `config`, and register them with `self.register` and `self.register_data`."""
+        """Create the parts from the trainer's `config`, and register them with `self.register` and
+        `self.register_data`."""
         raise NotImplementedError(
             f"{type(self).__name__} has no method setup(self, config): define it, make the model, optimizer and data there, "
             "and call self.register(...) and self.register_data(...)"
@@ -116,9 +121,11 @@ class OperatorBase:
         num_steps: int | None = None,
         epoch_idx: int = 0,
     ) -> dict[str, Any]:
-        """Train one pass over `iterator`, and return what to report. Ends early when the group of workers changes.
+        """Train one pass over `iterator`, and return what to report. Ends early when the group of
+        workers changes.
 
-        `info` is what was passed to `train`, `num_steps` the number of batches if it is limited, `epoch_idx` the epoch."""
+        `info` is what was passed to `train`, `num_steps` the number of batches if it is limited,
+        `epoch_idx` the epoch."""
         common = {**(info or {}), **self._told_of_epoch(num_steps), "epoch_idx": epoch_idx}
         self._meter, feed, batch_idx = AverageMeterCollection(), self._feed, 0
         named = "batch_info" in signature(self.train_batch).parameters
@@ -146,8 +153,8 @@ class OperatorBase:
         raise NotImplementedError
 
     def validate(self, val_iterator: Iterable[Any], info: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Validate on one pass over `val_iterator`, without gradients, and return what to report. `info` is what was passed to
-        `validate`."""
+        """Validate on one pass over `val_iterator`, without gradients, and return what to report.
+        `info` is what was passed to `validate`."""
         self._meter = AverageMeterCollection()
         name = "test_batch" if self._testing else "validate_batch"
         method = getattr(self, name)
@@ -161,24 +168,27 @@ class OperatorBase:
         raise NotImplementedError
 
     def test_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        """Return the metrics of one `batch` of `trainer.test()`, with the same `batch_info`. By default, these are
-        the ones of `validate_batch`; a name that begins with `val_` begins with `test_` in the result."""
+        """Return the metrics of one `batch` of `trainer.test()`, with the same `batch_info`. By
+        default, these are the ones of `validate_batch`; a name that begins with `val_` begins with
+        `test_` in the result."""
         return self.validate_batch(batch, batch_info)
 
     def state_dict(self) -> Any:
-        """Return extra state of your own for checkpoints: plain values, tensors or arrays, and containers of them."""
+        """Return extra state of your own for checkpoints: plain values, tensors or arrays, and
+        containers of them."""
         return None
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Restore what `state_dict` returned."""
 
     def resized(self, old_world_size: int, new_world_size: int) -> None:
-        """Called on every rank after the number of workers has changed from `old_world_size` to `new_world_size`, for example
-        to rescale a learning rate."""
+        """Called on every rank after the number of workers has changed from `old_world_size` to
+        `new_world_size`, for example to rescale a learning rate."""
 
     def on_preemption_notice(self, deadline_s: float | None) -> None:
-        """Called between two batches on a rank whose machine will be stopped, in `deadline_s` seconds (None: unknown), for
-        example to flush a log. The other ranks wait, so it must be quick and make no collective call."""
+        """Called between two batches on a rank whose machine will be stopped, in `deadline_s`
+        seconds (None: unknown), for example to flush a log. The other ranks wait, so it must be
+        quick and make no collective call."""
 
     # -- what operators can read ----------------------------------------------------------------------
 
@@ -209,12 +219,12 @@ class OperatorBase:
         return self._settings.use_tqdm
 
     def total_steps(self, epochs: int | None = None, num_steps: int | None = None) -> int:
-        """Return how many steps an optimizer makes in a run, for a learning rate's schedule: with one call of `train` for each
-        of these epochs, or one of `train(num_steps)`.
+        """Return how many steps an optimizer makes in a run, for a learning rate's schedule: with
+        one call of `train` for each of these epochs, or one of `train(num_steps)`.
 
-        In `setup`, pass `epochs`, and call `register_data` first. During `fit` or a loop over `epochs()`, the default is that
-        loop. The number is that of a group with all workers, `num_workers`. With `ElasticConfig(batch="global")`, it stays
-        right if some of them fail.
+        In `setup`, pass `epochs`, and call `register_data` first. During `fit` or a loop over
+        `epochs()`, the default is that loop. The number is that of a group with all workers,
+        `num_workers`. With `ElasticConfig(batch="global")`, it stays right if some of them fail.
         """
         if epochs is None:
             epochs, num_steps = self._run_length[0], self._run_length[1] if num_steps is None else num_steps
@@ -252,7 +262,8 @@ class OperatorBase:
 
     @abstractmethod  # without ABC, whose metaclass a user's other base class may not have
     def _batches_per_epoch(self, workers: int) -> int | None:
-        """Return how many batches an epoch has for each of these workers, None if that is not known in advance."""
+        """Return how many batches an epoch has for each of these workers, None if that is not known
+        in advance."""
 
     def _note_planned(self, steps: int, epochs: int, num_steps: int | None) -> None:
         """Note what `total_steps` returns."""
@@ -283,8 +294,9 @@ class OperatorBase:
         return {}
 
     def _count(self, step: Step, metrics: Any, of: str = "train_batch", batch: Any = None) -> None:
-        """Add one batch's metrics; those of batches and pieces that share a step, together with the last one, because after a
-        failure all of them are processed again. A batch that is repeated only to take part in a step has weight 0."""
+        """Add one batch's metrics; those of batches and pieces that share a step, together with the
+        last one, because after a failure all of them are processed again. A batch that is repeated
+        only to take part in a step has weight 0."""
         if not isinstance(metrics, dict):
             raise TypeError(f"{type(self).__name__}.{of} must return a dict of metrics, got {shown(metrics)}")
         if not OWN_NAMES.isdisjoint(metrics):

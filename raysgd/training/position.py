@@ -1,4 +1,5 @@
-"""The position of a replica in its data: part of its state, and what determines the work that is left. Worker."""
+"""The position of a replica in its data: part of its state, and what determines the work that is
+left. Worker."""
 
 from __future__ import annotations
 
@@ -18,8 +19,9 @@ def check_count(name: str, value: Any) -> None:
 
 
 def at_its_epoch(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a state whose position agrees with its `epoch`. If a user has changed that number, so many epochs count as
-    trained, and the next one begins at its beginning. What is not a number of epochs is left to the checks."""
+    """Return a state whose position agrees with its `epoch`. If a user has changed that number, so
+    many epochs count as trained, and the next one begins at its beginning. What is not a number of
+    epochs is left to the checks."""
     epoch, position = state.get("epoch"), state.get("position")
     if type(epoch) is not int or epoch < 0 or not isinstance(position, Mapping):
         return state
@@ -39,15 +41,18 @@ class Position:
     """What has been committed. The names of the fields are keys in checkpoints.
 
     step           batches since the beginning of training
-    applied        steps of single optimizers: of two ranks in one batch, one can be ahead by one optimizer's step
+    applied        steps of single optimizers: of two ranks in one batch, one can be ahead by one
+                   optimizer's step
     loads          how often the user has loaded a state
     epoch          epochs of the data that have begun
-    counted        epochs for users that have begun, if these are calls with a number of steps (Keras' `steps_per_epoch`)
+    counted        epochs for users that have begun, if these are calls with a number of steps
+                   (Keras' `steps_per_epoch`)
     offset, ended  the position in the current epoch, and whether the epoch has ended
     stream         the position in a data set passed to `train(dataset=...)`
     parked         the epoch's position while a call trains on such a data set
     left_out       batches in a row up to now whose step was left out (`LeaveOut`)
-    plan           the `StepPlan` that schedules follow, as a tuple; empty once a warning said that their plan does not hold
+    plan           the `StepPlan` that schedules follow, as a tuple; empty once a warning said that
+                   their plan does not hold
     planned        how many of its steps the schedules have made
     batch_mode     what was decided about the batch (`BatchMode`), as a tuple
     made_for       the workers and steps that the schedules were made for (`MadeFor`), as a tuple
@@ -81,8 +86,8 @@ class Position:
     parked: list[Any] | None = None
 
     def set_aside(self, *, restart: bool = False) -> None:
-        """Store the epoch's position, because a call on another data set begins, and use the stream's position; with
-        `restart`, its beginning."""
+        """Store the epoch's position, because a call on another data set begins, and use the
+        stream's position; with `restart`, its beginning."""
         if self.parked is None:
             self.parked = [self.offset, self.ended, self.stream if restart else None]
             self.offset, self.ended = 0 if restart else self.stream, False
@@ -132,8 +137,8 @@ class Position:
         return not self.call_done
 
     def count_call(self, steps: int) -> None:
-        """Note that the call that begins is an epoch of so many steps. Older checkpoints have not counted those before; a state
-        whose epoch a user has set to 0 has none."""
+        """Note that the call that begins is an epoch of so many steps. Older checkpoints have not
+        counted those before; a state whose epoch a user has set to 0 has none."""
         self.counted = 1 + (self.counted or (self.step // steps if self.epoch else 0))
 
     def progress(self, phase: str) -> Progress:

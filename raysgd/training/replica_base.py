@@ -1,4 +1,5 @@
-"""What the replicas of torch and TensorFlow have in common: they train, validate, and report metrics. Worker."""
+"""What the replicas of torch and TensorFlow have in common: they train, validate, and report
+metrics. Worker."""
 
 from __future__ import annotations
 
@@ -65,7 +66,8 @@ NO_STEP = (
 
 
 class OperatorReplicaFactory:
-    """Makes a replica of this class in a worker. It is pickled, and it is the only part of a trainer that is sent there."""
+    """Makes a replica of this class in a worker. It is pickled, and it is the only part of a
+    trainer that is sent there."""
 
     def __init__(
         self, replica_cls: type[ReplicaBase], operator_cls: type[Any], config: dict[str, Any], settings: Any
@@ -85,8 +87,8 @@ class OperatorReplicaFactory:
 class ReplicaBase(ABC):
     """Owns an operator, its data sources, and its position in the data.
 
-    A trainer's `Call` names a method of this class or a function, and `run` makes it. (A subclass must not override the
-    methods that calls name, because a call holds the method itself.)
+    A trainer's `Call` names a method of this class or a function, and `run` makes it. (A subclass
+    must not override the methods that calls name, because a call holds the method itself.)
     """
 
     # The class whose `train_epoch` is the default one; how `register_data` names the data; and what else users can do
@@ -176,9 +178,10 @@ class ReplicaBase(ABC):
         counts: bool = False,
         reduced: bool = True,
     ) -> Any:
-        """Train the rest of the epoch, or of `num_steps`, from the current position. With `pause_at`, pause after this step.
-        The call belongs to a loop over `epochs`, if there is one. With `counts`, its `num_steps` are an epoch. Unless
-        results are `reduced`, the operator may return any object."""
+        """Train the rest of the epoch, or of `num_steps`, from the current position. With
+        `pause_at`, pause after this step. The call belongs to a loop over `epochs`, if there is
+        one. With `counts`, its `num_steps` are an epoch. Unless results are `reduced`, the operator
+        may return any object."""
         position, operator = self._position, self.operator
         new = call != position.call
         if new and dataset is None:
@@ -219,8 +222,8 @@ class ReplicaBase(ABC):
         return report
 
     def _batches(self, feed: Feed, *, unwinds: bool = False) -> Generator[Any]:
-        """Yield the batches of a loop, and commit each step when the loop asks for what follows it. A stop at a batch boundary ends the
-        iteration, or, if it `unwinds`, the user's loop."""
+        """Yield the batches of a loop, and commit each step when the loop asks for what follows it.
+        A stop at a batch boundary ends the iteration, or, if it `unwinds`, the user's loop."""
         begin = self._at_begin if feed.training else ()
         try:
             for step in feed:
@@ -237,7 +240,8 @@ class ReplicaBase(ABC):
             self._report(feed)
 
     def _leave(self, feed: Feed, *, failed: bool = False) -> None:
-        """End a loop. The step that it leaves open is committed if it counts, and undone otherwise."""
+        """End a loop. The step that it leaves open is committed if it counts, and undone
+        otherwise."""
         step, failure = feed.step, feed.failure
         if not step.ended:
             if failed and feed.training and self._was_made():
@@ -279,7 +283,8 @@ class ReplicaBase(ABC):
         return accepted_arguments(self.operator.train_epoch, batches, **named)
 
     def _running_epoch(self, feed: Feed) -> ExitStack:
-        """Return a context for the user's loop over an epoch, which ends it when the workers are about to change."""
+        """Return a context for the user's loop over an epoch, which ends it when the workers are
+        about to change."""
         stack = ExitStack()  # and no generator with @contextmanager, which would set the traceback of the user's error
         for rest in self._at_rest:
             stack.callback(rest)
@@ -299,8 +304,8 @@ class ReplicaBase(ABC):
         return stack
 
     def _warn_of_no_training(self, *, unused: bool, skipped: bool) -> None:
-        """Warn, once, if the call has left the iterator `unused`, or if no optimizer has made a step in it. Steps that were
-        `skipped` are in the result."""
+        """Warn, once, if the call has left the iterator `unused`, or if no optimizer has made a
+        step in it. Steps that were `skipped` are in the result."""
         position, made = self._position, self._steps_made()
         if unused:
             self.operator._warn_once(UNUSED, type(self.operator).__name__, position.epoch)
@@ -309,7 +314,8 @@ class ReplicaBase(ABC):
             self.operator._warn_once(NO_STEP, optimizers, position.call_batches, self.how_to_step)
 
     def _plan_comparison(self) -> None:
-        """Set the next step after which ranks report a summary, which is the same for all ranks that are at the same step."""
+        """Set the next step after which ranks report a summary, which is the same for all ranks
+        that are at the same step."""
         every, self._compare_at = self._compare_every, math.inf
         if every is not None and self._rank_info.world_size > 1:
             self._compare_at = (self._position.step // every + 1) * every
@@ -321,7 +327,8 @@ class ReplicaBase(ABC):
         return self.summarize(self._position.step // self._compare_every)
 
     def summarize(self, turn: int) -> str:
-        """Return a summary of the weights, as text. Of a large model, each `turn` looks at other elements."""
+        """Return a summary of the weights, as text. Of a large model, each `turn` looks at other
+        elements."""
         return self._summary(turn).as_text()
 
     def _end_call(self) -> None:
@@ -361,7 +368,8 @@ class ReplicaBase(ABC):
     def validate(
         self, num_steps: int | None, profile: bool, info: dict[str, Any] | None, call: int, reduced: bool = True
     ) -> Any:
-        """Validate on one pass over the validation data, or on `num_steps` batches. No rank waits for another one."""
+        """Validate on one pass over the validation data, or on `num_steps` batches. No rank waits
+        for another one."""
         position = self._val_position
         self._registered_source("validation")
         if call != position.call:
@@ -374,8 +382,8 @@ class ReplicaBase(ABC):
     def test(
         self, num_steps: int | None, profile: bool, info: dict[str, Any] | None, call: int, reduced: bool = True
     ) -> Any:
-        """Test on one pass over the test data, or on its first `num_steps` batches. Each call begins a pass, so of the position
-        only the number of passes is part of the state."""
+        """Test on one pass over the test data, or on its first `num_steps` batches. Each call
+        begins a pass, so of the position only the number of passes is part of the state."""
         self._registered_source("test")
         tested = self._tested
         if call != tested.call:  # otherwise, a peer failed, and all repeat the call
@@ -395,8 +403,8 @@ class ReplicaBase(ABC):
         began: dict[str, Any],
         reduced: bool,
     ) -> Any:
-        """Run the operator's loop over the data of this phase. If it does not reach its end, the position is what it was when
-        the call `began`."""
+        """Run the operator's loop over the data of this phase. If it does not reach its end, the
+        position is what it was when the call `began`."""
         operator, position = self.operator, self._position_in(phase)
         source = self._registered_source(phase)
         self._begin_measuring(phase, profile, new_call=True)
@@ -420,18 +428,20 @@ class ReplicaBase(ABC):
     # -- random numbers -------------------------------------------------------------------------------
 
     def _seed_place(self, phase: Phase, epoch: int, *own: int) -> None:
-        """With a trainer's `seed`, seed the random generators for an epoch, alike on all ranks; with `own`, for what this
-        rank alone does in it."""
+        """With a trainer's `seed`, seed the random generators for an epoch, alike on all ranks;
+        with `own`, for what this rank alone does in it."""
         if self._seed is not None:
             self._seed_generators(derived_seed(self._seed, phase, epoch), derived_seed(self._seed, phase, epoch, *own))
 
     def _seed_rest_of_epoch(self) -> None:
-        """Seed what this rank does after a change of the group, or in a new process, so that it draws no numbers again."""
+        """Seed what this rank does after a change of the group, or in a new process, so that it
+        draws no numbers again."""
         self._seed_place("train", self._position.epoch, self.rank, self._position.step)
 
     @contextmanager
     def _keeping_random_state(self) -> Iterator[None]:
-        """Return a context that does not change the random numbers of training, if the trainer has a `seed`."""
+        """Return a context that does not change the random numbers of training, if the trainer has
+        a `seed`."""
         state = self._random_state() if self._seed is not None else None
         try:
             yield
@@ -450,7 +460,8 @@ class ReplicaBase(ABC):
         return self._registered_source("train")
 
     def _registered_source(self, phase: Phase) -> Source:
-        """Return the source of the registered data. Data that was registered since is used from the next epoch on."""
+        """Return the source of the registered data. Data that was registered since is used from the
+        next epoch on."""
         data = getattr(self.operator._parts, self.data_names[phase])
         source: Source | None = self._sources.get(phase)
         if source is not None and not self._position_in(phase).ended:
@@ -477,14 +488,16 @@ class ReplicaBase(ABC):
         return self.partial()
 
     def _counts(self) -> dict[str, Any]:
-        """Return what the running call has that is not the operator's metrics: counts, and what callbacks measure."""
+        """Return what the running call has that is not the operator's metrics: counts, and what
+        callbacks measure."""
         if self._began is None or "seconds" not in self._measures:
             return {}
         busy = time.perf_counter() - self._began - self._waited
         return {SECONDS["data"]: self._waited, SECONDS["compute"]: busy}
 
     def _begin_measuring(self, phase: Phase, profile: bool, *, new_call: bool) -> None:
-        """Reset the timers and metrics. With `new_call` False, the call continues after a change of the group."""
+        """Reset the timers and metrics. With `new_call` False, the call continues after a change of
+        the group."""
         operator = self.operator
         operator._meter, operator._testing = AverageMeterCollection(), phase == "test"
         self._began, self._waited = time.perf_counter() if phase == "train" else None, 0.0
@@ -516,7 +529,8 @@ class ReplicaBase(ABC):
         return report
 
     def _named_for_test(self, report: dict[str, Any]) -> dict[str, Any]:
-        """Return a test's report with "test_" in the names that a validation's metrics have, unless there is such a name."""
+        """Return a test's report with "test_" in the names that a validation's metrics have, unless
+        there is such a name."""
         named: dict[str, Any] = {}
         for name, value in report.items():
             last, bare = ("last_", name[5:]) if name.startswith("last_") else ("", name)
@@ -531,8 +545,8 @@ class ReplicaBase(ABC):
     # -- state ----------------------------------------------------------------------------------------
 
     def take_snapshot(self, room_s: float | None = None) -> None:
-        """Send a copy of the state to the driver, from rank 0. Training waits for the copy, and until a large one before it
-        is sent. If that takes longer than `room_s`, take none."""
+        """Send a copy of the state to the driver, from rank 0. Training waits for the copy, and
+        until a large one before it is sent. If that takes longer than `room_s`, take none."""
         if not self._snapshots.wanted:
             return
         if self.rank != 0:
@@ -589,7 +603,8 @@ class ReplicaBase(ABC):
 
     @abstractmethod
     def read(self, source: Any, *, trusted: bool) -> dict[str, Any]:
-        """Return the state in a `SeenFile`, or in a `Blob` that was sent. Raise CheckpointError if there is none."""
+        """Return the state in a `SeenFile`, or in a `Blob` that was sent. Raise CheckpointError if
+        there is none."""
 
     @abstractmethod
     def check(self, state: dict[str, Any]) -> None:
@@ -608,12 +623,14 @@ class ReplicaBase(ABC):
 
     @abstractmethod
     def all_succeeded(self, here: bool) -> bool:
-        """Return whether all ranks have succeeded, which all ask together. `here` is whether this one has."""
+        """Return whether all ranks have succeeded, which all ask together. `here` is whether this
+        one has."""
 
     def end_load(self, state: dict[str, Any], loads: int, *, kept: bool = False) -> None:
-        """Complete the load of a checkpoint: forget the calls of the trainer that wrote it, and restore this rank's
-        random states. `loads` is how often this trainer has loaded a state; a state with more loads is newer than any
-        other. With `kept`, the driver needs no snapshot of it before the next call of `train`."""
+        """Complete the load of a checkpoint: forget the calls of the trainer that wrote it, and
+        restore this rank's random states. `loads` is how often this trainer has loaded a state; a
+        state with more loads is newer than any other. With `kept`, the driver needs no snapshot of
+        it before the next call of `train`."""
         self._position.call, self._position.call_done, self._position.loads = -1, False, loads
         self._val_position.call, self._val_position.ended = -1, True
         self._tested.call = -1
@@ -632,7 +649,8 @@ class ReplicaBase(ABC):
         return {}
 
     def _begin_call(self) -> None:  # noqa: B027 - it is optional
-        """Prepare for a call. That the driver makes one shows that the generation is complete on all ranks."""
+        """Prepare for a call. That the driver makes one shows that the generation is complete on
+        all ranks."""
 
     def _was_made(self) -> bool:
         """Return whether an optimizer that has no hooks has made the running step."""
@@ -640,7 +658,8 @@ class ReplicaBase(ABC):
 
     @abstractmethod
     def _steps_made(self) -> Any:
-        """Return a value that changes with each step of a registered optimizer; None if steps cannot be noticed."""
+        """Return a value that changes with each step of a registered optimizer; None if steps
+        cannot be noticed."""
 
     @abstractmethod
     def _summary(self, turn: int) -> Summary:
@@ -648,8 +667,8 @@ class ReplicaBase(ABC):
 
     @abstractmethod
     def _seed_generators(self, alike: int, own: int) -> None:
-        """Seed this process's random generators. `alike` is the same on all ranks, `own` is not, except for the order of
-        the data."""
+        """Seed this process's random generators. `alike` is the same on all ranks, `own` is not,
+        except for the order of the data."""
 
     @abstractmethod
     def _random_state(self) -> dict[str, Any]:
@@ -700,9 +719,10 @@ def apply(replica: ReplicaBase, function: Callable[[], Any]) -> Any:
 def accepted_arguments(
     function: Callable[..., Any], *positional: Any, **optional: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the positional and keyword arguments that a user's function accepts: all of `positional`, and those of
-    `optional` that it has parameters for. A required parameter with another name, such as `_` for an `info` that the
-    function does not use, receives the next of them."""
+    """Return the positional and keyword arguments that a user's function accepts: all of
+    `positional`, and those of `optional` that it has parameters for. A required parameter with
+    another name, such as `_` for an `info` that the function does not use, receives the next of
+    them."""
     bound = getattr(function, "__self__", None) is not None and hasattr(function, "__func__")
     parameters = _parameters(function.__func__)[1:] if bound else _parameters(function)  # type: ignore[attr-defined]
     if any(each.kind is each.VAR_KEYWORD for each in parameters):

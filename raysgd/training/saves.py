@@ -1,8 +1,10 @@
-"""Save a trainer's state: workers write a draft and report, and the driver gives it its name when it is complete. Driver.
+"""Save a trainer's state: workers write a draft and report, and the driver gives it its name when
+it is complete. Driver.
 
-The driver creates a new draft whenever the workers are asked to write, so that a worker from before a failure never writes to
-the draft of another one. A worker that does not see the driver's file gives its content instead (`workers.transfer`). With
-`blocking=False`, workers copy the state, and write and report in a thread.
+The driver creates a new draft whenever the workers are asked to write, so that a worker from before
+a failure never writes to the draft of another one. A worker that does not see the driver's file
+gives its content instead (`workers.transfer`). With `blocking=False`, workers copy the state, and
+write and report in a thread.
 """
 
 from __future__ import annotations
@@ -42,14 +44,15 @@ class DraftOfSave(Protocol):
     where: locations.Place
 
     def begin(self) -> Mapping[str, Any]:
-        """Create a new draft in place of an older one. Return the arguments of the workers' call that concern it."""
+        """Create a new draft in place of an older one. Return the arguments of the workers' call
+        that concern it."""
 
     def size(self) -> int:
         """Return how much of it has been written, as far as that is known."""
 
     def complete(self, reports: Sequence[Report], given: Callable[[], Any]) -> None:
-        """Give the draft its name. `reports` are those of the workers that have written; `given` returns what the first of
-        them gave."""
+        """Give the draft its name. `reports` are those of the workers that have written; `given`
+        returns what the first of them gave."""
 
     def drop(self) -> None:
         """Delete the draft, unless it is complete."""
@@ -88,8 +91,9 @@ class FileDraft:
         self._draft = None
 
     def _compare(self, draft: locations.Draft, report: Report) -> None:
-        """Raise an error if the draft is not what the worker wrote. Its content ends with the checksums of what the worker had
-        in memory, which every load verifies, so only the size and the end of the file are compared here."""
+        """Raise an error if the draft is not what the worker wrote. Its content ends with the
+        checksums of what the worker had in memory, which every load verifies, so only the size and
+        the end of the file are compared here."""
         # Opened again: another machine's file system may have shown less until the worker closed the file.
         with open(draft.temporary, "rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -109,7 +113,8 @@ class FileDraft:
 
 
 class SaveHandle:
-    """A save in the background. If it fails and the user has not seen the error, the trainer's next call raises it."""
+    """A save in the background. If it fails and the user has not seen the error, the trainer's next
+    call raises it."""
 
     def __init__(self, save: _Save) -> None:
         self.path, self._save = locations.text_of(save.draft.where), save
@@ -135,8 +140,9 @@ class SaveHandle:
 
 
 class _Save:
-    """One save. Owns its draft, the transfers over which workers report, and `done`. Only one thread gives the draft its name,
-    or drops it. `seen` says whether the user has seen the error."""
+    """One save. Owns its draft, the transfers over which workers report, and `done`. Only one
+    thread gives the draft its name, or drops it. `seen` says whether the user has seen the
+    error."""
 
     def __init__(self, draft: DraftOfSave, transfer: Callable[[], TransferProtocol], stall_s: float) -> None:
         self.draft, self._transfer, self._stall_s = draft, transfer, stall_s
@@ -155,7 +161,8 @@ class _Save:
         return {**arguments, "transfers": [each.name for each in self._transfers], "later": later}
 
     def moves(self) -> bool:
-        """Return whether something was written a moment ago: a slow disk does not count as a hang."""
+        """Return whether something was written a moment ago: a slow disk does not count as a
+        hang."""
         try:
             progress = [self.draft.size(), *(each.moved for each in self._transfers)]
         except OSError as error:
@@ -178,7 +185,8 @@ class _Save:
         self._end(None)
 
     def wait_for_reports(self) -> None:
-        """In a thread: complete the save when all workers have reported, unless one has failed or nothing moves any more."""
+        """In a thread: complete the save when all workers have reported, unless one has failed or
+        nothing moves any more."""
         futures = [each.given for each in self._transfers]
         try:
             while not self.done.done() and not all(each.done() for each in futures):
@@ -225,7 +233,8 @@ def _report_of(given: Future[Report | None]) -> Report:
 
 
 class Saves:
-    """Owns the saves that are still running. `on_saved` is called when a checkpoint is complete, by any thread."""
+    """Owns the saves that are still running. `on_saved` is called when a checkpoint is complete, by
+    any thread."""
 
     def __init__(self, engine: Engine, on_saved: Callable[[], None]) -> None:
         self._engine, self._on_saved = engine, on_saved
@@ -243,7 +252,8 @@ class Saves:
         blocking: bool,
         stall_s: float = 0.0,
     ) -> str | SaveHandle:
-        """Let the workers write a draft with `method`. In the background, this many of them report."""
+        """Let the workers write a draft with `method`. In the background, this many of them
+        report."""
         check_flag("blocking", blocking)
         save = _Save(draft, self._engine.group.transfer, stall_s or max(self._engine.limits.hang_s, STALL_AT_LEAST_S))
         call = Call(method, {"ranks": self.random_states()})
@@ -285,8 +295,8 @@ class Saves:
             raise CheckpointError(f"the save to {save.draft.where} in the background failed: {error}") from error
 
     def finish(self) -> None:
-        """Wait up to 600 s for all running saves together, because the workers are about to end. `raise_failed` can raise only
-        one error after that, so the others are logged here."""
+        """Wait up to 600 s for all running saves together, because the workers are about to end.
+        `raise_failed` can raise only one error after that, so the others are logged here."""
         until = time.monotonic() + SHUTDOWN_S
         for save in self._running:
             try:

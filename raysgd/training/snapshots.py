@@ -23,8 +23,8 @@ SMALL = 1 << 20
 
 
 class Snapshotter:
-    """Owns the interval (`ElasticConfig.snapshot_every`), the thread that uploads, and the newest snapshot that it has not begun to
-    upload."""
+    """Owns the interval (`ElasticConfig.snapshot_every`), the thread that uploads, and the newest
+    snapshot that it has not begun to upload."""
 
     def __init__(self, every: Any, control: Control) -> None:
         self._every, self._control = every, control
@@ -63,8 +63,9 @@ class Snapshotter:
             return self._changed.wait_for(lambda: not self._uploading, limit_s)
 
     def wait_for_room(self, limit_s: float | None = None) -> bool:
-        """Wait, before a snapshot is taken, until an earlier one is uploaded, if it is so large that memory and network should
-        not have to hold both. Of small ones, only the newest is uploaded next. Return False after the limit."""
+        """Wait, before a snapshot is taken, until an earlier one is uploaded, if it is so large
+        that memory and network should not have to hold both. Of small ones, only the newest is
+        uploaded next. Return False after the limit."""
         if self._size <= SMALL or self.wait(limit_s):
             return True
         if not self._slow:
@@ -78,7 +79,8 @@ class Snapshotter:
         return False
 
     def warn(self, error: Exception) -> None:
-        """Log once that the state cannot be packed. Training does not need that as long as a worker is left."""
+        """Log once that the state cannot be packed. Training does not need that as long as a worker
+        is left."""
         if not self._warned:
             self._warned = True
             logger.warning(

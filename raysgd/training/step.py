@@ -5,8 +5,8 @@
             operator.train_batch(batch, ...)    # self.zero_grad, self.backward and self.step act on the step
         commit(step)                        # `ReplicaBase`: position, policies, progress, snapshot
 
-Each outcome has one writer: a step is "applied" when an optimizer has stepped, "skipped" if a policy leaves it out, and "undone" if the
-loop ends before that.
+Each outcome has one writer: a step is "applied" when an optimizer has stepped, "skipped" if a
+policy leaves it out, and "undone" if the loop ends before that.
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ class Drawn(NamedTuple):
     """One rank's batch.
 
     offset  the position in the epoch once the batch is committed
-    fresh   False if its samples are repeated, by a rank that has none left but must take part in the step
+    fresh   False if its samples are repeated, by a rank that has none left but must take part in
+            the step
     rows    the samples of all ranks' batches together, if the source counts them
     weight  this rank's part of these samples, relative to an equal share (`RankPart`)
     whole   False if this is one of several pieces of the rank's batch, and not the last one
-    units   this rank's samples, as (start, stop) of the epoch's order; None if the source has no order
+    units   this rank's samples, as (start, stop) of the epoch's order; None if the source has no
+            order
     """
 
     batch: Any
@@ -41,18 +43,22 @@ class Drawn(NamedTuple):
 
 
 class Step:
-    """What one optimizer step is made of, and what became of it. Iterating over it draws its batches.
+    """What one optimizer step is made of, and what became of it. Iterating over it draws its
+    batches.
 
-    drawn      this rank's batches up to now: one, the pieces of one, or those of an accumulation window. The last one is `current`,
-               and only that one has its content
+    drawn      this rank's batches up to now: one, the pieces of one, or those of an accumulation
+               window. The last one is `current`, and only that one has its content
     place      how many batches or pieces came before the current one
-    batches    how many batches of the loader these are. The pieces of one count together, with the last one
+    batches    how many batches of the loader these are. The pieces of one count together, with the
+               last one
     closing    whether the current batch is the last one before the optimizer's step
-    outcome    "open"; "applied" when an optimizer has stepped, "skipped" if all ranks have left the step out, "undone" if its batches
-               will be drawn again
+    outcome    "open"; "applied" when an optimizer has stepped, "skipped" if all ranks have left the
+               step out, "undone" if its batches will be drawn again
     committed  whether the position is behind it
-    samples    how many samples the current batch counts among those that share the step, if there are several batches
-    metrics    what the batches measured before the last one: values, weight, and whether no piece follows
+    samples    how many samples the current batch counts among those that share the step, if there
+               are several batches
+    metrics    what the batches measured before the last one: values, weight, and whether no piece
+               follows
     """
 
     __slots__ = (
@@ -69,7 +75,8 @@ class Step:
     )
 
     def __init__(self, first: Drawn | None = None, more: Callable[[Step], Iterator[Any]] | None = None) -> None:
-        """Begin with its first batch; `more` yields the content of all. Without one, this is a step that user code makes by itself."""
+        """Begin with its first batch; `more` yields the content of all. Without one, this is a step
+        that user code makes by itself."""
         self.current = first or NOTHING
         self.drawn, self.committed = [] if first is None else [first], first is None
         self.place, self.batches = 0, int(self.current.whole)
@@ -113,15 +120,18 @@ class Step:
             self.outcome = "skipped"
 
     def counts(self, *, failed: bool) -> bool:
-        """Return whether the step counts if the loop leaves it now: after an error if it was applied, otherwise if it is complete."""
+        """Return whether the step counts if the loop leaves it now: after an error if it was
+        applied, otherwise if it is complete."""
         return self.outcome == "applied" if failed else self.closing
 
 
 class Policy:
-    """Takes part in steps, or observes them. An operator has a list of policies, which act in this order; by default they do nothing."""
+    """Takes part in steps, or observes them. An operator has a list of policies, which act in this
+    order; by default they do nothing."""
 
     def on_epoch(self, feed: Feed) -> None:
-        """Called before a loop over an epoch, or over the rest of it. `feed` has what the loop reads, and the running step."""
+        """Called before a loop over an epoch, or over the rest of it. `feed` has what the loop
+        reads, and the running step."""
 
     def begin(self, step: Step) -> None:
         """Called before each batch or piece, which is `step.current` now."""

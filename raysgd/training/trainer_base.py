@@ -1,4 +1,5 @@
-"""What TorchTrainer and TFTrainer have in common: calls, the group of workers, start and end. Driver."""
+"""What TorchTrainer and TFTrainer have in common: calls, the group of workers, start and end.
+Driver."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ T = TypeVar("T", bound="TrainerBase")
 
 
 class TrainerBase(ABC):
-    """Owns the engine and the callbacks of one trainer. `num_workers` is the largest number of workers it can have."""
+    """Owns the engine and the callbacks of one trainer. `num_workers` is the largest number of
+    workers it can have."""
 
     # How many batches `validate` uses by default; None: all.
     _validation_steps: int | None = None
@@ -100,10 +102,11 @@ class TrainerBase(ABC):
                 trainer.train()
                 trainer.validate()
 
-        With `checkpoints`, an automatic checkpoint belongs to the end of the loop's body, or to the first call of `train()` in
-        it. A script that was killed and started again with `resume="auto"` continues the loop with the first epoch that was
-        not complete, and `train()` trains the rest of it; loops that were complete have no epochs then. A callback can end
-        the loop after an epoch.
+        With `checkpoints`, an automatic checkpoint belongs to the end of the loop's body, or to the
+        first call of `train()` in it. A script that was killed and started again with
+        `resume="auto"` continues the loop with the first epoch that was not complete, and `train()`
+        trains the rest of it; loops that were complete have no epochs then. A callback can end the
+        loop after an epoch.
         """
         at_least("epochs", epochs, 0, whole=True)
         return self._loops.run(epochs)
@@ -119,7 +122,8 @@ class TrainerBase(ABC):
         max_retries: int = 3,
         info: Mapping[str, Any] | None = None,
     ) -> History:
-        """Train for `epochs` epochs, and validate after each `validate_every`-th one (0: never). Return the history.
+        """Train for `epochs` epochs, and validate after each `validate_every`-th one (0: never).
+        Return the history.
 
             for epoch in trainer.epochs(epochs):
                 trainer.train(num_steps, max_retries=max_retries, info=info)
@@ -169,7 +173,8 @@ class TrainerBase(ABC):
 
     @property
     def resumed_from(self) -> str | None:
-        """Return the path of the checkpoint that `resume="auto"` has loaded; None if training started from the beginning."""
+        """Return the path of the checkpoint that `resume="auto"` has loaded; None if training
+        started from the beginning."""
         return None if self._folder is None else self._folder.path(self._loops.resumed)
 
     @exclusive
@@ -211,10 +216,12 @@ class TrainerBase(ABC):
         reduce_results: bool = True,
         info: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Validate on one pass over the validation data, using every row once, or on `num_steps` batches.
+        """Validate on one pass over the validation data, using every row once, or on `num_steps`
+        batches.
 
-        Return what was measured; with `reduce_results=False`, a list with each worker's own results, or with what the
-        operator's `validate` returned there if it is no dict. `profile` and `info` have the same meaning as in `train`.
+        Return what was measured; with `reduce_results=False`, a list with each worker's own
+        results, or with what the operator's `validate` returned there if it is no dict. `profile`
+        and `info` have the same meaning as in `train`.
         """
         self._validations += 1
         num_steps = self._validation_steps if num_steps is None else num_steps
@@ -228,10 +235,12 @@ class TrainerBase(ABC):
         reduce_results: bool = True,
         info: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Test on one pass over the test data, using every row once, or on its first `num_steps` batches.
+        """Test on one pass over the test data, using every row once, or on its first `num_steps`
+        batches.
 
-        The operator's `test_batch` measures, by default as `validate_batch` does, with `test_` in the names of the metrics.
-        `profile`, `reduce_results` and `info` are those of `validate`, and so is the result.
+        The operator's `test_batch` measures, by default as `validate_batch` does, with `test_` in
+        the names of the metrics. `profile`, `reduce_results` and `info` are those of `validate`,
+        and so is the result.
         """
         self._tests += 1
         return self._evaluate("test", self._tests, num_steps, profile, reduce_results, info)
@@ -261,7 +270,8 @@ class TrainerBase(ABC):
 
     @exclusive
     def apply_all_workers(self, fn: Callable[[], Any]) -> list[Any]:
-        """Call `fn`, a function without arguments, in every worker process. Return its values in rank order."""
+        """Call `fn`, a function without arguments, in every worker process. Return its values in
+        rank order."""
         return self._apply(apply, fn)
 
     @exclusive
@@ -287,7 +297,8 @@ class TrainerBase(ABC):
         return self._values(method, **given)[0]
 
     def _inline_operator(self) -> Any:
-        """Return the operator that trains in this process; None if the workers are other processes."""
+        """Return the operator that trains in this process; None if the workers are other
+        processes."""
         if not isinstance(self._engine.group, InlineGroup):
             return None
         return self._first(apply_operator, function=lambda operator: operator)
@@ -301,8 +312,9 @@ class TrainerBase(ABC):
 
     @property
     def batch_mode(self) -> str | None:
-        """Return what becomes of the batch of all workers together when their number changes: "global", it stays what it is, or
-        "per_worker", each worker keeps its own. None with `ElasticConfig(batch="auto")` before the first step."""
+        """Return what becomes of the batch of all workers together when their number changes:
+        "global", it stays what it is, or "per_worker", each worker keeps its own. None with
+        `ElasticConfig(batch="auto")` before the first step."""
         settings = self._factory.settings
         if settings.num_workers == 1 or settings.elastic.batch != "auto":
             return "global" if settings.num_workers == 1 else settings.elastic.batch
@@ -319,8 +331,9 @@ class TrainerBase(ABC):
         return self._calls.history
 
     def report(self, path: str | os.PathLike[str]) -> str:
-        """Write a page about this trainer's run so far, as one HTML file at `path` (also a URI), and return its path:
-        `History.report`. This also works after `shutdown()`, and in a callback."""
+        """Write a page about this trainer's run so far, as one HTML file at `path` (also a URI),
+        and return its path: `History.report`. This also works after `shutdown()`, and in a
+        callback."""
         return self._calls.history.report(path)
 
     @property
@@ -333,8 +346,9 @@ class TrainerBase(ABC):
 
     @exclusive
     def resize(self, num_workers: int) -> None:
-        """Set the number of workers to `num_workers`, also in the middle of an epoch. Wait until missing ones have joined. If an
-        error or Ctrl-C ends the call before that, the number is again what it was."""
+        """Set the number of workers to `num_workers`, also in the middle of an epoch. Wait until
+        missing ones have joined. If an error or Ctrl-C ends the call before that, the number is
+        again what it was."""
         at_least("num_workers", num_workers, 1, whole=True)
         if not self._distributed and num_workers > 1:
             raise ConfigError(
@@ -344,8 +358,8 @@ class TrainerBase(ABC):
         self._engine.resize(num_workers)
 
     def shutdown(self, force: bool = False) -> None:
-        """End the workers, after saves in the background; with `force`, at once. A second call does nothing; any other call
-        afterwards raises an error."""
+        """End the workers, after saves in the background; with `force`, at once. A second call does
+        nothing; any other call afterwards raises an error."""
         try:
             self._loops.close(force=force)
             if not force:
@@ -390,8 +404,8 @@ def make_engine(
     make_backend: Callable[..., ProcessGroupBackend],
     sharded: ShardedState | None = None,
 ) -> Engine:
-    """Return the engine, which starts its workers with the first call. If there can be several, connect to Ray, or start
-    it. `make_backend` gets the driver's address as `host`."""
+    """Return the engine, which starts its workers with the first call. If there can be several,
+    connect to Ray, or start it. `make_backend` gets the driver's address as `host`."""
     settings = factory.settings
     if elastic.hot_spares and settings.threads is None:
         raise ConfigError(

@@ -1,4 +1,5 @@
-"""Write a checkpoint to the driver's draft, or give its content to the driver; now, or in a thread. Worker."""
+"""Write a checkpoint to the driver's draft, or give its content to the driver; now, or in a thread.
+Worker."""
 
 from __future__ import annotations
 
@@ -58,7 +59,8 @@ def checkpoint(replica: Any, ranks: list[Any]) -> Any:
 
 
 def save(replica: Any, draft: DraftFile, transfers: list[str], ranks: list[Any], later: bool) -> Report | None:
-    """Write the checkpoint to the draft, from rank 0. `ranks` are the random states of all ranks."""
+    """Write the checkpoint to the draft, from rank 0. `ranks` are the random states of all
+    ranks."""
     write = replica.checkpoint_writer(ranks, later=later)
     return None if write is None else reported(replica, transfers[0], partial(_write, draft, write), later=later)
 
@@ -66,7 +68,8 @@ def save(replica: Any, draft: DraftFile, transfers: list[str], ranks: list[Any],
 def reported(
     replica: Any, transfer: str, write: Callable[[Callable[[Any], None]], Report], *, later: bool
 ) -> Report | None:
-    """Call `write(give)`, now or in a thread, and report what it returns. It may give content to the driver."""
+    """Call `write(give)`, now or in a thread, and report what it returns. It may give content to
+    the driver."""
     control: Control = replica._control
     if not later:
         return write(lambda content: control.giving(transfer).send(content, guarded=len(content)))

@@ -1,11 +1,13 @@
-"""A training function as a Tune trial: starts workers in the trial's bundles, and passes on their reports. Worker.
+"""A training function as a Tune trial: starts workers in the trial's bundles, and passes on their
+reports. Worker.
 
 perform(job)
     start from the trial's checkpoint, if it has one (it was killed or paused, or copies another trial)
     every rank has reported  -> rank 0's metrics go to Tune, with the newest checkpoint if there is a new one
     Tune stops the trial     -> its workers end with it
 
-The remaining workers handle worker failures within the trial. Tune restarts trials whose own process failed.
+The remaining workers handle worker failures within the trial. Tune restarts trials whose own
+process failed.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ IS_FILE = "_is_dictionary"
 
 @dataclass(frozen=True)
 class FunctionTrial:
-    """The function that Tune calls. `job(config)` returns a trial's run, and `bundles(config)` its resources."""
+    """The function that Tune calls. `job(config)` returns a trial's run, and `bundles(config)` its
+    resources."""
 
     name: str
     job: Callable[[dict[str, Any]], FunctionJob]
@@ -64,7 +67,8 @@ def as_trainable(function: Any) -> Any:
 
 
 def placement(bundles: Sequence[Mapping[str, float]], strategy: str = "PACK") -> Any:
-    """Return a trial's placement group. The first bundle is for the trial itself, the others for its workers."""
+    """Return a trial's placement group. The first bundle is for the trial itself, the others for
+    its workers."""
     wanted = [{name: amount for name, amount in bundle.items() if amount} for bundle in bundles]
     return tune.PlacementGroupFactory(wanted, strategy=strategy)
 
@@ -90,9 +94,9 @@ def perform(job: FunctionJob) -> None:
 
 
 def report(metrics: Mapping[str, Any], checkpoint: Any = None) -> None:
-    """Report `metrics` to Tune from a function that Tune runs, as `ray.tune.report` does. `checkpoint` is a
-    raysgd.train.Checkpoint, a
-    dict such as `trainer.latest_checkpoint`, or a checkpoint of Ray."""
+    """Report `metrics` to Tune from a function that Tune runs, as `ray.tune.report` does.
+    `checkpoint` is a raysgd.train.Checkpoint, a dict such as `trainer.latest_checkpoint`, or a
+    checkpoint of Ray."""
     values = _without_tensors(metrics)
     if checkpoint is None or isinstance(checkpoint, tune.Checkpoint):
         tune.report(values, checkpoint=checkpoint)
@@ -114,8 +118,9 @@ def _stored(own: Checkpoint, folder: str) -> Any:
 
 
 class TrialReports:
-    """Adds the newest checkpoint of a `Trainer` in a function that Tune runs to what the function reports without one, as Ray
-    Train 1.x did. Owns the number of the last checkpoint that Tune has, and the last metrics."""
+    """Adds the newest checkpoint of a `Trainer` in a function that Tune runs to what the function
+    reports without one, as Ray Train 1.x did. Owns the number of the last checkpoint that Tune has,
+    and the last metrics."""
 
     def __init__(self, manager: CheckpointManager) -> None:
         self._manager, self._taken = manager, manager.latest_id
@@ -141,14 +146,15 @@ class TrialReports:
 
 
 def number_of(checkpoint: Any) -> int | None:
-    """Return the number of a checkpoint that Tune has from a run, so that the numbers continue when a trial restarts."""
+    """Return the number of a checkpoint that Tune has from a run, so that the numbers continue when
+    a trial restarts."""
     metadata: dict[str, Any] = checkpoint.get_metadata() if hasattr(checkpoint, "get_metadata") else {}
     return metadata.get(NUMBER)
 
 
 class TrialSession(OutsideSession):
-    """The session of a function that Tune itself runs, as in AIR: `train.report` reports to Tune, and `train.get_checkpoint`
-    returns the trial's checkpoint."""
+    """The session of a function that Tune itself runs, as in AIR: `train.report` reports to Tune,
+    and `train.get_checkpoint` returns the trial's checkpoint."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -184,7 +190,8 @@ def _payload(found: Any, metadata: Mapping[str, Any]) -> bytes:
 
 
 def _without_tensors(value: Any) -> Any:
-    """Return a number for a metric that is a single number, and arrays for other tensors, which Tune refuses."""
+    """Return a number for a metric that is a single number, and arrays for other tensors, which
+    Tune refuses."""
     value = plain(value)
     if isinstance(value, Mapping):
         return {name: _without_tensors(each) for name, each in value.items()}
@@ -194,7 +201,8 @@ def _without_tensors(value: Any) -> Any:
 
 
 class Handover:
-    """Owns the folder of the run's checkpoints that Tune has not taken yet, and the number of the last one taken."""
+    """Owns the folder of the run's checkpoints that Tune has not taken yet, and the number of the
+    last one taken."""
 
     def __init__(self, folder: Path, manager: CheckpointManager) -> None:
         self._folder, self._manager = folder, manager
@@ -209,7 +217,8 @@ class Handover:
         self._manager.latest_id = self.taken = int(metadata.get(NUMBER, self.taken))
 
     def take(self, number: int) -> Any:
-        """Return the checkpoint with this number for a report, or None if Tune has it. Delete older ones."""
+        """Return the checkpoint with this number for a report, or None if Tune has it. Delete older
+        ones."""
         if number <= self.taken:
             return None
         self._delete(before=number)

@@ -25,9 +25,11 @@ Step = Callable[[Any, dict[str, Any]], dict[str, Any]]
 
 
 class BaseTorchTrainable(tune.Trainable):
-    """One trial: creates its trainer from the trial's config, and trains and validates once in each step.
+    """One trial: creates its trainer from the trial's config, and trains and validates once in each
+    step.
 
-    A worker failure fails the trial (`max_retries=0`), which Tune then restarts from its last checkpoint.
+    A worker failure fails the trial (`max_retries=0`), which Tune then restarts from its last
+    checkpoint.
     """
 
     def setup(self, config: dict[str, Any]) -> None:
@@ -35,7 +37,8 @@ class BaseTorchTrainable(tune.Trainable):
 
     @abstractmethod
     def _create_trainer(self, tune_config: dict[str, Any]) -> Any:
-        """Return the trial's trainer, whose operator's config has the values of the trial's config."""
+        """Return the trial's trainer, whose operator's config has the values of the trial's
+        config."""
 
     @property
     def trainer(self) -> Any:
@@ -52,8 +55,8 @@ class BaseTorchTrainable(tune.Trainable):
         Path(checkpoint_dir, TUNED).write_text(json.dumps(_numbers(self.config)), encoding="utf-8")
 
     def load_checkpoint(self, checkpoint_dir: Any) -> None:
-        """Load a checkpoint, which may be another trial's. Then its optimizers have that trial's hyperparameters:
-        restore those that this trial's config sets."""
+        """Load a checkpoint, which may be another trial's. Then its optimizers have that trial's
+        hyperparameters: restore those that this trial's config sets."""
         file = Path(checkpoint_dir, TUNED)
         before = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
         now = _numbers(self.config)
@@ -104,8 +107,9 @@ def torch_trainable(
 
 
 class TFTrainable(tune.Trainable):
-    """One trial of a `TFTrainer`. The trial's config has its arguments: model_creator, data_creator, num_replicas,
-    num_cpus_per_worker, use_gpu, trainer_config. The creators get all other values, added to trainer_config."""
+    """One trial of a `TFTrainer`. The trial's config has its arguments: model_creator,
+    data_creator, num_replicas, num_cpus_per_worker, use_gpu, trainer_config. The creators get all
+    other values, added to trainer_config."""
 
     ARGUMENTS = ("model_creator", "data_creator", "num_replicas", "num_cpus_per_worker", "use_gpu")
 
@@ -149,8 +153,8 @@ RESOURCES = ("num_workers", "num_cpus_per_worker", "use_gpu", "use_local", "reso
 
 
 def _bundles(arguments: Mapping[str, Any]) -> Any:
-    """Return a trial's placement group: one CPU for the trial itself, and a bundle for each worker. With `use_local`, the trial
-    asks for no CPU, because in RaySGD it was one of the workers."""
+    """Return a trial's placement group: one CPU for the trial itself, and a bundle for each worker.
+    With `use_local`, the trial asks for no CPU, because in RaySGD it was one of the workers."""
     use_gpu = arguments.get("use_gpu", "auto")
     if use_gpu == "auto":
         from raysgd.torch.setup import wants_gpu

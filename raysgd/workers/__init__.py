@@ -1,1 +1,2 @@
-"""Run calls in worker processes. Only this package, `ray_data`, `tune` and `callbacks.ray_metrics` import Ray. Both."""
+"""Run calls in worker processes. Only this package, `ray_data`, `tune` and `callbacks.ray_metrics`
+import Ray. Both."""

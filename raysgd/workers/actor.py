@@ -1,4 +1,5 @@
-"""Define the Ray actor: a replica host on the main thread, and the control client on its own thread. Worker."""
+"""Define the Ray actor: a replica host on the main thread, and the control client on its own
+thread. Worker."""
 
 from __future__ import annotations
 
@@ -36,8 +37,8 @@ LEAVE_S = 3.0
 
 
 class WorkerActor:
-    """One worker process. Its methods run one at a time on the main thread, which data loaders, signal handlers and
-    user code require; so `max_concurrency` must be 1."""
+    """One worker process. Its methods run one at a time on the main thread, which data loaders,
+    signal handlers and user code require; so `max_concurrency` must be 1."""
 
     def __init__(self, worker: str, address: ControlAddress, backend: ProcessGroupBackend) -> None:
         import ray
@@ -62,8 +63,9 @@ class WorkerActor:
         add_to_path(folders, first)
 
     def serve(self) -> tuple[int, Outcome] | None:
-        """Perform the calls that arrive on the control connection. Return the number and the outcome of a call whose
-        answer is large, or None when the driver has submitted a call to Ray. The driver calls this again at once."""
+        """Perform the calls that arrive on the control connection. Return the number and the
+        outcome of a call whose answer is large, or None when the driver has submitted a call to
+        Ray. The driver calls this again at once."""
         while isinstance(message := self._client.calls.get(), PerformCall):
             outcome = self._host.perform(*self._begin(message))
             packed = packed_outcome(outcome)
@@ -73,7 +75,8 @@ class WorkerActor:
         return None
 
     def perform(self, message: PerformCall, others: dict[str, Any]) -> tuple[int, Outcome]:
-        """Perform a call that was submitted to Ray, because only Ray can send its other arguments."""
+        """Perform a call that was submitted to Ray, because only Ray can send its other
+        arguments."""
         import ray
 
         given = {name: ray.get(each) if isinstance(each, ray.ObjectRef) else each for name, each in others.items()}
@@ -89,7 +92,8 @@ class WorkerActor:
         return verb, arguments
 
     def value(self, verb: str, arguments: dict[str, Any]) -> Any:
-        """Perform a call whose Ray reference the user holds. Return its value, or raise its error."""
+        """Perform a call whose Ray reference the user holds. Return its value, or raise its
+        error."""
         outcome = self._host.perform(verb, arguments)
         if isinstance(outcome, Ok):
             return unpickled(outcome.value)
@@ -100,25 +104,26 @@ class WorkerActor:
         raise outcome.error
 
     def _on_sigterm(self, signum: int, frame: FrameType | None) -> None:
-        """Report a preemption notice to the driver, which removes this worker at a batch boundary. A second SIGTERM
-        ends the process."""
+        """Report a preemption notice to the driver, which removes this worker at a batch boundary.
+        A second SIGTERM ends the process."""
         if self._client.control.notice:
             os._exit(128 + signum)
         self._client.notice()
 
 
 def _use_the_assigned_threads() -> None:
-    """Let torch use as many threads as Ray has assigned, if torch read that variable before Ray set it: a forked worker has
-    imported it already."""
+    """Let torch use as many threads as Ray has assigned, if torch read that variable before Ray set
+    it: a forked worker has imported it already."""
     torch, threads = sys.modules.get("torch"), os.environ.get("OMP_NUM_THREADS", "")
     if torch is not None and threads.isdecimal() and int(threads) > 0:
         torch.set_num_threads(int(threads))
 
 
 def _keep_freed_memory() -> None:
-    """Let glibc keep freed memory for the next step, up to 256 MB at the end of a heap, unless the user has set options for
-    glibc. By default, it may return memory to the system after a step, and get as many pages again in the next one: over a thousand in a
-    step of a small ResNet, which takes some milliseconds."""
+    """Let glibc keep freed memory for the next step, up to 256 MB at the end of a heap, unless the
+    user has set options for glibc. By default, it may return memory to the system after a step, and
+    get as many pages again in the next one: over a thousand in a step of a small ResNet, which
+    takes some milliseconds."""
     if any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ) or sys.platform != "linux":
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have none
@@ -129,15 +134,16 @@ def _keep_freed_memory() -> None:
 
 
 def _share_temporary_folder() -> None:
-    """Let data-loader processes keep the sockets of `multiprocessing` in one folder of this worker. Otherwise each of
-    them creates its own folder, which Python does not remove if that process is killed."""
+    """Let data-loader processes keep the sockets of `multiprocessing` in one folder of this worker.
+    Otherwise each of them creates its own folder, which Python does not remove if that process is
+    killed."""
     process = multiprocessing.current_process()
     process._config = _SharedSettings(process._config)  # type: ignore[attr-defined]
 
 
 class _SharedSettings(dict[str, Any]):
-    """The settings of `multiprocessing`, which a new process copies before it starts. The first one creates the
-    folder."""
+    """The settings of `multiprocessing`, which a new process copies before it starts. The first one
+    creates the folder."""
 
     def copy(self) -> dict[str, Any]:
         if self.get("tempdir") is None:
@@ -146,21 +152,23 @@ class _SharedSettings(dict[str, Any]):
 
 
 def _remove_temporary_folder() -> None:
-    """Remove that folder, because this process and its data-loader processes are about to be killed."""
+    """Remove that folder, because this process and its data-loader processes are about to be
+    killed."""
     folder = multiprocessing.current_process()._config.get("tempdir")  # type: ignore[attr-defined]
     if folder:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def _end_forks_with_this_process() -> None:
-    """Make processes that are forked from this one end when it is killed. Call this once, on the main thread.
+    """Make processes that are forked from this one end when it is killed. Call this once, on the
+    main thread.
 
-    Forked data-loader processes hold copies of the worker's sockets. If they outlived a killed worker, its peers would
-    not see these sockets close. Linux can send a signal when the parent ends, but its parent is the *thread* that
-    forked:
+    Forked data-loader processes hold copies of the worker's sockets. If they outlived a killed
+    worker, its peers would not see these sockets close. Linux can send a signal when the parent
+    ends, but its parent is the *thread* that forked:
 
-    main thread     ends only with the process, so the signal is SIGKILL
-    other threads   the signal is one that programs ignore by default; its handler ends the process only if the worker has
+    main thread ends only with the process, so the signal is SIGKILL other threads the signal is one
+    that programs ignore by default; its handler ends the process only if the worker has
                     ended. Otherwise Linux makes another thread the parent, and signals again when that one ends
     """
     main, forking = threading.get_ident(), threading.local()

@@ -9,7 +9,8 @@ SMALL = 1 << 16  # bytes that are not worth a place in Ray's object store
 
 
 class Blob:
-    """Bytes that are sent outside the pickle stream (as a `PickleBuffer`), so that a large state is copied only once.
+    """Bytes that are sent outside the pickle stream (as a `PickleBuffer`), so that a large state is
+    copied only once.
 
     `ref` is where the group has put them in Ray's object store. It is not sent.
     """
@@ -28,8 +29,8 @@ class Blob:
 
 
 class PickledObject(Blob):
-    """A user's object as bytes: an operator class or a function, pickled once for all workers, or what a call
-    returned."""
+    """A user's object as bytes: an operator class or a function, pickled once for all workers, or
+    what a call returned."""
 
 
 def unpickled(value: Any) -> Any:

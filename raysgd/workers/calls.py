@@ -1,7 +1,7 @@
 """Pickle the outcomes of calls, and unpickle them where they are needed. Both.
 
-Calls and answers go over the control connections. Ray, which would cost the driver several times as much for each worker, sends
-only large ones."""
+Calls and answers go over the control connections. Ray, which would cost the driver several times as
+much for each worker, sends only large ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from raysgd.workers.events import CallEnded, Event, MessageReceived
 
 
 def packed_outcome(outcome: Outcome) -> bytes | None:
-    """Return a small outcome pickled, or None for one that Ray should send, because that copies it less often."""
+    """Return a small outcome pickled, or None for one that Ray should send, because that copies it
+    less often."""
     value = outcome.value if isinstance(outcome, Ok | Interrupted) else None
     if isinstance(outcome, Failed):
         from ray import cloudpickle

@@ -1,4 +1,5 @@
-"""Connect to the Ray cluster, and ask it which resources are free, and which nodes are alive or draining. Both."""
+"""Connect to the Ray cluster, and ask it which resources are free, and which nodes are alive or
+draining. Both."""
 
 from __future__ import annotations
 
@@ -51,8 +52,9 @@ NOT_STARTED = (
 
 
 def ensure_cluster(resources: WorkerResources | None = None) -> None:
-    """Connect to the cluster that RAY_ADDRESS names or that runs on this machine, or start one. Log which. Raise ResourceError
-    instead of starting one on a machine without the GPUs that a worker needs."""
+    """Connect to the cluster that RAY_ADDRESS names or that runs on this machine, or start one. Log
+    which. Raise ResourceError instead of starting one on a machine without the GPUs that a worker
+    needs."""
     import ray
 
     if ray.is_initialized():
@@ -67,8 +69,8 @@ def ensure_cluster(resources: WorkerResources | None = None) -> None:
 
 
 def _connect_on_permanent_thread(gpus: float) -> None:
-    """Connect on a thread that never ends, because the processes that Ray starts end with the thread that started
-    them."""
+    """Connect on a thread that never ends, because the processes that Ray starts end with the
+    thread that started them."""
     error: list[BaseException] = []
     connected = threading.Event()
 
@@ -115,8 +117,9 @@ def _connect(gpus: float) -> None:
 
 
 def forking_environment() -> dict[str, Any]:
-    """Return the runtime environment with which Ray forks this process's workers on a cluster of the user; {} if it cannot, or
-    need not. The fork server starts with the first workers, and ends with this process or with the cluster."""
+    """Return the runtime environment with which Ray forks this process's workers on a cluster of
+    the user; {} if it cannot, or need not. The fork server starts with the first workers, and ends
+    with this process or with the cluster."""
     import ray
 
     session = require_ray()
@@ -127,8 +130,8 @@ def forking_environment() -> dict[str, Any]:
 
 
 def _can_fork() -> bool:
-    """Return whether this process may start a fork server: on several machines, each would need one, and an actor, such as a
-    trial of Tune, rarely starts enough workers."""
+    """Return whether this process may start a fork server: on several machines, each would need
+    one, and an actor, such as a trial of Tune, rarely starts enough workers."""
     import ray
 
     here = ray.get_runtime_context()
@@ -139,8 +142,8 @@ def _can_fork() -> bool:
 
 
 def join_running() -> str:
-    """Connect to the cluster that RAY_ADDRESS names or that runs on this machine. Return its address, "" if there is none.
-    Raise `ClusterError` or `ConfigError` if that is not possible."""
+    """Connect to the cluster that RAY_ADDRESS names or that runs on this machine. Return its
+    address, "" if there is none. Raise `ClusterError` or `ConfigError` if that is not possible."""
     given = _given_address()
     found = _running_here() if given in ("", "auto") else given
     if found == "local":
@@ -150,8 +153,8 @@ def join_running() -> str:
 
 
 def _join(address: str, found: bool) -> None:
-    """Join an existing cluster, which was found on this machine or named by RAY_ADDRESS. Raise `ClusterError` within seconds
-    if that is not possible."""
+    """Join an existing cluster, which was found on this machine or named by RAY_ADDRESS. Raise
+    `ClusterError` within seconds if that is not possible."""
     import ray
 
     if found:
@@ -180,8 +183,8 @@ def _not_joined(address: str, found: bool, why: str) -> str:
 
 
 def _given_address() -> str:
-    """Return RAY_ADDRESS. Raise an error if it is wrong, because Ray's own errors are less clear, or come only after a
-    long wait."""
+    """Return RAY_ADDRESS. Raise an error if it is wrong, because Ray's own errors are less clear,
+    or come only after a long wait."""
     text = os.environ.get("RAY_ADDRESS", "").strip()
     if text.startswith("ray://"):
         raise ConfigError(
@@ -197,8 +200,9 @@ def _given_address() -> str:
 
 
 def _running_here() -> str:
-    """Return the address of the cluster that this machine belongs to, or "local". After a crash of Ray, its address is
-    still stored, and connecting to it would take minutes to fail. So probe it first."""
+    """Return the address of the cluster that this machine belongs to, or "local". After a crash of
+    Ray, its address is still stored, and connecting to it would take minutes to fail. So probe it
+    first."""
     address = foreign.address_of_this_machine()
     host, _, port = address.rpartition(":")
     if not port.isdecimal():
@@ -235,8 +239,9 @@ def alive_nodes() -> dict[str, Mapping[str, float]]:
 
 
 def is_node_alive(node: str) -> bool:
-    """Return whether the node's manager still accepts connections, because Ray itself reports a node's failure only
-    seconds later. Return True also if Ray does not answer, because nothing is known about the node then."""
+    """Return whether the node's manager still accepts connections, because Ray itself reports a
+    node's failure only seconds later. Return True also if Ray does not answer, because nothing is
+    known about the node then."""
     import ray
 
     try:
@@ -262,7 +267,8 @@ def free_by_node() -> dict[str, Mapping[str, float]]:
 
 
 def stderr_tail(pid: int) -> str:
-    """Return the end of the standard error of a Ray process on this machine; "" if Ray does not keep it."""
+    """Return the end of the standard error of a Ray process on this machine; "" if Ray does not
+    keep it."""
     folder = foreign.logs_folder()
     if folder is None or not pid:
         return ""
@@ -275,7 +281,8 @@ def stderr_tail(pid: int) -> str:
 
 
 def placement() -> Any:
-    """Return the scheduling strategy of workers: spread over the nodes, or, in a Tune trial, in the trial's bundles."""
+    """Return the scheduling strategy of workers: spread over the nodes, or, in a Tune trial, in the
+    trial's bundles."""
     import ray
 
     group = ray.util.get_current_placement_group()
@@ -285,12 +292,14 @@ def placement() -> Any:
 
 
 def room_for(resources: WorkerResources) -> int:
-    """Return how many more workers fit now, node by node, because a worker never spans two nodes."""
+    """Return how many more workers fit now, node by node, because a worker never spans two
+    nodes."""
     return sum(resources.fits(_held(free)) for free in free_by_node().values())
 
 
 def _held(free: Mapping[str, float]) -> Mapping[str, float]:
-    """Return what this process may use: all resources, or those of its placement group (named `CPU_group_<id>`)."""
+    """Return what this process may use: all resources, or those of its placement group (named
+    `CPU_group_<id>`)."""
     import ray
 
     group = ray.util.get_current_placement_group()
@@ -306,16 +315,17 @@ def capacity(resources: WorkerResources) -> int:
 
 
 def can_grow() -> bool:
-    """Return whether nodes may be added to the cluster. A cluster that this process joined may have an autoscaler, or may
-    still be starting its nodes, which nothing in Ray announces. To one that this process started, only the user can add
-    nodes, and has then set how long to wait for them."""
+    """Return whether nodes may be added to the cluster. A cluster that this process joined may have
+    an autoscaler, or may still be starting its nodes, which nothing in Ray announces. To one that
+    this process started, only the user can add nodes, and has then set how long to wait for
+    them."""
     announced = any(os.environ.get(name) for name in (START_LIMIT, FUNCTION_START_LIMIT))
     return announced or not foreign.started_here()
 
 
 def within(limit_s: float, call: Callable[[], T]) -> T | None:
-    """Return what a call of Ray's functions returns, or None if it fails or takes longer. If Ray has ended, its functions
-    take a minute or never return."""
+    """Return what a call of Ray's functions returns, or None if it fails or takes longer. If Ray
+    has ended, its functions take a minute or never return."""
     try:
         return GcsQuery(call).result(limit_s)
     except Exception as error:
@@ -324,8 +334,9 @@ def within(limit_s: float, call: Callable[[], T]) -> T | None:
 
 
 def wait_for_room(resources: WorkerResources, room: int, ended: Sequence[Any]) -> None:
-    """Wait until these actors have ended and `room` more workers fit again, for at most 2.5 s. Once the actors have
-    ended, the wait is short, because other programs may take that room before this process sees it."""
+    """Wait until these actors have ended and `room` more workers fit again, for at most 2.5 s. Once
+    the actors have ended, the wait is short, because other programs may take that room before this
+    process sees it."""
     import ray
 
     def wait() -> None:

@@ -1,7 +1,8 @@
-"""Serve the worker's end of the control channel: send heartbeats and progress, carry out stop requests. Worker.
+"""Serve the worker's end of the control channel: send heartbeats and progress, carry out stop
+requests. Worker.
 
-The client is a thread with blocking sockets beside the training thread. asyncio would add nothing, because there is
-only one connection to read, and each thread sends its own messages."""
+The client is a thread with blocking sockets beside the training thread. asyncio would add nothing,
+because there is only one connection to read, and each thread sends its own messages."""
 
 from __future__ import annotations
 
@@ -68,9 +69,9 @@ LONGEST_TEXT, LONGEST_BRIEF, LARGEST_INT_BITS = 200, 64_000, 64
 
 
 class ControlClient:
-    """Owns the worker's control connection, the thread that reads it, the `Control` of the training thread, and one
-    bulk connection, which is opened when it is first needed. Knows how to abort a collective, and nothing else of
-    training."""
+    """Owns the worker's control connection, the thread that reads it, the `Control` of the training
+    thread, and one bulk connection, which is opened when it is first needed. Knows how to abort a
+    collective, and nothing else of training."""
 
     def __init__(
         self,
@@ -104,8 +105,8 @@ class ControlClient:
         threading.Thread(target=self._listen, name="raysgd-control", daemon=True).start()
 
     def begin(self, call: int) -> None:
-        """Begin a call. Requests for earlier calls no longer apply. Requests for this one apply from now on, because
-        all ranks may agree on a boundary before its work has begun."""
+        """Begin a call. Requests for earlier calls no longer apply. Requests for this one apply
+        from now on, because all ranks may agree on a boundary before its work has begun."""
         with self._call_lock:
             self.control.withdraw()
             self.call = call
@@ -125,8 +126,8 @@ class ControlClient:
         self._deliver(replace(message, partial=brief(message.partial)), *body, guarded=guarded_part(*body))
 
     def deliver(self, message: FunctionReport | StartDealer, body: bytes) -> None:
-        """Send a message that must not be lost with this process. Return when the driver has acknowledged it, or when the
-        generation has ended."""
+        """Send a message that must not be lost with this process. Return when the driver has
+        acknowledged it, or when the generation has ended."""
         self._deliver(message, body, guarded=len(body))
 
     def _deliver(self, message: Message, *body: bytes | memoryview, guarded: int) -> None:
@@ -153,8 +154,8 @@ class ControlClient:
             bulk.close()
 
     def _is_answered(self, bulk: socket.socket) -> bool:
-        """Wait for the driver's answer to a report, which may take as long as the user does. Return False if the generation
-        ends before."""
+        """Wait for the driver's answer to a report, which may take as long as the user does. Return
+        False if the generation ends before."""
         bulk.settimeout(LOOK_S)
         while not self.control.interrupted:
             with contextlib.suppress(TimeoutError):
@@ -164,14 +165,15 @@ class ControlClient:
         return False
 
     def _forget_connections(self) -> None:
-        """Drop the connections and locks in a forked process, because they belong to the parent: what both send on one would have
-        the same codes. This process reports over a bulk connection of its own, and no progress."""
+        """Drop the connections and locks in a forked process, because they belong to the parent:
+        what both send on one would have the same codes. This process reports over a bulk connection
+        of its own, and no progress."""
         self._bulk, self._bulk_lock = None, threading.Lock()
         self._send_lock, self._forked = threading.Lock(), True
 
     def _publish(self, progress: Progress, partial: dict[str, Any] | None) -> None:
-        """Send progress, unless the driver does not read at the moment: training must not wait for it, and a later
-        message will replace this one."""
+        """Send progress, unless the driver does not read at the moment: training must not wait for
+        it, and a later message will replace this one."""
         if self._writable.select(0):
             self._send(ProgressReport(self.call, progress, brief(partial)))
 
@@ -243,7 +245,8 @@ class ControlClient:
 
 
 def _connected(address: ControlAddress, hello: Hello) -> Connection:
-    """Return the control connection. Raise an error that says which machine cannot be reached from which."""
+    """Return the control connection. Raise an error that says which machine cannot be reached from
+    which."""
     try:
         return connect(address, hello)
     except ConnectionAbortedError:  # the driver was reached
@@ -268,10 +271,11 @@ def _is_idle(connection: socket.socket) -> bool:
 
 
 def brief(result: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Return the part of a result that progress messages contain: its counts, and numbers and short strings, 64,000 characters
-    at most.
+    """Return the part of a result that progress messages contain: its counts, and numbers and short
+    strings, 64,000 characters at most.
 
-    Everything else (long strings, tables, more metrics than that) reaches the driver with the call's result.
+    Everything else (long strings, tables, more metrics than that) reaches the driver with the
+    call's result.
     """
     if result is None:
         return None
@@ -288,8 +292,8 @@ def brief(result: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _plain(value: Any) -> Any:
-    """Return a number or a short string as Python's own, for which the driver imports no module. Return None for anything
-    else."""
+    """Return a number or a short string as Python's own, for which the driver imports no module.
+    Return None for anything else."""
     if type(value).__module__ == "numpy" and isinstance(value, numbers.Real):
         value = value.item()  # type: ignore[attr-defined]
     if isinstance(value, bool):

@@ -1,4 +1,5 @@
-"""Serve the driver's end of the control channel: admit workers, and turn what they send into events. Driver."""
+"""Serve the driver's end of the control channel: admit workers, and turn what they send into
+events. Driver."""
 
 from __future__ import annotations
 
@@ -68,7 +69,8 @@ Serve = Callable[[Connection, str], None]
 
 
 class _Peer:
-    """One connection in the control thread: not admitted yet, or the control connection of `worker`."""
+    """One connection in the control thread: not admitted yet, or the control connection of
+    `worker`."""
 
     session: Session
     ended: asyncio.Future[None]
@@ -83,15 +85,17 @@ class _Peer:
 
 
 class ControlServer:
-    """Owns the listening socket, all connections of workers, and the control thread. Turns what workers send into
-    events, and decides nothing.
+    """Owns the listening socket, all connections of workers, and the control thread. Turns what
+    workers send into events, and decides nothing.
 
-    The control thread runs an asyncio loop: it admits every connection, reads the control connections, and sends on them.
-    Each other connection gets a thread of its own once it is admitted, so that no transfer delays a heartbeat.
+    The control thread runs an asyncio loop: it admits every connection, reads the control
+    connections, and sends on them. Each other connection gets a thread of its own once it is
+    admitted, so that no transfer delays a heartbeat.
 
-    When a process ends, so does its control connection, which is a `WorkerEnded` event within milliseconds, usually
-    before Ray reports the end. A connection also ends if the other machine acknowledges nothing for `unreachable_s`.
-    Whatever one connection sends, an error ends only that connection."""
+    When a process ends, so does its control connection, which is a `WorkerEnded` event within
+    milliseconds, usually before Ray reports the end. A connection also ends if the other machine
+    acknowledges nothing for `unreachable_s`. Whatever one connection sends, an error ends only that
+    connection."""
 
     def __init__(
         self,
@@ -131,8 +135,8 @@ class ControlServer:
     # -- any thread -----------------------------------------------------------------------------------
 
     def send(self, worker: str, message: Message) -> bool:
-        """Send a message to a worker without blocking. Return False if it has no connection, which is or will be
-        reported as a `WorkerEnded` event."""
+        """Send a message to a worker without blocking. Return False if it has no connection, which
+        is or will be reported as a `WorkerEnded` event."""
         peer = self._workers.get(worker)
         if peer is None:
             return False
@@ -140,8 +144,9 @@ class ControlServer:
         return True
 
     def _post(self, peer: _Peer, message: Message) -> None:
-        """Let the control thread send a message. A signal handler can end the main thread's work at any line, and send a message
-        itself: between making and sending a frame, either would break the order of the codes."""
+        """Let the control thread send a message. A signal handler can end the main thread's work at
+        any line, and send a message itself: between making and sending a frame, either would break
+        the order of the codes."""
         self._outgoing.append((peer, message))
         with contextlib.suppress(RuntimeError):  # the server was closed
             self._loop.call_soon_threadsafe(self._send_all)
@@ -152,13 +157,15 @@ class ControlServer:
         return 0.0 if peer is None else time.monotonic() - peer.heard_at
 
     def disconnect(self, worker: str) -> None:
-        """Forget a worker that is no longer needed, so that the end of its connection is not an event."""
+        """Forget a worker that is no longer needed, so that the end of its connection is not an
+        event."""
         peer = self._workers.pop(worker, None)
         if peer is not None:
             self._post(peer, Bye())
 
     def expect_transfer(self, serve: Serve) -> str:
-        """Return the name of a new transfer. `serve` gets every connection that names it, with the worker's name, in a thread."""
+        """Return the name of a new transfer. `serve` gets every connection that names it, with the
+        worker's name, in a thread."""
         name = str(next(self._names))
         self._expected[name] = serve
         return name
@@ -195,8 +202,9 @@ class ControlServer:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _accept(self) -> None:
-        """Accept one connection. The loop serves all others before it accepts the next one, so that a worker that has
-        sent its first message is admitted before newer connections take its place."""
+        """Accept one connection. The loop serves all others before it accepts the next one, so that
+        a worker that has sent its first message is admitted before newer connections take its
+        place."""
         try:
             opened, address = self._listener.accept()
         except OSError as error:
@@ -213,8 +221,8 @@ class ControlServer:
             self._refuse(oldest, f"more than {most} connections were waiting to be admitted")
 
     def _pause_accepting(self, error: OSError) -> None:
-        """Stop accepting connections for a while. The waiting connection stays in the kernel's queue, so the listener
-        would be ready again at once."""
+        """Stop accepting connections for a while. The waiting connection stays in the kernel's
+        queue, so the listener would be ready again at once."""
         if not self._short_of_resources:
             logger.warning("cannot accept connections of workers (%s): trying again every %g s", error, ACCEPT_PAUSE_S)
         self._short_of_resources = True
@@ -228,7 +236,8 @@ class ControlServer:
         peer.task.cancel()
 
     async def _serve(self, peer: _Peer) -> None:
-        """Admit a connection. Read a control connection until it ends, and hand over any other one."""
+        """Admit a connection. Read a control connection until it ends, and hand over any other
+        one."""
         why, reason = ENDED, "worker death"
         late = f"it did not prove the key and send its first message within {self._admission_s:g} s"
         deadline = self._loop.call_later(self._admission_s, self._refuse, peer, late)
@@ -267,8 +276,8 @@ class ControlServer:
             logger.log(level, "refused a connection from %s to the control channel: %s", peer.host, peer.refused)
 
     async def _admit(self, peer: _Peer) -> Hello | Open:
-        """Let the other end prove that it has the key, and return its first message. Nothing behind the proof is read before that
-        is complete and verified."""
+        """Let the other end prove that it has the key, and return its first message. Nothing behind
+        the proof is read before that is complete and verified."""
         peer.socket.setblocking(False)
         peer.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         peer.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
@@ -291,8 +300,8 @@ class ControlServer:
         return message
 
     async def _exactly(self, peer: _Peer, size: int) -> bytes:
-        """Return the next `size` bytes. (asyncio's StreamReader would read ahead: past the proof, and into what follows
-        the first message of a connection that is handed over.)"""
+        """Return the next `size` bytes. (asyncio's StreamReader would read ahead: past the proof,
+        and into what follows the first message of a connection that is handed over.)"""
         data = bytearray()
         while len(data) < size:
             try:
@@ -317,8 +326,9 @@ class ControlServer:
             self._loop.remove_reader(peer.socket)
 
     def _read(self, peer: _Peer) -> None:
-        """Take what has arrived on a control connection. The loop calls this directly, once for each connection before
-        any again, because a coroutine that waits for each message would cost several times as much."""
+        """Take what has arrived on a control connection. The loop calls this directly, once for
+        each connection before any again, because a coroutine that waits for each message would cost
+        several times as much."""
         try:
             data = peer.socket.recv(RECEIVED_AT_ONCE)
             if not data:

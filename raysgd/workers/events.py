@@ -1,4 +1,5 @@
-"""Define the events that a group of workers reports to the engine, in the order in which they happen. Driver."""
+"""Define the events that a group of workers reports to the engine, in the order in which they
+happen. Driver."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ from raysgd.core.outcomes import Outcome
 
 @dataclass(frozen=True)
 class WorkerStarted:
-    """A launched worker's process has started, and its control client is connected from `address`. `local` says whether
-    it is on the driver's node."""
+    """A launched worker's process has started, and its control client is connected from `address`.
+    `local` says whether it is on the driver's node."""
 
     worker: str
     node: str
@@ -33,7 +34,8 @@ class CallEnded:
 
 @dataclass(frozen=True)
 class WorkerEnded:
-    """A worker's process ended, or can no longer be reached. The worker has failed, unless it was dismissed."""
+    """A worker's process ended, or can no longer be reached. The worker has failed, unless it was
+    dismissed."""
 
     worker: str
     cause: str
@@ -42,8 +44,8 @@ class WorkerEnded:
 
 @dataclass(frozen=True)
 class MessageReceived:
-    """A worker sent a message: progress, an answer, a snapshot or a report. `body` holds its data. The sender of a
-    `FunctionReport` waits until somebody calls `acknowledge`; any thread may."""
+    """A worker sent a message: progress, an answer, a snapshot or a report. `body` holds its data.
+    The sender of a `FunctionReport` waits until somebody calls `acknowledge`; any thread may."""
 
     worker: str
     message: Message
@@ -53,7 +55,8 @@ class MessageReceived:
 
 @dataclass(frozen=True)
 class PartReceived:
-    """A part of a large message of a worker has arrived. While a transfer moves, this is reported about once a second."""
+    """A part of a large message of a worker has arrived. While a transfer moves, this is reported
+    about once a second."""
 
     worker: str
 

@@ -1,7 +1,7 @@
 """Wrap all private names of Ray that raysgd uses. Both.
 
-Checked with Ray 2.60. `tests/test_foreign.py` calls every function here, and names the first private name that a new
-version of Ray no longer has."""
+Checked with Ray 2.60. `tests/test_foreign.py` calls every function here, and names the first
+private name that a new version of Ray no longer has."""
 
 from __future__ import annotations
 
@@ -38,16 +38,17 @@ PROBED = re.compile(
 
 
 def address_of_this_machine() -> str:
-    """Return the address of the cluster that was last started on this machine, which may have ended, "" if there is
-    none."""
+    """Return the address of the cluster that was last started on this machine, which may have
+    ended, "" if there is none."""
     from ray._private.utils import read_ray_address
 
     return str(read_ray_address() or "")
 
 
 def probe_gcs(address: str, limit_s: float) -> str:
-    """Return "ok" if a GCS answers at this address and accepts this process's token, "token" if it refuses it, "no node" if
-    no node of its cluster is on this machine, and otherwise what happened."""
+    """Return "ok" if a GCS answers at this address and accepts this process's token, "token" if it
+    refuses it, "no node" if no node of its cluster is on this machine, and otherwise what
+    happened."""
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(
             [sys.executable, "-c", PROBE, address], stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
@@ -71,8 +72,8 @@ def probe_gcs(address: str, limit_s: float) -> str:
 
 
 def use_token_if_available() -> None:
-    """Let Ray's clients in this process send the user's token, if there is one. Ray does that itself only for a cluster that
-    it finds on this machine, and not for an address that it gets."""
+    """Let Ray's clients in this process send the user's token, if there is one. Ray does that
+    itself only for a cluster that it finds on this machine, and not for an address that it gets."""
     try:
         from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
     except ImportError:  # a Ray without tokens
@@ -87,11 +88,12 @@ QUICK = {"raylet_client_connect_timeout_milliseconds": 20, "raylet_client_num_co
 
 @contextlib.contextmanager
 def quick_start(interpreter: str) -> Iterator[dict[str, Any]]:
-    """Let `ray.init` start only what a cluster of one machine without a dashboard needs, and let that cluster start its
-    workers with this interpreter. Yield the settings to pass to it as `_system_config`.
+    """Let `ray.init` start only what a cluster of one machine without a dashboard needs, and let
+    that cluster start its workers with this interpreter. Yield the settings to pass to it as
+    `_system_config`.
 
-    Left out are the autoscaler, and the server of the dashboard, which otherwise starts even without the dashboard, and for
-    which `ray.init` waits."""
+    Left out are the autoscaler, and the server of the dashboard, which otherwise starts even
+    without the dashboard, and for which `ray.init` waits."""
     from ray._private import node, services
 
     names = (
@@ -117,8 +119,8 @@ DEATH = re.compile(
 
 
 class DeathFilter:
-    """Prints the errors that Ray's nodes publish, but not the paragraphs about the ends of these workers, once each and until
-    a time: later, a process of somebody else can have the same id."""
+    """Prints the errors that Ray's nodes publish, but not the paragraphs about the ends of these
+    workers, once each and until a time: later, a process of somebody else can have the same id."""
 
     def __init__(self, show: Callable[..., None]) -> None:
         self.show = show
@@ -133,9 +135,9 @@ class DeathFilter:
 
 
 def hide_deaths_of(node: str, pid: int, for_s: float = math.inf) -> None:
-    """Do not let Ray print its own paragraph when this worker ends, because raysgd logs that. Ray's other messages and the
-    output of workers are shown as before. Ray prints it, if at all, within seconds, so `for_s` is short for a worker that
-    has ended."""
+    """Do not let Ray print its own paragraph when this worker ends, because raysgd logs that. Ray's
+    other messages and the output of workers are shown as before. Ray prints it, if at all, within
+    seconds, so `for_s` is short for a worker that has ended."""
     from ray._private import worker
 
     show = getattr(worker, "print_to_stdstream", None)
@@ -174,22 +176,23 @@ def started_here() -> bool:
 
 
 def is_exit_of_actor(error: BaseException) -> bool:
-    """Return whether `ray.actor.exit_actor()` raised this error, which ends the actor's process. `sys.exit()` raises the same
-    type, without Ray's message."""
+    """Return whether `ray.actor.exit_actor()` raised this error, which ends the actor's process.
+    `sys.exit()` raises the same type, without Ray's message."""
     return isinstance(error, SystemExit) and hasattr(error, "ray_terminate_msg")
 
 
 def logs_folder() -> Path | None:
-    """Return the folder in which Ray keeps the output of this machine's workers, or None if this process started no
-    Ray."""
+    """Return the folder in which Ray keeps the output of this machine's workers, or None if this
+    process started no Ray."""
     from ray._private.worker import _global_node
 
     return None if _global_node is None else Path(_global_node.get_logs_dir_path())
 
 
 def draining_nodes() -> dict[str, float | None]:
-    """Return the nodes that will be removed soon (preemption, downscaling), and when, as `time.time()` counts (None: that
-    is unknown); none if this Ray cannot tell. This waits for the GCS: see `gcs`."""
+    """Return the nodes that will be removed soon (preemption, downscaling), and when, as
+    `time.time()` counts (None: that is unknown); none if this Ray cannot tell. This waits for the
+    GCS: see `gcs`."""
     import ray
 
     ask = getattr(ray._private.state.state, "get_draining_nodes", dict)
@@ -197,7 +200,8 @@ def draining_nodes() -> dict[str, float | None]:
 
 
 def replace_report_to_tune(report: Callable[..., None]) -> Callable[..., None]:
-    """Let `ray.tune.report` call this in a function that Tune runs in this process. Return Tune's own function for it."""
+    """Let `ray.tune.report` call this in a function that Tune runs in this process. Return Tune's
+    own function for it."""
     from ray.train._internal.session import get_session
 
     session: Any = get_session()

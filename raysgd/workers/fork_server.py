@@ -1,11 +1,12 @@
 """Start workers on this machine as forks of a process that has imported their framework. Driver.
 
-Of the three seconds of CPU time that a worker needs until its first step, importing torch takes two. Ray starts a script of
-this module instead of an interpreter: for all workers of a cluster that raysgd starts, and for a trainer's workers (with the
-field `py_executable` of their runtime environment) in one of the user's. It passes its arguments, environment, working
-directory, priority and standard streams to the fork server, and exits; the fork runs the same script of Ray that the
-interpreter would have run. From there on nothing differs: the worker is a process of its own, imports Ray, registers with the
-raylet, and can be killed.
+Of the three seconds of CPU time that a worker needs until its first step, importing torch takes
+two. Ray starts a script of this module instead of an interpreter: for all workers of a cluster that
+raysgd starts, and for a trainer's workers (with the field `py_executable` of their runtime
+environment) in one of the user's. It passes its arguments, environment, working directory, priority
+and standard streams to the fork server, and exits; the fork runs the same script of Ray that the
+interpreter would have run. From there on nothing differs: the worker is a process of its own,
+imports Ray, registers with the raylet, and can be killed.
 
 The script runs an interpreter if the server has ended, and for all other processes of Ray."""
 
@@ -95,9 +96,10 @@ if not is_forked():
 
 
 def start_fork_server() -> str:
-    """Start a process that imports what workers need of the frameworks that this process has imported, and then forks. It ends
-    with this one. Return the script that Ray has to start instead of an interpreter; "" if workers cannot be forked here:
-    without Linux, and with GPUs, because a process that was forked cannot use CUDA if an import of its parent has."""
+    """Start a process that imports what workers need of the frameworks that this process has
+    imported, and then forks. It ends with this one. Return the script that Ray has to start instead
+    of an interpreter; "" if workers cannot be forked here: without Linux, and with GPUs, because a
+    process that was forked cannot use CUDA if an import of its parent has."""
     modules = [replica for framework, replica in REPLICAS.items() if framework in sys.modules]
     allowed = flag_from_environment(FORK_WORKERS, default=True)
     if not (allowed and modules and sys.platform == "linux") or any(map(glob.glob, GPUS)):
@@ -142,12 +144,14 @@ def _start(folder: Path, python: str, modules: Sequence[str]) -> str:
 
 
 def command_to_fork(launcher: str, ray: str) -> str:
-    """Return the command that Ray runs instead of an interpreter for one worker, where Ray's files are in the folder `ray`."""
+    """Return the command that Ray runs instead of an interpreter for one worker, where Ray's files
+    are in the folder `ray`."""
     return shlex.join(["/bin/sh", "-c", FORK_OR_START, launcher, ray])
 
 
 def serve(server: socket.socket, driver: LocalProcess, folder: str) -> None:
-    """Fork for each request, until the driver or its raylet has ended. Return in the forks, which then are workers."""
+    """Fork for each request, until the driver or its raylet has ended. Return in the forks, which
+    then are workers."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel removes children that ended
     raylet = driver  # until it is known
     clients = selectors.PollSelector()  # it has no descriptor, which the forks would share
@@ -172,8 +176,8 @@ def serve(server: socket.socket, driver: LocalProcess, folder: str) -> None:
 
 
 def _with_requests(clients: selectors.BaseSelector, server: socket.socket) -> Iterator[socket.socket]:
-    """Yield the connections that have sent something, after at most LOOK_S. Close those that send nothing: a script may have
-    been stopped before it could, and the others must not wait for it."""
+    """Yield the connections that have sent something, after at most LOOK_S. Close those that send
+    nothing: a script may have been stopped before it could, and the others must not wait for it."""
     ready = [key.fileobj for key, _ in clients.select(LOOK_S)]
     if server in ready:
         clients.register(server.accept()[0], selectors.EVENT_READ, time.monotonic() + SILENT_S)
@@ -192,15 +196,17 @@ def _with_requests(clients: selectors.BaseSelector, server: socket.socket) -> It
 def worker_paths(
     script: str, environment: Mapping[str, str], own: Sequence[str], own_environment: Mapping[str, str]
 ) -> list[str]:
-    """Return what an interpreter would have as `sys.path` for this script and environment. The first of the server's own
-    paths is the parent of raysgd, which can be among the others as well."""
+    """Return what an interpreter would have as `sys.path` for this script and environment. The
+    first of the server's own paths is the parent of raysgd, which can be among the others as
+    well."""
     theirs, inherited = (each.get("PYTHONPATH", "").split(os.pathsep) for each in (environment, own_environment))
     installed = [path for path in own[1:] if path not in inherited]
     return [os.path.dirname(script), *filter(None, theirs), *installed]
 
 
 def _become(connection: socket.socket, length: int, descriptors: list[int]) -> None:
-    """Give this process the arguments, environment, folder, priority and streams that the raylet gave to the script."""
+    """Give this process the arguments, environment, folder, priority and streams that the raylet
+    gave to the script."""
     import resource  # Windows has none
 
     for ignored in (signal.SIGCHLD, signal.SIGQUIT):  # the shell lets a process in the background ignore the latter
@@ -228,8 +234,8 @@ def _become(connection: socket.socket, length: int, descriptors: list[int]) -> N
 
 
 def _received(connection: socket.socket, length: int) -> bytes:
-    """Return the rest of a request. End this process if the script ends or is stopped before it has sent everything; if the
-    script continues, it starts an interpreter."""
+    """Return the rest of a request. End this process if the script ends or is stopped before it has
+    sent everything; if the script continues, it starts an interpreter."""
     connection.settimeout(SILENT_S)
     try:
         with connection.makefile("rb") as stream:

@@ -17,14 +17,14 @@ RAY_SETTING, RAY_DEFAULT_S = "RAY_gcs_rpc_server_reconnect_timeout_s", 60.0
 
 
 def gcs_limit_s() -> float:
-    """Return the time limit for answers of the GCS: half of the time after which Ray ends this process, so that there
-    is time left for `save()`."""
+    """Return the time limit for answers of the GCS: half of the time after which Ray ends this
+    process, so that there is time left for `save()`."""
     return float(os.environ.get(RAY_SETTING, RAY_DEFAULT_S)) / 2
 
 
 def require_ray(session: str | None = None) -> str:
-    """Return the id of this process's connection to Ray. Raise `NotActiveError` if there is none, or if it is not
-    `session`, because Ray's own functions would start a new cluster then."""
+    """Return the id of this process's connection to Ray. Raise `NotActiveError` if there is none,
+    or if it is not `session`, because Ray's own functions would start a new cluster then."""
     import ray
 
     here = ray.get_runtime_context() if ray.is_initialized() else None
@@ -39,8 +39,8 @@ def require_ray(session: str | None = None) -> str:
 
 
 class GcsQuery(Generic[T]):
-    """Owns one call to the GCS, and the thread that makes it: Ray's client waits for the GCS without a limit, and even
-    blocks Ctrl-C meanwhile."""
+    """Owns one call to the GCS, and the thread that makes it: Ray's client waits for the GCS
+    without a limit, and even blocks Ctrl-C meanwhile."""
 
     def __init__(self, call: Callable[[], T]) -> None:
         require_ray()
@@ -68,7 +68,8 @@ class GcsQuery(Generic[T]):
         return self._done.is_set()
 
     def result(self, limit_s: float) -> T:
-        """Return the answer. Raise `ClusterError` if there is none within `limit_s` of the start of the query."""
+        """Return the answer. Raise `ClusterError` if there is none within `limit_s` of the start of
+        the query."""
         if not self._done.wait(max(limit_s - self.age_s, 0.0)):
             raise ClusterError(_unreachable(self.age_s))
         if self._error is None:
@@ -79,7 +80,8 @@ class GcsQuery(Generic[T]):
 
 
 def ask(call: Callable[[], T], *, limit_s: float | None = None) -> T:
-    """Call a function of Ray that asks the GCS, and return what it returns. Raise `ClusterError` after the limit."""
+    """Call a function of Ray that asks the GCS, and return what it returns. Raise `ClusterError`
+    after the limit."""
     return GcsQuery(call).result(gcs_limit_s() if limit_s is None else limit_s)
 
 

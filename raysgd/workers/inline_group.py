@@ -1,4 +1,5 @@
-"""Run one worker in the driver's own process, without Ray or a network, which makes debugging easy. Driver."""
+"""Run one worker in the driver's own process, without Ray or a network, which makes debugging easy.
+Driver."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ from raysgd.workers.transfer import InlineTransfer
 
 
 class InlineGroup:
-    """Owns the worker, which runs each call inside `submit`. Progress goes directly to `listener`, because `poll`
-    cannot be called meanwhile. The interface is that of `RayGroup`."""
+    """Owns the worker, which runs each call inside `submit`. Progress goes directly to `listener`,
+    because `poll` cannot be called meanwhile. The interface is that of `RayGroup`."""
 
     elastic = False
 

@@ -15,8 +15,8 @@ LAST_STEPS_MS = 100  # between the end of a process's connections and its own
 
 
 class LocalProcess:
-    """A process of this machine. Owns, if the system supports it, a handle that stays valid if the process id is used
-    again."""
+    """A process of this machine. Owns, if the system supports it, a handle that stays valid if the
+    process id is used again."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -39,8 +39,8 @@ class LocalProcess:
         return self._ended
 
     def how_it_ended(self) -> str:
-        """Return how the process, which is ending, has ended: "was ended by SIGKILL" or "ended with exit code 1"; "" if the
-        system does not tell."""
+        """Return how the process, which is ending, has ended: "was ended by SIGKILL" or "ended with
+        exit code 1"; "" if the system does not tell."""
         if self._handle >= 0:
             self._readable(LAST_STEPS_MS)
         return self._how if self.ended else ""
@@ -101,7 +101,8 @@ def _signal_name(number: int) -> str:
 
 
 def end_all(processes: Sequence[LocalProcess], *, patience_s: float) -> list[LocalProcess]:
-    """Wait until all have ended, and kill those that have not after `patience_s`. Return the killed ones."""
+    """Wait until all have ended, and kill those that have not after `patience_s`. Return the killed
+    ones."""
     killed: list[LocalProcess] = []
     try:
         _wait(processes, patience_s)

@@ -68,8 +68,9 @@ class _Handle:
 class RayGroup:
     """Owns the actor handles, the control server and one queue of events. Decides nothing.
 
-    Each worker is an actor with its own resources, because a placement group could not be resized. So growing never
-    moves a survivor. The workers of a machine that does not answer for `unreachable_s` count as failed."""
+    Each worker is an actor with its own resources, because a placement group could not be resized.
+    So growing never moves a survivor. The workers of a machine that does not answer for
+    `unreachable_s` count as failed."""
 
     elastic = True
 
@@ -134,9 +135,9 @@ class RayGroup:
         return workers
 
     def submit(self, worker: str, verb: str, arguments: dict[str, Any], *, generation: int = 0) -> int:
-        """Start one call. It ends with a `CallEnded` event, which has the number returned here, or a `WorkerEnded`
-        event. Calls go over the control connection, and only those with large arguments, or with references, through
-        Ray."""
+        """Start one call. It ends with a `CallEnded` event, which has the number returned here, or
+        a `WorkerEnded` event. Calls go over the control connection, and only those with large
+        arguments, or with references, through Ray."""
         require_ray(self._session)
         handle, call = self._handles[worker], next(self._calls)
         if not handle.serving:
@@ -159,9 +160,10 @@ class RayGroup:
             handle.actor.serve.remote().future().add_done_callback(partial(self._served, worker))
 
     def _packed(self, verb: str, arguments: dict[str, Any]) -> tuple[bytes, dict[str, Any]]:
-        """Return the verb with its arguments as bytes, and the arguments that only Ray can send. The arguments are pickled
-        once if they are those of the call before: the engine passes the same dictionary for each rank, and Ray, which
-        would pickle it for each, sends bytes as they are."""
+        """Return the verb with its arguments as bytes, and the arguments that only Ray can send.
+        The arguments are pickled once if they are those of the call before: the engine passes the
+        same dictionary for each rank, and Ray, which would pickle it for each, sends bytes as they
+        are."""
         of, newest, others = self._newest
         if of is not None and of[0] == verb and of[1] is arguments:
             return newest, others
@@ -182,7 +184,8 @@ class RayGroup:
         return reference
 
     def pack(self, value: Any) -> Any:
-        """Return the user's object pickled, once and by value. Raise a TypeError if it cannot be pickled."""
+        """Return the user's object pickled, once and by value. Raise a TypeError if it cannot be
+        pickled."""
         return pack(value)
 
     @staticmethod
@@ -217,8 +220,9 @@ class RayGroup:
             self._events.put(CallEnded(worker, call, Failed(error, str(error))))
 
     def poll(self, timeout: float) -> list[Event]:
-        """Return what has happened, and wait up to `timeout` for the first event. A worker's end is reported once. An
-        error here (no room for a dealer, Ctrl-C) loses at most the event that it belongs to."""
+        """Return what has happened, and wait up to `timeout` for the first event. A worker's end is
+        reported once. An error here (no room for a dealer, Ctrl-C) loses at most the event that it
+        belongs to."""
         with contextlib.suppress(queue.Empty):
             self._arrived.append(self._events.get(timeout=timeout if not self._arrived else 0.0))
             while True:
@@ -231,8 +235,9 @@ class RayGroup:
         return ready
 
     def _explained(self, event: Event) -> Event:
-        """Return the event with the cause, if this machine knows it: from the process's standard error, if gloo ended the
-        process because a peer sent data of an unexpected size, or from the system."""
+        """Return the event with the cause, if this machine knows it: from the process's standard
+        error, if gloo ended the process because a peer sent data of an unexpected size, or from the
+        system."""
         if not isinstance(event, WorkerEnded) or event.reason != "worker death":
             return event
         handle = self._handles[event.worker]
@@ -271,7 +276,8 @@ class RayGroup:
         return True
 
     def _provide_modules(self, worker: str, handle: _Handle) -> None:
-        """Let a new worker import the user's modules. It does that before its first call, because calls have an order."""
+        """Let a new worker import the user's modules. It does that before its first call, because
+        calls have an order."""
         if not self._folders:
             return
         if handle.node == self._here:
@@ -311,8 +317,8 @@ class RayGroup:
         return self.control.silent_for(worker)
 
     def kill(self, worker: str) -> None:
-        """Send SIGKILL at once, from this process or from another worker on the same node. Ray's own kill takes
-        seconds."""
+        """Send SIGKILL at once, from this process or from another worker on the same node. Ray's
+        own kill takes seconds."""
         handle = self._handles.get(worker)
         if handle is None:
             return
@@ -330,7 +336,8 @@ class RayGroup:
         self._end_actor(self._handles[worker].actor)
 
     def _end_actor(self, actor: Any) -> None:
-        """Make Ray end an actor. If Ray is no longer running, a worker that was disconnected ends itself."""
+        """Make Ray end an actor. If Ray is no longer running, a worker that was disconnected ends
+        itself."""
         try:
             require_ray(self._session)
         except NotActiveError:
@@ -353,8 +360,8 @@ class RayGroup:
 
     @contextlib.contextmanager
     def releasing(self) -> Iterator[None]:
-        """Wait, on exit, until Ray shows that the resources of workers that were dismissed meanwhile are free, because
-        the next line of the user's script may need them."""
+        """Wait, on exit, until Ray shows that the resources of workers that were dismissed
+        meanwhile are free, because the next line of the user's script may need them."""
         held = {worker: h.actor for worker, h in self._handles.items() if h.node and not h.ended}
         room = cluster.within(ANSWER_S, self.room) if held and self._resources.as_dict() else None
         yield
@@ -398,8 +405,8 @@ class RayGroup:
         return ", ".join(f"{count * n:g} {name} ({free.get(name, 0):g} free)" for name, n in wanted.items())
 
     def draining(self) -> dict[str, float | None]:
-        """Return what Ray's last answer means now, without waiting. Raise `ClusterError` if it has not answered for too
-        long."""
+        """Return what Ray's last answer means now, without waiting. Raise `ClusterError` if it has
+        not answered for too long."""
         require_ray(self._session)
         if self._drain_query is None:
             if time.monotonic() >= self._ask_at:

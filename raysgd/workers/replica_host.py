@@ -41,11 +41,12 @@ PACKAGE = Path(__file__).resolve().parent.parent
 
 
 class ReplicaHost:
-    """Owns one replica. `perform` returns an outcome for every call; it raises nothing but `ray.actor.exit_actor()`'s request
-    to end the process.
+    """Owns one replica. `perform` returns an outcome for every call; it raises nothing but
+    `ray.actor.exit_actor()`'s request to end the process.
 
-    A rank whose own code raised an error leaves the generation at once, so that the collective calls of its peers fail
-    instead of waiting for it. `remote` is False if outcomes do not leave this process.
+    A rank whose own code raised an error leaves the generation at once, so that the collective
+    calls of its peers fail instead of waiting for it. `remote` is False if outcomes do not leave
+    this process.
     """
 
     def __init__(self, backend: ProcessGroupBackend, control: Control, *, remote: bool = True) -> None:
@@ -77,8 +78,8 @@ class ReplicaHost:
         return Ok(value, self._progress, self._collectives() if verb == "run" else -1)
 
     def _collectives(self) -> int:
-        """Return the number of collective calls since this rank joined its generation, or -1. For the join itself, ranks that divide a
-        model again make different numbers of calls."""
+        """Return the number of collective calls since this rank joined its generation, or -1. For
+        the join itself, ranks that divide a model again make different numbers of calls."""
         made = self._backend.collectives()
         return made - self._joining_calls if made >= 0 else -1
 
@@ -114,7 +115,8 @@ class ReplicaHost:
         return Failed(picklable(error) if self._remote else error, text, self._progress)
 
     def _method(self, verb: str) -> Callable[..., Any]:
-        """Return the method that performs a verb. Calls of the trainer go straight to the replica."""
+        """Return the method that performs a verb. Calls of the trainer go straight to the
+        replica."""
         if verb != "run":
             method: Callable[..., Any] = getattr(self, f"_{verb}")
             return method
@@ -123,8 +125,8 @@ class ReplicaHost:
         return self._replica.run
 
     def _sendable(self, value: Any) -> Any:
-        """Return what the replica returned, in the form in which it is sent to the driver. It is pickled here, because
-        a value that Ray could not pickle would look like a worker failure."""
+        """Return what the replica returned, in the form in which it is sent to the driver. It is
+        pickled here, because a value that Ray could not pickle would look like a worker failure."""
         if isinstance(value, memoryview):
             return Blob(value)
         if not self._remote:
@@ -168,7 +170,8 @@ class ReplicaHost:
         self._backend.leave()
 
     def _state(self, transfer: str) -> Interrupted | None:
-        """Give the state to those that take it. With "" as transfer, only take part in gathering it."""
+        """Give the state to those that take it. With "" as transfer, only take part in gathering
+        it."""
         assert self._replica is not None
         data = self._replica.state()
         guarded = guarded_part(data)
@@ -183,7 +186,8 @@ class ReplicaHost:
         return None
 
     def _moved(self, move: Callable[[], Any]) -> Interrupted | None:
-        """Move a state. If its transfer ends early, because another worker has failed, this one has not."""
+        """Move a state. If its transfer ends early, because another worker has failed, this one has
+        not."""
         try:
             move()
         except OSError as error:
@@ -211,8 +215,8 @@ def _opened(value: Any) -> Any:
 
 
 def exited(error: SystemExit, called: str, rank: int | None) -> RuntimeError:
-    """Return the error that the driver raises after `sys.exit()` on a worker, because SystemExit itself would end the
-    user's script."""
+    """Return the error that the driver raises after `sys.exit()` on a worker, because SystemExit
+    itself would end the user's script."""
     where = "a new worker" if rank is None else f"rank {rank}"
     name, place = _users_frame(error)
     raised = RuntimeError(
@@ -226,8 +230,8 @@ def exited(error: SystemExit, called: str, rank: int | None) -> RuntimeError:
 
 
 def _users_frame(error: BaseException) -> tuple[str, str]:
-    """Return the name of the user's function that was called, and the file and line at which it was. An installed library,
-    such as torch's DataLoader, may have called it."""
+    """Return the name of the user's function that was called, and the file and line at which it
+    was. An installed library, such as torch's DataLoader, may have called it."""
     found = []
     for frame, line in traceback.walk_tb(error.__traceback__):
         file = frame.f_code.co_filename
@@ -252,7 +256,8 @@ def _formatted(error: BaseException) -> str:
 
 
 def picklable(error: BaseException) -> BaseException:
-    """Return the error itself if it can be pickled, otherwise one of its type that can be, otherwise a RuntimeError."""
+    """Return the error itself if it can be pickled, otherwise one of its type that can be,
+    otherwise a RuntimeError."""
     makers: list[Callable[[], BaseException]] = [lambda: error, lambda: PicklableError(error)]
     for make in makers:
         try:
@@ -266,8 +271,8 @@ def picklable(error: BaseException) -> BaseException:
 
 
 class PicklableError(Exception):
-    """Carries an exception of the user, and is unpickled as an exception of the user's type, which is created without
-    `__init__`, because many exceptions cannot be created from their `args`."""
+    """Carries an exception of the user, and is unpickled as an exception of the user's type, which
+    is created without `__init__`, because many exceptions cannot be created from their `args`."""
 
     def __init__(self, error: BaseException) -> None:
         super().__init__(text_of(error))
@@ -290,7 +295,8 @@ def _recreate(kind: type[BaseException], args: tuple[Any, ...], state: dict[str,
 
 
 def _pickled_and_back(value: Any) -> Any:
-    """Return a pickled copy of the value, or None if it cannot be pickled. A user's class may raise anything here."""
+    """Return a pickled copy of the value, or None if it cannot be pickled. A user's class may raise
+    anything here."""
     from ray import cloudpickle
 
     try:

@@ -31,9 +31,10 @@ UNPICKLABLE = (TypeError, pickle.PicklingError, AttributeError)
 def pack(value: Any) -> PickledObject | None:
     """Return the user's object as bytes that any node can read.
 
-    Functions and classes of modules that are not installed (files beside the script) are pickled with their content, so that a
-    worker that starts later has what the script has, although a file was edited meanwhile. Modules with a variable that cannot be
-    pickled are left out: workers import these, because they get the files, too. Raise a TypeError that names the object if
+    Functions and classes of modules that are not installed (files beside the script) are pickled
+    with their content, so that a worker that starts later has what the script has, although a file
+    was edited meanwhile. Modules with a variable that cannot be pickled are left out: workers
+    import these, because they get the files, too. Raise a TypeError that names the object if
     something in it cannot be pickled."""
     if value is None:
         return None
@@ -54,7 +55,8 @@ def pack(value: Any) -> PickledObject | None:
 
 
 def unpicklable_variable(module: ModuleType) -> str:
-    """Return the name of a variable of the module, or of a class in it, that cannot be pickled; "" if there is none."""
+    """Return the name of a variable of the module, or of a class in it, that cannot be pickled; ""
+    if there is none."""
     for name, value in vars(module).items():
         if isinstance(value, type) and value.__module__ == module.__name__:
             parts = {f"{name}.{part}": each for part, each in vars(value).items()}
@@ -71,8 +73,8 @@ def unpicklable_variable(module: ModuleType) -> str:
 
 
 def _culprit(value: Any) -> str:
-    """Return which attribute of the object, and which key of a dictionary in it, cannot be pickled; or else which variable of the
-    script or notebook."""
+    """Return which attribute of the object, and which key of a dictionary in it, cannot be pickled;
+    or else which variable of the script or notebook."""
     for name, part in getattr(value, "__dict__", {}).items():
         items = part.items() if isinstance(part, Mapping) else [("", part)]
         for key, each in items:
@@ -87,18 +89,21 @@ def _culprit(value: Any) -> str:
 
 
 def dumps(value: Any) -> bytes:
-    """Pickle with cloudpickle. All modules but the script or notebook are pickled by name, also those that have a class of their
-    own, which cloudpickle cannot do. torch has such a config module, and cloudpickle includes it with a function that uses the
-    names `torch.distributed` and `config`."""
+    """Pickle with cloudpickle. All modules but the script or notebook are pickled by name, also
+    those that have a class of their own, which cloudpickle cannot do. torch has such a config
+    module, and cloudpickle includes it with a function that uses the names `torch.distributed` and
+    `config`."""
     return _dumps(value)
 
 
 class RayReferenceFound(Exception):
-    """Raised for a value that only Ray can pickle, because it contains a reference that Ray counts."""
+    """Raised for a value that only Ray can pickle, because it contains a reference that Ray
+    counts."""
 
 
 def dumps_without_references(value: Any) -> bytes:
-    """Pickle as `dumps` does. Raise RayReferenceFound if the value contains a reference to an object or an actor of Ray."""
+    """Pickle as `dumps` does. Raise RayReferenceFound if the value contains a reference to an
+    object or an actor of Ray."""
     return _dumps(value, refuses_references=True)
 
 
@@ -163,7 +168,8 @@ def _by_value(module: ModuleType | None) -> Iterator[None]:
 
 
 def _is_local(module: ModuleType) -> bool:
-    """Return whether a module is the user's own: not built in, not installed, and not part of raysgd."""
+    """Return whether a module is the user's own: not built in, not installed, and not part of
+    raysgd."""
     name = getattr(module, "__name__", "")
     if not isinstance(module, ModuleType) or name == "__main__" or name.partition(".")[0] == "raysgd":
         return False
@@ -178,8 +184,9 @@ def _is_local(module: ModuleType) -> bool:
 
 @cache
 def is_installed(file: str) -> bool:
-    """Return whether a file or folder belongs to Python or to an installed package, and not to the user's own code.
-    Packages can also be in another environment's folder, which PYTHONPATH or a .pth file names."""
+    """Return whether a file or folder belongs to Python or to an installed package, and not to the
+    user's own code. Packages can also be in another environment's folder, which PYTHONPATH or a
+    .pth file names."""
     path = Path(file)
     return not {"site-packages", "dist-packages"}.isdisjoint(path.parts) or any(
         path.is_relative_to(root) for root in _installed()

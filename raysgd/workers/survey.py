@@ -15,7 +15,8 @@ class Runner:
 
 
 def actors_on_nodes() -> dict[str, Any]:
-    """Return an actor on each node that is alive, by its address. They reserve no CPU, and end with the script."""
+    """Return an actor on each node that is alive, by its address. They reserve no CPU, and end with
+    the script."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -29,7 +30,8 @@ def actors_on_nodes() -> dict[str, Any]:
 
 
 def ask(nodes: Mapping[str, Any], limit_s: float, function: Callable[..., Any], *arguments: Any) -> dict[str, Any]:
-    """Call a function on these nodes at once; None is this process. Return what it returns, or its error."""
+    """Call a function on these nodes at once; None is this process. Return what it returns, or its
+    error."""
     import ray
 
     found: dict[str, Any] = {name: actor and actor.run.remote(function, *arguments) for name, actor in nodes.items()}

@@ -1,4 +1,5 @@
-"""Show the user's frames in tracebacks, with the source lines of a notebook's cells, and fold those of raysgd. Driver."""
+"""Show the user's frames in tracebacks, with the source lines of a notebook's cells, and fold those
+of raysgd. Driver."""
 
 from __future__ import annotations
 
@@ -22,9 +23,10 @@ FRAME = re.compile(r'  File "(?P<file>[^"]+)", line (?P<line>\d+), in .*')
 
 
 def readable(text: str, error: BaseException | None = None) -> str:
-    """Return a worker's traceback without the frames of raysgd, and with the source lines that only this process knows, such
-    as those of a notebook's cells. It is unchanged if the user asks for that, or if the error may be a fault of raysgd:
-    raised in its code, and not as one of its own errors."""
+    """Return a worker's traceback without the frames of raysgd, and with the source lines that only
+    this process knows, such as those of a notebook's cells. It is unchanged if the user asks for
+    that, or if the error may be a fault of raysgd: raised in its code, and not as one of its own
+    errors."""
     lines, blocks = text.splitlines(), list[tuple[str, list[str]]]()
     for line in lines:
         found = FRAME.fullmatch(line)
@@ -68,8 +70,8 @@ def folding(method: F) -> F:
 
 
 def fold_frames(error: BaseException) -> None:
-    """Remove the frames of raysgd from the traceback of an error that user code raised, unless the user asks for them, or
-    the error may be a fault of raysgd."""
+    """Remove the frames of raysgd from the traceback of an error that user code raised, unless the
+    user asks for them, or the error may be a fault of raysgd."""
     if "raysgd_rank" not in vars(error) or flag_from_environment(FULL_TRACEBACKS):
         return
     kept: list[TracebackType] = []
@@ -90,6 +92,7 @@ def fold_frames(error: BaseException) -> None:
 
 
 def _is_ours(file: str) -> bool:
-    """Return whether a file of this machine or of a worker's is part of raysgd. Ready-made operators count as user code."""
+    """Return whether a file of this machine or of a worker's is part of raysgd. Ready-made
+    operators count as user code."""
     _, found, place = file.replace("\\", "/").rpartition("/raysgd/")
     return bool(found) and not place.startswith("operators/") and (PACKAGE / place).is_file()

@@ -1,8 +1,10 @@
-"""Move a state from the worker that gives it to the driver, and through it to the workers that take it. Both.
+"""Move a state from the worker that gives it to the driver, and through it to the workers that take
+it. Both.
 
-The driver passes each part on as soon as it has arrived, so that a state crosses the network once, and not twice, before
-its takers have it. What moves is reported, so that a slow network does not count as a hang. A checkpoint of a worker that does not see the
-script's files takes the same way, and so does what a worker reports of a save in the background."""
+The driver passes each part on as soon as it has arrived, so that a state crosses the network once,
+and not twice, before its takers have it. What moves is reported, so that a slow network does not
+count as a hang. A checkpoint of a worker that does not see the script's files takes the same way,
+and so does what a worker reports of a save in the background."""
 
 from __future__ import annotations
 
@@ -26,9 +28,10 @@ LOOK_S = 1.0
 
 
 class Transfer:
-    """One state on its way through the driver. Owns its memory there, and its connections, which `close` ends. A worker that
-    still waits then gets a ConnectionError. `moved` grows with each part that arrives. `given` gets what the giving worker
-    reports with the state, or a ConnectionError if that worker ends first."""
+    """One state on its way through the driver. Owns its memory there, and its connections, which
+    `close` ends. A worker that still waits then gets a ConnectionError. `moved` grows with each
+    part that arrives. `given` gets what the giving worker reports with the state, or a
+    ConnectionError if that worker ends first."""
 
     def __init__(self, server: ControlServer) -> None:
         self._server = server
@@ -133,8 +136,8 @@ class Transfer:
             sent = end
 
     def _wait_beyond(self, sent: int, note: Callable[[], None]) -> int:
-        """Return how much of the state is here, when that is more than `sent`. Meanwhile, the worker that takes it does not
-        hang: it waits for the one that gives it."""
+        """Return how much of the state is here, when that is more than `sent`. Meanwhile, the
+        worker that takes it does not hang: it waits for the one that gives it."""
         with self._changed:
             while not self._closed and (self._data is None or self._filled <= sent < self._size):
                 self._changed.wait(LOOK_S)
@@ -166,14 +169,15 @@ class InlineTransfer:
 
 
 class Giving:
-    """Owns the connection of a worker that gives something. When it ends early, the driver knows that the worker has ended."""
+    """Owns the connection of a worker that gives something. When it ends early, the driver knows
+    that the worker has ended."""
 
     def __init__(self, address: ControlAddress, worker: str, name: str) -> None:
         self._connection = connect(address, Open(worker, name))
 
     def send(self, *data: Any, guarded: int = 0, report: dict[str, Any] | None = None) -> None:
-        """Send a state or a file, and what is to be said of it. The first `guarded` bytes can be unpickled later. Return when
-        the driver has all of it."""
+        """Send a state or a file, and what is to be said of it. The first `guarded` bytes can be
+        unpickled later. Return when the driver has all of it."""
         with self._connection as connection:
             connection.socket.settimeout(STALL_S)
             connection.send(GiveState(report), *data, guarded=guarded)

@@ -1,4 +1,5 @@
-"""Send the user's own Python modules to workers on other machines, which import some of them only during a call. Both."""
+"""Send the user's own Python modules to workers on other machines, which import some of them only
+during a call. Both."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ HIDDEN = (".", "__pycache__")
 
 @dataclass
 class UserCode:
-    """The modules of some folders as a zip archive, in which each folder has its number as its name.
+    """The modules of some folders as a zip archive, in which each folder has its number as its
+    name.
 
     first       how many of the folders come before installed packages in `sys.path`
     left_out    what was not packed because of a limit, with the reason
@@ -45,9 +47,10 @@ class UserCode:
 
 
 def user_folders(runtime_env: Mapping[str, Any]) -> tuple[list[Path], int]:
-    """Return the folders of `sys.path` that hold the user's modules, and how many of them come before installed packages:
-    those of the script, the notebook and PYTHONPATH, and then packages that are being developed. There are none if the
-    job has a `working_dir` or `py_modules`, because Ray sends these to all workers."""
+    """Return the folders of `sys.path` that hold the user's modules, and how many of them come
+    before installed packages: those of the script, the notebook and PYTHONPATH, and then packages
+    that are being developed. There are none if the job has a `working_dir` or `py_modules`, because
+    Ray sends these to all workers."""
     if runtime_env.get("working_dir") or runtime_env.get("py_modules"):
         return [], 0
     found = list(dict.fromkeys(Path(entry or ".").resolve() for entry in sys.path))
@@ -58,7 +61,8 @@ def user_folders(runtime_env: Mapping[str, Any]) -> tuple[list[Path], int]:
 
 
 def pack_modules(folders: Sequence[Path], first: int) -> UserCode:
-    """Pack the modules of these folders, those near the top first. Log what the limits leave out."""
+    """Pack the modules of these folders, those near the top first. Log what the limits leave
+    out."""
     buffer, size, code = io.BytesIO(), 0, UserCode(b"", len(folders), first)
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         for number, folder in enumerate(folders):
@@ -93,8 +97,8 @@ def pack_modules(folders: Sequence[Path], first: int) -> UserCode:
 
 
 def _modules(root: Path, left_out: list[str]) -> Iterator[Path]:
-    """Yield the modules below a folder, level by level. Data folders, environments and repositories' own folders cannot
-    be imported, because of their names or their content."""
+    """Yield the modules below a folder, level by level. Data folders, environments and
+    repositories' own folders cannot be imported, because of their names or their content."""
     waiting, seen, entries = deque([root]), {os.path.realpath(root)}, 0
     device = root.stat().st_dev
     while waiting:
@@ -135,8 +139,8 @@ def _is_importable(entry: os.DirEntry[str]) -> bool:
 
 
 def install(code: UserCode, parent: Path) -> None:
-    """Let this process import the modules. All workers of a machine share one copy below `parent`, which is private: whoever
-    can write to it decides what a worker runs."""
+    """Let this process import the modules. All workers of a machine share one copy below `parent`,
+    which is private: whoever can write to it decides what a worker runs."""
     folder = private_folder(parent) / hashlib.sha256(code.data).hexdigest()[:32]
     if not folder.is_dir():
         draft = Path(tempfile.mkdtemp(dir=parent))
@@ -153,8 +157,8 @@ def install(code: UserCode, parent: Path) -> None:
 
 
 def add_to_path(folders: Sequence[str], first: int) -> None:
-    """Add these folders to this process's `sys.path`, unless they are in it: the first ones before all others, and the
-    rest after them."""
+    """Add these folders to this process's `sys.path`, unless they are in it: the first ones before
+    all others, and the rest after them."""
     sys.path[:0] = [folder for folder in folders[:first] if folder not in sys.path]
     sys.path += [folder for folder in folders[first:] if folder not in sys.path]
     importlib.invalidate_caches()

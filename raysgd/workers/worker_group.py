@@ -12,8 +12,9 @@ from raysgd.workers.events import Event
 
 
 class TransferProtocol(Protocol):
-    """A state, or a checkpoint, on its way: a worker gives it (the verb "state" with this name), or the driver, and others take
-    it ("load"). When the transfer is closed, workers that wait in one of these calls end it as interrupted."""
+    """A state, or a checkpoint, on its way: a worker gives it (the verb "state" with this name), or
+    the driver, and others take it ("load"). When the transfer is closed, workers that wait in one
+    of these calls end it as interrupted."""
 
     name: str
     given: Future[dict[str, Any] | None]  # what the giving worker reports; a ConnectionError if it ends first
@@ -34,27 +35,30 @@ class TransferProtocol(Protocol):
 
 
 class WorkerGroupProtocol(Protocol):
-    """Starts workers, sends them calls and messages, and returns what happened as events. Decides nothing.
+    """Starts workers, sends them calls and messages, and returns what happened as events. Decides
+    nothing.
 
-    The engine calls all methods, on the thread of the trainer's call. `elastic` is False for a group whose worker
-    cannot fail and which cannot grow. `listener` receives events that happen inside `submit`, before `poll` could
-    return them."""
+    The engine calls all methods, on the thread of the trainer's call. `elastic` is False for a
+    group whose worker cannot fail and which cannot grow. `listener` receives events that happen
+    inside `submit`, before `poll` could return them."""
 
     elastic: bool
     listener: Callable[[Event], None]
 
     def launch(self, count: int) -> list[str]:
-        """Start workers and return their names at once. Each one that starts is a `WorkerStarted` event."""
+        """Start workers and return their names at once. Each one that starts is a `WorkerStarted`
+        event."""
 
     def submit(self, worker: str, verb: str, arguments: dict[str, Any], *, generation: int = 0) -> int:
         """Start a call and return its number, which its `CallEnded` event also has."""
 
     def poll(self, timeout: float) -> list[Event]:
-        """Return what has happened, and wait up to `timeout` for the first event. The failure of a worker is reported
-        only once."""
+        """Return what has happened, and wait up to `timeout` for the first event. The failure of a
+        worker is reported only once."""
 
     def send(self, worker: str, message: Message) -> bool:
-        """Send a message alongside the running call. Return False if the worker cannot be reached."""
+        """Send a message alongside the running call. Return False if the worker cannot be
+        reached."""
 
     def silent_for(self, worker: str) -> float:
         """Return for how many seconds the worker has sent nothing, 0 before it has started."""
@@ -63,7 +67,8 @@ class WorkerGroupProtocol(Protocol):
         """End a worker that may not respond. Its failure follows as an event."""
 
     def dismiss(self, worker: str) -> None:
-        """End a worker that is no longer needed, and free its resources. No event about it follows."""
+        """End a worker that is no longer needed, and free its resources. No event about it
+        follows."""
 
     def reference(self, worker: str, verb: str, arguments: dict[str, Any]) -> Any:
         """Return a Ray reference to the result of a call, for the user to wait for."""
@@ -87,8 +92,8 @@ class WorkerGroupProtocol(Protocol):
         """Return what `count` workers need, and what is free, for messages."""
 
     def draining(self) -> dict[str, float | None]:
-        """Return the nodes that will be removed, and in how many seconds (None: unknown). Raise `ClusterError` if Ray has
-        not answered for too long."""
+        """Return the nodes that will be removed, and in how many seconds (None: unknown). Raise
+        `ClusterError` if Ray has not answered for too long."""
 
     def is_node_alive(self, node: str) -> bool:
         """Return whether the node belongs to the cluster, as far as is known."""

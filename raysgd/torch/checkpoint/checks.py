@@ -1,7 +1,7 @@
 """Check that a checkpoint's content fits an operator before any of it is loaded. Worker.
 
-Only loading shows whether a user's own class accepts its state (the operator, an optimizer that is not torch's). If that
-fails, `training.loading` restores what was there before.
+Only loading shows whether a user's own class accepts its state (the operator, an optimizer that is
+not torch's). If that fails, `training.loading` restores what was there before.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from raysgd.training.position import check_count
 
 
 def check_fits(operator: TrainingOperator, state: dict[str, Any]) -> None:
-    """Raise CheckpointError with the first thing that does not fit. Nothing is changed. Tensors of the state
-    need no content."""
+    """Raise CheckpointError with the first thing that does not fit. Nothing is changed. Tensors of
+    the state need no content."""
     try:
         for name in ("global_step", "epoch"):  # which users change
             check_count(name, state.get(name, 0))
@@ -94,7 +94,8 @@ def _check_tensor(where: str, mine: torch.Tensor, saved: Any) -> None:
 
 
 def _kind_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return what a tensor must have in common with another one that is copied into it. The dtypes' widths can differ."""
+    """Return what a tensor must have in common with another one that is copied into it. The dtypes'
+    widths can differ."""
     return tensor.is_floating_point(), tensor.is_complex(), tensor.is_quantized, tensor.layout, tensor.is_nested
 
 
@@ -102,7 +103,8 @@ def _kind_of(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _check_loader(operator: TrainingOperator, state: dict[str, Any]) -> None:
-    """Raise CheckpointError unless the registered train_loader can continue the checkpoint's epoch."""
+    """Raise CheckpointError unless the registered train_loader can continue the checkpoint's
+    epoch."""
     saved = state.get("loader")
     if saved is None:
         return
@@ -116,8 +118,8 @@ def _check_loader(operator: TrainingOperator, state: dict[str, Any]) -> None:
 
 
 def _check_places(loader: Any, places: Any, *, at: int | None) -> None:
-    """Check that a ShardedStream can continue. The next batch is at the offset `at`, or at the beginning of the next epoch
-    (None)."""
+    """Check that a ShardedStream can continue. The next batch is at the offset `at`, or at the
+    beginning of the next epoch (None)."""
     if not isinstance(loader, ShardedStream) or at is None:
         return
     for _, counts, _ in places:
@@ -132,7 +134,8 @@ def _check_places(loader: Any, places: Any, *, at: int | None) -> None:
 
 
 def _check_order(loader: Any, order: Any) -> None:
-    """Check the order of an epoch that has not ended: all its samples must be in the registered loader's data set."""
+    """Check the order of an epoch that has not ended: all its samples must be in the registered
+    loader's data set."""
     batches = isinstance(order, list) and all(isinstance(each, list) for each in order)
     if batches != has_own_batches(loader):
         raise CheckpointError(

@@ -1,4 +1,5 @@
-"""Check that the saved states of optimizers and schedulers are of the kind, and for the parameters, that are registered. Worker."""
+"""Check that the saved states of optimizers and schedulers are of the kind, and for the parameters,
+that are registered. Worker."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ from raysgd.errors import CheckpointError
 
 
 def check_optimizer(number: int, optimizer: Any, saved: Mapping[str, Any]) -> None:
-    """Raise CheckpointError if the saved state is that of another optimizer, or of other parameters. The optimizer of a user may
-    have a state of any form."""
+    """Raise CheckpointError if the saved state is that of another optimizer, or of other
+    parameters. The optimizer of a user may have a state of any form."""
     ordinary = isinstance(optimizer, torch.optim.Optimizer) and not _has_own_state(optimizer)
     if not ordinary and "param_groups" not in saved:
         return
@@ -37,7 +38,8 @@ def _has_own_state(optimizer: Any) -> bool:
 
 
 def _check_kind(what: str, names: set[str], saved_names: set[str]) -> None:
-    """Raise CheckpointError if both sides have names that the other lacks: another version of torch would only add some."""
+    """Raise CheckpointError if both sides have names that the other lacks: another version of torch
+    would only add some."""
     if names - saved_names and saved_names - names:
         raise CheckpointError(
             f"{what} is of another kind: it has {sorted(names - saved_names)[:4]} here, and "
@@ -46,8 +48,9 @@ def _check_kind(what: str, names: set[str], saved_names: set[str]) -> None:
 
 
 def _check_group(number: int, mine: dict[str, Any], saved: Mapping[str, Any]) -> None:
-    """Check that a group has all options of this kind of optimizer, which are numbers or tuples of them, and the same parameters,
-    if their names are known. (Other versions of torch add or lack flags, which take their values from here.)"""
+    """Check that a group has all options of this kind of optimizer, which are numbers or tuples of
+    them, and the same parameters, if their names are known. (Other versions of torch add or lack
+    flags, which take their values from here.)"""
     for name, value in mine.items():
         is_flag = isinstance(value, bool) or not isinstance(value, (numbers.Real, tuple, list, str))
         if name not in saved and not is_flag and name != "param_names":
@@ -61,7 +64,8 @@ def _check_group(number: int, mine: dict[str, Any], saved: Mapping[str, Any]) ->
 
 
 def _check_shapes(number: int, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
-    """Compare the shapes of each parameter's state with the parameter, or with its present state."""
+    """Compare the shapes of each parameter's state with the parameter, or with its present
+    state."""
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
     keys = [each for group in saved["param_groups"] for each in group["params"]]
     total = sum(each.numel() for each in parameters)  # LBFGS has one state for all
@@ -83,7 +87,8 @@ def _check_shapes(number: int, optimizer: torch.optim.Optimizer, saved: Mapping[
 
 
 def _is_shaped_like(value: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """Return whether the value has the parameter's shape, or one that is reduced to one value along some dimensions (Adafactor)."""
+    """Return whether the value has the parameter's shape, or one that is reduced to one value along
+    some dimensions (Adafactor)."""
     return value.dim() == parameter.dim() and all(
         a in (1, b) for a, b in zip(value.shape, parameter.shape, strict=True)
     )

@@ -1,7 +1,8 @@
-"""Pack a state as one pickle and the raw bytes of its tensors, for another rank or a snapshot. Worker.
+"""Pack a state as one pickle and the raw bytes of its tensors, for another rank or a snapshot.
+Worker.
 
-This takes a tenth of the time of `torch.save`, which writes a zip archive for other programs. A packed state never is a file, and
-only ranks of the same trainer exchange it."""
+This takes a tenth of the time of `torch.save`, which writes a zip archive for other programs. A
+packed state never is a file, and only ranks of the same trainer exchange it."""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ ALIGNED = 64
 
 
 def pack(state: Any, *, copy: bool) -> list[Any]:
-    """Return a state as buffers whose bytes, one after another, are the packed state. With `copy`, the state may change
-    afterwards; otherwise it shares memory with them."""
+    """Return a state as buffers whose bytes, one after another, are the packed state. With `copy`,
+    the state may change afterwards; otherwise it shares memory with them."""
     stream, tensors = io.BytesIO(), list[pickle.PickleBuffer]()
     _Pickler(stream, tensors, copy).dump(state)
     parts = [memoryview(stream.getbuffer()), *(each.raw() for each in tensors)]
@@ -62,7 +63,8 @@ def _padded(size: int) -> int:
 
 
 class _Pickler(pickle.Pickler):
-    """Keeps the bytes of ordinary tensors apart. Tensors that share all of their memory stay one."""
+    """Keeps the bytes of ordinary tensors apart. Tensors that share all of their memory stay
+    one."""
 
     def __init__(self, stream: io.BytesIO, tensors: list[pickle.PickleBuffer], copy: bool) -> None:
         super().__init__(stream, protocol=5, buffer_callback=self._is_in_band)
@@ -70,7 +72,8 @@ class _Pickler(pickle.Pickler):
         self._seen: dict[Any, torch.Tensor] = {}
 
     def _is_in_band(self, buffer: pickle.PickleBuffer) -> bool:
-        """Return whether a buffer is copied into the pickle: those of others, such as NumPy's, because users change arrays."""
+        """Return whether a buffer is copied into the pickle: those of others, such as NumPy's,
+        because users change arrays."""
         return not any(buffer is each for each in self._tensors[-1:])
 
     def reducer_override(self, value: Any) -> Any:

@@ -1,9 +1,11 @@
-"""Save and load sharded checkpoints, of which each rank writes its own part, with `torch.distributed.checkpoint`. Both.
+"""Save and load sharded checkpoints, of which each rank writes its own part, with
+`torch.distributed.checkpoint`. Both.
 
-A rank writes its part to a folder that all ranks see, or uploads it to a URI itself. The folder contains the tensors of models
-and optimizers in the files of each rank, torch's index of them (`.metadata`), all other content in the outline
-(`outline.pt`), and the list of its files with their sizes and digests, as every folder of raysgd has it, written last. Any number
-of workers can load it.
+A rank writes its part to a folder that all ranks see, or uploads it to a URI itself. The folder
+contains the tensors of models and optimizers in the files of each rank, torch's index of them
+(`.metadata`), all other content in the outline (`outline.pt`), and the list of its files with their
+sizes and digests, as every folder of raysgd has it, written last. Any number of workers can load
+it.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ Files = dict[str, FileEntry]
 
 
 def of_list(listed: Files) -> tuple[str, Files]:
-    """Return the name of the only folder in the list of a folder at a URI, and the files of the sharded checkpoint in it."""
+    """Return the name of the only folder in the list of a folder at a URI, and the files of the
+    sharded checkpoint in it."""
     inner = sorted({name.rpartition("/")[0] for name in listed})
     files = {name.rpartition("/")[2]: entry for name, entry in listed.items()}
     if len(inner) != 1 or not files.keys() >= {OUTLINE, INDEX}:
@@ -50,8 +53,8 @@ def of_list(listed: Files) -> tuple[str, Files]:
 
 
 def read_manifest(folder: Path) -> Files:
-    """Return the entries of a folder's manifest. Raise CheckpointError for a link, for a file that is missing, unknown or of
-    another size, and for anything but files."""
+    """Return the entries of a folder's manifest. Raise CheckpointError for a link, for a file that
+    is missing, unknown or of another size, and for anything but files."""
     names = _names(folder)
     files = read_list(folder)
     if files is None:
@@ -84,7 +87,8 @@ def verify(folder: str, files: Files) -> None:
 
 
 def is_replaceable(folder: Path) -> bool:
-    """Return whether this is an empty directory, or one with a sharded checkpoint, which may be damaged."""
+    """Return whether this is an empty directory, or one with a sharded checkpoint, which may be
+    damaged."""
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else {""}
     return not names or not names.isdisjoint({OUTLINE, INDEX})
 
@@ -105,8 +109,9 @@ def _names(folder: Path) -> set[str]:
 
 
 def write(folder: locations.Place, state: dict[str, Any], *, later: bool) -> Callable[[], Files]:
-    """Write this rank's part of the tensors, and on rank 0 the outline. Return a function that returns the entries of the
-    files written here. With `later`, and to a URI, they are in memory until it is called, which may happen in any thread."""
+    """Write this rank's part of the tensors, and on rank 0 the outline. Return a function that
+    returns the entries of the files written here. With `later`, and to a URI, they are in memory
+    until it is called, which may happen in any thread."""
     if isinstance(folder, Path) and not folder.is_dir():
         raise CheckpointError(
             f"this worker does not see {folder}: save(sharded=True) needs a file system that all workers and "
@@ -137,7 +142,8 @@ def write(folder: locations.Place, state: dict[str, Any], *, later: bool) -> Cal
 
 
 def _store(folder: locations.Place, kept: dict[str, Any]) -> Files:
-    """Write files that are in memory. A folder that was deleted since, because the save has failed, is not created again."""
+    """Write files that are in memory. A folder that was deleted since, because the save has failed,
+    is not created again."""
     with tempfile.TemporaryDirectory(prefix="raysgd-shards-") as local:
         for name, data in kept.items():
             path = (folder if isinstance(folder, Path) else Path(local)) / name
@@ -179,8 +185,9 @@ def _memory_files(files: dict[str, _MemoryFile]) -> Any:
 
 
 def _write_tensors(tensors: dict[str, Any], folder: str, *, in_memory: bool) -> dict[str, Any]:
-    """Write this rank's tensors. Return its files if they are `in_memory`. Raise an OSError, on all ranks, if the system of
-    any rank refused to write, and a CheckpointError for any other failure."""
+    """Write this rank's tensors. Return its files if they are `in_memory`. Raise an OSError, on all
+    ranks, if the system of any rank refused to write, and a CheckpointError for any other
+    failure."""
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
@@ -212,8 +219,8 @@ def _write_tensors(tensors: dict[str, Any], folder: str, *, in_memory: bool) -> 
 
 
 class ShardFolder:
-    """Owns the folder from which a rank reads a sharded checkpoint: that of the checkpoint, or a temporary one, to which it
-    downloads the files that it needs from a URI."""
+    """Owns the folder from which a rank reads a sharded checkpoint: that of the checkpoint, or a
+    temporary one, to which it downloads the files that it needs from a URI."""
 
     def __init__(self, place: locations.Place, files: Files) -> None:
         self._place, self._files = place, files
@@ -260,7 +267,8 @@ def read_outline(folder: str) -> dict[str, Any]:
 
 
 def read(source: ShardFolder, operator: TrainingOperator) -> dict[str, Any]:
-    """Return the state, with each tensor sharded as this operator needs it. The state must fit the operator."""
+    """Return the state, with each tensor sharded as this operator needs it. The state must fit the
+    operator."""
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.state_dict_loader import load
@@ -312,7 +320,8 @@ def _index(folder: str) -> dict[str, Any]:
 
 
 def _owners(outline: dict[str, Any], operator: TrainingOperator) -> dict[str, Any]:
-    """Return, for each key, the model's tensor, or the parameter that the optimizer's tensor belongs to."""
+    """Return, for each key, the model's tensor, or the parameter that the optimizer's tensor
+    belongs to."""
     owners: dict[str, Any] = {}
     for number, model in enumerate(operator._parts.models):
         for part in ("models", "averages"):

@@ -61,7 +61,8 @@ class ShardedLoads(Loads):
 class _ShardedDraft:
     """The draft of a sharded checkpoint: a folder to which ranks write their parts.
 
-    At a URI, it is a folder in that of the checkpoint. It replaces an older one when its files are listed."""
+    At a URI, it is a folder in that of the checkpoint. It replaces an older one when its files are
+    listed."""
 
     def __init__(self, where: locations.Place) -> None:
         self.where, target = where, locations.check_folder(where)

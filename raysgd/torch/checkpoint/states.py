@@ -1,4 +1,5 @@
-"""Convert an operator's state to one dictionary and back: complete, unwrapped, and without code in the file. Worker."""
+"""Convert an operator's state to one dictionary and back: complete, unwrapped, and without code in
+the file. Worker."""
 
 from __future__ import annotations
 
@@ -34,8 +35,8 @@ FOREIGN = re.compile(r"GLOBAL (\S+)|(Can only (?:create|build)|Trying to call) .
 
 
 def gather(operator: TrainingOperator) -> dict[str, Any]:
-    """Return the state of the unwrapped models, optimizers, schedulers, gradient scaler and the operator itself. Tensors are
-    shared with the operator, not copied."""
+    """Return the state of the unwrapped models, optimizers, schedulers, gradient scaler and the
+    operator itself. Tensors are shared with the operator, not copied."""
     parts, precision = operator._parts, operator._precision
     state: dict[str, Any] = {
         "format": FORMAT,
@@ -56,13 +57,15 @@ def gather(operator: TrainingOperator) -> dict[str, Any]:
 
 
 def unchanging(state: dict[str, Any], *, in_shards: bool) -> dict[str, Any]:
-    """Return a replica's state that training does not change. What was gathered from shards is a copy already."""
+    """Return a replica's state that training does not change. What was gathered from shards is a
+    copy already."""
     own = {name: state[name] for name in ("models", "optimizers", "averages") if in_shards and name in state}
     return {**copied({name: value for name, value in state.items() if name not in own}), **own}
 
 
 def copied(value: Any) -> Any:
-    """Return a deep copy, with tensors on the CPU. A tensor that is at two places, as tied weights are, is copied once."""
+    """Return a deep copy, with tensors on the CPU. A tensor that is at two places, as tied weights
+    are, is copied once."""
     copies: dict[Any, torch.Tensor] = {}
 
     def leaf(value: Any, *path: Any) -> Any:
@@ -99,8 +102,8 @@ def dump(state: dict[str, Any]) -> memoryview:
 
 
 def dump_given(state: Any) -> memoryview:
-    """Return a dictionary that the user passed as bytes. Raise CheckpointError if it is not a checkpoint's content, or
-    cannot be pickled."""
+    """Return a dictionary that the user passed as bytes. Raise CheckpointError if it is not a
+    checkpoint's content, or cannot be pickled."""
     given = shaped(dict(state) if isinstance(state, Mapping) else state)
     try:
         return dump(given)
@@ -109,8 +112,8 @@ def dump_given(state: Any) -> memoryview:
 
 
 def parse(source: Any, *, trusted: bool) -> dict[str, Any]:
-    """Return the state in a file, or in its bytes; code in them runs only if they are trusted. Raise CheckpointError if they are not a
-    checkpoint."""
+    """Return the state in a file, or in its bytes; code in them runs only if they are trusted.
+    Raise CheckpointError if they are not a checkpoint."""
     try:
         file = source if hasattr(source, "read") else opened(source)
         state = torch.load(file, map_location="cpu", weights_only=not trusted)
@@ -134,8 +137,8 @@ def _unreadable(error: Exception, *, trusted: bool) -> CheckpointError:
 
 
 def read(file: SeenFile, *, trusted: bool, map_models: bool) -> dict[str, Any]:
-    """Return the state in a file. With `map_models`, the tensors of the models are read from the file when they are used.
-    Raise `UnseenError` if this process does not see the file."""
+    """Return the state in a file. With `map_models`, the tensors of the models are read from the
+    file when they are used. Raise `UnseenError` if this process does not see the file."""
     with file.opened() as content:
         # The path of the open file, because the name in the folder could be given to another file.
         path = f"{OPEN_FILES}/{content.fileno()}"
@@ -156,7 +159,8 @@ def read(file: SeenFile, *, trusted: bool, map_models: bool) -> dict[str, Any]:
 
 
 def peek(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the state in a verified file; tensors stay on the disk until they are used. No code of the file runs."""
+    """Return the state in a verified file; tensors stay on the disk until they are used. No code of
+    the file runs."""
     try:
         return shaped(torch.load(path, map_location="cpu", weights_only=True, mmap=True))
     except CheckpointError:
@@ -166,7 +170,8 @@ def peek(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def foreign_types(path: str | os.PathLike[str]) -> list[str]:
-    """Return the names of classes and functions that a file needs, and that are neither plain values nor tensors."""
+    """Return the names of classes and functions that a file needs, and that are neither plain
+    values nor tensors."""
     return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
 
 
@@ -193,13 +198,15 @@ def shaped(state: Any) -> dict[str, Any]:
 
 
 def scaler_of(state: dict[str, Any], key: str) -> Any:
-    """Return the saved state of the gradient scaler, which has another name in checkpoints of RaySGD v1."""
+    """Return the saved state of the gradient scaler, which has another name in checkpoints of
+    RaySGD v1."""
     return state.get(key) or state.get("amp")
 
 
 def completed(saved: Any, optimizer: Any) -> Any:
-    """Return an optimizer's saved state with the options that the torch which saved it did not have yet, as they are here, and
-    with `capturable` as it is here: a step that was captured as a CUDA graph can be continued on CPUs."""
+    """Return an optimizer's saved state with the options that the torch which saved it did not have
+    yet, as they are here, and with `capturable` as it is here: a step that was captured as a CUDA
+    graph can be continued on CPUs."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         return saved
     pairs = zip(optimizer.param_groups, saved["param_groups"], strict=True)
@@ -208,8 +215,8 @@ def completed(saved: Any, optimizer: Any) -> Any:
 
 
 def loads_models_by_copying(operator: TrainingOperator) -> bool:
-    """Return whether loading the checked state of the models copies tensors and does nothing else. Then it cannot fail, and
-    the rest of the state can be loaded before."""
+    """Return whether loading the checked state of the models copies tensors and does nothing else.
+    Then it cannot fail, and the rest of the state can be loaded before."""
     parts = operator._parts
     own = type(operator).load_state_dict is not TrainingOperator.load_state_dict  # it may need the models' new state
     usual = all(map(foreign.loads_by_copying, parts.models)) and all(
@@ -245,8 +252,9 @@ def restore_rest(operator: TrainingOperator, state: dict[str, Any]) -> None:
 
 
 def way_back(operator: TrainingOperator) -> Callable[[], None]:
-    """Return what loads the present state, whatever is loaded meanwhile. Nothing is copied that a load replaces, or that can be
-    loaded last, because it cannot fail: torch's optimizers replace their tensors, and models usually only copy them."""
+    """Return what loads the present state, whatever is loaded meanwhile. Nothing is copied that a
+    load replaces, or that can be loaded last, because it cannot fail: torch's optimizers replace
+    their tensors, and models usually only copy them."""
     parts, precision = operator._parts, operator._precision
     models = [] if loads_models_by_copying(operator) else [(each, _kept_model(each)) for each in parts.models]
     ordinary = [each for each in parts.optimizers if _replaces_tensors(each)]
@@ -277,7 +285,8 @@ def _replaces_tensors(optimizer: Any) -> bool:
 
 
 def _kept_model(model: torch.nn.Module) -> dict[str, Any]:
-    """Return a copy of its state in main memory; of sharded tensors, this rank's shards on their device."""
+    """Return a copy of its state in main memory; of sharded tensors, this rank's shards on their
+    device."""
     state = model.state_dict()
     own = {
         name: value.detach().clone() if hasattr(value, "full_tensor") else copied(value)

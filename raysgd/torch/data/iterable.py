@@ -1,4 +1,5 @@
-"""Divide an IterableDataset among ranks, through `torch.utils.data.get_worker_info()` or its own `shard` method. Worker."""
+"""Divide an IterableDataset among ranks, through `torch.utils.data.get_worker_info()` or its own
+`shard` method. Worker."""
 
 from __future__ import annotations
 
@@ -17,8 +18,9 @@ DIVIDE_THEMSELVES = {"litdata", "streaming", "webdataset"}
 def sharded_live(loader: Iterable[Any], rank_info: RankInfo) -> Iterable[Any]:
     """Return a loader of this rank's part of the stream.
 
-    Data sets of some packages divide themselves. If the data set has a method `shard(rank, world_size)`, call it. Any other
-    IterableDataset divides itself by worker info, in which the loader processes of all ranks look like those of one loader.
+    Data sets of some packages divide themselves. If the data set has a method
+    `shard(rank, world_size)`, call it. Any other IterableDataset divides itself by worker info, in
+    which the loader processes of all ranks look like those of one loader.
     """
     dataset = getattr(loader, "dataset", None)
     if not isinstance(loader, DataLoader) or not isinstance(dataset, IterableDataset) or rank_info.world_size == 1:
@@ -36,7 +38,8 @@ def sharded_live(loader: Iterable[Any], rank_info: RankInfo) -> Iterable[Any]:
 
 
 class RankInit:
-    """Calls the user's `worker_init_fn`, which divides the stream in many scripts, with the worker info of all ranks."""
+    """Calls the user's `worker_init_fn`, which divides the stream in many scripts, with the worker
+    info of all ranks."""
 
     def __init__(self, function: Callable[[int], None]) -> None:
         self._function = function
@@ -52,7 +55,8 @@ class RankInit:
 
 
 class RankShard(IterableDataset[Any]):
-    """Iterates over the user's data set. While that computes an item, worker info counts the loader processes of all ranks."""
+    """Iterates over the user's data set. While that computes an item, worker info counts the loader
+    processes of all ranks."""
 
     def __init__(self, dataset: IterableDataset[Any], rank: int, world_size: int) -> None:
         self._dataset, self._rank, self._world_size = dataset, rank, world_size

@@ -1,8 +1,9 @@
 """Iterate over data loaders, and find out when one of a loader's processes has ended. Worker.
 
-torch reports such a death with an exception from its SIGCHLD handler, so it can be raised wherever the main thread is,
-even between the updates of two parameters. This module lets that exception through only while a loader is waiting for a
-batch, and raises a `DataLoaderFailure` for it. Training then continues with a new loader.
+torch reports such a death with an exception from its SIGCHLD handler, so it can be raised wherever
+the main thread is, even between the updates of two parameters. This module lets that exception
+through only while a loader is waiting for a batch, and raises a `DataLoaderFailure` for it.
+Training then continues with a new loader.
 """
 
 from __future__ import annotations
@@ -42,9 +43,10 @@ EXITED = (
 
 
 class LoaderIterator:
-    """Owns one pass over a loader. If a process of the loader was killed, ends the other ones and raises `DataLoaderFailure`;
-    the next pass starts new processes. If one has ended by itself, the user's code made it do so, so a RuntimeError is
-    raised instead. Errors of the data set or the loader itself are raised unchanged."""
+    """Owns one pass over a loader. If a process of the loader was killed, ends the other ones and
+    raises `DataLoaderFailure`; the next pass starts new processes. If one has ended by itself, the
+    user's code made it do so, so a RuntimeError is raised instead. Errors of the data set or the
+    loader itself are raised unchanged."""
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self._loader = loader
@@ -78,7 +80,8 @@ class LoaderIterator:
             raise
 
     def _explain(self, error: Exception) -> None:
-        """Raise another error if the end of a loader process has caused this one, also of a loader inside the user's iterable."""
+        """Raise another error if the end of a loader process has caused this one, also of a loader
+        inside the user's iterable."""
         if "in DataLoader worker process" in text_of(error):  # the data set raised it there
             return
         broken = _broken(error)
@@ -101,8 +104,9 @@ def _have_exited(processes: Sequence[Any]) -> bool:
 
 
 def _broken(error: Exception) -> Any:
-    """Return the torch iterator in the exception's traceback of which a process died, or None. A process that is being
-    killed closes the connections for its batches some milliseconds before it is dead, so this waits for it."""
+    """Return the torch iterator in the exception's traceback of which a process died, or None. A
+    process that is being killed closes the connections for its batches some milliseconds before it
+    is dead, so this waits for it."""
     for iterator in _iterators_in(error.__traceback__):
         until = time.monotonic() + DYING_S
         while processes_of(iterator):
@@ -123,8 +127,8 @@ def _described(process: Any) -> str:
 
 
 def end_iterators_of(error: BaseException) -> None:
-    """End the loader processes of all torch iterators in the exception's traceback. Whoever keeps the exception would keep the
-    iterators, too."""
+    """End the loader processes of all torch iterators in the exception's traceback. Whoever keeps
+    the exception would keep the iterators, too."""
     for iterator in list(_iterators_in(error.__traceback__)):
         _clean_up(iterator)
 
@@ -137,8 +141,8 @@ def _end(iterator: Any) -> None:
 
 
 def _clean_up(iterator: Any) -> None:
-    """Let torch end an iterator's processes. A dead process may have held locks that are never released, and torch can wait for
-    one of them, so this runs in a thread."""
+    """Let torch end an iterator's processes. A dead process may have held locks that are never
+    released, and torch can wait for one of them, so this runs in a thread."""
     ender = threading.Thread(target=end_processes, args=(iterator,), name="raysgd-loader-end", daemon=True)
     ender.start()
     ender.join(END_S)
@@ -153,8 +157,8 @@ def _iterators_in(trace: TracebackType | None) -> Iterator[Any]:
 
 
 def _delay_reports() -> None:
-    """Wrap torch's SIGCHLD handler once it is installed. A death that it must not report where the main thread is now is
-    found when the loader is asked for its next batch."""
+    """Wrap torch's SIGCHLD handler once it is installed. A death that it must not report where the
+    main thread is now is found when the loader is asked for its next batch."""
     handler: Any = signal.getsignal(signal.SIGCHLD)
     in_main = threading.current_thread() is threading.main_thread()
     if not in_main or not is_loaders_signal_handler(handler):
@@ -171,7 +175,8 @@ def _delay_reports() -> None:
 
 
 def _waits(frame: FrameType | None) -> bool:
-    """Return whether a loader that has lost a process is running in this frame or in one of its callers."""
+    """Return whether a loader that has lost a process is running in this frame or in one of its
+    callers."""
     while frame is not None:
         if frame.f_code.co_filename == torch_loader.__file__ and lost_processes(frame.f_locals.get("self")):
             return True

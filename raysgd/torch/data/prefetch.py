@@ -1,4 +1,5 @@
-"""Bring batches to the device. On CUDA, copy the next one from pinned memory on a stream of its own. Worker."""
+"""Bring batches to the device. On CUDA, copy the next one from pinned memory on a stream of its
+own. Worker."""
 
 from __future__ import annotations
 
@@ -25,10 +26,12 @@ class DeviceCarrier(Carrier):
 
 
 class CudaCarrier(DeviceCarrier):
-    """Copies the next batch while the device works on the current one. `streams` is `torch.cuda`, or a test's substitute.
+    """Copies the next batch while the device works on the current one. `streams` is `torch.cuda`,
+    or a test's substitute.
 
-    Only tensors in plain containers are copied in advance. For objects of other types, their own `.to` is called when the
-    batch is needed, because the memory that it allocates cannot be registered with the stream that uses it.
+    Only tensors in plain containers are copied in advance. For objects of other types, their own
+    `.to` is called when the batch is needed, because the memory that it allocates cannot be
+    registered with the stream that uses it.
     """
 
     ahead = True
@@ -64,7 +67,8 @@ def make_carrier(device: torch.device, *, channels_last: bool) -> Carrier:
 
 
 def _pinned(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor in pinned memory, because a copy from pageable memory would wait for the device."""
+    """Return the tensor in pinned memory, because a copy from pageable memory would wait for the
+    device."""
     return tensor if tensor.device.type != "cpu" or tensor.is_pinned() else tensor.pin_memory()
 
 
@@ -74,7 +78,8 @@ def _channels_last(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _each_tensor(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return the batch with `change` applied to its tensors, at any depth of plain containers. Keep all other objects."""
+    """Return the batch with `change` applied to its tensors, at any depth of plain containers. Keep
+    all other objects."""
     if isinstance(batch, torch.Tensor):
         return change(batch)
     if type(batch) is dict:

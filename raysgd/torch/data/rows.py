@@ -1,4 +1,5 @@
-"""Short descriptions of the rows of a loader, by which ranks and checkpoints are compared. No sample is read for them. Worker."""
+"""Short descriptions of the rows of a loader, by which ranks and checkpoints are compared. No
+sample is read for them. Worker."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ class LoaderRows:
     """What is known of a map-style loader's rows.
 
     units    how many samples an epoch has, None if the user's batch sampler decides that
-    indices  a digest of the indices by which the data set was divided before, as `random_split` and `SubsetRandomSampler` do; an
-             empty string if it was not
+    indices  a digest of the indices by which the data set was divided before, as `random_split` and
+             `SubsetRandomSampler` do; an empty string if it was not
     """
 
     units: int | None = None
@@ -46,8 +47,8 @@ class LoaderRows:
 
 
 def _index_lists(parts: Any, seen: set[int]) -> Iterator[Any]:
-    """Yield the lists of indices of data sets and samplers, and of those inside them. Others than torch's classes may change theirs
-    in each epoch."""
+    """Yield the lists of indices of data sets and samplers, and of those inside them. Others than
+    torch's classes may change theirs in each epoch."""
     for part in parts:
         if not isinstance(part, (Dataset, Sampler)) or id(part) in seen:
             continue
@@ -65,8 +66,8 @@ def _index_lists(parts: Any, seen: set[int]) -> Iterator[Any]:
 
 
 def first_of(batch: Any) -> str:
-    """Return a digest of a batch; an empty string if equal digests would not show that batches are equal: if it contains other
-    objects than tensors, numbers and text, or only constants."""
+    """Return a digest of a batch; an empty string if equal digests would not show that batches are
+    equal: if it contains other objects than tensors, numbers and text, or only constants."""
     digest, varies = 0, False
     for leaf in _leaves(batch):
         if isinstance(leaf, numpy.ndarray) and leaf.dtype.kind in "biuf":

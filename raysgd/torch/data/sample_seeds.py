@@ -18,12 +18,14 @@ from raysgd.training.seeding import derived_seed, seed_python_and_numpy
 
 
 class SampleSeeds(Dataset[Any]):
-    """The map-style data set `dataset`, whose random numbers depend on `seed`, the epoch and the sample's index alone.
+    """The map-style data set `dataset`, whose random numbers depend on `seed`, the epoch and the
+    sample's index alone.
 
         DataLoader(SampleSeeds(images, seed=0), batch_size=32, shuffle=True, num_workers=4)
 
-    While it gets a sample, the CPU generators of torch, NumPy and `random` are seeded for that sample; afterwards they are
-    what they were. So augmentation does not change with the number of workers or of loader processes, or when workers fail.
+    While it gets a sample, the CPU generators of torch, NumPy and `random` are seeded for that
+    sample; afterwards they are what they were. So augmentation does not change with the number of
+    workers or of loader processes, or when workers fail.
 
     raysgd calls `set_epoch`. In a loop of your own, call it yourself.
     """
@@ -60,8 +62,8 @@ class SampleSeeds(Dataset[Any]):
 
 @contextmanager
 def seeded_for(seed: int, epoch: int, index: Any) -> Iterator[None]:
-    """Return a context in which the CPU generators are seeded for one sample of one epoch. `index` is a number, or a key
-    with a `repr` of its own."""
+    """Return a context in which the CPU generators are seeded for one sample of one epoch. `index`
+    is a number, or a key with a `repr` of its own."""
     with suppress(TypeError):
         index = operator.index(index)  # of NumPy and torch, too
     number = derived_seed(seed, "sample", epoch, index)

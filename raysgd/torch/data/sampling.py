@@ -1,4 +1,5 @@
-"""The order of an epoch, from the user's own sampler, and loaders that follow a sampling plan. Worker."""
+"""The order of an epoch, from the user's own sampler, and loaders that follow a sampling plan.
+Worker."""
 
 from __future__ import annotations
 
@@ -29,13 +30,14 @@ Order = range | torch.Tensor | list[Any]
 
 
 def is_planned(loader: Any) -> bool:
-    """Return whether an epoch can be divided by index: only that of a map-style DataLoader. Anything else is iterated."""
+    """Return whether an epoch can be divided by index: only that of a map-style DataLoader.
+    Anything else is iterated."""
     return isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
 
 
 def has_own_batches(loader: DataLoader[Any]) -> bool:
-    """Return whether the user passed a batch sampler, whose batches are not divided. (Only such a loader has a batch
-    sampler but no batch size.)"""
+    """Return whether the user passed a batch sampler, whose batches are not divided. (Only such a
+    loader has a batch sampler but no batch size.)"""
     return loader.batch_sampler is not None and loader.batch_size is None
 
 
@@ -45,7 +47,8 @@ def unit_size(loader: DataLoader[Any]) -> int:
 
 
 class Division(NamedTuple):
-    """How a step is divided: what `SamplingPlan` has under these names. By default, each rank has its own batch size."""
+    """How a step is divided: what `SamplingPlan` has under these names. By default, each rank has
+    its own batch size."""
 
     step: int | None = None
     most: int | None = None
@@ -81,8 +84,8 @@ def planned_epoch(loader: DataLoader[Any], workers: int, *, step: int | None = N
 
 
 def batches_per_epoch(loader: Any, workers: int, *, divided: bool) -> int | None:
-    """Return how many batches each of these workers has in an epoch of training, or None if data has no length. Data that is
-    not `divided` belongs to one worker."""
+    """Return how many batches each of these workers has in an epoch of training, or None if data
+    has no length. Data that is not `divided` belongs to one worker."""
     try:
         if divided and is_planned(loader):
             return planned_epoch(loader, workers).steps_left(0)
@@ -93,8 +96,8 @@ def batches_per_epoch(loader: Any, workers: int, *, divided: bool) -> int | None
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
-    """Call `set_epoch(epoch)` on every part of the loader that has it, and on data sets in its data set (a `Subset`, a
-    `ConcatDataset`)."""
+    """Call `set_epoch(epoch)` on every part of the loader that has it, and on data sets in its data
+    set (a `Subset`, a `ConcatDataset`)."""
     parts, seen = (
         [loader, *(getattr(loader, name, None) for name in ("sampler", "batch_sampler", "dataset"))],
         set[int](),
@@ -114,10 +117,12 @@ def set_epoch(loader: Any, epoch: int) -> None:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What the order of one of torch's own samplers depends on. Another process draws the same order from it.
+    """What the order of one of torch's own samplers depends on. Another process draws the same
+    order from it.
 
     samples, count  how many samples the data set has, and how many the sampler draws
-    seed            of a generator that is made for this epoch; with `state`, that is the generator's state instead
+    seed            of a generator that is made for this epoch; with `state`, that is the
+                    generator's state instead
     shuffle         of a DistributedSampler (None: it is a RandomSampler)
     """
 
@@ -130,7 +135,8 @@ class Recipe:
 
     @classmethod
     def of(cls, sampler: Any) -> Recipe | None:
-        """Return the recipe of the order that the sampler will draw next, or None if only the sampler can draw it."""
+        """Return the recipe of the order that the sampler will draw next, or None if only the
+        sampler can draw it."""
         if type(sampler) is DistributedSampler and sampler.num_replicas == 1:
             samples = len(sampler.dataset)  # type: ignore[arg-type]
             return cls(samples, len(sampler), seed=sampler.seed + sampler.epoch, shuffle=sampler.shuffle)
@@ -166,11 +172,11 @@ def _in_order(sampler: Any) -> Order:
 
 
 def epoch_order(loader: DataLoader[Any]) -> tuple[Order, Recipe | None]:
-    """Return the order of the user's sampler for all ranks, and its recipe if it has one. A DistributedSampler is replaced
-    by one for a single rank.
+    """Return the order of the user's sampler for all ranks, and its recipe if it has one. A
+    DistributedSampler is replaced by one for a single rank.
 
-    A DataLoader draws a seed for its processes before it reads its sampler. This function does so, too, so that a plain
-    loop from the same random state has the same order.
+    A DataLoader draws a seed for its processes before it reads its sampler. This function does so,
+    too, so that a plain loop from the same random state has the same order.
     """
     sampler: Any = loader.batch_sampler if has_own_batches(loader) else loader.sampler
     torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
@@ -192,9 +198,10 @@ def epoch_order(loader: DataLoader[Any]) -> tuple[Order, Recipe | None]:
 
 
 def agree(order: Order, recipe: Recipe | None, *, first: bool) -> tuple[Order, Recipe | None]:
-    """Return rank 0's order on every rank, because samplers draw from random states that differ between processes, and its
-    recipe, if it has one. `first` is whether this is rank 0. It sends a recipe, which is small, and the others draw the same
-    order. It first draws the order once more, so that a torch whose sampler draws in another way is noticed."""
+    """Return rank 0's order on every rank, because samplers draw from random states that differ
+    between processes, and its recipe, if it has one. `first` is whether this is rank 0. It sends a
+    recipe, which is small, and the others draw the same order. It first draws the order once more,
+    so that a torch whose sampler draws in another way is noticed."""
     sent = (recipe if recipe is not None and _equal(recipe.order(), order) else order) if first else None
     given = _from_rank_0(sent)
     if not isinstance(given, Recipe):
@@ -223,7 +230,8 @@ def _equal(one: Order, other: Order) -> bool:
 
 
 def random_sources(loader: DataLoader[Any]) -> list[torch.Generator]:
-    """Return the generators that the user gave to the loader or its samplers. Their states belong to the position."""
+    """Return the generators that the user gave to the loader or its samplers. Their states belong
+    to the position."""
     found: list[torch.Generator] = []
     for part in (loader, loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None)):
         generator = getattr(part, "generator", None)
@@ -237,9 +245,9 @@ def _listed(units: Any) -> list[int]:
 
 
 class Picker:
-    """The batch sampler of a planned loader: yields one rank's units, step by step. Its plan is replaced in place,
-    because persistent loader processes keep the sampler that they started with. With `tensors`, the units are tensors if
-    the order is one, instead of lists."""
+    """The batch sampler of a planned loader: yields one rank's units, step by step. Its plan is
+    replaced in place, because persistent loader processes keep the sampler that they started with.
+    With `tensors`, the units are tensors if the order is one, instead of lists."""
 
     def __init__(self, *, own_batches: bool, batched: bool) -> None:
         self._own_batches, self._batched, self.tensors = own_batches, batched, False
@@ -255,8 +263,8 @@ class Picker:
         self._order, self._plan, self._rank, self._offset = order, plan, rank, offset
 
     def steps(self) -> Iterator[tuple[int, RankPart]]:
-        """Yield, for each step, the offset after it and this rank's part, or its pieces. Skip steps in which the rank has
-        none."""
+        """Yield, for each step, the offset after it and this rank's part, or its pieces. Skip steps
+        in which the rank has none."""
         offset, size, total, own = self._offset, self._plan.step_size, self._plan.total, self._own_batches
         for part in self._plan.parts_of(self._rank, offset):
             after = offset + size if offset + size < total else total
@@ -266,7 +274,8 @@ class Picker:
                 offset = after
 
     def _in_samples(self, part: RankPart, offset: int, after: int) -> RankPart:
-        """Return a part with the weight of its samples, because a batch sampler's batches can have different sizes."""
+        """Return a part with the weight of its samples, because a batch sampler's batches can have
+        different sizes."""
         try:
             batches: Any = self._order[offset:after]
             sizes = [len(batch) for batch in batches]
@@ -292,7 +301,8 @@ class Picker:
 
 
 def following(loader: DataLoader[Any], picker: Picker) -> DataLoader[Any]:
-    """Return a copy of the user's loader with all its options (also of a subclass) and a planned sampler."""
+    """Return a copy of the user's loader with all its options (also of a subclass) and a planned
+    sampler."""
     changed: dict[str, Any] = {"sampler": picker, "generator": torch.Generator().manual_seed(torch.initial_seed())}
     if loader.batch_sampler is not None:
         changed["batch_sampler"] = picker
@@ -302,7 +312,8 @@ def following(loader: DataLoader[Any], picker: Picker) -> DataLoader[Any]:
 
 
 def evened(order: Order, world_size: int, offset: int) -> Order:
-    """Return the batches of an epoch, with those of a short last step divided so that each rank has one.
+    """Return the batches of an epoch, with those of a short last step divided so that each rank has
+    one.
 
     Otherwise a rank would have to repeat a batch, although there are enough samples.
     """
@@ -342,7 +353,8 @@ class Gathered(Dataset[Any]):
 
 
 def gathering(loader: DataLoader[Any]) -> dict[str, Any]:
-    """Return the attributes that let a copy of this loader gather its batches, or an empty dictionary if it cannot."""
+    """Return the attributes that let a copy of this loader gather its batches, or an empty
+    dictionary if it cannot."""
     if not can_gather(loader):
         return {}
     return {"dataset": Gathered(loader.dataset), "collate_fn": _identity}  # type: ignore[arg-type]
@@ -351,8 +363,8 @@ def gathering(loader: DataLoader[Any]) -> dict[str, Any]:
 def can_gather(loader: DataLoader[Any]) -> bool:
     """Return whether the loader's batches are rows of plain tensors in main memory.
 
-    Loaders with processes are excluded: the processes cost more than they save here, but the user asked for them, and they
-    must see the user's own data set.
+    Loaders with processes are excluded: the processes cost more than they save here, but the user
+    asked for them, and they must see the user's own data set.
     """
     dataset = loader.dataset
     return (

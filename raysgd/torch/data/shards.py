@@ -1,4 +1,5 @@
-"""The batches of a `ShardedStream`, whose shards are assigned to ranks again when the group changes. Worker."""
+"""The batches of a `ShardedStream`, whose shards are assigned to ranks again when the group
+changes. Worker."""
 
 from __future__ import annotations
 
@@ -21,12 +22,14 @@ CLOSE_S = 1.0
 
 
 class ShardSource(BatchSource):
-    """Owns the places of an epoch: an offset, how many samples were used of each shard, and which shards have ended. It keeps
-    those of the last `keep` steps, because the caller knows which is committed: one place, and how the later ones differ from
-    it, so that a step's work does not depend on the number of shards.
+    """Owns the places of an epoch: an offset, how many samples were used of each shard, and which
+    shards have ended. It keeps those of the last `keep` steps, because the caller knows which is
+    committed: one place, and how the later ones differ from it, so that a step's work does not
+    depend on the number of shards.
 
-    `step` is the number of samples of all ranks in a step (None: `batch_size` on each rank). With `pieces`, a rank gets at
-    most `batch_size` of them at once. All ranks take part in each step of `training`.
+    `step` is the number of samples of all ranks in a step (None: `batch_size` on each rank). With
+    `pieces`, a rank gets at most `batch_size` of them at once. All ranks take part in each step of
+    `training`.
     """
 
     def __init__(
@@ -58,7 +61,8 @@ class ShardSource(BatchSource):
         self._reset([(at, list(counts), list(ended)) for at, counts, ended in state.get("places", ())])
 
     def batches(self, rank_info: RankInfo, offset: int) -> Iterator[Drawn]:
-        """Return this rank's part of the rest of the epoch: the last call's iterator, if that stopped at `offset`."""
+        """Return this rank's part of the rest of the epoch: the last call's iterator, if that
+        stopped at `offset`."""
         if self._open is None or self._open[:2] != (rank_info, offset):
             _, counts, ended = next((place for place in self._known() if place[0] == offset), self._beginning())
             # Later places are those of steps that were not committed. The new ranks may take other samples in them.
@@ -85,7 +89,8 @@ class ShardSource(BatchSource):
                 self._feed = self._open = None
 
     def _drawn(self, step: ShardStep, after: int, ranks: int) -> Iterator[Drawn]:
-        """Yield the batch of a step that ends at `after`, or the pieces of it, of which all ranks have equally many."""
+        """Yield the batch of a step that ends at `after`, or the pieces of it, of which all ranks
+        have equally many."""
         collate = self.loader.collate_fn or default_collate
         count = len(step.samples)
         whole = RankPart(0, count, step.fresh, step.total, count * ranks / step.total if step.fresh else 0.0)

@@ -1,4 +1,5 @@
-"""Sources of one rank's batches. After a change of the group, the rest of an epoch is divided among the new ranks. Worker."""
+"""Sources of one rank's batches. After a change of the group, the rest of an epoch is divided among
+the new ranks. Worker."""
 
 from __future__ import annotations
 
@@ -45,8 +46,8 @@ ENDED_EARLY = (
 
 
 class BatchSource:
-    """What all sources have in common. By default the length of an epoch is not known, nothing happens when an epoch begins,
-    and the position is the only state."""
+    """What all sources have in common. By default the length of an epoch is not known, nothing
+    happens when an epoch begins, and the position is the only state."""
 
     loader: Any
     first = ""  # of the newest epoch: its number, and a digest of its first batch, if ranks are to have different ones
@@ -62,11 +63,13 @@ class BatchSource:
         raise NotImplementedError
 
     def steps_left(self, rank_info: RankInfo, offset: int) -> int | None:
-        """Return how many more batches the epoch has for every rank, or None if that is not known."""
+        """Return how many more batches the epoch has for every rank, or None if that is not
+        known."""
         return None
 
     def state(self) -> dict[str, Any]:
-        """Return what another process needs, in addition to the position, to continue this epoch."""
+        """Return what another process needs, in addition to the position, to continue this
+        epoch."""
         return {"epoch": self._epoch}
 
     def state_for_peers(self) -> dict[str, Any]:
@@ -85,8 +88,9 @@ class BatchSource:
 class PlannedSource(BatchSource):
     """A map-style loader. Every sample is used once per epoch, over any number of resizes.
 
-    Owns the epoch's order. The caller owns the offset, because only committed batches count. `division` returns how steps are divided
-    now, and `asked` is whether the user has asked for a constant batch. `divides` says whether the batches can be divided at all.
+    Owns the epoch's order. The caller owns the offset, because only committed batches count.
+    `division` returns how steps are divided now, and `asked` is whether the user has asked for a
+    constant batch. `divides` says whether the batches can be divided at all.
     """
 
     def __init__(
@@ -113,8 +117,9 @@ class PlannedSource(BatchSource):
         self._open: tuple[tuple[RankInfo, Division], int, Generator[Drawn]] | None = None
 
     def begin(self, epoch: int, rank_info: RankInfo, shared: bool) -> None:
-        """Take the new epoch's order from rank 0's sampler. Every rank still draws an order from its own sampler, so that
-        their random states stay equal and any of them can become rank 0."""
+        """Take the new epoch's order from rank 0's sampler. Every rank still draws an order from
+        its own sampler, so that their random states stay equal and any of them can become rank
+        0."""
         super().begin(epoch, rank_info, shared)
         order, recipe = epoch_order(self.loader)
         self.order, self._recipe = order, None
@@ -128,8 +133,8 @@ class PlannedSource(BatchSource):
         return {**super().state(), "order": order, "generators": generators}
 
     def state_for_peers(self) -> dict[str, Any]:
-        """Return the state with the order's recipe, if it has one, in place of the order: with millions of samples, a snapshot after a
-        short call would copy and send many MB."""
+        """Return the state with the order's recipe, if it has one, in place of the order: with
+        millions of samples, a snapshot after a short call would copy and send many MB."""
         return self.state() if self._recipe is None else {**self.state(), "order": None, "recipe": self._recipe}
 
     def load(self, state: dict[str, Any]) -> None:
@@ -144,7 +149,8 @@ class PlannedSource(BatchSource):
             source.set_state(saved)
 
     def batches(self, rank_info: RankInfo, offset: int) -> Iterator[Drawn]:
-        """Return this rank's part of the rest of the epoch: the last call's iterator, if that stopped at `offset`."""
+        """Return this rank's part of the rest of the epoch: the last call's iterator, if that
+        stopped at `offset`."""
         key = rank_info, self._division()
         if self._open is not None and self._open[:2] == (key, offset):
             return self._open[2]
@@ -177,8 +183,8 @@ class PlannedSource(BatchSource):
         self._open = None
 
     def close(self) -> None:
-        """End the loader's processes. If only the garbage collector did it, torch would wait 5 s for each: their queues
-        are collected first, so they would not be asked to end."""
+        """End the loader's processes. If only the garbage collector did it, torch would wait 5 s
+        for each: their queues are collected first, so they would not be asked to end."""
         if self._open is not None:
             self._open[2].close()
             self._open = None
@@ -193,7 +199,8 @@ class PlannedSource(BatchSource):
 
 
 class Votes:
-    """Owns the process group in which ranks agree on batches: gloo, so that a GPU never waits for the answer."""
+    """Owns the process group in which ranks agree on batches: gloo, so that a GPU never waits for
+    the answer."""
 
     _made: Any = None
 
@@ -206,11 +213,13 @@ class Votes:
 
 
 class LiveSource(BatchSource):
-    """Anything that is iterated: an IterableDataset's loader, a list of batches, a generator, a user's own sharding.
+    """Anything that is iterated: an IterableDataset's loader, a list of batches, a generator, a
+    user's own sharding.
 
-    Its live iterator has the position, which another process cannot take over. With `together`, the epoch ends on all ranks
-    when one of them has no more batches. After a `DataLoaderFailure`, the stream begins again from the same random states,
-    and the batches that it has returned before are skipped.
+    Its live iterator has the position, which another process cannot take over. With `together`, the
+    epoch ends on all ranks when one of them has no more batches. After a `DataLoaderFailure`, the
+    stream begins again from the same random states, and the batches that it has returned before are
+    skipped.
     """
 
     resumable = False
@@ -256,7 +265,8 @@ class LiveSource(BatchSource):
         self.first = f"{self._epoch} {digest}" if digest else ""
 
     def _opened(self, rank_info: RankInfo) -> Iterator[Any]:
-        """Return a new iterator. If the epoch has begun already, it continues after the batches that were returned."""
+        """Return a new iterator. If the epoch has begun already, it continues after the batches
+        that were returned."""
         sources = self._generators()
         now = [source.get_state() for source in sources]
         if self._given:
@@ -303,8 +313,8 @@ class LiveSource(BatchSource):
 
 
 class StreamSource(BatchSource):
-    """A `raysgd.data.Dataset` that was passed to one call. Its stream is divided by position, so it survives resizes, too.
-    It has no epochs."""
+    """A `raysgd.data.Dataset` that was passed to one call. Its stream is divided by position, so it
+    survives resizes, too. It has no epochs."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = self.loader = dataset
@@ -318,19 +328,22 @@ class StreamSource(BatchSource):
 
 
 def _joined(items: tuple[Any, ...]) -> Any:
-    """Concatenate rows of shape (1, ...), as RaySGD did. Collate anything else as a DataLoader does."""
+    """Concatenate rows of shape (1, ...), as RaySGD did. Collate anything else as a DataLoader
+    does."""
     if all(isinstance(item, torch.Tensor) and item.dim() > 0 and item.shape[0] == 1 for item in items):
         return torch.cat(items)
     return torch.utils.data.default_collate(list(items))
 
 
 class RowSource(BatchSource):
-    """A Ray Dataset. Its rows are divided by their position in its stream, which is read once for all ranks.
+    """A Ray Dataset. Its rows are divided by their position in its stream, which is read once for
+    all ranks.
 
-    Owns the number of the current pass, by which all ranks identify it. The position in the pass is in `position`. `rows`
-    reads the rows, `own_call` is whether the data set is for one call only, `step` is the number of rows of all ranks in a
-    step (None: `batch_size` on each rank), and `keep` is how many batches can be uncommitted. With `pieces`, no rank has more
-    than `batch_size` rows at once.
+    Owns the number of the current pass, by which all ranks identify it. The position in the pass is
+    in `position`. `rows` reads the rows, `own_call` is whether the data set is for one call only,
+    `step` is the number of rows of all ranks in a step (None: `batch_size` on each rank), and
+    `keep` is how many batches can be uncommitted. With `pieces`, no rank has more than `batch_size`
+    rows at once.
     """
 
     def __init__(
@@ -375,7 +388,8 @@ class RowSource(BatchSource):
 
 
 def _tensors(batch: Any) -> Any:
-    """Return the columns as tensors; floating-point ones have torch's default type, as models have."""
+    """Return the columns as tensors; floating-point ones have torch's default type, as models
+    have."""
     if isinstance(batch, dict):
         return {name: _tensors(column) for name, column in batch.items()}
     if isinstance(batch, tuple):

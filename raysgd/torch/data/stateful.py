@@ -30,13 +30,14 @@ def has_state(loader: Any) -> bool:
 
 
 class StatefulSource(LiveSource):
-    """Owns the marks of an epoch: a number of batches, and for each rank the state of its loader after them, and whether that
-    is the end of its stream. All ranks make a mark together, after every 32 batches and at the end, so that the state of any
-    replica has the position of each rank.
+    """Owns the marks of an epoch: a number of batches, and for each rank the state of its loader
+    after them, and whether that is the end of its stream. All ranks make a mark together, after
+    every 32 batches and at the end, so that the state of any replica has the position of each rank.
 
-    When all ranks begin with a saved state, each loads its own part of the newest mark, and skips the batches after it. If
-    the group changes in the middle of an epoch, the survivors continue, and there are no marks until the next epoch: a
-    position belongs to one part of the stream, and no rank reads the parts of the old ranks to their end.
+    When all ranks begin with a saved state, each loads its own part of the newest mark, and skips
+    the batches after it. If the group changes in the middle of an epoch, the survivors continue,
+    and there are no marks until the next epoch: a position belongs to one part of the stream, and
+    no rank reads the parts of the old ranks to their end.
     """
 
     resumable = True
@@ -94,7 +95,8 @@ class StatefulSource(LiveSource):
         return super()._opened(rank_info) if self._base is None else self._resumed(rank_info, *self._base)
 
     def _resumed(self, rank_info: RankInfo, at: int, state: Any, finished: bool) -> Iterator[Any]:
-        """Return an iterator that continues after the batches that were returned. Skipping draws no random numbers."""
+        """Return an iterator that continues after the batches that were returned. Skipping draws no
+        random numbers."""
         sources = self._generators()
         now = [source.get_state() for source in sources]
         loader = self._part(rank_info)
@@ -136,7 +138,8 @@ class StatefulSource(LiveSource):
             self._marks.pop(0)
 
     def _loses(self, states: list[Any]) -> bool:
-        """Return whether a checkpoint could not hold these states, which all ranks have. Then say so, and make no more marks."""
+        """Return whether a checkpoint could not hold these states, which all ranks have. Then say
+        so, and make no more marks."""
         buffer = io.BytesIO()
         torch.save(states, buffer)
         buffer.seek(0)

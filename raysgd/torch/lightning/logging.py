@@ -15,11 +15,12 @@ from raysgd.errors import ConfigError
 
 
 class LoggedValues:
-    """Owns what a module logs in one call of the trainer: values of the current batch, values outside of batches, and
-    metric objects, which are computed at the end.
+    """Owns what a module logs in one call of the trainer: values of the current batch, values
+    outside of batches, and metric objects, which are computed at the end.
 
-    `log` has the parameters of Lightning's `self.log`. Those that say when and where a value is shown (`on_step`,
-    `prog_bar`, `logger`) have no effect: the trainer's call reports every value as a mean weighted by samples.
+    `log` has the parameters of Lightning's `self.log`. Those that say when and where a value is
+    shown (`on_step`, `prog_bar`, `logger`) have no effect: the trainer's call reports every value
+    as a mean weighted by samples.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -38,8 +39,8 @@ class LoggedValues:
         self._batch, self._samples = {}, None
 
     def end_batch(self, measured: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the batch's values: those that the loop `measured`, and those that were logged. A logged `batch_size`
-        replaces the number of samples."""
+        """Return the batch's values: those that the loop `measured`, and those that were logged. A
+        logged `batch_size` replaces the number of samples."""
         values = {**measured, **(self._batch or {})}
         if self._samples is not None:
             values[NUM_SAMPLES] = self._samples
@@ -47,10 +48,11 @@ class LoggedValues:
         return values
 
     def computed(self) -> dict[str, Any]:
-        """Compute and reset the logged metric objects. Return their values, and those that were logged outside of batches.
+        """Compute and reset the logged metric objects. Return their values, and those that were
+        logged outside of batches.
 
-        Every rank must call this at the same points. A rank that had no batch has logged nothing, so the ranks exchange
-        the names first.
+        Every rank must call this at the same points. A rank that had no batch has logged nothing,
+        so the ranks exchange the names first.
         """
         if self._metrics and dist.is_initialized() and dist.get_world_size() > 1:
             by_rank: list[Any] = [None] * dist.get_world_size()
@@ -115,8 +117,8 @@ class LoggedValues:
 
 
 def _is_metric(value: Any) -> bool:
-    """Return whether this is a TorchMetrics object. It is recognized by its methods, because raysgd does not require the
-    package."""
+    """Return whether this is a TorchMetrics object. It is recognized by its methods, because raysgd
+    does not require the package."""
     return isinstance(value, nn.Module) and all(
         callable(getattr(value, each, None)) for each in ("compute", "reset", "update")
     )

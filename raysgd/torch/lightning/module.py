@@ -1,4 +1,5 @@
-"""Create a LightningModule from its class and the config, and refuse what raysgd does not support. Worker."""
+"""Create a LightningModule from its class and the config, and refuse what raysgd does not support.
+Worker."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ UNSUPPORTED = (
 
 
 def lightning_base(module_cls: Any) -> type:
-    """Return the LightningModule class that this class inherits from: that of `lightning`, or of `pytorch_lightning`."""
+    """Return the LightningModule class that this class inherits from: that of `lightning`, or of
+    `pytorch_lightning`."""
     if not isinstance(module_cls, type):
         given = (
             f"an object of type {type(module_cls).__name__}" if isinstance(module_cls, nn.Module) else repr(module_cls)
@@ -64,8 +66,8 @@ def optimizer_wrapper(base: type) -> Callable[[Any], Any]:
 
 
 def construct(module_cls: type, config: Mapping[str, Any]) -> Any:
-    """Return a module. If its `__init__` has a parameter `config`, it gets the complete config, and otherwise the keys that are
-    its parameters."""
+    """Return a module. If its `__init__` has a parameter `config`, it gets the complete config, and
+    otherwise the keys that are its parameters."""
     parameters = list(inspect.signature(module_cls).parameters.values())
     names = [each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
     given = {"config": config} if "config" in names else {name: config[name] for name in names if name in config}
@@ -132,7 +134,8 @@ def takes_index(step: Callable[..., Any]) -> bool:
 
 
 def one_loader(given: Any, name: str) -> Any:
-    """Return the loader from what a module returned or the user passed. Raise ConfigError for several loaders."""
+    """Return the loader from what a module returned or the user passed. Raise ConfigError for
+    several loaders."""
     if hasattr(given, "prepare_data") and hasattr(given, "train_dataloader"):
         raise ConfigError(
             f"{name} is a {type(given).__name__}: data modules are not supported. Pass its loaders, or call it in the "

@@ -1,4 +1,5 @@
-"""A LightningModule as a training operator: raysgd's loop calls its steps, hooks and optimizers. Worker."""
+"""A LightningModule as a training operator: raysgd's loop calls its steps, hooks and optimizers.
+Worker."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ from raysgd.training.feed import NoFeed
 def operator_from_lightning(
     module_cls: Any, train_dataloader: Any = None, val_dataloader: Any = None
 ) -> type[LightningOperator]:
-    """Return a `LightningOperator` subclass for this module class. Without loaders, the module's own are used."""
+    """Return a `LightningOperator` subclass for this module class. Without loaders, the module's
+    own are used."""
     modules.lightning_base(module_cls)
     loaders = {
         "train_dataloader": modules.one_loader(train_dataloader, "train_dataloader"),
@@ -45,7 +47,8 @@ class LightningOperator(TrainingOperator):
             on_train_batch_start, training_step, backward and step with their hooks, on_train_batch_end
         schedulers, on_train_epoch_end
 
-    Owns the module, the values that it logs, and its schedulers. The trainer's `ddp_args` override those of this class.
+    Owns the module, the values that it logs, and its schedulers. The trainer's `ddp_args` override
+    those of this class.
     """
 
     _has_own_steps = True
@@ -90,7 +93,8 @@ class LightningOperator(TrainingOperator):
         return super()._train_data(name)
 
     def _prepare_data(self) -> None:
-        """Call the module's prepare_data on the first worker of each machine, while the others wait."""
+        """Call the module's prepare_data on the first worker of each machine, while the others
+        wait."""
         per_node = getattr(self.module, "prepare_data_per_node", True)
         if self.local_rank == 0 and (per_node or self.world_rank == 0):
             self.module.prepare_data()
@@ -141,7 +145,8 @@ class LightningOperator(TrainingOperator):
 
     @property
     def scheduler_dicts(self) -> list[dict[str, Any]]:
-        """Return what says when each scheduler steps, with the keys of Lightning's `lr_scheduler` dictionaries."""
+        """Return what says when each scheduler steps, with the keys of Lightning's `lr_scheduler`
+        dictionaries."""
         return [
             {**{name: getattr(each, name, None) for name in KEYS}, "reduce_on_plateau": each.plateau}
             for each in self._schedules.all
@@ -185,7 +190,8 @@ class LightningOperator(TrainingOperator):
             return self._report()
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        """Run one training step of the module with its hooks. Report its loss as train_loss, and what else it returns."""
+        """Run one training step of the module with its hooks. Report its loss as train_loss, and
+        what else it returns."""
         self._outputs: dict[str, Any] = {}
         arguments = (batch, batch_info["batch_idx"]) if self._indexed[0] else (batch,)
         if self.module.automatic_optimization:
@@ -195,7 +201,8 @@ class LightningOperator(TrainingOperator):
         return _measured("train_loss", self._outputs, batch)
 
     def _optimize(self, arguments: tuple[Any, ...]) -> None:
-        """Step with automatic optimization: the optimizer calls the closure once, or several times (L-BFGS)."""
+        """Step with automatic optimization: the optimizer calls the closure once, or several times
+        (L-BFGS)."""
         module, optimizer = self.module, self._parts.optimizers[0]
         epoch, batch_idx = self._epoch, self._batch_idx
         ran = False
@@ -221,7 +228,8 @@ class LightningOperator(TrainingOperator):
             )
 
     def _loss(self, output: Any) -> Any:
-        """Return the loss for the backward pass, or None to skip the batch, which is possible with a single worker only."""
+        """Return the loss for the backward pass, or None to skip the batch, which is possible with
+        a single worker only."""
         if output is None and self._ddp is None:
             return None
         loss = output.get("loss") if isinstance(output, dict) else output
@@ -247,7 +255,8 @@ class LightningOperator(TrainingOperator):
     # -- epochs ---------------------------------------------------------------------------------------
 
     def _enter_epoch(self, epoch: int) -> None:
-        """Begin and end epochs before a batch. The batch can be the first one of its epoch, or the first one in this process."""
+        """Begin and end epochs before a batch. The batch can be the first one of its epoch, or the
+        first one in this process."""
         if self._open and epoch != self._epoch:
             self._close_epoch()
         if not self._open:
@@ -297,7 +306,8 @@ class LightningOperator(TrainingOperator):
         return report
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        """Run one validation step of the module. Report a loss that it returns as val_loss, and what else it returns."""
+        """Run one validation step of the module. Report a loss that it returns as val_loss, and
+        what else it returns."""
         arguments = (batch, batch_info["batch_idx"]) if self._indexed[1] else (batch,)
         with self.timers.record("eval_fwd"), self.autocast():
             self._outputs = self.module.validation_step(*arguments)
@@ -324,7 +334,8 @@ class LightningOperator(TrainingOperator):
                 del each.log
 
     def _transferred(self, batch: Any) -> Any:
-        """Return the batch after the module's own transfer hooks, which get it when it is on the device already."""
+        """Return the batch after the module's own transfer hooks, which get it when it is on the
+        device already."""
         module = self.module
         batch = module.on_before_batch_transfer(batch, 0)
         if modules.overrides(module, self._base, "transfer_batch_to_device"):
@@ -363,7 +374,8 @@ class LightningOperator(TrainingOperator):
 
 
 def _check_state(state: Any, *, schedules: int) -> None:
-    """Raise CheckpointError unless `state_dict` can return this. The module checks what it has added itself."""
+    """Raise CheckpointError unless `state_dict` can return this. The module checks what it has
+    added itself."""
     kinds = {"epoch": int, "batch_idx": int, "open": bool, "due": list, "module": dict}
     if not isinstance(state, dict) or not all(type(state.get(name)) is kind for name, kind in kinds.items()):
         raise CheckpointError("the operator's state is not that of a LightningModule")
@@ -372,7 +384,8 @@ def _check_state(state: Any, *, schedules: int) -> None:
 
 
 class _TrainingStep(nn.Module):
-    """The module that DDP wraps. Its forward is the training step, because DDP averages the gradients of what its forward did."""
+    """The module that DDP wraps. Its forward is the training step, because DDP averages the
+    gradients of what its forward did."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -384,7 +397,8 @@ class _TrainingStep(nn.Module):
 
 @contextlib.contextmanager
 def _evaluating(module: nn.Module) -> Iterator[None]:
-    """Set eval mode, and restore the mode of each submodule afterwards, so that frozen ones stay in eval mode."""
+    """Set eval mode, and restore the mode of each submodule afterwards, so that frozen ones stay in
+    eval mode."""
     modes = [(part, part.training) for part in module.modules()]
     module.eval()
     try:
@@ -406,8 +420,9 @@ def _outputs(output: Any) -> dict[str, Any]:
 
 
 def _measured(name: str, outputs: dict[str, Any], batch: Any) -> dict[str, Any]:
-    """Return what is reported for a batch if the module logs nothing: the numbers in the step's dictionary, each by its
-    key and the loss as `name`. What is not a number, such as predictions, is only for the module's hooks."""
+    """Return what is reported for a batch if the module logs nothing: the numbers in the step's
+    dictionary, each by its key and the loss as `name`. What is not a number, such as predictions,
+    is only for the module's hooks."""
     numbers = {key: value for key, value in outputs.items() if _is_number(value)}
     loss = {name: numbers.pop("loss")} if "loss" in numbers else {}
     return {NUM_SAMPLES: samples_in(batch), **loss, **numbers}

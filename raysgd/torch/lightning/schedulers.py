@@ -1,4 +1,5 @@
-"""Read what a module's `configure_optimizers` returns, and step its learning-rate schedulers. Worker."""
+"""Read what a module's `configure_optimizers` returns, and step its learning-rate schedulers.
+Worker."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ KEYS = ("scheduler", "interval", "frequency", "monitor", "strict", "name", "redu
 class Schedule:
     """A learning-rate scheduler, which steps every `frequency` epochs or batches.
 
-    A `plateau` scheduler steps when the value that it monitors has been reported. `due` is whether it must still step for
-    the last epoch.
+    A `plateau` scheduler steps when the value that it monitors has been reported. `due` is whether
+    it must still step for the last epoch.
     """
 
     scheduler: Any
@@ -47,14 +48,15 @@ class Schedules:
         self._plateaus = [each for each in schedules if each.plateau] if automatic else []
 
     def step(self, interval: str, count: int, *, unless: Callable[[Any], bool] = lambda scheduler: False) -> None:
-        """Step the schedulers that are due after batch number `count` of an epoch, or after epoch number `count`, `unless` they keep
-        their last learning rate."""
+        """Step the schedulers that are due after batch number `count` of an epoch, or after epoch
+        number `count`, `unless` they keep their last learning rate."""
         for schedule in self._regular:
             if schedule.steps_after(interval, count) and not unless(schedule.scheduler):
                 self._module.lr_scheduler_step(schedule.scheduler, None)
 
     def end_epoch(self, epochs: int) -> None:
-        """Mark the plateau schedulers that are due. They step as soon as a report contains the value that they monitor."""
+        """Mark the plateau schedulers that are due. They step as soon as a report contains the
+        value that they monitor."""
         for schedule in self._plateaus:
             if schedule.due and schedule.strict:
                 raise ConfigError(
@@ -64,7 +66,8 @@ class Schedules:
             schedule.due = schedule.steps_after("epoch", epochs)
 
     def step_plateaus(self, report: Mapping[str, Any]) -> None:
-        """Step the due plateau schedulers whose value is in the report of any rank, on all ranks with the same mean."""
+        """Step the due plateau schedulers whose value is in the report of any rank, on all ranks
+        with the same mean."""
         if not self._plateaus:
             return
         weight = float(report[NUM_SAMPLES])
@@ -80,8 +83,8 @@ class Schedules:
 
 
 def read_configuration(configured: Any, *, automatic: bool) -> tuple[list[Any], list[Schedule]]:
-    """Return the optimizers and schedules. `configured` is an optimizer, a list of them, (optimizers, schedulers), or one or
-    more dictionaries."""
+    """Return the optimizers and schedules. `configured` is an optimizer, a list of them,
+    (optimizers, schedulers), or one or more dictionaries."""
     if _is_optimizer(configured) or isinstance(configured, Mapping):
         configured = [configured]
     if not isinstance(configured, (list, tuple)) or not configured:

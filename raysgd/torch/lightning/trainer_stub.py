@@ -1,4 +1,5 @@
-"""What a LightningModule has as `self.trainer`: a substitute for Lightning's Trainer with the attributes that it needs. Worker."""
+"""What a LightningModule has as `self.trainer`: a substitute for Lightning's Trainer with the
+attributes that it needs. Worker."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ from raysgd.torch.precision import Precision
 class StepServices:
     """Runs the backward pass and the optimizer's step, with the module's hooks around them.
 
-    Lightning's `manual_backward`, `optimizers`, `clip_gradients` and `all_gather` call it as the trainer's `strategy`, so its
-    methods have the names of Lightning's Strategy.
+    Lightning's `manual_backward`, `optimizers`, `clip_gradients` and `all_gather` call it as the
+    trainer's `strategy`, so its methods have the names of Lightning's Strategy.
     """
 
     def __init__(
@@ -47,7 +48,8 @@ class StepServices:
         module.on_after_backward()
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
-        """Step the optimizer. Its closure computes the gradients if the module has not done that. Hooks get them unscaled."""
+        """Step the optimizer. Its closure computes the gradients if the module has not done that.
+        Hooks get them unscaled."""
         module = self.lightning_module
 
         def closed() -> Any:
@@ -91,7 +93,8 @@ class StepServices:
 
 
 class TrainerStub:
-    """Has the counters of training, and what LightningModule's methods read. Any other attribute raises an error that names it.
+    """Has the counters of training, and what LightningModule's methods read. Any other attribute
+    raises an error that names it.
 
     It owns no state of training: the operator updates its counters.
     """
@@ -147,7 +150,8 @@ class TrainerStub:
 
 
 def average_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Average the gradients over all ranks, with one all-reduce per device and dtype. A gradient that no rank has stays None.
+    """Average the gradients over all ranks, with one all-reduce per device and dtype. A gradient
+    that no rank has stays None.
 
     Averaging gradients twice changes nothing, so this can be called after every backward pass.
     """

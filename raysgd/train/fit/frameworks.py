@@ -1,4 +1,5 @@
-"""`DataParallelTrainer` for PyTorch, TensorFlow and Horovod. (`raysgd.TorchTrainer` is another class.) Driver."""
+"""`DataParallelTrainer` for PyTorch, TensorFlow and Horovod. (`raysgd.TorchTrainer` is another
+class.) Driver."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ class TorchTrainer(DataParallelTrainer):
         trainer = raysgd.train.TorchTrainer(train_loop, scaling_config=ScalingConfig(num_workers=2))
         trainer.fit().metrics
 
-    `torch_config` (older name: `torch_backend`) is a TorchConfig. The other arguments are those of DataParallelTrainer.
+    `torch_config` (older name: `torch_backend`) is a TorchConfig. The other arguments are those of
+    DataParallelTrainer.
     """
 
     def __init__(
@@ -32,10 +34,11 @@ class TorchTrainer(DataParallelTrainer):
 
 
 class TensorflowTrainer(DataParallelTrainer):
-    """Runs `train_loop_per_worker` with TF_CONFIG set, for the tf.distribute strategy that the function creates.
+    """Runs `train_loop_per_worker` with TF_CONFIG set, for the tf.distribute strategy that the
+    function creates.
 
-    `tensorflow_config` (older name: `tensorflow_backend`) is a TensorflowConfig. The other arguments are those of
-    DataParallelTrainer.
+    `tensorflow_config` (older name: `tensorflow_backend`) is a TensorflowConfig. The other
+    arguments are those of DataParallelTrainer.
     """
 
     def __init__(
@@ -53,8 +56,8 @@ class TensorflowTrainer(DataParallelTrainer):
 class HorovodTrainer(DataParallelTrainer):
     """Runs `train_loop_per_worker` with the environment for `hvd.init()`.
 
-    `horovod_config` (older names: `horovod_backend`, `tensorflow_backend`) is a HorovodConfig. The other arguments are those of
-    DataParallelTrainer.
+    `horovod_config` (older names: `horovod_backend`, `tensorflow_backend`) is a HorovodConfig. The
+    other arguments are those of DataParallelTrainer.
     """
 
     def __init__(

@@ -1,8 +1,9 @@
-"""The files that `fit()` writes beside the checkpoints, so that a run can be read back and resumed. Driver.
+"""The files that `fit()` writes beside the checkpoints, so that a run can be read back and resumed.
+Driver.
 
-trainer.zip      the trainer's settings, each pickled separately, so that those that `restore` overrides are never read
-results.jsonl    one line for each report of rank 0: the metrics, and the number of the newest checkpoint
-state.json       the run's status, its trainer and its ids
+trainer.zip the trainer's settings, each pickled separately, so that those that `restore` overrides
+are never read results.jsonl one line for each report of rank 0: the metrics, and the number of the
+newest checkpoint state.json the run's status, its trainer and its ids
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ class StoredRun:
         )
 
     def reported_with(self) -> dict[int, dict[str, Any]]:
-        """Return the metrics of each checkpoint: those reported with it, or those of the next report."""
+        """Return the metrics of each checkpoint: those reported with it, or those of the next
+        report."""
         found: dict[int, dict[str, Any]] = {}
         for row, number in zip(self.rows, self.checkpoints, strict=True):
             if number is not None:
@@ -94,7 +96,8 @@ def _line(place: Any, number: int, line: bytes) -> dict[str, Any]:
 
 
 def _settings(where: Any) -> dict[str, bytes]:
-    """Return the pickles of the settings by name. This runs no code from the file, because it does not load them."""
+    """Return the pickles of the settings by name. This runs no code from the file, because it does
+    not load them."""
     data = locations.read(where / SETTINGS)
     try:
         found = dict(values.load(data))
@@ -132,8 +135,8 @@ class RunNames:
 
 
 class RunRecord:
-    """Owns these files of one run, and its rows. `where` is where the run is stored, and `log_dir` a directory on this
-    machine. They differ only if the run is stored under a URI."""
+    """Owns these files of one run, and its rows. `where` is where the run is stored, and `log_dir`
+    a directory on this machine. They differ only if the run is stored under a URI."""
 
     def __init__(
         self, where: Any, log_dir: Path, names: RunNames, config: Mapping[str, Any], past: StoredRun | None
@@ -148,7 +151,8 @@ class RunRecord:
         self._began = self._last = self._warm = time.time()
 
     def begin(self, settings: Mapping[str, bytes]) -> None:
-        """Write the files. Rewrite the rows of an earlier run, whose last line may be incomplete."""
+        """Write the files. Rewrite the rows of an earlier run, whose last line may be
+        incomplete."""
         self.log_dir.mkdir(parents=True, exist_ok=True)
         locations.write(self.log_dir / RESULTS, "".join(self._unwritten()).encode())
         locations.write(self.where / SETTINGS, values.dump(dict(settings), dumps=pickle.dumps))
@@ -159,7 +163,8 @@ class RunRecord:
         self._last = self._warm = time.time()
 
     def add(self, row: Mapping[str, Any], newest: int | None) -> None:
-        """Write a report of rank 0 to the local file. Upload the file whenever there is a new checkpoint."""
+        """Write a report of rank 0 to the local file. Upload the file whenever there is a new
+        checkpoint."""
         is_new = newest is not None and newest != (self._numbers[-1] if self._numbers else None)
         self.rows.append({**self._autofilled(), **row})
         self._numbers.append(newest)
@@ -243,6 +248,7 @@ def _with_text_keys(value: Any) -> Any:
 
 
 def as_json(value: Any) -> Any:
-    """Return the number for an object that is a single number, and its `repr` for other objects that are not JSON."""
+    """Return the number for an object that is a single number, and its `repr` for other objects
+    that are not JSON."""
     number = plain(value)
     return shown(value) if number is value else number

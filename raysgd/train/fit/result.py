@@ -24,9 +24,12 @@ class Result:
 
     metrics           the last report of rank 0, with what raysgd adds to every report
     checkpoint        the newest checkpoint, or None
-    best_checkpoints  the stored checkpoints with the metrics of each: (checkpoint, metrics), oldest first
-    error             the error that ended the run, if `Result.from_path` read it back; `fit()` raises it
-    path              where the run is stored. A URI includes its password, which `repr` masks with `***`
+    best_checkpoints  the stored checkpoints with the metrics of each: (checkpoint, metrics), oldest
+                      first
+    error             the error that ended the run, if `Result.from_path` read it back; `fit()`
+                      raises it
+    path              where the run is stored. A URI includes its password, which `repr` masks with
+                      `***`
     log_dir           the run's directory on this machine, where callbacks write
     history           every report of rank 0
     return_values     what the function returned on each rank
@@ -43,9 +46,8 @@ class Result:
 
     @classmethod
     def from_path(cls, path: str | Path | Uri, *, trusted: bool = False) -> Result:
-        """Return the result of the run of `fit()` at `path` so far, from its files. This runs no code from them.
-        `trusted` applies
-        to its checkpoints."""
+        """Return the result of the run of `fit()` at `path` so far, from its files. This runs no
+        code from them. `trusted` applies to its checkpoints."""
         where = place(path)
         past = StoredRun.read(where)
         manager = CheckpointManager(where)
@@ -99,7 +101,8 @@ class Result:
         return self.return_values[0] if self.return_values else None
 
     def get_best_checkpoint(self, metric: str, mode: Literal["min", "max"]) -> Checkpoint | None:
-        """Return the stored checkpoint with the best value of a reported `metric`. `mode` is "min" or "max"."""
+        """Return the stored checkpoint with the best value of a reported `metric`. `mode` is "min"
+        or "max"."""
         if mode not in ("min", "max"):
             raise ConfigError(f"mode must be 'min' or 'max', got {mode!r}")
         sign = 1 if mode == "max" else -1

@@ -1,4 +1,5 @@
-"""One call of `fit()`: finds the run's directory, starts the function, and writes what it reports. Driver.
+"""One call of `fit()`: finds the run's directory, starts the function, and writes what it reports.
+Driver.
 
 fit()
     take a new directory; or that of the run that is restored, with its checkpoints and reports
@@ -107,8 +108,8 @@ class FitRun:
 
 
 def _new_place(trainer: str, config: RunConfig) -> tuple[Place, Path]:
-    """Return where the run is stored, and its directory on this machine. Both are new: a run never writes into
-    another's directory."""
+    """Return where the run is stored, and its directory on this machine. Both are new: a run never
+    writes into another's directory."""
     home = Path.home() / RESULTS if config.storage_path is None else place(config.storage_path)
     home = home.absolute() if isinstance(home, Path) else home
     name = config.name or f"{trainer}_{timestamp()}"
@@ -122,8 +123,9 @@ def _new_place(trainer: str, config: RunConfig) -> tuple[Place, Path]:
 
 
 def _log_dir(where: Place, *, resume: bool = False) -> Path:
-    """Return the directory on this machine where callbacks write. For a run under a URI this is a new one, because a
-    run from elsewhere may have used the name; with `resume`, it is the one that this run has used."""
+    """Return the directory on this machine where callbacks write. For a run under a URI this is a
+    new one, because a run from elsewhere may have used the name; with `resume`, it is the one that
+    this run has used."""
     if not isinstance(where, Uri):
         return where
     for path in (Path.home() / RESULTS / name for name in numbered(where.name)):

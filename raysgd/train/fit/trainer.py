@@ -1,4 +1,5 @@
-"""`DataParallelTrainer`: a training function with its settings and its data, for `fit()` and for Tune. Driver."""
+"""`DataParallelTrainer`: a training function with its settings and its data, for `fit()` and for
+Tune. Driver."""
 
 from __future__ import annotations
 
@@ -54,7 +55,8 @@ class DataParallelTrainer:
         result = trainer.fit()
         print(result.metrics, result.checkpoint)
 
-    train_loop_per_worker   a function without parameters, or with one for the config; each worker calls it
+    train_loop_per_worker   a function without parameters, or with one for the config; each worker
+                            calls it
     train_loop_config       the config
     scaling_config          a `ScalingConfig`: the workers
     run_config              a `RunConfig`: where the run is stored, what is kept, and callbacks
@@ -64,7 +66,8 @@ class DataParallelTrainer:
     metadata                plain JSON, which is added to the metadata of each checkpoint
     resume_from_checkpoint  what `train.get_checkpoint()` returns at first
 
-    It holds only settings: workers exist only during `fit()`. Subclass it to preset the loop or the backend.
+    It holds only settings: workers exist only during `fit()`. Subclass it to preset the loop or the
+    backend.
     """
 
     _dataset_config: ClassVar[Any] = None
@@ -118,13 +121,14 @@ class DataParallelTrainer:
     # -- running --------------------------------------------------------------------------------------
 
     def setup(self) -> None:
-        """Called before the workers start, by `fit()` and in Tune trials. Override it for work that does not belong in
-        the constructor."""
+        """Called before the workers start, by `fit()` and in Tune trials. Override it for work that
+        does not belong in the constructor."""
 
     @folding
     def fit(self) -> Result:
-        """Run the function to its end. Raise the function's error, or TrainingWorkerError after too many worker
-        failures. Checkpoints that were saved before remain, and `restore` resumes from the newest one."""
+        """Run the function to its end. Raise the function's error, or TrainingWorkerError after too
+        many worker failures. Checkpoints that were saved before remain, and `restore` resumes from
+        the newest one."""
         packed, before = self._packed(), set(vars(self))
         self.setup()
         self._set_up |= set(vars(self)) - before
@@ -164,9 +168,9 @@ class DataParallelTrainer:
     # -- in Tune --------------------------------------------------------------------------------------
 
     def as_trainable(self) -> Any:
-        """Return a Tune Trainable class (extra: tune); `tune.Tuner` accepts the trainer itself too. A trial's config
-        holds arguments of the trainer, such as `{"train_loop_config": {"lr": 0.1}}`, which is merged into the loop's
-        config."""
+        """Return a Tune Trainable class (extra: tune); `tune.Tuner` accepts the trainer itself too.
+        A trial's config holds arguments of the trainer, such as
+        `{"train_loop_config": {"lr": 0.1}}`, which is merged into the loop's config."""
         from raysgd.tune import as_trainable
 
         return as_trainable(self)
@@ -238,10 +242,11 @@ class DataParallelTrainer:
         train_loop_config: Mapping[str, Any] | None = None,
         **overrides: Any,
     ) -> T:
-        """Return the trainer of the run at `path`, which was interrupted or failed. Its `fit()` resumes from the newest stored
-        checkpoint, in the same directory. Every argument can be overridden, `train_loop_per_worker` and
-        `train_loop_config` too. Datasets must be passed
-        again, and callbacks are not restored. The settings are pickled, so restore only runs that you trust."""
+        """Return the trainer of the run at `path`, which was interrupted or failed. Its `fit()`
+        resumes from the newest stored checkpoint, in the same directory. Every argument can be
+        overridden, `train_loop_per_worker` and `train_loop_config` too. Datasets must be passed
+        again, and callbacks are not restored. The settings are pickled, so restore only runs that
+        you trust."""
         named = {"train_loop_per_worker": train_loop_per_worker, "train_loop_config": train_loop_config}
         overrides |= {name: value for name, value in named.items() if value is not None}
         past = StoredRun.read(place(path))
@@ -272,7 +277,8 @@ class DataParallelTrainer:
         return trainer
 
     def _packed(self) -> dict[str, bytes]:
-        """Pickle each attribute separately, without those that setup() creates. Of datasets, store only their names."""
+        """Pickle each attribute separately, without those that setup() creates. Of datasets, store
+        only their names."""
         changed = {"datasets": list(self.datasets), "run_config": self.run_config.to_store()}
         left_out = {"history", "_set_up", "_restored_from", *self._set_up}
         return {name: _pickled(value) for name, value in {**vars(self), **changed}.items() if name not in left_out}
