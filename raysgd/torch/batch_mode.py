@@ -27,7 +27,7 @@ from raysgd.core.batch_mode import (
 from raysgd.core.outcomes import NotExact
 from raysgd.torch.data.sampling import Division
 from raysgd.torch.data.sources import PlannedSource
-from raysgd.torch.foreign import content_version
+from raysgd.torch.foreign import content_version, run_after_backward
 from raysgd.torch.guard import gathered_objects
 from raysgd.torch.options import TrainingOptions
 from raysgd.torch.schedules import steps_of
@@ -43,6 +43,7 @@ logger = logging.getLogger("raysgd")
 
 STATIC_GRAPH = "DDP's static_graph exchanges gradients in each backward pass", "leave static_graph out"
 MOST_LOOKED_AT, DEEPEST, LARGEST_ARRAY = 10_000, 3, 1 << 20
+CLIPS = "clip with TrainingOptions(clip_norm=...)"
 MISSING = object()
 PLAIN = (int, float, complex, str, bytes, bool, type(None))
 # What changes in an operator without being the user's: parts, and what torch or a generator changes by itself.
@@ -78,6 +79,7 @@ class KeepBatch(StepPolicy):
         self._schedules: list[Any] = []
         self._scheduled = False
         self._own_calls: OwnCalls | None = None
+        self._seen_versions: list[int] | None = None  # of the gradients, after the backward pass of a piece
 
     @property
     def mode(self) -> BatchMode:
@@ -163,10 +165,24 @@ class KeepBatch(StepPolicy):
         self._note("backward")
         if self._own_calls is not None:
             self._own_calls.stop()
+        self._seen_versions = None
+        if not step.current.whole and self._asked == "auto" and loss.requires_grad:
+            loss.register_hook(lambda _: run_after_backward(lambda: run_after_backward(self._note_versions)))
         return loss
 
     def awaits(self, step: Step, optimizer: Any) -> None:
         self._note("step")
+        if self._seen_versions is not None and self._versions() != self._seen_versions:
+            raise NotExact("train_batch changes gradients between the backward pass and the step", CLIPS)
+
+    def _note_versions(self) -> None:
+        """Note what changes with the gradients, after the exchange, which ends in such a call, too."""
+        self._seen_versions = self._versions()
+
+    def _versions(self) -> list[int]:
+        operator = self._operator
+        parameters = [p for each in operator._parts.optimizers for p in operator._precision.parameters(each)]
+        return [-1 if each.grad is None else content_version(each.grad) for each in parameters]
 
     def check(self, step: Step, optimizer: Any) -> None:
         self._note("step")

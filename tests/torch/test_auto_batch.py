@@ -295,13 +295,15 @@ def count(operator: Any) -> None:
     operator.counter = getattr(operator, "counter", 0) + 1
 
 
-@pytest.mark.parametrize("act", [clip, clear, step, schedule, count])
+@pytest.mark.parametrize(
+    ("act", "accumulate"), [(clip, 1), (clip, 2), (clear, 1), (step, 1), (schedule, 1), (schedule, 2), (count, 1)]
+)
 @pytest.mark.parametrize("faults", [ONE, TWO])
 def test_code_that_interferes_after_all_gets_its_batch_again(
-    act: Callable[[Any], None], faults: Any, caplog: pytest.LogCaptureFixture
+    act: Callable[[Any], None], accumulate: int, faults: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     kind = type("Late", (Interfering,), {"act": staticmethod(act)})
-    given = {"scheduler_step_freq": "manual"}
+    given: dict[str, Any] = {"scheduler_step_freq": "manual", "options": TrainingOptions(accumulate=accumulate)}
     mine = Outcome(kind, *faults, **given)
     assert mine.mode == "per_worker" and mine.reasons[1] == "batch" and len(said(caplog)) == 1
     assert sum(each["num_samples"] for each in mine.results) == 2 * CONFIG["rows"]
