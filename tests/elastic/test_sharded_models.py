@@ -15,6 +15,7 @@ import torch
 from raysgd import CheckpointError, ElasticConfig, TorchTrainer, TrainingOptions
 from raysgd.torch import TrainingOperator
 from raysgd.torch.resharding import Resharding
+from tests import storing
 from tests.peek import newest_snapshot
 from tests.speed.test_fsdp import Layers, same, trainer, weights
 
@@ -312,6 +313,81 @@ def test_a_load_that_one_rank_refuses(dies: tuple[str, int], tmp_path: Path, und
         (tmp_path / "refuse").unlink()
         four.train()
         assert same(weights(four), undisturbed[0])
+
+
+class EndsWhenPickled:
+    """Ends the process that pickles it, once. A copy of a state has the object itself."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __deepcopy__(self, memo: Any) -> "EndsWhenPickled":
+        return self
+
+    def __reduce__(self) -> Any:
+        end_once(self.mark)
+        return list, ()
+
+
+def end_once(mark: Path) -> dict[str, Any]:
+    """End the process when `save` has returned; in the call, it would be repeated."""
+    if not mark.exists():
+        wait_until((mark.parent / "returned").exists, 30)
+        mark.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return {}
+
+
+class Saving(Mortal):
+    """Returns what the test has set as its state."""
+
+    own: Any = None
+
+    def state_dict(self) -> Any:
+        return self.own
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        getattr(self.model, "module", self.model)[1].eval()
+        return TrainingOperator.train_batch(self, batch, batch_info)
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+@pytest.mark.parametrize("options", [{"parallel": "fsdp", "replicas": 2}, {}], ids=["fsdp", "ddp"])
+def test_a_worker_that_is_killed_during_a_save_in_the_background(
+    options: dict[str, Any], sharded: bool, tmp_path: Path, undisturbed: Any
+) -> None:
+    """Rank 1 while it stores its part, or rank 0 while it writes the file. The older checkpoint stays."""
+
+    def doom(operator: Any) -> None:
+        if not sharded:
+            operator.own = EndsWhenPickled(tmp_path / "dead")
+        elif operator.world_rank == 1:
+            storing.instead_of_storing(partial(end_once, tmp_path / "dead"))
+
+    with TorchTrainer(
+        training_operator_cls=Saving,
+        config={"batch": 3, "marks": str(tmp_path)},
+        num_workers=4,
+        use_gpu=False,
+        options=TrainingOptions(clip_norm=0.5, **options),
+        elastic=ElasticConfig(batch="global", grow=False, snapshot_every=None),
+    ) as four:
+        four.train(num_steps=1)
+        path = four.save(tmp_path / "saved", sharded=sharded)
+        four.train(num_steps=1)
+        four.apply_all_operators(doom)
+        handle = four.save(path, blocking=False, sharded=sharded)
+        (tmp_path / "returned").touch()
+        with pytest.raises(CheckpointError, match="the worker that was sending the checkpoint failed"):
+            handle.result(60)
+        assert (tmp_path / "dead").exists()
+        four.train()
+        assert [each.in_place for each in four.recoveries] == [True] and four.world_size == 3
+        assert same(weights(four), undisturbed[0])
+        four.load(path, trusted=True)
+        assert [each for each in os.listdir(tmp_path) if each.endswith(".tmp")] == []
+        four.train()
+        assert same(weights(four), undisturbed[0]), "from the step after which it was saved"
 
 
 def test_memory_per_worker() -> None:
