@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from raysgd import ElasticConfig, TorchTrainer
+from raysgd import ElasticConfig, TorchTrainer, TrainingOptions
 from tests.local.runs import weights_of
 from tests.torch.test_auto_batch import Normed
 from tests.torch.test_exact_gradients import Curve, close
@@ -43,7 +44,7 @@ def dying(kind: Any) -> Any:
     return Dying
 
 
-def run(kind: type[Curve], *, dies: bool) -> tuple[torch.Tensor, list[torch.Tensor], str | None]:
+def run(kind: type[Curve], *, dies: bool, **given: Any) -> tuple[torch.Tensor, list[torch.Tensor], str | None]:
     with TorchTrainer(
         training_operator_cls=dying(kind),
         config={"rows": 40, "batch": 4},
@@ -51,16 +52,22 @@ def run(kind: type[Curve], *, dies: bool) -> tuple[torch.Tensor, list[torch.Tens
         use_gpu=False,
         scheduler_step_freq="batch",
         elastic=ElasticConfig(grow=False),
+        **given,
     ) as trainer:
         trainer.train(info={"dies": dies})
         trainer.train()
         assert trainer.world_size == 2 - dies
-        return weights_of(trainer), [each.clone() for each in trainer.get_model().buffers()], trainer.batch_mode
+        model = trainer.get_model()
+        weights = nn.utils.parameters_to_vector(model.parameters()).detach()
+        return weights, [each.clone() for each in model.buffers()], trainer.batch_mode
 
 
-@pytest.mark.parametrize("kind", [Curve, Normed])
-def test_a_worker_that_is_not_replaced_changes_nothing(kind: type[Curve]) -> None:
-    (mine, buffers, mode), (theirs, others, _) = run(kind, dies=True), run(kind, dies=False)
+SHARDED = TrainingOptions(parallel="fsdp", replicas=2)
+
+
+@pytest.mark.parametrize(("kind", "given"), [(Curve, {}), (Normed, {}), (Curve, {"options": SHARDED})])
+def test_a_worker_that_is_not_replaced_changes_nothing(kind: type[Curve], given: dict[str, Any]) -> None:
+    (mine, buffers, mode), (theirs, others, _) = run(kind, dies=True, **given), run(kind, dies=False, **given)
     close(mine, theirs)
     for one, other in zip(buffers, others, strict=True):
         close(one, other)
