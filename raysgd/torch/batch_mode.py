@@ -176,7 +176,8 @@ class KeepBatch(StepPolicy):
             raise NotExact("train_batch changes gradients between the backward pass and the step", CLIPS)
 
     def _note_versions(self) -> None:
-        """Note what changes with the gradients, after the exchange, which ends in such a call, too."""
+        """Note what changes with the gradients, after the exchange, which ends in such a call,
+        too."""
         self._seen_versions = self._versions()
 
     def _versions(self) -> list[int]:
