@@ -197,7 +197,7 @@ def accept_an_old_generation(patch: Patch) -> None:
 
 @mutant
 def number_all_generations_alike(patch: Patch) -> None:
-    patch.setattr(Generation, "_number", property(lambda self: 1, lambda self, value: None), raising=False)
+    patch.setattr(Generation, "number", property(lambda self: 1, lambda self, value: None), raising=False)
 
 
 @mutant
