@@ -391,14 +391,14 @@ class Contents:
 
 
 def _of_models(models: Sequence[nn.Module]) -> dict[str, Any]:
-    """Return what modules hold besides tensors and other modules, such as a count of their
-    calls."""
+    """Return the numbers that modules hold besides tensors, such as a count of their calls. Libraries
+    set flags and private attributes of their own in the first call."""
     return {
         f"model.{path}.{name}".replace("..", "."): value
         for model in models
         for path, module in model.named_modules()
         for name, value in vars(module).items()
-        if isinstance(value, PLAIN)
+        if type(value) in (int, float) and not name.startswith("_")
     }
 
 
