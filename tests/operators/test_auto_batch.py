@@ -22,6 +22,7 @@ def segmenter() -> Any:
 
 
 # module, class, config: small, and without what draws random numbers for each worker.
+# With SGD where a bias before a BatchNorm has no gradient but rounding, which Adam would scale up.
 OPERATORS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "diffusion": ("raysgd.operators.diffusion", "DiffusionOperator", {"batch_size": 4}),
     "fine_tuning": ("raysgd.operators.fine_tuning", "FineTuningOperator", {"epochs": 1, "batch_size": 2}),
@@ -34,7 +35,11 @@ OPERATORS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "language_model": ("raysgd.operators.language_model", "LanguageModelOperator", {"width": 16, "batch_size": 16}),
     "recommender": ("raysgd.operators.recommender", "RecommenderOperator", {"batch_size": 256}),
     "regression": ("raysgd.operators.regression", "RegressionOperator", {}),
-    "segmentation": ("raysgd.operators.segmentation", "SegmentationOperator", {"batch_size": 4, "model": segmenter}),
+    "segmentation": (
+        "raysgd.operators.segmentation",
+        "SegmentationOperator",
+        {"batch_size": 4, "model": segmenter, "optimizer": torch.optim.SGD, "lr": 0.01},
+    ),
     "text_classification": ("raysgd.operators.text_classification", "TextClassificationOperator", {"epochs": 1}),
 }
 STEPS = 5
