@@ -235,7 +235,7 @@ class KeepBatch(StepPolicy):
                 feed.reopen()
 
     def _set(self, mode: BatchMode) -> None:
-        self.position.batch_mode = tuple(mode)
+        self.position.batch_mode = None if mode == BatchMode() else tuple(mode)
 
     @property
     def _known(self) -> BatchMode:
