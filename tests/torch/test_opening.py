@@ -18,9 +18,12 @@ class Ordered(RandomSampler):
     """A sampler of the user's own."""
 
 
+def operator_of(rank: int) -> Any:
+    return SimpleNamespace(world_rank=rank, config={}, _keep_batch=None, _has_own_steps=False)
+
+
 def said(loader: Any, *, training: bool = True, rank: int = 0, **settings: Any) -> list[str]:
-    operator: Any = SimpleNamespace(world_rank=rank, config={})
-    opener = Opener(operator, TorchSettings(**{"distributed": True, "num_workers": 2, **settings}), None)  # type: ignore[arg-type]
+    opener = Opener(operator_of(rank), TorchSettings(**{"distributed": True, "num_workers": 2, **settings}), None)  # type: ignore[arg-type]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         opener.registered(loader, Position(), "train" if training else "validation")
@@ -46,8 +49,7 @@ def test_only_rank_0_warns_and_only_where_raysgd_shuffled() -> None:
 
 
 def test_it_is_shown_once_in_a_process() -> None:
-    operator: Any = SimpleNamespace(world_rank=0, config={})
-    opener = Opener(operator, TorchSettings(distributed=True, num_workers=2), None)  # type: ignore[arg-type]
+    opener = Opener(operator_of(0), TorchSettings(distributed=True, num_workers=2), None)  # type: ignore[arg-type]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
         for _ in range(2):
