@@ -78,13 +78,14 @@ def test_ranks_rejoin_after_the_network_was_cut(ground: Ground) -> None:
 
 
 def test_connections_that_are_half_open(ground: Ground) -> None:
-    """Nothing reaches rank 1 anymore, and no connection is closed."""
+    """Nothing reaches rank 1 anymore, and no connection is closed. Its process ends itself after the same time as the driver ends it, so
+    on a busy machine either may be first."""
     ground.arm(Fault(1, 6, "half-open", "backward"))
     before = len(ground.trainer.recoveries)
     ground.trainer.train()
     assert ground.fired() == 1
     failure = ground.trainer.recoveries[before]
-    assert failure.reason in ("network", "hang", "node failure")
+    assert failure.reason in ("network", "hang", "node failure", "worker death")
     assert (failure.removed_ranks, failure.in_place, failure.batches_redone) == ((1,), True, 0)
 
 
