@@ -391,8 +391,8 @@ class Contents:
 
 
 def _of_models(models: Sequence[nn.Module]) -> dict[str, Any]:
-    """Return the numbers that modules hold besides tensors, such as a count of their calls. Libraries
-    set flags and private attributes of their own in the first call."""
+    """Return the numbers that modules hold besides tensors, such as a count of their calls.
+    Libraries set flags and private attributes of their own in the first call."""
     return {
         f"model.{path}.{name}".replace("..", "."): value
         for model in models
