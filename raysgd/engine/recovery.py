@@ -158,6 +158,13 @@ class RecoveryLoop:
                 f"{case.tries} attempts in a row to form a new process group failed ({self._generation.causes()})", case
             )
 
+    def _may_end(self, survivors: list[str]) -> bool:
+        """Return whether the outcome of those that are starting decides if the user's set-up, which
+        has failed in another one, ends the call."""
+        replacements = self._replacements
+        failed = replacements.failure is not None or bool(replacements.unfinished)
+        return failed and not survivors and replacements.ready == 0 and replacements.starting > 0
+
     def _dismiss_failed(self, case: _Case) -> None:
         """Dismiss the workers that have failed, and log the failure once. Replacements dismiss
         those that were to join later. A planned change in which a member fails is a failure."""
@@ -220,7 +227,7 @@ class RecoveryLoop:
             survivors=len(survivors),
             ready=self._replacements.ready,
             starting=self._replacements.starting,
-            free=self._table.group.room() if short else 0,
+            free=self._table.group.room() if short and not self._may_end(survivors) else 0,
             target=target,
             min_workers=least,
             failures=self._log.failures_since(case.call.recoveries_before) + (case.seen.reason not in PLANNED),

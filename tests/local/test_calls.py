@@ -274,3 +274,31 @@ def test_without_growth_no_replacement_is_started(make: Make, monkeypatch: pytes
     ground.arm(Fault(1, 3))
     epochs(ground)
     assert reasons(ground) == ["worker death"] and launched == [] and ground.trainer.world_size == 2
+
+
+class Failing(LedgerOperator):
+    """Its set-up fails in workers that start while `broken`."""
+
+    broken = False
+    set_up = 0
+
+    def setup(self, config: dict[str, Any]) -> None:
+        Failing.set_up += 1
+        if Failing.broken:
+            raise ZeroDivisionError("planned in setup")
+        super().setup(config)
+
+
+def test_a_set_up_that_fails_in_all_new_workers_is_not_tried_again(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its error ends the call, although they do not fail at the same time."""
+    ground = make(operator=Failing)
+    ground.trainer.train(num_steps=2)
+    monkeypatch.setattr(Failing, "broken", True)
+    monkeypatch.setattr(Failing, "set_up", 0)
+    kill_all()
+    with pytest.raises(ZeroDivisionError, match="planned in setup"):
+        ground.trainer.train()
+    assert Failing.set_up <= 3
+    monkeypatch.setattr(Failing, "broken", False)
+    ground.trainer.train()
+    ground.assert_epoch_exact()
