@@ -30,7 +30,7 @@ class BatchMode(NamedTuple):
     in_parts  for "global": whether pieces are the parts that the missing workers would have had,
               because layers such as BatchNorm compute with all samples of a piece
     tested    whether a step of this run has shown that its code is fit for it
-    told      whether the log has said that the batch is not kept
+    logged    whether the log has said that the batch is not kept
     """
 
     mode: str = ""
@@ -38,7 +38,7 @@ class BatchMode(NamedTuple):
     advice: str = ""
     in_parts: bool = False
     tested: bool = False
-    told: bool = False
+    logged: bool = False
 
     @property
     def keeps_batch(self) -> bool:

@@ -200,7 +200,7 @@ class Membership:
 
     def give_up_change(self, target: int) -> None:
         """Note that an error has ended the change that the user asked for. Unless it was made
-        already, there should be `target` workers again, as before, and nobody leaves for it."""
+        already, there should be `target` workers again, as before, and no worker leaves for it."""
         asked = [info for info, leaver in self._leavers().items() if leaver.reason == "shrink"]
         if not asked and len(self._table.members()) == self.target:
             return

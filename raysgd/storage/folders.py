@@ -303,4 +303,4 @@ def unpack(data: bytes, target: Path) -> None:
     if read_list(target) is None:
         raise CheckpointError("these bytes are damaged: the list at the end of the archive is missing")
     verify(target)
-    (target / MARKER).unlink()  # whoever gets the files may change them
+    (target / MARKER).unlink()  # the user may change these files

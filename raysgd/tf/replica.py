@@ -64,18 +64,18 @@ class TFReplica(ReplicaBase):
     def _train_source(self, dataset: Any) -> Source:
         source = super()._train_source(dataset)
         if isinstance(source, OwnSource):
-            self._tell_of_batch()
+            self._log_change()
         return source
 
-    def _tell_of_batch(self) -> None:
+    def _log_change(self) -> None:
         """Log, once, that another number of workers trains, and that the batch follows it, because
         each has data of its own."""
-        ranks, told = self._rank_info.world_size, BatchMode(*(self._position.batch_mode or ())).told
-        if ranks != self._workers and not told and self._asked == "auto":
+        ranks, logged = self._rank_info.world_size, BatchMode(*(self._position.batch_mode or ())).logged
+        if ranks != self._workers and not logged and self._asked == "auto":
             mode = refused("the data set's auto_shard_policy gives each worker data of its own", "use AUTO or DATA")
             if self.rank == 0:
                 logger.warning("%s", notice(mode, ranks, self._workers))
-            self._position.batch_mode = tuple(mode._replace(told=True))
+            self._position.batch_mode = tuple(mode._replace(logged=True))
 
     def _counts(self) -> dict[str, Any]:
         own = isinstance(self._sources.get("train"), OwnSource)

@@ -228,9 +228,9 @@ class KeepBatch(StepPolicy):
         if self._asked == GLOBAL:
             decided = BatchMode(GLOBAL, in_parts=moving)
         merged, short = agreed([before, decided]), operator.world_size != self._usual
-        self._set((agreed(_of_all(merged)) if short else merged)._replace(tested=True, told=self._known.told))
+        self._set((agreed(_of_all(merged)) if short else merged)._replace(tested=True, logged=self._known.logged))
         if short:
-            self.tell()
+            self.log_change()
             if self.mode[0::3] != before[0::3]:
                 feed.reopen()
 
@@ -243,7 +243,7 @@ class KeepBatch(StepPolicy):
         return BatchMode(*(self.position.batch_mode or ()))
 
     def _attributes(self) -> dict[str, Any]:
-        """Return what tells whether user code changes attributes of the operator or the model."""
+        """Return what shows whether user code changes attributes of the operator or the model."""
         operator = self._operator
         known = {id(each) for each in _registered(operator)}
         contents = Contents(known)
@@ -260,27 +260,27 @@ class KeepBatch(StepPolicy):
     # -- all ranks together ---------------------------------------------------------------------------
 
     def joined(self) -> None:
-        """Agree with the other ranks of a new generation, and say once what changes."""
+        """Agree with the other ranks of a new generation, and log once what changes."""
         if self._asked != "per_worker" and self._why is None and not self._operator._rank_info.solo:
             every = _of_all(self._known)
-            tested, told = any(each.tested for each in every), any(each.told for each in every)
-            self._set(agreed(every)._replace(tested=tested, told=told))
-        self.tell()
+            tested, logged = any(each.tested for each in every), any(each.logged for each in every)
+            self._set(agreed(every)._replace(tested=tested, logged=logged))
+        self.log_change()
 
-    def tell(self) -> None:
+    def log_change(self) -> None:
         """Log, once, that another number of workers trains, and that the batch follows it."""
         operator, mode, known = self._operator, self.mode, self._known
         other = operator.world_size != self._usual and not operator._rank_info.solo
-        if self._asked == "auto" and mode.mode and not mode.keeps_batch and other and not known.told:
+        if self._asked == "auto" and mode.mode and not mode.keeps_batch and other and not known.logged:
             if operator.world_rank == 0:
                 logger.warning("%s", notice(mode, operator.world_size, self._usual))
-            self._set(known._replace(told=True))
+            self._set(known._replace(logged=True))
 
     def loaded(self) -> None:
         """Look at a step again, because a checkpoint was loaded, which other code may have
         written."""
         known = self._known
-        self._set(known._replace(tested=False) if known.keeps_batch else BatchMode(told=known.told))
+        self._set(known._replace(tested=False) if known.keeps_batch else BatchMode(logged=known.logged))
 
 
 def _of_all(mode: BatchMode) -> list[BatchMode]:

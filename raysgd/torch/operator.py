@@ -363,7 +363,7 @@ class TrainingOperator(OperatorBase):
             model.train()
         return LoopSchedule(self)
 
-    def _told_of_epoch(self, num_steps: int | None) -> Mapping[str, Any]:
+    def _epoch_info(self, num_steps: int | None) -> Mapping[str, Any]:
         return {NUM_STEPS: num_steps, USE_FP16: self.use_fp16}
 
     def _overrides(self, *names: str) -> list[str]:

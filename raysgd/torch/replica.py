@@ -13,6 +13,7 @@ import torch.distributed as dist
 from raysgd.core.comparison import Summary
 from raysgd.core.messages import SnapshotUpload
 from raysgd.core.metrics import BATCH_MODE, COMMITTED, FIRST, ROWS, SECONDS, SKIPPED, for_all_ranks
+from raysgd.core.outcomes import NotExact
 from raysgd.core.progress import Control
 from raysgd.core.ranks import RankInfo
 from raysgd.core.shard_copies import HeldSnapshot, ShardedState
@@ -100,9 +101,12 @@ class TorchReplica(ReplicaBase):
     def _feed_options(self, phase: Phase) -> dict[str, Any]:
         return {"carrier": self._carrier, **({"window": self._options.accumulate} if phase == "train" else {})}
 
+    def _stop_pieces(self, found: NotExact) -> None:
+        self.operator._keep_batch.interfered(found)
+
     def _on_optimizer_step(self, *_: Any) -> None:
         self._position.applied += 1
-        self.operator._feed.step.outcome = "applied"
+        self.operator._feed.step.apply()
         self.operator._keep_batch.stepped()
 
     def _steps_made(self) -> Any:

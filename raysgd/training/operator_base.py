@@ -126,7 +126,7 @@ class OperatorBase:
 
         `info` is what was passed to `train`, `num_steps` the number of batches if it is limited,
         `epoch_idx` the epoch."""
-        common = {**(info or {}), **self._told_of_epoch(num_steps), "epoch_idx": epoch_idx}
+        common = {**(info or {}), **self._epoch_info(num_steps), "epoch_idx": epoch_idx}
         self._meter, feed, batch_idx = AverageMeterCollection(), self._feed, 0
         named = "batch_info" in signature(self.train_batch).parameters
         schedule = self._begin_epoch()
@@ -289,7 +289,7 @@ class OperatorBase:
         """Prepare for a loop over an epoch. Return what steps the schedule in it."""
         return Schedule()
 
-    def _told_of_epoch(self, num_steps: int | None) -> Mapping[str, Any]:
+    def _epoch_info(self, num_steps: int | None) -> Mapping[str, Any]:
         """Return what `batch_info` has in addition."""
         return {}
 

@@ -158,7 +158,7 @@ class ReplicaBase(ABC):
             name = self.data_names[PHASES.get(call.name, "train")]
             return failure.interrupted(name, self.partial(), self.progress)
         except NotExact as found:
-            self.operator._keep_batch.interfered(found)
+            self._stop_pieces(found)
             return found.interrupted(self.partial(), self.progress)
         finally:
             self._control.phase = "idle"
@@ -647,6 +647,11 @@ class ReplicaBase(ABC):
     def _feed_options(self, phase: Phase) -> dict[str, Any]:
         """Return further arguments of the `Feed`."""
         return {}
+
+    def _stop_pieces(self, found: NotExact) -> None:
+        """Let no further batch come in pieces, because of what the operator did in one. Only where
+        a replica raises NotExact."""
+        raise NotImplementedError
 
     def _begin_call(self) -> None:  # noqa: B027 - it is optional
         """Prepare for a call. That the driver makes one shows that the generation is complete on

@@ -140,7 +140,7 @@ def _is_importable(entry: os.DirEntry[str]) -> bool:
 
 def install(code: UserCode, parent: Path) -> None:
     """Let this process import the modules. All workers of a machine share one copy below `parent`,
-    which is private: whoever can write to it decides what a worker runs."""
+    which is private: a user who can write to it decides what a worker runs."""
     folder = private_folder(parent) / hashlib.sha256(code.data).hexdigest()[:32]
     if not folder.is_dir():
         draft = Path(tempfile.mkdtemp(dir=parent))

@@ -206,7 +206,7 @@ class Looping(Curve):
 
 class Resizing(Curve):
     def resized(self, old_world_size: int, new_world_size: int) -> None:
-        """Does nothing, which nobody can know."""
+        """Does nothing, which no check can know."""
 
 
 class Streaming(Curve):

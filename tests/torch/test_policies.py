@@ -87,23 +87,23 @@ def test_the_policy_of_the_page_does_the_same_for_any_number_of_workers(added: A
 
 
 class Watching(StepPolicy):
-    """Notes what it is told."""
+    """Notes its calls."""
 
     def __init__(self) -> None:
-        self.told: list[Any] = []
+        self.calls: list[Any] = []
 
     def on_epoch(self, feed: Any) -> None:
-        self.told.append("epoch")
+        self.calls.append("epoch")
 
     def begin(self, step: Step) -> None:
-        self.told.append((step.place, step.closing))
+        self.calls.append((step.place, step.closing))
 
     def on_step(self, step: Step) -> None:
         assert step.committed == (step.outcome != "undone")
-        self.told.append(step.outcome)
+        self.calls.append(step.outcome)
 
     def rest(self) -> None:
-        self.told.append("rest")
+        self.calls.append("rest")
 
 
 class Spoilt(Line):
@@ -145,7 +145,7 @@ def test_a_policy_sees_each_batch_and_how_each_step_ends(case: str, added: Added
                 trainer.train()
         else:
             trainer.train()
-    assert policy.told == ["epoch", *expected, "rest"]
+    assert policy.calls == ["epoch", *expected, "rest"]
 
 
 class Wraps(Line):
@@ -160,4 +160,4 @@ def test_a_loop_that_ends_early_leaves_a_window_undone(added: Added) -> None:
     added(lambda operator: policy)
     with inline(Wraps, config={"rows": 12, "batch": 2}, options=TrainingOptions(accumulate=2)) as trainer:
         assert trainer.train()["num_samples"] == 4
-    assert policy.told == ["epoch", *WINDOW, "applied", (0, False), "undone", "rest"]
+    assert policy.calls == ["epoch", *WINDOW, "applied", (0, False), "undone", "rest"]
