@@ -121,9 +121,9 @@ def judged(case: Case, steps: list[traces.Step], victim: traces.Step, killed_at:
     if case.workers > 1:
         # The pause for the newcomer is a row of its own.
         first = newcomers_first_step(steps, killed_at)
-        result["gap_s"] = traces.longest_gap(
-            [before[-1], *(s for s in after if s.at < first - 1.0)], within_epochs=True
-        )
+        growth_s = sum(r["seconds"] for r in said["recoveries"] if r["reason"] == "growth")
+        survivors = [before[-1], *(s for s in after if s.at < first - growth_s)]
+        result["gap_s"] = traces.longest_gap(survivors, within_epochs=True)
         result["growth"] = growth_pause(said["recoveries"], after, victim, first)
     return result
 
