@@ -1,4 +1,4 @@
-"""The guides for migrating from Ray Train: the scripts before and after differ only in their imports, and print the same."""
+"""The guides for migrating from Ray Train: only the imports of the scripts change, and both print the same."""
 
 import importlib.util
 import re
@@ -17,27 +17,36 @@ CLUSTER = "import ray\nray.init(address='local', num_cpus=4, include_dashboard=F
 
 
 def parts(page: str) -> tuple[str, str, str]:
-    """Return the script before, the script after, and what both print."""
+    """Return the changed imports as a diff, the script after the change, and what it prints."""
     found = blocks((ROOT / "docs" / page).read_text(encoding="utf-8"), page)
-    before, after, output = found[:3]
-    assert [before.language, after.language, output.language] == ["python", "python", "text"]
-    return before.code, after.code, output.code
+    diff, after, output = found[:3]
+    assert [diff.language, after.language, output.language] == ["diff", "python", "text"]
+    return diff.code, after.code, output.code
+
+
+def changes(diff: str) -> list[tuple[str, str]]:
+    """Return the lines that change, before and after."""
+    removed, added = ([line[1:] for line in diff.splitlines() if line[0] == sign] for sign in "-+")
+    return list(zip(removed, added, strict=True))
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_only_the_imports_differ(page: str) -> None:
-    before, after, _ = parts(page)
-    renamed = [re.sub(r"\bray\b", "raysgd", line) if "import" in line else line for line in before.splitlines()]
-    assert renamed == after.splitlines() != before.splitlines()
+    diff, script, _ = parts(page)
+    imports = [line for line in script.splitlines() if "import" in line and "raysgd" in line]
+    assert imports == [after for _, after in changes(diff)] != []
+    assert imports == [re.sub(r"\bray\b", "raysgd", before) for before, _ in changes(diff)]
 
 
 def printed(background: Background, which: str) -> subprocess.CompletedProcess[str] | None:
     if which == "before" and lacking():
         return None
-    before, after, _ = parts("migrating_ray_train.md")
+    diff, text, _ = parts("migrating_ray_train.md")
+    for before, after in changes(diff) if which == "before" else ():
+        text = text.replace(f"{after}\n", f"{before}\n")
     folder = background.folder()
     script = folder / "guide.py"
-    script.write_text(CLUSTER + (before if which == "before" else after), encoding="utf-8")
+    script.write_text(CLUSTER + text, encoding="utf-8")
     return background.run(str(script), folder=folder, RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S="200")
 
 
