@@ -1,4 +1,4 @@
-"""A training function that loses a worker in the middle of an epoch, and goes on there.
+"""A training function that loses a worker in the middle of an epoch, and continues there.
 
 `train.elastic` keeps model, optimizer, the place in the data and plain values. Rank 1 kills itself once; the others run
 the function again in the processes they are in, from the last batch that was trained. Every sample is used once.

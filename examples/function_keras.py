@@ -1,7 +1,7 @@
 """A Keras model in a training function: save, load, resume, with TensorFlow's own strategy on all workers.
 
 TensorFlow's strategy for several workers takes models of Keras 2 only, which is the package tf_keras. (Operators of
-raysgd.tf take both.) The first run trains a few epochs; the second one goes on from its checkpoint.
+raysgd.tf take both.) The first run trains a few epochs; the second one continues from its checkpoint.
 
     python examples/function_keras.py --num-workers 2
 """

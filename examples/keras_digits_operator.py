@@ -1,6 +1,6 @@
 """The class API for TensorFlow: an operator says what is trained, and metrics of Keras are exact over all workers.
 
-Then the trainer is saved, and another one, with another number of workers, goes on from the file.
+Then the trainer is saved, and another one, with another number of workers, continues from the file.
 
     python examples/keras_digits_operator.py --num-workers 2
 """

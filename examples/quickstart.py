@@ -39,7 +39,7 @@ class Digits(TrainingOperator):
 
 
 class MortalDigits(Digits):
-    """For the demonstration only: the worker named as victim kills itself, so surely in mid-epoch."""
+    """For the demonstration only: the worker that is named as victim kills itself in the middle of an epoch."""
 
     def train_batch(self, batch, batch_info):
         if batch_info.get("victim") == os.getpid() and batch_info["batch_idx"] == KILL_AT_BATCH:

@@ -1,7 +1,7 @@
 """Save, stop, and go on later, with another number of workers.
 
 A file holds all that training needs: models, optimizers, schedulers, counters and the operator's own state.
-It does not remember how many workers wrote it: here two do, and one goes on.
+It does not remember how many workers wrote it: here two do, and one continues.
 
     python examples/save_and_resume.py --num-workers 4
 """
