@@ -25,7 +25,7 @@ from raysgd.tf.parts import (
 )
 from raysgd.tf.settings import TFSettings
 from raysgd.training.operator_base import OperatorBase
-from raysgd.training.step import Policy, Step
+from raysgd.training.step import Policies, Policy, Step
 
 IN_PIECES = "ElasticConfig(batch='global') lets a worker process its part of a batch in several pieces when there are fewer workers"
 
@@ -70,7 +70,7 @@ class TrainingOperator(OperatorBase):
         self._pieces = Pieces(self) if settings.in_pieces else None
         self._statistics: list[Any] = []
         self._part = Part(self)
-        self._policies = [self._part, *([] if self._pieces is None else [self._pieces])]
+        self._policies = Policies([each for each in (self._part, self._pieces) if each is not None])
         self.setup(self._config)
         if self._parts.registered:
             self._complete()

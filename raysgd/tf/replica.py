@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from raysgd.core.batch_mode import GLOBAL, PER_WORKER, BatchMode, notice, refused
+from raysgd.core.batch_mode import GLOBAL, PER_WORKER, refused
 from raysgd.core.comparison import Summary
 from raysgd.core.metrics import BATCH_MODE
 from raysgd.core.outcomes import Interrupted
@@ -28,9 +28,12 @@ from raysgd.tf.parts import as_tensor, assign, rows_in, seed_states
 from raysgd.tf.process_group import prepare_runtime
 from raysgd.tf.settings import TFSettings
 from raysgd.training.feed import Source
+from raysgd.training.operator_base import log_change
 from raysgd.training.position import Position
-from raysgd.training.replica_base import Phase, ReplicaBase, logger
+from raysgd.training.replica_base import Phase, ReplicaBase
 from raysgd.training.seeding import derived_seed, seed_python_and_numpy
+
+OWN_DATA = refused("the data set's auto_shard_policy gives each worker data of its own", "use AUTO or DATA")
 
 
 class TFReplica(ReplicaBase):
@@ -63,19 +66,9 @@ class TFReplica(ReplicaBase):
 
     def _train_source(self, dataset: Any) -> Source:
         source = super()._train_source(dataset)
-        if isinstance(source, OwnSource):
-            self._log_change()
+        if isinstance(source, OwnSource) and self._asked == "auto":
+            log_change(OWN_DATA, self._position, self._rank_info, self._workers)
         return source
-
-    def _log_change(self) -> None:
-        """Log, once, that another number of workers trains, and that the batch follows it, because
-        each has data of its own."""
-        ranks, logged = self._rank_info.world_size, BatchMode(*(self._position.batch_mode or ())).logged
-        if ranks != self._workers and not logged and self._asked == "auto":
-            mode = refused("the data set's auto_shard_policy gives each worker data of its own", "use AUTO or DATA")
-            if self.rank == 0:
-                logger.warning("%s", notice(mode, ranks, self._workers))
-            self._position.batch_mode = tuple(mode._replace(logged=True))
 
     def _counts(self) -> dict[str, Any]:
         own = isinstance(self._sources.get("train"), OwnSource)

@@ -3,11 +3,10 @@ that follows from it. Worker."""
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FunctionType, MethodType, ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,25 +20,22 @@ from raysgd.core.batch_mode import (
     FirstStep,
     agreed,
     decide,
-    notice,
     refused,
 )
 from raysgd.core.outcomes import NotExact
+from raysgd.core.ranks import RankInfo
+from raysgd.torch.buffers import KeepBuffers
 from raysgd.torch.data.sampling import Division
 from raysgd.torch.data.sources import PlannedSource
 from raysgd.torch.foreign import content_version, run_after_backward
 from raysgd.torch.guard import gathered_objects
-from raysgd.torch.options import TrainingOptions
+from raysgd.torch.parts import Parts
 from raysgd.torch.schedules import steps_of
-from raysgd.torch.stepping import StepPolicy
+from raysgd.torch.settings import TorchSettings
 from raysgd.training.feed import Feed
+from raysgd.training.operator_base import log_change
 from raysgd.training.position import Position
-from raysgd.training.step import Step
-
-if TYPE_CHECKING:
-    from raysgd.torch.operator import TrainingOperator
-
-logger = logging.getLogger("raysgd")
+from raysgd.training.step import Policy, Step
 
 STATIC_GRAPH = "DDP's static_graph exchanges gradients in each backward pass", "leave static_graph out"
 MOST_LOOKED_AT, DEEPEST, LARGEST_ARRAY = 10_000, 3, 1 << 20
@@ -59,27 +55,30 @@ NOT_LOOKED_AT = (
 )
 
 
-class KeepBatch(StepPolicy):
+class KeepBatch(Policy):
     """Owns the mode, which is part of the position: all ranks decide from the first step that they
-    commit, and agree whenever a process group has formed. Later steps are looked at only if they
-    come in pieces."""
+    commit, and agree whenever a process group has formed. With "auto", it looks at what user code
+    does in this step, and in later ones that come in pieces; with "global", `Pieces` checks them.
 
-    def __init__(self, operator: TrainingOperator) -> None:
-        settings = operator._settings
-        self._operator, self._usual, self._asked = operator, settings.num_workers, settings.elastic.batch
-        self._why = _why_not(operator, settings.options) if self._asked == "auto" else None
+    What it looks at are the attributes that user code adds to an `operator`, and the `parts`. `why`
+    is what the operator's class has against pieces.
+    """
+
+    in_usual_steps = False
+
+    def __init__(
+        self, operator: Any, parts: Parts, settings: TorchSettings, buffers: KeepBuffers, why: BatchMode | None
+    ) -> None:
+        self._operator, self._parts, self._buffers = operator, parts, buffers
+        self._usual, self._asked = settings.num_workers, settings.elastic.batch
+        self._why = (why or _why_not(settings)) if self._asked == "auto" else None
         self.position = Position()
-        self._own_names: set[str] = set()  # the attributes that are not the user's
+        self._own_names = {*vars(operator)}  # of attributes that are not the user's
         self._feed: Feed | None = None
-        self._looks = self._direct = False
-        self._seen: FirstStep | None = None
-        # While `train_batch` runs and is looked at: attributes before it, what it has called, and the schedulers' steps.
-        self._before: dict[str, Any] | None = None
-        self._calls: list[str] = []
-        self._schedules: list[Any] = []
-        self._scheduled = False
-        self._own_calls: OwnCalls | None = None
-        self._seen_versions: list[int] | None = None  # of the gradients, after the backward pass of a piece
+        self._decides = False  # in the running step
+        self._seen: FirstStep | None = None  # what was seen of it
+        self._look: Look | None = None  # at the running `train_batch`
+        self._versions: list[int] | None = None  # of the gradients, after the backward pass of a piece
 
     @property
     def mode(self) -> BatchMode:
@@ -89,10 +88,6 @@ class KeepBatch(StepPolicy):
         if self._asked == "auto":
             return found if self._why is None else self._why
         return BatchMode(self._asked, in_parts=found.in_parts and self._asked == GLOBAL, tested=found.tested)
-
-    def starts(self) -> None:
-        """Note which attributes the operator has before `setup`."""
-        self._own_names = {*vars(self._operator), "_feed"}
 
     @property
     def possible(self) -> bool:
@@ -118,119 +113,106 @@ class KeepBatch(StepPolicy):
 
     def on_epoch(self, feed: Feed) -> None:
         self._feed, self._seen = feed, None
-        self._looks = (
+        self._decides = feed.looked_at = (
             self._asked != "per_worker" and self._why is None and not self.mode.tested and self.position.parked is None
         )
 
     def rest(self) -> None:
-        self._feed, self._looks, self._before = None, False, None
-        if self._own_calls is not None:
-            self._own_calls.close()
-            self._own_calls = None
+        self._end_look()
+        self._feed, self._decides, self._versions = None, False, None
+
+    def _end_look(self) -> None:
+        if self._look is not None:
+            self._look.close()
+            self._look = None
 
     def begin(self, step: Step) -> None:
-        if self._looks or not step.current.whole:
-            self._before, self._calls, self._direct = self._attributes(), [], False
-            self._schedules, self._scheduled = self._schedule_steps(), False
-        if self._looks and self._feed is not None:
-            self._own_calls = OwnCalls(self._feed.collectives, self._operator._parts.wrapped)
+        piece, feed = not step.current.whole, self._feed
+        self._end_look()  # a loop of the user's has not called `trained`
+        self._versions = self._versions if step.piece > 0 else None
+        if self._asked == "auto" and (self._decides or piece):
+            own_calls = OwnCalls(feed.collectives, self._parts.wrapped) if self._decides and feed is not None else None
+            self._look = Look(self._attributes(), self._schedule_steps(), own_calls)
 
-    def ends(self, step: Step) -> None:
-        """Called by the default loop after each call of `train_batch`. Raise NotExact if it has
-        done something in a piece that it ought to do once in a batch."""
-        if self._before is None:
+    def trained(self, step: Step) -> None:
+        """Raise NotExact if `train_batch` has done something in a piece that it ought to do once in
+        a batch."""
+        if self._look is None:
             return
-        attributes, now = self._before, self._attributes()
-        self._look_at_schedules()
-        own, self._before, self._own_calls = self._own_calls, None, None
-        if own is not None:
-            own.close()
-        earlier = self._seen or FirstStep(())
-        seen = FirstStep(
-            calls=(*earlier.calls, tuple(self._calls)),
-            direct=earlier.direct or self._direct,
-            scheduled=earlier.scheduled or self._scheduled,
-            changed=earlier.changed or _changed(attributes, now),
-            together=earlier.together or (own is not None and own.made > 0),
-        )
-        if self._looks:
+        self._look.see_schedules(self._schedule_steps())
+        seen = self._look.added_to(self._seen or FirstStep(()), self._attributes())
+        self._end_look()
+        if self._decides:
             self._seen = seen
-        elif self._asked == "auto" and not (found := decide(seen)).keeps_batch:
+        elif not (found := decide(seen)).keeps_batch:
             raise NotExact(found.reason, found.advice)
 
     def cleared(self, step: Step) -> None:
-        self._note("zero_grad")
+        if self._look is not None:
+            self._look.calls.append("zero_grad")
 
     def weighted(self, step: Step, loss: torch.Tensor) -> torch.Tensor:
-        self._note("backward")
-        if self._own_calls is not None:
-            self._own_calls.stop()
-        self._seen_versions = None
-        if not step.current.whole and self._asked == "auto" and loss.requires_grad:
+        if self._look is not None:
+            self._look.calls.append("backward")
+            self._look.close()
+        if not (step.closing and self._parts.options.accumulate > 1):  # where a shorter window multiplies its gradients
+            self._check_unchanged("clears or changes gradients between two pieces of a batch", LINES)
+        self._versions = None
+        if not step.current.whole and self._look is not None and loss.requires_grad:
             loss.register_hook(lambda _: run_after_backward(lambda: run_after_backward(self._note_versions)))
         return loss
 
     def awaits(self, step: Step, optimizer: Any) -> None:
-        self._note("step")
-        if self._seen_versions is not None and self._versions() != self._seen_versions:
-            raise NotExact("train_batch changes gradients between the backward pass and the step", CLIPS)
+        if self._look is not None:
+            self._look.calls.append("step")
+        self._check_unchanged("changes gradients between the backward pass and the step", CLIPS)
+
+    def _check_unchanged(self, found: str, advice: str) -> None:
+        if self._versions is not None and self._parts.gradient_versions() != self._versions:
+            raise NotExact(f"train_batch {found}", advice)
 
     def _note_versions(self) -> None:
         """Note what changes with the gradients, after the exchange, which ends in such a call,
         too."""
-        self._seen_versions = self._versions()
-
-    def _versions(self) -> list[int]:
-        operator = self._operator
-        parameters = [p for each in operator._parts.optimizers for p in operator._precision.parameters(each)]
-        return [-1 if each.grad is None else content_version(each.grad) for each in parameters]
+        self._versions = self._parts.gradient_versions()
 
     def check(self, step: Step, optimizer: Any) -> None:
-        self._note("step")
-        if self._before is not None:
-            self._look_at_schedules()
+        if self._look is not None:
+            self._look.calls.append("step")
+            self._look.see_schedules(self._schedule_steps())
 
-    def stepped(self) -> None:
-        """Called after an optimizer's step and the user's hooks on it, which may step schedulers:
-        they do that once in a batch."""
-        if self._before is not None:
-            self._schedules = self._schedule_steps()
-
-    def _look_at_schedules(self) -> None:
-        """Note whether user code has stepped a scheduler since they were looked at last."""
-        now = self._schedule_steps()
-        self._scheduled, self._schedules = self._scheduled or now != self._schedules, now
+    def stepped(self, step: Step, optimizer: Any) -> None:
+        if self._look is not None:  # the user's hooks may step schedulers, which they do once in a batch
+            self._look.schedules = self._schedule_steps()
 
     def _schedule_steps(self) -> list[Any]:
-        return [steps_of(each) for each in self._operator._parts.schedulers]
+        return [steps_of(each) for each in self._parts.schedulers]
 
-    def _note(self, call: str) -> None:
-        if self._before is not None:
-            self._calls.append(call)
-
-    def direct(self, optimizer: Any) -> None:
-        self._direct = True
-        if self._asked == "auto" and not all(each.whole for each in self._operator._feed.step.drawn):
+    def direct(self, step: Step, optimizer: Any) -> None:
+        if self._look is not None:
+            self._look.direct = True
+        if self._asked == "auto" and not all(each.whole for each in step.drawn):
             raise NotExact("train_batch calls optimizer.step() itself", LINES)
 
     def on_step(self, step: Step) -> None:
         """Decide, when the first step is committed."""
         seen, self._seen = self._seen, None
-        if not self._looks or step.outcome == "undone":
+        if not self._decides or step.outcome == "undone":
             return
-        self._looks, operator, feed, before = False, self._operator, self._feed, self.mode
+        feed, before = self._feed, self.mode
         assert feed is not None
+        self._decides = feed.looked_at = False
         decided = refused("train_epoch has a loop of its own, which would get pieces of batches", NOT_HARMFUL)
-        moving = operator._keep_buffers.are_moving
+        moving = self._buffers.are_moving
         if seen is not None:
             divided = isinstance(feed.source, PlannedSource) and feed.source.divides
             decided = decide(seen._replace(divided=divided, moving=moving))
         if self._asked == GLOBAL:
             decided = BatchMode(GLOBAL, in_parts=moving)
-        merged, short = agreed([before, decided]), operator.world_size != self._usual
+        merged, short = agreed([before, decided]), feed.rank_info.world_size != self._usual
         self._set((agreed(_of_all(merged)) if short else merged)._replace(tested=True, logged=self._known.logged))
         if short:
-            self.log_change()
+            self._log_change(feed.rank_info)
             if self.mode[0::3] != before[0::3]:
                 feed.reopen()
 
@@ -244,12 +226,11 @@ class KeepBatch(StepPolicy):
 
     def _attributes(self) -> dict[str, Any]:
         """Return what shows whether user code changes attributes of the operator or the model."""
-        operator = self._operator
-        known = {id(each) for each in _registered(operator)}
-        contents = Contents(known)
-        attributes = {name: contents.of(value) for name, value in vars(operator).items() if name not in self._own_names}
-        if self._looks:
-            attributes |= _of_models(operator._parts.models)
+        contents = Contents({id(each) for each in _registered(self._parts)})
+        own = {name: value for name, value in vars(self._operator).items() if name not in self._own_names}
+        attributes = {name: contents.of(value) for name, value in own.items() if value is not self}
+        if self._decides:
+            attributes |= _of_models(self._parts.models)
         return attributes
 
     def interfered(self, found: NotExact) -> None:
@@ -259,22 +240,17 @@ class KeepBatch(StepPolicy):
 
     # -- all ranks together ---------------------------------------------------------------------------
 
-    def joined(self) -> None:
+    def joined(self, rank_info: RankInfo) -> None:
         """Agree with the other ranks of a new generation, and log once what changes."""
-        if self._asked != "per_worker" and self._why is None and not self._operator._rank_info.solo:
+        if self._asked != "per_worker" and self._why is None and not rank_info.solo:
             every = _of_all(self._known)
             tested, logged = any(each.tested for each in every), any(each.logged for each in every)
             self._set(agreed(every)._replace(tested=tested, logged=logged))
-        self.log_change()
+        self._log_change(rank_info)
 
-    def log_change(self) -> None:
-        """Log, once, that another number of workers trains, and that the batch follows it."""
-        operator, mode, known = self._operator, self.mode, self._known
-        other = operator.world_size != self._usual and not operator._rank_info.solo
-        if self._asked == "auto" and mode.mode and not mode.keeps_batch and other and not known.logged:
-            if operator.world_rank == 0:
-                logger.warning("%s", notice(mode, operator.world_size, self._usual))
-            self._set(known._replace(logged=True))
+    def _log_change(self, rank_info: RankInfo) -> None:
+        if self._asked == "auto":
+            log_change(self.mode, self.position, rank_info, self._usual)
 
     def loaded(self) -> None:
         """Look at a step again, because a checkpoint was loaded, which other code may have
@@ -287,27 +263,62 @@ def _of_all(mode: BatchMode) -> list[BatchMode]:
     return [BatchMode(*each) for each in gathered_objects(tuple(mode))]
 
 
-def _why_not(operator: TrainingOperator, options: TrainingOptions) -> BatchMode | None:
-    """Return what the trainer's arguments and the operator's class have against pieces."""
-    elastic, asks = operator._settings.elastic, "pass ElasticConfig(batch='global')"
+MAKES_STEPS = refused(
+    "a LightningModule makes its steps itself", "pass ElasticConfig(batch='global'), which needs more memory"
+)
+RESIZES = refused(
+    "resized() of the operator adapts to the number of workers",
+    "leave resized() out, " + NOT_HARMFUL.replace("pass", "or pass"),
+)
+
+
+def _why_not(settings: TorchSettings) -> BatchMode | None:
+    """Return what the trainer's arguments have against pieces."""
+    elastic, options = settings.elastic, settings.options
     for applies, reason, advice in (
         (elastic.lr is not None, f"lr={elastic.lr!r} scales the learning rates for such steps", "leave lr out"),
-        (operator._has_own_steps, "a LightningModule makes its steps itself", f"{asks}, which needs more memory"),
         (options.parallel is None, "with parallel=None, the operator averages the gradients", "leave parallel out"),
         (options.gradients == "ranks", "gradients='ranks' is not a mean over samples", "leave gradients out"),
         (options.precision == "apex", "Apex steps copies of the weights", "use precision='fp16' or 'bf16'"),
         (options.sync_batchnorm, "sync_batchnorm normalizes the samples of all workers together", "leave it out"),
         (bool(options.ddp_args.get("static_graph")), *STATIC_GRAPH),
         ("powersgd" in (options.hook_name or ""), "PowerSGD keeps errors of each worker", "leave comm_hook out"),
-        (
-            bool(operator._overrides("resized")),
-            "resized() of the operator adapts to the number of workers",
-            "leave resized() out, " + NOT_HARMFUL.replace("pass", "or pass"),
-        ),
     ):
         if applies:
             return refused(reason, advice)
     return None
+
+
+class Look:
+    """What one call of `train_batch` does: the operator's helpers that it calls, whether an
+    optimizer has stepped without them, and the schedulers' steps. `before` are the attributes
+    before it."""
+
+    def __init__(self, before: Mapping[str, Any], schedules: list[Any], own_calls: OwnCalls | None) -> None:
+        self._before, self.schedules, self._own_calls = before, schedules, own_calls
+        self.calls: list[str] = []
+        self.direct = self._scheduled = False
+
+    def see_schedules(self, now: list[Any]) -> None:
+        """Note whether user code has stepped a scheduler since they were looked at last."""
+        self._scheduled, self.schedules = self._scheduled or now != self.schedules, now
+
+    def added_to(self, earlier: FirstStep, after: Mapping[str, Any]) -> FirstStep:
+        """Return what was seen in the step until now; `after` are the attributes after the call."""
+        own = self._own_calls
+        return FirstStep(
+            calls=(*earlier.calls, tuple(self.calls)),
+            direct=earlier.direct or self.direct,
+            scheduled=earlier.scheduled or self._scheduled,
+            changed=earlier.changed or _changed(self._before, after),
+            together=earlier.together or (own is not None and own.made > 0),
+        )
+
+    def close(self) -> None:
+        """Count no further collective calls, because the call has ended, or a backward pass begins,
+        which exchanges gradients."""
+        if self._own_calls is not None:
+            self._own_calls.close()
 
 
 class OwnCalls:
@@ -328,13 +339,10 @@ class OwnCalls:
     def _leave(self, *_: Any) -> None:
         self._models += self._count() - self._entered
 
-    def stop(self) -> None:
-        """Stop at the first backward pass."""
+    def close(self) -> None:
+        """Stop. It can be called again."""
         if self._hooks:
             self.made = self._count() - self._began - self._models
-        self.close()
-
-    def close(self) -> None:
         while self._hooks:
             self._hooks.pop().remove()
 
@@ -342,9 +350,8 @@ class OwnCalls:
 # -- attributes -------------------------------------------------------------------------------------------
 
 
-def _registered(operator: TrainingOperator) -> Iterator[Any]:
+def _registered(parts: Parts) -> Iterator[Any]:
     """Yield what raysgd and torch change in each step, or merge over pieces."""
-    parts = operator._parts
     yield from (*parts.models, *parts.wrapped, *parts.optimizers, *parts.schedulers, *parts.metrics.values())
     yield from (parts.train_loader, parts.validation_loader, parts.test_loader)
     for optimizer in parts.optimizers:

@@ -10,13 +10,12 @@ from torch import nn
 
 from raysgd.torch.foreign import copy_all
 from raysgd.torch.parts import Parts
-from raysgd.torch.stepping import StepPolicy
-from raysgd.training.step import Step
+from raysgd.training.step import Policy, Step
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
-class KeepBuffers(StepPolicy):
+class KeepBuffers(Policy):
     """Restores the buffers of a step that is undone, because its batches will be trained again. If
     a batch comes in pieces, the buffers follow the first one: on the first rank, this is the part
     that it has with all workers.

@@ -15,12 +15,9 @@ from torch.nn.utils import get_total_norm
 
 from raysgd.errors import ConfigError, NonFiniteError
 from raysgd.torch.parts import Parts
-from raysgd.torch.precision import Precision
-from raysgd.torch.stepping import StepPolicy
 from raysgd.torch.wrapping import Exchange
-from raysgd.training.feed import Feed
-from raysgd.training.position import Position
-from raysgd.training.step import Step
+from raysgd.training.feed import Feed, NoFeed
+from raysgd.training.step import Policy, Step
 
 MOST_LEFT_OUT = 50
 ADVICE = {
@@ -98,7 +95,7 @@ def gathered_objects(value: Any) -> list[Any]:
     return found
 
 
-class LeaveOut(StepPolicy):
+class LeaveOut(Policy):
     """Leaves out steps: those whose gradients are not finite, and those that the operator's
     `skip_step`, the `rule`, refuses. Owns what is known about the open step, and the number of
     steps that this call has left out."""
@@ -107,7 +104,6 @@ class LeaveOut(StepPolicy):
         self,
         on_nonfinite: str | None,
         rule: Callable[[dict[str, Any]], Any] | None,
-        precision: Precision,
         parts: Parts,
         device: torch.device,
         *,
@@ -117,9 +113,8 @@ class LeaveOut(StepPolicy):
         self.on = on_nonfinite is not None or rule is not None
         self.option = "skip_step()" if on_nonfinite is None else f"on_nonfinite={on_nonfinite!r}"
         self._action, self._rule = on_nonfinite, rule
-        self._precision, self._parts, self._device = precision, parts, device
-        self._position = Position()  # of the newest loop
-        self._source: Any = None
+        self._parts, self._device = parts, device
+        self._feed: Feed | NoFeed = NoFeed()  # of the newest loop
         self.skipped = 0
         self._forget()
 
@@ -128,16 +123,19 @@ class LeaveOut(StepPolicy):
         self._losses: list[tuple[torch.Tensor, float]] = []
 
     def on_epoch(self, feed: Feed) -> None:
-        self._position, self._source = feed.position, feed.source
+        self._feed = feed
+
+    def rest(self) -> None:
+        self._feed = NoFeed()
 
     def on_step(self, step: Step) -> None:
         """Count what happened in a step that is committed."""
         if step.outcome != "undone":
             if self._left_out:
                 self.skipped += self._counts
-                self._position.left_out += 1
+                self._feed.position.left_out += 1
             elif self._went:
-                self._position.left_out = 0
+                self._feed.position.left_out = 0
         self._forget()
 
     def weighted(self, step: Step, loss: torch.Tensor) -> torch.Tensor:
@@ -148,14 +146,14 @@ class LeaveOut(StepPolicy):
     def gradients(self, step: Step, optimizer: Any) -> bool:
         """Return whether the step is made. Raise an error if it must not be, or after too many in a
         row that are left out."""
-        parameters = [each for each in self._precision.parameters(optimizer) if each.grad is not None]
+        parameters = [each for each in self._parts.stepped_by(optimizer) if each.grad is not None]
         infinite, loss = self._action is not None and not _are_finite(parameters), math.nan
         if self._rule is not None or not (self._action is None or self._are_exchanged(parameters)):
             weights = sum(weight for _, weight in self._losses)
             total = sum(float(loss) * weight for loss, weight in self._losses)
             found, total, weights = summed([infinite, total, weights], self._device)
             infinite, loss = found > 0, total / (weights or math.nan)
-        too_many = self._position.left_out + 1 >= MOST_LEFT_OUT
+        too_many = self._feed.position.left_out + 1 >= MOST_LEFT_OUT
         if infinite and (self._action == "raise" or too_many):
             self._raise(step, parameters)
         refused = self._rule is not None and not infinite and self._is_refused(self._rule, loss)
@@ -164,7 +162,7 @@ class LeaveOut(StepPolicy):
         self._losses = []
         self._left_out, self._went = self._left_out or infinite or refused, True
         # A gradient scaler counts the steps with infinite gradients itself.
-        self._counts |= refused or (infinite and self._precision.key != "amp_native")
+        self._counts |= refused or (infinite and self._parts.precision.key != "amp_native")
         return not (infinite or refused)
 
     def _are_exchanged(self, parameters: Sequence[torch.Tensor]) -> bool:
@@ -185,7 +183,8 @@ class LeaveOut(StepPolicy):
                 "skip_step() gets the loss of the step, and this operator calls loss.backward() itself: call self.backward(loss) "
                 "before each step instead"
             )
-        found = rule({"loss": loss, "global_step": self._position.step, "epoch": self._position.epoch})
+        position = self._feed.position
+        found = rule({"loss": loss, "global_step": position.step, "epoch": position.epoch})
         return summed([bool(found)], self._device)[0] > 0
 
     def _raise(self, step: Step, parameters: Sequence[torch.Tensor]) -> NoReturn:
@@ -195,12 +194,13 @@ class LeaveOut(StepPolicy):
         names = [name for name, each in named if id(each) in bad]
         losses = [float(loss) for loss, _ in self._losses]
         loss = next((each for each in losses if not math.isfinite(each)), losses[-1] if losses else None)
-        own = StepReport(self._position.step + 1, self._position.epoch, tuple(names), loss, self._samples(step))
+        position = self._feed.position
+        own = StepReport(position.step + 1, position.epoch, tuple(names), loss, self._samples(step))
         raise NonFiniteError(explained(gathered_objects(own), self._action or ""))
 
     def _samples(self, step: Step) -> list[int] | None:
         """Return the indices of this rank's samples in the step, None if they are not known."""
-        order = getattr(self._source, "order", None)
+        order = getattr(getattr(self._feed, "source", None), "order", None)
         units = [each.units for each in step.drawn]
         if order is None or None in units:
             return None

@@ -34,25 +34,21 @@ class LoopSchedule(Schedule):
         self._per_epoch = operator.scheduler_step_freq == SCHEDULER_STEP_EPOCH
         # Those that only this loop may step.
         asked = operator._in_pieces and operator._settings.elastic.batch == "global"
-        self._watched = [self._scheduler] if self._steps_it else operator._parts.schedulers if asked else []
-        self._steps = [steps_of(each) for each in self._watched]
+        self.watched = [self._scheduler] if self._steps_it else operator._parts.schedulers if asked else []
+        self._steps = [steps_of(each) for each in self.watched]
 
     def end(self, *, failed: bool = False) -> None:
         operator, step = self._operator, self._operator._feed.step
-        if not failed:
-            operator._keep_batch.ends(step)
-        if not self._watched:
-            return
         if failed:
             if step.outcome == "applied":  # so the batch counts
                 self._step()
             return
-        if [steps_of(each) for each in self._watched] != self._steps:
+        if [steps_of(each) for each in self.watched] != self._steps:
             name, freq = type(operator).__name__, str(operator.scheduler_step_freq)
             raise stepped_twice(name, self._scheduler, freq) if self._steps_it else refusal(STEPS_SCHEDULE)
         if step.current.whole:
             self._step()
-            self._steps = [steps_of(each) for each in self._watched]
+            self._steps = [steps_of(each) for each in self.watched]
 
     def end_epoch(self) -> None:
         self._step(ended=True)

@@ -14,9 +14,7 @@ from raysgd.core.metrics import SECONDS
 from raysgd.errors import ConfigError
 from raysgd.torch.foreign import exposed_communication_s, measure_communication, was_skipped
 from raysgd.torch.parts import Parts
-from raysgd.torch.precision import Precision
-from raysgd.torch.stepping import StepPolicy
-from raysgd.training.step import Step
+from raysgd.training.step import Policy, Step
 
 
 class Monitor:
@@ -99,27 +97,27 @@ class Monitor:
         return values | ({} if self._communication is None else {SECONDS["communication"]: self._communication})
 
 
-class GradientNorm(StepPolicy):
+class GradientNorm(Policy):
     """Lets the monitor see the gradients of each step, as they are before they are clipped."""
 
-    def __init__(self, monitor: Monitor, precision: Precision) -> None:
-        self._monitor, self._precision = monitor, precision
+    def __init__(self, monitor: Monitor, parts: Parts) -> None:
+        self._monitor, self._parts = monitor, parts
 
     def gradients(self, step: Step, optimizer: Any) -> bool:
-        parameters, skips = self._precision.parameters(optimizer), self._precision.key == "amp_native"
-        self._monitor.see_gradients(optimizer, parameters, skips=skips)
+        skips = self._parts.precision.key == "amp_native"
+        self._monitor.see_gradients(optimizer, self._parts.stepped_by(optimizer), skips=skips)
         return True
 
-    def direct(self, optimizer: Any) -> None:
+    def direct(self, step: Step, optimizer: Any) -> None:
         if getattr(optimizer, "grad_scale", None) is not None:
             raise ConfigError(
                 "GradientNormMonitor was passed, but a fused optimizer unscales the gradients of precision='fp16' only inside its "
                 "step: call self.step(optimizer), which unscales them before, instead of the scaler's step"
             )
-        self.gradients(Step(), optimizer)
+        self.gradients(step, optimizer)
 
 
-class Communication(StepPolicy):
+class Communication(Policy):
     """Lets the monitor see how long each committed step has waited for the other ranks'
     gradients."""
 

@@ -23,28 +23,30 @@ from raysgd.errors import ConfigError, MissingPartError, shown, suggesting
 from raysgd.ray_data.columns import RayData
 from raysgd.torch import wrapping
 from raysgd.torch.averages import Averages
-from raysgd.torch.batch_mode import STATIC_GRAPH, KeepBatch
+from raysgd.torch.batch_mode import MAKES_STEPS, RESIZES, STATIC_GRAPH, KeepBatch
 from raysgd.torch.buffers import KeepBuffers
 from raysgd.torch.data.sample_seeds import seeded_for
 from raysgd.torch.data.sampling import batches_per_epoch, is_planned, planned_epoch, unit_size
 from raysgd.torch.fsdp import Shards, shard_layers
 from raysgd.torch.guard import LeaveOut
 from raysgd.torch.loop_schedule import LoopSchedule
-from raysgd.torch.monitor import Monitor
+from raysgd.torch.monitor import Communication, GradientNorm, Monitor
 from raysgd.torch.parts import Parts, check_parts, check_steps_alone, move
-from raysgd.torch.policies import policies_of, samples_in
-from raysgd.torch.precision import make_precision
+from raysgd.torch.policies import Accumulate, Clip, Hold, Pieces, ReadAhead, Weigh, samples_in
+from raysgd.torch.precision import Precision, make_precision
 from raysgd.torch.profiling import Profiler
-from raysgd.torch.rates import scale_rates, scaling_rule
+from raysgd.torch.rates import Rates, scaling
 from raysgd.torch.schedules import MadeFor, why_too_short
 from raysgd.torch.settings import TorchSettings
 from raysgd.torch.stepping import Stepping
-from raysgd.training.operator_base import OperatorBase, Schedule
+from raysgd.training.feed import NoFeed
+from raysgd.training.operator_base import Schedule
+from raysgd.training.step import Policies, Policy
 
 logger = logging.getLogger("raysgd")
 
 
-class TrainingOperator(OperatorBase):
+class TrainingOperator(Stepping):
     """Defines the model and the data, and what to do with a batch, in an epoch and in a validation.
 
         class Digits(TrainingOperator):
@@ -63,7 +65,6 @@ class TrainingOperator(OperatorBase):
     optimizer: Any
     criterion: Any
     _settings: TorchSettings
-    _parts: Parts
     _has_own_steps: ClassVar[bool] = False  # whether the class itself clips gradients and applies the precision
 
     def __init__(
@@ -78,21 +79,60 @@ class TrainingOperator(OperatorBase):
         self._device = torch.device("cuda:0" if settings.use_gpu else "cpu")
         self._plan: StepPlan | None = None  # what `total_steps` has planned, if it depends on the number of workers
         self._planned_steps: int | None = None  # what it has returned
-        self._precision = make_precision(settings.options.precision or "fp32", self._device)
-        averages = Averages(settings.ema_decay)
-        self._parts = Parts(options=settings.options, exchange=settings.exchange(), averages=averages)
+        self._parts = Parts(
+            options=settings.options,
+            exchange=settings.exchange(),
+            averages=Averages(settings.ema_decay),
+            precision=make_precision(settings.options.precision or "fp32", self._device),
+        )
         self._monitor = Monitor(settings.measures)
+        rule, usual = settings.elastic.lr, settings.num_workers
+        self._rates = None if rule is None else Rates(lambda: scaling(rule, self.world_size, usual))
         self._profiler = None if settings.profiler is None else Profiler(settings.profiler)
         averages_gradients = settings.distributed and settings.options.parallel is not None
         self._exact = averages_gradients and settings.options.gradients == "samples"
-        self._keep_buffers, self._keep_batch = KeepBuffers(self._parts), KeepBatch(self)
-        self._in_pieces = self._exact and self._keep_batch.possible and not self._has_own_steps
         self._leave_out = self._make_guard(settings)
-        policies = policies_of(self, exact=self._exact, in_pieces=self._in_pieces)
-        self._policies = [*policies]
-        self._stepping = Stepping(policies, self._precision, self._parts)
-        self._keep_batch.starts()
+        buffers, why = KeepBuffers(self._parts), MAKES_STEPS if self._has_own_steps else None
+        why = RESIZES if why is None and self._overrides("resized") else why
+        self._keep_batch = KeepBatch(self, self._parts, settings, buffers, why)
         self.setup(self._config)
+        self._policies = Policies(self._make_policies(settings, buffers))
+        self._feed = NoFeed(self._policies)
+
+    def _make_policies(self, settings: TorchSettings, buffers: KeepBuffers) -> list[Policy]:
+        """Return what takes part in steps, in the order in which it acts."""
+        parts, options, measures = self._parts, settings.options, settings.measures
+        accumulates, clips = options.accumulate > 1, options.clip_norm is not None or options.clip_value is not None
+        exact, in_pieces = self._exact, self._in_pieces
+        own = self._overrides("train_epoch", "train_batch", "backward", "step", "skip_step")
+        alone = accumulates or own or "seconds" in measures
+        reads_ahead = settings.distributed and settings.wrap_ddp and self.device.type == "cpu" and not alone
+        wanted: list[tuple[bool, Any]] = [
+            (True, parts.precision),
+            (settings.distributed, buffers),
+            (in_pieces, self._keep_batch),
+            (in_pieces and not accumulates and settings.elastic.batch == "global", Pieces(parts)),
+            (exact, Weigh(parts)),
+            (self._leave_out.on, self._leave_out),
+            ("grad_norm" in measures, GradientNorm(self._monitor, parts)),
+            ("seconds" in measures, Communication(self._monitor, parts)),
+            (accumulates, Accumulate(options, parts, exact=exact)),
+            (accumulates or in_pieces, Hold(parts)),
+            (clips, Clip(options, parts)),
+            (reads_ahead, ReadAhead(parts, self.timers)),
+            (self._rates is not None, self._rates),
+            (self._profiler is not None, self._profiler),
+        ]
+        return [policy for needed, policy in wanted if needed]
+
+    @property
+    def _in_pieces(self) -> bool:
+        """Return whether a batch can come in several pieces."""
+        return self._exact and self._keep_batch.possible and not self._has_own_steps
+
+    @property
+    def _precision(self) -> Precision:
+        return self._parts.precision
 
     def _make_guard(self, settings: TorchSettings) -> LeaveOut:
         own, options = bool(self._overrides("skip_step")), settings.options
@@ -105,7 +145,7 @@ class TrainingOperator(OperatorBase):
             given = "precision='apex'" if options.precision == "apex" else "parallel=None"
             raise ConfigError(f"skip_step() cannot be combined with {given}: leave one of them out")
         rule = self.skip_step if own else None
-        return LeaveOut(options.on_nonfinite, rule, self._precision, self._parts, self._device, exact=self._exact)
+        return LeaveOut(options.on_nonfinite, rule, self._parts, self._device, exact=self._exact)
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         """Train one step on one `batch`, `(*features, target)`: forward, loss, backward, optimizer.
@@ -182,24 +222,7 @@ class TrainingOperator(OperatorBase):
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the context for the forward pass and the loss, in the precision of the trainer."""
-        return self._precision.autocast()
-
-    def backward(self, loss: torch.Tensor, optimizer: Any = None, *, loss_id: int = 0) -> None:
-        """Run the backward pass, with the `loss` scaled for the precision and accumulation.
-        `optimizer` is the one that it is for, by default the only one. (`loss_id` is for Apex, if
-        its arguments have num_losses.)"""
-        self._stepping.backward(self._feed.step, loss, optimizer, loss_id)
-
-    def step(self, optimizer: Any = None) -> bool:
-        """Clip the gradients, and apply the step of the `optimizer` (by default the only one). Do
-        nothing before the last batch of an accumulation window. Return whether the step was made,
-        and neither awaited nor left out."""
-        return self._stepping.step(self._feed.step, self._only_optimizer() if optimizer is None else optimizer)
-
-    def zero_grad(self, optimizer: Any = None) -> None:
-        """Clear the gradients of one `optimizer`, or of all. Do nothing after the first batch of an
-        accumulation window."""
-        self._stepping.zero_grad(self._feed.step, self._parts.optimizers if optimizer is None else [optimizer])
+        return self._parts.precision.autocast()
 
     def unwrapped(self, model: Any = None) -> Any:
         """Return the module inside a registered `model`, by default the only one, for its
@@ -217,13 +240,6 @@ class TrainingOperator(OperatorBase):
         """Return a `batch` on this worker's device; batches of the trainer's loaders are there
         already."""
         return move(batch, self.device)
-
-    def _only_optimizer(self) -> Any:
-        if len(self._parts.optimizers) != 1:
-            raise ConfigError(
-                f"{len(self._parts.optimizers)} optimizers are registered: pass one of them, step(optimizer)"
-            )
-        return self._parts.optimizers[0]
 
     # -- registration ---------------------------------------------------------------------------------
 
@@ -270,20 +286,20 @@ class TrainingOperator(OperatorBase):
         if isinstance(criterion, nn.Module):
             criterion = criterion.to(self.device)
         bare = wrapping.formatted(bare, parts.options, distributed=self._is_distributed)
-        parts.models, parts.optimizers = self._precision.prepare(bare, parts.as_list(optimizers), dict(apex_args or {}))
-        parts.criterion = criterion
-        parts.schedulers = parts.as_list(schedulers)
+        parts.models, parts.optimizers = self._parts.precision.prepare(
+            bare, parts.as_list(optimizers), dict(apex_args or {})
+        )
+        parts.criterion, parts.schedulers = criterion, parts.as_list(schedulers)
         wrapping.compile_models(parts.models, parts.options)
         self._wrap(dict(ddp_args or {}))
         wrapping.update_together(parts.optimizers)
         if not self._has_own_steps:
-            self._stepping.watch(parts.optimizers)
+            self._watch_steps(parts.optimizers)
         parts.averages.watch(parts.models, parts.optimizers, precision=parts.options.precision)
-        if (rule := scaling_rule(self._settings.elastic.lr, self._settings.num_workers)) is not None:
-            parts.restore_rates = scale_rates(parts.optimizers, lambda: rule(self.world_size))
-        self._monitor.watch(
-            parts.optimizers, clips_itself=self._has_own_steps
-        )  # after the hook that scales what it measures
+        if self._rates is not None:
+            self._rates.watch(parts.optimizers)
+        # After the hook that scales what it measures.
+        self._monitor.watch(parts.optimizers, clips_itself=self._has_own_steps)
         parts.registered = True
         optional = [criterion, None if schedulers is None else parts.like(schedulers, parts.schedulers)]
         ready = [parts.like(models, parts.wrapped), parts.like(optimizers, parts.optimizers)]
@@ -358,10 +374,11 @@ class TrainingOperator(OperatorBase):
             self._warn_once("the schedule of %s", why)
         return bool(why)
 
-    def _begin_epoch(self) -> Schedule:
+    def _begin_epoch(self) -> Schedule | None:
         for model in self._parts.wrapped:
             model.train()
-        return LoopSchedule(self)
+        schedule = LoopSchedule(self)
+        return schedule if schedule.watched else None
 
     def _epoch_info(self, num_steps: int | None) -> Mapping[str, Any]:
         return {NUM_STEPS: num_steps, USE_FP16: self.use_fp16}

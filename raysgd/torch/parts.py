@@ -20,8 +20,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from raysgd.errors import ConfigError, shown
 from raysgd.torch import wrapping
 from raysgd.torch.averages import Averages
+from raysgd.torch.foreign import content_version
 from raysgd.torch.fsdp import Shards
 from raysgd.torch.options import TrainingOptions
+from raysgd.torch.precision import Precision
 from raysgd.torch.wrapping import Exchange, ModelCalls
 from raysgd.training.operator_base import RegisteredParts
 
@@ -31,11 +33,11 @@ PREFIX = {"train": "train_", "validation": "val_", "test": "test_"}
 
 @dataclass
 class Parts(RegisteredParts):
-    """Adds what only torch needs. `models` are bare; `wrapped` is what the operator trains with."""
+    """Adds what only torch needs: what the operator trains with, and policies are made of. `models`
+    are bare; `wrapped` is what the operator trains with."""
 
     wrapped: list[nn.Module] = field(default_factory=list)
     schedulers: list[Any] = field(default_factory=list)
-    restore_rates: Callable[[], None] = lambda: None  # after a step that raised an error
     ddp_args: dict[str, Any] = field(default_factory=dict)
     train_loader: Any = None
     validation_loader: Any = None
@@ -46,6 +48,7 @@ class Parts(RegisteredParts):
     exchange: Exchange = field(default_factory=Exchange)
     calls: ModelCalls = field(default_factory=ModelCalls)
     averages: Averages = field(default_factory=Averages)
+    precision: Precision = field(default_factory=Precision)
 
     @staticmethod
     def is_single(value: Any) -> bool:
@@ -59,6 +62,16 @@ class Parts(RegisteredParts):
     def shards_made(self) -> bool:
         """Return whether the models are sharded."""
         return self.shards is not None and self.shards.made
+
+    def stepped_by(self, *optimizers: Any) -> list[torch.Tensor]:
+        """Return the tensors that the steps of these optimizers change: the parameters, or with
+        Apex, copies of them."""
+        return [tensor for each in optimizers for tensor in self.precision.parameters(each)]
+
+    def gradient_versions(self) -> list[int]:
+        """Return numbers that change when a gradient is changed in place, or replaced."""
+        tensors = self.stepped_by(*self.optimizers)
+        return [-1 if each.grad is None else content_version(each.grad) for each in tensors]
 
     def rewrap(self) -> None:
         """Reset what wraps the models, because a new generation is up."""

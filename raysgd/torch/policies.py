@@ -1,34 +1,27 @@
 """What options do to a step: each is a policy that gets the `Step`. Worker.
 
-`policies_of` lists them in the order in which they act. A new one is a class here, or in a file of
-its own, and a line there.
+`TrainingOperator._make_policies` lists them in the order in which they act. A new one is a class
+here, or in a file of its own, and a line there.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
-from raysgd.core.batch_mode import LINES
-from raysgd.core.outcomes import NotExact
+from raysgd.core.timers import Timers
 from raysgd.errors import ConfigError
 from raysgd.torch.data.sources import PlannedSource
-from raysgd.torch.foreign import content_version, multiply_all, run_after_backward
-from raysgd.torch.monitor import Communication, GradientNorm
+from raysgd.torch.foreign import multiply_all, run_after_backward
 from raysgd.torch.options import TrainingOptions
 from raysgd.torch.parts import Parts
-from raysgd.torch.precision import Precision
 from raysgd.torch.schedules import steps_of
-from raysgd.torch.stepping import StepPolicy
 from raysgd.training.feed import Feed
 from raysgd.training.step import Policy, Step
-
-if TYPE_CHECKING:
-    from raysgd.torch.operator import TrainingOperator
 
 CLIPS = "changes gradients between the backward pass and the step: clip with TrainingOptions(clip_norm=...)"
 STEPS_SCHEDULE = (
@@ -36,41 +29,15 @@ STEPS_SCHEDULE = (
 )
 
 
-def policies_of(operator: TrainingOperator, *, exact: bool, in_pieces: bool) -> list[Policy]:
-    """Return the policies of an operator. `exact` is whether gradients are means over samples, and
-    `in_pieces` whether a batch can come in several pieces."""
-    settings, parts, precision = operator._settings, operator._parts, operator._precision
-    options, measures = settings.options, settings.measures
-    accumulates, clips = options.accumulate > 1, options.clip_norm is not None or options.clip_value is not None
-    reads_ahead = settings.distributed and settings.wrap_ddp and operator.device.type == "cpu" and not accumulates
-    wanted: list[tuple[bool, Callable[[], Any]]] = [
-        (True, lambda: precision),
-        (settings.distributed, lambda: operator._keep_buffers),
-        (in_pieces, lambda: operator._keep_batch),
-        (in_pieces and not accumulates, lambda: Pieces(parts, precision, asked=settings.elastic.batch == "global")),
-        (exact, lambda: Weigh(parts)),
-        (operator._leave_out.on, lambda: operator._leave_out),
-        ("grad_norm" in measures, lambda: GradientNorm(operator._monitor, precision)),
-        ("seconds" in measures, lambda: Communication(operator._monitor, parts)),
-        (accumulates, lambda: Accumulate(options, parts, precision, exact=exact)),
-        (accumulates or in_pieces, lambda: Hold(parts)),
-        (clips, lambda: Clip(options, precision)),
-        (reads_ahead, lambda: ReadAhead(operator)),
-        (settings.elastic.lr is not None, lambda: Rates(parts)),
-        (operator._profiler is not None, lambda: operator._profiler),
-    ]
-    return [make() for needed, make in wanted if needed]
-
-
-class Clip(StepPolicy):
+class Clip(Policy):
     """Clips gradients, with `clip_value` and `clip_norm`."""
 
-    def __init__(self, options: TrainingOptions, precision: Precision) -> None:
-        self._norm, self._value, self._precision = options.clip_norm, options.clip_value, precision
+    def __init__(self, options: TrainingOptions, parts: Parts) -> None:
+        self._norm, self._value, self._parts = options.clip_norm, options.clip_value, parts
         self.option = f"clip_value={self._value}" if self._norm is None else f"clip_norm={self._norm}"
 
     def gradients(self, step: Step, optimizer: Any) -> bool:
-        parameters = self._precision.parameters(optimizer)
+        parameters = self._parts.stepped_by(optimizer)
         if self._value is not None:
             nn.utils.clip_grad_value_(parameters, self._value)
         if self._norm is not None:
@@ -78,21 +45,12 @@ class Clip(StepPolicy):
         return True
 
 
-class Rates(StepPolicy):
-    """Restores the learning rates that `ElasticConfig(lr=...)` has scaled for a step which then
-    raised an error."""
-
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
-
-    def rest(self) -> None:
-        self._parts.restore_rates()
-
-
-class Weigh(StepPolicy):
+class Weigh(Policy):
     """Multiplies gradients by this rank's weight, as they arrive at the parameters, if ranks have
     different numbers of samples. So the mean over the ranks, which they exchange, is the mean over
     all samples, for any code that runs the backward pass."""
+
+    in_usual_steps = False
 
     def __init__(self, parts: Parts) -> None:
         self._parts, self._weight = parts, 1.0
@@ -116,8 +74,10 @@ class Weigh(StepPolicy):
         return gradient * self._weight
 
 
-class Hold(StepPolicy):
+class Hold(Policy):
     """Lets ranks exchange gradients once in each step: in the backward pass of its last batch."""
+
+    in_usual_steps = False
 
     def __init__(self, parts: Parts) -> None:
         self._parts, self._held = parts, False
@@ -140,13 +100,13 @@ class Hold(StepPolicy):
                 model.set_requires_gradient_sync(not on)  # type: ignore[operator]
 
 
-class Accumulate(StepPolicy):
+class Accumulate(Policy):
     """Makes the gradients of several batches those of one batch that holds them all, for a loss
     that is a mean over samples. The window is shorter at the end of an epoch or call."""
 
-    def __init__(self, options: TrainingOptions, parts: Parts, precision: Precision, *, exact: bool) -> None:
+    def __init__(self, options: TrainingOptions, parts: Parts, *, exact: bool) -> None:
         self.option = f"accumulate={options.accumulate}"
-        self._size, self._parts, self._precision, self._exact = options.accumulate, parts, precision, exact
+        self._size, self._parts, self._exact = options.accumulate, parts, exact
         self._schedules: tuple[list[Any], list[Any]] = [], []
         self.rest()
 
@@ -171,10 +131,9 @@ class Accumulate(StepPolicy):
         This must happen before the ranks exchange gradients, since another rank's window can have
         another number of samples."""
         if begun:
-            factor, shards = self._usual / self._total, self._parts.shards
-            for optimizer in self._parts.optimizers:
-                found = [each.grad for each in self._precision.parameters(optimizer)]
-                multiply_all([each for each in found if each is not None], factor)
+            parts, factor, shards = self._parts, self._usual / self._total, self._parts.shards
+            found = [each.grad for each in parts.stepped_by(*parts.optimizers)]
+            multiply_all([each for each in found if each is not None], factor)
             multiply_all(shards.unexchanged_gradients() if shards else [], factor)
         self._usual = self._total
 
@@ -189,8 +148,7 @@ class Accumulate(StepPolicy):
     def awaits(self, step: Step, optimizer: Any) -> None:
         """Remember a parameter that has a gradient, to notice if user code clears it before the
         window ends."""
-        parameters = self._precision.parameters(optimizer)
-        self._witness = next((each for each in parameters if each.grad is not None), None)
+        self._witness = next((each for each in self._parts.stepped_by(optimizer) if each.grad is not None), None)
 
     def on_step(self, step: Step) -> None:
         """Undo the steps of schedulers in a window that will be processed again."""
@@ -213,19 +171,19 @@ class Accumulate(StepPolicy):
         return [group for each in self._parts.optimizers for group in each.param_groups]
 
 
-class Pieces(StepPolicy):
-    """Checks that the operator's code is fit for batches in pieces: that nothing but backward
-    passes changes the gradients between two pieces, and that it makes one step, after the last one.
-    The first batch of a run is checked, too, before a worker is lost."""
+class Pieces(Policy):
+    """Refuses code that is not fit for batches in pieces, for users who have asked for them:
+    nothing but backward passes may change the gradients between two pieces, and there is one step,
+    after the last one. The first batch of a run is checked, too, before a worker is lost."""
 
-    def __init__(self, parts: Parts, precision: Precision, *, asked: bool) -> None:
-        self._parts, self._precision, self._asked = parts, precision, asked
-        self.option = "ElasticConfig(batch='global')" if asked else ""
+    option = "ElasticConfig(batch='global')"
+    in_usual_steps = False
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
         self._hooks: list[Any] = []
-        self._untested, self._tests = (
-            asked,
-            False,
-        )  # whether the code was not tested yet, and whether this piece does it
+        self._untested = True  # whether the code was not tested yet
+        self._tests = False  # whether this piece does it
         self._step = Step()
         self._schedules: list[Any] = []  # how many steps each had made before the first piece
         self._seen: list[int] = []  # the versions of the gradients after a backward pass
@@ -237,7 +195,7 @@ class Pieces(StepPolicy):
         again, in_pieces = step.place > 0, step.place > 0 or not step.closing
         schedules = [steps_of(each) for each in self._parts.schedulers] if in_pieces else []
         if again and schedules != self._schedules:
-            raise self._refusal(STEPS_SCHEDULE)
+            raise refusal(STEPS_SCHEDULE)
         self._schedules, self._step, self._arrived = schedules, step, self._arrived and again
         self._tests, self._untested = self._untested, False
         self._cleared = self._here = self._awaited = self._in_backward = False
@@ -245,11 +203,6 @@ class Pieces(StepPolicy):
             self.rest()
         elif not self._hooks:
             self._hooks = hook_gradients(self._parts, self._arrives)
-
-    def _refusal(self, found: str) -> BaseException:
-        """Return the error for a user who has asked for pieces, or what makes the step again
-        without them."""
-        return refusal(found) if self._asked else NotExact(f"the operator {found.split(':')[0]}", LINES)
 
     def rest(self) -> None:
         self._in_backward = False
@@ -266,11 +219,11 @@ class Pieces(StepPolicy):
     def _backward_begins(self) -> None:
         step = self._step
         if self._awaited or step.outcome != "open":
-            raise self._refusal(
+            raise refusal(
                 "makes a step and then computes gradients with the new weights: step after all backward passes"
             )
         if self._tests and not self._cleared:
-            raise self._refusal(
+            raise refusal(
                 "does not clear its gradients with self.zero_grad() before the backward pass: call self.zero_grad(), "
                 "self.backward(loss) and self.step(optimizer) instead of torch's"
             )
@@ -286,16 +239,11 @@ class Pieces(StepPolicy):
         run_after_backward(self._note_versions)  # after the exchange of gradients, which ends in such a call, too
 
     def _note_versions(self) -> None:
-        self._seen = self._versions()
-
-    def _versions(self) -> list[int]:
-        """Return numbers that change when a gradient is changed in place."""
-        parameters = [p for each in self._parts.optimizers for p in self._precision.parameters(each)]
-        return [-1 if each.grad is None else content_version(each.grad) for each in parameters]
+        self._seen = self._parts.gradient_versions()
 
     def _check_unchanged(self, found: str) -> None:
-        if self._arrived and self._step.outcome == "open" and self._versions() != self._seen:
-            raise self._refusal(found)
+        if self._arrived and self._step.outcome == "open" and self._parts.gradient_versions() != self._seen:
+            raise refusal(found)
 
     def awaits(self, step: Step, optimizer: Any) -> None:
         if self._hooks:
@@ -307,30 +255,25 @@ class Pieces(StepPolicy):
             self._check_unchanged(CLIPS)
 
 
-class ReadAhead(StepPolicy):
+class ReadAhead(Policy):
     """Reads the next batch while the ranks exchange gradients, on the CPU and if no processes read
     the data. Then no code of the user may run between a backward pass and the next batch: it could
-    draw random numbers, as the data set can, or change what that returns."""
+    draw random numbers, as the data set can, or change what that returns. While `timers` measure,
+    each batch is read in its turn."""
 
-    def __init__(self, operator: TrainingOperator) -> None:
-        self._operator = operator
+    def __init__(self, parts: Parts, timers: Timers) -> None:
+        self._parts, self._timers = parts, timers
         self._feed: Feed | None = None
 
     def on_epoch(self, feed: Feed) -> None:
-        source, operator = feed.source, self._operator
-        measured = operator.timers.enabled or "seconds" in operator._settings.measures
+        source, stepped = feed.source, (*self._parts.optimizers, *self._parts.schedulers)
+        usual = all(type(each).__module__.startswith("torch.optim.") for each in stepped)
         reads_here = isinstance(source, PlannedSource) and source.loader.num_workers == 0
-        if operator.world_size > 1 and reads_here and not measured and self._is_usual():
+        if feed.rank_info.world_size > 1 and usual and reads_here and not self._timers.enabled:
             self._feed = feed
 
     def rest(self) -> None:
         self._feed = None
-
-    def _is_usual(self) -> bool:
-        operator = self._operator
-        own = operator._overrides("train_epoch", "train_batch", "backward", "step", "skip_step")
-        stepped = *operator._parts.optimizers, *operator._parts.schedulers
-        return not own and all(type(each).__module__.startswith("torch.optim.") for each in stepped)
 
     def weighted(self, step: Step, loss: torch.Tensor) -> torch.Tensor:
         if self._feed is not None and loss.requires_grad:

@@ -10,13 +10,12 @@ from typing import Any
 import torch
 
 from raysgd.errors import ConfigError
-from raysgd.torch.stepping import StepPolicy
-from raysgd.training.step import Step
+from raysgd.training.step import Policy, Step
 
 _NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 
 
-class Precision(StepPolicy):
+class Precision(Policy):
     """Full precision (fp32), and the base of the others. Each operator has one; it owns the scaler,
     if there is one.
 
@@ -81,7 +80,7 @@ class Autocast(Precision):
     def check(self, step: Step, optimizer: Any) -> None:
         self._check_used(direct=False)
 
-    def direct(self, optimizer: Any) -> None:
+    def direct(self, step: Step, optimizer: Any) -> None:
         self._check_used(direct=True)
 
     def _check_used(self, *, direct: bool) -> None:

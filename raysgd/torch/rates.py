@@ -6,46 +6,48 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from raysgd.errors import ConfigError
+from raysgd.training.step import Policy
 
 
-def scaling_rule(name: str | None, usual: int) -> Callable[[int], float] | None:
-    """Return the function from a number of workers to the factor of the learning rates, which is 1
-    for the `usual` number; None without a rule."""
-    if name is None:
-        return None
-    exponent = 0.5 if name == "sqrt" else 1.0
-    return lambda workers: float((workers / usual) ** exponent)
+def scaling(rule: str, workers: int, usual: int) -> float:
+    """Return the factor of the learning rates for this number of workers, which is 1 for the usual
+    one."""
+    return float((workers / usual) ** (0.5 if rule == "sqrt" else 1.0))
 
 
-def scale_rates(optimizers: Sequence[Any], factor: Callable[[], float]) -> Callable[[], None]:
-    """Multiply the learning rates by `factor()` for the duration of each step. Between steps,
+class Rates(Policy):
+    """Multiplies the learning rates by `factor()` for the duration of each step. Between steps,
     groups hold the unscaled rates: so schedulers and checkpoints know nothing of the factor, and
-    nothing is left of it when the number of workers is the usual one again. Return a function to
-    call after an error in a step, which leaves the rates scaled."""
-    own: dict[int, list[tuple[dict[str, Any], Any]]] = {}
+    nothing is left of it when the number of workers is the usual one again."""
 
-    def restore(optimizer: Any, *_: Any) -> None:
-        for group, rate in own.pop(id(optimizer), ()):
-            group["lr"] = rate
+    def __init__(self, factor: Callable[[], float]) -> None:
+        self._factor = factor
+        self._own: dict[int, list[tuple[dict[str, Any], Any]]] = {}  # the unscaled rates of an optimizer that steps
 
-    def scale(optimizer: Any, *_: Any) -> None:
-        restore(optimizer)
-        if (now := factor()) != 1.0:
-            own[id(optimizer)] = [(group, group["lr"]) for group in optimizer.param_groups if "lr" in group]
-            for group, rate in own[id(optimizer)]:
+    def watch(self, optimizers: Sequence[Any]) -> None:
+        for optimizer in optimizers:
+            if not hasattr(optimizer, "register_step_post_hook"):
+                raise ConfigError(
+                    f"ElasticConfig(lr=...) scales the learning rates of torch optimizers, got a {type(optimizer).__name__}, which has "
+                    "no register_step_post_hook: leave lr out, and scale the rate in resized(old_world_size, new_world_size)"
+                )
+            optimizer.register_step_pre_hook(self._scale)
+            optimizer.register_step_post_hook(self._restore)
+
+    def _scale(self, optimizer: Any, *_: Any) -> None:
+        self._restore(optimizer)
+        if (now := self._factor()) != 1.0:
+            own = self._own[id(optimizer)] = [(each, each["lr"]) for each in optimizer.param_groups if "lr" in each]
+            for group, rate in own:
                 group["lr"] = rate * now
 
-    for optimizer in optimizers:
-        if not hasattr(optimizer, "register_step_post_hook"):
-            raise ConfigError(
-                f"ElasticConfig(lr=...) scales the learning rates of torch optimizers, got a {type(optimizer).__name__}, which has "
-                "no register_step_post_hook: leave lr out, and scale the rate in resized(old_world_size, new_world_size)"
-            )
-        optimizer.register_step_pre_hook(scale)
-        optimizer.register_step_post_hook(restore)
+    def _restore(self, optimizer: Any, *_: Any) -> None:
+        for group, rate in self._own.pop(id(optimizer), ()):
+            group["lr"] = rate
 
-    def restore_all() -> None:
-        for optimizer in optimizers:
-            restore(optimizer)
-
-    return restore_all
+    def rest(self) -> None:
+        """Restore the rates of a step that has raised an error."""
+        for rates in self._own.values():
+            for group, rate in rates:
+                group["lr"] = rate
+        self._own.clear()

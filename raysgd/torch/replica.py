@@ -54,7 +54,6 @@ class TorchReplica(ReplicaBase):
         self, operator: TrainingOperator, settings: TorchSettings, rank_info: RankInfo, control: Control
     ) -> None:
         super().__init__(operator, settings, rank_info, control)
-        self._options = settings.options
         self._opener = Opener(operator, settings, control)
         self._carrier = make_carrier(operator.device, channels_last=settings.options.channels_last)
         operator._parts.calls.step, control.called = lambda: control.begun, operator._parts.calls.newest
@@ -73,7 +72,7 @@ class TorchReplica(ReplicaBase):
         for optimizer in operator._parts.optimizers:
             if hasattr(optimizer, "register_step_post_hook"):
                 optimizer.register_step_post_hook(self._on_optimizer_step)
-        self._resharding = Resharding(operator, rank_info, self._options.replicas) if self.in_shards else None
+        self._resharding = Resharding(operator, rank_info, settings.options.replicas) if self.in_shards else None
 
     @classmethod
     def prepare_process(cls, settings: TorchSettings) -> None:
@@ -99,15 +98,20 @@ class TorchReplica(ReplicaBase):
         return self._opener.registered(data, self._position_in(phase), phase)
 
     def _feed_options(self, phase: Phase) -> dict[str, Any]:
-        return {"carrier": self._carrier, **({"window": self._options.accumulate} if phase == "train" else {})}
+        return {
+            "carrier": self._carrier,
+            **({"window": self.operator._parts.options.accumulate} if phase == "train" else {}),
+        }
 
     def _stop_pieces(self, found: NotExact) -> None:
         self.operator._keep_batch.interfered(found)
 
-    def _on_optimizer_step(self, *_: Any) -> None:
+    def _on_optimizer_step(self, optimizer: Any, *_: Any) -> None:
+        step = self.operator._feed.step
         self._position.applied += 1
-        self.operator._feed.step.apply()
-        self.operator._keep_batch.stepped()
+        step.outcome = "applied"
+        for policy in step.policies.stepped:
+            policy(step, optimizer)
 
     def _steps_made(self) -> Any:
         """An optimizer that is not torch's cannot be watched, weights may be changed without one,
@@ -160,7 +164,7 @@ class TorchReplica(ReplicaBase):
         return rows
 
     def _counts(self) -> dict[str, Any]:
-        skipped = self.operator._precision.skipped() + self.operator._leave_out.skipped
+        skipped = self.operator._parts.precision.skipped() + self.operator._leave_out.skipped
         mode = {BATCH_MODE: self.operator._keep_batch.mode.mode} if self._measured == "train" else {}
         counts = {
             **super()._counts(),
@@ -176,7 +180,7 @@ class TorchReplica(ReplicaBase):
         super()._begin_measuring(phase, profile, new_call=new_call)
         if new_call:  # registered metrics continue after a change of the group
             self.operator._parts.begin_measuring(self._metric_of(phase))
-        self.operator._precision.forget_skipped()
+        self.operator._parts.precision.forget_skipped()
         self.operator._leave_out.skipped = 0
         self._measured = phase
         self.operator._monitor.begin(self.operator._parts.wrapped)
@@ -365,7 +369,7 @@ class TorchReplica(ReplicaBase):
         self._rank_info = self.operator._rank_info = rank_info
         self._seed_rest_of_epoch()
         self.operator._parts.rewrap()
-        self.operator._keep_batch.joined()
+        self.operator._keep_batch.joined(rank_info)
         # A replacement worker has the state of the old group, and `resized` must change it on every rank.
         before = self._loaded_from if old.solo else old.world_size
         if before and before != rank_info.world_size:

@@ -4,118 +4,98 @@ policies with them. Worker."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from raysgd.core.ranks import RankInfo
 from raysgd.errors import ConfigError
 from raysgd.torch.parts import Parts
 from raysgd.torch.wrapping import Exchange
-from raysgd.training.step import Policy, Step, acting
-
-if TYPE_CHECKING:
-    from raysgd.torch.precision import Precision
+from raysgd.training.operator_base import OperatorBase
+from raysgd.training.settings import ReplicaSettings
 
 
-class StepPolicy(Policy):
-    """Adds what the operator's helpers call. By default, all methods do nothing.
+class Stepping(OperatorBase):
+    """The part of torch's operators that makes steps."""
 
-    option  what the user has passed, if it acts in the helpers only, so that torch's own methods
-            must not be used
-    """
+    _parts: Parts
 
-    option = ""
+    def __init__(self, config: dict[str, Any] | None, settings: ReplicaSettings, rank_info: RankInfo | None) -> None:
+        super().__init__(config, settings, rank_info)
+        self._in_own_step = self._own_step_made = False  # whether `self.step` runs an optimizer's, and it was made
 
-    def cleared(self, step: Step) -> None:
-        """Called by `self.zero_grad`, which clears nothing after the first batch of a step."""
+    def backward(self, loss: torch.Tensor, optimizer: Any = None, *, loss_id: int = 0) -> None:
+        """Run the backward pass, with the `loss` scaled for the precision and accumulation.
+        `optimizer` is the one that it is for, by default the only one. (`loss_id` is for Apex, if
+        its arguments have num_losses.)"""
+        step = self._feed.step
+        for policy in step.policies.weighted:
+            loss = policy(step, loss)
+        self._parts.precision.backward(loss, optimizer, loss_id=loss_id)
 
-    def weighted(self, step: Step, loss: torch.Tensor) -> torch.Tensor:
-        """Called by `self.backward`. Return the loss whose gradients are computed."""
-        return loss
+    def step(self, optimizer: Any = None) -> bool:
+        """Clip the gradients, and apply the step of the `optimizer` (by default the only one). Do
+        nothing before the last batch of an accumulation window. Return whether the step was made,
+        and neither awaited nor left out."""
+        optimizer = self._only_optimizer() if optimizer is None else optimizer
+        step, precision, exchange = self._feed.step, self._parts.precision, self._parts.exchange
+        if not step.closing:
+            for policy in step.policies.awaits:
+                policy(step, optimizer)
+            return False
+        for policy in step.policies.check:
+            policy(step, optimizer)
+        if type(exchange) is not Exchange:
+            exchange.finish(optimizer)
+        if step.policies.gradients:
+            precision.unscale(optimizer)
+            if not all(policy(step, optimizer) for policy in step.policies.gradients):
+                precision.leave_out(optimizer)
+                step.outcome = "skipped" if step.outcome == "open" else step.outcome
+                return False
+        # Without this hook, an optimizer cannot say whether a loss scaler has called it.
+        self._in_own_step, self._own_step_made = True, not hasattr(optimizer, "register_step_pre_hook")
+        try:
+            precision.step(optimizer)
+        finally:
+            self._in_own_step = False
+        return self._own_step_made
 
-    def awaits(self, step: Step, optimizer: Any) -> None:
-        """Called by `self.step` if the step needs further batches."""
-
-    def check(self, step: Step, optimizer: Any) -> None:
-        """Called by `self.step` first, with the gradients as the backward pass has left them."""
-
-    def gradients(self, step: Step, optimizer: Any) -> bool:
-        """Called by `self.step` with the gradients of all ranks, not scaled. Return whether to make
-        the step: alike on all ranks."""
-        return True
-
-    def direct(self, optimizer: Any) -> None:
-        """Called before a step that user code makes with `optimizer.step()`."""
-
-
-class Stepping:
-    """Owns the policies of an operator, and knows whether a step of an optimizer is one of
-    `self.step`."""
-
-    def __init__(self, policies: Sequence[Policy], precision: Precision, parts: Parts) -> None:
-        self._precision, self._parts = precision, parts
-        self._exchanges = type(parts.exchange) is not Exchange
-        self._cleared, self._weighted, self._awaits, self._check, self._gradients, self._direct = (
-            acting(policies, StepPolicy, name)
-            for name in ("cleared", "weighted", "awaits", "check", "gradients", "direct")
-        )
-        self._option = next((each.option for each in policies if isinstance(each, StepPolicy) and each.option), "")
-        self._in_step = self._made = False
-
-    def zero_grad(self, step: Step, optimizers: Sequence[Any]) -> None:
-        for policy in self._cleared:
+    def zero_grad(self, optimizer: Any = None) -> None:
+        """Clear the gradients of one `optimizer`, or of all. Do nothing after the first batch of an
+        accumulation window."""
+        step, exchange = self._feed.step, self._parts.exchange
+        for policy in step.policies.cleared:
             policy(step)
         if step.place > 0:
             return
-        for optimizer in optimizers:
-            if self._exchanges:  # a batch whose step was left out
-                self._parts.exchange.finish(optimizer)
-            optimizer.zero_grad()
+        for each in self._parts.optimizers if optimizer is None else [optimizer]:
+            if type(exchange) is not Exchange:  # a batch whose step was left out
+                exchange.finish(each)
+            each.zero_grad()
 
-    def backward(self, step: Step, loss: torch.Tensor, optimizer: Any, loss_id: int = 0) -> None:
-        for policy in self._weighted:
-            loss = policy(step, loss)
-        self._precision.backward(loss, optimizer, loss_id=loss_id)
+    def _only_optimizer(self) -> Any:
+        optimizers = self._parts.optimizers
+        if len(optimizers) != 1:
+            raise ConfigError(f"{len(optimizers)} optimizers are registered: pass one of them, step(optimizer)")
+        return optimizers[0]
 
-    def step(self, step: Step, optimizer: Any) -> bool:
-        """Make the optimizer's step if this is the last batch of `step`, and no policy leaves it
-        out. Return whether it was made."""
-        if not step.closing:
-            for policy in self._awaits:
-                policy(step, optimizer)
-            return False
-        for policy in self._check:
-            policy(step, optimizer)
-        if self._exchanges:
-            self._parts.exchange.finish(optimizer)
-        if self._gradients:
-            self._precision.unscale(optimizer)
-            if not all(policy(step, optimizer) for policy in self._gradients):
-                self._precision.leave_out(optimizer)
-                step.skip()
-                return False
-        # Without this hook, an optimizer cannot say whether a loss scaler has called it.
-        self._in_step, self._made = True, not hasattr(optimizer, "register_step_pre_hook")
-        try:
-            self._precision.step(optimizer)
-        finally:
-            self._in_step = False
-        return self._made
+    # -- steps that user code makes with `optimizer.step()` -------------------------------------------
 
-    def watch(self, optimizers: Sequence[Any]) -> None:
-        """Refuse steps that user code makes with `optimizer.step()`, if an option acts in
-        `self.step`."""
+    def _watch_steps(self, optimizers: Sequence[Any]) -> None:
+        """Refuse steps that user code makes itself, if an option acts in `self.step`."""
         for optimizer in optimizers:
             if hasattr(optimizer, "register_step_pre_hook"):
                 optimizer.register_step_pre_hook(self._before_step)
 
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        direct, self._made = not self._in_step, True
+        direct, self._own_step_made = not self._in_own_step, True
         if not direct:
             return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0] is the optimizer
-        if self._option:
-            raise ConfigError(_direct_step(self._option, with_closure=callable(closure)))
+        if option := self._policies.option:
+            raise ConfigError(_direct_step(option, with_closure=callable(closure)))
         if not callable(closure):
             return self._check_direct(optimizer)
 
@@ -127,8 +107,9 @@ class Stepping:
         return args[:1], {**kwargs, "closure": checked}
 
     def _check_direct(self, optimizer: Any) -> None:
-        for policy in self._direct:
-            policy(optimizer)
+        step = self._feed.step
+        for policy in step.policies.direct:
+            policy(step, optimizer)
 
 
 def _direct_step(option: str, *, with_closure: bool) -> str:

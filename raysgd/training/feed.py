@@ -12,7 +12,7 @@ from raysgd.core.progress import Control
 from raysgd.core.ranks import RankInfo
 from raysgd.errors import ConfigError, counted
 from raysgd.training.position import Position
-from raysgd.training.step import Drawn, Step
+from raysgd.training.step import NO_POLICIES, Drawn, Policies, Step
 
 
 class MembershipChange(BaseException):
@@ -100,8 +100,7 @@ class Reader:
                 return None
             if self._ahead:
                 self.read_ahead()
-            batch = self._carrier.arrived(drawn.batch)
-            return drawn if batch is drawn.batch else drawn._replace(batch=batch)
+            return drawn._replace(batch=self._carrier.arrived(drawn.batch)) if self._carries else drawn
         finally:
             del drawn  # an error's traceback refers to this frame
 
@@ -111,8 +110,7 @@ class Reader:
             return None
         if self._left is not None:
             self._left -= drawn.whole
-        sent = self._carrier.send(drawn.batch)
-        return drawn if sent is drawn.batch else drawn._replace(batch=sent)
+        return drawn._replace(batch=self._carrier.send(drawn.batch)) if self._carries else drawn
 
 
 class NoFeed:
@@ -123,13 +121,13 @@ class NoFeed:
     epoch_ended = between_epochs = True
     stopped = False
 
-    def __init__(self) -> None:
-        self.position = Position()
-        self.step = Step()
+    def __init__(self, policies: Policies = NO_POLICIES) -> None:
+        self.position, self.step = Position(), Step(policies=policies)
 
 
 class Feed:
-    """Yields the steps of one loop: what follows the position. The caller commits each before it
+    """Yields the steps of one loop: what follows the position. A step is yielded once for each of
+    its batches or pieces; with the last one it is `closing`, and the caller commits it before it
     asks for the next one.
 
     source      draws the batches
@@ -138,13 +136,16 @@ class Feed:
     pause_at    stop before the batch that follows this step, unless the epoch ends there
     shared      whether the data is divided among the ranks
     window      how many batches share one optimizer step
+    policies    of the operator; those that do not act in usual steps get the unusual ones, and the
+                step after each, in which they go back to the usual
     seed        called before and after an epoch begins: `seed(epoch)`, and then `seed(epoch, rank)`
     call, name  what the loop is for, and what its data is called
 
-    step        the newest step
-    stopped     whether the loop was ended by MembershipChange, with batches left epoch_ended
-                whether the loop has reached the end of an epoch
-    waited_s    how long batches were waited for
+    step         the newest step
+    looked_at    whether the next step counts as unusual, whatever it is
+    stopped      whether the loop was ended by MembershipChange, with batches left
+    epoch_ended  whether the loop has reached the end of an epoch
+    waited_s     how long batches were waited for
     """
 
     def __init__(
@@ -158,6 +159,7 @@ class Feed:
         pause_at: int | None = None,
         shared: bool = False,
         window: int = 1,
+        policies: Policies = NO_POLICIES,
         carrier: Carrier | None = None,
         seed: Callable[..., None] = lambda epoch, *own: None,
         call: str = "train",
@@ -166,6 +168,7 @@ class Feed:
         self.source, self.position, self.rank_info, self._control = source, position, rank_info, control
         self._limit, self._pause_at, self._shared, self._window = limit, pause_at, shared, window
         self._carrier, self._seed, self.call, self._name = carrier or Carrier(), seed, call, name
+        self.policies, self.looked_at = policies, False
         self.training = call == "train"
         self._reader: Reader | None = None  # of the running epoch
         self.step = Step()
@@ -174,40 +177,37 @@ class Feed:
         self.waited_s = 0.0
 
     def __iter__(self) -> Iterator[Step]:
-        position = self.position
+        position, control, window = self.position, self._control, self._window
+        every, usual, unusual = self.policies, self.policies.usual(), False
         while not position.call_done:
-            if self._limit is not None and position.call_batches >= self._limit:
-                self._note_end_of_epoch()
-                position.call_done = True
-                return
-            if self._pause_at is not None and position.step >= self._pause_at and not position.ended:
-                self._note_end_of_epoch()
-                if not position.ended:
+            begins = self.step.closing  # what was asked for before it is committed, or undone
+            if begins:
+                if self._limit is not None and position.call_batches >= self._limit:
+                    self._note_end_of_epoch()
+                    position.call_done = True
+                    return
+                if self._pause_at is not None and position.step >= self._pause_at and not position.ended:
+                    self._note_end_of_epoch()
+                    if not position.ended:
+                        self._stop()
+                if not control.begin(position.step + 1):
                     self._stop()
-            if not self._control.begin(position.step + 1):
+            elif control.interrupted:
                 self._stop()
             drawn = self._read()
             if drawn is None:
+                assert begins, "a source ends with a whole batch, and a reader ahead knows the last one"
                 position.call_done = True
                 return
-            self.step = Step(drawn, self._batches)
-            yield self.step
-
-    def _batches(self, step: Step) -> Iterator[Any]:
-        """Yield the batches of one step: one, the pieces of one, or those of a window, which is
-        shorter at the end of an epoch or call."""
-        while True:
-            if self._window > 1 and step.closing:
+            if begins:
+                after, unusual = unusual, self.looked_at or window > 1 or drawn.weight != 1.0 or not drawn.whole
+                self.step = Step(drawn, every if unusual or after else usual)
+            else:
+                self.step.add(drawn)
+            if window > 1 and drawn.whole:  # it is shorter at the end of an epoch or call
                 assert self._reader is not None
-                step.closing = step.batches == self._window or self._reader.last
-            yield step.current.batch
-            if step.closing or step.outcome == "undone":
-                return
-            if self._control.interrupted:
-                self._stop()
-            drawn = self._read()
-            assert drawn is not None, "a source ends with a whole batch, and a reader ahead knows the last one"
-            step.add(drawn)
+                self.step.closing = self.step.batches == window or self._reader.last
+            yield self.step
 
     @property
     def epoch(self) -> int:
@@ -248,7 +248,7 @@ class Feed:
     def end_epoch(self) -> None:
         """Skip the current batch and the rest of this epoch. All ranks must call this at the same
         batch."""
-        self.step.outcome, self._reader = "undone", None
+        self.step.outcome, self.step.closing, self._reader = "undone", True, None
         self._end_epoch()
 
     def _read(self) -> Drawn | None:

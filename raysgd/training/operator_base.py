@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from inspect import signature
-from typing import Any
+from typing import Any, Protocol
 
 from raysgd.config import at_least
 from raysgd.constants import NUM_SAMPLES
+from raysgd.core.batch_mode import BatchMode, notice
 from raysgd.core.meters import AverageMeterCollection
 from raysgd.core.metrics import OWN_NAMES, refuse_own_names
 from raysgd.core.ranks import RankInfo
@@ -20,8 +21,9 @@ from raysgd.core.sampling_plan import optimizer_steps
 from raysgd.core.timers import Timers
 from raysgd.errors import ConfigError, MissingPartError, shown
 from raysgd.training.feed import Feed, NoFeed
+from raysgd.training.position import Position
 from raysgd.training.settings import ReplicaSettings
-from raysgd.training.step import Policy, Step
+from raysgd.training.step import Policies, Step
 
 logger = logging.getLogger("raysgd")
 
@@ -55,8 +57,19 @@ class RegisteredParts:
         return tuple(values) if isinstance(given, tuple) else list(values)
 
 
-class Schedule:
-    """Steps a learning rate's schedule in the default loop. This one has none."""
+def log_change(mode: BatchMode, position: Position, rank_info: RankInfo, usual: int) -> None:
+    """Log, once in a run, that another number of workers trains than the `usual` one, and that the
+    batch follows it. The position notes that."""
+    known = BatchMode(*(position.batch_mode or ()))
+    other = rank_info.world_size != usual and not rank_info.solo
+    if mode.mode and not mode.keeps_batch and other and not known.logged:
+        if rank_info.world_rank == 0:
+            logger.warning("%s", notice(mode, rank_info.world_size, usual))
+        position.batch_mode = tuple(known._replace(logged=True))
+
+
+class Schedule(Protocol):
+    """Steps a learning rate's schedule in the default loop."""
 
     def end(self, *, failed: bool = False) -> None:
         """Called after each batch or piece; `failed` is whether `train_batch` has raised an
@@ -92,7 +105,7 @@ class OperatorBase:
         self._settings = settings
         self._rank_info = rank_info or RankInfo()
         self._meter = AverageMeterCollection()
-        self._policies: list[Policy] = []  # what takes part in each step
+        self._policies = Policies()  # which take part in each step
         self._feed: Feed | NoFeed = NoFeed()  # of the running loop, with the running step; its replica sets it
         self._complete_for: set[str] = set()
         self._explained: set[str] = set()  # warnings that were logged
@@ -131,21 +144,27 @@ class OperatorBase:
         named = "batch_info" in signature(self.train_batch).parameters
         schedule = self._begin_epoch()
         for batch in iterator:
-            place = {"piece": feed.step.piece, "last_piece": feed.step.current.whole}
+            step = feed.step
+            place = {"piece": step.piece, "last_piece": step.current.whole}
             batch_info = {"batch_idx": batch_idx, "global_step": self.global_step, **place, **common}
             try:
                 metrics = (
                     self.train_batch(batch, batch_info=batch_info) if named else self.train_batch(batch, batch_info)
                 )
             except BaseException:
-                schedule.end(failed=True)  # a peer failed, or the user's code raised an error
+                if schedule is not None:
+                    schedule.end(failed=True)  # a peer failed, or the user's code raised an error
                 raise
-            schedule.end()
-            self._count(feed.step, metrics, batch=batch)
-            if feed.step.current.whole:  # otherwise, another piece of the same batch follows
+            for policy in step.policies.trained:
+                policy(step)
+            if schedule is not None:
+                schedule.end()
+            self._count(step, metrics, batch=batch)
+            if step.current.whole:  # otherwise, another piece of the same batch follows
                 self.global_step += 1
                 batch_idx += 1
-        schedule.end_epoch()
+        if schedule is not None:
+            schedule.end_epoch()
         return dict(self._meter.summary())
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
@@ -285,9 +304,10 @@ class OperatorBase:
         """Return how many samples a batch has, for a method that does not return `num_samples`."""
         return 1
 
-    def _begin_epoch(self) -> Schedule:
-        """Prepare for a loop over an epoch. Return what steps the schedule in it."""
-        return Schedule()
+    def _begin_epoch(self) -> Schedule | None:
+        """Prepare for a loop over an epoch. Return what steps the schedule in it, if there is
+        one."""
+        return None
 
     def _epoch_info(self, num_steps: int | None) -> Mapping[str, Any]:
         """Return what `batch_info` has in addition."""

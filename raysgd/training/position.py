@@ -120,7 +120,7 @@ class Position:
         """Count what a step has trained. From now on its batches are never drawn again."""
         step.committed = True
         if step.outcome == "open":  # the loop is done with it, and no optimizer that can be watched has stepped
-            step.apply()
+            step.outcome = "applied"
         for drawn in step.drawn:
             if drawn.rows is not None and drawn.whole:
                 self.call_units += drawn.rows

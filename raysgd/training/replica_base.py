@@ -41,7 +41,7 @@ from raysgd.training.position import Position
 from raysgd.training.seeding import derived_seed
 from raysgd.training.settings import ReplicaSettings
 from raysgd.training.snapshots import LOADED_S, ROOM_S, Snapshotter
-from raysgd.training.step import Policy, Step, acting
+from raysgd.training.step import NO_POLICIES, Step
 
 logger = logging.getLogger("raysgd")
 
@@ -123,9 +123,6 @@ class ReplicaBase(ABC):
         # Its `epoch` counts the passes of tests that have begun, its `call` is the newest of them.
         self._tested = Position()
         self.operator._epochs_before = lambda: max(self._position.epoch - 1, 0)
-        self._at_epoch, self._at_begin, self._at_step, self._at_rest = (
-            acting(operator._policies, Policy, name) for name in ("on_epoch", "begin", "on_step", "rest")
-        )
         self._validation_began = self._val_position.as_dict()
         self._sources: dict[Phase, Any] = {}
         self.half_loaded = False  # this state is a part of one and a part of another
@@ -224,14 +221,14 @@ class ReplicaBase(ABC):
     def _batches(self, feed: Feed, *, unwinds: bool = False) -> Generator[Any]:
         """Yield the batches of a loop, and commit each step when the loop asks for what follows it.
         A stop at a batch boundary ends the iteration, or, if it `unwinds`, the user's loop."""
-        begin = self._at_begin if feed.training else ()
         try:
             for step in feed:
-                for batch in step:
-                    for policy in begin:
-                        policy(step)
-                    yield batch  # to `train_batch`, in which self.zero_grad, self.backward and self.step act on the step
-                self._end(feed, step)
+                for policy in step.policies.begin:
+                    policy(step)
+                # To `train_batch`, in which self.zero_grad, self.backward and self.step act on the step.
+                yield step.current.batch
+                if step.closing:
+                    self._end(feed, step)
         except MembershipChange:
             if unwinds:
                 raise
@@ -245,11 +242,11 @@ class ReplicaBase(ABC):
         step, failure = feed.step, feed.failure
         if not step.ended:
             if failed and feed.training and self._was_made():
-                step.apply()
+                step.outcome = "applied"
             if not step.counts(failed=failed):
                 step.outcome = "undone"
             self._end(feed, step, last=failed)
-        self._waited, feed.failure, self.operator._feed = feed.waited_s, None, NoFeed()
+        self._waited, feed.failure, self.operator._feed = feed.waited_s, None, NoFeed(self.operator._policies)
         if failure is not None and not failed:
             raise failure  # the user's loop caught it, but the data has not ended
 
@@ -259,9 +256,8 @@ class ReplicaBase(ABC):
         if counts:
             position.commit(step)
             self._control.batch, self._waited = position.call_batches, feed.waited_s
-        if feed.training:
-            for policy in self._at_step:
-                policy(step)
+        for policy in step.policies.on_step:
+            policy(step)
         if not counts:
             return
         if (feed.training and position.step >= self._compare_at) or self._control.due(last=last):
@@ -286,10 +282,10 @@ class ReplicaBase(ABC):
         """Return a context for the user's loop over an epoch, which ends it when the workers are
         about to change."""
         stack = ExitStack()  # and no generator with @contextmanager, which would set the traceback of the user's error
-        for rest in self._at_rest:
+        for rest in self.operator._policies.rest:
             stack.callback(rest)
         stack.enter_context(self.operator.timers.record("train_epoch"))
-        for policy in self._at_epoch:
+        for policy in self.operator._policies.on_epoch:
             policy(feed)
 
         def ended(kind: Any, error: BaseException | None, traceback: Any) -> bool:
@@ -350,6 +346,7 @@ class ReplicaBase(ABC):
             call=CALLS[phase],
             name=self.data_names[phase],
             seed=partial(self._seed_place, phase),
+            policies=self.operator._policies if phase == "train" else NO_POLICIES,
             **self._feed_options(phase),
         )
         return feed
@@ -418,7 +415,7 @@ class ReplicaBase(ABC):
             self._leave(feed)
         except BaseException:
             position.adopt(began)
-            operator._feed = NoFeed()
+            operator._feed = NoFeed(operator._policies)
             raise
         if feed.stopped:
             position.adopt(began)

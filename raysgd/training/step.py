@@ -1,9 +1,11 @@
 """The optimizer step as an object: its batches, what they count, and what became of it. Worker.
 
-    for step in feed:                       # draws, in `training/feed.py`
-        for batch in step:
-            operator.train_batch(batch, ...)    # self.zero_grad, self.backward and self.step act on the step
-        commit(step)                        # `ReplicaBase`: position, policies, progress, snapshot
+    for step in feed:                       # draws, in `training/feed.py`: once for each batch or piece
+        for policy in step.policies.begin:
+            policy(step)
+        operator.train_batch(step.current.batch, ...)   # self.zero_grad, self.backward and self.step act on the step
+        if step.closing:
+            commit(step)                    # `ReplicaBase`: position, policies, progress, snapshot
 
 Each outcome has one writer: a step is "applied" when an optimizer has stepped, "skipped" if a
 policy leaves it out, and "undone" if the loop ends before that.
@@ -11,7 +13,7 @@ policy leaves it out, and "undone" if the loop ends before that.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
@@ -42,92 +44,19 @@ class Drawn(NamedTuple):
     units: tuple[int, int] | None = None
 
 
-class Step:
-    """What one optimizer step is made of, and what became of it. Iterating over it draws its
-    batches.
+class Policy:
+    """Takes part in steps, or observes them. An operator has several, which act in their order; by
+    default they do nothing. Torch's operators call all of these methods, TensorFlow's, whose steps
+    are graph functions, the first four.
 
-    drawn      this rank's batches up to now: one, the pieces of one, or those of an accumulation
-               window. The last one is `current`, and only that one has its content
-    place      how many batches or pieces came before the current one
-    batches    how many batches of the loader these are. The pieces of one count together, with the
-               last one
-    closing    whether the current batch is the last one before the optimizer's step
-    outcome    "open"; "applied" when an optimizer has stepped, "skipped" if all ranks have left the
-               step out, "undone" if its batches will be drawn again
-    committed  whether the position is behind it
-    samples    how many samples the current batch counts among those that share the step, if there
-               are several batches
-    metrics    what the batches measured before the last one: values, weight, and whether no piece
-               follows
+    option          what the user has passed, if it acts in the operator's helpers only, so that
+                    torch's own methods must not be used
+    in_usual_steps  False if it does nothing in usual steps: of one batch, of which all ranks have
+                    the same number of samples
     """
 
-    __slots__ = (
-        "_more",
-        "batches",
-        "closing",
-        "committed",
-        "current",
-        "drawn",
-        "metrics",
-        "outcome",
-        "place",
-        "samples",
-    )
-
-    def __init__(self, first: Drawn | None = None, more: Callable[[Step], Iterator[Any]] | None = None) -> None:
-        """Begin with its first batch; `more` yields the content of all. Without one, this is a step
-        that user code makes by itself."""
-        self.current = first or NOTHING
-        self.drawn, self.committed = [] if first is None else [first], first is None
-        self.place, self.batches = 0, int(self.current.whole)
-        self.closing = self.current.whole
-        self.outcome: Outcome = "open"
-        self.samples = 1.0
-        self.metrics: list[tuple[dict[str, Any], Any, bool]] = []
-        self._more = more
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(()) if self._more is None else self._more(self)
-
-    def add(self, drawn: Drawn) -> None:
-        """Note the next batch, which is the current one now."""
-        self.drawn[-1] = self.current._replace(batch=None)
-        self.drawn.append(drawn)
-        self.current, self.closing = drawn, drawn.whole
-        self.place += 1
-        self.batches += drawn.whole
-
-    @property
-    def piece(self) -> int:
-        """Return how many pieces of the same batch came before the current one."""
-        begin = self.place
-        while begin > 0 and not self.drawn[begin - 1].whole:
-            begin -= 1
-        return self.place - begin
-
-    @property
-    def ended(self) -> bool:
-        """Return whether the step is committed or undone."""
-        return self.committed or self.outcome == "undone"
-
-    def apply(self, *_: Any) -> None:
-        """Note that an optimizer has made its step: it counts, whatever happens next."""
-        self.outcome = "applied"
-
-    def skip(self) -> None:
-        """Note that the step of an optimizer was left out, on all ranks."""
-        if self.outcome == "open":
-            self.outcome = "skipped"
-
-    def counts(self, *, failed: bool) -> bool:
-        """Return whether the step counts if the loop leaves it now: after an error if it was
-        applied, otherwise if it is complete."""
-        return self.outcome == "applied" if failed else self.closing
-
-
-class Policy:
-    """Takes part in steps, or observes them. An operator has a list of policies, which act in this
-    order; by default they do nothing."""
+    option = ""
+    in_usual_steps = True
 
     def on_epoch(self, feed: Feed) -> None:
         """Called before a loop over an epoch, or over the rest of it. `feed` has what the loop
@@ -142,11 +71,121 @@ class Policy:
     def rest(self) -> None:
         """Called after a loop, which an error may have ended: no step is open."""
 
+    def cleared(self, step: Step) -> None:
+        """Called by `self.zero_grad`, which clears nothing after the first batch of a step."""
 
-def acting(policies: Iterable[Any], base: type[Any], method: str) -> list[Callable[..., Any]]:
-    """Return this method of those policies for which it does something."""
-    default = getattr(base, method)
-    return [getattr(each, method) for each in policies if getattr(type(each), method, default) is not default]
+    def weighted(self, step: Step, loss: Any) -> Any:
+        """Called by `self.backward`. Return the loss whose gradients are computed."""
+        return loss
+
+    def awaits(self, step: Step, optimizer: Any) -> None:
+        """Called by `self.step` if the step needs further batches."""
+
+    def check(self, step: Step, optimizer: Any) -> None:
+        """Called by `self.step` first, with the gradients as the backward pass has left them."""
+
+    def gradients(self, step: Step, optimizer: Any) -> bool:
+        """Called by `self.step` with the gradients of all ranks, not scaled. Return whether to make
+        the step: alike on all ranks."""
+        return True
+
+    def direct(self, step: Step, optimizer: Any) -> None:
+        """Called before a step that user code makes with `optimizer.step()`."""
+
+    def stepped(self, step: Step, optimizer: Any) -> None:
+        """Called after each step of an optimizer, and after the user's hooks on it."""
+
+    def trained(self, step: Step) -> None:
+        """Called by the default loop when `train_batch` has returned."""
 
 
-NOTHING = Drawn(None, 0)
+class Policies:
+    """Policies in their order, and for each method those that do something in it. `option` is the
+    first that forbids torch's own methods."""
+
+    def __init__(self, every: Sequence[Policy] = ()) -> None:
+        self.every = every
+        self.option = next((each.option for each in every if each.option), "")
+        self.on_epoch, self.begin = self._acting("on_epoch"), self._acting("begin")
+        self.on_step, self.rest = self._acting("on_step"), self._acting("rest")
+        self.cleared, self.weighted = self._acting("cleared"), self._acting("weighted")
+        self.awaits, self.check = self._acting("awaits"), self._acting("check")
+        self.gradients, self.direct = self._acting("gradients"), self._acting("direct")
+        self.stepped, self.trained = self._acting("stepped"), self._acting("trained")
+
+    def _acting(self, method: str) -> list[Callable[..., Any]]:
+        default = getattr(Policy, method)
+        return [getattr(each, method) for each in self.every if getattr(type(each), method) is not default]
+
+    def usual(self) -> Policies:
+        """Return those that act in usual steps."""
+        return Policies([each for each in self.every if each.in_usual_steps])
+
+
+class Step:
+    """What one optimizer step is made of, and what became of it.
+
+    drawn      this rank's batches up to now: one, the pieces of one, or those of an accumulation
+               window. The last one is `current`, and only that one has its content
+    policies   those that take part in it
+    place      how many batches or pieces came before the current one
+    piece      how many pieces of the same batch came before the current one
+    batches    how many batches of the loader these are. The pieces of one count together, with the
+               last one
+    closing    whether the current batch is the last one before the optimizer's step
+    outcome    "open"; "applied" when an optimizer has stepped, "skipped" if all ranks have left the
+               step out, "undone" if its batches will be drawn again
+    committed  whether the position is behind it
+    samples    how many samples the current batch counts among those that share the step, if there
+               are several batches
+    metrics    what the batches measured before the last one: values, weight, and whether no piece
+               follows
+    """
+
+    __slots__ = (
+        "batches",
+        "closing",
+        "committed",
+        "current",
+        "drawn",
+        "metrics",
+        "outcome",
+        "piece",
+        "place",
+        "policies",
+        "samples",
+    )
+
+    def __init__(self, first: Drawn | None = None, policies: Policies | None = None) -> None:
+        """Begin with its first batch. Without one, this is a step that user code makes by
+        itself."""
+        self.current = first or NOTHING
+        self.drawn, self.committed = [] if first is None else [first], first is None
+        self.policies = policies or NO_POLICIES
+        self.place, self.piece, self.batches = 0, 0, int(self.current.whole)
+        self.closing = self.current.whole
+        self.outcome: Outcome = "open"
+        self.samples = 1.0
+        self.metrics: list[tuple[dict[str, Any], Any, bool]] = []
+
+    def add(self, drawn: Drawn) -> None:
+        """Note the next batch, which is the current one now."""
+        self.piece = 0 if self.current.whole else self.piece + 1
+        self.drawn[-1] = self.current._replace(batch=None)
+        self.drawn.append(drawn)
+        self.current, self.closing = drawn, drawn.whole
+        self.place += 1
+        self.batches += drawn.whole
+
+    @property
+    def ended(self) -> bool:
+        """Return whether the step is committed or undone."""
+        return self.committed or self.outcome == "undone"
+
+    def counts(self, *, failed: bool) -> bool:
+        """Return whether the step counts if the loop leaves it now: after an error if it was
+        applied, otherwise if it is complete."""
+        return self.outcome == "applied" if failed else self.closing
+
+
+NOTHING, NO_POLICIES = Drawn(None, 0), Policies()

@@ -6,14 +6,13 @@ from typing import Any
 
 import pytest
 
-from raysgd.torch import operator as operators
-from raysgd.torch.stepping import StepPolicy
-from raysgd.training.step import Step
+from raysgd.torch import TrainingOperator
+from raysgd.training.step import Policy, Step
 from tests.local.group import Cluster, Fault
 from tests.local.test_faults import POINTS, ROWS, seen, trainer
 
 
-class Ledger(StepPolicy):
+class Ledger(Policy):
     """Notes how the steps of its rank have ended, and of those that are committed, which range of the epoch's order all ranks took."""
 
     def __init__(self) -> None:
@@ -30,13 +29,13 @@ class Ledger(StepPolicy):
 
 @pytest.fixture
 def ledgers(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = operators.policies_of
+    original = TrainingOperator._make_policies
 
-    def with_ledger(operator: Any, **given: Any) -> Any:
+    def with_ledger(operator: Any, *given: Any) -> Any:
         operator.ledger = Ledger()
-        return [*original(operator, **given), operator.ledger]
+        return [*original(operator, *given), operator.ledger]
 
-    monkeypatch.setattr(operators, "policies_of", with_ledger)
+    monkeypatch.setattr(TrainingOperator, "_make_policies", with_ledger)
 
 
 @pytest.mark.parametrize("batch", ["global", "per_worker"])

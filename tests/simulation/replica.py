@@ -140,8 +140,7 @@ class SimReplica:
         )
         try:
             for step in feed:
-                for batch in step:
-                    self._train_batch(step, *batch)
+                self._train_batch(step, *step.current.batch)
                 self._commit(step)
             self._report(last=True)
         except MembershipChange:
@@ -171,7 +170,7 @@ class SimReplica:
         self.weights = hash((self.weights, sum(each[6] for each in contributions)))
         self.steps.append((self._position.epoch, before, after))
         self._position.applied += 1
-        step.apply()
+        step.outcome = "applied"
         worker.checker.applied(worker, group, self.steps, contributions)
         worker.point("applied")
         size = part.stop - part.start

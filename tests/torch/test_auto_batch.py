@@ -262,11 +262,13 @@ def test_info_tells_that_a_batch_is_a_piece() -> None:
 class Interfering(Curve):
     """Does something in a later batch that a piece must not do."""
 
-    at, act = 3, staticmethod(lambda operator: None)
+    at, act, early = 3, staticmethod(lambda operator: None), staticmethod(lambda operator: None)
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         acts = batch_info["global_step"] >= self.at
         self.zero_grad()
+        if acts:
+            self.early(self)
         loss = self.criterion(self.model(batch[0]), batch[1])
         self.backward(loss)
         if acts:
@@ -307,6 +309,36 @@ def test_code_that_interferes_after_all_gets_its_batch_again(
     mine = Outcome(kind, *faults, **given)
     assert mine.mode == "per_worker" and mine.reasons[1] == "batch" and len(said(caplog)) == 1
     assert sum(each["num_samples"] for each in mine.results) == 2 * CONFIG["rows"]
+
+
+@pytest.mark.parametrize("faults", [ONE, TWO])
+def test_code_that_clears_the_gradients_of_an_earlier_piece_gets_its_batch_again(
+    faults: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    kind = type("Late", (Interfering,), {"early": staticmethod(clear)})
+    mine = Outcome(kind, *faults, scheduler_step_freq="manual")
+    assert mine.mode == "per_worker" and mine.reasons[1] == "batch" and len(said(caplog)) == 1
+    assert sum(each["num_samples"] for each in mine.results) == 2 * CONFIG["rows"]
+
+
+class Clipping(Curve):
+    """Clips by hand, once in a batch."""
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        self.zero_grad()
+        loss = self.criterion(self.model(batch[0]), batch[1])
+        self.backward(loss)
+        if batch_info["last_piece"]:
+            nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
+        self.step()
+        return {"train_loss": loss.detach(), "num_samples": len(batch[0])}
+
+
+@pytest.mark.parametrize("faults", [ONE, TWO])
+def test_code_may_clip_by_hand_with_the_last_piece(faults: Any, caplog: pytest.LogCaptureFixture) -> None:
+    mine = Outcome(Clipping, *faults)
+    mine.assert_equals(Outcome(Clipping))
+    assert mine.mode == "global" and not said(caplog)
 
 
 # -- who knows the decision ------------------------------------------------------------------------------

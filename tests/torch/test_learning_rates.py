@@ -8,7 +8,7 @@ from torch import nn
 
 from raysgd import ConfigError, ElasticConfig
 from raysgd.tf import TFTrainer
-from raysgd.torch.rates import scale_rates
+from raysgd.torch.rates import Rates
 from raysgd.train import Trainer
 from tests.local.runs import train
 from tests.torch.test_exact_gradients import Curve, close
@@ -54,7 +54,7 @@ def test_a_step_that_raises_leaves_no_factor_behind() -> None:
     weight = torch.ones(1, requires_grad=True)
     optimizer = torch.optim.SGD([{"params": [weight], "lr": 0.1}], lr=0.3)
     factors = [0.5, 0.25, 1.0]
-    scale_rates([optimizer], lambda: factors.pop(0))
+    Rates(lambda: factors.pop(0)).watch([optimizer])
     weight.grad = torch.ones(1)
 
     def fail(*_: Any) -> None:
@@ -86,4 +86,4 @@ def test_where_rates_are_not_scaled() -> None:
 
 def test_an_optimizer_without_hooks_is_refused() -> None:
     with pytest.raises(ConfigError, match="got a object, which has no register_step_post_hook"):
-        scale_rates([object()], lambda: 1.0)
+        Rates(lambda: 1.0).watch([object()])

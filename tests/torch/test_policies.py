@@ -11,26 +11,26 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import ConfigError, TrainingOptions
-from raysgd.torch import operator as operators
-from raysgd.torch.stepping import StepPolicy
-from raysgd.training.step import Step
+from raysgd.torch import TrainingOperator
+from raysgd.torch.parts import Parts
+from raysgd.training.step import Policy, Step
 from tests.local.runs import train
 from tests.torch.small import Line, inline, weights
 from tests.torch.test_exact_gradients import Curve, close
 
 pytestmark = pytest.mark.filterwarnings("ignore:the training loader does not shuffle")
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "structure.md"
-Added = Callable[[Callable[[Any], StepPolicy]], None]
+Added = Callable[[Callable[[Parts], Policy]], None]
 
 
 @pytest.fixture
 def added(monkeypatch: pytest.MonkeyPatch) -> Added:
-    """Add what this returns for an operator to its policies, as a line in `policies_of` does."""
+    """Add what this returns for an operator's parts to its policies, as a line in `_make_policies` does."""
 
-    def add(make: Callable[[Any], StepPolicy]) -> None:
-        original = operators.policies_of
+    def add(make: Callable[[Parts], Policy]) -> None:
+        original = TrainingOperator._make_policies
         monkeypatch.setattr(
-            operators, "policies_of", lambda operator, **given: [*original(operator, **given), make(operator)]
+            TrainingOperator, "_make_policies", lambda self, *given: [*original(self, *given), make(self._parts)]
         )
 
     return add
@@ -68,7 +68,7 @@ def test_the_policy_of_the_page_acts_once_in_each_step(added: Added) -> None:
         trainer.train()
         expected = weights(trainer)
     policy = policy_of_the_page()
-    added(lambda operator: policy(operator._precision))
+    added(policy)
     with inline(ByThePolicy, config={"batch": 4}) as trainer:
         trainer.train()
         assert torch.equal(weights(trainer), expected)
@@ -81,12 +81,12 @@ def test_the_policy_of_the_page_acts_once_in_each_step(added: Added) -> None:
 
 def test_the_policy_of_the_page_does_the_same_for_any_number_of_workers(added: Added) -> None:
     policy = policy_of_the_page()
-    added(lambda operator: policy(operator._precision))
+    added(policy)
     whole = train(Curve, {"rows": 23, "batch": 6}, [(None, 1)])
     close(train(Curve, {"rows": 23, "batch": 2}, [(2, 3), (1, 1), (None, 2)], num_workers=3, batch="global"), whole)
 
 
-class Watching(StepPolicy):
+class Watching(Policy):
     """Notes its calls."""
 
     def __init__(self) -> None:
@@ -137,7 +137,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, int], list[Any]]] = {
 def test_a_policy_sees_each_batch_and_how_each_step_ends(case: str, added: Added) -> None:
     options, changed, expected = CASES[case]
     policy = Watching()
-    added(lambda operator: policy)
+    added(lambda parts: policy)
     kind = type("Changed", (Spoilt,), changed)
     with inline(kind, options=TrainingOptions(**options)) as trainer:
         if "broken" in changed:
@@ -157,7 +157,7 @@ class Wraps(Line):
 
 def test_a_loop_that_ends_early_leaves_a_window_undone(added: Added) -> None:
     policy = Watching()
-    added(lambda operator: policy)
+    added(lambda parts: policy)
     with inline(Wraps, config={"rows": 12, "batch": 2}, options=TrainingOptions(accumulate=2)) as trainer:
         assert trainer.train()["num_samples"] == 4
     assert policy.calls == ["epoch", *WINDOW, "applied", (0, False), "undone", "rest"]
