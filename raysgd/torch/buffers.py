@@ -3,16 +3,18 @@ once. Worker."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from operator import is_
 
 import torch
 from torch import nn
 
-from raysgd.torch.foreign import copy_all
+from raysgd.torch.foreign import buffers_at, copy_all
 from raysgd.torch.parts import Parts
 from raysgd.training.step import Policy, Step
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+Place = tuple[nn.Module, str]  # of a buffer, because a module may replace its buffers
 
 
 class KeepBuffers(Policy):
@@ -26,65 +28,87 @@ class KeepBuffers(Policy):
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
-        self._places: list[tuple[nn.Module, str]] | None = None  # None before the first step
+        self._places: list[Place] | None = None  # None before the first step
         self._norms = False
-        self._before: list[torch.Tensor] = []  # the contents at the beginning of the step
-        self._first: list[torch.Tensor] | None = None  # those after the first piece, while others follow
+        # At the beginning of the step: the buffers, where they were, and their contents.
+        self._now: list[torch.Tensor] = []
+        self._at: list[Place] = []
+        self._before: list[torch.Tensor] = []
+        self._first: list[tuple[Place, torch.Tensor]] = []  # the contents after the first piece, while others follow
 
     @property
     def are_moving(self) -> bool:
         """Return whether training changes buffers, or computes with all samples of a batch."""
-        places = self._places if self._places is not None else self._found()
-        return self._norms or bool(places)
+        return bool(self._found() if self._places is None else self._places) or self._norms
 
     def begin(self, step: Step) -> None:
         if step.place == 0:
-            if self._places is None:
-                self._before = [each.clone() for each in self._read(self._all())]
-            elif self._places:
-                copy_all(self._read(self._places), self._before)
-        elif self._places != []:
-            if step.drawn[-2].whole:
-                self._take_first()
-            elif self._first is None:
-                self._first = [each.clone() for each in self._read(self._kept())]
+            self._keep(self._all() if self._places is None else self._places)
+        elif step.drawn[-2].whole:
+            self._take_first()
+        elif not self._first:
+            places = self._all() if self._places is None else self._places
+            self._first = [(each, held.clone()) for each in places if (held := _held(each)) is not None]
 
     def on_step(self, step: Step) -> None:
         if step.outcome == "undone":
-            copy_all(self._before, self._read(self._kept()))
-            self._first = None
+            self._first = []
+            _put(zip(self._at, self._before, strict=True))
             return
         self._take_first()
         if self._places is None:
             self._places = self._found()
-            self._before = [each.clone() for each in self._read(self._places)]
+            self.in_usual_steps = bool(self._places)
 
     def rest(self) -> None:
-        self._first = None
+        self._first = []
+
+    def _keep(self, places: Sequence[Place]) -> None:
+        now = buffers_at(places)
+        if len(now) == len(self._now) and all(map(is_, now, self._now)):
+            copy_all(now, self._before)
+        else:  # in the first steps, and if a module has replaced one
+            self._now, self._before = now, [each.clone() for each in now]
+            self._at = [each for each in places if _held(each) is not None]
 
     def _take_first(self) -> None:
-        if self._first is not None:
-            copy_all(self._first, self._read(self._kept()))
-            self._first = None
+        _put(self._first)
+        self._first = []
 
-    def _kept(self) -> list[tuple[nn.Module, str]]:
-        return self._all() if self._places is None else self._places
-
-    def _found(self) -> list[tuple[nn.Module, str]]:
-        """Return the buffers that the first step has changed, and those of BatchNorm."""
-        every = self._all()
+    def _found(self) -> list[Place]:
+        """Return the buffers that the first step has changed or created, and those of BatchNorm."""
         self._norms = any(isinstance(each, BATCH_NORMS) for model in self._parts.models for each in model.modules())
-        pairs = zip(every, self._read(every), self._before, strict=True)
+        before = dict(zip(self._at, self._before, strict=True))
         return [
-            place for place, now, before in pairs if isinstance(place[0], BATCH_NORMS) or not torch.equal(now, before)
+            each
+            for each in self._all()
+            if isinstance(each[0], BATCH_NORMS) or each not in before or not _equal(_held(each), before[each])
         ]
 
-    def _all(self) -> list[tuple[nn.Module, str]]:
+    def _all(self) -> list[Place]:
         modules = [each for model in self._parts.models for each in model.modules()]
-        found = [(each, name) for each in modules for name, _ in each.named_buffers(recurse=False)]
-        return list({(id(each), name): (each, name) for each, name in found}.values())
+        return list(dict.fromkeys((each, name) for each in modules for name, _ in each.named_buffers(recurse=False)))
 
-    @staticmethod
-    def _read(places: Sequence[tuple[nn.Module, str]]) -> list[torch.Tensor]:
-        # A module may replace its buffers.
-        return [getattr(module, name) for module, name in places]
+
+@torch.no_grad()
+def _put(contents: Iterable[tuple[Place, torch.Tensor]]) -> None:
+    """Restore the contents of buffers; of one that has been replaced by another kind, the
+    buffer."""
+    for place, content in contents:
+        now = _held(place)
+        if now is not None and _alike(now, content):
+            now.copy_(content)
+        else:
+            setattr(*place, content.clone())
+
+
+def _held(place: Place) -> torch.Tensor | None:
+    return getattr(*place, None)
+
+
+def _equal(one: torch.Tensor | None, other: torch.Tensor) -> bool:
+    return one is not None and _alike(one, other) and torch.equal(one, other)
+
+
+def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)

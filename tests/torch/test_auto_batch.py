@@ -132,6 +132,35 @@ def test_running_statistics_follow_the_first_ranks_part(workers: int, at: str, a
     assert mine.mode == "global"
 
 
+class Growing(Curve):
+    """Has a buffer that grows, and one that its first forward pass registers."""
+
+    class Cache(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("means", torch.zeros(1).double(), persistent=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.training:
+                if not hasattr(self, "total"):
+                    self.register_buffer("total", torch.zeros(()).double(), persistent=False)
+                self.total += x.detach().sum()
+                self.means = torch.cat([self.means, x.detach().mean().reshape(1)])
+            return x
+
+    def register(self, *, models: Any, **parts: Any) -> Any:
+        models.append(self.Cache())
+        return super().register(models=models, **parts)
+
+
+@pytest.mark.parametrize("at", ["forward", "reduced"])
+def test_buffers_that_user_code_replaces_or_adds_follow_the_first_rank(at: str) -> None:
+    given: dict[str, Any] = {"num_workers": 2, "config": {"rows": 36, "batch": 3}}
+    mine = Outcome(Growing, Fault("kill", at, rank=1, step=3), **given)
+    mine.assert_equals(Outcome(Growing, **given))
+    assert mine.mode == "global" and [each.numel() for each in mine.buffers] == [13, 1]
+
+
 # -- what cannot be exact ------------------------------------------------------------------------------
 
 
