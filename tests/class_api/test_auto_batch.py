@@ -1,6 +1,7 @@
 """`ElasticConfig(batch="auto")` in real processes, with DistributedDataParallel: the README's digits, BatchNorm, and losses that compare
 the samples of all workers."""
 
+import logging
 import os
 import signal
 from pathlib import Path
@@ -122,3 +123,38 @@ class Measured(Curve):
 @pytest.mark.parametrize(("kind", "mode"), [(Contrasting, "per_worker"), (Measured, "global")])
 def test_a_loss_of_all_workers_is_per_worker(kind: type[Curve], mode: str) -> None:
     assert run(kind, dies=True)[2] == mode
+
+
+class Lines(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def test_the_contrastive_operator_is_per_worker() -> None:
+    pytest.importorskip("transformers")
+    from raysgd.operators.contrastive import ContrastiveOperator
+
+    class Told(dying(ContrastiveOperator)):  # type: ignore[misc]
+        def setup(self, config: dict[str, Any]) -> None:
+            super().setup(config)
+            self.told = Lines()
+            logging.getLogger("raysgd").addHandler(self.told)
+
+    with TorchTrainer(
+        training_operator_cls=Told,
+        config={"batch_size": 8},
+        num_workers=2,
+        use_gpu=False,
+        elastic=ElasticConfig(grow=False),
+    ) as trainer:
+        trainer.train(num_steps=5, info={"dies": True})
+        assert trainer.world_size == 1 and trainer.batch_mode == "per_worker"
+        (lines,) = trainer.apply_all_operators(lambda operator: operator.told.lines)
+    (line,) = [each for each in lines if "keeps its batch size" in each]
+    assert "1 worker of 2 trains now" in line and "collective calls before the backward pass" in line

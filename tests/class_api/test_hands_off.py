@@ -1,7 +1,9 @@
-"""raysgd writes nothing to the user's objects, in processes with DistributedDataParallel and FSDP.
+"""raysgd writes nothing to the user's objects, in processes with DistributedDataParallel, FSDP and Horovod.
 
 `tests/local/test_hands_off.py` has the options that need no such process.
 """
+
+from typing import Any
 
 import pytest
 
@@ -15,11 +17,20 @@ FSDP = {"__class__", "__dict__"}
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("options", "allowed"), [(TrainingOptions(accumulate=2), set()), (TrainingOptions(parallel="fsdp"), FSDP)]
+    ("given", "allowed"),
+    [
+        ({"options": TrainingOptions(accumulate=2)}, set()),
+        ({"options": TrainingOptions(parallel="fsdp")}, FSDP),
+        pytest.param(
+            {"backend": "horovod", "options": TrainingOptions(accumulate=2, clip_norm=1.0)},
+            set(),
+            marks=[pytest.mark.horovod, pytest.mark.more],
+        ),
+    ],
 )
-def test_wrapped_models(options: TrainingOptions, allowed: set[str], ray_cluster: None) -> None:
+def test_wrapped_models(given: dict[str, Any], allowed: set[str], ray_cluster: None) -> None:
     with TorchTrainer(
-        training_operator_cls=Own, num_workers=2, use_gpu=False, options=options, scheduler_step_freq="batch"
+        training_operator_cls=Own, num_workers=2, use_gpu=False, scheduler_step_freq="batch", **given
     ) as trainer:
         trainer.train()
         trainer.validate()

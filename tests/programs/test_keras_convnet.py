@@ -4,8 +4,11 @@
 in another order, which float32 rounds otherwise. So they compute in float64 here, and so does `fit`.
 """
 
+import os
+import signal
 from collections.abc import Iterator
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -104,3 +107,72 @@ def test_two_workers_equal_fit(ray_cluster: None, dtype: str) -> None:
     for mine, other in zip(model.get_weights(), weights, strict=True):
         assert mine.dtype == other.dtype == dtype
         np.testing.assert_allclose(mine, other, rtol=2e-7, atol=0)
+
+
+def dying(folder: Path) -> Any:
+    """Return a callback that kills one of the workers in the middle of the second epoch."""
+    import keras
+
+    class Dies(keras.callbacks.Callback):  # type: ignore[misc]
+        epoch = 0
+
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            self.epoch = epoch
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if (self.epoch, batch) == (1, 2):
+                try:
+                    os.close(os.open(folder / "killed", os.O_CREAT | os.O_EXCL))
+                except FileExistsError:
+                    return
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    return Dies()
+
+
+class Room:
+    """An actor that needs processors, and does nothing."""
+
+
+@pytest.mark.more
+@pytest.mark.slow
+@pytest.mark.elastic
+@pytest.mark.parametrize("dtype", ["float64"], indirect=True)
+def test_a_worker_that_is_not_replaced_changes_nothing(ray_cluster: None, dtype: str, tmp_path: Path) -> None:
+    import keras
+    import ray
+
+    from raysgd import ElasticConfig
+    from raysgd.tf import TFTrainer
+
+    program = import_module("examples.programs.keras_convnet")
+    halving = keras.callbacks.LearningRateScheduler(lambda epoch: 0.004 / 2**epoch)
+    found = []
+    for callbacks in ([halving, dying(tmp_path)], [halving]):
+        config = {"rows": ROWS, "batch_size": BATCH, "fit_config": {"callbacks": callbacks}}
+        with TFTrainer(
+            program.model_creator,
+            program.data_creator,
+            config,
+            num_replicas=2,
+            elastic=ElasticConfig(grow=False),
+            num_cpus_per_worker=3,  # of 8 in the cluster
+        ) as trainer:
+            results = [{**trainer.train(), **trainer.validate()}]
+            # All workers of a generation are new processes. This takes the room of the killed one as soon as it is free.
+            taken = [ray.remote(num_cpus=4)(Room).remote()] if len(callbacks) > 1 else []
+            results += [{**trainer.train(), **trainer.validate()} for _ in range(EPOCHS - 1)]
+            assert trainer.world_size == 3 - len(callbacks) and trainer.batch_mode == "global"
+            rates = trainer.apply_all_operators(lambda operator: float(operator.optimizer.learning_rate))
+            found.append((trainer.get_model().get_weights(), results, rates[0]))
+        for each in taken:
+            ray.kill(each)
+    assert (tmp_path / "killed").exists()
+    (mine, ours, rate), (theirs, expected, planned) = found
+    assert rate == planned
+    for one, other in zip(mine, theirs, strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-7, atol=0)
+    # Without what the failed worker had measured in the second epoch, which is lost.
+    names = ("validation_loss", "validation_accuracy", "num_samples")
+    for one, other in zip(ours, expected, strict=True):
+        assert {name: one[name] for name in names} == pytest.approx({name: other[name] for name in names}, rel=2e-7)

@@ -12,6 +12,8 @@ import torch
 from torch import nn
 
 from raysgd import TrainingOptions
+from tests.local.test_hands_off import Own, assert_as_made
+from tests.recorded import forget
 from tests.torch.small import Line, inline, operator_of, weights
 
 
@@ -158,3 +160,18 @@ def test_what_is_called_apex_and_cannot_be_imported(tmp_path: Path, monkeypatch:
     monkeypatch.delitem(sys.modules, "apex", raising=False)
     with pytest.raises(ImportError, match=r"cannot be imported \(No module named 'pyramid'\).*another package"):
         inline(use_fp16="apex")
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_nothing_is_written_to_the_users_objects(amp: Double, accumulate: int, tmp_path: Path) -> None:
+    """By raysgd. Apex itself replaces methods of optimizers and models."""
+    forget()
+    options = TrainingOptions(precision="apex", accumulate=accumulate, clip_norm=0.1)
+    with inline(Own, options=options, scheduler_step_freq="batch") as trainer:
+        trainer.train()
+        trainer.validate()
+        trainer.save(tmp_path / "saved.pt")
+        trainer.load(tmp_path / "saved.pt")
+        trainer.train(num_steps=3)
+        assert_as_made(trainer)
+    forget()
