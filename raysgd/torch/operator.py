@@ -491,15 +491,13 @@ class TrainingOperator(Stepping):
         steps = self.scheduler_step_freq in STEPPED_BY_TRAINER
         return steps and bool(self._parts.schedulers) and not own
 
-    def _returns_items(self) -> bool:
-        """Return whether the training loader returns each item of its data set as a batch."""
-        loader = self._parts.train_loader
-        return isinstance(loader, DataLoader) and loader.batch_size is None and loader.batch_sampler is None
-
     def _unpack(self, batch: Any) -> Any:
+        loader = self._parts.train_loader
+        # Whether the training loader returns each item of its data set as a batch.
+        items = isinstance(loader, DataLoader) and loader.batch_size is None and loader.batch_sampler is None
         if isinstance(batch, (tuple, list)) and len(batch) >= 2:
             target = batch[-1]
-            if isinstance(target, torch.Tensor) and target.dim() and not self._returns_items():
+            if isinstance(target, torch.Tensor) and target.dim() and not items:
                 return batch
             if isinstance(batch[-1], (int, float)) or (isinstance(batch[-1], torch.Tensor) and not batch[-1].dim()):
                 raise ConfigError(
@@ -508,7 +506,7 @@ class TrainingOperator(Stepping):
                     "data set return complete batches"
                 )
             sizes = [len(part) for part in (batch[0], batch[-1]) if isinstance(part, torch.Tensor) and part.dim()]
-            if len(set(sizes)) > 1 and self._returns_items():
+            if len(set(sizes)) > 1 and items:
                 raise ConfigError(
                     f"the features of this batch have {sizes[0]} rows, and its target has {sizes[1]}. A loader with batch_size=None "
                     "returns each item of its data set as a batch: pass batch_size=n, or let the data set return complete batches. "

@@ -56,7 +56,7 @@ class TorchReplica(ReplicaBase):
         super().__init__(operator, settings, rank_info, control)
         self._opener = Opener(operator, settings, control)
         self._carrier = make_carrier(operator.device, channels_last=settings.options.channels_last)
-        operator._parts.calls.step, control.called = lambda: control.begun, operator._parts.calls.newest
+        operator._parts.calls.control, control.called = control, operator._parts.calls.newest
         operator._keep_batch.position = self._position
         self._partial_at = 0.0
         self._partial: dict[str, Any] | None = None

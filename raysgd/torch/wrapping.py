@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from raysgd.core.progress import Control
 from raysgd.torch.foreign import compile_in_place, uncompiled
 from raysgd.torch.options import TrainingOptions
 
@@ -32,10 +33,10 @@ HOOKS = "torch.distributed.algorithms.ddp_comm_hooks"
 
 class ModelCalls:
     """Remembers in which steps, and at which lines, wrapped models were called. Their copies
-    remember nothing. `step` returns the number of the running step."""
+    remember nothing. `control` knows the running step."""
 
     def __init__(self) -> None:
-        self.step: Callable[[], int] = lambda: -1
+        self.control = Control()
         self._newest: deque[tuple[int, CodeType, int]] = deque(maxlen=MOST_CALLS)
 
     def __call__(self, *_: Any) -> None:
@@ -43,7 +44,7 @@ class ModelCalls:
         frame: Any = inspect.currentframe().f_back  # type: ignore[union-attr]
         while frame.f_code.co_filename == CALLER:
             frame = frame.f_back
-        self._newest.append((self.step(), frame.f_code, frame.f_lineno))
+        self._newest.append((self.control.begun, frame.f_code, frame.f_lineno))
 
     def __reduce__(self) -> Any:
         return ModelCalls, ()
