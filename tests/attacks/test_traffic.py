@@ -58,6 +58,7 @@ from raysgd.workers.transfer import Giving, Transfer, take
 from tests.traffic import Change, Events, Runs, Tap, units
 
 EVIL = pickle.dumps(Runs())
+EVIL_BODY = EVIL.ljust(200, b".")  # what follows a pickle's end is ignored
 STATE = GUARDED.pack(100) + bytes(92) + b"t" * 1000
 REPORT = FunctionReport("report", run=1, attempt=2, rank=3, metrics_size=3, has_checkpoint=False)
 
@@ -110,7 +111,7 @@ def strange(key: bytes = bytes(KEY_BYTES), side: bytes = WORKER) -> Callable[[by
 @pytest.mark.parametrize(
     "answer",
     [
-        lambda number: EVIL,
+        lambda number: EVIL_BODY,
         lambda number: bytes(NUMBER_BYTES + PROOF_BYTES) + frame(EVIL),
         lambda number: number + number + frame(EVIL, number),
         lambda number: b"GET / HTTP/1.1\r\nHost: example\r\n\r\n" + EVIL,
@@ -177,14 +178,14 @@ def test_a_challenge_that_is_sent_back_proves_nothing() -> None:
 # -- someone has recorded the traffic -----------------------------------------------------------------
 
 
-def recorded(driver: Driver) -> tuple[list[bytes], list[bytes]]:
+def recorded(driver: Driver, body: bytes = b"abc") -> tuple[list[bytes], list[bytes]]:
     """Return what a worker and the driver sent on a bulk connection, and check that it had an effect."""
     with Tap(driver.address) as tap:
         with connect(tap.address, Open("w")) as bulk:
-            bulk.send(REPORT, b"abc", guarded=3)
+            bulk.send(REPORT, body, guarded=len(body))
             bulk.expect(Received)
         event = driver.next()
-        assert isinstance(event, MessageReceived) and event.message == REPORT
+        assert isinstance(event, MessageReceived) and (event.message, event.body) == (REPORT, body)
         (passed,) = tap.connections
         return list(passed.worker), list(passed.driver)
 
@@ -202,6 +203,68 @@ def test_a_recorded_session_of_a_worker_is_refused(driver: Driver) -> None:
 def test_a_recorded_session_of_the_driver_is_refused(driver: Driver) -> None:
     _, sent = recorded(driver)
     impostor(lambda _: b"".join(sent[1:]), sent[0], key=driver.address.key)
+
+
+# What is made of a report and its body, which were recorded.
+REPLAYED: dict[str, Callable[[bytes, bytes], bytes]] = {
+    "as they were": lambda report, body: report + body,
+    "another body, with the code of theirs": lambda report, body: report + changed_body(body),
+    "the body alone": lambda report, body: body,
+}
+# What is sent in a worker's place, from which of its units on. Then the worker's own connection has proved the key.
+SNIFFED: dict[str, tuple[int, Callable[[bytes, bytes], list[bytes]]]] = {
+    "report and body": (3, lambda report, body: [report, body]),
+    "a body after the worker's own report": (4, lambda report, body: [body]),
+    "a changed body after the worker's own report": (4, lambda report, body: [changed_body(body)]),
+}
+
+
+def changed_body(body: bytes) -> bytes:
+    return pickle.dumps([Runs()]).ljust(len(body) - CODE_BYTES, b".") + body[-CODE_BYTES:]
+
+
+def sniffed(driver: Driver) -> tuple[list[bytes], bytes, bytes]:
+    """Return how a worker began a bulk connection, and a report in it whose body notes that it is unpickled."""
+    (*began, report, body), _ = recorded(driver, EVIL_BODY)
+    pickle.loads(EVIL_BODY)  # as the driver does with the body of a report
+    assert Runs.noted, "whoever can send this body again runs code on the driver"
+    Runs.noted.clear()
+    return began, report, body
+
+
+def unpickles_all(driver: Driver) -> None:
+    """Do with each body that has arrived what a driver does that trusts it."""
+    while not driver.events.empty():
+        event = driver.events.get()
+        if isinstance(event, MessageReceived):
+            pickle.loads(event.body)
+
+
+@pytest.mark.parametrize("replay", REPLAYED)
+def test_a_body_sent_with_sniffed_bytes_is_refused(driver: Driver, replay: str) -> None:
+    began, report, body = sniffed(driver)
+    with socket.create_connection((driver.address.host, driver.address.port), timeout=5) as client:
+        client.recv(NUMBER_BYTES)
+        client.sendall(b"".join(began) + REPLAYED[replay](report, body))
+        with contextlib.suppress(ConnectionResetError):
+            assert client.recv(1) == b""
+    unpickles_all(driver)
+    driver.still_serves()
+
+
+@pytest.mark.parametrize("sniff", SNIFFED)
+def test_a_body_sent_with_sniffed_bytes_is_refused_on_a_workers_new_connection(driver: Driver, sniff: str) -> None:
+    _, report, body = sniffed(driver)
+    place, make = SNIFFED[sniff]
+    with (
+        Tap(driver.address, at(place, WORKER, lambda sent: make(report, body))) as tap,
+        connect(tap.address, Open("w")) as bulk,
+        pytest.raises(ConnectionError),
+    ):
+        bulk.send(REPORT, EVIL_BODY, guarded=len(EVIL_BODY))
+        bulk.expect(Received)
+    unpickles_all(driver)
+    driver.still_serves()
 
 
 def test_the_traffic_has_no_key(driver: Driver) -> None:
