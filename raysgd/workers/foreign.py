@@ -146,7 +146,9 @@ def hide_deaths_of(node: str, pid: int, for_s: float = math.inf) -> None:
     if not isinstance(show, DeathFilter):
         worker.print_to_stdstream = show = DeathFilter(show)
     now = time.monotonic()
-    show.workers = {worker: until for worker, until in show.workers.items() if until > now}
+    for known, until in list(show.workers.items()):  # Ray's thread removes some meanwhile
+        if until <= now:
+            show.workers.pop(known, None)
     show.workers[node, pid] = now + for_s
 
 
