@@ -1,6 +1,5 @@
-"""Private names of other libraries are used in one file for each framework, and the installed versions still have them."""
+"""The installed versions of other libraries still have the private names that raysgd uses."""
 
-import ast
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,68 +13,6 @@ from torch.utils.data import DataLoader, get_worker_info
 
 from raysgd.torch import foreign as torch_foreign
 from raysgd.workers import foreign as ray_foreign
-
-ROOT = Path(__file__).resolve().parent.parent
-FILES = [path for path in (ROOT / "raysgd").rglob("*.py") if (ROOT / "raysgd" / "operators") not in path.parents]
-
-# Names that begin with an underscore although they are not private: Python's own, and those that fsspec documents for its
-# file systems. (The names in a checkpoint's pickle are strings: they are part of the file format.)
-PUBLIC = {
-    *("_Unpickler", "_asdict", "_current_frames", "_exit", "_fields", "_replace"),
-    *("_parent", "_strip_protocol"),
-}
-PRIVATE_PACKAGES = ("tensorflow.python", "keras.src", "tf_keras.src")
-
-
-def trees() -> list[tuple[str, ast.AST]]:
-    return [(path.relative_to(ROOT).as_posix(), ast.parse(path.read_text(encoding="utf-8"))) for path in FILES]
-
-
-def is_private(name: object) -> bool:
-    return isinstance(name, str) and name.startswith("_") and not name.startswith("__")
-
-
-def defined(tree: ast.AST) -> set[str]:
-    """Return the private names that raysgd defines itself in this file."""
-    found: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            found.add(node.name)
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            found.add(node.id)
-        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"):
-            found.add(node.attr)
-    return found
-
-
-def used(tree: ast.AST) -> set[tuple[int, str]]:
-    """Return the private names that this file uses, with their lines: attributes, imports, and names in `getattr`."""
-    found: set[tuple[int, str]] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and is_private(node.attr):
-            found.add((node.lineno, node.attr))
-        elif isinstance(node, ast.ImportFrom) and not (node.module or "").startswith(("raysgd", "__future__")):
-            module = node.module or ""
-            names = [*module.split("."), *(alias.name for alias in node.names)]
-            found.update((node.lineno, name) for name in names if is_private(name))
-            if module.startswith(PRIVATE_PACKAGES):
-                found.add((node.lineno, module))
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr"):
-            name = node.args[1].value if len(node.args) > 1 and isinstance(node.args[1], ast.Constant) else None
-            if is_private(name):
-                found.add((node.lineno, str(name)))
-    return found
-
-
-def test_private_names_of_other_libraries_are_in_one_file_for_each_framework() -> None:
-    parsed = trees()
-    own = set().union(*(defined(tree) for _, tree in parsed), PUBLIC)
-    wrong = []
-    for path, tree in parsed:
-        if not path.endswith("/foreign.py"):
-            wrong += [f"{path}:{line}: {name}" for line, name in sorted(used(tree)) if name not in own]
-    assert not wrong, f"put the uses of these names into the package's foreign.py: {wrong}"
-
 
 # -- torch --------------------------------------------------------------------------------------------
 

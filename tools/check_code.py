@@ -1,8 +1,8 @@
 """Check how the code is built: `python tools/check_code.py`, a part of `make check`.
 
 A file imports only files of lower layers, and those of its own layer that the tables below allow (docs/structure.md); other
-packages are imported only in their homes. Functions are short. A cohesive class, or a file about one subject, may be as long
-as it needs to be.
+packages are imported only in their homes, and their private names are used only in files named foreign.py. Functions are
+short. A cohesive class, or a file about one subject, may be as long as it needs to be.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import sys
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from importlib.util import resolve_name
 from pathlib import Path
 
@@ -80,6 +81,13 @@ HOMES = {
 RUNS_SOMEWHERE = ("callbacks", "core", "engine", "storage", "workers")  # the first line of each file says where
 OTHERS = [path for folder in ("examples", "tests") for path in (ROOT / folder).rglob("*.py")]
 LONGEST, LONGEST_IN_TESTS = 40, 60  # a test may hold a table
+# Names that begin with an underscore although they are not private: Python's own, and those that fsspec documents for its
+# file systems. (The names in a checkpoint's pickle are strings: they are part of the file format.)
+NOT_PRIVATE = {
+    *("_Unpickler", "_asdict", "_current_frames", "_exit", "_fields", "_replace"),
+    *("_parent", "_strip_protocol"),
+}
+PRIVATE_PACKAGES = ("tensorflow.python", "keras.src", "tf_keras.src")
 
 
 def name_of(path: Path) -> str:
@@ -142,6 +150,57 @@ def wrong_imports(path: Path) -> Iterator[str]:
         yield f"layer 0 must not import {sorted(others)}, only the standard library"
 
 
+def cycles() -> Iterator[str]:
+    """Imports in functions count, too."""
+    graph = {name_of(path): {each for each in imports_of(path)[0] if not each.endswith("__init__")} for path in FILES}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        yield f"these files import each other in a circle: {' <- '.join(error.args[1])}"
+
+
+def is_private(name: object) -> bool:
+    return isinstance(name, str) and name.startswith("_") and not name.startswith("__")
+
+
+def defined(tree: ast.AST) -> Iterator[str]:
+    """Yield the names that a file defines."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"):
+            yield node.attr
+
+
+def private(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yield the private names that a file uses, with their lines: attributes, imports, and names in `getattr`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and is_private(node.attr):
+            yield node.lineno, node.attr
+        elif isinstance(node, ast.ImportFrom) and not (node.module or "").startswith(("raysgd", "__future__")):
+            module = node.module or ""
+            names = [*module.split("."), *(alias.name for alias in node.names)]
+            yield from ((node.lineno, name) for name in names if is_private(name))
+            if module.startswith(PRIVATE_PACKAGES):
+                yield node.lineno, module
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr"):
+            name = node.args[1].value if len(node.args) > 1 and isinstance(node.args[1], ast.Constant) else None
+            if is_private(name):
+                yield node.lineno, str(name)
+
+
+def foreign_names() -> Iterator[str]:
+    """Private names of other libraries are used in one file for each framework."""
+    parsed = {path: ast.parse(path.read_text(encoding="utf-8")) for path in LIBRARY}
+    own = NOT_PRIVATE.union(*map(defined, parsed.values()))
+    for path, tree in sorted(parsed.items()):
+        if path.name != "foreign.py":
+            wrong = sorted(each for each in private(tree) if each[1] not in own)
+            yield from (f"{path}: line {line}: use {name} in the package's foreign.py" for line, name in wrong)
+
+
 def lines_of_code(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     """Return the lines of the body. Neither a docstring nor a signature that shows each argument counts."""
     first = node.body[0]
@@ -163,6 +222,8 @@ def findings() -> Iterator[str]:
     yield from (f"{path}: in no layer; add it to {Path(__file__).name} and docs/structure.md" for path in homeless)
     for path in FILES if not homeless else ():
         yield from (f"{path}: {wrong}" for wrong in wrong_imports(path))
+    yield from cycles()
+    yield from foreign_names()
     for path in [*FILES, *OTHERS]:
         yield from (f"{path}: {wrong}" for wrong in too_long(path))
     for path in sorted(path for package in RUNS_SOMEWHERE for path in (ROOT / "raysgd" / package).glob("*.py")):
