@@ -64,10 +64,10 @@ nightly: $(VENV)/dev.stamp
 pure: $(VENV)/dev.stamp
 	@$(BIN)/python -m pytest -q $(PURE)
 
-# SEED=17 shows all that happens in one. STATE=build/sim.json adds up the results of this version: a later run continues.
+# SEED=17 shows all that happens in one.
 sim: $(VENV)/dev.stamp
 	@PYTHONPATH=. $(BIN)/python -m tests.simulation --seeds $(or $(SEEDS),2000) --first $(or $(FIRST),0) \
-		$(addprefix --seed ,$(SEED)) $(addprefix --state ,$(STATE)) $(addprefix --processes ,$(PROCESSES)) $(ARGS)
+		$(addprefix --seed ,$(SEED)) $(addprefix --processes ,$(PROCESSES)) $(ARGS)
 
 # The job server is installed in an environment of its own: with it, each cluster of the tests would start a dashboard.
 jobs: $(VENV)/jobs.stamp

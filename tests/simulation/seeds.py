@@ -1,49 +1,27 @@
 """Run many seeds: `python -m tests.simulation --seeds 2000`.
 
-`--seed 17` runs one, and prints all that happens. A seed that fails prints its plan, shortened. `--state FILE` adds the
-results to those in a file, which has them for each version of the engine and the simulation: the next run of the same
-version continues after its last seed.
+`--seed 17` runs one, and prints all that happens. A seed that fails prints its plan, shortened.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
-import json
 import logging
 import multiprocessing
 import os
-import subprocess
 import sys
 import time
 import traceback
 from collections import Counter
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from tests.simulation.plan import KINDS, PHASES, plan_for
 from tests.simulation.scenario import run
 from tests.simulation.shrink import shrink
 
-__all__ = ["State", "Summary", "main", "simulate"]
+__all__ = ["Summary", "main", "simulate"]
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 CHUNK = 50
-# What decides how a seed runs.
-SOURCES = (
-    "raysgd/config.py",
-    "raysgd/core/*.py",
-    "raysgd/engine/*.py",
-    "raysgd/training/feed.py",
-    "raysgd/training/position.py",
-    "raysgd/training/step.py",
-    "raysgd/workers/control_client.py",
-    "raysgd/workers/replica_host.py",
-    *(
-        f"tests/simulation/{name}.py"
-        for name in ("checker", "faults", "group", "network", "plan", "replica", "scenario", "world")
-    ),
-)
 
 
 @dataclass
@@ -90,52 +68,6 @@ class Summary:
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return ["  " + " ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
 
-    @classmethod
-    def of(cls, values: dict[str, object]) -> Summary:
-        return cls(**{name: Counter(value) if isinstance(value, dict) else value for name, value in values.items()})  # type: ignore[arg-type]
-
-
-@dataclass
-class State:
-    """A file with one summary for each version. `commit` says where a version was first run."""
-
-    file: Path
-    versions: dict[str, Summary]
-    commits: dict[str, str]
-
-    @classmethod
-    def read(cls, file: Path) -> State:
-        """Return what is in a file, or an empty state if there is no such file."""
-        entries = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-        commits = {version: entry.pop("commit") for version, entry in entries.items()}
-        return cls(file, {version: Summary.of(entry) for version, entry in entries.items()}, commits)
-
-    def of_this_version(self) -> Summary:
-        version = digest()
-        if version not in self.versions:
-            self.versions[version], self.commits[version] = Summary(), commit()
-        return self.versions[version]
-
-    def write(self) -> None:
-        entries = {version: {"commit": self.commits[version], **vars(each)} for version, each in self.versions.items()}
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        draft = self.file.with_suffix(".new")
-        draft.write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
-        draft.replace(self.file)
-
-
-def digest() -> str:
-    """Return a digest of the engine and the simulation, because another one gives other runs for the same seeds."""
-    hashed = hashlib.sha256()
-    for file in sorted(file for pattern in SOURCES for file in ROOT.glob(pattern)):
-        hashed.update(file.relative_to(ROOT).as_posix().encode() + b"\0" + file.read_bytes())
-    return hashed.hexdigest()[:12]
-
-
-def commit() -> str:
-    git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
-    return git.stdout.strip()
-
 
 def simulate(first: int, count: int, *, tracing: bool = False) -> Summary:
     """Run the seeds from `first` on."""
@@ -179,11 +111,10 @@ def _shortened(failure: str) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, default=2000, help="how many; with --state, in all runs of this version")
+    parser.add_argument("--seeds", type=int, default=2000, help="how many")
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--seed", type=int, help="only this one, with all that happens in it")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="how many share the work")
-    parser.add_argument("--state", type=Path, help="where the results of all runs are added up")
     options = parser.parse_args()
     if options.seed is not None:
         logging.basicConfig(stream=sys.stdout, format="%(message)s")
@@ -197,16 +128,12 @@ def main() -> int:
 
 
 def _simulate_all(options: argparse.Namespace) -> Summary:
-    """Run the seeds that are missing, in several processes, and print those that fail."""
-    state = State.read(options.state) if options.state else None
-    total = state.of_this_version() if state else Summary()
-    first, end = options.first + total.seeds, options.first + options.seeds
-    chunks = [(start, min(CHUNK, end - start)) for start in range(first, end, CHUNK)]
+    """Run the seeds in several processes, and print those that fail."""
+    total, end = Summary(), options.first + options.seeds
+    chunks = [(start, min(CHUNK, end - start)) for start in range(options.first, end, CHUNK)]
     with multiprocessing.get_context("spawn").Pool(options.processes) as pool:
         for summary in pool.imap(_simulate, chunks):
             total.add(summary)
-            if state:
-                state.write()
             for failure in summary.failed:
                 print(failure, flush=True)
     return total

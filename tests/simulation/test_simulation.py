@@ -12,13 +12,12 @@ import pytest
 
 from raysgd.engine.generation import Generation
 from raysgd.errors import HangError, NotActiveError
-from tests.simulation import seeds
 from tests.simulation.checker import Checker
 from tests.simulation.group import Worker
 from tests.simulation.mutants import MUTANTS, seeds_needed
 from tests.simulation.plan import Fault, Plan, plan_for
 from tests.simulation.scenario import Script, run
-from tests.simulation.seeds import State, simulate
+from tests.simulation.seeds import simulate
 from tests.simulation.shrink import kind_of, shrink
 from tests.tiers import NIGHTLY
 
@@ -220,62 +219,6 @@ FOUND = {
         in_place=False,
         faults=(Fault("raise", "state_dict"), Fault("raise", "forward", count=2)),
     ),
-    # The simulation itself was wrong in these.
-    "two machines had one name": Plan(
-        seed=7497,
-        ranks=4,
-        nodes=(4,),
-        samples=1,
-        step_s=0.3,
-        late=0.1,
-        in_place=False,
-        script=("train 19",),
-        faults=(Fault("drain", "build ended", count=8), Fault("drain", "in rendezvous"), Fault("node", "run ended")),
-    ),
-    "workers that the driver no longer heard sent their newest snapshot": Plan(
-        seed=28487,
-        ranks=3,
-        nodes=(2, 3, 1),
-        samples=13,
-        step_s=0.3,
-        snapshot_every=1,
-        script=("fit 4",),
-        faults=(Fault("pause", "in train", count=2, seconds=8.0), Fault("disconnect", "applied", count=7, others=2)),
-    ),
-    "a state was saved that lacks steps, because the only worker was lost": Plan(
-        seed=1977,
-        ranks=1,
-        nodes=(1,),
-        samples=5,
-        step_s=0.01,
-        script=("fit 3", "validate", "save", "train", "load", "train 4"),
-        faults=(Fault("kill", "in validate"),),
-    ),
-    "a state was saved that lacks steps, because all workers were lost": Plan(
-        seed=7172,
-        ranks=3,
-        nodes=(1, 4),
-        samples=2,
-        step_s=0.01,
-        snapshot_every=None,
-        script=("train 19", "save", "train", "load", "train"),
-        faults=(
-            Fault("partition", "applied", count=6),
-            Fault("node", "in train", count=2),
-            Fault("node", "message"),
-        ),
-    ),
-    "a drained machine was removed in an idle moment": Plan(
-        seed=1256,
-        ranks=1,
-        nodes=(1,),
-        samples=4,
-        step_s=0.01,
-        late=0.1,
-        snapshot_every=None,
-        script=("train", "idle", "save"),
-        faults=(Fault("cancel", "in train", count=2), Fault("drain", "applied", count=4, seconds=0.05)),
-    ),
 }
 
 
@@ -409,20 +352,6 @@ def test_a_seed_always_gives_the_same_run(capsys: pytest.CaptureFixture[str]) ->
         simulate(0, 20, tracing=True)
         runs.append(capsys.readouterr().out)
     assert runs[0] == runs[1] and "FAULT" in runs[0]
-
-
-def test_a_run_continues_where_an_earlier_one_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file, whole = tmp_path / "x" / "sim.json", simulate(0, 6)
-    for _ in range(2):
-        state = State.read(file)
-        total = state.of_this_version()
-        total.add(simulate(total.seeds, 3))
-        state.write()
-    total = State.read(file).of_this_version()
-    total.cpu_s = whole.cpu_s
-    assert total == whole and total.seeds == 6
-    monkeypatch.setattr(seeds, "digest", lambda: "another")
-    assert State.read(file).of_this_version().seeds == 0  # what another version has shown is not added to it
 
 
 def test_a_plan_prints_as_what_makes_it() -> None:
