@@ -1,14 +1,12 @@
 """Progress sorts ranks, and `Control` stops them all at one batch."""
 
 import itertools
-import random
 import threading
 import time
 
 import pytest
 
 from raysgd.core.progress import Control, Progress, longest_silence_s, most_advanced, report_interval_s
-from raysgd.core.snapshot import Snapshot, SnapshotStore
 
 
 @pytest.mark.parametrize(
@@ -24,18 +22,6 @@ from raysgd.core.snapshot import Snapshot, SnapshotStore
 )
 def test_the_most_advanced_is_the_source(ranks: list[Progress], first: int) -> None:
     assert most_advanced({str(rank): progress for rank, progress in enumerate(ranks)}) == str(first)
-
-
-def test_without_a_request_no_rank_stops() -> None:
-    control = Control()
-    assert all(control.begin(step) for step in range(1, 100))
-
-
-def test_a_proposal_that_comes_too_late_is_refused() -> None:
-    control = Control()
-    assert control.begin(5)
-    assert not control.propose(4)
-    assert control.propose(5)
 
 
 def test_an_interruption_stops_a_rank_that_waits_at_a_boundary() -> None:
@@ -60,47 +46,6 @@ def test_after_a_withdrawn_stop_the_rank_continues() -> None:
     control.withdraw()
     waiting.join(timeout=5)
     assert answers == [True] and control.begin(5)
-
-
-def test_a_new_generation_drops_old_requests() -> None:
-    control = Control()
-    control.interrupt()
-    assert not control.begin(1)
-    control.clear()
-    assert control.begin(1) and not control.interrupted
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_ranks_at_different_steps_stop_at_the_same_one(seed: int) -> None:
-    """The two-phase agreement, with threads as ranks: after refusals the boundary moves on, and all stop at the same
-    step."""
-    chance = random.Random(seed)
-    controls = [Control() for _ in range(3)]
-    stopped: list[int] = [0, 0, 0]
-
-    def train(rank: int) -> None:
-        step = 0
-        while controls[rank].begin(step + 1):
-            step += 1
-            if chance.random() < 0.05:
-                time.sleep(0.0005)
-        stopped[rank] = step
-
-    ranks = [threading.Thread(target=train, args=(rank,)) for rank in range(3)]
-    for rank in ranks:
-        rank.start()
-    time.sleep(0.002)
-    lead = 2
-    while True:
-        at = max(control.begun for control in controls) + lead
-        if all([control.propose(at) for control in controls]):
-            break
-        lead *= 2
-    for control in controls:
-        control.confirm()
-    for rank in ranks:
-        rank.join(timeout=10)
-    assert stopped == [at, at, at]
 
 
 def test_progress_messages_are_throttled() -> None:
@@ -137,43 +82,3 @@ def test_which_ranks_report_the_end_of_a_call(rank: int, ranks: int, reports: bo
     now[0] += report_interval_s(ranks)
     control.report(Progress())
     assert not control.due() and control.due(last=True) is reports
-
-
-def test_the_store_keeps_the_newest_snapshot() -> None:
-    store = SnapshotStore()
-    assert store.latest() is None
-    assert store.offer(Snapshot(b"new", Progress(step=5)))
-    assert not store.offer(Snapshot(b"late", Progress(step=4)))
-    assert store.offer(Snapshot(b"same", Progress(step=5)))
-    latest = store.latest()
-    assert latest is not None and latest.data == b"same"
-    store.forget()
-    assert store.latest() is None
-
-
-def test_a_snapshot_from_before_a_load_does_not_undo_it() -> None:
-    store = SnapshotStore()
-    assert store.offer(Snapshot(b"before", Progress(step=8)))
-    store.require(1)
-    assert store.latest() is None
-    assert not store.offer(Snapshot(b"it was on its way", Progress(step=9)))
-    assert store.offer(Snapshot(b"loaded", Progress(step=5, loads=1)))
-    store.require(1)
-    assert content(store) == b"loaded"
-
-
-def test_a_load_that_has_failed_leaves_no_snapshot() -> None:
-    store = SnapshotStore()
-    store.offer(kept := Snapshot(b"before", Progress(step=8)))
-    store.offer(Snapshot(b"rescued while it was loaded", Progress(step=9)))
-    store.take_back(kept, 1)
-    assert content(store) == b"rescued while it was loaded"
-    store.offer(Snapshot(b"refused by another rank", Progress(step=5, loads=1)))
-    store.take_back(kept, 1)
-    assert content(store) == b"before"
-
-
-def content(store: SnapshotStore) -> bytes:
-    latest = store.latest()
-    assert latest is not None
-    return bytes(latest.content())

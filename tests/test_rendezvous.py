@@ -2,7 +2,7 @@
 
 import pytest
 
-from raysgd.core.ranks import RankInfo, SingleWorkerBackend, assign_ranks
+from raysgd.core.ranks import assign_ranks
 
 
 @pytest.mark.parametrize(
@@ -22,32 +22,3 @@ def test_ranks(nodes: list[str], local_ranks: list[int], local_sizes: list[int],
     assert {(rank_info.world_size, rank_info.generation, rank_info.solo) for rank_info in rank_infos} <= {
         (len(nodes), 7, False)
     }
-
-
-class Node(str):
-    """A node's name that counts how often it is compared with another one."""
-
-    compared = 0
-
-    def __eq__(self, other: object) -> bool:
-        Node.compared += 1
-        return super().__eq__(other)
-
-    __hash__ = str.__hash__
-
-
-def test_the_work_grows_with_the_number_of_ranks_and_not_with_its_square() -> None:
-    ranks = 4000
-    rank_infos = assign_ranks([Node(f"node-{rank // 8}") for rank in range(ranks)])
-    assert rank_infos[-1].node_rank == 499 and rank_infos[-1].local_world_size == 8
-    assert Node.compared < 10 * ranks
-
-
-def test_a_single_worker_needs_no_rendezvous() -> None:
-    backend = SingleWorkerBackend()
-    assert backend.in_place
-    assert backend.plan(assign_ranks(["here"])) == [{}]
-    backend.join(RankInfo(), {})
-    backend.abort()
-    backend.leave()
-    assert not backend.is_interruption(RuntimeError("Connection closed by peer"))

@@ -84,18 +84,6 @@ def test_workers_that_start_too_slowly_do_not_lack_room() -> None:
         assert part in text, text
 
 
-def test_workers_of_a_resize_that_start_too_slowly_do_not_lack_room() -> None:
-    group = Slots({"free": 4})
-    engine = engine_of(group, 2)
-    engine.start()
-    group.__class__ = Late  # the next worker never starts
-    with pytest.raises(
-        ResourceError, match=r"1 of 3 worker processes did not start within 0\.5 s, although .* had room"
-    ):
-        engine.resize(3)
-    engine.stop(force=True)
-
-
 def test_resize_beyond_the_cluster_changes_nothing() -> None:
     group = Slots({"free": 4})
     engine = engine_of(group, 2)
@@ -152,15 +140,6 @@ def test_the_spares_of_an_idle_trainer_make_room_for_another_one() -> None:
     assert (second.world_size, first.world_size, places["free"]) == (2, 2, 0)
     first.stop(force=True)
     second.stop(force=True)
-
-
-def test_spares_never_hold_up_the_start(caplog: pytest.LogCaptureFixture) -> None:
-    group = Slots({"free": 4})
-    engine = engine_of(group, 4, spares=1)
-    engine.start()
-    assert (engine.world_size, group.launched) == (4, 4)
-    assert "training runs without 1 of 1 hot spare, because they need 1 CPU (0 free)" in caplog.text
-    engine.stop(force=True)
 
 
 def test_shutdown_all_ends_trainers_without_a_name() -> None:
