@@ -48,12 +48,8 @@ class Fault:
         return f"{self.kind}-{self.where}-rank{self.rank}-step{self.step}{self.tag}"
 
     def fire(self, marks: str) -> None:
-        """Once: the mark is made by the one process that gets to make it."""
-        try:
-            os.close(os.open(Path(marks) / self.name, os.O_CREAT | os.O_EXCL))
-        except FileExistsError:
-            return
-        self.happen()
+        if once(Path(marks, self.name)):
+            self.happen()
 
     def happen(self) -> None:
         if self.kind == "kill":
@@ -69,6 +65,15 @@ class Fault:
             time.sleep(self.seconds)
         elif self.kind != "slow":
             harm({"cut": "collective"}.get(self.kind, self.kind), self.seconds)
+
+
+def once(mark: Path) -> bool:
+    """Return True in the one process that gets to make this file."""
+    try:
+        os.close(os.open(mark, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    return True
 
 
 def until(done: Callable[[], bool], within_s: float = 120.0) -> Iterator[None]:

@@ -4,7 +4,6 @@ Each runs the same function on two workers, one of which is killed. So each row 
 the function went on after the newest one.
 """
 
-import contextlib
 import os
 import signal
 import time
@@ -16,6 +15,7 @@ import pytest
 
 from raysgd import train
 from raysgd.train import Checkpoint, DataParallelTrainer, RunConfig, ScalingConfig, Trainer, TrainingCallback
+from tests.faults import once
 
 DEADLINE_S = 60.0
 STEPS, KILLED_AFTER = 4, 1
@@ -31,10 +31,8 @@ def learn(config: dict[str, Any]) -> None:
         if step == config["raises_at"]:
             raise ZeroDivisionError("an error of the function")
         train.report({"step": step, "first": first}, checkpoint=Checkpoint.from_dict({"step": step}))
-        if step == KILLED_AFTER and rank == 1:
-            with contextlib.suppress(FileExistsError):
-                os.close(os.open(folder / "killed", os.O_CREAT | os.O_EXCL))
-                os.kill(os.getpid(), signal.SIGKILL)
+        if step == KILLED_AFTER and rank == 1 and once(folder / "killed"):
+            os.kill(os.getpid(), signal.SIGKILL)
         (folder / f"{size}-{step}-{rank}").touch()
         deadline = time.monotonic() + DEADLINE_S
         while not all((folder / f"{size}-{step}-{each}").exists() for each in range(size)):  # as in a collective call

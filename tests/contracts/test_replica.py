@@ -63,20 +63,27 @@ class Subject:
         raise NotImplementedError
 
 
-class HookedLine(Line):
-    def loaders(self, config: dict[str, Any]) -> dict[str, Any]:
-        data = TensorDataset(*rows(4 * STEPS))
-        return {name: DataLoader(data, batch_size=4) for name in ("train_loader", "validation_loader")}
+class Hooked:
+    """The batch methods of an operator of either framework."""
+
+    config: dict[str, Any]
+    global_step: int
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         self.config["hooks"].fire("before", self.global_step)
-        metrics = super().train_batch(batch, batch_info)
+        metrics = super().train_batch(batch, batch_info)  # type: ignore[misc]
         self.config["hooks"].fire("after", self.global_step)
         return metrics
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         self.config["hooks"].fire("validating", batch_info["batch_idx"])
         return {"first": float(batch[0][0, 0]), "num_samples": 1}
+
+
+class HookedLine(Hooked, Line):
+    def loaders(self, config: dict[str, Any]) -> dict[str, Any]:
+        data = TensorDataset(*rows(4 * STEPS))
+        return {name: DataLoader(data, batch_size=4) for name in ("train_loader", "validation_loader")}
 
 
 class TorchSubject(Subject):
@@ -94,7 +101,7 @@ class TFSubject(Subject):
         keras = pytest.importorskip("keras")
         from raysgd.tf import TrainingOperator
 
-        class HookedKeras(TrainingOperator):
+        class HookedKeras(Hooked, TrainingOperator):
             def setup(self, config: dict[str, Any]) -> None:
                 keras.utils.set_random_seed(3)
                 model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
@@ -105,16 +112,6 @@ class TFSubject(Subject):
                 )
                 data = tf.data.Dataset.from_tensor_slices(tuple(each.numpy() for each in rows(4 * STEPS))).batch(4)
                 self.register_data(**dict.fromkeys(("train_dataset", "validation_dataset"), data))
-
-            def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-                self.config["hooks"].fire("before", self.global_step)
-                metrics = super().train_batch(batch, batch_info)
-                self.config["hooks"].fire("after", self.global_step)
-                return metrics
-
-            def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-                self.config["hooks"].fire("validating", batch_info["batch_idx"])
-                return {"first": float(batch[0][0, 0]), "num_samples": 1}
 
         return tf_rank(HookedKeras, {"hooks": self.hooks}, **self.settings)
 

@@ -13,21 +13,13 @@ from ray.actor import exit_actor
 
 from raysgd import ElasticConfig, train
 from raysgd.train import Checkpoint, Trainer
+from tests.faults import once
 
 pytestmark = pytest.mark.elastic
 
 
-def once(marks: str, name: str) -> bool:
-    """Return True in the first process that calls this."""
-    try:
-        os.close(os.open(Path(marks) / name, os.O_CREAT | os.O_EXCL))
-    except FileExistsError:
-        return False
-    return True
-
-
 def kill_once(config: dict[str, Any], name: str = "killed") -> None:
-    if once(config["marks"], name):
+    if once(Path(config["marks"], name)):
         if config.get("exits"):
             exit_actor()
         os.kill(os.getpid(), signal.SIGKILL)

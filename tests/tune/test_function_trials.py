@@ -16,17 +16,9 @@ import raysgd
 import raysgd.tune
 from raysgd import ConfigError, train
 from raysgd.train import Checkpoint, DataParallelTrainer, ScalingConfig, TorchTrainer, Trainer
+from tests.faults import once
 
 tune = pytest.importorskip("ray.tune", reason="needs Ray Tune (raysgd[tune])")
-
-
-def once(mark: Path) -> bool:
-    """Return True in the first process that calls this."""
-    try:
-        os.close(os.open(mark, os.O_CREAT | os.O_EXCL))
-    except FileExistsError:
-        return False
-    return True
 
 
 def run_config(folder: Path, **more: Any) -> Any:
