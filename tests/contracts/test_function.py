@@ -28,6 +28,7 @@ from raysgd.train import (
     TrainingIterator,
     TrainingWorkerError,
 )
+from tests.faults import once
 
 DEADLINE_S = 60.0
 
@@ -217,12 +218,13 @@ def test_reports_are_counted_and_timed(workers: OnWorkers) -> None:
     def function() -> None:
         train.report(step=0)
         time.sleep(0.05)
-        train.report(step=1)
+        train.report(step=1, _timestamp=7)
 
     first, second = workers.iterate(function)
     assert [row["_training_iteration"] for row in first + second] == [1] * workers.ranks + [2] * workers.ranks
     assert all(row["_time_this_iter_s"] >= 0.05 for row in second)
-    assert all(abs(row["_timestamp"] - time.time()) < DEADLINE_S for row in second)
+    assert all(abs(row["_timestamp"] - time.time()) < DEADLINE_S for row in first)
+    assert [row["_timestamp"] for row in second] == [7] * workers.ranks, "the user's own value has priority"
 
 
 def test_a_report_that_cannot_be_sent_is_not_counted(workers: OnWorkers) -> None:
@@ -354,6 +356,8 @@ def test_the_iterator_raises_the_functions_error_after_its_rounds(workers: OnWor
     with pytest.raises(ZeroDivisionError):
         list(rounds)
     assert rounds.is_finished() and list(rounds) == []
+    with pytest.raises(RuntimeError, match="raised StopIteration"):
+        list(workers.iterate(lambda: next(iter(()))))
 
 
 class StopsAfter(Callback):
@@ -455,8 +459,7 @@ def test_of_a_rounds_checkpoints_the_one_of_the_lowest_rank_is_kept(two: OnWorke
 
 
 def kill_once(mark: Path) -> None:
-    with contextlib.suppress(FileExistsError):
-        os.close(os.open(mark, os.O_CREAT | os.O_EXCL))
+    if once(mark):
         os.kill(os.getpid(), signal.SIGKILL)
 
 

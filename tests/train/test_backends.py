@@ -1,9 +1,7 @@
 """Backend configs: their names, what they need, and how they connect the ranks."""
 
 import importlib.util
-import json
 import os
-import socket
 from typing import Any
 
 import pytest
@@ -146,25 +144,6 @@ def test_without_gpus_the_workers_are_not_asked_for_offers() -> None:
     driver = TorchFunctionBackend("gloo")
     assert not driver.needs_offers and "gpus" not in driver.plan(assign_ranks(["a"]))[0]
     driver.plan([])
-
-
-def test_every_tensorflow_rank_gets_all_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TF_CONFIG", "")
-    ranks = [TensorflowFunctionBackend(host="127.0.0.1") for _ in range(3)]
-    rank_infos = assign_ranks(["a", "a", "b"])
-    offers = [rank.offer() for rank in ranks]
-    plans = TensorflowFunctionBackend(host="127.0.0.1").plan(rank_infos, offers)
-    for rank, rank_info, plan in zip(ranks, rank_infos, plans, strict=True):
-        port = int(offers[rank_info.world_rank]["address"].rpartition(":")[2])
-        with pytest.raises(OSError), socket.socket() as probe:
-            probe.bind(("", port))
-        rank.join(rank_info, plan)
-        config = json.loads(os.environ["TF_CONFIG"])
-        assert config["cluster"]["worker"] == [offer["address"] for offer in offers]
-        assert config["task"] == {"type": "worker", "index": rank_info.world_rank}
-        with socket.socket() as probe:  # free for the server that the function starts
-            probe.bind(("", port))
-    assert len({offer["address"] for offer in offers}) == 3
 
 
 def test_tensorflow_errors_of_failed_peers_are_interruptions() -> None:

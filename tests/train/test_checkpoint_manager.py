@@ -1,19 +1,14 @@
 """The checkpoint manager keeps the newest checkpoint in memory, and those of the strategy in storage."""
 
 import math
-import os
-import uuid
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from raysgd.errors import CheckpointError
-from raysgd.storage.locations import place
 from raysgd.train import Checkpoint, CheckpointConfig, CheckpointStrategy
 from raysgd.train.checkpoint_manager import CheckpointManager
-from tests import storing
 
 
 def manager_of(tmp_path: Path, *losses: float, initial: bytes | None = None, **strategy: Any) -> CheckpointManager:
@@ -138,21 +133,6 @@ def test_a_strategy_is_checked(wrong: dict[str, Any]) -> None:
             kind(**wrong)
 
 
-def test_numbers_continue_in_a_resumed_run(tmp_path: Path) -> None:
-    made = CheckpointManager(tmp_path, latest_id=100)
-    for _ in range(2):
-        add(made, stored({}), {})
-    assert made.latest_id == 102
-    assert (tmp_path / "checkpoint_000102").exists()
-
-
-def test_the_initial_checkpoint_is_the_newest_until_the_run_saves_one(tmp_path: Path) -> None:
-    made = manager_of(tmp_path, initial=stored({"epoch": 7}))
-    assert made.latest is not None
-    assert made.latest.to_dict() == {"epoch": 7}
-    assert on_disk(tmp_path) == []
-
-
 def test_a_directory_is_stored_as_a_directory(tmp_path: Path) -> None:
     source = tmp_path / "source"
     (source / "sub").mkdir(parents=True)
@@ -163,22 +143,6 @@ def test_a_directory_is_stored_as_a_directory(tmp_path: Path) -> None:
     assert path is not None
     assert (path / "sub" / "weights.bin").read_bytes() == b"123"
     assert [each.name for each in (tmp_path / "kept").iterdir()] == ["checkpoint_000001"], "no incomplete files"
-
-
-def test_the_best_are_kept_in_remote_storage() -> None:
-    pytest.importorskip("fsspec")
-    folder = place(f"memory://{uuid.uuid4().hex}/checkpoints")
-    strategy = CheckpointConfig(num_to_keep=2, checkpoint_score_attribute="loss", checkpoint_score_order="min")
-    made = CheckpointManager(folder, strategy)
-    for loss in (2, 4, 1, 3):
-        add(made, stored({"loss": loss}), {})
-    assert storing.names(folder) == ["checkpoint_000001", "checkpoint_000003"]
-    assert made.best_path == made.latest_path == folder / "checkpoint_000003"
-    again = CheckpointManager(folder, strategy)
-    again.adopt({})
-    assert [(each.number, each.score) for each in again.stored] == [(1, -2), (3, -1)]
-    add(again, stored({"loss": 0}), {})
-    assert storing.names(folder) == ["checkpoint_000003", "checkpoint_000004"]
 
 
 @pytest.mark.parametrize("attribute", [None, "loss"])
@@ -193,26 +157,6 @@ def test_checkpoints_of_an_earlier_run_are_adopted(tmp_path: Path, attribute: st
     assert made.latest is not None
     assert made.latest.to_dict() == {"number": 2, "loss": 2}
     assert made.best_path == tmp_path / ("checkpoint_000003" if attribute is None else "checkpoint_000001")
-
-
-def test_a_failed_write_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any) -> None:
-        raise OSError("no space left on device")
-
-    made = CheckpointManager(tmp_path)
-    monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(OSError, match="no space"):
-        add(made, stored({"epoch": 1}), {})
-    assert on_disk(tmp_path) == []
-    assert made.latest is not None
-    assert made.latest.to_dict() == {"epoch": 1}
-
-
-def test_the_error_about_a_damaged_file_names_it(tmp_path: Path) -> None:
-    path = tmp_path / "checkpoint_000001"
-    path.write_bytes(b"not a pickle")
-    with pytest.raises(CheckpointError, match="checkpoint_000001"):
-        Checkpoint(path).to_dict()
 
 
 def test_a_checkpoint_without_a_report_is_ranked_last(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

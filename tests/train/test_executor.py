@@ -289,11 +289,6 @@ def test_a_worker_group_without_a_trainer(ray_cluster: None) -> None:
         group.execute(os.getpid)
 
 
-def test_a_worker_group_has_no_placement_group_of_the_users() -> None:
-    with pytest.raises(ValueError, match="leave out placement_group"):
-        WorkerGroup(2, placement_group=object())
-
-
 def test_the_executor_has_the_names_of_early_versions(executor: BackendExecutor) -> None:
     def function() -> int:
         train.report(step=1)

@@ -24,7 +24,6 @@ from raysgd.train import (
     ScalingConfig,
     TorchTrainer,
     TrainingCallback,
-    TrainingWorkerError,
 )
 from tests.callbacks.recording import Heard
 
@@ -195,19 +194,6 @@ def test_a_run_continues_on_the_surviving_worker(ray_cluster: None, tmp_path: Pa
     (recovery,) = heard.named("recovery")
     assert (recovery.reason, recovery.step) == ("worker death", 2), "over the reports, like the results"
     assert recovery.time > 0 and "join" in recovery.phases
-
-
-@pytest.mark.elastic
-def test_too_many_worker_failures_end_a_run(ray_cluster: None, tmp_path: Path) -> None:
-    trainer = DataParallelTrainer(
-        slow_epochs,
-        scaling_config=NO_GROWTH,
-        run_config=in_folder(
-            tmp_path, name="run", callbacks=[KillingRank1()], failure_config=FailureConfig(max_failures=0)
-        ),
-    )
-    with pytest.raises(TrainingWorkerError):
-        trainer.fit()
 
 
 @pytest.mark.elastic

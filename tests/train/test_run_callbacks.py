@@ -75,9 +75,12 @@ def test_on_start_is_called_before_the_function_starts(trainer: Trainer) -> None
 
 
 def test_reports_are_written_when_a_callback_stops_the_run(ray_cluster: None, tmp_path: Path) -> None:
-    run = RunConfig(name="run", storage_path=tmp_path, callbacks=[StopAfterTwo()])
-    with pytest.raises(TimeoutError, match="enough"):
+    heard = Heard()
+    run = RunConfig(name="run", storage_path=tmp_path, callbacks=[StopAfterTwo(), heard])
+    with pytest.raises(TimeoutError, match="enough") as raised:
         DataParallelTrainer(epochs, train_loop_config={"epochs": 2}, run_config=run).fit()
+    assert heard.order == ["start", "result", "result", "error", "end"]
+    assert heard.named("error") == [raised.value] and heard.named("end") == [True]
     assert [row["epoch"] for row in ReadBack.from_path(tmp_path / "run").history] == [0, 1]
 
 

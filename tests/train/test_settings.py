@@ -1,7 +1,6 @@
 """The settings of `fit()`: which are refused, and what they mean for the engine. The files of a run."""
 
 import functools
-import importlib
 import json
 import os
 import pickle
@@ -122,25 +121,6 @@ def test_names_may_be_bound() -> None:
 def test_numbers_of_workers(scaling: ScalingConfig, most: int, least: int | None, min_workers: int) -> None:
     assert (scaling.most, scaling.least, scaling.policy().min_workers) == (most, least, min_workers)
     assert len(scaling.bundles()) == most + 1
-
-
-def test_the_resources_dict_is_not_changed() -> None:
-    given = {"CPU": 2, "GPU": 2, "special": 1}
-    scaling = ScalingConfig(num_workers=2, use_gpu=True, resources_per_worker=given, trainer_resources={"CPU": 3})
-    assert scaling.bundles() == scaling.bundles() == [{"CPU": 3}, given, given]
-    assert given == {"CPU": 2, "GPU": 2, "special": 1}
-
-
-@pytest.mark.parametrize("framework", ["torch", "tensorflow", "horovod"])
-def test_trainers_have_rays_import_paths(framework: str) -> None:
-    if framework != "horovod":
-        pytest.importorskip(framework)
-    module = importlib.import_module(f"raysgd.train.{framework}")
-    name = f"{framework.capitalize()}Trainer"
-    assert getattr(module, name) is getattr(train, name)
-    assert issubclass(getattr(module, f"{framework.capitalize()}Config"), train.BackendConfig)
-    with pytest.raises(AttributeError, match="no attribute 'Trainer'"):
-        _ = module.Trainer
 
 
 @pytest.mark.parametrize("name", ["torch_config", "torch_backend"])
