@@ -21,10 +21,6 @@ def options_of(operator: Any) -> Any:
     return operator._settings.options
 
 
-def precision_of(operator: Any) -> Any:
-    return operator._precision
-
-
 def finish_saves(trainer: Any) -> None:
     """Wait until the newest automatic checkpoint is in its folder."""
     trainer._folder.wait()
@@ -54,14 +50,35 @@ def drain_node(trainer: Any, patch: Any, until: Callable[[], bool], limit_s: flo
     patch.setattr(table.group, "draining", lambda: {} if until() else {node: limit_s})
 
 
+def assume_notice(patch: Any, seconds: float) -> None:
+    """Let a machine that has announced its end without saying when be there for so long."""
+    from raysgd.core import policy
+
+    patch.setattr(policy, "ASSUMED_NOTICE_S", seconds)
+
+
+def differences(operators: list[Any]) -> list[Any]:
+    """Compare operators of TensorFlow, as if they were those of the ranks."""
+    from raysgd.core.comparison import compare
+    from raysgd.tf.comparison import summary_of
+
+    return compare({rank: summary_of(parts_of(each), 0).as_text() for rank, each in enumerate(operators)})
+
+
 def want_workers(trainer: Any, number: int) -> None:
     """Let a started Trainer of functions grow to this number when it next can."""
     trainer._executor._active()._membership.target = number
 
 
-def executor_of(trainer: Any) -> Any:
-    """Return the `BackendExecutor` of a Trainer of functions."""
-    return trainer._executor
+def run_with_shards(trainer: Any, function: Any, data: dict[str, Any], config: Any, folder: Path) -> list[Any]:
+    """Run a function like a trainer with a dataset_config, which `Trainer.run(dataset=...)` does not have."""
+    from raysgd.ray_data.splits import make_splits
+    from raysgd.train.run import RunOptions
+
+    executor = trainer._executor
+    executor.start_training(function, folder, options=RunOptions(shards=make_splits(data, config)))
+    results: list[Any] = executor.finish_training()
+    return results
 
 
 def pretend_workers(trainer: Any, number: int) -> None:

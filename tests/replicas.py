@@ -32,6 +32,7 @@ __all__ = [
     "Rank",
     "in_function",
     "operator_alone",
+    "send_to_workers",
     "tf_rank",
     "torch_rank",
 ]
@@ -162,6 +163,15 @@ def torch_rank(
     return OperatorRank(OperatorReplicaFactory(TorchReplica, operator, config or {}, given), rank, ranks)
 
 
+def send_to_workers(operator: type[Any], config: dict[str, Any]) -> None:
+    """Pickle what a TorchTrainer sends to its workers."""
+    from raysgd.torch.replica import TorchReplica
+    from raysgd.torch.settings import TorchSettings
+    from raysgd.workers.serialization import pack
+
+    pack(OperatorReplicaFactory(TorchReplica, operator, config, TorchSettings()))
+
+
 def operator_alone(operator: type[Any], config: dict[str, Any] | None = None, **settings: Any) -> Any:
     """Return an operator for PyTorch that no replica trains."""
     from raysgd.torch.settings import TorchSettings
@@ -169,11 +179,14 @@ def operator_alone(operator: type[Any], config: dict[str, Any] | None = None, **
     return operator(config or {}, settings=TorchSettings(**settings))
 
 
-def tf_rank(operator: type[Any], config: dict[str, Any] | None = None, rank: int = 0, **settings: Any) -> OperatorRank:
-    """Return a rank of a TFTrainer, in a group of one: TensorFlow would wait for others."""
+def tf_rank(operator: Any, config: dict[str, Any] | None = None, rank: int = 0, **settings: Any) -> OperatorRank:
+    """Return a rank of a TFTrainer with this operator, or with a pair of creators, in a group of one: TensorFlow would wait for
+    others."""
+    from raysgd.tf.compiled import operator_from_creators
     from raysgd.tf.replica import TFReplica
     from raysgd.tf.settings import TFSettings
 
+    operator = operator_from_creators(*operator) if isinstance(operator, tuple) else operator
     return OperatorRank(OperatorReplicaFactory(TFReplica, operator, config or {}, TFSettings(**settings)), rank)
 
 

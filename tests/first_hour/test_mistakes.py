@@ -15,11 +15,8 @@ import raysgd
 from raysgd import AutoCheckpoint, ElasticConfig, TrainingOptions
 from raysgd.callbacks import EMA, Callback, EarlyStopping
 from raysgd.torch import TorchTrainer, TrainingOperator
-from raysgd.torch.replica import TorchReplica
-from raysgd.torch.settings import TorchSettings
-from raysgd.training.replica_base import OperatorReplicaFactory
-from raysgd.workers.serialization import pack
 from tests.peek import pretend_workers
+from tests.replicas import send_to_workers
 from tests.torch.small import Line, inline, rows
 
 HOME = Path(raysgd.__file__).parent
@@ -99,10 +96,6 @@ def without_attributes(self: Any, config: dict[str, Any]) -> None:
     model = nn.Linear(2, 1)
     self.register(models=model, optimizers=torch.optim.SGD(model.parameters(), lr=0.1), criterion=nn.MSELoss())
     self.register_data(train_loader=DataLoader(TensorDataset(*rows()), batch_size=4))
-
-
-def factory_with(**config: Any) -> Callable[[], Any]:
-    return lambda: pack(OperatorReplicaFactory(TorchReplica, Line, config, TorchSettings()))
 
 
 def scheduled(kind: type[Line], step: str | None) -> Callable[[], Any]:
@@ -276,7 +269,7 @@ CALLS: dict[str, Case] = {
     ),
     "load another state": (called("load_state_dict", state_dict={"a": 1}), ["not a checkpoint of raysgd", "['a']"]),
     "a lock in the config": (
-        factory_with(path="x", guard=threading.Lock()),
+        lambda: send_to_workers(Line, {"path": "x", "guard": threading.Lock()}),
         ["config['guard'] is <unlocked", "inside `setup`"],
     ),
 }

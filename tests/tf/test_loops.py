@@ -9,10 +9,8 @@ import pytest
 pytest.importorskip("tensorflow")
 
 from raysgd import AutoCheckpoint
-from raysgd.core.comparison import compare
 from raysgd.tf import TFTrainer
-from raysgd.tf.comparison import summary_of
-from tests.peek import finish_saves, parts_of
+from tests.peek import differences, finish_saves
 from tests.tf.small import Small, arrays
 
 
@@ -57,12 +55,11 @@ def test_a_variable_and_a_rate_that_differ_between_ranks_are_named(library: str)
     operators = [each.get_local_operator() for each in ranks]
     for each in ranks:
         each.train(num_steps=1)
-    equal = {rank: summary_of(parts_of(each), 0).as_text() for rank, each in enumerate(operators[:1] * 2)}
-    assert compare(equal) == []
+    assert differences(operators[:1] * 2) == []
     operators[1].optimizer.learning_rate = 0.02
     first = operators[1].model.trainable_variables[0]
     first.assign(-operators[0].model.trainable_variables[0])
-    found = compare({rank: summary_of(parts_of(each), 0).as_text() for rank, each in enumerate(operators)})
+    found = differences(operators)
     assert {each.kind for each in found} == {"settings", "weights"}
     (setting,) = [each for each in found if each.kind == "settings"]
     assert setting.name == "learning_rate of optimizers[0] (Adam)"

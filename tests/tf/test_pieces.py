@@ -10,7 +10,6 @@ keras = pytest.importorskip("keras")
 
 from raysgd import ConfigError, ElasticConfig  # noqa: E402
 from raysgd.tf import TFTrainer, TrainingOperator  # noqa: E402
-from raysgd.tf.compiled import operator_from_creators  # noqa: E402
 from tests.replicas import tf_rank  # noqa: E402
 from tests.tf.small import Small, data_creator, model_creator  # noqa: E402
 
@@ -67,8 +66,8 @@ def test_a_compiled_model() -> None:
             batches.append(batch)
 
     for in_pieces in (False, True):
-        operator = operator_from_creators(model_creator, data_creator)
-        replica = replica_of(operator, in_pieces=in_pieces, fit_config={"callbacks": [Counts()]})
+        creators = (model_creator, data_creator)
+        replica = replica_of(creators, in_pieces=in_pieces, fit_config={"callbacks": [Counts()]})
         report = replica.train()
         found.append([*weights_of(replica.operator.model), report["train_accuracy"]])
     np.testing.assert_allclose(*found, rtol=1e-5, atol=1e-6)

@@ -14,10 +14,9 @@ tf = pytest.importorskip("tensorflow")
 keras = pytest.importorskip("keras")
 
 from raysgd import ElasticConfig  # noqa: E402
-from raysgd.core import policy  # noqa: E402
 from raysgd.tf import TFTrainer, TrainingOperator  # noqa: E402
 from tests.faults import until  # noqa: E402
-from tests.peek import drain_node  # noqa: E402
+from tests.peek import assume_notice, drain_node  # noqa: E402
 from tests.tf.small import ROWS, arrays, fire, make_data  # noqa: E402
 
 pytestmark = [pytest.mark.more, pytest.mark.slow, pytest.mark.elastic]
@@ -141,7 +140,7 @@ def test_a_seed_repeats_every_bit_and_a_prediction_survives_a_worker(first: dict
 def test_replacements_join_when_preempted_workers_leave(
     first: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(policy, "ASSUMED_NOTICE_S", 600.0)  # on a slow machine, the replacement may need more than 20 s
+    assume_notice(monkeypatch, 600.0)  # on a slow machine, the replacement may need more than 20 s
     marks = tmp_path / "marks"
     notices = marks / "notices"
     with started(marks, seed=8) as trainer:

@@ -13,7 +13,7 @@ import pytest
 from raysgd import ElasticConfig, train
 from raysgd.ray_data.splits import make_splits, no_room_for_data
 from raysgd.train import DataConfig, Trainer
-from tests.peek import executor_of, want_workers
+from tests.peek import run_with_shards, want_workers
 
 ray_data = pytest.importorskip("ray.data")
 
@@ -55,21 +55,12 @@ def read_all() -> dict[str, Any]:
 def test_each_worker_reads_its_shard(trainer: Trainer, tmp_path: Path) -> None:
     """Read a shard twice, and a dataset that is not split."""
     data, size = {"train": numbers(61), "validation": numbers(10)}, size_of(trainer)
-    rounds = run_with(trainer, read_all, make_splits(data, DataConfig(["train"])), tmp_path)
+    rounds = run_with_shards(trainer, read_all, data, DataConfig(["train"]), tmp_path)
     for name in ("first", "second"):
         assert [len(each[name]) for each in rounds] == [61 // size] * size, "with equal=True, the last row is not used"
         seen = [row for each in rounds for row in each[name]]
         assert len(set(seen)) == 60 and set(seen) <= set(range(61))
     assert [each["complete"] for each in rounds] == [list(range(10))] * size
-
-
-def run_with(trainer: Trainer, function: Any, shards: Any, folder: Path) -> list[Any]:
-    """Run a function like a trainer with a dataset_config, which `Trainer.run(dataset=...)` does not have."""
-    from raysgd.train.run import RunOptions
-
-    executor = executor_of(trainer)
-    executor.start_training(function, folder, options=RunOptions(shards=shards))
-    return executor.finish_training()
 
 
 def test_other_dataset_configs(trainer: Trainer, tmp_path: Path) -> None:
@@ -79,10 +70,10 @@ def test_other_dataset_configs(trainer: Trainer, tmp_path: Path) -> None:
     def rows() -> list[int]:
         return [int(row["id"]) for row in train.get_dataset_shard("b").iter_rows()]
 
-    parts = run_with(trainer, rows, make_splits({"b": numbers(101, blocks=5)}, DataConfig(equal=False)), tmp_path)
+    parts = run_with_shards(trainer, rows, {"b": numbers(101, blocks=5)}, DataConfig(equal=False), tmp_path)
     assert sorted(row for part in parts for row in part) == list(range(101))
-    shards = make_splits({"a": numbers(8), "b": numbers(8)}, RaysConfig(datasets_to_split=["a"]))
-    found = run_with(trainer, rows, shards, tmp_path)
+    both = {"a": numbers(8), "b": numbers(8)}
+    found = run_with_shards(trainer, rows, both, RaysConfig(datasets_to_split=["a"]), tmp_path)
     assert [sorted(part) for part in found] == [list(range(8))] * size_of(trainer)
 
 
