@@ -88,17 +88,6 @@ def test_an_evaluation_is_that_of_the_model_that_is_saved(ray_cluster: None) -> 
 
 
 @pytest.mark.elastic
-def test_a_user_error_leaves_the_trainer_usable(ray_cluster: None, tmp_path: Path) -> None:
-    config = {"fault": (1, 5, "raise"), "marks": str(tmp_path)}
-    with TFTrainer(training_operator_cls=Small, config=config, num_workers=2) as trainer:
-        with pytest.raises(ZeroDivisionError, match="planned"):
-            trainer.train()
-        rest = trainer.train()
-        same(trainer.state_dict(), undisturbed(1)[0])
-    assert (rest["epoch"], rest["num_samples"]) == (1, ROWS - 50)
-
-
-@pytest.mark.elastic
 @pytest.mark.nightly
 def test_a_hang_and_a_resize(ray_cluster: None, tmp_path: Path) -> None:
     config = {"fault": (1, 5, "stop"), "marks": str(tmp_path)}

@@ -52,35 +52,6 @@ def test_training_equals_keras(library: str) -> None:
     assert result["validation_accuracy"] == pytest.approx(accuracy, rel=1e-5)
 
 
-def test_a_checkpoint_of_an_operator_has_its_optimizer(tmp_path: Path) -> None:
-    with TFTrainer(training_operator_cls=Small, config={"normalized": True}) as trainer:
-        first = trainer.train()
-        handle = trainer.save(tmp_path / "a.ckpt", blocking=False)
-        expected = trainer.train()
-        path = handle.result(60)
-        state = trainer.state_dict()
-    assert {"train_hits", "train_loss"} <= set(first)
-    with TFTrainer(training_operator_cls=Small, config={"normalized": True}) as trainer:
-        trainer.load(path)
-        assert trainer.train(num_steps=0)["epoch"] == 1
-        got = trainer.train()
-        again = trainer.state_dict()
-    assert got["epoch"] == expected["epoch"] == 2
-    assert [a.shape for a in arrays(again)] == [a.shape for a in arrays(state)]
-    slots = [array for array in again["optimizers"][0] if array.ndim == 2]
-    assert slots and all(np.abs(slot).sum() > 0 for slot in slots)
-    assert int(again["optimizers"][0][0]) == 22, "the optimizer's counter continues"
-
-
-def test_num_steps_continues_in_the_epoch() -> None:
-    with TFTrainer(training_operator_cls=Small) as trainer:
-        results = [trainer.train(num_steps=4) for _ in range(3)]
-        rest = trainer.train()
-    assert [result["epoch"] for result in results] == [1, 1, 2]
-    assert [result["num_samples"] for result in results] == [40, 40, 31]
-    assert (rest["epoch"], rest["batch_count"]) == (2, 10)
-
-
 def test_fit_config_counts_epochs_and_calls_callbacks() -> None:
     keras = importlib.import_module("keras")
     heard: list[Any] = []
