@@ -78,6 +78,20 @@ class Demanding(Broken):
     stops_training = True
 
 
+def result(**more: Any) -> Result:
+    """Return a result of a TorchTrainer with two workers, after one epoch."""
+    plain: dict[str, Any] = {
+        "kind": "train",
+        "epoch": 1,
+        "step": 4,
+        "metrics": {"epoch": 1, "train_loss": 0.5},
+        "by_worker": [],
+        "world_size": 2,
+        "seconds": 1.5,
+    }
+    return Result(**{**plain, **more})
+
+
 def called_by_a_trainer(*callbacks: Callback) -> CallbackList:
     """Return what calls these callbacks in a trainer."""
     return CallbackList(list(callbacks))

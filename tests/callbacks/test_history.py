@@ -3,26 +3,12 @@
 import math
 import tracemalloc
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from raysgd import TorchTrainer
 from raysgd.callbacks import History, Result
-from tests.callbacks.recording import Line
-
-
-def result(**more: Any) -> Result:
-    plain: dict[str, Any] = {
-        "kind": "train",
-        "epoch": 1,
-        "step": 4,
-        "metrics": {"epoch": 1, "train_loss": 0.5},
-        "by_worker": [],
-        "world_size": 2,
-        "seconds": 1.5,
-    }
-    return Result(**{**plain, **more})
+from tests.callbacks.recording import Line, result
 
 
 def filled(*results: Result) -> History:
@@ -123,13 +109,6 @@ def test_printed_and_in_a_notebook() -> None:
     page = history._repr_html_()
     assert "<th>train_loss</th>" in page
     assert "<td>0.1235</td>" in page
-
-
-def test_only_the_newest_rows_are_shown() -> None:
-    history = filled(*[result(epoch=epoch) for epoch in range(1, 13)])
-    lines = repr(history).splitlines()
-    assert lines[0] == "(2 older rows: history.rows has them)"
-    assert len(lines) == 12
 
 
 def test_text_is_escaped_in_a_notebook() -> None:

@@ -121,20 +121,6 @@ def test_a_callback_that_fails_at_the_start_leaves_nothing_behind() -> None:
         trainer(Demanding())
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (Heard(), "must be a list of"),
-        (5, "must be a list of"),
-        ([Heard], "got the class Heard: pass Heard()"),
-        (["print"], "got 'print'"),
-    ],
-)
-def test_wrong_callbacks(given: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message.replace("(", r"\(").replace(")", r"\)")):
-        TorchTrainer(training_operator_cls=Line, use_gpu=False, callbacks=given)
-
-
 def test_repr_of_a_trainer() -> None:
     with trainer() as made:
         assert repr(made) == "TorchTrainer(Line, 1 worker, epoch 0, idle)"

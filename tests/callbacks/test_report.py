@@ -15,8 +15,8 @@ import pytest
 
 from raysgd import ConfigError, ElasticConfig, Recovery, TorchTrainer, train
 from raysgd.callbacks import Callback, History, Result, Run, Throughput
-from tests.callbacks.recording import Line, underway
-from tests.callbacks.test_history import filled, result
+from tests.callbacks.recording import Line, result, underway
+from tests.callbacks.test_history import filled
 from tests.peek import pace_of
 
 TAGS = "html|head|meta|title|style|body|section|h1|h2|h3|p|div|b|i|span|pre|code|figure|svg|g|path|text|circle|table|tr|th|td"
@@ -96,7 +96,7 @@ def test_report_of_a_run_with_a_failure(ray_cluster: None, tmp_path: Path) -> No
     over_time = [name for name in page.charts if " " in name or name == "workers"]
     assert len(page.root.findall(".//path[@class='mark']")) == 2 * len(over_time)
     failure, growth = page.changes()
-    assert re.search(r"worker death: 2 -> 1 workers, rank 1 removed.* in place.*\n?.*SIGKILL", failure)
+    assert re.search(r"worker death: 2 -> 1 workers, rank 1 removed.* in place.*\n?.*its process (was )?ended", failure)
     assert "growth: 1 -> 2 workers, epoch" in growth
     quick, slow = page.table("rank")
     assert "slow" in slow[-1] and quick[-1] == "1" and float(slow[2]) > 30 > float(quick[2])
@@ -164,22 +164,6 @@ def test_values_that_are_not_finite_interrupt_a_line(tmp_path: Path) -> None:
     assert (page.charts["loss"], page.charts["never"]) == (4, 0)
     assert "3 values are not finite, or too large, and are left out." in page.texts("p")
     assert (page.lines[0].count("M"), page.lines[0].count("L")) == (3, 1)
-
-
-@pytest.mark.parametrize(
-    ("values", "labels"),
-    [
-        ([0.5, 7.3], ["0", "2", "4", "6", "8"]),
-        ([1, 3], ["1", "2", "3"]),
-        ([5.5, 5.5], ["5.5"]),
-        ([-0.011, 0.02], ["-0.02", "-0.01", "0", "0.01", "0.02"]),
-    ],
-)
-def test_labels_are_round_numbers(values: list[float], labels: list[str], tmp_path: Path) -> None:
-    rows = [result(epoch=70 + n, metrics={"loss": value}) for n, value in enumerate(values)]
-    page = read(filled(*rows).report(tmp_path / "run.html"))
-    shown = page.texts("text")
-    assert shown[: shown.index("seconds since the start")] == ["epoch", "70", "71", *labels]
 
 
 def test_a_long_line_keeps_its_extremes(tmp_path: Path) -> None:

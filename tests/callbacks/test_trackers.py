@@ -12,7 +12,8 @@ import pytest
 from raysgd import ElasticConfig, Recovery
 from raysgd.callbacks import Callback, MLflowCallback, Run, TensorBoardCallback, WandbCallback
 from raysgd.train.callbacks import make_callback_list
-from tests.callbacks.test_writers import report, result, run_callback, trained
+from tests.callbacks.recording import result
+from tests.callbacks.test_writers import report, run_callback, trained
 from tests.local.ground import Fault, LocalGround
 from tests.local.group import Cluster
 

@@ -26,20 +26,7 @@ from raysgd.callbacks import (
     json_files,
 )
 from raysgd.callbacks.writers import flat, for_json, scalars
-from tests.callbacks.recording import Line
-
-
-def result(**more: Any) -> Result:
-    plain: dict[str, Any] = {
-        "kind": "train",
-        "epoch": 1,
-        "step": 4,
-        "metrics": {"epoch": 1, "num_samples": 32, "train_loss": 0.5},
-        "by_worker": [],
-        "world_size": 2,
-        "seconds": 1.5,
-    }
-    return Result(**{**plain, **more})
+from tests.callbacks.recording import Line, result
 
 
 def report(step: int, **metrics: Any) -> Result:
