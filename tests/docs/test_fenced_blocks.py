@@ -29,12 +29,7 @@ def script(page_blocks: list[Block]) -> str:
 ALL = [b for path in PAGES for b in blocks(path.read_text(encoding="utf-8"), str(path.relative_to(ROOT)))]
 PYTHON = [block for block in ALL if block.language == "python"]
 RUN_PAGES = sorted({block.page for block in PYTHON if not block.not_run})
-FIRST_PAGES = (
-    "README.md",
-    "docs/getting_started.md",
-    "docs/operators.md",
-    "docs/saving.md",
-)  # the others run in `make more`
+FIRST_PAGES = ("README.md", "docs/saving.md")  # the others run in `make more`
 
 
 def program(page: str) -> str:
