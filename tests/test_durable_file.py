@@ -91,24 +91,3 @@ def test_the_descriptor_is_closed_only_after_the_flush(tmp_path: Path, monkeypat
     descriptor = file.fileno()
     file.close()
     assert ended[:1] == [descriptor]
-
-
-@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="this system has no posix_fadvise")
-def test_flushed_data_leaves_the_page_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    advised: list[tuple[int, int]] = []
-    monkeypatch.setattr(os, "posix_fadvise", lambda descriptor, start, length, advice: advised.append((start, length)))
-    with DurableFile(tmp_path / "a") as file:
-        for start in range(0, len(DATA), 10_000):
-            written(file, DATA[start : start + 10_000])
-            file._settle()
-        file.sync()
-    assert advised[:10] == [(start, 10_000) for start in range(0, len(DATA), 10_000)]
-    advised.clear()
-    with DurableFile(tmp_path / "b") as file:
-        written(file, DATA[:10_000])
-        written(file, DATA[:9_000])
-        file.sync()
-    assert advised == [(0, 10_000), (10_000, 9_000)], "the end leaves it, too"
-    advised.clear()
-    locations.write(tmp_path / "c", DATA[:9_000])
-    assert advised == [], "a small file stays"

@@ -173,24 +173,6 @@ def function_reproducible(output: str) -> None:
     assert runs[0] == runs[1] != runs[2], output
 
 
-def segmentation(output: str) -> None:
-    loss_falls(output)
-    assert numbers("val_mean_iou", output)[-1] > 0.7, output
-    assert len(numbers("background", output)) == len(numbers("bar", output)) == 4, output
-
-
-def fine_tuning(output: str) -> None:
-    loss_falls(output)
-    perplexities = numbers("val_perplexity", output)
-    assert perplexities[0] > 50 and perplexities[-1] < 15, output
-
-
-def diffusion(output: str) -> None:
-    loss_falls(output)
-    distances = numbers("val_frechet_distance", output)
-    assert distances[-1] < 5 and distances[-1] < distances[0] / 1.5, output
-
-
 def forecasting(output: str) -> None:
     losses = numbers("train_loss", output)
     assert losses[-1] < losses[0] and numbers("val_mase", output)[-1] < 0.5, output
@@ -205,6 +187,9 @@ LAST: dict[str, dict[str, tuple[float, float]]] = {
     "horovod_digits.py": {"val_accuracy": (0.85, 1)},
     "resnet_generated_images.py": {"val_accuracy": (0.3, 1)},  # ten classes: guessing gives 0.1
     "language_model.py": {"val_perplexity": (4, 10)},
+    "segmentation.py": {"val_mean_iou": (0.7, 1)},
+    "fine_tuning.py": {"val_perplexity": (0, 15)},
+    "diffusion.py": {"val_frechet_distance": (0, 5)},
 }
 CHECKS: dict[str, Callable[[str], None]] = {
     f"{check.__name__}.py": check
@@ -217,9 +202,6 @@ CHECKS: dict[str, Callable[[str], None]] = {
         custom_train_epoch,
         from_creators,
         save_and_resume,
-        segmentation,
-        fine_tuning,
-        diffusion,
         forecasting,
         callbacks_mlflow_tensorboard,
         function_torchmetrics,

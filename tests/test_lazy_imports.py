@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 
-import raysgd
-
 ROOT = Path(__file__).resolve().parent.parent
 HEAVY = ("torch", "tensorflow", "horovod", "ray")
 
@@ -62,8 +60,3 @@ def test_a_missing_framework_names_the_extra(blocked: tuple[str, ...]) -> None:
     lines = done.stdout.splitlines()
     assert len(lines) == len(names), done.stdout + done.stderr
     assert all("raysgd[torch]" in line and name in line for name, line in zip(names, lines, strict=True)), lines
-
-
-def test_an_unknown_name_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match="TorchTrainr"):
-        raysgd.TorchTrainr  # noqa: B018

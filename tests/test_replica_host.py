@@ -4,7 +4,7 @@ import pickle
 import threading
 from typing import Any
 
-from raysgd.core.outcomes import Failed, Interrupted, Ok
+from raysgd.core.outcomes import Failed, Ok
 from raysgd.core.progress import Control, Progress
 from raysgd.core.protocols import Call
 from raysgd.core.ranks import RankInfo, SingleWorkerBackend
@@ -20,13 +20,6 @@ class Counted:
     def __reduce__(self) -> Any:
         Counted.pickled += 1
         return Counted, ()
-
-
-class NotReadable:
-    """Can be pickled, but not unpickled."""
-
-    def __reduce__(self) -> Any:
-        return int, ("not a number",)
 
 
 class Echo:
@@ -56,18 +49,7 @@ def test_an_answer_is_pickled_only_once() -> None:
     assert Counted.pickled == before + 1
 
 
-def test_a_partial_result_is_unpickled_on_the_driver() -> None:
-    received = with_value(pickle.loads(pickle.dumps(answer(Interrupted({"loss": 1.0}, asked=True)), protocol=5)))
-    assert received == Interrupted({"loss": 1.0}, asked=True)
-
-
 def test_an_answer_that_cannot_be_pickled_is_an_error_that_names_it() -> None:
     outcome = answer({"loss": 1.0, "lock": threading.Lock()})
     assert isinstance(outcome, Failed) and isinstance(outcome.error, TypeError)
     assert "'lock'" in str(outcome.error) and "'loss'" not in str(outcome.error)
-
-
-def test_an_answer_that_cannot_be_unpickled_is_an_error_of_the_call() -> None:
-    received = with_value(answer(NotReadable()))
-    assert isinstance(received, Failed) and isinstance(received.error, ValueError)
-    assert received.progress.step == 3

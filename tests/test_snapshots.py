@@ -1,6 +1,5 @@
 """Snapshots are uploaded on one thread: the newest always, and older ones only if there is time."""
 
-import logging
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -114,10 +113,3 @@ def test_the_newest_is_uploaded_after_one_that_has_failed(
     driver.allowed.release()
     uploads.wait(60)
     assert driver.received == [(2, b"xy")]
-
-
-def test_a_state_that_cannot_be_pickled_is_logged_once(uploads: Snapshotter, caplog: pytest.LogCaptureFixture) -> None:
-    for _ in range(2):
-        uploads.warn(TypeError("cannot pickle 'generator' object"))
-    assert [record.levelno for record in caplog.records] == [logging.WARNING]
-    assert "cannot pickle 'generator' object" in caplog.text and "state_dict()" in caplog.text

@@ -255,15 +255,6 @@ def test_a_boundary_that_was_agreed_on_before_the_work_began_is_kept(channel: Ch
     channel.server.disconnect("w")
 
 
-def test_the_end_of_a_connection_is_one_event_at_once(channel: Channel) -> None:
-    with channel.greet():
-        channel.next(WorkerStarted)
-    failure = channel.next(WorkerEnded)
-    assert "process ended" in failure.cause and failure.reason == "worker death"
-    assert not channel.server.send("w", ConfirmBoundary())
-    assert channel.events.empty()
-
-
 def test_late_messages_of_a_worker_that_was_dismissed_are_dropped(channel: Channel) -> None:
     with channel.greet() as worker:
         channel.next(WorkerStarted)
@@ -273,16 +264,6 @@ def test_late_messages_of_a_worker_that_was_dismissed_are_dropped(channel: Chann
         assert channel.next(WorkerStarted).worker == "next", "the server still serves others"
     channel.server.disconnect("next")
     assert channel.events.empty()
-
-
-def test_silence_is_measured_from_the_last_message(channel: Channel) -> None:
-    assert channel.server.silent_for("nobody") == 0.0
-    with channel.greet() as worker:
-        channel.next(WorkerStarted)
-        time.sleep(0.3)
-        assert channel.server.silent_for("w") >= 0.3
-        worker.send(Alive())
-        wait_for(lambda: channel.server.silent_for("w") < 0.2)
 
 
 def test_a_worker_that_never_reads_does_not_block_the_driver(channel: Channel) -> None:

@@ -146,19 +146,6 @@ def test_downloads_stop_when_the_reader_is_closed():
     assert begun <= set(range(6))
 
 
-@pytest.mark.parametrize(
-    ("data", "arguments", "expected"),
-    [
-        (PAIRS, {"transform": augment}, [(100, 0), (101, -1)]),
-        (range(3), {"download_func": fetch, "transform": augment}, [(100, 0), (101, -1)]),
-        (range(3), {"download_func": fetch, "max_concurrency": 1}, [(0, 0), (1, -1)]),
-        ([[1, 2], [3, 4]], {}, [(1, 2), (3, 4)]),
-    ],
-)
-def test_download_and_transform_are_applied(data, arguments, expected):
-    assert [sorted(batch) for batch in batches(Dataset(data, 2, **arguments), 1)] == [expected]
-
-
 @pytest.mark.parametrize("max_concurrency", [0, 1, 2])
 def test_an_error_in_a_download_is_raised_in_the_reader(max_concurrency):
     with pytest.raises(ZeroDivisionError):
