@@ -12,29 +12,6 @@ from tests.fake_group import FakeGroup, MessageReceived, Ok, PartReceived, Stack
 LIMIT_S = 10.0
 
 
-@pytest.mark.parametrize(
-    ("silent", "killed"),
-    [
-        ({"a": 11.0, "b": 11.2}, ["a", "b"]),
-        ({"a": 2.6, "b": 11.0}, ["b"]),
-        ({"a": 2.6}, []),
-        ({"a": 5.1}, ["a"]),
-    ],
-    ids=["both are stopped", "one is stopped", "a short silence", "silent for half of the limit"],
-)
-def test_ranks_that_block_the_others_are_killed_at_the_limit(silent: dict[str, float], killed: list[str]) -> None:
-    now = [1000.0]
-    group = FakeGroup(names=silent)
-    group.silence.update(silent)
-    table = group.table(lambda: now[0])
-    table.launch(len(silent))
-    now[0] += LIMIT_S + 1
-    watchdog = Watchdog(table, list(silent), LIMIT_S)
-    for _ in range(2):  # the first asks for stacks, the second one decides
-        watchdog.tick(list(silent))
-    assert sorted(group.killed) == killed
-
-
 def test_no_worker_is_late_because_the_driver_was_stopped() -> None:
     """After Ctrl-Z and `fg`, what workers have sent meanwhile is read a moment later."""
     now, stopped_s = [1000.0], [60.0, 0.0, 0.0]
