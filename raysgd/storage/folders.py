@@ -104,18 +104,17 @@ def dump_json(content: Mapping[str, Any]) -> bytes:
     return json.dumps({**content, "digest": json_digest(content)}).encode()
 
 
-def parse_json(data: bytes, where: Any) -> tuple[dict[str, Any], bool]:
-    """Return the content that `dump_json` wrote, and whether it had a digest."""
+def parse_json(data: bytes, where: Any) -> dict[str, Any]:
+    """Return the content that `dump_json` wrote. Raise CheckpointError if it is damaged."""
     try:
         content = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{where} is damaged: it is not valid JSON ({error})") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{where} is damaged: it contains a {type(content).__name__}, not a dictionary")
-    claimed = content.pop("digest", None)
-    if claimed is not None and claimed != json_digest(content):
+    if content.pop("digest", None) != json_digest(content):
         raise CheckpointError(f"{where} is damaged: its content does not have the digest that was saved with it")
-    return content, claimed is not None
+    return content
 
 
 def json_digest(content: Mapping[str, Any]) -> str:
@@ -134,12 +133,12 @@ def dump_list(entries: Mapping[str, FileEntry]) -> bytes:
 
 def parse_list(data: bytes, where: Any) -> dict[str, FileEntry]:
     """Return the entries of a stored list. Raise CheckpointError if it is damaged."""
-    content, has_digest = parse_json(data, where)
+    content = parse_json(data, where)
     version = content.get("version")
     if type(version) is int and version > VERSION:
         raise CheckpointError(f"{where} was written by a newer raysgd (format version {version})")
     files = content.get("files")
-    if not has_digest or content.get("format") != FORMAT or not isinstance(files, dict):
+    if content.get("format") != FORMAT or not isinstance(files, dict):
         raise CheckpointError(f"{where} is damaged: it is not a list of files with sizes and digests")
     entries = {}
     for name, each in files.items():

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from raysgd.callbacks.writers import ROW_FIELDS, for_json
-from raysgd.config import at_least, is_real
+from raysgd.config import at_least, is_real, one_of
 from raysgd.core.metrics import plain
 from raysgd.errors import CheckpointError, ConfigError, suggesting_fields
 from raysgd.storage import checksums, folders, locations
@@ -81,8 +81,7 @@ class AutoCheckpoint:
             at_least("keep", self.keep, 1, whole=True)
         if self.best is not None and not isinstance(self.best, str):
             raise ConfigError(f"best must be the name of a metric such as 'val_loss', or None, got {self.best!r}")
-        if self.mode not in ("min", "max"):
-            raise ConfigError(f"mode must be 'min' or 'max', got {self.mode!r}")
+        one_of("mode", self.mode, "min", "max")
         if (
             self.best is not None
             and self.mode == "min"
@@ -214,8 +213,8 @@ class CheckpointFolder:
 
     def _record(self, place: SavedPlace) -> dict[str, Any]:
         file = self._file(place, RECORD)
-        found, has_digest = folders.parse_json(locations.read(file), file)
-        if not has_digest or not _is_record(found):
+        found = folders.parse_json(locations.read(file), file)
+        if not _is_record(found):
             raise CheckpointError(f"{file} is damaged: it is not the record of a checkpoint")
         return found
 

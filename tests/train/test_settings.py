@@ -1,7 +1,6 @@
 """The settings of `fit()`: which are refused, and what they mean for the engine. The files of a run."""
 
 import functools
-import json
 import os
 import pickle
 import threading
@@ -19,6 +18,7 @@ from raysgd.train.fit.run import _log_dir
 from raysgd.train.run import check_function
 from raysgd.train.settings import check_strategy
 from raysgd.train.worker_group import limits_for
+from tests import storing
 from tests.peek import record_run, settings_of
 
 
@@ -192,7 +192,7 @@ def test_a_resumed_run_keeps_its_ids_and_its_total_time(tmp_path: Path) -> None:
     record.end(None)
     assert StoredRun.read(tmp_path).rows[-1]["confusion"] == {"(0, 1)": {"2": [{"(3, 4)": 5}]}}
     row = {"metrics": record.rows[-1] | {"confusion": 0}, "checkpoint": None}
-    (tmp_path / "results.jsonl").write_text(json.dumps(row) + "\n")
+    (tmp_path / "results.jsonl").write_bytes(storing.sealed_json(row) + b"\n")
     past = StoredRun.read(tmp_path)
     again = RunRecord(tmp_path, tmp_path, RunNames("T", "run", **past.ids), {}, past)
     again.begin({})
