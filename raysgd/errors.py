@@ -27,33 +27,6 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar, cast
 
-__all__ = [
-    "CheckpointError",
-    "ClusterError",
-    "ConfigError",
-    "DivergenceError",
-    "HangError",
-    "MissingPartError",
-    "NonFiniteError",
-    "NotActiveError",
-    "OutOfStepError",
-    "RaysgdError",
-    "RemoteTraceback",
-    "ResourceError",
-    "TrainerBusyError",
-    "TrainingFailedError",
-    "WorkerStartError",
-    "causes_of",
-    "close_to",
-    "counted",
-    "described",
-    "ranked",
-    "shown",
-    "suggesting",
-    "suggesting_fields",
-    "text_of",
-]
-
 F = TypeVar("F", bound=Callable[..., Any])
 C = TypeVar("C", bound=type)
 
@@ -133,7 +106,8 @@ def shown(value: Any, most: int = 200) -> str:
 def counted(number: int, one: str, many: str = "") -> str:
     """Return a number with its noun.
 
-    >>> counted(1, "batch", "batches"), counted(2000, "worker") ('1 batch', '2,000 workers')
+    >>> counted(1, "batch", "batches"), counted(2000, "worker")
+    ('1 batch', '2,000 workers')
     """
     return f"{number:,} {one if number == 1 else many or one + 's'}"
 
@@ -141,7 +115,8 @@ def counted(number: int, one: str, many: str = "") -> str:
 def ranked(ranks: Iterable[int]) -> str:
     """Return ranks with their noun.
 
-    >>> ranked([1]), ranked([0, 2]) ('rank 1', 'ranks 0, 2')
+    >>> ranked([1]), ranked([0, 2])
+    ('rank 1', 'ranks 0, 2')
     """
     names = [str(rank) for rank in ranks]
     return f"rank{'' if len(names) == 1 else 's'} {', '.join(names)}"

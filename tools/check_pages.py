@@ -25,8 +25,6 @@ from textwrap import dedent
 from types import ModuleType
 from typing import Any
 
-__all__ = ["Block", "blocks"]
-
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(p for p in (ROOT / "docs").rglob("*.md") if "_build" not in p.parts)])
 
@@ -202,7 +200,7 @@ def callables(name: str, of: Any) -> Iterator[tuple[str, Any, str]]:
     them."""
     if inspect.ismodule(of):
         errors = any(isinstance(each, type) and issubclass(each, Exception) for each in vars(of).values())
-        for each in of.__all__:
+        for each in getattr(of, "__all__", ()):
             if each not in conf().PUBLIC_LAST and not errors:
                 yield from callables(f"{name}.{each}", getattr(of, each))
     elif inspect.isclass(of):

@@ -85,6 +85,7 @@ def filled_page(text: str) -> str:
 
 ROW = re.compile(r"( *\*{0,2}\w+(?:, \w+)* {2,})(?=\S)")  # as in docs/conf.py
 BULLET = re.compile(r" *(?:-|\d+\.) +(?=\S)")
+SESSION = ">>> "  # of the interpreter: what follows, up to an empty line, stays as it is
 
 
 def filled_docstring(raw: str, column: int) -> str:
@@ -93,7 +94,7 @@ def filled_docstring(raw: str, column: int) -> str:
     lines = raw.split("\n")
     out: list[str] = []
     paragraph: list[str] = []
-    first, rest = "", margin
+    first, rest, session = "", margin, False
 
     def end(last: bool = False) -> None:
         if paragraph:
@@ -106,7 +107,11 @@ def filled_docstring(raw: str, column: int) -> str:
         body = line if number == 0 else line.removeprefix(margin)
         spaces = len(body) - len(body.lstrip())
         row = ROW.match(body) if spaces < 4 else None
-        if not body.strip():
+        session = bool(body.strip()) and (session or body.startswith(SESSION))
+        if session:
+            end()
+            out.append(line)
+        elif not body.strip():
             end()
             out.append("")
             first = rest = margin

@@ -72,9 +72,9 @@ def compare(texts: Mapping[int, str]) -> list[Difference]:
     """Return what differs between the ranks, at most one `Difference` of each kind. `texts` has
     each rank's `Summary`.
 
-    >>> same, other = (Summary({"weight": [size, size, 1e-4]}, {}, {}).as_text() for size in (1.0,
-    1.5)) >>> [found.groups for found in compare({0: same, 1: other, 2: same})], compare({0: same,
-    1: same}) ([((0, 2), (1,))], [])
+    >>> same, other = (Summary({"weight": [size, size, 1e-4]}, {}, {}).as_text() for size in (1.0, 1.5))
+    >>> [found.groups for found in compare({0: same, 1: other, 2: same})], compare({0: same, 1: same})
+    ([((0, 2), (1,))], [])
     """
     holders: dict[str, list[int]] = {}
     for rank, text in texts.items():

@@ -79,7 +79,8 @@ def report_interval_s(ranks: int) -> float:
     """Return how often each of `ranks` ranks reports its progress: all of them together about 40
     times a second.
 
-    >>> report_interval_s(2), report_interval_s(1000) (0.1, 25.0)
+    >>> report_interval_s(2), report_interval_s(1000)
+    (0.1, 25.0)
     """
     return max(MIN_INTERVAL_S, ranks / REPORTS_PER_S)
 
@@ -89,7 +90,8 @@ def longest_silence_s(ranks: int, running: int) -> float:
     complete batches all the time. The moments at which the ranks report are spread evenly over the
     interval. In the worst case, those that are still running are neighbours.
 
-    >>> longest_silence_s(1000, 1000), longest_silence_s(1000, 1) (0.025, 25.0)
+    >>> longest_silence_s(1000, 1000), longest_silence_s(1000, 1)
+    (0.025, 25.0)
     """
     return report_interval_s(ranks) * (ranks - running + 1) / ranks
 

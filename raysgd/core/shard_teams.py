@@ -18,8 +18,10 @@ class ShardTeam:
 def make_teams(shards: Sequence[int], world_size: int) -> list[ShardTeam]:
     """Deal the shards to the ranks. If there are fewer shards than ranks, several ranks share one.
 
-    >>> make_teams([4, 1, 7], 2) [ShardTeam(shards=[4, 7], ranks=[0]), ShardTeam(shards=[1],
-    ranks=[1])] >>> make_teams([4], 2) [ShardTeam(shards=[4], ranks=[0, 1])]
+    >>> make_teams([4, 1, 7], 2)
+    [ShardTeam(shards=[4, 7], ranks=[0]), ShardTeam(shards=[1], ranks=[1])]
+    >>> make_teams([4], 2)
+    [ShardTeam(shards=[4], ranks=[0, 1])]
     """
     count = min(len(shards), world_size)
     return [ShardTeam(list(shards[i::count]), list(range(i, world_size, count))) for i in range(count)]

@@ -22,8 +22,8 @@ def rank_variables(rank_infos: Sequence[RankInfo]) -> list[dict[str, str]]:
     """Return the environment variables with each rank's ranks. A cross rank counts the nodes that
     have a worker with this local rank.
 
-    >>> [rank["HOROVOD_CROSS_RANK"] for rank in rank_variables([RankInfo(0, 2), RankInfo(1, 2,
-    node_rank=1)])] ['0', '1']
+    >>> [rank["HOROVOD_CROSS_RANK"] for rank in rank_variables([RankInfo(0, 2), RankInfo(1, 2, node_rank=1)])]
+    ['0', '1']
     """
     nodes: dict[int, list[int]] = {}
     for rank_info in rank_infos:

@@ -20,8 +20,8 @@ def shared_gpus(rank_infos: Sequence[RankInfo], offers: Sequence[Mapping[str, An
     """Return, for each rank, the GPUs of all ranks on its node in the order of ranks; each rank
     offers its own as "gpus".
 
-    >>> shared_gpus([RankInfo(0, 2), RankInfo(1, 2, local_rank=1)], [{"gpus": "3,1"}, {"gpus":
-    "1,2"}]) ['3,1,2', '3,1,2']
+    >>> shared_gpus([RankInfo(0, 2), RankInfo(1, 2, local_rank=1)], [{"gpus": "3,1"}, {"gpus": "1,2"}])
+    ['3,1,2', '3,1,2']
     """
     nodes: dict[int, dict[str, None]] = {}
     for rank_info, offer in zip(rank_infos, offers, strict=True):

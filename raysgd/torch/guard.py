@@ -70,7 +70,8 @@ def explained(reports: Sequence[StepReport], action: str) -> str:
 def _some(values: Sequence[Any], most: int) -> str:
     """Return the first values as text.
 
-    >>> _some([3, 5, 8], 2) '3, 5 and 1 more'
+    >>> _some([3, 5, 8], 2)
+    '3, 5 and 1 more'
     """
     more = f" and {len(values) - most} more" if len(values) > most else ""
     return f"{', '.join(map(str, values[:most]))}{more}"

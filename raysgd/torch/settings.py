@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from raysgd.callbacks.torch_profiler import ProfilerSettings
-from raysgd.constants import SCHEDULER_STEP_MANUAL, STEPPED_BY_TRAINER
-from raysgd.errors import ConfigError
+from raysgd.config import one_of
 from raysgd.torch.options import TrainingOptions
 from raysgd.torch.wrapping import Exchange
 from raysgd.training.settings import ReplicaSettings
@@ -19,13 +18,12 @@ from raysgd.training.settings import ReplicaSettings
 class TorchSettings(ReplicaSettings):
     """Adds what only torch needs.
 
-    options   those of the trainer, resolved
-    wrap_ddp  whether `register` wraps models in DistributedDataParallel
-    rows      `rows(name, dataset, deliver)` opens the rows of a Ray Dataset that was made in a
-              worker
-    exchange  makes the object that averages gradients if the models are not wrapped ema_decay the
-              decay of the callback EMA; None: the weights are not averaged
-    profiler  what TorchProfilerCallback wants to be recorded; None: nothing
+    options    those of the trainer, resolved
+    wrap_ddp   whether `register` wraps models in DistributedDataParallel
+    rows       `rows(name, dataset, deliver)` opens the rows of a Ray Dataset that a worker has made
+    exchange   makes the object that averages gradients if the models are not wrapped
+    ema_decay  the decay of the callback EMA; None: the weights are not averaged
+    profiler   what TorchProfilerCallback wants to be recorded; None: nothing
     """
 
     options: TrainingOptions = field(default_factory=TrainingOptions)
@@ -38,6 +36,4 @@ class TorchSettings(ReplicaSettings):
     profiler: ProfilerSettings | None = None
 
     def __post_init__(self) -> None:
-        freq, known = self.scheduler_step_freq, {*STEPPED_BY_TRAINER, SCHEDULER_STEP_MANUAL}
-        if freq is not None and freq not in known:
-            raise ConfigError(f"scheduler_step_freq must be one of {sorted(known)} or None, got {freq!r}")
+        one_of("scheduler_step_freq", self.scheduler_step_freq, "batch", "step", "epoch", "manual", None)
