@@ -213,18 +213,6 @@ def test_a_users_error_takes_precedence(outcomes: list, count: int) -> None:
     assert (classify(named).kind == "user_error") == any(isinstance(o, Failed) for o in named.values())
 
 
-def test_lost_ranks_is_the_former_name_of_removed_ranks() -> None:
-    recovery = Recovery(
-        reason="node failure",
-        removed_ranks=(1, 3),
-        world_size_before=4,
-        world_size_after=2,
-        in_place=True,
-        batches_redone=0,
-        seconds=1.0,
-    )
-    assert recovery.lost_ranks == recovery.removed_ranks == (1, 3)
-
 
 @settings(deadline=None)
 @given(st.integers(-2, 5), *(st.integers(0, 5) for _ in range(4)))

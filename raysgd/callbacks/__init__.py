@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from raysgd.callbacks.base import Callback, CallResult, Result, Run, Underway
+from raysgd.callbacks.base import Callback, CallResult, Run, Underway
 from raysgd.callbacks.csv_files import CSVCallback
 from raysgd.callbacks.early_stopping import EarlyStopping
 from raysgd.callbacks.history import History
@@ -36,7 +36,6 @@ __all__ = [
     "PrintCallback",
     "ProgressBar",
     "RayMetricsCallback",
-    "Result",
     "Run",
     "TensorBoardCallback",
     "Throughput",

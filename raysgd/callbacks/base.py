@@ -86,9 +86,6 @@ class CallResult:
     traces: list[dict[str, bytes]] = field(default_factory=list)
 
 
-Result = CallResult  # the older name, which existing callbacks import
-
-
 class Callback:
     """Override the methods that you need. They are called on the driver, in the thread that called
     the trainer.

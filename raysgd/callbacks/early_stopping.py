@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from raysgd.callbacks.base import Callback, CallResult
 from raysgd.callbacks.writers import row_of
-from raysgd.config import at_least
+from raysgd.config import at_least, one_of
 from raysgd.core.metrics import plain
 from raysgd.errors import ConfigError
 
@@ -33,8 +33,7 @@ class EarlyStopping(Callback):
         if not isinstance(metric, str):
             raise ConfigError(f"metric must be the name of a metric such as 'val_loss', got {metric!r}")
         at_least("patience", patience, 1, whole=True)
-        if mode not in ("min", "max"):
-            raise ConfigError(f"mode must be 'min' or 'max', got {mode!r}")
+        one_of("mode", mode, "min", "max")
         at_least("min_delta", min_delta, 0)
         self._metric, self._patience, self._sign, self._delta = metric, patience, 1 if mode == "min" else -1, min_delta
         self._cost, self._waited = math.inf, 0

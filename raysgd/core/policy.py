@@ -66,11 +66,6 @@ class Recovery:
     step: int = field(default=0, compare=False, repr=False)
     phases: Mapping[str, float] = field(default_factory=dict, compare=False, repr=False)
 
-    @property
-    def lost_ranks(self) -> tuple[int, ...]:
-        """Return `removed_ranks`, under its former name."""
-        return self.removed_ranks
-
 
 @dataclass(frozen=True)
 class Observation:

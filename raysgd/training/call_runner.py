@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar, cast
 
-from raysgd.callbacks.base import TRACES, Kind, Result, Run, Underway
+from raysgd.callbacks.base import TRACES, CallResult, Kind, Run, Underway
 from raysgd.callbacks.callback_list import CallbackList, check_callbacks
 from raysgd.callbacks.history import History
 from raysgd.callbacks.progress_bar import ProgressBar
@@ -190,8 +190,8 @@ class CallRunner:
         rows: list[dict[str, Any]],
         parts: list[PartialResults],
         took: float,
-    ) -> Result:
-        return Result(
+    ) -> CallResult:
+        return CallResult(
             kind=kind,
             epoch=engine.progress.epoch,
             step=engine.progress.step,

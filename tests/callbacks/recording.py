@@ -6,7 +6,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import Recovery, TrainingOperator
-from raysgd.callbacks import Callback, Result, Run, Underway
+from raysgd.callbacks import Callback, CallResult, Run, Underway
 from raysgd.callbacks.callback_list import CallbackList
 from raysgd.core.progress import Progress
 
@@ -44,7 +44,7 @@ class Heard(Callback):
     def on_progress(self, now: Underway) -> None:
         self.calls.append(("progress", now))
 
-    def on_result(self, result: Result) -> None:
+    def on_result(self, result: CallResult) -> None:
         self.calls.append(("result", result))
 
     def on_recovery(self, recovery: Recovery) -> None:
@@ -78,7 +78,7 @@ class Demanding(Broken):
     stops_training = True
 
 
-def result(**more: Any) -> Result:
+def result(**more: Any) -> CallResult:
     """Return a result of a TorchTrainer with two workers, after one epoch."""
     plain: dict[str, Any] = {
         "kind": "train",
@@ -89,7 +89,7 @@ def result(**more: Any) -> Result:
         "world_size": 2,
         "seconds": 1.5,
     }
-    return Result(**{**plain, **more})
+    return CallResult(**{**plain, **more})
 
 
 def called_by_a_trainer(*callbacks: Callback) -> CallbackList:

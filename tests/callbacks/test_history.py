@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from raysgd import TorchTrainer
-from raysgd.callbacks import History, Result
+from raysgd.callbacks import CallResult, History
 from tests.callbacks.recording import Line, result
 
 
-def filled(*results: Result) -> History:
+def filled(*results: CallResult) -> History:
     history = History()
     for each in results:
         history.on_result(each)

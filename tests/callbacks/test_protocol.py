@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from raysgd import TorchTrainer
-from raysgd.callbacks import Callback, Result
+from raysgd.callbacks import Callback, CallResult
 from tests.callbacks.recording import Broken, Demanding, Heard, Line, called_by_a_trainer
 
 
@@ -101,7 +101,7 @@ class StopsAtOnce(Callback):
 
     stops_training = True
 
-    def on_result(self, result: Result) -> None:
+    def on_result(self, result: CallResult) -> None:
         raise TimeoutError(f"enough after step {result.step}")
 
 

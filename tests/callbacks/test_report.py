@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 import pytest
 
 from raysgd import ConfigError, ElasticConfig, Recovery, TorchTrainer, train
-from raysgd.callbacks import Callback, History, Result, Run, Throughput
+from raysgd.callbacks import Callback, CallResult, History, Run, Throughput
 from tests.callbacks.recording import Line, result, underway
 from tests.callbacks.test_history import filled
 from tests.peek import pace_of
@@ -206,7 +206,7 @@ def test_a_callback_can_write_a_report(tmp_path: Path) -> None:
     written: list[int] = []
 
     class Reporting(Callback):
-        def on_result(self, result: Result) -> None:
+        def on_result(self, result: CallResult) -> None:
             written.append(len(read(trainer.report(tmp_path / "sub" / "run.html")).table("kind")))
 
     with TorchTrainer(training_operator_cls=Line, use_gpu=False, callbacks=[Reporting()]) as trainer:

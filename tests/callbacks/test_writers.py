@@ -13,12 +13,12 @@ import pytest
 from raysgd import ConfigError, Recovery, TorchTrainer
 from raysgd.callbacks import (
     Callback,
+    CallResult,
     CSVCallback,
     JsonLinesCallback,
     JsonLoggerCallback,
     MLflowCallback,
     PrintCallback,
-    Result,
     Run,
     TensorBoardCallback,
     WandbCallback,
@@ -29,12 +29,12 @@ from raysgd.callbacks.writers import flat, for_json, scalars
 from tests.callbacks.recording import Line, result
 
 
-def report(step: int, **metrics: Any) -> Result:
+def report(step: int, **metrics: Any) -> CallResult:
     rows = [{"_timestamp": 1, "rank": rank, **metrics} for rank in (0, 1)]
     return result(kind="report", epoch=None, step=step, metrics=rows[0], by_worker=rows)
 
 
-def run_callback(callback: Callback, folder: Path, *results: Result, config: dict[str, Any] | None = None) -> None:
+def run_callback(callback: Callback, folder: Path, *results: CallResult, config: dict[str, Any] | None = None) -> None:
     callback.on_start(Run(trainer="TorchTrainer", name="Line", num_workers=2, config=config or {}, folder=folder))
     for each in results:
         callback.on_result(each)
