@@ -97,6 +97,7 @@ def test_a_save_replaces_nothing_else(two: TorchTrainer, bucket: str, tmp_path: 
     assert objects(bucket) == ["/folder/.raysgd-folder.json", "/folder/note", "/one.pt"]
 
 
+@pytest.mark.filterwarnings("error:torch.distributed is disabled")
 def test_a_worker_in_this_process(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="raysgd")
     with inline() as alone:

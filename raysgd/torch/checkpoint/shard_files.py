@@ -15,6 +15,7 @@ import io
 import os
 import stat
 import tempfile
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -208,7 +209,8 @@ def _write_tensors(tensors: dict[str, Any], folder: str, *, in_memory: bool) -> 
         writer = _ShardWriter(folder, sync_files=not in_memory)
         if in_memory:
             writer.fs = _memory_files(files)
-        save(tensors, storage_writer=writer, no_dist=not dist.is_initialized())
+        with _also_alone() as alone:
+            save(tensors, storage_writer=writer, no_dist=alone)
     except CheckpointException as failed:  # not an Exception; all ranks raise the same one
         rank, error = min((rank, wrapped[0]) for rank, wrapped in failed.failures.items())
         where = f"rank {rank} could not write its part of the checkpoint"
@@ -216,6 +218,15 @@ def _write_tensors(tensors: dict[str, Any], folder: str, *, in_memory: bool) -> 
             raise OSError(error.errno, f"{error.strerror} ({where})", folder) from error
         raise CheckpointError(f"{where}: {type(error).__name__}: {error}") from error
     return {name: file.getbuffer() for name, file in files.items()}
+
+
+@contextmanager
+def _also_alone() -> Iterator[bool]:
+    """Yield whether this worker has no process group, because it is the only one. torch warns of
+    that, and it is meant."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"torch\.distributed is disabled, unavailable or uninitialized", UserWarning)
+        yield not dist.is_initialized()
 
 
 class ShardFolder:
@@ -289,7 +300,8 @@ def read(source: ShardFolder, operator: TrainingOperator) -> dict[str, Any]:
         else:
             tensors[key] = torch.zeros(size, dtype=dtype)
     try:
-        load(tensors, storage_reader=_ShardReader(folder), no_dist=not dist.is_initialized())
+        with _also_alone() as alone:
+            load(tensors, storage_reader=_ShardReader(folder), no_dist=alone)
     except CheckpointException as error:  # not an Exception; all ranks raise the same one
         # Its own text has the errors of all ranks, with their tracebacks.
         reasons = [
