@@ -24,8 +24,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["PATCHES", "BuildError", "Patch", "apply_patches", "cached_wheel", "main", "missing"]
-
 VERSION = "0.28.1"
 PACKAGES = ("torch", "cffi", "cloudpickle", "packaging", "psutil", "yaml", "setuptools", "wheel")
 SETTINGS = {

@@ -14,8 +14,6 @@ from graphlib import CycleError, TopologicalSorter
 from importlib.util import resolve_name
 from pathlib import Path
 
-__all__ = ["FILES", "imports_of", "name_of"]
-
 ROOT = Path(__file__).resolve().parent.parent
 LIBRARY = [p for p in (ROOT / "raysgd").rglob("*.py") if (ROOT / "raysgd" / "operators") not in p.parents]
 FILES = sorted([*LIBRARY, *(ROOT / "operators").rglob("*.py")])

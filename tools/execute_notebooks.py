@@ -13,8 +13,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-__all__ = ["cleaned", "executed", "main"]
-
 LIMIT_S = 600  # for one cell
 METADATA = {
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},

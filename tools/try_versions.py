@@ -19,8 +19,6 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["COMBINATIONS", "Combination", "interpreter", "main"]
-
 ROOT = Path(__file__).resolve().parent.parent
 
 

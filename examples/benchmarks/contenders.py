@@ -18,17 +18,6 @@ from workloads import Setting
 
 from raysgd import TorchTrainer, TrainingOperator, TrainingOptions
 
-__all__ = [
-    "BASE",
-    "USUAL",
-    "BenchmarkOperator",
-    "Contender",
-    "RaySGD",
-    "cluster",
-    "missing",
-    "standing",
-]
-
 BASE = "hand-written"
 
 

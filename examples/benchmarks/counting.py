@@ -18,8 +18,6 @@ from traces import StepTrace
 
 from raysgd import TrainingOperator
 
-__all__ = ["CountingOperator", "Indexed", "lost_and_doubled", "small_model"]
-
 
 class Indexed(Dataset[Any]):
     """`samples` rows of noise, each with its index in front."""

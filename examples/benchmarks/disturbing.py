@@ -16,8 +16,6 @@ import traces
 from harming import why_no_memory_limit
 from subjects import order
 
-__all__ = ["KINDS", "Disk", "Disturber", "LocalNodes", "alive", "children", "send", "state"]
-
 # Each kind, and how often it is chosen in relation to the others. Those that hit by waiting are rare, because they take long.
 KINDS = {
     "collective": 8,

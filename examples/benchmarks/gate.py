@@ -14,8 +14,6 @@ from collections.abc import Mapping
 
 from processes import HERE, Peer, child
 
-__all__ = ["Gate", "Program"]
-
 START_S = 180.0
 EPOCH_S = 900.0
 LOOK_S = 0.5

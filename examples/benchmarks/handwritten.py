@@ -11,8 +11,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 from workloads import Setting
 
-__all__ = ["HandWritten", "Loop"]
-
 
 class Loop:
     """One rank's model, data and epochs, in a process group that stands already. Reads only the last loss."""

@@ -27,8 +27,6 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-__all__ = ["HARMS", "Injected", "forget_memory_limits", "harm", "why_no_memory_limit"]
-
 BACKENDS = {"TorchBackend", "TorchFunctionBackend", "HorovodBackend", "HorovodFunctionBackend"}
 GROUP = "raysgd-fault"
 MEMORY = 48 << 20

@@ -5,8 +5,6 @@ usually measured with. The strides are in the 3 x 3 convolutions, as everybody h
 import torch
 from torch import nn
 
-__all__ = ["ResNet50"]
-
 STAGES = ((64, 3, 1), (128, 4, 2), (256, 6, 2), (512, 3, 2))  # width, blocks, stride of the first
 
 

@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from contenders import Contender
 
-__all__ = ["Turn", "interleaved", "one_epoch", "peak_mb"]
-
 ROUNDS_AT_LEAST = 3
 
 

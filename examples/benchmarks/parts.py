@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["ISOLATED", "NO_CLUSTER", "accumulate", "presented"]
-
 ISOLATED = "RAYSGD_CHAOS_ISOLATED"
 NO_CLUSTER = 75
 OWN = ["unshare", "--mount", "--pid", "--fork", "--mount-proc", "--net", "--kill-child"]

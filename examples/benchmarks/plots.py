@@ -17,8 +17,6 @@ from fill_page import as_drawn
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-__all__ = ["plot_all"]
-
 HERE = Path(__file__).resolve().parent
 Rows = Sequence[Mapping[str, Any]]
 # raysgd stands out; the others keep their colour in every picture.

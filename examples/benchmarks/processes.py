@@ -10,8 +10,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["HERE", "PEERS", "Peer", "child", "search_path"]
-
 HERE = Path(__file__).resolve().parent
 PATIENCE_S = 15
 HOROVODRUN = "from horovod.runner.launch import run_commandline; run_commandline()"

@@ -14,8 +14,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, TextIO
 
-__all__ = ["claim_stdout", "emit", "left_out", "machine", "spread", "table", "written"]
-
 PACKAGES = ("raysgd", "ray", "torch", "lightning", "accelerate")
 
 

@@ -20,8 +20,6 @@ from traces import StepTrace
 
 from raysgd import ElasticConfig, TorchTrainer, train
 
-__all__ = ["SUBJECTS", "Subject", "Training", "injected", "order"]
-
 BATCH_SIZE = 8
 CHECKPOINT_EVERY = 10
 

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-__all__ = ["Step", "StepTrace", "active", "longest_gap", "read", "wait_for_steps", "workers_of"]
-
 
 @dataclass(frozen=True, order=True)
 class Step:

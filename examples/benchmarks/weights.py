@@ -3,8 +3,6 @@
 import torch
 from torch import nn
 
-__all__ = ["Weights"]
-
 PIECE_MB = 16
 
 

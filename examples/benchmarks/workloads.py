@@ -16,8 +16,6 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
-__all__ = ["GPU_WORKLOADS", "PRECISIONS", "SMALL_GPU_WORKLOADS", "WORKLOADS", "Setting", "Workload"]
-
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 

@@ -14,8 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 from traces import StepTrace
 
-__all__ = ["BEGINS", "train"]
-
 BEGINS = "begins"  # where, beside the notes of steps, each rank notes that it begins, and with which epoch
 EPOCHS = int(os.environ.get("EPOCHS", "3"))
 Save = Callable[[dict[str, Any]], None]
