@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -32,10 +32,37 @@ def at_least(name: str, value: Any, least: float, *, whole: bool = False) -> Non
         raise ConfigError(f"{name} must be {kind} of at least {least}, got {value!r}")
 
 
-def check_flag(name: str, value: Any) -> None:
-    """Raise ConfigError unless the value is True or False."""
-    if not isinstance(value, bool):
-        raise ConfigError(f"{name} must be True or False, got {value!r}")
+def above_0(name: str, seconds: Any) -> None:
+    """Raise ConfigError unless this is a number of seconds above 0."""
+    if not is_real(seconds) or seconds <= 0:
+        raise ConfigError(f"{name} must be a number of seconds above 0, got {seconds!r}")
+
+
+def one_of(name: str, value: Any, *allowed: Any) -> None:
+    """Raise ConfigError unless the value is one of these."""
+    if value not in allowed:
+        *others, last = map(repr, allowed)
+        raise ConfigError(f"{name} must be {', '.join(others)} or {last}, got {value!r}")
+
+
+def check_flags(**flags: Any) -> None:
+    """Raise ConfigError for arguments that must be True or False and are something else."""
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise ConfigError(f"{name} must be True or False, got {value!r}")
+
+
+# Settings that exclude each other, each with the values that do (or a function that says whether a value does), and why.
+Exclusions = Sequence[tuple[Mapping[str, Callable[[Any], bool] | Sequence[Any]], str]]
+
+
+def refuse(excluded: Exclusions, settings: Mapping[str, Any]) -> None:
+    """Raise ConfigError for the first settings that exclude each other."""
+    for values, why in excluded:
+        given = {name: settings[name] for name in values}
+        if all(wrong(given[name]) if callable(wrong) else given[name] in wrong for name, wrong in values.items()):
+            named = " and ".join(f"{name}={value!r}" for name, value in given.items())
+            raise ConfigError(f"{named} cannot be combined: {why}")
 
 
 def seconds_from_environment(name: str, default: int) -> int:
@@ -125,6 +152,14 @@ class Limits:
 
 
 Grow = bool | Literal["epoch"]
+EXCLUDED: Exclusions = (
+    ({"lr": bool, "batch": ("global",)}, "lr follows a batch that changes with the number of workers. Leave one out"),
+    ({"hot_spares": bool, "grow": (False,)}, "with grow=False no worker is replaced. Leave one out"),
+    (
+        {"on_divergence": ("raise", "evict"), "compare_weights": (None,)},
+        "there is no comparison to act on: set compare_weights to 'call' or a number of steps",
+    ),
+)
 
 
 @suggesting_fields
@@ -172,50 +207,26 @@ class ElasticConfig:
     on_divergence: Literal["warn", "raise", "evict"] = "warn"
 
     def __post_init__(self) -> None:
-        at_least("min_workers", self.min_workers, 1, whole=True)
-        at_least("max_attempts", self.max_attempts, 1, whole=True)
-        at_least("hot_spares", self.hot_spares, 0, whole=True)
+        for name, least in {"min_workers": 1, "max_attempts": 1, "hot_spares": 0}.items():
+            at_least(name, getattr(self, name), least, whole=True)
         at_least("backoff_s", self.backoff_s, 0)
         at_least("backoff_max_s", self.backoff_max_s, self.backoff_s)
-        if not is_real(self.hang_timeout_s) or self.hang_timeout_s <= 0:
-            raise ConfigError(f"hang_timeout_s must be a number of seconds above 0, got {self.hang_timeout_s!r}")
+        above_0("hang_timeout_s", self.hang_timeout_s)
+        one_of("batch", self.batch, "auto", "global", "per_worker")
+        one_of("lr", self.lr, "linear", "sqrt", None)
+        one_of("on_divergence", self.on_divergence, "warn", "raise", "evict")
         if not (isinstance(self.grow, bool) or self.grow == "epoch"):
             raise ConfigError(f"grow must be True, False or 'epoch', got {self.grow!r}")
-        if self.batch not in ("auto", "global", "per_worker"):
-            raise ConfigError(f"batch must be 'auto', 'global' or 'per_worker', got {self.batch!r}")
-        if self.lr not in (None, "linear", "sqrt"):
-            raise ConfigError(f"lr must be 'linear', 'sqrt' or None, got {self.lr!r}")
-        if self.lr is not None and self.batch == "global":
-            raise ConfigError(
-                f"lr={self.lr!r} follows a batch that changes with the number of workers, and batch='global' keeps it: leave one out"
-            )
-        every = self.snapshot_every
-        if not (every is None or every == "epoch" or (is_real(every) and float(every) > 0)):
+        every, compared = self.snapshot_every, self.compare_weights
+        if not (every in (None, "epoch") or (is_real(every) and float(every) > 0)):
             raise ConfigError(
                 f"snapshot_every must be 'epoch', a whole number of batches, seconds as a float, or None, got {every!r}"
             )
-        if self.hot_spares and not self.grow:
+        if not (compared in (None, "call") or (type(compared) is int and compared > 0)):
             raise ConfigError(
-                f"hot_spares={self.hot_spares} needs grow=True or 'epoch', because with grow=False no worker is replaced: "
-                "leave one of them out"
+                f"compare_weights must be 'call', a whole number of steps of at least 1, or None, got {compared!r}"
             )
-        self._check_comparison()
-
-    def _check_comparison(self) -> None:
-        every = self.compare_weights
-        if not (
-            every is None or every == "call" or (isinstance(every, int) and not isinstance(every, bool) and every > 0)
-        ):
-            raise ConfigError(
-                f"compare_weights must be 'call', a whole number of steps of at least 1, or None, got {every!r}"
-            )
-        if self.on_divergence not in ("warn", "raise", "evict"):
-            raise ConfigError(f"on_divergence must be 'warn', 'raise' or 'evict', got {self.on_divergence!r}")
-        if every is None and self.on_divergence != "warn":
-            raise ConfigError(
-                f"on_divergence={self.on_divergence!r} needs a comparison, and compare_weights is None: set compare_weights to "
-                "'call' or a number of steps"
-            )
+        refuse(EXCLUDED, vars(self))
 
     @property
     def compare_every(self) -> int | None:

@@ -184,10 +184,10 @@ def tf_rank(operator: Any, config: dict[str, Any] | None = None, rank: int = 0, 
     others."""
     from raysgd.tf.compiled import operator_from_creators
     from raysgd.tf.replica import TFReplica
-    from raysgd.tf.settings import TFSettings
+    from raysgd.training.settings import ReplicaSettings
 
     operator = operator_from_creators(*operator) if isinstance(operator, tuple) else operator
-    return OperatorRank(OperatorReplicaFactory(TFReplica, operator, config or {}, TFSettings(**settings)), rank)
+    return OperatorRank(OperatorReplicaFactory(TFReplica, operator, config or {}, ReplicaSettings(**settings)), rank)
 
 
 class FunctionRank(Rank):

@@ -300,7 +300,7 @@ def test_the_reason_of_an_eviction_is_the_first_step_after_which_the_rank_differ
         ({"on_divergence": "log"}, "on_divergence must be 'warn', 'raise' or 'evict', got 'log'"),
         (
             {"compare_weights": None, "on_divergence": "raise"},
-            "'raise' needs a comparison, and compare_weights is None",
+            "on_divergence='raise' and compare_weights=None cannot be combined: there is no comparison",
         ),
     ],
 )

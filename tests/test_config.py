@@ -35,7 +35,9 @@ def test_elastic_config_names_the_argument_and_what_is_legal(argument: str, valu
 
 
 def test_spares_need_growth() -> None:
-    with pytest.raises(ConfigError, match="hot_spares=1 needs grow=True or 'epoch'"):
+    with pytest.raises(
+        ConfigError, match="hot_spares=1 and grow=False cannot be combined: with grow=False no worker is replaced"
+    ):
         ElasticConfig(hot_spares=1, grow=False)
 
 

@@ -10,7 +10,6 @@ from raysgd.core.outcomes import CollectivePlace, Failed, Interrupted, Ok, Worke
 from raysgd.core.policy import (
     OUT_OF_STEP,
     GiveUp,
-    Recovery,
     Rejoin,
     Restart,
     Situation,
@@ -211,7 +210,6 @@ def test_at_the_second_time_different_lines_are_enough() -> None:
 def test_a_users_error_takes_precedence(outcomes: list, count: int) -> None:
     named = {f"w{rank}": outcome for rank, outcome in enumerate(outcomes[:count])}
     assert (classify(named).kind == "user_error") == any(isinstance(o, Failed) for o in named.values())
-
 
 
 @settings(deadline=None)

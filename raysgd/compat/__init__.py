@@ -32,7 +32,7 @@ MODULES: dict[str, dict[str, str]] = {
     },
     "raysgd.torch.constants": {
         "raysgd.constants": CONSTANTS,
-        "raysgd.compat.torch_constants": "NCCL_TIMEOUT_S SGD_PLACEMENT_GROUP_TIMEOUT_S",
+        "raysgd.compat.constants": "NCCL_TIMEOUT_S SGD_PLACEMENT_GROUP_TIMEOUT_S",
     },
     "raysgd.torch.resnet": {"raysgd.operators.resnet": "ResNet ResNet18 ResNet34 ResNet50 ResNet101 ResNet152"},
     "raysgd.torch.torch_trainer": {"raysgd.torch": "BaseTorchTrainable TorchTrainer"},
@@ -63,7 +63,7 @@ MODULES: dict[str, dict[str, str]] = {
         "raysgd.ray_data.datasets": "TRAIN_DATASET_KEY=DEFAULT_NAME",
         "raysgd.train.run": "ENABLE_DETAILED_AUTOFILLED_METRICS_ENV=DETAILED",
         "raysgd.train.settings": "TIMESTAMP",
-        "raysgd.compat.train_constants": "ALL_RESERVED_KEYS BASIC_AUTOFILLED_KEYS DATE DEFAULT_RESULTS_DIR DETAILED_AUTOFILLED_KEYS "
+        "raysgd.compat.constants": "ALL_RESERVED_KEYS BASIC_AUTOFILLED_KEYS DATE DEFAULT_RESULTS_DIR DETAILED_AUTOFILLED_KEYS "
         "HOSTNAME NODE_IP PID TIME_THIS_ITER_S TIME_TOTAL_S TRAINING_ITERATION",
         "raysgd.compat.without_effect": "ENABLE_SHARE_CUDA_VISIBLE_DEVICES_ENV TRAIN_ENABLE_WORKER_SPREAD_ENV "
         "TUNE_CHECKPOINT_FILE_NAME",

@@ -1,4 +1,8 @@
-"""Constants of `ray.train.constants`. Both."""
+"""Constants of `ray.train.constants`, and two limits of RaySGD that the environment can set. Both.
+
+The limits are read from the environment each time `constants.NAME` is evaluated; `from ... import
+NAME` keeps the value of that moment.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ from pathlib import Path
 
 from raysgd.callbacks.base import TRACES
 from raysgd.callbacks.folder import RESULTS
+from raysgd.config import seconds_from_environment
 from raysgd.train.settings import TIMESTAMP
 
 DATE, HOSTNAME, NODE_IP, PID = "_date", "_hostname", "_node_ip", "_pid"
@@ -14,3 +19,10 @@ BASIC_AUTOFILLED_KEYS = {TIMESTAMP, TIME_THIS_ITER_S, TRAINING_ITERATION}
 DETAILED_AUTOFILLED_KEYS = {DATE, HOSTNAME, NODE_IP, PID, TIME_TOTAL_S}
 ALL_RESERVED_KEYS = BASIC_AUTOFILLED_KEYS | DETAILED_AUTOFILLED_KEYS | {TRACES}
 DEFAULT_RESULTS_DIR = Path.home() / RESULTS
+DEFAULT_SECONDS = {"NCCL_TIMEOUT_S": 1800, "SGD_PLACEMENT_GROUP_TIMEOUT_S": 100}
+
+
+def __getattr__(name: str) -> int:
+    if name not in DEFAULT_SECONDS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return seconds_from_environment(name, DEFAULT_SECONDS[name])

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from raysgd.config import at_least, check_flag, is_real
+from raysgd.config import at_least, check_flags, is_real, one_of
 from raysgd.errors import ConfigError
 
 HOW_TO_INSTALL = (
@@ -43,11 +43,8 @@ class HorovodArguments:
     sparse_as_dense: bool = False
 
     def __post_init__(self) -> None:
-        for name, allowed in (("compression", COMPRESSIONS), ("op", OPERATIONS)):
-            if getattr(self, name) not in allowed:
-                raise ConfigError(
-                    f"horovod_args[{name!r}] must be one of {', '.join(map(repr, allowed))}, got {getattr(self, name)!r}"
-                )
+        one_of("horovod_args['compression']", self.compression, *COMPRESSIONS)
+        one_of("horovod_args['op']", self.op, *OPERATIONS)
         for name, value in (("backward_passes_per_step", self.backward_passes_per_step), ("groups", self.groups)):
             if value is not None:
                 at_least(f"horovod_args[{name!r}]", value, 1, whole=True)
@@ -58,7 +55,7 @@ class HorovodArguments:
             raise ConfigError(
                 "horovod_args['gradient_predivide_factor'] divides an average, and cannot be used with op='sum': leave one out"
             )
-        check_flag("horovod_args['sparse_as_dense']", self.sparse_as_dense)
+        check_flags(**{"horovod_args['sparse_as_dense']": self.sparse_as_dense})
 
     @classmethod
     def parse(cls, given: Any) -> HorovodArguments:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from raysgd.config import check_flag
+from raysgd.config import check_flags
 from raysgd.errors import ConfigError
 
 DEFAULT_NAME = "train"
@@ -36,8 +36,7 @@ class DataConfig:
         is_list = isinstance(names, Sequence) and not isinstance(names, str) and all(isinstance(n, str) for n in names)
         if names != "all" and not is_list:
             raise ConfigError(f"datasets_to_split must be 'all' or a list of names of datasets, got {names!r}")
-        for name in ("enable_shard_locality", "equal"):
-            check_flag(name, getattr(self, name))
+        check_flags(enable_shard_locality=self.enable_shard_locality, equal=self.equal)
 
     def splits(self, name: str) -> bool:
         return self.datasets_to_split == "all" or name in self.datasets_to_split

@@ -23,8 +23,8 @@ from raysgd.tf.parts import (
     rows_in,
     running_statistics,
 )
-from raysgd.tf.settings import TFSettings
 from raysgd.training.operator_base import OperatorBase
+from raysgd.training.settings import ReplicaSettings
 from raysgd.training.step import Policies, Policy, Step
 
 IN_PIECES = "ElasticConfig(batch='global') lets a worker process its part of a batch in several pieces when there are fewer workers"
@@ -57,17 +57,18 @@ class TrainingOperator(OperatorBase):
         self,
         config: dict[str, Any] | None = None,
         *,
-        settings: TFSettings | None = None,
+        settings: ReplicaSettings | None = None,
         rank_info: RankInfo | None = None,
     ) -> None:
-        settings = settings or TFSettings()
+        settings = settings or ReplicaSettings()
         super().__init__(config, settings, rank_info)
         self._channel = Channel(self._rank_info.world_size)
         # This rank's part of the batch: a variable, so that graph functions are not traced again when it changes.
         self._fraction = tf.Variable(1.0, trainable=False)
         self._fraction_now = 1.0
         self._parts = KerasParts()
-        self._pieces = Pieces(self) if settings.in_pieces else None
+        in_pieces = settings.elastic.batch == "global" and settings.num_workers > 1
+        self._pieces = Pieces(self) if in_pieces else None
         self._statistics: list[Any] = []
         self._part = Part(self)
         self._policies = Policies([each for each in (self._part, self._pieces) if each is not None])

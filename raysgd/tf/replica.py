@@ -21,17 +21,20 @@ from raysgd.errors import shown
 from raysgd.storage.seen import SeenFile
 from raysgd.tf import states
 from raysgd.tf.channel import Channel
-from raysgd.tf.comparison import summary_of
 from raysgd.tf.data import OwnSource, SharedSource, make_source
 from raysgd.tf.operator import TrainingOperator
-from raysgd.tf.parts import as_tensor, assign, rows_in, seed_states
+from raysgd.tf.parts import as_tensor, assign, rows_in, seed_states, summary_of
 from raysgd.tf.process_group import prepare_runtime
-from raysgd.tf.settings import TFSettings
 from raysgd.training.feed import Source
 from raysgd.training.operator_base import log_change
 from raysgd.training.position import Position
 from raysgd.training.replica_base import Phase, ReplicaBase
 from raysgd.training.seeding import derived_seed, seed_python_and_numpy
+from raysgd.training.settings import ReplicaSettings
+
+# TensorFlow's own default for operations that have a seed, if no global seed is set. So such operations do what they do
+# without raysgd, and those without a seed do the same on all workers.
+USUAL_SEED = 87654321
 
 OWN_DATA = refused("the data set's auto_shard_policy gives each worker data of its own", "use AUTO or DATA")
 
@@ -47,20 +50,21 @@ class TFReplica(ReplicaBase):
 
     operator: TrainingOperator
 
-    def __init__(self, operator: TrainingOperator, settings: TFSettings, rank_info: RankInfo, control: Control) -> None:
+    def __init__(
+        self, operator: TrainingOperator, settings: ReplicaSettings, rank_info: RankInfo, control: Control
+    ) -> None:
         super().__init__(operator, settings, rank_info, control)
-        self._workers, self._in_pieces = settings.num_workers, settings.in_pieces
-        self._asked = settings.elastic.batch
+        self._workers, self._asked = settings.num_workers, settings.elastic.batch
         self._prefix = "train_"
 
     @classmethod
-    def prepare_process(cls, settings: TFSettings) -> None:
+    def prepare_process(cls, settings: ReplicaSettings) -> None:
         if settings.threads is not None and not settings.distributed:  # otherwise, joining the process group does it
             prepare_runtime(settings.threads, use_gpu=settings.use_gpu)
         if settings.seed is not None:
             seed_python_and_numpy(settings.seed)
-        if (seed := settings.shuffle_seed if settings.seed is None else settings.seed) is not None:
-            tf.random.set_seed(seed)
+        if settings.seed is not None or settings.threads is not None:  # all processes of workers shuffle alike
+            tf.random.set_seed(USUAL_SEED if settings.seed is None else settings.seed)
 
     # -- data -----------------------------------------------------------------------------------------
 
@@ -76,7 +80,7 @@ class TFReplica(ReplicaBase):
 
     def _open_source(self, data: Any, phase: Phase) -> Source:
         channel, training = self.operator._channel, phase == "train"
-        workers = self._workers if self._in_pieces else None
+        workers = self._workers if self.operator._pieces is not None else None
         return make_source(data, self._position_in(phase), self._rank_info, channel, training=training, workers=workers)
 
     def _steps_made(self) -> int | None:

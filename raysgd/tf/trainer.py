@@ -7,33 +7,29 @@ import operator
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, NoReturn, overload
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 import tensorflow as tf
 
 from raysgd.callbacks.base import Callback
 from raysgd.callbacks.monitors import Throughput, measures_in
-from raysgd.config import ElasticConfig, WorkerResources, at_least, check_flag, refuse_rates
+from raysgd.config import ElasticConfig, WorkerResources, at_least, check_flags, refuse_rates
 from raysgd.errors import ConfigError, shown
 from raysgd.tf import states
 from raysgd.tf.compiled import EVALUATE, FIT, checked_fit_config, operator_from_creators
 from raysgd.tf.operator import TrainingOperator
 from raysgd.tf.process_group import TensorFlowBackend
 from raysgd.tf.replica import TFReplica
-from raysgd.tf.settings import TFSettings
 from raysgd.training.arguments import check_call, check_common, check_config, needs_ray, refuse_unknown
 from raysgd.training.auto_checkpoint import AutoCheckpoint
 from raysgd.training.call_runner import CallRunner, exclusive
 from raysgd.training.loads import Loads
 from raysgd.training.loops import opened_folder
 from raysgd.training.replica_base import OperatorReplicaFactory
-from raysgd.training.saves import SaveHandle
-from raysgd.training.trainer_base import Metrics, TrainerBase, described_run, limits_of, make_engine
+from raysgd.training.settings import ReplicaSettings
+from raysgd.training.trainer_base import TrainerBase, described_run, limits_of, make_engine
 
-# TensorFlow's own default for operations that have a seed, if no global seed is set. So such operations do what they do
-# without raysgd, and those without a seed do the same on all workers.
-SEED = 87654321
 # Part of a result by which a Keras callback ends `train`.
 STOP = "stop_training"
 
@@ -119,7 +115,7 @@ class TFTrainer(TrainerBase):
         folder = opened_folder(checkpoints, resume, ".ckpt")
         # The batch size is that of all workers together, as a data set's is, so it is not divided.
         self.config = check_config(config, number)
-        check_flag("use_gpu", use_gpu)
+        check_flags(use_gpu=use_gpu)
         resources = WorkerResources.parse(num_cpus_per_worker, use_gpu, resources_per_worker, gpu_asked=use_gpu or None)
         remote, elastic = needs_ray(use_ray, number, resources), elastic or ElasticConfig()
         refuse_rates(elastic, OF_ALL_WORKERS)
@@ -127,15 +123,13 @@ class TFTrainer(TrainerBase):
         run = described_run(TFTrainer, operator_cls, self.config, number, logdir)
         calls = CallRunner(callbacks, run, bar=use_tqdm or bool(verbose or fit.get("verbose")), hidden=(STOP,))
         _check_on_workers(calls.on_workers)
-        settings = TFSettings(
+        settings = ReplicaSettings(
             distributed=number > 1,
             use_gpu=resources.gpus > 0,
             use_tqdm=use_tqdm,
             num_workers=number,
             threads=max(1, int(resources.cpus)) if remote else None,
-            shuffle_seed=SEED if remote else None,
             seed=seed,
-            in_pieces=elastic.batch == "global" and number > 1,
             snapshot_every=elastic.snapshot_every,
             elastic=elastic,
             measures=measures_in(calls.on_workers),
@@ -153,27 +147,6 @@ class TFTrainer(TrainerBase):
 
     # -- training -------------------------------------------------------------------------------------
 
-    @overload
-    def train(
-        self,
-        num_steps: int | None = None,
-        profile: bool = False,
-        reduce_results: Literal[True] = True,
-        max_retries: int = 3,
-        info: Mapping[str, Any] | None = None,
-    ) -> Metrics: ...
-
-    @overload
-    def train(
-        self,
-        num_steps: int | None = None,
-        profile: bool = False,
-        *,
-        reduce_results: Literal[False],
-        max_retries: int = 3,
-        info: Mapping[str, Any] | None = None,
-    ) -> list[Metrics]: ...
-
     @exclusive
     def train(
         self,
@@ -182,7 +155,7 @@ class TFTrainer(TrainerBase):
         reduce_results: bool = True,
         max_retries: int = 3,
         info: Mapping[str, Any] | None = None,
-    ) -> Metrics | list[Metrics]:
+    ) -> Any:
         """Train to the end of the epoch, or `num_steps` batches. Return what was measured.
 
         If `num_steps` is not passed, `fit_config`'s `epochs` and `steps_per_epoch` apply, and the
@@ -247,14 +220,8 @@ class TFTrainer(TrainerBase):
         self._loops.refuse_load("load_state_dict()")
         self._loads.restore(states.dump(states.shaped(dict(state_dict))))
 
-    @overload
-    def save(self, checkpoint: str | os.PathLike[str], *, blocking: Literal[True] = True) -> str: ...
-
-    @overload
-    def save(self, checkpoint: str | os.PathLike[str], *, blocking: Literal[False]) -> SaveHandle: ...
-
     @exclusive
-    def save(self, checkpoint: str | os.PathLike[str], *, blocking: bool = True) -> str | SaveHandle:
+    def save(self, checkpoint: str | os.PathLike[str], *, blocking: bool = True) -> Any:
         """Save to `checkpoint`, a path or a URI, completely or not at all. Return its absolute
         path, or the URI.
 

@@ -29,13 +29,13 @@ from raysgd.torch.data.sample_seeds import seeded_for
 from raysgd.torch.data.sampling import batches_per_epoch, is_planned, planned_epoch, unit_size
 from raysgd.torch.fsdp import Shards, shard_layers
 from raysgd.torch.guard import LeaveOut
+from raysgd.torch.hyperparameters import Rates, scaling
 from raysgd.torch.loop_schedule import LoopSchedule
 from raysgd.torch.monitor import Communication, GradientNorm, Monitor
 from raysgd.torch.parts import Parts, check_parts, check_steps_alone, move
 from raysgd.torch.policies import Accumulate, Clip, Hold, Pieces, ReadAhead, Weigh, samples_in
 from raysgd.torch.precision import Precision, make_precision
 from raysgd.torch.profiling import Profiler
-from raysgd.torch.rates import Rates, scaling
 from raysgd.torch.schedules import MadeFor, why_too_short
 from raysgd.torch.settings import TorchSettings
 from raysgd.torch.stepping import Stepping

@@ -12,7 +12,16 @@ from typing import Any, Literal, get_args
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from raysgd.config import ElasticConfig, at_least, check_flag, is_real, refuse_comparison
+from raysgd.config import (
+    ElasticConfig,
+    Exclusions,
+    at_least,
+    check_flags,
+    is_real,
+    one_of,
+    refuse,
+    refuse_comparison,
+)
 from raysgd.errors import ConfigError, suggesting_fields
 
 PrecisionName = Literal["fp32", "fp16", "bf16", "apex"]
@@ -22,6 +31,62 @@ NonFiniteName = Literal["skip", "raise"]
 HookName = Literal["fp16", "bf16", "powersgd", "batched_powersgd"]
 # What raysgd passes to DistributedDataParallel and PowerSGD itself.
 SUPPLIED = {"self", "module", "device_ids", "process_group"}
+
+POWERSGD, NO_DDP = ("powersgd", "batched_powersgd"), ("fsdp", None)
+EXCLUDED: Exclusions = (
+    (
+        {"replicas": (1).__lt__, "parallel": ("auto", "ddp", None)},
+        "replicas are copies of shards: pass parallel='fsdp'",
+    ),
+    ({"precision": ("apex",), "compile": bool}, "Apex replaces functions that the compiler needs to read"),
+    ({"on_nonfinite": bool, "precision": ("apex",)}, "Apex finds its scale through infinite gradients: use 'bf16'"),
+    (
+        {"on_nonfinite": ("raise",), "precision": ("fp16",)},
+        "fp16 finds its scale through infinite gradients: use 'bf16', or on_nonfinite='skip'",
+    ),
+    (
+        {"on_nonfinite": bool, "comm_hook": POWERSGD},
+        "PowerSGD adds the error of each step to the next one, so it never recovers from a gradient that is not finite",
+    ),
+    ({"ddp_args": bool, "parallel": NO_DDP}, "ddp_args are for DistributedDataParallel"),
+    ({"comm_hook": bool, "parallel": NO_DDP}, "comm_hook is for DistributedDataParallel"),
+    ({"parallel": ("fsdp",), "channels_last": bool}, "FSDP cuts parameters into contiguous shards"),
+    (
+        {"parallel": ("fsdp",), "precision": ("fp16", "apex")},
+        "each worker sees the gradients of its shard only, so they could not agree on skipping a step: use 'fp32' or 'bf16'",
+    ),
+)
+EXCLUDED_WITH_SEVERAL_WORKERS: Exclusions = (
+    (
+        {"sync_batchnorm": bool, "use_gpu": (False,)},
+        "torch has no SyncBatchNorm for CPUs: pass use_gpu=True, or leave it out",
+    ),
+    (
+        {"comm_hook": ("bf16",), "use_gpu": (False,)},
+        "torch has this hook for NCCL only, so for GPUs: use 'fp16', or leave it out",
+    ),
+    (
+        {"on_nonfinite": bool, "parallel": (None,)},
+        "raysgd does not know when you have averaged the gradients. Leave it out, or let raysgd average them",
+    ),
+    (
+        {"precision": ("apex",), "accumulate": (1).__lt__},
+        "Apex keeps the gradients of earlier batches where DDP does not see them, and cannot exchange them all at once: use 'fp16' or "
+        "'bf16'",
+    ),
+    (
+        {"batch": ("global",), "gradients": ("ranks",)},
+        "a constant batch needs gradients that are averaged over its samples",
+    ),
+    (
+        {"batch": ("global",), "parallel": (None,)},
+        "a constant batch needs gradients that raysgd averages over its samples",
+    ),
+    (
+        {"on_divergence": ("evict",), "parallel": ("fsdp",)},
+        "it needs ranks with equal weights, and with FSDP each has its own shard: use 'warn' or 'raise'",
+    ),
+)
 
 
 @suggesting_fields
@@ -70,37 +135,26 @@ class TrainingOptions:
     comm_hook: HookName | Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        if self.precision is not None and self.precision not in get_args(PrecisionName):
-            raise ConfigError(f"precision must be 'fp32', 'fp16', 'bf16' or 'apex', got {self.precision!r}")
-        if self.parallel is not None and self.parallel not in get_args(ParallelName):
-            raise ConfigError(f"parallel must be 'auto', 'ddp', 'fsdp' or None, got {self.parallel!r}")
-        if self.gradients not in get_args(GradientsName):
-            raise ConfigError(f"gradients must be 'samples' or 'ranks', got {self.gradients!r}")
-        if self.on_nonfinite is not None and self.on_nonfinite not in get_args(NonFiniteName):
-            raise ConfigError(f"on_nonfinite must be 'skip', 'raise' or None, got {self.on_nonfinite!r}")
+        one_of("precision", self.precision, *get_args(PrecisionName), None)
+        one_of("parallel", self.parallel, *get_args(ParallelName), None)
+        one_of("gradients", self.gradients, *get_args(GradientsName))
+        one_of("on_nonfinite", self.on_nonfinite, *get_args(NonFiniteName), None)
         at_least("accumulate", self.accumulate, 1, whole=True)
         at_least("replicas", self.replicas, 1, whole=True)
-        if self.replicas > 1 and self.parallel != "fsdp":
-            raise ConfigError(
-                f"replicas={self.replicas} is the number of copies of each shard, but parallel is {self.parallel!r}: pass "
-                "parallel='fsdp', or leave replicas out"
-            )
-        for name in ("clip_norm", "clip_value"):
-            value = getattr(self, name)
+        for name, value in {"clip_norm": self.clip_norm, "clip_value": self.clip_value}.items():
             if value is not None and not (is_real(value) and value > 0):
                 raise ConfigError(f"{name} must be a number above 0, or None for no clipping, got {value!r}")
-        for name in ("channels_last", "sync_batchnorm"):
-            check_flag(name, getattr(self, name))
+        check_flags(channels_last=self.channels_last, sync_batchnorm=self.sync_batchnorm)
         if not isinstance(self.compile, bool):
             _check_arguments("compile", self.compile, torch.compile, {"model"}, allowed="True, False or a dict")
         _check_arguments("ddp_args", self.ddp_args, DistributedDataParallel.__init__, SUPPLIED)
         self._check_hook()
-        self._check_together()
+        refuse(EXCLUDED, vars(self) | {"comm_hook": self.hook_name})
+        self.check_ddp(self.ddp_args)
 
     def _check_hook(self) -> None:
-        name, legal = self.hook_name, get_args(HookName)
-        if name is not None and name not in legal:
-            raise ConfigError(f"comm_hook must be one of {', '.join(map(repr, legal))} or None, got {name!r}")
+        name = self.hook_name
+        one_of("comm_hook", name, *get_args(HookName), None)
         if name in ("fp16", "bf16") and self.hook_args:
             raise ConfigError(f"the comm_hook {name!r} takes no arguments, got {sorted(self.hook_args)}")
         if self.hook_args:
@@ -110,40 +164,6 @@ class TrainingOptions:
                 power(process_group=None, **self.hook_args)
             except (TypeError, ValueError) as error:
                 raise ConfigError(f"comm_hook={self.comm_hook!r}: {error}") from error
-
-    def _check_together(self) -> None:
-        self.check_ddp(self.ddp_args)
-        if self.precision == "apex" and self.compile:
-            raise ConfigError("precision='apex' replaces functions that compile needs to read: use 'fp16' or 'bf16'")
-        self._check_nonfinite()
-        if self.parallel in ("auto", "ddp"):
-            return
-        for name in ("ddp_args", "comm_hook"):
-            if getattr(self, name):
-                raise ConfigError(
-                    f"{name} is for DistributedDataParallel, but parallel is {self.parallel!r}: leave one out"
-                )
-        if self.parallel == "fsdp" and self.channels_last:
-            raise ConfigError("parallel='fsdp' cuts parameters into contiguous shards: it cannot keep channels_last")
-        if self.parallel == "fsdp" and self.precision in ("fp16", "apex"):
-            raise ConfigError(
-                f"parallel='fsdp' needs precision 'fp32' or 'bf16', got {self.precision!r}: each worker sees the "
-                "gradients of its shard only, so they could not agree on skipping a step"
-            )
-
-    def _check_nonfinite(self) -> None:
-        if self.on_nonfinite is None:
-            return
-        if self.precision == "apex" or (self.precision == "fp16" and self.on_nonfinite == "raise"):
-            raise ConfigError(
-                f"on_nonfinite={self.on_nonfinite!r} cannot be combined with precision={self.precision!r}, which finds its scale through "
-                "infinite gradients and skips these steps: use 'bf16' or 'fp32', or on_nonfinite='skip' with 'fp16'"
-            )
-        if self.hook_name in ("powersgd", "batched_powersgd"):
-            raise ConfigError(
-                f"comm_hook={self.hook_name!r} adds the error of each step to the next one, so it never recovers from a gradient that "
-                "is not finite: leave out comm_hook or on_nonfinite"
-            )
 
     def check_ddp(self, arguments: Mapping[str, Any], *, pieces: bool = False) -> None:
         """Raise ConfigError for arguments of DistributedDataParallel that these options cannot be
@@ -159,30 +179,10 @@ class TrainingOptions:
         """Raise ConfigError for other arguments of the trainer that these options cannot be
         combined with."""
         self.check_ddp(self.ddp_args, pieces=elastic.batch == "global" and num_workers > 1)
-        if self.sync_batchnorm and num_workers > 1 and not use_gpu:
-            raise ConfigError(
-                "sync_batchnorm=True needs GPUs (torch has no SyncBatchNorm for CPUs): pass use_gpu=True, or leave it out"
-            )
-        if self.hook_name == "bf16" and num_workers > 1 and not use_gpu:
-            raise ConfigError("comm_hook='bf16' needs GPUs (torch has it for NCCL only): use 'fp16', or leave it out")
-        if self.parallel is None and num_workers > 1 and self.on_nonfinite is not None:
-            raise ConfigError(
-                f"on_nonfinite={self.on_nonfinite!r} cannot be combined with parallel=None: raysgd does not know when you have averaged "
-                "the gradients. Leave it out, or let raysgd average them"
-            )
-        if self.precision == "apex" and self.accumulate > 1 and num_workers > 1:
-            raise ConfigError(
-                "precision='apex' keeps the gradients of earlier batches where DDP does not see them, so accumulate "
-                "cannot exchange them all at once: use 'fp16' or 'bf16', or leave accumulate out"
-            )
-        if elastic.batch == "global" and num_workers > 1 and (self.gradients == "ranks" or self.parallel is None):
-            given = "gradients='ranks'" if self.gradients == "ranks" else "parallel=None"
-            raise ConfigError(
-                "ElasticConfig(batch='global') keeps the gradients of steps the same when workers leave, which needs gradients "
-                f"that raysgd averages over samples, and {given} excludes that: leave one of them out"
-            )
-        if num_workers > 1:
-            self._check_comparison(elastic)
+        given = {**vars(self), "comm_hook": self.hook_name, "use_gpu": use_gpu, **vars(elastic)}
+        refuse(EXCLUDED_WITH_SEVERAL_WORKERS if num_workers > 1 else (), given)
+        if self.parallel is None and num_workers > 1:
+            refuse_comparison(elastic, "with parallel=None raysgd does not know whether they should be equal")
         if self.parallel == "fsdp" and isinstance(elastic.snapshot_every, float):
             raise ConfigError(
                 "with parallel='fsdp' all workers make a snapshot together, and their clocks differ: set "
@@ -192,15 +192,6 @@ class TrainingOptions:
             raise ConfigError(
                 f"replicas={self.replicas} needs a number of workers that is a multiple of it, got num_workers={num_workers}: each of the "
                 "copies of the model is divided among equally many workers"
-            )
-
-    def _check_comparison(self, elastic: ElasticConfig) -> None:
-        if self.parallel is None:
-            refuse_comparison(elastic, "with parallel=None raysgd does not know whether they should be equal")
-        if self.parallel == "fsdp" and elastic.on_divergence == "evict":
-            raise ConfigError(
-                "on_divergence='evict' needs ranks with equal weights, and with parallel='fsdp' each has its own shard: use 'warn' or "
-                "'raise'"
             )
 
     @staticmethod
@@ -219,7 +210,7 @@ class TrainingOptions:
 
     def _parallel_with(self, wrap_ddp: Any) -> ParallelName | None:
         if wrap_ddp is not None:
-            check_flag("wrap_ddp", wrap_ddp)
+            check_flags(wrap_ddp=wrap_ddp)
         older: ParallelName | None = None if wrap_ddp is False else "ddp"
         if self.parallel == "auto":
             return older

@@ -245,12 +245,6 @@ def find_apex() -> Any:
 
 def make_precision(name: str, device: torch.device) -> Precision:
     """Return the precision that a trainer's `precision` names."""
-    if name == "fp32":
-        return Precision()
-    if name == "bf16":
-        return Bf16(device)
-    if name == "fp16":
-        return Fp16(device)
-    if name == "apex":
-        return Apex()
-    raise ConfigError(f"precision must be 'fp32', 'fp16', 'bf16' or 'apex', got {name!r}")
+    if name in ("fp32", "apex"):
+        return Apex() if name == "apex" else Precision()
+    return {"bf16": Bf16, "fp16": Fp16}[name](device)

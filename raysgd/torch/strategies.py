@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
+from raysgd.config import Exclusions, one_of, refuse
 from raysgd.core.protocols import ProcessGroupBackend
 from raysgd.core.shard_copies import ShardedState
 from raysgd.errors import ConfigError
@@ -16,6 +17,15 @@ from raysgd.torch.options import TrainingOptions
 from raysgd.torch.process_group import TorchBackend
 from raysgd.torch.replica import TorchReplica
 from raysgd.torch.wrapping import Exchange
+
+NOT_WITH_HOROVOD: Exclusions = (
+    ({"parallel": ("fsdp",)}, "Horovod averages the gradients of full models. Use backend='auto'"),
+    ({"ddp_args": bool}, "Horovod does not use DistributedDataParallel, and its own arguments go into horovod_args"),
+    ({"comm_hook": bool}, "Horovod does not use DistributedDataParallel. Use horovod_args={'compression': 'fp16'}"),
+    ({"sync_batchnorm": bool}, "use backend='auto', or Horovod's hvd.SyncBatchNorm in your model"),
+    ({"horovod_args": bool, "parallel": (None,)}, "they are for gradients that the trainer averages"),
+    ({"precision": ("apex",)}, "both replace the optimizers. Use precision='fp16' or 'bf16'"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,9 +47,8 @@ class Strategy:
 def choose_strategy(backend: Any, options: TrainingOptions, horovod_args: Any, *, use_gpu: bool) -> Strategy:
     """Return the strategy that a trainer's `backend` names. Raise ConfigError for options that it
     does not support."""
+    one_of("backend", backend, "auto", "gloo", "nccl", "horovod")
     name = ("nccl" if use_gpu else "gloo") if backend == "auto" else backend
-    if name not in ("gloo", "nccl", "horovod"):
-        raise ConfigError(f"backend must be 'auto', 'gloo', 'nccl' or 'horovod', got {backend!r}")
     if name in ("gloo", "nccl"):
         if horovod_args is not None:
             raise ConfigError(
@@ -56,29 +65,9 @@ def _horovod(options: TrainingOptions, horovod_args: Any, *, use_gpu: bool) -> S
     from raysgd.horovod.arguments import HorovodArguments, check_installed
 
     arguments = HorovodArguments.parse(horovod_args)
-    if options.parallel == "fsdp":
-        raise ConfigError(
-            "backend='horovod' averages the gradients of full models: for parallel='fsdp' use backend='auto'"
-        )
-    instead = {
-        "ddp_args": "Horovod's own arguments go into horovod_args",
-        "comm_hook": "use horovod_args={'compression': 'fp16'}",
-        "sync_batchnorm": "use backend='auto', or Horovod's hvd.SyncBatchNorm in your model",
-    }
-    for option, hint in instead.items():
-        if getattr(options, option):
-            raise ConfigError(
-                f"{option} is an option of DistributedDataParallel, which backend='horovod' does not use: {hint}"
-            )
-    if options.parallel is None and horovod_args:
-        raise ConfigError(
-            "horovod_args are for gradients that the trainer averages, and with parallel=None it averages none: leave one out"
-        )
+    given = {**vars(options), "backend": "horovod", "horovod_args": horovod_args}
+    refuse([({"backend": ("horovod",), **values}, why) for values, why in NOT_WITH_HOROVOD], given)
     check_installed("torch")
-    if options.precision == "apex":
-        raise ConfigError(
-            "precision='apex' and backend='horovod' both replace the optimizers: use precision='fp16' or 'bf16'"
-        )
     if use_gpu and not import_module("horovod.torch").cuda_built():
         raise ConfigError(
             "this Horovod was built without CUDA: build it with HOROVOD_GPU_OPERATIONS=NCCL in the environment (and "

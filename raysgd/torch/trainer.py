@@ -7,13 +7,13 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, NoReturn, overload
+from typing import Any, Literal, NoReturn
 from uuid import uuid4
 
 import torch
 
 from raysgd.callbacks.base import Callback
-from raysgd.config import ElasticConfig, check_flag
+from raysgd.config import ElasticConfig, check_flags
 from raysgd.core.protocols import Call
 from raysgd.engine.call import Job
 from raysgd.errors import CheckpointError, ConfigError, suggesting
@@ -26,12 +26,11 @@ from raysgd.torch.options import TrainingOptions
 from raysgd.torch.settings import TorchSettings
 from raysgd.torch.strategies import choose_strategy
 from raysgd.torch.wrapping import Exchange
-from raysgd.training.arguments import check_call, check_common, check_flags, refuse_unknown
+from raysgd.training.arguments import check_call, check_common, refuse_unknown
 from raysgd.training.auto_checkpoint import AutoCheckpoint
 from raysgd.training.call_runner import CallRunner, exclusive
 from raysgd.training.loops import opened_folder
-from raysgd.training.saves import SaveHandle
-from raysgd.training.trainer_base import Metrics, TrainerBase, described_run, limits_of, make_engine
+from raysgd.training.trainer_base import TrainerBase, described_run, limits_of, make_engine
 
 logger = logging.getLogger("raysgd")
 
@@ -157,29 +156,6 @@ class TorchTrainer(TrainerBase):
 
     # -- training -------------------------------------------------------------------------------------
 
-    @overload
-    def train(
-        self,
-        num_steps: int | None = None,
-        profile: bool = False,
-        reduce_results: Literal[True] = True,
-        max_retries: int = 3,
-        info: Mapping[str, Any] | None = None,
-        dataset: Any = None,
-    ) -> Metrics: ...
-
-    @overload
-    def train(
-        self,
-        num_steps: int | None = None,
-        profile: bool = False,
-        *,
-        reduce_results: Literal[False],
-        max_retries: int = 3,
-        info: Mapping[str, Any] | None = None,
-        dataset: Any = None,
-    ) -> list[Metrics]: ...
-
     @exclusive
     def train(
         self,
@@ -189,7 +165,7 @@ class TorchTrainer(TrainerBase):
         max_retries: int = 3,
         info: Mapping[str, Any] | None = None,
         dataset: Any = None,
-    ) -> Metrics | list[Metrics]:
+    ) -> Any:
         """Train to the end of the epoch, or `num_steps` batches on each worker. Return what was
         measured.
 
@@ -296,25 +272,8 @@ class TorchTrainer(TrainerBase):
         self._loads.restore(states.dump_given(state_dict), trusted=True)
         self._warn_of_other_rows()
 
-    @overload
-    def save(
-        self, checkpoint: str | os.PathLike[str], *, blocking: Literal[True] = True, sharded: bool = False
-    ) -> str: ...
-
-    @overload
-    def save(
-        self, checkpoint: str | os.PathLike[str], *, blocking: Literal[False], sharded: bool = False
-    ) -> SaveHandle: ...
-
-    @overload
-    def save(
-        self, checkpoint: str | os.PathLike[str], *, blocking: bool, sharded: bool = False
-    ) -> str | SaveHandle: ...
-
     @exclusive
-    def save(
-        self, checkpoint: str | os.PathLike[str], *, blocking: bool = True, sharded: bool = False
-    ) -> str | SaveHandle:
+    def save(self, checkpoint: str | os.PathLike[str], *, blocking: bool = True, sharded: bool = False) -> Any:
         """Save to `checkpoint`, a path or a URI, completely or not at all. Return its absolute
         path, or the URI.
 
@@ -323,7 +282,7 @@ class TorchTrainer(TrainerBase):
         worker writes its part.
         """
         self._saves.raise_failed()
-        check_flag("sharded", sharded)
+        check_flags(sharded=sharded)
         if sharded:
             return save_shards(self._saves, self._engine, checkpoint, blocking=blocking)
         return self._saves.save(checkpoint, blocking=blocking)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from raysgd.config import is_real
+from raysgd.config import above_0, one_of
 from raysgd.core.ranks import RankInfo, SingleWorkerBackend
 from raysgd.errors import ConfigError
 from raysgd.torch.devices import see_gpus, shared_gpus, visible_gpus
@@ -136,10 +136,8 @@ class TorchConfig(BackendConfig):
     timeout_s: float = 1800
 
     def __post_init__(self) -> None:
-        if self.init_method not in ("env", "tcp"):
-            raise ConfigError(f"init_method must be 'env' or 'tcp', got {self.init_method!r}")
-        if self.backend not in (None, "gloo", "nccl"):
-            raise ConfigError(f"TorchConfig's backend must be 'gloo', 'nccl' or None, got {self.backend!r}")
+        one_of("init_method", self.init_method, "env", "tcp")
+        one_of("TorchConfig's backend", self.backend, "gloo", "nccl", None)
 
     @property
     def backend_cls(self) -> type[Backend]:
@@ -206,8 +204,7 @@ class HorovodConfig(BackendConfig):
     def __post_init__(self) -> None:
         if self.nics is not None and (isinstance(self.nics, str) or not all(isinstance(nic, str) for nic in self.nics)):
             raise ConfigError(f"nics must be a set of names of network interfaces, got {self.nics!r}")
-        if not is_real(self.timeout_s) or self.timeout_s <= 0:
-            raise ConfigError(f"timeout_s must be a number of seconds above 0, got {self.timeout_s!r}")
+        above_0("timeout_s", self.timeout_s)
 
     @property
     def backend_cls(self) -> type[Backend]:

@@ -12,7 +12,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from raysgd.config import ElasticConfig, WorkerResources, at_least, check_flag
+from raysgd.config import ElasticConfig, WorkerResources, at_least, check_flags, one_of
 from raysgd.errors import ConfigError
 from raysgd.storage.masking import mask
 
@@ -88,11 +88,8 @@ class ScalingConfig:
         if isinstance(self.num_workers, list):
             object.__setattr__(self, "num_workers", tuple(self.num_workers))
         _check_num_workers(self.num_workers)
-        check_flag("use_gpu", self.use_gpu)
-        if self.placement_strategy not in STRATEGIES:
-            raise ConfigError(
-                f"placement_strategy must be one of {', '.join(STRATEGIES)}, got {self.placement_strategy!r}"
-            )
+        check_flags(use_gpu=self.use_gpu)
+        one_of("placement_strategy", self.placement_strategy, *STRATEGIES)
         if self.elastic is not None and not isinstance(self.elastic, ElasticConfig):
             raise ConfigError(f"elastic must be a raysgd.ElasticConfig, got {self.elastic!r}")
         _ = self.worker, WorkerResources.parse(1, False, self.trainer_resources)  # raise for invalid resources
@@ -175,8 +172,7 @@ class CheckpointConfig:
             raise ConfigError(
                 f"num_to_keep must be None (all), 0 (none in storage) or a number of checkpoints, got {keep!r}"
             )
-        if self.checkpoint_score_order not in ("max", "min"):
-            raise ConfigError(f"checkpoint_score_order must be 'max' or 'min', got {self.checkpoint_score_order!r}")
+        one_of("checkpoint_score_order", self.checkpoint_score_order, "max", "min")
         name = self.checkpoint_score_attribute
         if name is not None and (not isinstance(name, str) or not name):
             raise ConfigError(

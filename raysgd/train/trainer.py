@@ -11,7 +11,7 @@ from typing import Any
 from raysgd.callbacks.base import Run
 from raysgd.callbacks.folder import create_folder
 from raysgd.callbacks.history import History
-from raysgd.config import ElasticConfig, WorkerResources, check_flag
+from raysgd.config import ElasticConfig, WorkerResources, check_flags
 from raysgd.core.lazy import lazy_names
 from raysgd.core.policy import Recovery
 from raysgd.errors import ConfigError
@@ -85,7 +85,7 @@ class Trainer:
         max_reports_ahead: int = REPORTS_AHEAD,
     ) -> None:
         config = parse_backend(backend)
-        check_flag("use_gpu", use_gpu)
+        check_flags(use_gpu=use_gpu)
         if elastic is not None and not isinstance(elastic, ElasticConfig):
             raise ConfigError(f"elastic must be a raysgd.ElasticConfig, got {elastic!r}")
         wanted = WorkerResources.parse(1, use_gpu, resources_per_worker, gpu_asked=use_gpu)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from raysgd.config import ElasticConfig, WorkerResources, at_least, is_real
+from raysgd.config import ElasticConfig, WorkerResources, above_0, at_least, is_real
 from raysgd.constants import BATCH_SIZE
 from raysgd.errors import ConfigError, close_to, shown
 from raysgd.training.seeding import LARGEST_SEED
@@ -64,8 +64,7 @@ def check_common(
     at_least("num_workers", num_workers, 1, whole=True)
     if hook is not None and not callable(hook):
         raise ConfigError(f"initialization_hook must be a function without arguments, got {hook!r}")
-    if not is_real(timeout_s) or timeout_s <= 0:
-        raise ConfigError(f"timeout_s must be a number of seconds above 0, got {timeout_s!r}")
+    above_0("timeout_s", timeout_s)
     if seed is not None and not (type(seed) is int and 0 <= seed <= LARGEST_SEED):
         raise ConfigError(f"seed must be a whole number from 0 to {LARGEST_SEED}, or None for no seed, got {seed!r}")
     if elastic is not None and not isinstance(elastic, ElasticConfig):
@@ -128,13 +127,6 @@ def _is_misspelling(own: str, meant: str) -> bool:
     same = own.replace("_", "").lower() == meant.replace("_", "").lower()
     longer = own.startswith(meant) or meant.startswith(own)  # a name such as `train_batches` is the user's own
     return same or (not longer and difflib.SequenceMatcher(None, own, meant).ratio() > 0.9)
-
-
-def check_flags(**flags: Any) -> None:
-    """Raise ConfigError for arguments that must be True or False and are something else."""
-    for name, value in flags.items():
-        if not isinstance(value, bool):
-            raise ConfigError(f"{name} must be True or False, got {value!r}")
 
 
 def check_call(num_steps: Any, max_retries: Any, info: Any) -> None:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
-from raysgd.config import check_flag
+from raysgd.config import check_flags
 from raysgd.core.protocols import Call
 from raysgd.engine.call import Job
 from raysgd.engine.engine import Engine
@@ -254,7 +254,7 @@ class Saves:
     ) -> str | SaveHandle:
         """Let the workers write a draft with `method`. In the background, this many of them
         report."""
-        check_flag("blocking", blocking)
+        check_flags(blocking=blocking)
         save = _Save(draft, self._engine.group.transfer, stall_s or max(self._engine.limits.hang_s, STALL_AT_LEAST_S))
         call = Call(method, {"ranks": self.random_states()})
         job = Job(

@@ -63,14 +63,14 @@ class BaseTorchTrainable(tune.Trainable):
         changed = {name: (before[name], now[name]) for name in before if before[name] != now.get(name, before[name])}
         chosen: list[Any] = []
         if changed:
-            from raysgd.torch import tuned
+            from raysgd.torch import hyperparameters
 
             wanted = {name: new for name, (_, new) in changed.items()}
-            chosen = self.trainer.apply_all_operators(partial(tuned.options, values=wanted))[0]
+            chosen = self.trainer.apply_all_operators(partial(hyperparameters.options, values=wanted))[0]
         # This experiment wrote the file, so the operator's state may have objects of any type.
         self.trainer.load(os.path.join(checkpoint_dir, CHECKPOINT), trusted=True)
         if chosen:
-            self.trainer.apply_all_operators(partial(tuned.retune, chosen=chosen, changed=changed))
+            self.trainer.apply_all_operators(partial(hyperparameters.retune, chosen=chosen, changed=changed))
 
     def cleanup(self) -> None:
         self.trainer.shutdown()

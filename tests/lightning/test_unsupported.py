@@ -98,10 +98,10 @@ def test_validation_needs_its_step():
 @pytest.mark.parametrize(
     ("module_cls", "options", "message"),
     [
-        (Net, {"accumulate": 2}, "accumulate=2 is not supported with from_ptl"),
-        (Net, {"parallel": "fsdp"}, "parallel='fsdp' is not supported"),
-        (Net, {"clip_norm": 1.0, "clip_value": 1.0}, "clip_norm and clip_value together"),
-        (Adversaries, {"clip_norm": 1.0}, "clip_norm is not supported with automatic_optimization = False"),
+        (Net, {"accumulate": 2}, "from_ptl='Net' and accumulate=2 cannot be combined"),
+        (Net, {"parallel": "fsdp"}, "parallel='fsdp' cannot be combined"),
+        (Net, {"clip_norm": 1.0, "clip_value": 1.0}, "clip_norm=1.0 and clip_value=1.0 cannot be combined"),
+        (Adversaries, {"clip_norm": 1.0}, "clip_norm=1.0 and automatic_optimization=False cannot be combined"),
     ],
 )
 def test_refused_keywords(module_cls, options, message):

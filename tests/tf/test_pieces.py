@@ -37,7 +37,8 @@ class Noting(Small):
 
 
 def replica_of(operator: Any, *, in_pieces: bool, **config: Any) -> Any:
-    return tf_rank(operator, config, seed=7, num_workers=3, distributed=True, in_pieces=in_pieces)
+    elastic = ElasticConfig(batch="global" if in_pieces else "auto")
+    return tf_rank(operator, config, seed=7, num_workers=3, distributed=True, elastic=elastic)
 
 
 def weights_of(model: Any) -> np.ndarray:

@@ -8,7 +8,7 @@ from torch import nn
 
 from raysgd import ConfigError, ElasticConfig
 from raysgd.tf import TFTrainer
-from raysgd.torch.rates import Rates
+from raysgd.torch.hyperparameters import Rates
 from raysgd.train import Trainer
 from tests.local.runs import train
 from tests.torch.test_exact_gradients import Curve, close

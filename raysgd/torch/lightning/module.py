@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from raysgd.config import Exclusions, refuse
 from raysgd.errors import ConfigError
 from raysgd.torch.settings import TorchSettings
 
@@ -30,6 +31,21 @@ UNSUPPORTED = (
     "training_step_end",
     "validation_epoch_end",
     "validation_step_end",
+)
+
+BY_HAND = {"automatic_optimization": (False,)}
+IN_THE_MODULE = "do it in the module's training_step, for example with self.clip_gradients"
+NOT_WITH_LIGHTNING: Exclusions = (
+    ({"precision": ("apex",)}, "use 'fp16' or 'bf16'"),
+    ({"parallel": ("fsdp",)}, "use 'ddp'"),
+    (
+        {"accumulate": (1).__lt__},
+        "use larger batches, or accumulate gradients in the module with automatic_optimization = False",
+    ),
+    ({"clip_norm": bool, "clip_value": bool}, "pass one of the two"),
+    ({"clip_norm": bool, **BY_HAND}, IN_THE_MODULE),
+    ({"clip_value": bool, **BY_HAND}, IN_THE_MODULE),
+    ({"comm_hook": bool, **BY_HAND}, "raysgd averages the gradients of such a module without DDP's hooks"),
 )
 
 
@@ -102,28 +118,8 @@ def refuse_unsupported(module: Any, base: type, settings: TorchSettings) -> None
         raise ConfigError(
             f"{name}.training_step(dataloader_iter) is not supported: define training_step(batch, batch_idx)"
         )
-    _refuse_options(settings, automatic=module.automatic_optimization)
-
-
-def _refuse_options(settings: TorchSettings, *, automatic: bool) -> None:
-    options = settings.options
-    if options.precision == "apex":
-        raise ConfigError("precision 'apex' is not supported with from_ptl: use 'fp16' or 'bf16'")
-    if options.parallel == "fsdp":
-        raise ConfigError("parallel='fsdp' is not supported with from_ptl: use 'ddp'")
-    if options.accumulate > 1:
-        raise ConfigError(
-            f"accumulate={options.accumulate} is not supported with from_ptl: use larger batches, or accumulate gradients in "
-            "the module with automatic_optimization = False"
-        )
-    if options.clip_norm is not None and options.clip_value is not None:
-        raise ConfigError("clip_norm and clip_value together are not supported with from_ptl: pass one")
-    for name in ("clip_norm", "clip_value", "comm_hook"):
-        if not automatic and getattr(options, name) is not None:
-            raise ConfigError(
-                f"{name} is not supported with automatic_optimization = False: do it in the module's training_step, for "
-                "example with self.clip_gradients"
-            )
+    given = {"from_ptl": name, "automatic_optimization": module.automatic_optimization}
+    refuse([({"from_ptl": bool, **values}, why) for values, why in NOT_WITH_LIGHTNING], vars(settings.options) | given)
 
 
 def takes_index(step: Callable[..., Any]) -> bool:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from raysgd.config import at_least
+from raysgd.config import at_least, one_of
 from raysgd.constants import NUM_SAMPLES
 from raysgd.errors import ConfigError
 
@@ -145,8 +145,7 @@ def _schedule(given: Any, *, automatic: bool) -> Schedule:
     schedule = Schedule(**options, plateau=bool(plateau))
     if not hasattr(schedule.scheduler, "state_dict") or not hasattr(schedule.scheduler, "step"):
         raise ConfigError(f"a learning-rate scheduler must have step() and state_dict(), got {schedule.scheduler!r}")
-    if schedule.interval not in ("epoch", "step"):
-        raise ConfigError(f"an lr_scheduler's interval must be 'epoch' or 'step', got {schedule.interval!r}")
+    one_of("an lr_scheduler's interval", schedule.interval, "epoch", "step")
     at_least("an lr_scheduler's frequency", schedule.frequency, 1, whole=True)
     if schedule.plateau and automatic:
         _check_plateau(schedule)

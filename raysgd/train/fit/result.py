@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from raysgd.callbacks.writers import import_extra
-from raysgd.errors import ConfigError, TrainingFailedError
+from raysgd.config import one_of
+from raysgd.errors import TrainingFailedError
 from raysgd.storage.locations import Place, place, text_of
 from raysgd.storage.masking import mask
 from raysgd.storage.remote import Uri
@@ -103,8 +104,7 @@ class Result:
     def get_best_checkpoint(self, metric: str, mode: Literal["min", "max"]) -> Checkpoint | None:
         """Return the stored checkpoint with the best value of a reported `metric`. `mode` is "min"
         or "max"."""
-        if mode not in ("min", "max"):
-            raise ConfigError(f"mode must be 'min' or 'max', got {mode!r}")
+        one_of("mode", mode, "min", "max")
         sign = 1 if mode == "max" else -1
         scored = [
             (sign * float(metrics[metric]), number)
