@@ -1,5 +1,4 @@
-"""Settings that the user passes, and limits derived from them. Frozen, and checked where they are
-created. Both."""
+"""Settings that the user passes, and limits derived from them: frozen, and checked. Both."""
 
 from __future__ import annotations
 
@@ -66,8 +65,7 @@ def refuse(excluded: Exclusions, settings: Mapping[str, Any]) -> None:
 
 
 def seconds_from_environment(name: str, default: int) -> int:
-    """Return the whole number of seconds that an environment variable sets; `default` if it is
-    unset or empty."""
+    """Return the seconds that an environment variable sets, or the default."""
     text = os.environ.get(name, "").strip()
     if not text:
         return default
@@ -80,8 +78,7 @@ def seconds_from_environment(name: str, default: int) -> int:
 
 
 def control_ports() -> range | None:
-    """Return the ports of this machine on which the driver may listen, or None if the system is to
-    choose them."""
+    """Return the ports on which the driver may listen; None: the system chooses."""
     text = os.environ.get(CONTROL_PORT, "").strip()
     if not text:
         return None
@@ -96,8 +93,7 @@ def control_ports() -> range | None:
 
 
 def flag_from_environment(name: str, *, default: bool = False) -> bool:
-    """Return whether an environment variable switches something on. Return the default if it is
-    unset or empty."""
+    """Return whether an environment variable switches something on, or the default."""
     text = os.environ.get(name, "").strip().lower()
     if text not in ("", "0", "1", "false", "true"):
         raise ConfigError(f"the environment variable {name} is {text!r}; it must be 0 or 1. Correct it, or unset it.")
@@ -230,8 +226,7 @@ class ElasticConfig:
 
     @property
     def compare_every(self) -> int | None:
-        """Return after how many steps the ranks report a summary of their weights; None if they are
-        asked after calls, or never."""
+        """Return after how many steps ranks report summaries; None: after calls, or never."""
         return self.compare_weights if isinstance(self.compare_weights, int) else None
 
 

@@ -1,5 +1,4 @@
-"""Keys and values of results, operator configs and `info` dictionaries. Imports no framework.
-Both."""
+"""Keys and values of results, operator configs and `info`. Imports no framework. Both."""
 
 # Keys of result dictionaries.
 NUM_SAMPLES = "num_samples"

@@ -40,8 +40,7 @@ class ConfigError(RaysgdError, ValueError):
 
 
 class MissingPartError(ConfigError, RuntimeError):
-    """An operator needs a part that its `setup` did not register or set. (RaySGD raised a
-    RuntimeError.)"""
+    """An operator lacks a part that its `setup` should register. (RaySGD: a RuntimeError.)"""
 
 
 class NotActiveError(RaysgdError, RuntimeError):
@@ -66,8 +65,7 @@ class TrainerBusyError(RaysgdError, RuntimeError):
 
 
 class TrainingFailedError(RaysgdError, RuntimeError):
-    """More workers failed than the call allows, or none is left. The message says which, and
-    why."""
+    """More workers failed than the call allows, or none is left."""
 
 
 class HangError(TrainingFailedError):
@@ -75,18 +73,15 @@ class HangError(TrainingFailedError):
 
 
 class OutOfStepError(TrainingFailedError):
-    """Some ranks made a collective call that others did not make. The message names them. The call
-    is never retried."""
+    """Some ranks made a collective call that others did not. The call is never retried."""
 
 
 class DivergenceError(TrainingFailedError):
-    """The ranks do not train the same model. The message names what differs. The trainer can be
-    used again."""
+    """The ranks do not train the same model. The trainer can be used again."""
 
 
 class NonFiniteError(RaysgdError, FloatingPointError):
-    """Gradients are not finite, or too many steps in a row were left out. No rank has made the
-    step."""
+    """Gradients are not finite, or too many steps were left out. No rank has made the step."""
 
 
 class WorkerStartError(RaysgdError, RuntimeError):
@@ -94,8 +89,7 @@ class WorkerStartError(RaysgdError, RuntimeError):
 
 
 def shown(value: Any, most: int = 200) -> str:
-    """Return the value's `repr`, shortened, for a message. Never raise, even if the value's
-    `__repr__` does."""
+    """Return the value's `repr`, shortened. Never raise, even if `__repr__` does."""
     try:
         text = repr(value)
     except Exception as error:
@@ -136,8 +130,7 @@ def described(error: BaseException) -> str:
 
 
 def causes_of(error: BaseException) -> Iterator[BaseException]:
-    """Yield the error, the error that caused it or that was being handled when it was raised, and
-    so on: 10 at most."""
+    """Yield the error, what caused it or was handled when it was raised, and so on: 10 at most."""
     seen: BaseException | None = error
     for _ in range(10):
         if seen is None:
@@ -147,8 +140,7 @@ def causes_of(error: BaseException) -> Iterator[BaseException]:
 
 
 class RemoteTraceback(Exception):
-    """Carries the text of a worker's traceback to the driver, as the cause of the exception that
-    the user's code raised."""
+    """Carries a worker's traceback to the driver, as the cause of the user's exception."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -187,8 +179,7 @@ def close_to(name: str, known: Iterable[str]) -> str:
 
 
 def suggesting(function: F) -> F:
-    """Let a function say, when it is called with arguments that do not fit, which ones it takes and
-    which was meant."""
+    """Let a function say which arguments it takes, and which was meant, when they do not fit."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -199,8 +190,7 @@ def suggesting(function: F) -> F:
 
 
 def check_arguments(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
-    """Raise a TypeError that says which arguments the function takes, and which was meant, if these
-    do not fit."""
+    """Raise a TypeError that names the function's arguments if these do not fit."""
     signature = _signature(function)
     try:
         signature.bind(*args, **kwargs)
@@ -214,8 +204,7 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature:
 
 
 def suggesting_fields(kind: C) -> C:
-    """Let a class do the same for the arguments of its `__init__`, such as a dataclass for its
-    fields."""
+    """Let a class do the same for its `__init__`, such as a dataclass for its fields."""
     setattr(kind, "__init__", suggesting(cast(Any, kind).__init__))  # noqa: B010  # mypy allows no assignment
     return kind
 

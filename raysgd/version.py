@@ -1,5 +1,4 @@
-"""The one place that knows which release this is, and where its documentation is; setup.py reads it
-without importing the package. Both."""
+"""The release, and where its documentation is; setup.py reads it as text. Both."""
 
 __version__ = "0.1.0"
 __documentation__ = "https://raysgd.readthedocs.io/en/latest/"

@@ -1,5 +1,4 @@
-"""Define the callback protocol: optional methods, and the values that they are called with.
-Both."""
+"""The callback protocol: optional methods, and the values that they are called with. Both."""
 
 from __future__ import annotations
 
@@ -117,37 +116,29 @@ class Callback:
             suggesting_fields(cls)
 
     def on_start(self, run: Run) -> None:
-        """Called before the first worker starts (for a function trainer: before each run), with the
-        `run` that begins."""
+        """Called before the first worker starts (for functions: before each run) with the `run`."""
 
     def on_resume(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Called when the trainer has resumed from an automatic checkpoint, with the `rows` of the
-        history until then."""
+        """Called after an automatic checkpoint was loaded, with the `rows` of its history."""
 
     def on_progress(self, now: Underway) -> None:
-        """Called for each worker while a call runs, with its progress `now`, at most a few times
-        per second. Not for training functions."""
+        """Called a few times per second with the progress `now` of a worker. Not for functions."""
 
     def on_result(self, result: CallResult) -> None:
-        """Called with the `result` of each call of `train`, `validate` and `test`, and of each
-        round of reports."""
+        """Called with the `result` of each `train`, `validate` and `test`, and round of reports."""
 
     def extra_metrics(self, result: CallResult) -> Mapping[str, Any]:
         """Return metrics to add to this `result`. Called before any callback gets the result."""
         return {}
 
     def on_recovery(self, recovery: Recovery) -> None:
-        """Called with a `recovery` when workers failed, were replaced, or their number changed. Be
-        quick: a call is waiting."""
+        """Called with a `recovery`: a change of the workers. Be quick: a call is waiting."""
 
     def on_wait(self, what: str) -> None:
-        """Called when a recovery begins to wait; `what` says for what. Not for training
-        functions."""
+        """Called when a recovery begins to wait; `what` says for what. Not for functions."""
 
     def on_error(self, error: BaseException) -> None:
-        """Called when a call fails with an `error`, which its caller gets. The trainer may still be
-        usable."""
+        """Called when a call fails with this `error`. The trainer may still be usable."""
 
     def on_end(self, failed: bool) -> None:
-        """Called when the trainer was shut down (for a function trainer: when the run is over).
-        `failed`: after an error."""
+        """Called at the trainer's shutdown (for functions: a run's end). `failed`: by an error."""

@@ -45,8 +45,7 @@ class CallbackList:
         self._call("on_resume", rows)
 
     def take_stop(self) -> bool:
-        """Return whether a callback wants the loop over epochs to end. Each callback ends only one
-        loop."""
+        """Return whether a callback wants the loop over epochs to end. Each ends only one loop."""
         wanting = [callback for callback in self._all if callback.wants_stop]
         for callback in wanting:
             callback.wants_stop = False
@@ -70,8 +69,7 @@ class CallbackList:
         self._call("on_recovery", recovery)
 
     def error(self, error: BaseException) -> None:
-        """Report the error that the caller gets. It takes precedence over an error of a
-        callback."""
+        """Report the error that the caller gets, which precedes an error of a callback."""
         self._call("on_error", error)
         self._forget_stop()
 
@@ -101,8 +99,7 @@ class CallbackList:
             raise stop
 
     def _call(self, hook: str, argument: Any, *, into: dict[str, Any] | None = None) -> None:
-        """Call one method of the callbacks; what they return goes `into` a dictionary, if there is
-        one."""
+        """Call one method of the callbacks; `into` is a dictionary for what they return."""
         for callback in self._all:
             try:
                 returned = getattr(callback, hook)(argument)

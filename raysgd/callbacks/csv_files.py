@@ -46,8 +46,7 @@ def _cells(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rewrite(path: Path, row: dict[str, Any]) -> list[str]:
-    """Write the file again with one more row: the first row of a run, or one with new columns.
-    Return the header."""
+    """Write the file again with one more row, which may have new columns. Return the header."""
     header, lines = _read(path)
     header += [name for name in row if name not in header]
     text = io.StringIO(newline="")

@@ -17,8 +17,7 @@ RESULTS = "ray_results"
 
 
 def create_folder(given: str | os.PathLike[str] | None, prefix: str) -> Path:
-    """Create a directory below ~/ray_results and return it. Without a name, create a new one with
-    the time in its name."""
+    """Create a directory below ~/ray_results, by default one with the time in its name."""
     home = Path.home() / RESULTS
     if given is None:
         return create_new_folder(home, f"{prefix}_{timestamp()}")
@@ -28,8 +27,7 @@ def create_folder(given: str | os.PathLike[str] | None, prefix: str) -> Path:
 
 
 def create_new_folder(home: Path, name: str) -> Path:
-    """Create the directory `name` in `home` and return it. If it exists, create `name_2`, `name_3`
-    and so on instead."""
+    """Create the directory `name` in `home`, or, if that exists, `name_2`, `name_3` and so on."""
     for candidate in numbered(name):
         try:
             (home / candidate).mkdir(parents=True)

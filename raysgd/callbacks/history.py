@@ -78,8 +78,7 @@ class History(Callback, Sequence[Mapping[str, Any]]):
         return Rows(dict(row) for row in self._rows if row["kind"] == kind)
 
     def column(self, name: str) -> list[Any]:
-        """Return the value `name` of each row, or None where a row lacks it, as those of other
-        kinds do: see `of`."""
+        """Return the value `name` of each row, or None for rows without it: see `of`."""
         return [row.get(name) for row in self._rows]
 
     def __len__(self) -> int:
@@ -134,8 +133,7 @@ class History(Callback, Sequence[Mapping[str, Any]]):
         return list(dict.fromkeys([*ROW_FIELDS, *(name for row in rows for name in row)]))
 
     def _table(self) -> tuple[list[str], list[list[str]]]:
-        """Return the header and the newest rows as text, without columns that only matter for
-        debugging."""
+        """Return the header and the newest rows as text, without columns for debugging."""
         rows = self._rows[-MAX_SHOWN:]
         columns = [name for name in self._columns(rows) if not name.startswith(("_", "last_")) and name != "profile"]
         return columns, [[_cell(row.get(name, "")) for name in columns] for row in rows]
@@ -171,8 +169,7 @@ def _cell(value: Any) -> str:
 
 
 def _plotted(metrics: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return which metrics to plot. Raise `ConfigError` if there are none, or if one was never
-    measured."""
+    """Return which metrics to plot. Raise `ConfigError` if one was never measured."""
     measured = list(dict.fromkeys(name for row in rows for name in row))
     names = list(metrics) or measured_names(rows)
     missing = [name for name in names if name not in measured]
@@ -185,8 +182,7 @@ def _plotted(metrics: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[
 
 
 def _notebook_figure(figure: Any) -> Any:
-    """Return a figure class that notebooks can display. (pyplot would keep each figure in a global
-    list.)"""
+    """Return a figure class that notebooks display. (pyplot would keep each figure.)"""
 
     def image(self: Any) -> bytes:
         file = io.BytesIO()

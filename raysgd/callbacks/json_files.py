@@ -43,8 +43,7 @@ class JsonLinesCallback(Callback):
 
 
 def _end_last_line(path: Path) -> None:
-    """Complete or remove the last line, because the process that wrote it may have been killed, or
-    the disk full."""
+    """Complete or remove the last line: its writer may have been killed, or the disk full."""
     written = path.read_bytes() if path.is_file() else b""
     if not written or written.endswith(b"\n"):
         return

@@ -26,8 +26,7 @@ class Measure:
 
 
 class ForOperators(Callback):
-    """Refuses trainers of functions, in which the workers do not know the optimizer. `instead` is
-    what users do there."""
+    """Refuses trainers of functions, whose optimizer is not known; there users do `instead`."""
 
     stops_training: ClassVar[bool] = True  # its only errors are mistakes of the user
     instead: ClassVar[str]

@@ -1,5 +1,4 @@
-"""Show one progress bar for all workers: epoch, batches, samples per second, metrics, workers.
-Driver."""
+"""Show one progress bar for all workers: epoch, batches, speed, metrics, workers. Driver."""
 
 from __future__ import annotations
 
@@ -124,8 +123,7 @@ class ProgressBar(Callback):
         self._show()
 
     def _show(self, waits_for: str = "") -> None:
-        """Show the newest metrics, and the workers; the next progress replaces what was waited
-        for."""
+        """Show metrics and workers; the next progress replaces what was waited for."""
         if self._bar is None:
             return
         parts = {"waiting for": waits_for} if waits_for else {}  # first, because a narrow terminal cuts the end

@@ -1,5 +1,4 @@
-"""Keep what a report shows, and write it as one HTML page, which loads nothing and runs no script.
-Driver."""
+"""Keep what a report shows, and write it as one HTML page, which loads nothing. Driver."""
 
 from __future__ import annotations
 
@@ -95,8 +94,7 @@ class Timeline:
 
 
 def page(rows: Sequence[Mapping[str, Any]], timeline: Timeline) -> str:
-    """Return the page. `rows` are those of a history. Those before the timeline's are of an earlier
-    process."""
+    """Return the page. Those `rows` that the timeline lacks are of an earlier process."""
     run = timeline.run
     title = _html(f"{run.trainer}: {run.name}" if run is not None else "A training function")
     sections = {
@@ -150,8 +148,7 @@ def _facts(rows: Sequence[Mapping[str, Any]], timeline: Timeline) -> str:
 
 
 def _metrics(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return a chart of each metric. The same metric of `train`, `validate` and `test` is in one
-    chart."""
+    """Return a chart of each metric, with that of `train`, `validate` and `test` in one."""
     x = "epoch" if all(row.get("epoch") is not None for row in rows) else "step"
     charts: dict[str, dict[str, list[Point]]] = {}
     for row in rows:
@@ -307,16 +304,14 @@ def _line_chart(series: Lines, x: str, span: Sequence[float] = (), marks: Sequen
 
 
 def _thinned(line: Sequence[Point]) -> Sequence[Point]:
-    """Return about MOST_POINTS points of a longer line: the lowest and the highest of each stretch,
-    and the last."""
+    """Return about MOST_POINTS points of a line: the extremes of each stretch, and the last."""
     size = 1 + 2 * len(line) // MOST_POINTS
     stretches = [sorted(line[start : start + size], key=lambda point: point[1]) for start in range(0, len(line), size)]
     return line if size == 1 else [*(point for part in stretches for point in sorted((part[0], part[-1]))), line[-1]]
 
 
 def _axis(values: Sequence[float]) -> tuple[float, float, list[float]]:
-    """Return the ends of an axis for these values, and round numbers that cover them, whole ones if
-    all values are."""
+    """Return the ends of an axis, and round numbers that cover these values."""
     low, high = min(values), max(values)
     if low == high:
         half = abs(low) / 2 or 0.5

@@ -1,5 +1,4 @@
-"""Provide what callbacks that write results need: rows, scalars, JSON values, ranks, optional
-packages. Driver."""
+"""What callbacks that write need: rows, scalars, JSON values, ranks, optional packages. Driver."""
 
 from __future__ import annotations
 
@@ -60,15 +59,13 @@ def measured_names(rows: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def scalars_of_report(result: CallResult, rank: int) -> dict[str, float]:
-    """Return the scalars that one rank of a training function reported, without those that raysgd
-    added."""
+    """Return the scalars that one rank of a function reported, without raysgd's own."""
     reported = scalars(result.by_worker[rank]) if rank < len(result.by_worker) else {}
     return {name: value for name, value in reported.items() if not name.startswith("_")}
 
 
 def tagged_scalars(result: CallResult, rank: int) -> dict[str, float]:
-    """Return what dashboards plot: `train/...` and `validate/...`, or one rank's report under its
-    own names."""
+    """Return what dashboards plot: `train/...`, `validate/...`, or one rank's report."""
     if result.kind == "report":
         return scalars_of_report(result, rank)
     values = {**scalars(result.metrics), "world_size": result.world_size, "seconds": result.seconds}
@@ -112,8 +109,7 @@ def check_rank(rank: int) -> int:
 
 
 def check_ranks(given: int | Iterable[int] | None) -> tuple[int, ...] | None:
-    """Return the ranks that a callback logs, or None for all of them. Raise `ConfigError` for
-    anything else."""
+    """Return the ranks that a callback logs, None for all. Raise `ConfigError` for others."""
     if given is None:
         return None
     ranks = (given,) if isinstance(given, int) else tuple(given)
@@ -127,8 +123,7 @@ def _is_rank(value: Any) -> bool:
 
 
 def import_extra(module: str, *, user: str) -> Any:
-    """Import an optional package. If it is not installed, raise an ImportError that says what needs
-    it, and which extra has it."""
+    """Import an optional package, or raise an ImportError that says who needs which extra."""
     try:
         return import_module(module)
     except ImportError as error:

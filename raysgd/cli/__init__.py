@@ -13,8 +13,7 @@ __all__ = ["main"]
 
 
 class _WithCompleteLines(click.Group):
-    """Lists commands with the complete first sentence of their help, which click would cut at the
-    terminal's width."""
+    """Lists commands with the first line of their help, which click would cut."""
 
     def add_command(self, cmd: click.Command, name: str | None = None) -> None:
         first, _, _ = inspect.cleandoc(cmd.help or "").partition("\n")

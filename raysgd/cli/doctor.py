@@ -1,5 +1,4 @@
-"""Say whether this machine, or each node of the cluster that it belongs to, is ready for raysgd:
-`raysgd doctor`. Both."""
+"""Say whether this machine, or each node of its cluster, is ready: `raysgd doctor`. Both."""
 
 from __future__ import annotations
 
@@ -128,8 +127,7 @@ def judge(machines: Mapping[str, Facts], requirements: Sequence[str]) -> Iterato
 
 
 def judge_name(node: str, machine: Facts, others: Sequence[Facts]) -> Iterator[Finding]:
-    """The name need not resolve to the address at which gloo listens, because raysgd chooses the
-    interface."""
+    """The name need not resolve to gloo's address, because raysgd chooses the interface."""
     text = f"{node}: its name {machine['name']}"
     todo = f"Let it resolve to {machine['address']} there, in /etc/hosts or DNS"
     if not machine["name_at"]:
@@ -142,8 +140,7 @@ def judge_name(node: str, machine: Facts, others: Sequence[Facts]) -> Iterator[F
 
 
 def examine(folders: Sequence[str] = ()) -> Iterator[Finding]:
-    """Yield what was found on this machine, or on all nodes of the cluster that it belongs to or
-    that RAY_ADDRESS names."""
+    """Yield what was found on this machine, or on all nodes of its cluster or RAY_ADDRESS's."""
     problems: list[Finding] = []
     try:
         cluster = join_running()

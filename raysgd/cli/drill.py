@@ -80,8 +80,7 @@ def trainer_arguments(settings: Sequence[str]) -> dict[str, Any]:
 
 @dataclass
 class Trained:
-    """What one training has shown. `unrest` has the unplanned changes of workers in each call of
-    `train()`."""
+    """What a training has shown; `unrest` are the unplanned changes of workers in each call."""
 
     samples: list[int] = field(default_factory=list)
     position: dict[str, Any] = field(default_factory=dict)
@@ -115,8 +114,7 @@ class Striker(Callback):
 def train(
     operator: Any, arguments: Mapping[str, Any], calls: int, steps: int | None, *, workers: int, struck: bool = False
 ) -> Trained:
-    """Train on this number of workers. If `struck`, one of them gets a signal in each call but the
-    last one."""
+    """Train on so many workers. If `struck`, one gets a signal in each call but the last."""
     from raysgd.torch import TorchTrainer
 
     striker, found = Striker(), Trained()
@@ -146,8 +144,7 @@ def train(
 
 
 def distance(one: Trained, other: Trained) -> float:
-    """Return the norm of the difference of two trainings' weights, as a part of the norm of the
-    first one's."""
+    """Return how far the weights are apart, as a part of the norm of the first ones."""
     floats = {name: value.double() for name, value in one.weights.items() if value.is_floating_point()}
     total = sum(float(value.square().sum()) for value in floats.values())
     apart = sum(float((value - other.weights[name].double()).square().sum()) for name, value in floats.items())
@@ -190,8 +187,7 @@ def compare(calm: Trained, alone: Trained, struck: Trained, ignored: Sequence[st
 
 
 def judge_weights(apart: float, natural: float) -> Finding:
-    """Judge weights that are so far from those without faults. Another number of workers makes them
-    differ by `natural`."""
+    """Judge weights by their distance to those without faults; workers alone cause `natural`."""
     text = f"the difference to those without faults is {apart:.1g} of their norm"
     if natural > TOLERANCE:
         text += f", and on one worker, without faults, {natural:.1g}: they depend on the workers or on chance"

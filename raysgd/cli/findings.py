@@ -10,8 +10,7 @@ import click
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of a report. `todo` says what to do, and is empty if all is well. With `fails`
-    False, it is advice."""
+    """One line of a report. `todo` is empty if all is well; with `fails` False, it is advice."""
 
     check: str
     text: str

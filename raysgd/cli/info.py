@@ -17,8 +17,7 @@ from raysgd.training.auto_checkpoint import AutoCheckpoint, CheckpointFolder
 
 
 def describe(path: Path) -> Iterator[tuple[str, str]]:
-    """Yield names and texts that say what is at the path. Raise CheckpointError if it is damaged,
-    or not raysgd's."""
+    """Yield what is at the path, by name. Raise CheckpointError if it is damaged, or foreign."""
     names = {each.name for each in path.iterdir()} if path.is_dir() else members(path)
     if "data.pkl" in names or "outline.pt" in names:
         yield from torch_checkpoint(path)

@@ -1,7 +1,7 @@
 """Constants of `ray.train.constants`, and two limits of RaySGD that the environment can set. Both.
 
-The limits are read from the environment each time `constants.NAME` is evaluated; `from ... import
-NAME` keeps the value of that moment.
+The limits are read from the environment each time `constants.NAME` is evaluated;
+`from ... import NAME` keeps the value of that moment.
 """
 
 from __future__ import annotations

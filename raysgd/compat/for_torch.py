@@ -1,5 +1,4 @@
-"""Functions of `ray.util.sgd.torch`: a process group that is formed by hand, and operators for
-tests. Both."""
+"""Functions of `ray.util.sgd.torch`: a process group by hand, and operators for tests. Both."""
 
 from __future__ import annotations
 
@@ -15,8 +14,7 @@ from raysgd.torch.operator import TrainingOperator
 
 
 def setup_address() -> str:
-    """Return an address on this machine for `setup_process_group`, with a port that was free a
-    moment ago."""
+    """Return an address for `setup_process_group`, with a port that was free a moment ago."""
     import ray
 
     return f"tcp://{ray.util.get_node_ip_address()}:{find_free_port()}"

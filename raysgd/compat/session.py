@@ -1,5 +1,4 @@
-"""What AIR's training functions call as `session.report({...})`, where `train.report` has another
-form. Worker."""
+"""What AIR's training functions call as `session.report({...})`. Worker."""
 
 from __future__ import annotations
 

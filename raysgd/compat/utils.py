@@ -16,8 +16,7 @@ Method = TypeVar("Method")
 
 
 def find_free_port() -> int:
-    """Return a TCP port that was free a moment ago. Another process may take it before you do;
-    binding port 0 is safe."""
+    """Return a port that was free a moment ago; another process may take it before you do."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.bind(("", 0))
         port: int = probe.getsockname()[1]
@@ -25,8 +24,7 @@ def find_free_port() -> int:
 
 
 def override(cls: type) -> Callable[[Method], Method]:
-    """Mark a method as overriding one of `cls`. Raise AssertionError at its definition if `cls` has
-    no such member."""
+    """Mark a method as overriding one of `cls`; raise AssertionError if that has none."""
 
     def check(method: Method) -> Method:
         name: Any = getattr(getattr(method, "fget", method), "__name__", None)  # a property names its getter
@@ -67,8 +65,7 @@ def check_for_failure(remote_values: Iterable[Any], *, timeout_s: float | None =
 
 
 def construct_path(path: Path, parent_path: Path) -> Path:
-    """Return an absolute path, and a relative one below `parent_path`. "~" is the user's home
-    folder."""
+    """Return an absolute path; a relative one is below `parent_path`."""
     return parent_path.expanduser().joinpath(path.expanduser()).resolve()
 
 

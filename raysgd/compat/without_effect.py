@@ -1,5 +1,4 @@
-"""Names of Ray Train 1.x for what has no effect here: importing one warns, and does not end the
-script. Both."""
+"""Names of Ray Train 1.x that have no effect here: importing one warns. Both."""
 
 from __future__ import annotations
 
@@ -45,8 +44,7 @@ def __getattr__(name: str) -> Any:
 
 
 class ResultsPreprocessor:
-    """Changes the rows of a round of reports when `preprocess` is called; raysgd's callbacks do not
-    call it."""
+    """Changes the rows of a report when `preprocess` is called, which no callback here does."""
 
     def __init__(self) -> None:
         warnings.warn(

@@ -1,5 +1,4 @@
-"""Data for operators: downloaded while training runs, read from Ray or from shards, or seeded for
-each sample. Both."""
+"""Data for operators: downloaded meanwhile, from Ray or shards, or with seeded samples. Both."""
 
 from typing import TYPE_CHECKING
 

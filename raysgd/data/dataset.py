@@ -66,8 +66,7 @@ class Dataset:
         return self._num_shards
 
     def set_num_shards(self, num_shards: int) -> None:
-        """Set the number of shards for later calls of `get_shard`. Existing shards do not
-        change."""
+        """Set the number of shards for later calls of `get_shard`."""
         at_least("num_shards", num_shards, 1, whole=True)
         self._num_shards = num_shards
 
@@ -85,8 +84,7 @@ class Dataset:
         return Shard(self, index=i, num_shards=self._num_shards, start=start)
 
     def items(self) -> Iterator[Any]:
-        """Yield the items of `data`, one pass after another. End only after a pass without
-        items."""
+        """Yield the items of `data`, pass after pass, until a pass has none."""
         found = True
         while found:
             found = False
@@ -95,8 +93,7 @@ class Dataset:
                 yield item
 
     def prepare(self, item: Any) -> Pair:
-        """Return the pair (x, y) for an item. Several threads call this, unless `max_concurrency`
-        is 1."""
+        """Return the pair (x, y) for an item. Several threads may call this."""
         pair = item if self.download_func is None else self.download_func(item)
         if self.transform is not None:
             pair = self.transform(pair)
@@ -171,8 +168,7 @@ def _batches_by_threads(items: Iterator[Any], dataset: Dataset) -> Iterator[list
 
 
 class _Remembered:
-    """Keeps the items of an iterator in memory, so that several readers can iterate over them, also
-    at the same time."""
+    """Keeps the items of an iterator, so that several readers can iterate over them."""
 
     def __init__(self, source: Iterator[Any]) -> None:
         self._source = source

@@ -1,5 +1,4 @@
-"""A stream in numbered shards, of which every sample is used exactly once, however the workers
-change. Worker."""
+"""A stream in shards, each of whose samples is used once, however the workers change. Worker."""
 
 from __future__ import annotations
 
@@ -92,8 +91,7 @@ class ShardedStream:
         return shards
 
     def blocks(self, shard: int, epoch: int, start: int) -> Iterator[list[Any]]:
-        """Yield the samples of a shard in an epoch without the first `start`, in lists that are
-        shuffled together."""
+        """Yield a shard's samples after the first `start`, in lists that are shuffled together."""
         size = self.shuffle or self.batch_size
         number, skip = divmod(start, size)
         at = number * size
@@ -272,8 +270,7 @@ class ShardFeed:
         self._readers.append((shard, ReadAhead(blocks, ahead=AHEAD, name=f"raysgd-shard-{shard}"), []))
 
     def _meet_team(self) -> None:
-        """Find this rank's team after shards were assigned, and keep what was read of its
-        shards."""
+        """Find this rank's team after an assignment, and keep what was read of its shards."""
         self._place = next((place for place, team in enumerate(self._teams) if self._rank in team.ranks), -1)
         self._team = self._teams[self._place] if self._teams else None
         shards = self._team.shards if self._team is not None else []

@@ -1,5 +1,4 @@
-"""A Ray Dataset as an operator's data: which columns are features and target, and the size of a
-batch. Both."""
+"""A Ray Dataset as an operator's data: features, target, and the size of a batch. Both."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The datasets of a training function: checks and names them, and says which ones are split. Reads
-no data. Driver."""
+"""The datasets of a training function: names, checks, and which ones are split. Driver."""
 
 from __future__ import annotations
 
@@ -109,8 +108,7 @@ def _check_names(given: Any, names: Sequence[str]) -> None:
 
 
 def _is_split(name: str, given: Any) -> bool:
-    """Return what one entry of the dict says. Ray's old DatasetConfig objects have `split` as an
-    attribute."""
+    """Return what one entry of the dict says; Ray's DatasetConfig has an attribute `split`."""
     if given is None:
         return True
     split = given.get("split") if isinstance(given, Mapping) else getattr(given, "split", given)

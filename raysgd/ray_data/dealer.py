@@ -54,8 +54,7 @@ class BlockSlice(NamedTuple):
 
 
 class RankRows(NamedTuple):
-    """One rank's rows, the row after the step, and whether the rows are new. (A rank without rows
-    of its own repeats some.)"""
+    """A rank's rows, the row after the step, and whether they are new or repeated."""
 
     slices: tuple[BlockSlice, ...]
     after: int
@@ -119,8 +118,7 @@ class Dealer:
         self._totals: dict[tuple[int, int], int] = {}
 
     def take(self, request: PartRequest) -> RankRows | None:
-        """Return one rank's part of one step; None at the end of the pass, and for late
-        requests."""
+        """Return a rank's part of a step; None at the end of the pass, and for late requests."""
         passed = request.turn == self._turn and self._number is not None and request.number < self._number
         if passed or request.turn < self._turn or request.start >= self._totals.get(request.number, request.start + 1):
             return None
@@ -147,8 +145,7 @@ class Dealer:
         return RankRows(buffer.slices(mine.start, mine.stop), known, mine.fresh)
 
     def _open(self, request: PartRequest) -> None:
-        """Begin a pass. If it does not begin at its first row, another dealer had begun it: read up
-        to that row."""
+        """Begin a pass. What another dealer had begun is read up to that row."""
         if request.start > 0:
             logger.warning(
                 "raysgd reads the data set again, and skips %s, which have been used. These are the same rows "
@@ -161,8 +158,7 @@ class Dealer:
 
 
 def _blocks(dataset: Any) -> Iterator[tuple[Any, int]]:
-    """Yield references to the blocks of one pass as they become ready, and how many rows each
-    has."""
+    """Yield references to the blocks of one pass as they become ready, with their rows."""
     for bundle in dataset.iter_internal_ref_bundles():
         for entry in bundle.blocks:
             ref, about = (entry.ref, entry.metadata) if hasattr(entry, "ref") else entry

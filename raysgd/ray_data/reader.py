@@ -1,5 +1,4 @@
-"""Reads a worker's rows of a Ray Dataset: requests them from the dealer in advance, and fetches the
-blocks. Worker."""
+"""Reads a worker's rows of a Ray Dataset: requests them in advance, fetches blocks. Worker."""
 
 from __future__ import annotations
 
@@ -29,8 +28,7 @@ WARN_S = 10.0
 
 
 class RowReader:
-    """Reads the batches of one rank. `take` sends one request to the dealer, and returns its
-    answer."""
+    """Reads the batches of one rank; `take` sends a request to the dealer."""
 
     def __init__(self, take: Callable[[PartRequest], RankRows | None]) -> None:
         self._take = take
@@ -85,8 +83,7 @@ class _Ahead:
 
 
 def _columns(dealt: RankRows) -> dict[str, Any]:
-    """Return the rows as columns. They are copies, because the memory of blocks is shared and
-    read-only."""
+    """Return the rows as columns: copies, because the memory of blocks is shared."""
     import numpy as np
     import ray
     from ray.data.block import BlockAccessor
@@ -146,8 +143,7 @@ class SharedRowReaders:
 
 @dataclass
 class RemoteDealer:
-    """Sends requests to a dealer, which it finds by its name at the first request. It can be
-    pickled."""
+    """Sends requests to a dealer, which it finds by its name. It can be pickled."""
 
     name: str
 
@@ -179,8 +175,7 @@ class RemoteDealer:
 
 
 def start_dealer(name: str, packed: bytes) -> Any:
-    """Start a dealer on the driver, which owns it: on the driver's node, and without a CPU. The
-    tasks that read use CPUs."""
+    """Start a dealer that the driver owns, on its node and without a CPU: readers use CPUs."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 

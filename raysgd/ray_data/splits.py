@@ -73,8 +73,7 @@ def make_splits(datasets: Any, config: Any = None, *, cpus_per_worker: float = 1
 
 
 def no_room_for_data(nodes: Sequence[str], cpus_per_worker: float, names: str) -> bool:
-    """Warn if these workers leave no CPU for the tasks that read the data, because both would wait.
-    Return whether they do."""
+    """Warn if these workers leave no CPU for the tasks that read the data. Return whether."""
     held = Counter(nodes)
     total = {node: float(resources.get("CPU", 0)) for node, resources in cluster.alive_nodes().items()}
     if not nodes or any(total[node] - cpus_per_worker * held[node] >= 1 for node in total):

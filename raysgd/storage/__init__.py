@@ -1,2 +1,1 @@
-"""Store files durably: local paths and URIs, digests, and the folders and archives of checkpoints.
-Both."""
+"""Store files durably: paths and URIs, digests, folders and archives. Both."""

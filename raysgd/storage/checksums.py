@@ -39,8 +39,7 @@ R = TypeVar("R")
 
 
 class ByteSource:
-    """Reads any part of bytes in memory, or of an open file without changing the file's
-    position."""
+    """Reads any part of bytes, or of an open file without changing its position."""
 
     def __init__(self, source: Any) -> None:
         self._descriptor = source.fileno() if hasattr(source, "fileno") else None
@@ -167,8 +166,7 @@ def _in_threads(compute: Callable[[list[T]], list[R]], parts: list[T], threads: 
 
 
 def combined(first: int, second: int, length: int) -> int:
-    """Return the checksum of two pieces of data, one after the other, from their checksums and the
-    second one's length."""
+    """Return the checksum of two pieces of data from theirs and the second one's length."""
     return _product(_shift(length), first) ^ second
 
 

@@ -72,8 +72,7 @@ class FolderClaim:
             os.pwrite(self._descriptor, self._owner, 0)
 
     def check(self) -> None:
-        """Raise CheckpointError if another trainer has taken the folder over, or this one has
-        released it."""
+        """Raise CheckpointError if the folder is another trainer's now, or was released."""
         if self._released:
             raise CheckpointError(f"{self._folder} is not in use any more: the trainer was shut down")
         try:

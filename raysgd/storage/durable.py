@@ -1,5 +1,4 @@
-"""Write and rename files so that they are on the disk, delete drafts of killed processes, create
-private folders. Both."""
+"""Write and rename files so that they are on the disk; private folders. Both."""
 
 from __future__ import annotations
 
@@ -96,8 +95,7 @@ class DurableFile(io.FileIO):
 
 
 def rename(source: Path, target: Path) -> None:
-    """Rename a file or a folder in place of `target`, and return when the new name is on the
-    disk."""
+    """Rename a file or folder in place of `target`, and return when that is on the disk."""
     os.replace(source, target)
     sync_folder(target.parent)
 
@@ -118,8 +116,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Create a folder, and those above it, unless they exist. Return when their names are on the
-    disk."""
+    """Create a folder and those above it. Return when their names are on the disk."""
     if not folder.is_dir():
         make_folder(folder.parent)
         folder.mkdir(exist_ok=True)
@@ -127,8 +124,7 @@ def make_folder(folder: Path) -> None:
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Exchange the names of two files or folders at once. Return False if the system cannot do
-    this."""
+    """Exchange two names at once. Return False if the system cannot do this."""
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     here, exchange_flag = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
     if renameat2 is None:
@@ -137,8 +133,7 @@ def exchange(one: Path, other: Path) -> bool:
 
 
 def host_mark() -> str:
-    """Return a short name of this boot of the machine, which is the same in all its containers, ""
-    if it is unknown."""
+    """Return a short name of this boot of the machine, "" if it is unknown."""
     try:
         return hashlib.sha256(BOOT_ID.read_bytes()).hexdigest()[:8]
     except OSError:
@@ -155,8 +150,7 @@ def open_locked(path: Any, flags: int, mode: int) -> int:
 
 
 def own_folder(parent: Path, name: str) -> Path:
-    """Create a folder that belongs to this process and its forks. Delete those of processes that
-    have ended."""
+    """Create a folder of this process and its forks. Delete those of processes that ended."""
     begin = f"{name}-{host_mark()}-"
     for found in os.listdir(parent):
         if found.startswith(begin):
@@ -172,8 +166,7 @@ def own_folder(parent: Path, name: str) -> Path:
 
 
 def private_place(what: str) -> Path:
-    """Return the folder in the temporary folder that the processes of this user on this machine
-    share for a purpose."""
+    """Return the folder that this user's processes on this machine share for a purpose."""
     return Path(tempfile.gettempdir()) / f"raysgd-{what}-{os.getuid()}"
 
 
@@ -207,8 +200,7 @@ def _not_private(folder: Path, found: str) -> str:
 
 
 def _locked(descriptor: int, path: Any) -> bool:
-    """Lock a file or folder that was just created. Return False if another process deleted it
-    first, because it looked abandoned."""
+    """Lock what was just created. Return False if another process has deleted it already."""
     try:
         if fcntl is not None:
             fcntl.flock(descriptor, fcntl.LOCK_EX)

@@ -80,8 +80,7 @@ def inside(folder: Path, name: str) -> Path:
 
 
 def _opened(path: Path) -> BinaryIO:
-    """Open a regular file. If a link or a FIFO has taken its place, raise an error instead of
-    following or waiting for it."""
+    """Open a regular file. A link or a FIFO in its place is an error, and not waited for."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | getattr(os, "O_NOFOLLOW", 0))
     file = os.fdopen(descriptor, "rb")
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -222,8 +221,7 @@ def _changed(where: Any, name: str, how: str) -> NoReturn:
 
 
 def verify(folder: Path) -> None:
-    """Raise CheckpointError if a file that the folder lists is missing or was changed. A folder
-    without a list passes."""
+    """Raise CheckpointError if a listed file is missing or changed. No list: it passes."""
     listed = read_list(folder)
     if listed is not None:
         found = {each.name: each.path for each in walk(folder) if not each.is_dir}
@@ -233,8 +231,7 @@ def verify(folder: Path) -> None:
 
 
 def copy(source: Path, target: Path) -> dict[str, FileEntry]:
-    """Copy the files of `source`, without its list, and verify them against it. Return the entries
-    of the copies."""
+    """Copy the files of `source`, verified against its list. Return the copies' entries."""
     if Path(os.path.realpath(target)).is_relative_to(os.path.realpath(source)):
         raise CheckpointError(f"a checkpoint cannot be copied into itself: {target} is in {source}")
     listed, copied = read_list(source), {}
@@ -258,8 +255,7 @@ def copy(source: Path, target: Path) -> dict[str, FileEntry]:
 
 
 def pack(folder: Path) -> bytes:
-    """Return the files in a folder, verified against the folder's list, as a tar archive that ends
-    with a list of them."""
+    """Return the verified files of a folder as a tar archive that ends with their list."""
     listed, entries, stream = read_list(folder), dict[str, FileEntry](), io.BytesIO()
     with tarfile.open(fileobj=stream, mode="w") as archive:
         # "." shows that even an empty folder is an archive.

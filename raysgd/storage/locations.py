@@ -1,5 +1,4 @@
-"""Read and write checkpoints at a local path or a URI of remote storage, each completely or not at
-all. Both."""
+"""Read and write checkpoints at paths or URIs, each completely or not at all. Both."""
 
 from __future__ import annotations
 
@@ -41,8 +40,7 @@ SPECIAL = {
 
 
 def place_to_save(where: Any) -> Place:
-    """Return the place for a path or a URI, with an absolute path, because that is what users need
-    to find the file."""
+    """Return the place for a path, made absolute so that users find the file, or a URI."""
     found = _checked(where)
     if not isinstance(found, Uri):
         return found.absolute()
@@ -51,8 +49,7 @@ def place_to_save(where: Any) -> Place:
 
 
 def _checked(where: Any) -> Place:
-    """Return the place for a path or a URI. Raise ConfigError if nothing can be saved or loaded
-    there."""
+    """Return the place for a path or a URI. Raise ConfigError if nothing can be there."""
     found = place(where)
     if isinstance(found, Uri):
         if not found.name:
@@ -100,8 +97,7 @@ def _path_of(uri: str) -> str:
 
 
 def text_of(where: Place) -> str:
-    """Return a place as a user can pass it again, with the secrets of a URI, which `str` masks for
-    messages."""
+    """Return a place as users can pass it again, with a URI's secrets, which `str` masks."""
     return where.text if isinstance(where, Uri) else str(where)
 
 
@@ -229,8 +225,7 @@ def warn_without_checksums(where: Any) -> None:
 
 
 def names(folder: Place) -> list[str]:
-    """Return the names of the files and folders in a folder, without drafts, or none if the folder
-    does not exist."""
+    """Return the names in a folder without drafts; none if it does not exist."""
     if isinstance(folder, Uri):
         found = remote.names(folder)
     else:
@@ -253,8 +248,7 @@ class FolderDraft:
             self.folder.mkdir()
 
     def keep(self, known: Mapping[str, FileEntry] = MappingProxyType({})) -> None:
-        """Store the folder with the list of its files. Those that are `known` are on the disk
-        already."""
+        """Store the folder with the list of its files; those `known` are on the disk already."""
         if isinstance(self.path, Uri):
             remote.write_folder(self.path, self.folder)
             return

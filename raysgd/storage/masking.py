@@ -63,8 +63,7 @@ def mask_message(message: str, uri: str) -> str:
 
 
 def mask_text(text: str) -> str:
-    """Return a text with the secrets of all URIs in it masked, also in parameters of a path without
-    its host."""
+    """Return a text with the secrets of all URIs in it masked, also of paths with parameters."""
     return IN_PATH.sub(rf"\1{SHOWN}", IN_TEXT.sub(_masked, text))
 
 
@@ -78,8 +77,7 @@ def _masked(match: re.Match[str]) -> str:
 
 
 def cause_of(error: BaseException, uri: str) -> BaseException | None:
-    """Return another library's error as the cause of ours, or None if its traceback would show a
-    secret."""
+    """Return another library's error as a cause, or None if its text would show a secret."""
     seen: set[int] = set()
     pending: list[BaseException | None] = [error]
     while pending:

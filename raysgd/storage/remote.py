@@ -73,8 +73,7 @@ class Uri:
             return _kind(system, path) == "file"
 
     def is_dir(self) -> bool:
-        """Return whether there is a complete folder. A folder is complete if it has its list, which
-        is written last."""
+        """Return whether there is a complete folder: one with its list, which is written last."""
         return (self / MARKER).is_file()
 
     def read_bytes(self) -> bytes:
@@ -152,8 +151,7 @@ def _limited(uri: Uri, work: Callable[[Any], None]) -> None:
 
 
 def probe(uri: Uri) -> None:
-    """Write and delete a test object, so that an error is raised now and not at the end of the
-    first epoch."""
+    """Write and delete a test object: better an error now than after the first epoch."""
     with _asked(uri, "written") as (system, _):
         trial = uri / f".raysgd-{uuid.uuid4().hex[:8]}.tmp"
         write(trial, b"")
@@ -161,8 +159,7 @@ def probe(uri: Uri) -> None:
 
 
 def names(uri: Uri) -> list[str]:
-    """Return the names of the objects and folders in a folder, or none if the folder does not
-    exist."""
+    """Return the names in a folder, or none if it does not exist."""
     with _asked(uri) as (system, path):
         try:
             found = system.ls(path, detail=False)
@@ -174,8 +171,7 @@ def names(uri: Uri) -> list[str]:
 
 
 def delete(uri: Uri) -> None:
-    """Delete an object or a folder, if it exists. A folder's list is deleted first, so that no
-    reader sees a part of it."""
+    """Delete an object or a folder, its list first, so that no reader sees a part of it."""
     with _asked(uri, "deleted") as (system, path):
         kind = _kind(system, path)
         if kind == "file":
@@ -215,8 +211,7 @@ def write_folder(uri: Uri, source: Path) -> None:
 
 
 def complete_folder(uri: Uri, entries: Mapping[str, FileEntry], older: Mapping[str, FileEntry]) -> None:
-    """Write the list of a folder whose files are there, and delete those that only the older list
-    names."""
+    """Write the list of a folder whose files are there; delete files of the older list only."""
     write(uri / MARKER, folders.dump_list(entries))
     places, older_places = ({each.at or name for name, each in some.items()} for some in (entries, older))
     with _asked(uri, "deleted") as (system, path):
@@ -226,8 +221,7 @@ def complete_folder(uri: Uri, entries: Mapping[str, FileEntry], older: Mapping[s
 
 
 def mirror(uri: Uri, source: Path, refuse: Callable[[Path, str], None] = folders.refuse_file) -> None:
-    """Upload the files in `source`, one by one, without a list. For `refuse`, see
-    `folders.walk`."""
+    """Upload the files in `source`, without a list. For `refuse`, see `folders.walk`."""
     for each in folders.walk(source, refuse):
         if not each.is_dir:
             upload(uri / each.name, each.path)
@@ -298,8 +292,7 @@ def _asked(uri: Uri, done: str = "read") -> Iterator[tuple[Any, str]]:
 
 
 def check_scheme(uri: Uri) -> None:
-    """Raise ConfigError if fsspec does not know this kind of storage, and ImportError if it needs
-    another package."""
+    """Raise ConfigError for unknown kinds of storage, ImportError for a missing package."""
     _system(uri)
 
 

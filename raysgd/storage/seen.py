@@ -1,5 +1,4 @@
-"""Verify a checkpoint's file on the driver, and let each worker that sees the same file read it
-itself. Both."""
+"""Verify a checkpoint's file on the driver; workers that see it read it themselves. Both."""
 
 from __future__ import annotations
 
@@ -62,8 +61,7 @@ class SeenFile:
 
     @contextmanager
     def opened(self) -> Iterator[BinaryIO]:
-        """Open the file at its beginning. Raise `UnseenError` if this process does not see it, or
-        if it has changed."""
+        """Open the file. Raise `UnseenError` if it is not there, or has changed."""
         try:
             with open(self.path, "rb") as file:
                 if SeenFile.of(file, Path(self.path)) != self:

@@ -91,8 +91,7 @@ def load(data: Any, *, trusted: bool = False) -> Any:
 
 
 def plain_values(data: Any) -> dict[str, Any]:
-    """Return the plain values of a stored dictionary, and `...` for all others, which are not
-    read."""
+    """Return the plain values of a stored dictionary, and `...` for all others."""
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         pairs = json.loads(archive.read(HEAD))["items"]
         found: dict[str, Any] = {}
@@ -114,8 +113,7 @@ def is_stored(data: Any) -> bool:
 
 
 def _stored(archive: zipfile.ZipFile, size: int) -> Iterator[zipfile.ZipInfo]:
-    """Yield the archive's members. Raise CheckpointError unless they are stored uncompressed,
-    within the file's size."""
+    """Yield the members, if they are stored uncompressed and within the file's size."""
     names: set[str] = set()
     left = size
     for member in archive.infolist():
@@ -131,8 +129,7 @@ def _stored(archive: zipfile.ZipFile, size: int) -> Iterator[zipfile.ZipInfo]:
 
 
 def _array(data: bytes, number: int) -> np.ndarray:
-    """Return an array if its header claims as many bytes as follow it. (NumPy allocates what the
-    header claims.)"""
+    """Return an array if as many bytes follow as its header claims, which NumPy allocates."""
     file = io.BytesIO(data)
     version = np.lib.format.read_magic(file)
     read_header = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version]
@@ -147,8 +144,7 @@ def _array(data: bytes, number: int) -> np.ndarray:
 
 
 class _Encoder:
-    """Converts values to JSON. Collects arrays, and, if they may be pickled, objects of other
-    types."""
+    """Converts values to JSON. Collects arrays and, if allowed, objects to pickle."""
 
     def __init__(self, pickles: bool) -> None:
         self._pickles = pickles
@@ -237,8 +233,7 @@ class _Encoder:
         return len(self.arrays) - 1
 
     def _of_numpy(self, array: np.ndarray, *, scalar: bool) -> Any:
-        """Return the entry of an array. Types that .npy files do not have, such as bfloat16, are
-        raw bytes."""
+        """Return the entry of an array; types that .npy lacks, such as bfloat16, are raw bytes."""
         if (
             array.dtype.hasobject
             or array.dtype.names is not None
@@ -268,8 +263,7 @@ class _Encoder:
         return entry
 
     def finish(self) -> None:
-        """Add the arrays of the tensors. Those that share memory, as tied weights and views do,
-        share an array of bytes."""
+        """Add the arrays of tensors. Those that share memory, as views do, share an array."""
         for sharing in self._tensors.values():
             torch: Any = sys.modules["torch"]
             if len(sharing) == 1:

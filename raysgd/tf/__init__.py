@@ -1,5 +1,4 @@
-"""The class API for TensorFlow: RaySGD's names of `ray.util.sgd.tf` and an operator, loaded on
-first use. Both."""
+"""The class API for TensorFlow: RaySGD's names and an operator, loaded on first use. Both."""
 
 from __future__ import annotations
 

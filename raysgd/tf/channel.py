@@ -1,5 +1,4 @@
-"""Sums over the ranks of a generation: one collective for each dtype, in graph functions or
-outside. Worker."""
+"""Sums over the ranks: one collective for each dtype, in graph functions or outside. Worker."""
 
 from __future__ import annotations
 
@@ -62,6 +61,5 @@ class Channel:
 
 
 def _key(dtype: Any, size: int) -> int:
-    """Return a key that is the same on all ranks, although ranks trace graph functions at different
-    batches."""
+    """Return a key that is the same on all ranks, which trace graphs at different batches."""
     return zlib.crc32(f"{dtype.name}:{size}".encode()) & 0x7FFFFFFF

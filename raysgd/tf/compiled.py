@@ -43,8 +43,7 @@ INSTEAD = {
 
 
 class CompiledOperator(TrainingOperator):
-    """Owns the compiled model and the Keras callbacks. `operator_from_creators` makes its
-    subclasses."""
+    """Owns the compiled model and the Keras callbacks; `operator_from_creators` subclasses it."""
 
     model_creator: Callable[[dict[str, Any]], Any]
     data_creator: Callable[[dict[str, Any]], Any]
@@ -76,8 +75,7 @@ class CompiledOperator(TrainingOperator):
         self._fit_callbacks.on_train_begin()
 
     def _build(self) -> None:
-        """Create the metrics as well. Keras creates them with the first batch, but a rank may have
-        none in a validation."""
+        """Create the metrics, too: Keras waits for the first batch, which a rank may not have."""
         super()._build()
         spec = getattr(self._parts.train_dataset, "element_spec", None)
         if self._own_train is not None:
@@ -163,8 +161,7 @@ class CompiledOperator(TrainingOperator):
         return [None if gradient is None else next(means) for gradient in gradients]
 
     def _compare_weights(self) -> None:
-        """Raise ConfigError if the first batch of the model's own step has left the ranks with
-        different weights."""
+        """Raise ConfigError if the model's first own step has left the ranks with other weights."""
         if self._compared or self._channel.size == 1:
             return
         self._compared = True
@@ -213,8 +210,7 @@ class CompiledOperator(TrainingOperator):
         return list(self.model.metrics)
 
     def _on_report(self, prefix: str, report: dict[str, Any]) -> None:
-        """Call the Keras callbacks with what all workers together measured, so that they decide
-        alike on all ranks."""
+        """Call the Keras callbacks with what all workers measured, so that all decide alike."""
         train = prefix == "train_"
         own = self._own_train if train else self._own_test
         if own is not None:
@@ -251,8 +247,7 @@ def operator_from_creators(
 
 
 def checked_fit_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return `config["fit_config"]` or `config["evaluate_config"]`. Raise ConfigError for arguments
-    that have no effect here."""
+    """Return `config[name]`. Raise ConfigError for arguments that have no effect here."""
     given = config.get(name) or {}
     if not isinstance(given, Mapping):
         raise ConfigError(f"config[{name!r}] must be a dict of keyword arguments, got {given!r}")
@@ -275,8 +270,7 @@ def checked_fit_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _check_compiled(model: Any, *, xla: bool) -> None:
-    """Raise ConfigError for arguments of `compile` that have no effect here. `xla` is whether the
-    user has asked for XLA."""
+    """Raise ConfigError for arguments of `compile` without effect; `xla`: the user wants XLA."""
     if (steps := foreign.steps_per_execution(model)) > 1:
         raise ConfigError(
             f"the model was compiled with steps_per_execution={steps}, which has no effect here: raysgd runs one batch at a "

@@ -41,8 +41,7 @@ class SharedSource:
         """Do nothing: `batches` begins a new pass."""
 
     def batches(self, rank_info: RankInfo, offset: int) -> Iterator[Drawn]:
-        """Return this rank's part of the rest of the epoch, from the live iterator if it is at this
-        offset."""
+        """Return this rank's part of the rest, from the live iterator if that is there."""
         epoch = self._position.epoch
         last, self._last = self._last, []
         continues = self._live is not None and self._epoch == epoch
@@ -78,8 +77,7 @@ class SharedSource:
         return islice(iter(self.loader), offset, None)
 
     def _part_of(self, batch: Any, rank_info: RankInfo, offset: int) -> Iterator[Drawn]:
-        """Yield this rank's rows of a batch, or their pieces; nothing if it has none and need not
-        take part in the step."""
+        """Yield this rank's rows of a batch, or their pieces; nothing if it need not take part."""
         rows, ranks = rows_in(batch), rank_info.world_size
         most = -(-rows // self._workers) if self._workers else None
         if ranks == 1 and (most is None or rows < 2):
@@ -149,8 +147,7 @@ def make_source(
 
 
 def batches_per_epoch(data: Any, workers: int) -> int | None:
-    """Return how many steps an epoch has for each of these workers, or None if that is not known in
-    advance."""
+    """Return how many steps an epoch has for each of these workers, None if not known."""
     policies = tf.data.experimental.AutoShardPolicy
     if workers > 1 and _policy_of(data) not in (policies.AUTO, policies.DATA):
         return None
@@ -164,8 +161,7 @@ def _policy_of(data: Any) -> Any:
 
 
 def _own_files(data: Any, rank_info: RankInfo) -> Any:
-    """Return the data of this rank's files, in batches whose size is this rank's part of the
-    batch."""
+    """Return the data of this rank's files, in batches of this rank's part of the batch."""
     if rank_info.world_size == 1:
         return data
     size = foreign.batch_size(data)
@@ -192,8 +188,7 @@ def _length(data: Any, offset: int) -> int | None:
 
 
 def _blank(data: Iterable[Any]) -> Any:
-    """Return a batch of one row for a rank that has no data at all, but must take part in the
-    sums."""
+    """Return a batch of one row for a rank without data, which must take part in sums."""
     spec = getattr(data, "element_spec", None)
     if spec is None:
         raise ConfigError("a worker has no batch: give every worker data, or use a tf.data.Dataset")

@@ -50,8 +50,7 @@ def batch_size(data: Any) -> int:
 
 
 def shard_by_file(data: Any, num_shards: int, index: int) -> Any:
-    """Return a data set that reads each `num_shards`-th of the files of `data`, starting with file
-    `index`."""
+    """Return a data set that reads each `num_shards`-th of the files, from `index` on."""
     from tensorflow.python.data.experimental.ops import distribute
 
     return distribute._AutoShardDataset(data, num_workers=num_shards, index=index)
@@ -61,8 +60,7 @@ def shard_by_file(data: Any, num_shards: int, index: int) -> Any:
 
 
 def learning_rate_variable(optimizer: Any) -> Any:
-    """Return what holds an optimizer's learning rate. Keras 2 does not list it among the
-    optimizer's variables."""
+    """Return what holds a learning rate, which Keras 2 does not list among the variables."""
     return getattr(optimizer, "_learning_rate", None)
 
 

@@ -1,5 +1,4 @@
-"""The class that users of TensorFlow extend: the parts of training, and what to do with a batch.
-Worker."""
+"""The class that users of TensorFlow extend: parts of training, and what a batch does. Worker."""
 
 from __future__ import annotations
 
@@ -85,8 +84,7 @@ class TrainingOperator(OperatorBase):
         return {"train_loss": loss, NUM_SAMPLES: rows_in(y)}
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        """Return the loss and, for class numbers, the arg-max accuracy of one `batch`, `(x, y)`,
-        with the same `batch_info`."""
+        """Return the loss of one `batch`, `(x, y)`, and an accuracy. `batch_info`: as above."""
         x, y, weight = self._unpack(batch, "validate_batch")
         with self.timers.record("eval"):
             loss, accuracy = self._validate_graph(x, y, weight)
@@ -183,8 +181,7 @@ class TrainingOperator(OperatorBase):
         return [tf.convert_to_tensor(gradient) for gradient, _ in pairs], [variable for _, variable in pairs]
 
     def _sum(self, gradients: list[Any]) -> list[Any]:
-        """Sum every worker's part of the gradients, and average the running statistics with
-        them."""
+        """Sum the workers' parts of the gradients; average running statistics with them."""
         if self._channel.size == 1:
             return gradients
         fraction = self._fraction if self._pieces is None else self._pieces.share
@@ -196,8 +193,7 @@ class TrainingOperator(OperatorBase):
             return [tf.identity(gradient) for gradient in arrived[: len(gradients)]]
 
     def apply_gradients(self, gradients: Sequence[Any], variables: Sequence[Any], *, optimizer: Any) -> None:
-        """Apply `gradients` to `variables` with this worker's `optimizer`. This is the second half
-        of `step`."""
+        """Apply `gradients` to `variables` with this `optimizer`: the second half of `step`."""
         if not hasattr(optimizer, "scale_loss") and hasattr(optimizer, "get_unscaled_gradients"):
             gradients = optimizer.get_unscaled_gradients(gradients)  # in Keras 2, the caller must do this
         # The optimizer counts its steps without reading the gradients: it must not do so before they have arrived.
@@ -211,8 +207,7 @@ class TrainingOperator(OperatorBase):
 
     @property
     def _counts(self) -> bool:
-        """Return whether the running batch counts, and is not repeated only to take part in the
-        step."""
+        """Return whether the running batch counts, and is no repetition."""
         return self._feed.step.current.fresh
 
     def _steps_made(self) -> int:
@@ -317,8 +312,7 @@ class TrainingOperator(OperatorBase):
 
 
 class Part(Policy):
-    """Sets which part of a batch this rank has. Keeps what a step changes before all ranks have its
-    gradients, to undo it."""
+    """Sets this rank's part of a batch. Keeps what a step changes too early, to undo it."""
 
     def __init__(self, operator: TrainingOperator) -> None:
         self._operator = operator
@@ -334,8 +328,7 @@ class Part(Policy):
                 self._statistics = [tf.identity(as_tensor(v)) for v in operator._statistics]
 
     def was_made(self) -> bool:
-        """Return whether an optimizer has stepped since the step began: Keras' optimizers have no
-        hooks."""
+        """Return whether an optimizer has stepped since the begin: Keras' have no hooks."""
         return self._operator._steps_made() > self._steps
 
     def on_step(self, step: Step) -> None:
@@ -389,8 +382,7 @@ class Pieces(Policy):
 
 
 def _scaling(optimizer: Any, model: Any) -> Any:
-    """Return the optimizer, wrapped in Keras' loss scaling if the model's policy is
-    mixed_float16."""
+    """Return the optimizer, in Keras' loss scaling if the policy is mixed_float16."""
     policy = getattr(getattr(model, "dtype_policy", None), "name", "")
     if policy != "mixed_float16" or "LossScale" in type(optimizer).__name__:
         return optimizer
@@ -404,8 +396,7 @@ def _scaling(optimizer: Any, model: Any) -> Any:
 
 
 def _scale(optimizer: Any, loss: Any) -> Any:
-    """Return the factor by which a mixed-precision optimizer scales the loss; 1 for any other
-    optimizer."""
+    """Return the factor by which a mixed-precision optimizer scales the loss, or 1."""
     one = tf.ones_like(loss)
     if hasattr(optimizer, "scale_loss"):  # Keras 3: every optimizer has it
         return optimizer.scale_loss(one)

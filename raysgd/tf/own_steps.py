@@ -1,5 +1,4 @@
-"""Keras models that define `train_step` or `test_step` themselves: run those, and average what
-their optimizers apply. Worker."""
+"""Keras models with a `train_step` or `test_step`: average what their optimizers apply. Worker."""
 
 from __future__ import annotations
 
@@ -32,15 +31,13 @@ class OwnStep:
         self._run: Any = self._step if self._model.run_eagerly else tf.function(self._step, **how)
 
     def trace(self, spec: Any) -> None:
-        """Trace the graph function for batches of any size, which creates the variables of
-        optimizers and metrics."""
+        """Trace the graph function for any batch size, which creates all variables."""
         if spec is not None and not self._model.run_eagerly:
             traced = self._run.get_concrete_function(tf.nest.map_structure(_of_any_size, spec))
             self.names = sorted(_numbers(traced.structured_outputs, self._step))
 
     def __call__(self, batch: Any, rows: int, *, counts: bool) -> dict[str, Any]:
-        """Run the step, and return the numbers that it returned. Without `counts`, the metrics do
-        not change."""
+        """Run the step, and return its numbers. Without `counts`, metrics do not change."""
         variables = [] if counts else [variable for metric in self._model.metrics for variable in metric.variables]
         before = [tf.identity(as_tensor(variable)) for variable in variables]
         logs = {name: float(value) for name, value in _numbers(self._run(batch), self._step).items()}
@@ -51,8 +48,7 @@ class OwnStep:
         return logs
 
     def settle(self) -> None:
-        """Note at the end of this rank's loop which of the returned numbers are not results of the
-        model's metrics."""
+        """Note which of the returned numbers are not results of the model's metrics."""
         results = metric_results(self._model.metrics, Channel())
         alike = results.keys() == self._logs.keys()  # then Keras' `fit` reports the metrics
         self._unreported = results.keys() - set(self.names)
@@ -80,16 +76,14 @@ class OwnStep:
 
 
 def own_step(keras: Any, model: Any, name: str) -> OwnStep | None:
-    """Return the step of this name if the model's class defines it, instead of inheriting that of
-    Keras."""
+    """Return the step of this name if the model's class defines it itself."""
     if getattr(type(model), name) is getattr(keras.Model, name):
         return None
     return OwnStep(model, getattr(model, name))
 
 
 def further_optimizers(model: Any) -> list[Any]:
-    """Return the optimizers that a model holds besides the one that it was compiled with, such as
-    those of a GAN's parts."""
+    """Return a model's optimizers besides the compiled one, such as those of a GAN's parts."""
     values = [value for name, value in sorted(vars(model).items()) if name not in ("optimizer", "_optimizer")]
     listed = [each for value in values for each in (value if isinstance(value, (list, tuple)) else [value])]
     found = [each for each in listed if hasattr(each, "apply_gradients") and each is not model.optimizer]

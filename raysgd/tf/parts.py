@@ -27,8 +27,7 @@ class KerasParts(RegisteredParts):
     test_dataset: Any = None
 
     def trained_by(self, optimizer: Any) -> list[Any]:
-        """Return an optimizer's variables: those of its own model if there is one optimizer for
-        each, else all."""
+        """Return an optimizer's variables: those of its own model, or of all models."""
         if len(self.models) == len(self.optimizers):
             at = next(place for place, mine in enumerate(self.optimizers) if mine is optimizer)
             return list(self.models[at].trainable_variables)
@@ -63,8 +62,7 @@ def assign(variables: Sequence[Any], arrays: Sequence[Any]) -> None:
 
 
 def optimizer_variables(optimizer: Any) -> list[Any]:
-    """Return counters, slots and the learning rate, in an order that does not depend on what was
-    trained first."""
+    """Return counters, slots and the rate, in an order that training does not change."""
     own = optimizer.variables
     found = list(own() if callable(own) else own)
     rate = foreign.learning_rate_variable(optimizer)
@@ -74,8 +72,7 @@ def optimizer_variables(optimizer: Any) -> list[Any]:
 
 
 def running_statistics(models: Sequence[Any]) -> list[Any]:
-    """Return what training changes beside the trained variables, such as the moving averages of
-    batch normalisation."""
+    """Return what training changes besides, such as averages of batch normalisation."""
     found = []
     for model in models:
         for layer in foreign.layers_without_inner_ones(model):
@@ -85,8 +82,7 @@ def running_statistics(models: Sequence[Any]) -> list[Any]:
 
 
 def seed_states(models: Sequence[Any]) -> list[Any]:
-    """Return the states of the random generators in Keras 3 layers, such as Dropout. They are not
-    among the weights."""
+    """Return the states of random generators of Keras 3 layers, which are no weights."""
     found = []
     for model in models:
         weights = {id(weight) for weight in model.weights}

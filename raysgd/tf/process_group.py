@@ -1,5 +1,4 @@
-"""How the ranks of TensorFlow operators form a process group, and how a collective that waits is
-ended. Both."""
+"""How the ranks of TensorFlow operators form a process group, and how one is ended. Both."""
 
 from __future__ import annotations
 
@@ -74,8 +73,7 @@ class TensorFlowBackend(HeldPortBackend):
         Channel(rank_info.world_size).sum([tf.zeros([1])])
 
     def leave(self) -> None:
-        """Do nothing: only the end of the process leaves the group. The driver interrupts peers
-        that wait."""
+        """Do nothing: only the end of the process leaves the group."""
 
     def abort(self) -> None:
         if self._strategy is not None:

@@ -1,5 +1,4 @@
-"""A replica's state as a dictionary of plain values and arrays, and as bytes that run no code when
-read. Both."""
+"""A replica's state as a dictionary of values and arrays, and as bytes without code. Both."""
 
 from __future__ import annotations
 
@@ -76,8 +75,7 @@ def _difference(name: str, here: list[Any], there: list[Any]) -> str:
 
 
 def restore(operator: Any, state: dict[str, Any]) -> None:
-    """Load a checked state. The operator's own part is last, because only the operator can check
-    it."""
+    """Load a checked state; the operator's own part last, as only it can check that."""
     restore_variables(operator, state)
     operator.load_state_dict(state.get("operator"))
 
@@ -110,8 +108,7 @@ def unpack(data: Any) -> dict[str, Any]:
 
 
 def parse(data: Any) -> dict[str, Any]:
-    """Return the state in these bytes. Raise CheckpointError if they are damaged, or not a
-    checkpoint."""
+    """Return the state in these bytes. Raise CheckpointError if they are not one."""
     try:
         state = values.load(data)
     except CheckpointError as error:

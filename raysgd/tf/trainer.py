@@ -1,5 +1,4 @@
-"""The class API for TensorFlow: a trainer in the user's script that drives operators on any number
-of workers. Driver."""
+"""The class API for TensorFlow: a trainer that drives operators on its workers. Driver."""
 
 from __future__ import annotations
 
@@ -193,15 +192,13 @@ class TFTrainer(TrainerBase):
 
     @exclusive
     def get_model(self) -> Any:
-        """Return the trained model (a list if there are several), made here by the creator or by
-        `setup`."""
+        """Return the trained model, made here by the creator or `setup`; a list of several."""
         models = self.get_local_operator()._parts.models
         return models[0] if len(models) == 1 else list(models)
 
     @exclusive
     def get_local_operator(self) -> TrainingOperator:
-        """Return an operator in this process with the current state; with one inline worker, the
-        one that trains."""
+        """Return an operator here with the current state; that of an inline worker itself."""
         local: TrainingOperator | None = self._inline_operator()
         if local is None:
             local = self._factory.operator_cls(dict(self.config))
@@ -232,8 +229,7 @@ class TFTrainer(TrainerBase):
 
     @exclusive
     def load(self, checkpoint: str | os.PathLike[str]) -> None:
-        """Load `checkpoint`, a path or a URI, after its checksums and its content were checked. No
-        code in it is run."""
+        """Load `checkpoint`, a path or a URI, if its checksums and content fit. It runs no code."""
         self._loops.refuse_load("load()")
         self._load_automatic(checkpoint)
 
@@ -257,8 +253,7 @@ def _operator_class(model_creator: Any, data_creator: Any, training_operator_cls
 
 
 def _batches(data: Any, batch_size: int) -> list[Any]:
-    """Return the batches of what `predict` received, as arrays. Raise ConfigError for data that has
-    none, or no end."""
+    """Return what `predict` got as batches. Raise ConfigError for none, and for no end."""
     if isinstance(data, tf.data.Dataset):
         if data.cardinality() == tf.data.INFINITE_CARDINALITY:
             raise ConfigError("predict() got a data set without an end: call .take(n) on it")

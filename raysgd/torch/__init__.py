@@ -1,5 +1,4 @@
-"""The class API for PyTorch: RaySGD's names of `ray.util.sgd.torch`, each loaded on first use.
-Both."""
+"""The class API for PyTorch: RaySGD's `ray.util.sgd.torch`, loaded on first use. Both."""
 
 from __future__ import annotations
 

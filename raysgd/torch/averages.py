@@ -63,8 +63,7 @@ class Averages:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Return a context in which the models have the averaged weights. Their buffers stay the
-        models' own."""
+        """Return a context in which models have the averaged weights, and their own buffers."""
         live, averages = _local(list(self._averages)), _local(list(self._averages.values()))
         kept = [each.clone() for each in live]
         try:
@@ -81,8 +80,7 @@ class Averages:
         ]
 
     def load(self, saved: Sequence[Mapping[str, torch.Tensor]] | None) -> None:
-        """Load what `state` returned; None begins again. The present averages stay as they are, so
-        that a load can be undone."""
+        """Load what `state` returned; None begins again. The present averages do not change."""
         self._averages = {}
         for model, values in zip(self._models, saved or (), strict=False):
             own = dict(model.named_parameters())
@@ -91,8 +89,7 @@ class Averages:
 
 
 def _local(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return tensors without gradients that share memory with these; of sharded ones, this rank's
-    shards."""
+    """Return tensors that share memory with these; of sharded ones, this rank's shards."""
     return [each.to_local() if hasattr(each, "to_local") else each for each in (one.detach() for one in tensors)]
 
 

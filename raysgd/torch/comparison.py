@@ -63,8 +63,7 @@ def _attributes(operator: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _settings(label: str, optimizer: Any) -> dict[str, Any]:
-    """Return the settings of an optimizer that can be compared: numbers, strings, and lists of
-    them."""
+    """Return an optimizer's comparable settings: numbers, strings, and lists of them."""
     found: dict[str, Any] = {}
     for number, group in enumerate(optimizer.param_groups):
         of = label if len(optimizer.param_groups) == 1 else f"parameter group {number} of {label}"
@@ -74,8 +73,7 @@ def _settings(label: str, optimizer: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a setting in a form that JSON has; None for an object, whose text may differ between
-    processes."""
+    """Return a setting as JSON can; None for objects, whose text differs between processes."""
     if isinstance(value, torch.Tensor):
         return value.tolist() if value.numel() == 1 else None
     if value is None or isinstance(value, (bool, str)):
@@ -113,8 +111,7 @@ def _read(parameters: Mapping[str, Any], turn: int) -> dict[str, Products]:
 
 
 def _place(name: str, parameter: Any) -> str:
-    """Return a name that only ranks with the same part of this parameter use: with FSDP, those with
-    the same shard."""
+    """Return a name that only ranks with the same part of this parameter use."""
     if not hasattr(parameter, "to_local"):
         return name
     place = zip(parameter.device_mesh.get_coordinate(), parameter.placements, strict=True)
@@ -122,8 +119,7 @@ def _place(name: str, parameter: Any) -> str:
 
 
 def _values(tensor: Any) -> torch.Tensor:
-    """Return the elements that this rank holds, in the order in which they are in memory. Dense
-    tensors are not copied."""
+    """Return the elements of this rank in memory order. Dense tensors are not copied."""
     real: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     real = torch.view_as_real(real) if real.is_complex() else real
     if real.is_contiguous():
@@ -133,8 +129,7 @@ def _values(tensor: Any) -> torch.Tensor:
 
 
 def _products(flat: torch.Tensor) -> list[torch.Tensor]:
-    """Return the products of a parameter's blocks, and what is left after the last one. A few
-    elements are returned as they are."""
+    """Return the products of a parameter's blocks, and the rest; a few elements as they are."""
     size = flat.numel()
     if size <= TINY:
         return [flat]

@@ -30,8 +30,7 @@ class Creators:
 
 
 class CreatorOperator(TrainingOperator):
-    """Calls the creators of data, model, optimizer, scheduler and loss, in this order, and
-    registers what they return."""
+    """Calls the creators of data, model, optimizer, scheduler and loss; registers the results."""
 
     creators: ClassVar[Creators]
 
@@ -129,8 +128,7 @@ def _first(parts: list[Any], name: str) -> Any:
 
 @contextlib.contextmanager
 def _one_at_a_time() -> Iterator[None]:
-    """Return a context that one worker of a machine enters at a time: the first one downloads the
-    data, the others find the files."""
+    """Return a context for one worker of a machine at a time: others find downloaded data."""
     import fcntl  # Windows does not have it
 
     descriptor = os.open(private_folder(private_place("data")), os.O_RDONLY)

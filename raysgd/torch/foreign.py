@@ -27,8 +27,7 @@ Loader = TypeVar("Loader")
 
 
 def live_iterator(loader: Any) -> Any:
-    """Return the iterator that a loader with `persistent_workers` keeps from one pass to the next,
-    or None."""
+    """Return the iterator that a loader with `persistent_workers` keeps, or None."""
     return getattr(loader, "_iterator", None)
 
 
@@ -73,8 +72,7 @@ def end_processes(iterator: Any) -> None:
 
 
 def is_loaders_signal_handler(handler: Any) -> bool:
-    """Return whether this is torch's handler of SIGCHLD, which raises an error when a loader
-    process has ended."""
+    """Return whether this is torch's handler of SIGCHLD, which reports ended processes."""
     return getattr(handler, "__module__", "") == signal_handling.__name__
 
 
@@ -108,8 +106,7 @@ def set_collective_limit(seconds: float) -> None:
 
 
 def abort_default_group() -> None:
-    """Free every rank that waits in a collective call of NCCL's. A group that is broken already may
-    refuse."""
+    """Free every rank that waits in a call of NCCL's. A broken group may refuse."""
     with contextlib.suppress(RuntimeError):
         dist.distributed_c10d._abort_process_group()
 
@@ -184,8 +181,7 @@ def accumulated_gradients(modules: Sequence[Any]) -> list[torch.Tensor]:
 
 
 def full_parameters(modules: Sequence[Any]) -> list[torch.Tensor]:
-    """Return the full parameters that FSDP modules use in a forward pass; none before the first
-    one."""
+    """Return the full parameters of FSDP's forward pass; none before the first one."""
     groups = [group for module in modules for group in _parameter_groups(module._get_fsdp_state())]
     return [
         each._unsharded_param for group in groups for each in group.fsdp_params if hasattr(each, "_unsharded_param")
@@ -213,8 +209,7 @@ def forget_meshes() -> None:
 
 
 def remove_sharding(model: nn.Module) -> None:
-    """Undo `fully_shard`, except that the parameters stay shards: remove FSDP's hooks, states and
-    classes."""
+    """Undo `fully_shard`, but for the parameters: remove hooks, states and classes."""
     from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
     from torch.distributed._composable_state import _module_state_mapping
     from torch.distributed.fsdp import FSDPModule
@@ -244,8 +239,7 @@ def remove_sharding(model: nn.Module) -> None:
 
 
 def module_versions(state: Any) -> Any:
-    """Return the versions of a model's modules, which torch attaches to the model's `state_dict`,
-    or None."""
+    """Return the module versions that torch attaches to a model's `state_dict`, or None."""
     return getattr(state, "_metadata", None)
 
 
@@ -272,8 +266,7 @@ def loads_by_copying(model: nn.Module) -> bool:
 
 
 def loads_without_parameters(optimizer: Any) -> bool:
-    """Return whether `load_state_dict` of this optimizer is torch's and has no hook, so that it
-    does not read parameters."""
+    """Return whether this optimizer's `load_state_dict` is torch's, without hooks."""
     hooks = (optimizer._optimizer_load_state_dict_pre_hooks, optimizer._optimizer_load_state_dict_post_hooks)
     return type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict and not any(hooks)
 

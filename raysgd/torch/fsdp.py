@@ -1,5 +1,4 @@
-"""Models that are sharded over the workers with FSDP2: sharded in place, and gathered for
-checkpoints. Worker."""
+"""Models that are sharded over the workers with FSDP2, and gathered for checkpoints. Worker."""
 
 from __future__ import annotations
 
@@ -47,13 +46,11 @@ class Shards:
 
     @property
     def made(self) -> bool:
-        """Return whether the models are sharded: not before the worker's first generation with
-        others."""
+        """Return whether models are sharded: not before the first generation with others."""
         return bool(self._metadata_only)
 
     def joined(self) -> None:
-        """Shard the models for the first generation. `Resharding` shards them again for each later
-        one."""
+        """Shard the models for the first generation; `Resharding` does it for later ones."""
         if not self.made:
             self._shard()
 
@@ -219,8 +216,7 @@ def _sharded_like(parameter: Any, value: Any) -> Any:
 
 
 def _replace_parameters(optimizer: Any, replaced: dict[int, nn.Parameter]) -> None:
-    """Let the optimizer step the shards instead of the full parameters for which it was made, and
-    shard its state."""
+    """Let the optimizer step shards instead of full parameters, and shard its state."""
     for group in optimizer.param_groups:
         old = group["params"]
         group["params"] = [replaced.get(id(parameter), parameter) for parameter in old]
@@ -231,8 +227,7 @@ def _replace_parameters(optimizer: Any, replaced: dict[int, nn.Parameter]) -> No
 
 
 def _check_mesh(parameters: dict[str, nn.Parameter], mesh: Any) -> None:
-    """Raise ConfigError if a user's `_configure_fsdp` has not sharded over the mesh that it was
-    given."""
+    """Raise ConfigError if a user's `_configure_fsdp` has used another mesh."""
     for name, each in parameters.items():
         if hasattr(each, "device_mesh") and each.device_mesh != mesh:
             raise ConfigError(
@@ -252,8 +247,7 @@ def _set(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
 
 
 def _fill(model: nn.Module, values: dict[str, Any], device: torch.device) -> None:
-    """Give the parameters that have no memory these values; without one, memory with any
-    content."""
+    """Give the parameters without memory these values, or memory with any content."""
     filled: dict[int, nn.Parameter] = {}
     for name, each in list(model.named_parameters(remove_duplicate=False)):
         if not each.is_meta:

@@ -1,5 +1,4 @@
-"""The class that users of PyTorch extend: the parts of training, and what to do with a batch.
-Worker."""
+"""The class that users of PyTorch extend: parts of training, and what a batch does. Worker."""
 
 from __future__ import annotations
 
@@ -185,8 +184,7 @@ class TrainingOperator(Stepping):
             return super().validate(val_iterator, info)
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        """Return the loss and the arg-max accuracy of one `batch`, `(*features, target)`.
-        `batch_info` is that of `train_batch`."""
+        """Return loss and arg-max accuracy of one `batch`. `batch_info`: see `train_batch`."""
         self._need("validate_batch", "model", "criterion")
         *features, target = self._unpack(batch)
         with self.timers.record("eval_fwd"), self.autocast():
@@ -237,8 +235,7 @@ class TrainingOperator(Stepping):
         raise ConfigError(f"unwrapped() takes a model that register() returned, got {shown(model)}")
 
     def to_device(self, batch: Any) -> Any:
-        """Return a `batch` on this worker's device; batches of the trainer's loaders are there
-        already."""
+        """Return a `batch` on this worker's device, where the loaders' batches are already."""
         return move(batch, self.device)
 
     # -- registration ---------------------------------------------------------------------------------
@@ -362,8 +359,7 @@ class TrainingOperator(Stepping):
     # -- for the default methods ----------------------------------------------------------------------
 
     def _keeps_rate(self, scheduler: Any) -> bool:
-        """Return whether a schedule, which is about to step, has ended too early and keeps its last
-        learning rate."""
+        """Return whether a schedule has ended too early, and keeps its last rate."""
         position, now = self._feed.position, self.world_size
         made = MadeFor(*(position.made_for or (now, None)))
         if now != made.workers and not made.changed:
@@ -400,8 +396,7 @@ class TrainingOperator(Stepping):
         return batches_per_epoch(loader, workers, divided=divided)
 
     def _planned_epoch(self, workers: int) -> SamplingPlan | None:
-        """Return how this many workers divide an epoch, None if that is not known or does not
-        depend on them."""
+        """Return how these workers divide an epoch, None if not known, or always alike."""
         loader, settings = self._parts.train_loader, self._settings
         divided = settings.add_dist_sampler or not settings.distributed
         if not divided or not is_planned(loader) or self._batches_per_epoch(workers) is None:
@@ -417,8 +412,7 @@ class TrainingOperator(Stepping):
             self._plan = plan
 
     def _steps_by_now(self, workers: int) -> int | None:
-        """Return how many optimizer steps this many workers make until the end of the running
-        epoch, None if that is not known."""
+        """Return these workers' optimizer steps up to the end of this epoch, None if not known."""
         batches = None if self._parts.train_loader is None else self._batches_per_epoch(workers)
         if batches is None:
             return None
@@ -458,8 +452,7 @@ class TrainingOperator(Stepping):
     def _configure_ddp(
         self, models: list[nn.Module], device_ids: list[int] | None, ddp_args: dict[str, Any]
     ) -> list[nn.Module]:
-        """Wrap models in DDP. Override it to wrap them in another way. Models without gradients
-        need no wrapper."""
+        """Wrap models in DDP, those with gradients. Override it to wrap them in another way."""
         return [
             DistributedDataParallel(model, **self._parts.ddp_args)
             if any(parameter.requires_grad for parameter in model.parameters())
@@ -557,8 +550,7 @@ class TrainingOperator(Stepping):
 
     @property
     def _amp(self) -> Any:
-        """Return Apex's amp module or the native precision, because operators of RaySGD call
-        `self._amp.autocast()`."""
+        """Return Apex's amp, or the native precision: RaySGD's operators call its autocast()."""
         native = self._precision if self._precision.key == "amp_native" else None
         return getattr(self._precision, "amp", native)
 

@@ -1,5 +1,4 @@
-"""The options of a TorchTrainer that RaySGD did not have: precision, wrapping, accumulation,
-clipping, compiling. Both."""
+"""The options of a TorchTrainer that RaySGD did not have. Both."""
 
 from __future__ import annotations
 
@@ -176,8 +175,7 @@ class TrainingOptions:
             )
 
     def check_with(self, *, num_workers: int, use_gpu: bool, elastic: ElasticConfig) -> None:
-        """Raise ConfigError for other arguments of the trainer that these options cannot be
-        combined with."""
+        """Raise ConfigError for other arguments of the trainer that exclude these options."""
         self.check_ddp(self.ddp_args, pieces=elastic.batch == "global" and num_workers > 1)
         given = {**vars(self), "comm_hook": self.hook_name, "use_gpu": use_gpu, **vars(elastic)}
         refuse(EXCLUDED_WITH_SEVERAL_WORKERS if num_workers > 1 else (), given)
@@ -196,8 +194,7 @@ class TrainingOptions:
 
     @staticmethod
     def checked(options: object) -> TrainingOptions:
-        """Return a trainer's `options`, or the default ones for None. Raise ConfigError for any
-        other object."""
+        """Return a trainer's `options`, for None the default ones. Raise ConfigError for others."""
         if options is not None and not isinstance(options, TrainingOptions):
             raise ConfigError(f"options must be a raysgd.TrainingOptions, got {options!r}")
         return options or TrainingOptions()

@@ -1,5 +1,4 @@
-"""What an operator registered: models bare and wrapped, optimizers, schedulers, criterion, loaders.
-Worker."""
+"""What an operator registered: models, optimizers, schedulers, criterion, loaders. Worker."""
 
 from __future__ import annotations
 
@@ -52,8 +51,7 @@ class Parts(RegisteredParts):
 
     @staticmethod
     def is_single(value: Any) -> bool:
-        """Return whether this is one object; `nn.Sequential` and some optimizers are, although they
-        can be iterated."""
+        """Return whether this is one object, even if it can be iterated, as a Sequential."""
         if isinstance(value, (nn.Module, Optimizer, str, bytes, dict)) or hasattr(value, "step"):
             return True
         return not isinstance(value, Iterable)
@@ -88,8 +86,7 @@ class Parts(RegisteredParts):
             self.metrics[phase].reset()
 
     def measured(self, phase: str) -> dict[str, Any]:
-        """Return the registered metric's values over all workers, by name. All ranks call this
-        together."""
+        """Return the registered metric's values over all workers. All ranks call this."""
         metric = self.metrics.get(phase)
         if metric is None:
             return {}
@@ -149,8 +146,7 @@ class Parts(RegisteredParts):
 
 @torch.no_grad()
 def broadcast(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Give rank 0's content of these tensors to all ranks, bit by bit. Small ones are sent
-    together."""
+    """Give all ranks the content of these tensors on rank 0. Small ones are sent together."""
     layout = {name: (tuple(each.shape), str(each.dtype)) for name, each in tensors.items()}
     first: list[Any] = [layout]
     dist.broadcast_object_list(first, src=0)
@@ -174,8 +170,7 @@ def broadcast(tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def check_parts(models: list[Any], optimizers: list[Any], criterion: Any, schedulers: list[Any]) -> None:
-    """Raise ConfigError for parts that are no optimizers, losses or schedulers, or that do not
-    belong to each other."""
+    """Raise ConfigError for parts of the wrong kind, or that do not belong together."""
     _check_order(optimizers, schedulers)
     held = {id(parameter) for model in models for parameter in model.parameters()}
     for optimizer in optimizers:
@@ -221,8 +216,7 @@ def _check_order(optimizers: list[Any], schedulers: list[Any]) -> None:
 
 
 def check_steps_alone(scheduler: Any, freq: str) -> None:
-    """Raise ConfigError for a scheduler whose `step` needs an argument, which the default loop does
-    not have."""
+    """Raise ConfigError for a scheduler whose `step` needs an argument."""
     step = getattr(scheduler, "step", None)
     try:
         signature(step).bind() if callable(step) else None
@@ -237,8 +231,7 @@ def check_steps_alone(scheduler: Any, freq: str) -> None:
 
 
 def move(batch: Any, device: torch.device) -> Any:
-    """Return a batch on the device: tensors, tuples, lists, dicts, and anything with
-    `.to(device)`."""
+    """Return a batch on the device: tensors, containers, and anything with `.to(device)`."""
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=True)
     to: Callable[..., Any] | None = getattr(batch, "to", None)
@@ -255,8 +248,7 @@ def move(batch: Any, device: torch.device) -> Any:
 
 
 def _rebuilt(kind: type, content: dict[Any, Any]) -> Any:
-    """Return a dict of a subclass (transformers' BatchEncoding, OrderedDict), made from its
-    content."""
+    """Return a dict of a subclass (transformers' BatchEncoding), made from its content."""
     try:
         return kind(content)
     except TypeError as error:

@@ -1,5 +1,4 @@
-"""How torch ranks form and leave a process group, and how a collective that waits for a failed peer
-is ended. Both."""
+"""How torch ranks form and leave a process group, and how a waiting call is ended. Both."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What a replica of a TorchTrainer needs from its trainer. The driver decides these values.
-Both."""
+"""What a replica of a TorchTrainer needs from its trainer, which decides it. Both."""
 
 from __future__ import annotations
 

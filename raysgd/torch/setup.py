@@ -101,8 +101,7 @@ def wants_gpu(use_gpu: Any) -> bool:
 def replica_factory(
     operator_cls: Any, config: dict[str, Any], settings: TorchSettings, on_workers: list[Any]
 ) -> OperatorReplicaFactory:
-    """Return the factory of replicas, which average their weights, measure and profile themselves
-    if callbacks want that."""
+    """Return the factory of replicas, which do what callbacks want of workers."""
     profilers = [each for each in on_workers if not isinstance(each, (Averaging, Measure))]
     if len(profilers) > 1 or not all(isinstance(each, ProfilerSettings) for each in profilers):
         raise ConfigError(
@@ -142,7 +141,6 @@ def opened(dataset: Any, group: Any) -> Any:
 
 
 def needs_processes(use_ray: bool | None, num_workers: int, resources: WorkerResources) -> bool:
-    """Return whether the workers are processes of Ray. A GPU that this machine lacks can be on
-    another one."""
+    """Return whether the workers are processes of Ray. A GPU may be on another machine."""
     missing_gpu = resources.gpus > 0 and not torch.cuda.is_available()
     return needs_ray(use_ray, num_workers, resources, elsewhere=missing_gpu)

@@ -1,5 +1,4 @@
-"""Finds the TCP connections of a process group, to shut them down when it ends, which frees ranks
-that wait. Worker."""
+"""Finds a process group's TCP connections, to free waiting ranks when it ends. Worker."""
 
 from __future__ import annotations
 
@@ -86,8 +85,7 @@ class GlooConnections:
                     connection.shutdown(socket.SHUT_RDWR)
 
     def end(self) -> None:
-        """Show the peers that this rank has left. Call this when it is in no call of the group any
-        more."""
+        """Show the peers that this rank has left, when it is in no call of the group any more."""
         self._shut_held(socket.SHUT_WR)
 
     def _shut_held(self, how: int) -> None:
@@ -138,8 +136,7 @@ class Connections:
 
 
 def _names() -> set[str]:
-    """Return this process's sockets by the kernel's names ("socket:[inode]"), which copies of a
-    descriptor share."""
+    """Return this process's sockets by the kernel's names, which copies share."""
     return set(_descriptors())
 
 
@@ -159,8 +156,7 @@ def _listening() -> Iterator[Address]:
 
 
 def _sockets(*, listening: bool, names: set[str] | None = None) -> Iterator[socket.socket]:
-    """Yield copies of this process's TCP sockets: either those that listen, or those that do
-    not."""
+    """Yield copies of this process's TCP sockets, of those that listen or of the others."""
     for name, descriptor in _descriptors().items():
         if names is not None and name not in names:
             continue

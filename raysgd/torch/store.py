@@ -1,5 +1,4 @@
-"""The store through which ranks find each other: the driver opens one for each generation, workers
-connect. Both."""
+"""The store through which ranks meet: the driver opens one for each generation. Both."""
 
 from __future__ import annotations
 
@@ -72,8 +71,7 @@ def _server(host: str, limit: datetime.timedelta, *, use_libuv: bool) -> Any:
 
 
 def _bound(host: str) -> socket.socket | None:
-    """Return a socket that listens on `host`, or None if this machine has no such address (behind
-    NAT, for example)."""
+    """Return a socket that listens on `host`, None if this machine has no such address."""
     try:
         return listen(host, None if host == LOOPBACK else control_ports())
     except OSError as error:
@@ -142,8 +140,7 @@ class _Clients:
         threading.Thread(target=self._connect, name="raysgd-store", daemon=False).start()
 
     def first(self) -> Any:
-        """Return the first store that was reached, or None. Raise the error of a client if none was
-        reached."""
+        """Return the first store that was reached, or None; raise a client's error if none was."""
         if self._store is None and self._error is not None:
             raise self._error
         return self._store
@@ -205,8 +202,7 @@ def addresses_of(settings: Mapping[str, Any]) -> list[tuple[str, int]]:
 
 @contextlib.contextmanager
 def without_secret(settings: Mapping[str, Any]) -> Iterator[None]:
-    """Remove the secret from the text of torch's errors. They name keys, and appear in logs and bug
-    reports."""
+    """Remove the secret from torch's errors, which name keys, and appear in logs."""
     secret = settings.get("secret")
     try:
         yield

@@ -1,5 +1,4 @@
-"""The strategies by which a trainer's ranks connect and average gradients: resolves the argument
-`backend`. Driver."""
+"""How a trainer's ranks connect and average gradients: the argument `backend`. Driver."""
 
 from __future__ import annotations
 
@@ -45,8 +44,7 @@ class Strategy:
 
 
 def choose_strategy(backend: Any, options: TrainingOptions, horovod_args: Any, *, use_gpu: bool) -> Strategy:
-    """Return the strategy that a trainer's `backend` names. Raise ConfigError for options that it
-    does not support."""
+    """Return the strategy for `backend`. Raise ConfigError for options that exclude it."""
     one_of("backend", backend, "auto", "gloo", "nccl", "horovod")
     name = ("nccl" if use_gpu else "gloo") if backend == "auto" else backend
     if name in ("gloo", "nccl"):

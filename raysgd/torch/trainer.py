@@ -1,5 +1,4 @@
-"""The class API for PyTorch: a trainer in the user's script that drives operators on any number of
-workers. Driver."""
+"""The class API for PyTorch: a trainer that drives operators on its workers. Driver."""
 
 from __future__ import annotations
 
@@ -213,8 +212,7 @@ class TorchTrainer(TrainerBase):
             raise CheckpointError(f"{path}: {differs}")
 
     def _other_rows(self) -> str:
-        """Say which loaders have other rows than those of the checkpoint that was loaded, if any
-        have."""
+        """Say which loaders have other rows than in the loaded checkpoint, if any have."""
         names = sorted({name for each in self._values(replica_calls.rows_that_differ) for name in each})
         return setup.OTHER_ROWS.format(" and the ".join(names)) if names else ""
 
@@ -242,8 +240,7 @@ class TorchTrainer(TrainerBase):
 
     @exclusive
     def get_local_operator(self) -> TrainingOperator:
-        """Return an operator in this process with the current state; with one inline worker, the
-        one that trains."""
+        """Return an operator here with the current state; that of an inline worker itself."""
         operator: TrainingOperator | None = self._inline_operator()
         if operator is None:
             own = self._factory.settings

@@ -71,12 +71,10 @@ class Exchange:
         same everywhere, and reset the exchange."""
 
     def hold(self, on: bool) -> None:
-        """Called before each batch of an accumulation window, and each piece of a batch: with `on`,
-        gradients stay on this rank."""
+        """Called before each batch of a window and each piece; `on`: gradients stay here."""
 
     def finish(self, optimizer: Any) -> None:
-        """Called before a step, and before gradients are cleared: wait until all gradients have
-        been exchanged."""
+        """Called before a step and before gradients are cleared: wait for their exchange."""
 
 
 def formatted(models: list[nn.Module], options: TrainingOptions, *, distributed: bool) -> list[nn.Module]:
@@ -100,8 +98,7 @@ def compile_models(models: list[nn.Module], options: TrainingOptions) -> None:
 def ddp_arguments(
     options: TrainingOptions, registered: Mapping[str, Any] | None, device_ids: list[int] | None
 ) -> dict[str, Any]:
-    """Return the arguments of DistributedDataParallel. Those passed to `register` override those of
-    the options."""
+    """Return DistributedDataParallel's arguments; those of `register` override the options."""
     options.check_ddp(registered or {})
     return {
         "device_ids": device_ids,
@@ -140,8 +137,7 @@ def add_hooks(wrapped: list[nn.Module], options: TrainingOptions, calls: ModelCa
 
 
 def unwrapped(model: Any) -> Any:
-    """Return what is inside of torch's wrappers around a model, and of what `torch.compile(model)`
-    returned."""
+    """Return what is inside of torch's wrappers, and of what `torch.compile` returned."""
     kinds: tuple[Any, ...] = nn.DataParallel, DistributedDataParallel
     if "torch.distributed.fsdp" in sys.modules:  # otherwise nothing is wrapped in it, and the import is slow
         kinds += (sys.modules["torch.distributed.fsdp"].FullyShardedDataParallel,)

@@ -94,8 +94,7 @@ def _check_tensor(where: str, mine: torch.Tensor, saved: Any) -> None:
 
 
 def _kind_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return what a tensor must have in common with another one that is copied into it. The dtypes'
-    widths can differ."""
+    """Return what a tensor must share with one that is copied into it, but not the width."""
     return tensor.is_floating_point(), tensor.is_complex(), tensor.is_quantized, tensor.layout, tensor.is_nested
 
 
@@ -103,8 +102,7 @@ def _kind_of(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _check_loader(operator: TrainingOperator, state: dict[str, Any]) -> None:
-    """Raise CheckpointError unless the registered train_loader can continue the checkpoint's
-    epoch."""
+    """Raise CheckpointError unless the train_loader can continue the checkpoint's epoch."""
     saved = state.get("loader")
     if saved is None:
         return
@@ -118,8 +116,7 @@ def _check_loader(operator: TrainingOperator, state: dict[str, Any]) -> None:
 
 
 def _check_places(loader: Any, places: Any, *, at: int | None) -> None:
-    """Check that a ShardedStream can continue. The next batch is at the offset `at`, or at the
-    beginning of the next epoch (None)."""
+    """Check that a ShardedStream can continue at the offset `at`; None: in the next epoch."""
     if not isinstance(loader, ShardedStream) or at is None:
         return
     for _, counts, _ in places:
@@ -134,8 +131,7 @@ def _check_places(loader: Any, places: Any, *, at: int | None) -> None:
 
 
 def _check_order(loader: Any, order: Any) -> None:
-    """Check the order of an epoch that has not ended: all its samples must be in the registered
-    loader's data set."""
+    """Check that the samples of an epoch that has not ended are in the data set."""
     batches = isinstance(order, list) and all(isinstance(each, list) for each in order)
     if batches != has_own_batches(loader):
         raise CheckpointError(

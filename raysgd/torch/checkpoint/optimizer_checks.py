@@ -38,8 +38,7 @@ def _has_own_state(optimizer: Any) -> bool:
 
 
 def _check_kind(what: str, names: set[str], saved_names: set[str]) -> None:
-    """Raise CheckpointError if both sides have names that the other lacks: another version of torch
-    would only add some."""
+    """Raise CheckpointError if each side has names that the other lacks: not only a version."""
     if names - saved_names and saved_names - names:
         raise CheckpointError(
             f"{what} is of another kind: it has {sorted(names - saved_names)[:4]} here, and "
@@ -64,8 +63,7 @@ def _check_group(number: int, mine: dict[str, Any], saved: Mapping[str, Any]) ->
 
 
 def _check_shapes(number: int, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
-    """Compare the shapes of each parameter's state with the parameter, or with its present
-    state."""
+    """Compare the shapes of each parameter's state with the parameter, or its state here."""
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
     keys = [each for group in saved["param_groups"] for each in group["params"]]
     total = sum(each.numel() for each in parameters)  # LBFGS has one state for all
@@ -87,8 +85,7 @@ def _check_shapes(number: int, optimizer: torch.optim.Optimizer, saved: Mapping[
 
 
 def _is_shaped_like(value: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """Return whether the value has the parameter's shape, or one that is reduced to one value along
-    some dimensions (Adafactor)."""
+    """Return whether it has the parameter's shape, or one reduced along dimensions (Adafactor)."""
     return value.dim() == parameter.dim() and all(
         a in (1, b) for a, b in zip(value.shape, parameter.shape, strict=True)
     )

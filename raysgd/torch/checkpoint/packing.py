@@ -63,8 +63,7 @@ def _padded(size: int) -> int:
 
 
 class _Pickler(pickle.Pickler):
-    """Keeps the bytes of ordinary tensors apart. Tensors that share all of their memory stay
-    one."""
+    """Keeps the bytes of tensors apart. Those that share all of their memory stay one."""
 
     def __init__(self, stream: io.BytesIO, tensors: list[pickle.PickleBuffer], copy: bool) -> None:
         super().__init__(stream, protocol=5, buffer_callback=self._is_in_band)
@@ -72,8 +71,7 @@ class _Pickler(pickle.Pickler):
         self._seen: dict[Any, torch.Tensor] = {}
 
     def _is_in_band(self, buffer: pickle.PickleBuffer) -> bool:
-        """Return whether a buffer is copied into the pickle: those of others, such as NumPy's,
-        because users change arrays."""
+        """Return whether a buffer is copied: others than tensors are, because users change them."""
         return not any(buffer is each for each in self._tensors[-1:])
 
     def reducer_override(self, value: Any) -> Any:

@@ -44,8 +44,7 @@ Files = dict[str, FileEntry]
 
 
 def of_list(listed: Files) -> tuple[str, Files]:
-    """Return the name of the only folder in the list of a folder at a URI, and the files of the
-    sharded checkpoint in it."""
+    """Return the only folder in the list of one at a URI, and the files in it."""
     inner = sorted({name.rpartition("/")[0] for name in listed})
     files = {name.rpartition("/")[2]: entry for name, entry in listed.items()}
     if len(inner) != 1 or not files.keys() >= {OUTLINE, INDEX}:
@@ -88,8 +87,7 @@ def verify(folder: str, files: Files) -> None:
 
 
 def is_replaceable(folder: Path) -> bool:
-    """Return whether this is an empty directory, or one with a sharded checkpoint, which may be
-    damaged."""
+    """Return whether this is an empty directory, or a sharded checkpoint, even a damaged one."""
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else {""}
     return not names or not names.isdisjoint({OUTLINE, INDEX})
 
@@ -143,8 +141,7 @@ def write(folder: locations.Place, state: dict[str, Any], *, later: bool) -> Cal
 
 
 def _store(folder: locations.Place, kept: dict[str, Any]) -> Files:
-    """Write files that are in memory. A folder that was deleted since, because the save has failed,
-    is not created again."""
+    """Write files from memory. A folder that is gone, after a failure, stays so."""
     with tempfile.TemporaryDirectory(prefix="raysgd-shards-") as local:
         for name, data in kept.items():
             path = (folder if isinstance(folder, Path) else Path(local)) / name
@@ -222,8 +219,7 @@ def _write_tensors(tensors: dict[str, Any], folder: str, *, in_memory: bool) -> 
 
 @contextmanager
 def _also_alone() -> Iterator[bool]:
-    """Yield whether this worker has no process group, because it is the only one. torch warns of
-    that, and it is meant."""
+    """Yield whether this worker has no process group: it is alone, of which torch would warn."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"torch\.distributed is disabled, unavailable or uninitialized", UserWarning)
         yield not dist.is_initialized()
@@ -278,8 +274,7 @@ def read_outline(folder: str) -> dict[str, Any]:
 
 
 def read(source: ShardFolder, operator: TrainingOperator) -> dict[str, Any]:
-    """Return the state, with each tensor sharded as this operator needs it. The state must fit the
-    operator."""
+    """Return the state, with tensors sharded like those of the operator, which it must fit."""
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.state_dict_loader import load
@@ -332,8 +327,7 @@ def _index(folder: str) -> dict[str, Any]:
 
 
 def _owners(outline: dict[str, Any], operator: TrainingOperator) -> dict[str, Any]:
-    """Return, for each key, the model's tensor, or the parameter that the optimizer's tensor
-    belongs to."""
+    """Return the tensor or parameter to which each key belongs."""
     owners: dict[str, Any] = {}
     for number, model in enumerate(operator._parts.models):
         for part in ("models", "averages"):

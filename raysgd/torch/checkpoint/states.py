@@ -57,15 +57,13 @@ def gather(operator: TrainingOperator) -> dict[str, Any]:
 
 
 def unchanging(state: dict[str, Any], *, in_shards: bool) -> dict[str, Any]:
-    """Return a replica's state that training does not change. What was gathered from shards is a
-    copy already."""
+    """Return a state that training does not change; what was gathered is a copy already."""
     own = {name: state[name] for name in ("models", "optimizers", "averages") if in_shards and name in state}
     return {**copied({name: value for name, value in state.items() if name not in own}), **own}
 
 
 def copied(value: Any) -> Any:
-    """Return a deep copy, with tensors on the CPU. A tensor that is at two places, as tied weights
-    are, is copied once."""
+    """Return a deep copy on the CPU. A tensor at two places (tied weights) is copied once."""
     copies: dict[Any, torch.Tensor] = {}
 
     def leaf(value: Any, *path: Any) -> Any:
@@ -102,8 +100,7 @@ def dump(state: dict[str, Any]) -> memoryview:
 
 
 def dump_given(state: Any) -> memoryview:
-    """Return a dictionary that the user passed as bytes. Raise CheckpointError if it is not a
-    checkpoint's content, or cannot be pickled."""
+    """Return a dictionary of the user's as bytes. Raise CheckpointError if it is no state."""
     given = shaped(dict(state) if isinstance(state, Mapping) else state)
     try:
         return dump(given)
@@ -159,8 +156,7 @@ def read(file: SeenFile, *, trusted: bool, map_models: bool) -> dict[str, Any]:
 
 
 def peek(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the state in a verified file; tensors stay on the disk until they are used. No code of
-    the file runs."""
+    """Return the state in a verified file, whose tensors stay there. It runs no code."""
     try:
         return shaped(torch.load(path, map_location="cpu", weights_only=True, mmap=True))
     except CheckpointError:
@@ -170,8 +166,7 @@ def peek(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def foreign_types(path: str | os.PathLike[str]) -> list[str]:
-    """Return the names of classes and functions that a file needs, and that are neither plain
-    values nor tensors."""
+    """Return the classes and functions that a file needs besides values and tensors."""
     return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
 
 
@@ -198,8 +193,7 @@ def shaped(state: Any) -> dict[str, Any]:
 
 
 def scaler_of(state: dict[str, Any], key: str) -> Any:
-    """Return the saved state of the gradient scaler, which has another name in checkpoints of
-    RaySGD v1."""
+    """Return the gradient scaler's saved state, which RaySGD v1 named differently."""
     return state.get(key) or state.get("amp")
 
 
@@ -285,8 +279,7 @@ def _replaces_tensors(optimizer: Any) -> bool:
 
 
 def _kept_model(model: torch.nn.Module) -> dict[str, Any]:
-    """Return a copy of its state in main memory; of sharded tensors, this rank's shards on their
-    device."""
+    """Return a copy of its state in main memory; of shards, on their device."""
     state = model.state_dict()
     own = {
         name: value.detach().clone() if hasattr(value, "full_tensor") else copied(value)

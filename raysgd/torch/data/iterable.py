@@ -1,5 +1,4 @@
-"""Divide an IterableDataset among ranks, through `torch.utils.data.get_worker_info()` or its own
-`shard` method. Worker."""
+"""Divide an IterableDataset among ranks, by worker info or its own `shard` method. Worker."""
 
 from __future__ import annotations
 
@@ -38,8 +37,7 @@ def sharded_live(loader: Iterable[Any], rank_info: RankInfo) -> Iterable[Any]:
 
 
 class RankInit:
-    """Calls the user's `worker_init_fn`, which divides the stream in many scripts, with the worker
-    info of all ranks."""
+    """Calls the user's `worker_init_fn`, which may divide the stream, with all ranks' info."""
 
     def __init__(self, function: Callable[[int], None]) -> None:
         self._function = function
@@ -55,8 +53,7 @@ class RankInit:
 
 
 class RankShard(IterableDataset[Any]):
-    """Iterates over the user's data set. While that computes an item, worker info counts the loader
-    processes of all ranks."""
+    """Iterates over the user's data set, whose worker info counts processes of all ranks."""
 
     def __init__(self, dataset: IterableDataset[Any], rank: int, world_size: int) -> None:
         self._dataset, self._rank, self._world_size = dataset, rank, world_size

@@ -80,8 +80,7 @@ class LoaderIterator:
             raise
 
     def _explain(self, error: Exception) -> None:
-        """Raise another error if the end of a loader process has caused this one, also of a loader
-        inside the user's iterable."""
+        """Raise another error if the end of a loader process, even a nested one, caused this."""
         if "in DataLoader worker process" in text_of(error):  # the data set raised it there
             return
         broken = _broken(error)
@@ -175,8 +174,7 @@ def _delay_reports() -> None:
 
 
 def _waits(frame: FrameType | None) -> bool:
-    """Return whether a loader that has lost a process is running in this frame or in one of its
-    callers."""
+    """Return whether a loader that has lost a process runs in this frame or a caller."""
     while frame is not None:
         if frame.f_code.co_filename == torch_loader.__file__ and lost_processes(frame.f_locals.get("self")):
             return True

@@ -23,8 +23,7 @@ from raysgd.training.position import Position
 
 @dataclass(frozen=True)
 class Opener:
-    """Opens the sources of one replica. Owns the names of the Ray Datasets that its operator
-    registered."""
+    """Opens a replica's sources. Owns the names of the registered Ray Datasets."""
 
     operator: TrainingOperator
     settings: TorchSettings
@@ -57,8 +56,7 @@ class Opener:
         return LiveSource(loader, shard=shared, together=training, keep=self._keep)
 
     def for_a_call(self, dataset: Any, position: Position) -> BatchSource:
-        """Return a source for the argument of `train(dataset=...)`. The driver has replaced a Ray
-        Dataset with a reader of its rows."""
+        """Return a source for `train(dataset=...)`; of a Ray Dataset, the driver sent a reader."""
         if not isinstance(dataset, RayData):
             position.set_aside()
             return StreamSource(dataset)
@@ -75,8 +73,7 @@ class Opener:
         return RowSource(loader, rows, data, position, **how, pieces=step is not None and self._in_pieces)
 
     def _name(self, loader: Any, kind: str) -> str:
-        """Return the data set's name, which is the same on all ranks because they register the same
-        data sets in the same order."""
+        """Return a data set's name: all ranks register the same ones in the same order."""
         if not any(each is loader for _, each in self._seen):
             number = sum(name.startswith(kind) for name, _ in self._seen)
             self._seen.append((f"{kind}-{number}", loader))
@@ -89,14 +86,12 @@ class Opener:
 
     @property
     def _keep(self) -> int:
-        """Return how many batches an accumulation window and the prefetched batch may hold
-        uncommitted."""
+        """Return how many batches a window and the prefetched batch may hold uncommitted."""
         return self.settings.options.accumulate + 1
 
 
 def _warn_without_shuffling(loader: DataLoader[Any]) -> None:
-    """Warn if data is trained on in its own order, which RaySGD shuffled. Python shows the same
-    warning once per process."""
+    """Warn, once per process, if data is trained on in its own order, which RaySGD shuffled."""
     if type(loader.sampler) is not SequentialSampler or has_own_batches(loader):
         return
     warnings.warn(

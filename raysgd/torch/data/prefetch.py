@@ -1,5 +1,4 @@
-"""Bring batches to the device. On CUDA, copy the next one from pinned memory on a stream of its
-own. Worker."""
+"""Bring batches to the device: on CUDA, the next one from pinned memory, in time. Worker."""
 
 from __future__ import annotations
 
@@ -67,8 +66,7 @@ def make_carrier(device: torch.device, *, channels_last: bool) -> Carrier:
 
 
 def _pinned(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor in pinned memory, because a copy from pageable memory would wait for the
-    device."""
+    """Return a pinned tensor: a copy from pageable memory would wait for the device."""
     return tensor if tensor.device.type != "cpu" or tensor.is_pinned() else tensor.pin_memory()
 
 
@@ -78,8 +76,7 @@ def _channels_last(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _each_tensor(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return the batch with `change` applied to its tensors, at any depth of plain containers. Keep
-    all other objects."""
+    """Return the batch with its tensors changed, at any depth of plain containers."""
     if isinstance(batch, torch.Tensor):
         return change(batch)
     if type(batch) is dict:

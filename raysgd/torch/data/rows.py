@@ -1,5 +1,4 @@
-"""Short descriptions of the rows of a loader, by which ranks and checkpoints are compared. No
-sample is read for them. Worker."""
+"""Short descriptions of a loader's rows, to compare ranks and checkpoints. Worker."""
 
 from __future__ import annotations
 

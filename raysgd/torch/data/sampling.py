@@ -1,5 +1,4 @@
-"""The order of an epoch, from the user's own sampler, and loaders that follow a sampling plan.
-Worker."""
+"""The order of an epoch, from the user's sampler, and loaders that follow a plan. Worker."""
 
 from __future__ import annotations
 
@@ -30,8 +29,7 @@ Order = range | torch.Tensor | list[Any]
 
 
 def is_planned(loader: Any) -> bool:
-    """Return whether an epoch can be divided by index: only that of a map-style DataLoader.
-    Anything else is iterated."""
+    """Return whether an epoch is divided by index, as that of a map-style DataLoader."""
     return isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
 
 
@@ -47,8 +45,7 @@ def unit_size(loader: DataLoader[Any]) -> int:
 
 
 class Division(NamedTuple):
-    """How a step is divided: what `SamplingPlan` has under these names. By default, each rank has
-    its own batch size."""
+    """How a step is divided, in terms of `SamplingPlan`; by default, as each rank's batches."""
 
     step: int | None = None
     most: int | None = None
@@ -135,8 +132,7 @@ class Recipe:
 
     @classmethod
     def of(cls, sampler: Any) -> Recipe | None:
-        """Return the recipe of the order that the sampler will draw next, or None if only the
-        sampler can draw it."""
+        """Return the recipe of the sampler's next order, None if only the sampler can draw it."""
         if type(sampler) is DistributedSampler and sampler.num_replicas == 1:
             samples = len(sampler.dataset)  # type: ignore[arg-type]
             return cls(samples, len(sampler), seed=sampler.seed + sampler.epoch, shuffle=sampler.shuffle)
@@ -230,8 +226,7 @@ def _equal(one: Order, other: Order) -> bool:
 
 
 def random_sources(loader: DataLoader[Any]) -> list[torch.Generator]:
-    """Return the generators that the user gave to the loader or its samplers. Their states belong
-    to the position."""
+    """Return the user's generators of the loader and samplers: part of the position."""
     found: list[torch.Generator] = []
     for part in (loader, loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None)):
         generator = getattr(part, "generator", None)
@@ -263,8 +258,7 @@ class Picker:
         self._order, self._plan, self._rank, self._offset = order, plan, rank, offset
 
     def steps(self) -> Iterator[tuple[int, RankPart]]:
-        """Yield, for each step, the offset after it and this rank's part, or its pieces. Skip steps
-        in which the rank has none."""
+        """Yield the offset after each step, and this rank's part or its pieces, if it has any."""
         offset, size, total, own = self._offset, self._plan.step_size, self._plan.total, self._own_batches
         for part in self._plan.parts_of(self._rank, offset):
             after = offset + size if offset + size < total else total
@@ -274,8 +268,7 @@ class Picker:
                 offset = after
 
     def _in_samples(self, part: RankPart, offset: int, after: int) -> RankPart:
-        """Return a part with the weight of its samples, because a batch sampler's batches can have
-        different sizes."""
+        """Return a part with the weight of its samples: batches can have different sizes."""
         try:
             batches: Any = self._order[offset:after]
             sizes = [len(batch) for batch in batches]
@@ -301,8 +294,7 @@ class Picker:
 
 
 def following(loader: DataLoader[Any], picker: Picker) -> DataLoader[Any]:
-    """Return a copy of the user's loader with all its options (also of a subclass) and a planned
-    sampler."""
+    """Return a copy of the user's loader, with all its options and a planned sampler."""
     changed: dict[str, Any] = {"sampler": picker, "generator": torch.Generator().manual_seed(torch.initial_seed())}
     if loader.batch_sampler is not None:
         changed["batch_sampler"] = picker
@@ -353,8 +345,7 @@ class Gathered(Dataset[Any]):
 
 
 def gathering(loader: DataLoader[Any]) -> dict[str, Any]:
-    """Return the attributes that let a copy of this loader gather its batches, or an empty
-    dictionary if it cannot."""
+    """Return the attributes of a copy that gathers its batches; none if it cannot."""
     if not can_gather(loader):
         return {}
     return {"dataset": Gathered(loader.dataset), "collate_fn": _identity}  # type: ignore[arg-type]

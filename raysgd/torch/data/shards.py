@@ -1,5 +1,4 @@
-"""The batches of a `ShardedStream`, whose shards are assigned to ranks again when the group
-changes. Worker."""
+"""The batches of a `ShardedStream`, whose shards follow the changes of the group. Worker."""
 
 from __future__ import annotations
 
@@ -61,8 +60,7 @@ class ShardSource(BatchSource):
         self._reset([(at, list(counts), list(ended)) for at, counts, ended in state.get("places", ())])
 
     def batches(self, rank_info: RankInfo, offset: int) -> Iterator[Drawn]:
-        """Return this rank's part of the rest of the epoch: the last call's iterator, if that
-        stopped at `offset`."""
+        """Return this rank's part of the rest: the last iterator if it stopped at `offset`."""
         if self._open is None or self._open[:2] != (rank_info, offset):
             _, counts, ended = next((place for place in self._known() if place[0] == offset), self._beginning())
             # Later places are those of steps that were not committed. The new ranks may take other samples in them.
@@ -89,8 +87,7 @@ class ShardSource(BatchSource):
                 self._feed = self._open = None
 
     def _drawn(self, step: ShardStep, after: int, ranks: int) -> Iterator[Drawn]:
-        """Yield the batch of a step that ends at `after`, or the pieces of it, of which all ranks
-        have equally many."""
+        """Yield the batch of a step that ends at `after`, or its pieces, as many on each rank."""
         collate = self.loader.collate_fn or default_collate
         count = len(step.samples)
         whole = RankPart(0, count, step.fresh, step.total, count * ranks / step.total if step.fresh else 0.0)

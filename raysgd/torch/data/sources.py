@@ -1,5 +1,4 @@
-"""Sources of one rank's batches. After a change of the group, the rest of an epoch is divided among
-the new ranks. Worker."""
+"""Sources of one rank's batches; the rest of an epoch is divided among new ranks. Worker."""
 
 from __future__ import annotations
 
@@ -63,13 +62,11 @@ class BatchSource:
         raise NotImplementedError
 
     def steps_left(self, rank_info: RankInfo, offset: int) -> int | None:
-        """Return how many more batches the epoch has for every rank, or None if that is not
-        known."""
+        """Return how many more batches the epoch has for every rank, None if not known."""
         return None
 
     def state(self) -> dict[str, Any]:
-        """Return what another process needs, in addition to the position, to continue this
-        epoch."""
+        """Return what another process needs besides the position to continue this epoch."""
         return {"epoch": self._epoch}
 
     def state_for_peers(self) -> dict[str, Any]:
@@ -149,8 +146,7 @@ class PlannedSource(BatchSource):
             source.set_state(saved)
 
     def batches(self, rank_info: RankInfo, offset: int) -> Iterator[Drawn]:
-        """Return this rank's part of the rest of the epoch: the last call's iterator, if that
-        stopped at `offset`."""
+        """Return this rank's part of the rest: the last iterator if it stopped at `offset`."""
         key = rank_info, self._division()
         if self._open is not None and self._open[:2] == (key, offset):
             return self._open[2]
@@ -199,8 +195,7 @@ class PlannedSource(BatchSource):
 
 
 class Votes:
-    """Owns the process group in which ranks agree on batches: gloo, so that a GPU never waits for
-    the answer."""
+    """Owns the group in which ranks agree on batches: gloo, so that no GPU waits."""
 
     _made: Any = None
 
@@ -265,8 +260,7 @@ class LiveSource(BatchSource):
         self.first = f"{self._epoch} {digest}" if digest else ""
 
     def _opened(self, rank_info: RankInfo) -> Iterator[Any]:
-        """Return a new iterator. If the epoch has begun already, it continues after the batches
-        that were returned."""
+        """Return a new iterator; in an epoch, one that continues after the returned batches."""
         sources = self._generators()
         now = [source.get_state() for source in sources]
         if self._given:
@@ -328,8 +322,7 @@ class StreamSource(BatchSource):
 
 
 def _joined(items: tuple[Any, ...]) -> Any:
-    """Concatenate rows of shape (1, ...), as RaySGD did. Collate anything else as a DataLoader
-    does."""
+    """Concatenate rows of shape (1, ...), as RaySGD did; else collate as a DataLoader."""
     if all(isinstance(item, torch.Tensor) and item.dim() > 0 and item.shape[0] == 1 for item in items):
         return torch.cat(items)
     return torch.utils.data.default_collate(list(items))
@@ -388,8 +381,7 @@ class RowSource(BatchSource):
 
 
 def _tensors(batch: Any) -> Any:
-    """Return the columns as tensors; floating-point ones have torch's default type, as models
-    have."""
+    """Return the columns as tensors; floating-point ones in torch's default type."""
     if isinstance(batch, dict):
         return {name: _tensors(column) for name, column in batch.items()}
     if isinstance(batch, tuple):

@@ -95,8 +95,7 @@ class StatefulSource(LiveSource):
         return super()._opened(rank_info) if self._base is None else self._resumed(rank_info, *self._base)
 
     def _resumed(self, rank_info: RankInfo, at: int, state: Any, finished: bool) -> Iterator[Any]:
-        """Return an iterator that continues after the batches that were returned. Skipping draws no
-        random numbers."""
+        """Return an iterator that continues after the returned batches, and draws no numbers."""
         sources = self._generators()
         now = [source.get_state() for source in sources]
         loader = self._part(rank_info)
@@ -138,8 +137,7 @@ class StatefulSource(LiveSource):
             self._marks.pop(0)
 
     def _loses(self, states: list[Any]) -> bool:
-        """Return whether a checkpoint could not hold these states, which all ranks have. Then say
-        so, and make no more marks."""
+        """Return whether a checkpoint cannot hold these states, which are alike on all ranks."""
         buffer = io.BytesIO()
         torch.save(states, buffer)
         buffer.seek(0)

@@ -117,8 +117,7 @@ class LoggedValues:
 
 
 def _is_metric(value: Any) -> bool:
-    """Return whether this is a TorchMetrics object. It is recognized by its methods, because raysgd
-    does not require the package."""
+    """Return whether this is a TorchMetrics object, by its methods: no import is needed."""
     return isinstance(value, nn.Module) and all(
         callable(getattr(value, each, None)) for each in ("compute", "reset", "update")
     )

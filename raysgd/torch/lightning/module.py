@@ -1,5 +1,4 @@
-"""Create a LightningModule from its class and the config, and refuse what raysgd does not support.
-Worker."""
+"""Create a LightningModule from its class and config; refuse what is not supported. Worker."""
 
 from __future__ import annotations
 
@@ -50,8 +49,7 @@ NOT_WITH_LIGHTNING: Exclusions = (
 
 
 def lightning_base(module_cls: Any) -> type:
-    """Return the LightningModule class that this class inherits from: that of `lightning`, or of
-    `pytorch_lightning`."""
+    """Return the LightningModule class that this one inherits from, of either package."""
     if not isinstance(module_cls, type):
         given = (
             f"an object of type {type(module_cls).__name__}" if isinstance(module_cls, nn.Module) else repr(module_cls)
@@ -130,8 +128,7 @@ def takes_index(step: Callable[..., Any]) -> bool:
 
 
 def one_loader(given: Any, name: str) -> Any:
-    """Return the loader from what a module returned or the user passed. Raise ConfigError for
-    several loaders."""
+    """Return the loader from what a module returned or the user passed: exactly one."""
     if hasattr(given, "prepare_data") and hasattr(given, "train_dataloader"):
         raise ConfigError(
             f"{name} is a {type(given).__name__}: data modules are not supported. Pass its loaders, or call it in the "

@@ -1,5 +1,4 @@
-"""A LightningModule as a training operator: raysgd's loop calls its steps, hooks and optimizers.
-Worker."""
+"""A LightningModule as an operator: raysgd's loop calls its steps, hooks and optimizers. Worker."""
 
 from __future__ import annotations
 
@@ -28,8 +27,7 @@ from raysgd.training.feed import NoFeed
 def operator_from_lightning(
     module_cls: Any, train_dataloader: Any = None, val_dataloader: Any = None
 ) -> type[LightningOperator]:
-    """Return a `LightningOperator` subclass for this module class. Without loaders, the module's
-    own are used."""
+    """Return a `LightningOperator` for this class. Without loaders, it has the module's own."""
     modules.lightning_base(module_cls)
     loaders = {
         "train_dataloader": modules.one_loader(train_dataloader, "train_dataloader"),
@@ -93,8 +91,7 @@ class LightningOperator(TrainingOperator):
         return super()._train_data(name)
 
     def _prepare_data(self) -> None:
-        """Call the module's prepare_data on the first worker of each machine, while the others
-        wait."""
+        """Call prepare_data on the first worker of each machine, while the others wait."""
         per_node = getattr(self.module, "prepare_data_per_node", True)
         if self.local_rank == 0 and (per_node or self.world_rank == 0):
             self.module.prepare_data()
@@ -145,8 +142,7 @@ class LightningOperator(TrainingOperator):
 
     @property
     def scheduler_dicts(self) -> list[dict[str, Any]]:
-        """Return what says when each scheduler steps, with the keys of Lightning's `lr_scheduler`
-        dictionaries."""
+        """Return when each scheduler steps, with the keys of Lightning's `lr_scheduler` dicts."""
         return [
             {**{name: getattr(each, name, None) for name in KEYS}, "reduce_on_plateau": each.plateau}
             for each in self._schedules.all
@@ -190,8 +186,7 @@ class LightningOperator(TrainingOperator):
             return self._report()
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        """Run one training step of the module with its hooks. Report its loss as train_loss, and
-        what else it returns."""
+        """Run one training step with its hooks. Report its loss as train_loss, and the rest."""
         self._outputs: dict[str, Any] = {}
         arguments = (batch, batch_info["batch_idx"]) if self._indexed[0] else (batch,)
         if self.module.automatic_optimization:
@@ -201,8 +196,7 @@ class LightningOperator(TrainingOperator):
         return _measured("train_loss", self._outputs, batch)
 
     def _optimize(self, arguments: tuple[Any, ...]) -> None:
-        """Step with automatic optimization: the optimizer calls the closure once, or several times
-        (L-BFGS)."""
+        """Step automatically: the optimizer calls the closure once, or several times (L-BFGS)."""
         module, optimizer = self.module, self._parts.optimizers[0]
         epoch, batch_idx = self._epoch, self._batch_idx
         ran = False
@@ -228,8 +222,7 @@ class LightningOperator(TrainingOperator):
             )
 
     def _loss(self, output: Any) -> Any:
-        """Return the loss for the backward pass, or None to skip the batch, which is possible with
-        a single worker only."""
+        """Return the loss, or None to skip the batch, which only a single worker can."""
         if output is None and self._ddp is None:
             return None
         loss = output.get("loss") if isinstance(output, dict) else output
@@ -255,8 +248,7 @@ class LightningOperator(TrainingOperator):
     # -- epochs ---------------------------------------------------------------------------------------
 
     def _enter_epoch(self, epoch: int) -> None:
-        """Begin and end epochs before a batch. The batch can be the first one of its epoch, or the
-        first one in this process."""
+        """Begin and end epochs before a batch, which may be the first one in this process."""
         if self._open and epoch != self._epoch:
             self._close_epoch()
         if not self._open:
@@ -306,8 +298,7 @@ class LightningOperator(TrainingOperator):
         return report
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        """Run one validation step of the module. Report a loss that it returns as val_loss, and
-        what else it returns."""
+        """Run one validation step. Report a returned loss as val_loss, and the rest."""
         arguments = (batch, batch_info["batch_idx"]) if self._indexed[1] else (batch,)
         with self.timers.record("eval_fwd"), self.autocast():
             self._outputs = self.module.validation_step(*arguments)
@@ -334,8 +325,7 @@ class LightningOperator(TrainingOperator):
                 del each.log
 
     def _transferred(self, batch: Any) -> Any:
-        """Return the batch after the module's own transfer hooks, which get it when it is on the
-        device already."""
+        """Return the batch, on the device already, after the module's own transfer hooks."""
         module = self.module
         batch = module.on_before_batch_transfer(batch, 0)
         if modules.overrides(module, self._base, "transfer_batch_to_device"):
@@ -374,8 +364,7 @@ class LightningOperator(TrainingOperator):
 
 
 def _check_state(state: Any, *, schedules: int) -> None:
-    """Raise CheckpointError unless `state_dict` can return this. The module checks what it has
-    added itself."""
+    """Raise CheckpointError unless `state_dict` can return this; the module checks its own."""
     kinds = {"epoch": int, "batch_idx": int, "open": bool, "due": list, "module": dict}
     if not isinstance(state, dict) or not all(type(state.get(name)) is kind for name, kind in kinds.items()):
         raise CheckpointError("the operator's state is not that of a LightningModule")
@@ -397,8 +386,7 @@ class _TrainingStep(nn.Module):
 
 @contextlib.contextmanager
 def _evaluating(module: nn.Module) -> Iterator[None]:
-    """Set eval mode, and restore the mode of each submodule afterwards, so that frozen ones stay in
-    eval mode."""
+    """Set eval mode, and restore each submodule's mode afterwards, as some are frozen."""
     modes = [(part, part.training) for part in module.modules()]
     module.eval()
     try:

@@ -1,5 +1,4 @@
-"""Read what a module's `configure_optimizers` returns, and step its learning-rate schedulers.
-Worker."""
+"""Read what a module's `configure_optimizers` returns, and step its schedulers. Worker."""
 
 from __future__ import annotations
 
@@ -55,8 +54,7 @@ class Schedules:
                 self._module.lr_scheduler_step(schedule.scheduler, None)
 
     def end_epoch(self, epochs: int) -> None:
-        """Mark the plateau schedulers that are due. They step as soon as a report contains the
-        value that they monitor."""
+        """Mark the due plateau schedulers, which step when a report has their value."""
         for schedule in self._plateaus:
             if schedule.due and schedule.strict:
                 raise ConfigError(
@@ -66,8 +64,7 @@ class Schedules:
             schedule.due = schedule.steps_after("epoch", epochs)
 
     def step_plateaus(self, report: Mapping[str, Any]) -> None:
-        """Step the due plateau schedulers whose value is in the report of any rank, on all ranks
-        with the same mean."""
+        """Step due plateau schedulers whose value any rank reports, with the mean on all ranks."""
         if not self._plateaus:
             return
         weight = float(report[NUM_SAMPLES])

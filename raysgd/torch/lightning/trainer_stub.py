@@ -1,5 +1,4 @@
-"""What a LightningModule has as `self.trainer`: a substitute for Lightning's Trainer with the
-attributes that it needs. Worker."""
+"""What a LightningModule has as `self.trainer`: a substitute for Lightning's Trainer. Worker."""
 
 from __future__ import annotations
 
@@ -48,8 +47,7 @@ class StepServices:
         module.on_after_backward()
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
-        """Step the optimizer. Its closure computes the gradients if the module has not done that.
-        Hooks get them unscaled."""
+        """Step the optimizer; its closure may compute the gradients. Hooks get them unscaled."""
         module = self.lightning_module
 
         def closed() -> Any:
