@@ -122,10 +122,8 @@ class CallbackList:
         self._since.setdefault(name, described(error))
         if self._failures[name] == 1:
             trace = error.__traceback__
-            shown = (
-                error.with_traceback(trace.tb_next or trace) if trace is not None else error
-            )  # without our own frame
-            logger.error("the callback %s raised an error; training continues", name, exc_info=shown)
+            without_ours = error.with_traceback(trace.tb_next or trace) if trace is not None else error
+            logger.error("the callback %s raised an error; training continues", name, exc_info=without_ours)
 
 
 def check_callbacks(callbacks: Any, adapt: Callable[[Any], Any] = lambda given: given) -> list[Callback]:

@@ -66,6 +66,5 @@ def _read(path: Path) -> tuple[list[str], list[dict[str, Any]]]:
     is_within_quotes = text.count('"') % 2 == 1
     if text.endswith("\n") and not is_within_quotes:
         return header, lines
-    return (
-        (header, lines[:-1]) if rows else ([], [])
-    )  # the process was killed, or the disk full, in the middle of a line
+    # The process was killed, or the disk full, in the middle of a line.
+    return (header, lines[:-1]) if rows else ([], [])

@@ -25,6 +25,7 @@ AHEAD = 2
 LOOK_S = 0.05
 START_S = 120.0
 WARN_S = 10.0
+Batch = tuple[dict[str, Any], int, bool]  # columns, the row after the step, and whether the rows are new
 
 
 class RowReader:
@@ -35,51 +36,38 @@ class RowReader:
 
     def read(
         self, rank_info: RankInfo, *, call: int, number: tuple[int, int], start: int, step: int, pad: bool, keep: int
-    ) -> Iterator[tuple[dict[str, Any], int, bool]]:
+    ) -> Iterator[Batch]:
         """Yield one rank's batches of a pass as columns, with the row after each step, and whether
         the rows are new. The rows of the last `keep` batches may be requested again."""
         turn = (call, rank_info.generation)
         request = PartRequest(number, start, step, rank_info.world_rank, rank_info.world_size, turn, pad, floor=start)
-        ahead = _Ahead(self._take, request)
-        begun: deque[int] = deque([request.start], maxlen=keep + 1)
+        begun: deque[int] = deque([start], maxlen=keep + 1)
+        ahead = ReadAhead(self._fetched(request, begun), ahead=AHEAD, name="raysgd-rows")
         try:
-            while (found := ahead.next()) is not None:
-                columns, after, fresh = found
-                begun.append(after)
-                ahead.floor = begun[0]
-                if columns:
-                    yield columns, after, fresh
+            while (found := _next(ahead, rank_info.world_rank)) is not None:
+                begun.append(found[1])
+                if found[0]:
+                    yield found
         finally:
             ahead.stop()
 
-
-class _Ahead:
-    """Owns a thread that fetches a few batches ahead."""
-
-    def __init__(self, take: Callable[[PartRequest], RankRows | None], request: PartRequest) -> None:
-        self.floor = request.floor
-        self._take, self._first = take, request
-        self._ahead = ReadAhead(self._fetched(), ahead=AHEAD, name="raysgd-rows")
-
-    def next(self) -> tuple[dict[str, Any], int, bool] | None:
-        began, warned = time.monotonic(), False
-        while True:
-            try:
-                return self._ahead.next(timeout=1.0)
-            except queue.Empty:
-                waited = time.monotonic() - began
-                if waited > WARN_S and not warned:
-                    warned = True
-                    logger.warning("rank %d has been waiting for data for %.0f s: %s", self._first.rank, waited, _why())
-
-    def stop(self) -> None:
-        self._ahead.stop()
-
-    def _fetched(self) -> Iterator[tuple[dict[str, Any], int, bool]]:
-        request = self._first
+    def _fetched(self, request: PartRequest, begun: deque[int]) -> Iterator[Batch]:
+        """Fetch batches. `begun` are the rows at which the last ones began."""
         while (dealt := self._take(request)) is not None:
             yield _columns(dealt), dealt.after, dealt.fresh
-            request = request.next(dealt.after, self.floor)
+            request = request.next(dealt.after, begun[0])
+
+
+def _next(ahead: ReadAhead[Batch], rank: int) -> Batch | None:
+    began, warned = time.monotonic(), False
+    while True:
+        try:
+            return ahead.next(timeout=1.0)
+        except queue.Empty:
+            waited = time.monotonic() - began
+            if waited > WARN_S and not warned:
+                warned = True
+                logger.warning("rank %d has been waiting for data for %.0f s: %s", rank, waited, _why())
 
 
 def _columns(dealt: RankRows) -> dict[str, Any]:

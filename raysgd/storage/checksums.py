@@ -14,9 +14,8 @@ import hashlib
 import io
 import os
 import zipfile
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any
 
 from raysgd.errors import CheckpointError
 
@@ -27,15 +26,11 @@ except ImportError:
 
 THREADS = min(4, os.cpu_count() or 1)
 PART, PIECE = 32 << 20, 1 << 20  # what one thread computes at a time, and what it holds in memory
-CHUNK = 8 << 20  # has a digest of its own
 ALONE = 4 << 20  # a smaller file is verified before another thread has started
 ZIP = b"PK"
 POLYNOMIAL = 0xEDB88320  # of zip's CRC-32, like all numbers here with x**0 as the highest bit
 DIRECTORY = 0x10  # an attribute of a member
 HEADER_BYTES, LENGTHS_AT = 30, 26  # of a member's header, which its name and an extra field follow
-
-T = TypeVar("T")
-R = TypeVar("R")
 
 
 class ByteSource:
@@ -137,32 +132,21 @@ def _computed(data: ByteSource, parts: list[tuple[int, int]]) -> list[int]:
             found.append(checksum)
         return found
 
-    return _in_threads(checksums, parts, THREADS if data.size > ALONE else 1)
+    threads = THREADS if data.size > ALONE else 1
+    shares = [parts[first::threads] for first in range(threads)]
+    with ThreadPoolExecutor(threads, thread_name_prefix="raysgd-checksums") as pool:
+        found = list(pool.map(checksums, shares) if threads > 1 else map(checksums, shares))
+    return [found[at % threads][at // threads] for at in range(len(parts))]
 
 
 def digest_of(source: Any) -> str:
-    """Return a digest of bytes or of an open file: a SHA-256 of the SHA-256 digests of its
-    chunks."""
-    data = ByteSource(source)
-
-    def digests(some: list[int]) -> list[bytes]:
-        buffer, found = bytearray(CHUNK), []
-        for start in some:
-            with data.view(start, CHUNK, buffer) as chunk:
-                found.append(hashlib.sha256(chunk).digest())
-        return found
-
-    threads = min(THREADS, 2) if data.size > CHUNK else 1
-    found: list[bytes] = _in_threads(digests, list(range(0, data.size, CHUNK)), threads)
-    return hashlib.sha256(b"".join(found)).hexdigest()
-
-
-def _in_threads(compute: Callable[[list[T]], list[R]], parts: list[T], threads: int) -> list[R]:
-    """Return what `compute` returns for the parts, of which each thread gets some."""
-    shares = [parts[first::threads] for first in range(threads)]
-    with ThreadPoolExecutor(threads, thread_name_prefix="raysgd-checksums") as pool:
-        found = list(pool.map(compute, shares) if threads > 1 else map(compute, shares))
-    return [found[at % threads][at // threads] for at in range(len(parts))]
+    """Return the SHA-256 of bytes, or of the rest of an open file."""
+    if not hasattr(source, "fileno"):
+        return hashlib.sha256(source).hexdigest()
+    digest, buffer = hashlib.sha256(), memoryview(bytearray(PIECE))
+    while count := source.readinto(buffer):
+        digest.update(buffer[:count])
+    return digest.hexdigest()
 
 
 def combined(first: int, second: int, length: int) -> int:

@@ -68,10 +68,6 @@ def _checked(where: Any) -> Place:
     return found
 
 
-def log_saved(where: Place) -> None:
-    logger.info("saved the checkpoint %s", where)
-
-
 def place(where: Any) -> Place:
     """Return the place for a path or a URI such as `s3://bucket/run`. A `file://` URI is a path."""
     if isinstance(where, Uri):

@@ -57,9 +57,8 @@ def lost_processes(iterator: Any) -> list[Any]:
         return []
     lost = [process for process in iterator._workers if process.exitcode is not None]
     if lost and iterator._dataset_kind == _DatasetKind.Iterable:
-        needed = dict(
-            zip(iterator._workers, getattr(iterator, "_workers_status", ()), strict=False)
-        )  # which is empty while they start
+        status = getattr(iterator, "_workers_status", ())  # there is none while they start
+        needed = dict(zip(iterator._workers, status, strict=False))
         lost = [process for process in lost if process.exitcode or needed.get(process, True)]
     return lost
 

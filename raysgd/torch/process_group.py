@@ -64,15 +64,8 @@ class TorchBackend:
         self._gloo = GlooConnections()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            **self.__dict__,
-            "_store": None,
-            "_store_before": None,
-            "_groups": [],
-            "_groups_before": [],
-            "_count": no_collectives,
-            "_counted": None,
-        }  # these cannot be pickled
+        own = dict.fromkeys(("_store", "_store_before", "_counted"))  # these, and the others, cannot be pickled
+        return {**vars(self), **own, "_groups": [], "_groups_before": [], "_count": no_collectives}
 
     # -- driver ---------------------------------------------------------------------------------------
 
@@ -110,9 +103,8 @@ class TorchBackend:
         self._gloo.forget()
         form_s = min(FORM_S + rank_info.world_size / RANKS_PER_S, self._collective_s) if gloo else self._collective_s
         if gloo and not rank_info.solo:
-            allow_connections(
-                rank_info.world_size, each=8
-            )  # to each peer, also in one more group of the user, and for shards
+            # To each peer, also in one more group of the user, and for shards.
+            allow_connections(rank_info.world_size, each=8)
             self._gloo.add_store(addresses_of(settings))
         if not rank_info.solo:
             choose_interface(rank_info, settings["host"])

@@ -105,9 +105,8 @@ class Resharding:
     # -- steps ----------------------------------------------------------------------------------------
 
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if any(
-            each is not None for each in (*args[1:], kwargs.get("closure"))
-        ):  # the first one is the optimizer itself
+        given = (*args[1:], kwargs.get("closure"))  # the first one is the optimizer itself
+        if any(each is not None for each in given):
             raise ConfigError(
                 f"with parallel='fsdp' a closure cannot be passed to {type(optimizer).__name__}.step(), because all ranks must have the "
                 "gradients before the first one steps: compute them before the step"

@@ -181,7 +181,7 @@ class _Save:
         except BaseException as error:
             self._end(error)
             raise
-        locations.log_saved(self.draft.where)  # before a caller who waits continues
+        logger.info("saved the checkpoint %s", self.draft.where)  # before a caller who waits continues
         self._end(None)
 
     def wait_for_reports(self) -> None:
