@@ -15,6 +15,7 @@ from typing import Any
 
 from raysgd import train
 from raysgd.core.messages import FunctionReport, StartDealer
+from raysgd.core.metrics import Measured
 from raysgd.core.outcomes import Interrupted
 from raysgd.core.progress import Control, Progress
 from raysgd.core.protocols import Call
@@ -108,7 +109,12 @@ class Rank:
 
 
 class OperatorRank(Rank):
-    """Calls have numbers. A call with the number of the one before repeats that, or continues it."""
+    """Calls have numbers. A call with the number of the one before repeats that, or continues it.
+
+    measured   what the last call has measured, with what users do not see
+    """
+
+    measured = Measured()
 
     @property
     def operator(self) -> Any:
@@ -121,19 +127,22 @@ class OperatorRank(Rank):
         return names
 
     def train(self, call: int = 1, num_steps: int | None = None, **more: Any) -> Any:
-        """Train the rest of an epoch. Return its results, or `Interrupted`."""
-        given = {"call": call, "num_steps": num_steps, "profile": False, "info": None, **more}
-        return self.replica.run(Call(ReplicaBase.train, given))
+        """Train the rest of an epoch. Return its metrics, or `Interrupted`."""
+        return self._metrics(ReplicaBase.train, call, num_steps, **more)
 
     def validate(self, call: int = 1, num_steps: int | None = None) -> Any:
-        return self._evaluate(ReplicaBase.validate, call, num_steps)
+        return self._metrics(ReplicaBase.validate, call, num_steps)
 
     def test(self, call: int = 1, num_steps: int | None = None) -> Any:
-        return self._evaluate(ReplicaBase.test, call, num_steps)
+        return self._metrics(ReplicaBase.test, call, num_steps)
 
-    def _evaluate(self, method: Callable[..., Any], call: int, num_steps: int | None) -> Any:
-        given = {"call": call, "num_steps": num_steps, "profile": False, "info": None}
-        return self.replica.run(Call(method, given))
+    def _metrics(self, method: Callable[..., Any], call: int, num_steps: int | None, **more: Any) -> Any:
+        given = {"call": call, "num_steps": num_steps, "profile": False, "info": None, **more}
+        found = self.replica.run(Call(method, given))
+        if not isinstance(found, Measured):
+            return found
+        self.measured = found
+        return found.metrics
 
     def apply(self, function: Callable[[Any], Any]) -> Any:
         return self.replica.run(Call(apply_operator, {"function": function}))

@@ -16,6 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from raysgd.core.metrics import Measured
 from raysgd.core.outcomes import CollectivePlace
 from raysgd.core.progress import Progress
 
@@ -65,12 +66,12 @@ class Alive(Message):
 @dataclass(frozen=True)
 class ProgressReport(Message):
     """The training thread sends this after a batch, a few times a second at most. `call` is the
-    call that made the progress, `partial` its metrics so far. The driver uses it for progress bars,
-    for boundaries, and when the worker fails."""
+    call that made the progress, `partial` what it has measured so far. The driver uses it for
+    progress bars, for boundaries, and when the worker fails."""
 
     call: int
     progress: Progress
-    partial: dict[str, Any] | None = None
+    partial: Measured | None = None
 
 
 @dataclass(frozen=True)
@@ -185,7 +186,7 @@ class SnapshotUpload(Message):
 
     progress: Progress
     call: int
-    partial: dict[str, Any] | None = None
+    partial: Measured | None = None
 
 
 @dataclass(frozen=True)

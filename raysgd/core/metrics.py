@@ -1,9 +1,9 @@
 """Merge what the ranks measured into one dictionary. Pure: any split of the same work gives the
 same values. Both.
 
-One rank's result of one part of a call is a dict: `num_samples`, `batch_count`, metrics, `last_`
-metrics. `merge_ranks` merges the ranks' results of one part; `merge_parts` merges the parts of a
-call that was interrupted.
+The metrics of one rank in one part of a call are a dict: `num_samples`, `batch_count`, the user's,
+`last_` ones. `merge_ranks` merges the ranks' results of one part; `merge_parts` merges the parts of
+a call that was interrupted.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from numbers import Rational, Real
 from typing import Any
 
@@ -18,15 +19,6 @@ from raysgd.constants import BATCH_COUNT, NUM_SAMPLES
 from raysgd.errors import shown
 
 SKIPPED = "skipped_steps"
-# A key that users never see: how many samples all ranks together have committed, if the sampling plan knows it.
-COMMITTED = "__committed__"
-# Others are only in progress messages: what is known of a rank's rows without reading them, and of the first batch of its epoch.
-ROWS, FIRST = "__rows__", "__first_batch__"
-# What was decided about the batch: the `mode` of a `BatchMode`.
-BATCH_MODE = "__batch_mode__"
-# With `reduce_results=False`: the object that the operator returned in place of a dict.
-RETURNED = "__returned_object__"
-INTERNAL = (COMMITTED, ROWS, FIRST, RETURNED, BATCH_MODE)
 LARGEST = sys.float_info.max
 DEEPEST = 100
 # What the callback Throughput measures in a worker: sums over a call.
@@ -35,6 +27,29 @@ SECONDS = {"data": "data_seconds", "compute": "compute_seconds", "communication"
 COUNTED = frozenset({BATCH_COUNT, SKIPPED})
 OWN_NAMES = COUNTED | {"epoch", "profile", *SECONDS.values()}
 Result = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one worker has measured in a part of a call: metrics, and what users do not see.
+
+    committed   how many samples all ranks together have committed in the call; 0 if not known
+    batch_mode  what was decided about the batch: the `mode` of a `BatchMode`
+    rows        what is known of the worker's rows without reading them
+    first       of the newest epoch: its number, and a digest of its first batch
+    returned    an object that the operator returned in place of metrics, alone in a tuple
+    traces      profiler traces, as {file name: bytes}
+    stop        whether the user's code wants the loop over epochs to end
+    """
+
+    metrics: Result = field(default_factory=dict)
+    committed: int = 0
+    batch_mode: str = ""
+    rows: str = ""
+    first: str = ""
+    returned: tuple[Any, ...] = ()
+    traces: Mapping[str, bytes] = field(default_factory=dict)
+    stop: bool = False
 
 
 def refuse_own_names(result: Mapping[Any, Any], *, of: str, names: Set[str] = OWN_NAMES) -> None:
@@ -66,8 +81,6 @@ def check_metric(name: Any, value: Any) -> None:
         raise TypeError(
             f"the name of a metric must be a string, got {shown(name)} of type {type(name).__name__}: {example}"
         )
-    if name in INTERNAL:
-        raise ValueError(f"the name {name!r} is reserved for raysgd: give this metric another name")
     if isinstance(value, Rational) and not is_in_range(value):
         raise out_of_range(f"the metric {name!r}", value)
     if isinstance(value, (Mapping, list, tuple, Set)):
@@ -154,7 +167,7 @@ def merge_ranks(results: Sequence[Mapping[str, Any]]) -> Result:
             merged[key] = holders[0][key]
         elif key == NUM_SAMPLES:
             merged[key] = sum(value for value, _ in numbers)
-        elif key in ("epoch", BATCH_COUNT, SKIPPED, COMMITTED):
+        elif key in ("epoch", BATCH_COUNT, SKIPPED):
             merged[key] = max(value for value, _ in numbers)
         else:
             merged[key] = _mean(numbers)
@@ -181,7 +194,7 @@ def merge_parts(parts: Sequence[Mapping[str, Any]]) -> Result:
     if not busy:
         return {}
     merged: Result = {}
-    for key in dict.fromkeys(key for row in busy for key in row if key not in INTERNAL):
+    for key in dict.fromkeys(key for row in busy for key in row):
         holders = [row for row in busy if key in row]
         numbers = [(row[key], _weight(row)) for row in holders if _is_number(row[key])]
         if len(numbers) < len(holders) or key.startswith("last_") or key == "epoch":
@@ -193,15 +206,16 @@ def merge_parts(parts: Sequence[Mapping[str, Any]]) -> Result:
     return _ordered(merged)
 
 
-def count_committed_samples(result: Result, parts: Sequence[Mapping[str, Any]]) -> Result:
-    """Count the samples that the sampling plan knows were trained on, also those whose metrics
-    failed with a worker.
+def merge_call(parts: Sequence[Sequence[Measured]]) -> Result:
+    """Merge what the ranks measured in the parts of one call.
 
-    A report in other units (tokens, say) has a larger number, which is kept.
+    The samples that the sampling plan knows were trained on count, also those whose metrics failed
+    with a worker. A report in other units (tokens, say) has a larger number, which is kept.
     """
-    committed = max((part.get(COMMITTED) or 0 for part in parts), default=0)
+    result = merge_parts([merge_ranks([each.metrics for each in part]) for part in parts])
+    committed = max((each.committed for part in parts for each in part), default=0)
     if len(parts) > 1 and _is_number(result.get(NUM_SAMPLES)) and committed > result[NUM_SAMPLES]:
-        result = {**result, NUM_SAMPLES: committed}
+        result[NUM_SAMPLES] = committed
     return result
 
 

@@ -15,6 +15,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from raysgd.core.metrics import Measured
+
 if TYPE_CHECKING:
     from raysgd.core.messages import FunctionReport, StartDealer
 
@@ -72,7 +74,7 @@ MIN_INTERVAL_S, REPORTS_PER_S = 0.1, 40
 
 Uploader = Callable[..., None]  # of a `SnapshotUpload`, and the buffers that are its content
 Deliverer = Callable[["FunctionReport | StartDealer", Any], None]
-Publisher = Callable[[Progress, dict[str, Any] | None], None]
+Publisher = Callable[[Progress, Measured | None], None]
 
 
 def report_interval_s(ranks: int) -> float:
@@ -225,7 +227,7 @@ class Control:
         sent earlier by a few ranks only. This reads the clock once per batch."""
         return (last and self._reports_ends) or self._clock() >= self._next_publish
 
-    def report(self, progress: Progress, partial: dict[str, Any] | None = None) -> None:
+    def report(self, progress: Progress, partial: Measured | None = None) -> None:
         """Publish what is committed. `partial` is the partial result, which would be lost with this
         process."""
         self.progress = progress

@@ -3,10 +3,7 @@ the same batches. Driver."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from raysgd.core.metrics import FIRST, ROWS
+from raysgd.core.metrics import Measured
 
 SEED = "random_split(..., generator=torch.Generator().manual_seed(0))"
 OTHER = (
@@ -34,10 +31,10 @@ class RowsCheck:
         """Forget what was said, because a call begins."""
         self._said.clear()
 
-    def see(self, loader: str, worker: str, rank: int, partial: Mapping[str, Any]) -> str:
+    def see(self, loader: str, worker: str, rank: int, partial: Measured) -> str:
         """Compare what a worker reports with what others have reported. Return a warning, for each
         loader once; or nothing."""
-        said = (rank, str(partial.get(ROWS, "")), str(partial.get(FIRST, "")))
+        said = rank, partial.rows, partial.first
         if self._said.get(worker) == said or loader in self._warned:
             return ""
         self._said[worker] = said

@@ -8,6 +8,7 @@ import threading
 from dataclasses import dataclass, field
 from typing import Any
 
+from raysgd.core.metrics import Measured
 from raysgd.core.progress import Progress
 
 GUARDED = struct.Struct(">Q")
@@ -27,7 +28,7 @@ class Snapshot:
     data: Any = b""
     progress: Progress = field(default_factory=Progress)
     call: int = -1
-    partial: dict[str, Any] | None = None
+    partial: Measured | None = None
     held: tuple[int, int] | None = None
 
     def content(self) -> Any:

@@ -49,6 +49,6 @@ def partial_results_since(snapshot: Snapshot, parts: Sequence[PartialResults], *
     if snapshot.partial is None:
         return [part.until(taken_at) for part in parts]  # a survivor gave its state when a generation ended
     # A snapshot without any results was taken between two generations, so a part that ended at its step counts, too.
-    is_empty = not snapshot.partial.get(BATCH_COUNT) and not snapshot.partial.get(NUM_SAMPLES)
+    is_empty = not any(map(snapshot.partial.metrics.get, (BATCH_COUNT, NUM_SAMPLES)))
     before = [part for part in parts[:-1] if part.end < taken_at or (is_empty and part.end == taken_at)]
     return [*before, PartialResults((Ok(snapshot.partial, snapshot.progress),))]

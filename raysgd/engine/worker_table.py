@@ -25,6 +25,7 @@ from raysgd.core.messages import (
     StackReport,
     StackRequest,
 )
+from raysgd.core.metrics import Measured
 from raysgd.core.outcomes import Failed, Interrupted, Ok, Outcome, WorkerFailed
 from raysgd.core.progress import Progress
 from raysgd.core.snapshot import Snapshot, SnapshotStore
@@ -124,7 +125,7 @@ class WorkerInfo:
     holds_state: bool = False
     notice: bool = False
     progress: Progress = field(default_factory=Progress)
-    partial: dict[str, Any] | None = None
+    partial: Measured | None = None
     moved_at: float = 0.0
     ended: WorkerEnded | None = None
     killed_for: KillReason | None = None

@@ -209,7 +209,7 @@ class CompiledOperator(TrainingOperator):
     def _metrics(self) -> list[Any]:
         return list(self.model.metrics)
 
-    def _on_report(self, prefix: str, report: dict[str, Any]) -> None:
+    def _on_report(self, prefix: str, report: dict[str, Any]) -> bool:
         """Call the Keras callbacks with what all workers measured, so that all decide alike."""
         train = prefix == "train_"
         own = self._own_train if train else self._own_test
@@ -227,9 +227,10 @@ class CompiledOperator(TrainingOperator):
                 callbacks.on_epoch_end(self._epoch_idx, logs)
             else:
                 callbacks.on_test_end(logs)
-        if train and getattr(self.model, "stop_training", False):
-            report["stop_training"] = True
+        stop = train and getattr(self.model, "stop_training", False)
+        if stop:
             self.model.stop_training = False  # it is for this call only
+        return bool(stop)
 
     def _close(self) -> None:
         self._fit_callbacks.on_train_end()

@@ -294,8 +294,10 @@ class TrainingOperator(OperatorBase):
     def _metrics(self) -> list[Any]:
         return self._parts.metrics
 
-    def _on_report(self, prefix: str, report: dict[str, Any]) -> None:
-        """Called when a call has ended on this rank; `report` is what it returns."""
+    def _on_report(self, prefix: str, report: dict[str, Any]) -> bool:
+        """Called when a call has ended on this rank; `report` is what it returns. Return whether
+        the loop over epochs is to end."""
+        return False
 
     def _close(self) -> None:
         """Called when the worker ends without an error."""

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from raysgd.core.batch_mode import GLOBAL, PER_WORKER, refused
 from raysgd.core.comparison import Summary
-from raysgd.core.metrics import BATCH_MODE
+from raysgd.core.metrics import Measured
 from raysgd.core.outcomes import Interrupted
 from raysgd.core.progress import Control
 from raysgd.core.ranks import RankInfo
@@ -74,9 +74,8 @@ class TFReplica(ReplicaBase):
             log_change(OWN_DATA, self._position, self._rank_info, self._workers)
         return source
 
-    def _counts(self) -> dict[str, Any]:
-        own = isinstance(self._sources.get("train"), OwnSource)
-        return {**super()._counts(), BATCH_MODE: PER_WORKER if own else GLOBAL}
+    def _batch_mode(self) -> str:
+        return PER_WORKER if isinstance(self._sources.get("train"), OwnSource) else GLOBAL
 
     def _open_source(self, data: Any, phase: Phase) -> Source:
         channel, training = self.operator._channel, phase == "train"
@@ -121,13 +120,14 @@ class TFReplica(ReplicaBase):
 
     # -- results --------------------------------------------------------------------------------------
 
-    def partial(self, result: dict[str, Any] | None = None) -> dict[str, Any]:
+    def partial(self, result: dict[str, Any] | None = None) -> Measured:
         """Return what the running call has measured so far; Keras metrics are those of this
         rank."""
         found = metric_results(self.operator._metrics(), Channel())
-        return {**{self._prefix + name: value for name, value in found.items()}, **super().partial(result)}
+        partial = super().partial(result)
+        return replace(partial, metrics={self._prefix + name: found[name] for name in found} | partial.metrics)
 
-    def _partial_to_report(self) -> dict[str, Any] | None:
+    def _partial_to_report(self) -> Measured | None:
         return super().partial()
 
     def _begin_measuring(self, phase: Phase, profile: bool, *, new_call: bool) -> None:
@@ -136,10 +136,10 @@ class TFReplica(ReplicaBase):
         for metric in self.operator._metrics():
             metric.reset_state()
 
-    def _add_metrics(self, report: dict[str, Any], phase: Phase) -> None:
+    def _add_metrics(self, report: dict[str, Any], phase: Phase) -> dict[str, Any]:
         for name, value in metric_results(self.operator._metrics(), self.operator._channel).items():
             report.setdefault(self._prefix + name, value)
-        self.operator._on_report(self._prefix, report)
+        return {"stop": self.operator._on_report(self._prefix, report)}
 
     # -- calls ----------------------------------------------------------------------------------------
 

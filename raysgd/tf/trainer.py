@@ -30,7 +30,6 @@ from raysgd.training.settings import ReplicaSettings
 from raysgd.training.trainer_base import TrainerBase, described_run, limits_of, make_engine
 
 # Part of a result by which a Keras callback ends `train`.
-STOP = "stop_training"
 
 OF_ALL_WORKERS = "a batch of a TensorFlow data set is that of all workers together, and does not change with them"
 
@@ -120,7 +119,7 @@ class TFTrainer(TrainerBase):
         refuse_rates(elastic, OF_ALL_WORKERS)
         fit, evaluate = checked_fit_config(self.config, FIT), checked_fit_config(self.config, EVALUATE)
         run = described_run(TFTrainer, operator_cls, self.config, number, logdir)
-        calls = CallRunner(callbacks, run, bar=use_tqdm or bool(verbose or fit.get("verbose")), hidden=(STOP,))
+        calls = CallRunner(callbacks, run, bar=use_tqdm or bool(verbose or fit.get("verbose")))
         _check_on_workers(calls.on_workers)
         settings = ReplicaSettings(
             distributed=number > 1,
@@ -169,7 +168,7 @@ class TFTrainer(TrainerBase):
             counts = num_steps is None and steps is not None
             job = self._train_job(steps, profile, info, max_retries, counts=counts, reduced=reduce_results)
             result, each = self._calls.measure(self._engine, "train", job)
-            if result.pop(STOP, False):
+            if self._calls.stop:
                 break
         return result if reduce_results else each
 

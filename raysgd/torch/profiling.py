@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from raysgd.callbacks.base import TRACES
 from raysgd.callbacks.torch_profiler import ProfilerSettings
 from raysgd.training.feed import Feed
 from raysgd.training.step import Policy, Step
@@ -33,10 +32,10 @@ class TraceKeeper:
             also_in.mkdir(parents=True, exist_ok=True)
             (also_in / path.name).write_bytes(self._traces[path.name])
 
-    def taken(self) -> dict[str, Any]:
-        """Return the part of a report that holds the new traces."""
+    def taken(self) -> dict[str, bytes]:
+        """Return the new traces."""
         traces, self._traces = self._traces, {}
-        return {TRACES: traces} if traces else {}
+        return traces
 
 
 class Profiler(TraceKeeper, Policy):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ import torch.distributed as dist
 
 from raysgd.core.comparison import Summary
 from raysgd.core.messages import SnapshotUpload
-from raysgd.core.metrics import BATCH_MODE, COMMITTED, FIRST, ROWS, SECONDS, SKIPPED, for_all_ranks
+from raysgd.core.metrics import SECONDS, SKIPPED, Measured
 from raysgd.core.outcomes import NotExact
 from raysgd.core.progress import Control
 from raysgd.core.ranks import RankInfo
@@ -59,14 +60,14 @@ class TorchReplica(ReplicaBase):
         operator._parts.calls.control, control.called = control, operator._parts.calls.newest
         operator._keep_batch.position = self._position
         self._partial_at = 0.0
-        self._partial: dict[str, Any] | None = None
+        self._partial: Measured | None = None
         self._position.made_for = settings.num_workers, operator._planned_steps, False
         if type(operator).train_epoch is TrainingOperator.train_epoch:
             operator._own_scheduler()  # raises ConfigError for what it cannot step
         self._divided = settings.add_dist_sampler or not settings.distributed
         self._described: dict[Phase, tuple[Any, LoaderRows]] = {}  # with the loaders
         self.saved_rows: dict[str, list[Any]] = {}  # the part `rows` of the newest state that was loaded
-        self._measured: Phase = "train"  # the running call's
+        self._phase: Phase = "train"  # the running call's
         self._replaced: Any = None  # the source of the train_loader, while a load opens another one
         self._loaded_from = 0  # the number of workers of the group from which a state was loaded; 0 if none was
         for optimizer in operator._parts.optimizers:
@@ -137,21 +138,17 @@ class TorchReplica(ReplicaBase):
 
     # -- results --------------------------------------------------------------------------------------
 
-    def _partial_to_report(self) -> dict[str, Any] | None:
+    def _partial_to_report(self) -> Measured | None:
         """Return the partial result. Metrics on a GPU are read only from time to time, because that
         waits for the device."""
         now = time.monotonic()
         if self.operator.device.type == "cpu" or now >= self._partial_at:
             self._partial_at, self._partial = now + PARTIAL_S, self.partial()
-        return {**(self._partial or {}), **self._own_data()} or None
-
-    def _own_data(self) -> dict[str, Any]:
-        """Return what the driver compares with the data of other ranks."""
         if self._rank_info.world_size == 1:
-            return {}
-        phase = self._measured
-        own = {ROWS: self.rows_of(phase).for_ranks, FIRST: getattr(self._sources.get(phase), "first", "")}
-        return {name: value for name, value in own.items() if value}
+            return self._partial
+        # The driver compares these with the data of other ranks.
+        rows, first = self.rows_of(self._phase).for_ranks, getattr(self._sources.get(self._phase), "first", "")
+        return replace(self._partial or Measured(), rows=rows, first=first)
 
     def rows_of(self, phase: Phase) -> LoaderRows:
         """Return what is known of the rows of the registered data, if raysgd divides it by index
@@ -165,10 +162,8 @@ class TorchReplica(ReplicaBase):
 
     def _counts(self) -> dict[str, Any]:
         skipped = self.operator._parts.precision.skipped() + self.operator._leave_out.skipped
-        mode = {BATCH_MODE: self.operator._keep_batch.mode.mode} if self._measured == "train" else {}
         counts = {
             **super()._counts(),
-            **mode,
             **self.operator._monitor.measured(),
             **({SKIPPED: skipped} if skipped else {}),
         }
@@ -176,20 +171,22 @@ class TorchReplica(ReplicaBase):
             counts[SECONDS["compute"]] = max(counts[SECONDS["compute"]] - counts[SECONDS["communication"]], 0.0)
         return counts
 
+    def _batch_mode(self) -> str:
+        return self.operator._keep_batch.mode.mode if self._phase == "train" else ""
+
     def _begin_measuring(self, phase: Phase, profile: bool, *, new_call: bool) -> None:
         super()._begin_measuring(phase, profile, new_call=new_call)
         if new_call:  # registered metrics continue after a change of the group
             self.operator._parts.begin_measuring(self._metric_of(phase))
         self.operator._parts.precision.forget_skipped()
         self.operator._leave_out.skipped = 0
-        self._measured = phase
+        self._phase = phase
         self.operator._monitor.begin(self.operator._parts.wrapped)
         self._partial_at, self._partial = time.monotonic() + PARTIAL_S, None
 
-    def _add_metrics(self, report: dict[str, Any], phase: Phase) -> None:
+    def _add_metrics(self, report: dict[str, Any], phase: Phase) -> dict[str, Any]:
         report.update(self.operator._parts.measured(self._metric_of(phase)))
-        if self.operator._profiler is not None:
-            report.update(self.operator._profiler.taken())
+        return {} if self.operator._profiler is None else {"traces": self.operator._profiler.taken()}
 
     def _metric_of(self, phase: Phase) -> Phase:
         """Return the phase of the registered metric that the methods of this phase update."""
@@ -241,11 +238,10 @@ class TorchReplica(ReplicaBase):
         kept = self._resharding is not None and self._rank_info.world_size > 1
         super().take_snapshot(room_s) if not kept else self._keep_snapshot(self.partial())
 
-    def _keep_snapshot(self, partial: dict[str, Any]) -> None:
+    def _keep_snapshot(self, partial: Measured) -> None:
         if self._resharding is None or self._rank_info.world_size == 1 or not self._snapshots.wanted:
             return
-        committed = self._position.call_units - self._units_before
-        partial = for_all_ranks(partial, self._rank_info.world_size, committed)
+        partial = self._of_all_ranks(partial)
         snapshot = Snapshot(b"", self.progress, self._position.call, partial)
         self._resharding.keep_snapshot(snapshot, self._unsharded_state())
         if self.rank == 0:
@@ -375,7 +371,7 @@ class TorchReplica(ReplicaBase):
         if before and before != rank_info.world_size:
             self.operator.resized(before, rank_info.world_size)
         self._units_before = self._position.call_units
-        self._keep_snapshot({"epoch": self._position.epoch, COMMITTED: self._position.call_units})
+        self._keep_snapshot(Measured({"epoch": self._position.epoch}, self._position.call_units))
 
     def hand_over(self, stay: list[int]) -> None:
         """Give the ranks that stay the shards of all ranks, before the others leave. All ranks call

@@ -27,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from raysgd.callbacks.base import TRACES
 from raysgd.core.lazy import lazy_names
 from raysgd.errors import ConfigError
 from raysgd.torch.precision import Bf16, Fp16, Precision, make_precision
@@ -243,7 +244,8 @@ class TorchWorkerProfiler:
 
     def get_and_clear_profile_traces(self) -> dict[str, Any]:
         """Return the traces since the last call, as an argument for `train.report`."""
-        return self._traces.taken()
+        traces = self._traces.taken()
+        return {TRACES: traces} if traces else {}
 
 
 # As in Ray. The module of this name imports Ray, which the workers do not need.

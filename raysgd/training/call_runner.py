@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar, cast
 
-from raysgd.callbacks.base import TRACES, CallResult, Kind, Run, Underway
+from raysgd.callbacks.base import CallResult, Kind, Run, Underway
 from raysgd.callbacks.callback_list import CallbackList, check_callbacks
 from raysgd.callbacks.history import History
 from raysgd.callbacks.progress_bar import ProgressBar
@@ -50,15 +50,14 @@ def exclusive(method: F) -> F:
 
 
 class CallRunner:
-    """Owns a trainer's callbacks, the first of which is its history. `hidden` are names in results
-    that users do not see."""
+    """Owns a trainer's callbacks, the first of which is its history."""
 
-    def __init__(self, callbacks: Any, run: Run, *, bar: bool = False, hidden: Sequence[str] = ()) -> None:
+    def __init__(self, callbacks: Any, run: Run, *, bar: bool = False) -> None:
         self._saved_at: float | None = None
+        self.stop = False  # whether the user's code on the workers wants the loop over epochs to end
         self.batch_mode = ""  # what the workers have decided about the batch
         self.history, self.run = History(), replace(run, saved_at=lambda: self._saved_at)
         self._callbacks = CallbackList([self.history, *check_callbacks(callbacks), *([ProgressBar()] if bar else [])])
-        self._hidden = (*metrics.INTERNAL, TRACES, *hidden)
         self._rows = RowsCheck()
         self._kind: Kind | None = None
         self._failed = False
@@ -84,18 +83,13 @@ class CallRunner:
 
     # -- the engine's listeners -----------------------------------------------------------------------
 
-    def _note_mode(self, values: Sequence[Any]) -> None:
-        """Note what the first rank says of the batch."""
-        first = values[0] if values else None
-        self.batch_mode = (first or {}).get(metrics.BATCH_MODE, "") or self.batch_mode
-
     def on_progress(self, info: WorkerInfo) -> None:
+        partial = info.partial or metrics.Measured()
         if info.rank == 0:
-            self._note_mode([info.partial])
+            self.batch_mode = partial.batch_mode or self.batch_mode
         if self._kind is not None:
             self._compare_rows(info)
-            visible = {name: value for name, value in (info.partial or {}).items() if name not in self._hidden}
-            now = Underway(kind=self._kind, worker=info.worker, progress=info.progress, metrics=visible)
+            now = Underway(kind=self._kind, worker=info.worker, progress=info.progress, metrics=partial.metrics)
             self._callbacks.progress(now)
             self._callbacks.raise_stop()
 
@@ -143,10 +137,10 @@ class CallRunner:
             self._callbacks.raise_stop()
             parts = engine.run(job)
             for part in parts:
-                self._note_mode(part.values)
-            merged = [metrics.merge_ranks([_without_traces(value) for value in part.values]) for part in parts]
-            result = metrics.count_committed_samples(metrics.merge_parts(merged), merged)
-            rows = [self._visible(value) for value in _by_worker(parts)]
+                self.batch_mode = (part.values and part.values[0].batch_mode) or self.batch_mode
+            self.stop = any(value.stop for part in parts for value in part.values)
+            result = metrics.merge_call([part.values for part in parts])
+            rows = [_plain(value) for value in _by_worker(parts)]
             self._kind = None
             result |= self._callbacks.result(self._result(engine, kind, result, rows, parts, time.monotonic() - began))
             self._callbacks.raise_stop()
@@ -195,15 +189,16 @@ class CallRunner:
             kind=kind,
             epoch=engine.progress.epoch,
             step=engine.progress.step,
-            metrics=self._visible(result),
+            metrics=_plain(result),
             by_worker=rows,
             world_size=engine.world_size,
             seconds=took,
-            traces=[value.get(TRACES, {}) for part in parts for value in part.values],
+            traces=[dict(value.traces) for part in parts for value in part.values],
         )
 
-    def _visible(self, value: dict[str, Any]) -> dict[str, Any]:
-        return {name: metrics.plain(each) for name, each in value.items() if name not in self._hidden}
+
+def _plain(result: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: metrics.plain(each) for name, each in result.items()}
 
 
 def _by_worker(parts: Sequence[PartialResults]) -> list[dict[str, Any]]:
@@ -211,7 +206,7 @@ def _by_worker(parts: Sequence[PartialResults]) -> list[dict[str, Any]]:
     workers only paused, to save a checkpoint, are one."""
     rows: list[dict[str, Any]] = []
     for _, group in itertools.groupby(parts, key=lambda part: part.generation):
-        values = [part.values for part in group]
+        values = [[value.metrics for value in part.values] for part in group]
         if len({len(each) for each in values}) == 1:
             rows += [metrics.merge_parts(own) for own in zip(*values, strict=True)]
         else:  # some ranks failed before they measured anything
@@ -223,7 +218,7 @@ def _returned(kind: Kind, parts: Sequence[PartialResults]) -> list[Any]:
     """Return the objects that operators returned in place of dicts. Warn if they cannot contain all
     of the call."""
     values = list(itertools.chain.from_iterable(part.values for part in parts))
-    objects = [value[metrics.RETURNED] for value in values if metrics.RETURNED in value]
+    objects = [each for value in values for each in value.returned]
     if objects and len(objects) < len(values):
         logger.warning(
             "the workers changed during %s(), so the objects that it returns lack the batches before that, which are not "
@@ -231,7 +226,3 @@ def _returned(kind: Kind, parts: Sequence[PartialResults]) -> list[Any]:
             kind,
         )
     return objects
-
-
-def _without_traces(value: dict[str, Any]) -> dict[str, Any]:
-    return {name: each for name, each in value.items() if name != TRACES}

@@ -19,12 +19,11 @@ from raysgd.core.comparison import Summary
 from raysgd.core.messages import SnapshotUpload
 from raysgd.core.meters import AverageMeterCollection
 from raysgd.core.metrics import (
-    COMMITTED,
     COUNTED,
     OWN_NAMES,
-    RETURNED,
     SECONDS,
     SKIPPED,
+    Measured,
     check_metrics,
     for_all_ranks,
     refuse_own_names,
@@ -189,7 +188,7 @@ class ReplicaBase(ABC):
         self._plan_comparison()
         if done:
             self.take_snapshot()  # the rank that was the first when the call ended may have failed before it sent its own
-            return {"epoch": position.users_epoch, COMMITTED: position.call_units}
+            return Measured({"epoch": position.users_epoch}, position.call_units)
         self._begin_measuring("train", profile, new_call=new)
         if new:
             self._steps_before = self._steps_made()
@@ -214,7 +213,7 @@ class ReplicaBase(ABC):
             asked = not self._control.interrupted
             return Interrupted(self.partial(result), "stopped at a batch boundary", self.progress, asked=asked)
         report = self._reported(result, profile, "train", reduced)
-        self._warn_of_no_training(unused=unwinds and feed.unused, skipped=SKIPPED in report)
+        self._warn_of_no_training(unused=unwinds and feed.unused, skipped=SKIPPED in report.metrics)
         self._end_call()
         return report
 
@@ -474,15 +473,23 @@ class ReplicaBase(ABC):
 
     # -- results --------------------------------------------------------------------------------------
 
-    def partial(self, result: dict[str, Any] | None = None) -> dict[str, Any]:
+    def partial(self, result: dict[str, Any] | None = None) -> Measured:
         """Return what the running call has measured so far."""
         own = result if result and isinstance(result, dict) else self.operator._meter.summary()
         own = self._named_for_test(own) if self.operator._testing else own
-        return {"epoch": self._position.users_epoch, **own, **self._counts(), COMMITTED: self._position.call_units}
+        return self._measured({"epoch": self._position.users_epoch, **own, **self._counts()})
 
-    def _partial_to_report(self) -> dict[str, Any] | None:
+    def _partial_to_report(self) -> Measured | None:
         """Return the partial result for a progress message."""
         return self.partial()
+
+    def _measured(self, metrics: dict[str, Any]) -> Measured:
+        """Return these metrics of the running call of `train`, with what users do not see."""
+        return Measured(metrics, self._position.call_units, self._batch_mode())
+
+    def _of_all_ranks(self, partial: Measured) -> Measured:
+        committed = self._position.call_units - self._units_before
+        return replace(partial, metrics=for_all_ranks(partial.metrics, self._rank_info.world_size, committed))
 
     def _counts(self) -> dict[str, Any]:
         """Return what the running call has that is not the operator's metrics: counts, and what
@@ -501,29 +508,29 @@ class ReplicaBase(ABC):
         operator.timers.reset()
         operator.timers.enabled = profile
 
-    def _reported(self, result: Any, profile: bool, phase: Phase, reduced: bool) -> dict[str, Any]:
+    def _reported(self, result: Any, profile: bool, phase: Phase, reduced: bool) -> Measured:
         """Return the result of a call on this rank."""
-        method = "train_epoch" if phase == "train" else "validate"
+        method, returned = "train_epoch" if phase == "train" else "validate", ()
         if not isinstance(result, dict):
             if reduced:
                 raise TypeError(
                     f"{type(self.operator).__name__}.{method} must return a dict of results, got {shown(result)}. For a list "
                     f"of what each worker returned, of any type, call trainer.{CALLS[phase]}(reduce_results=False)"
                 )
-            result = {RETURNED: result}
+            result, returned = {}, (result,)
         else:
             check_metrics(result, of=f"{type(self.operator).__name__}.{method} returned an invalid result")
         report: dict[str, Any] = dict(result)
         if phase == "train":
             refuse_own_names(result, of=f"{type(self.operator).__name__}.train_epoch", names=OWN_NAMES - COUNTED)
-            committed = {COMMITTED: self._position.call_units}
-            report = {"epoch": self._position.users_epoch, **result, **self._counts(), **committed}
-        self._add_metrics(report, phase)
+            report = {"epoch": self._position.users_epoch, **result, **self._counts()}
+        others = self._add_metrics(report, phase)
         if phase == "test":
             report = self._named_for_test(report)
         if profile:
             report["profile"] = self.operator.timers.stats()
-        return report
+        measured = self._measured(report) if phase == "train" else Measured(report)
+        return replace(measured, returned=returned, **others)
 
     def _named_for_test(self, report: dict[str, Any]) -> dict[str, Any]:
         """Return a test's report with "test_" in the names that a validation's metrics have, unless
@@ -556,8 +563,7 @@ class ReplicaBase(ABC):
         except (pickle.PicklingError, TypeError, AttributeError) as error:
             self._snapshots.warn(error)
             return
-        committed = self._position.call_units - self._units_before
-        partial = for_all_ranks(self.partial(), self._rank_info.world_size, committed)
+        partial = self._of_all_ranks(self.partial())
         self._snapshots.send(SnapshotUpload(self.progress, self._position.call, partial), content)
 
     def _positions(self) -> dict[str, Any]:
@@ -685,8 +691,13 @@ class ReplicaBase(ABC):
         """Return a source of registered data."""
 
     @abstractmethod
-    def _add_metrics(self, report: dict[str, Any], phase: Phase) -> None:
-        """Add the registered metrics to a report. All ranks call this together."""
+    def _batch_mode(self) -> str:
+        """Return what was decided about the batch."""
+
+    @abstractmethod
+    def _add_metrics(self, report: dict[str, Any], phase: Phase) -> dict[str, Any]:
+        """Add the registered metrics to a report. Return what else is in `Measured`. All ranks call
+        this together."""
 
     @abstractmethod
     def full_state(self) -> dict[str, Any]:

@@ -49,7 +49,7 @@ from raysgd.core.messages import (
     StackRequest,
     StartDealer,
 )
-from raysgd.core.metrics import COMMITTED, SKIPPED
+from raysgd.core.metrics import SKIPPED, Measured
 from raysgd.core.progress import Control, Progress
 from raysgd.core.snapshot import guarded_part
 from raysgd.workers.transfer import Giving, take
@@ -123,7 +123,7 @@ class ControlClient:
 
     def upload(self, message: SnapshotUpload, *body: bytes | memoryview) -> None:
         """Send a snapshot over the bulk connection, so that stop requests never wait behind it."""
-        self._deliver(replace(message, partial=brief(message.partial)), *body, guarded=guarded_part(*body))
+        self._deliver(replace(message, partial=_briefly(message.partial)), *body, guarded=guarded_part(*body))
 
     def deliver(self, message: FunctionReport | StartDealer, body: bytes) -> None:
         """Send a message that must not be lost with this process. Return when the driver has
@@ -171,11 +171,11 @@ class ControlClient:
         self._bulk, self._bulk_lock = None, threading.Lock()
         self._send_lock, self._forked = threading.Lock(), True
 
-    def _publish(self, progress: Progress, partial: dict[str, Any] | None) -> None:
+    def _publish(self, progress: Progress, partial: Measured | None) -> None:
         """Send progress, unless the driver does not read at the moment: training must not wait for
         it, and a later message will replace this one."""
         if self._writable.select(0):
-            self._send(ProgressReport(self.call, progress, brief(partial)))
+            self._send(ProgressReport(self.call, progress, _briefly(partial)))
 
     def _send(self, message: Message) -> None:
         if self._forked:
@@ -270,18 +270,20 @@ def _is_idle(connection: socket.socket) -> bool:
     return False
 
 
-def brief(result: Mapping[str, Any] | None) -> dict[str, Any] | None:
+def _briefly(measured: Measured | None) -> Measured | None:
+    return None if measured is None else replace(measured, metrics=brief(measured.metrics))
+
+
+def brief(result: Mapping[str, Any]) -> dict[str, Any]:
     """Return the part of a result that progress messages contain: its counts, and numbers and short
     strings, 64,000 characters at most.
 
     Everything else (long strings, tables, more metrics than that) reaches the driver with the
     call's result.
     """
-    if result is None:
-        return None
     kept: dict[str, Any] = {}
     size = 0
-    for name in dict.fromkeys(("epoch", BATCH_COUNT, NUM_SAMPLES, SKIPPED, COMMITTED, *result)):
+    for name in dict.fromkeys(("epoch", BATCH_COUNT, NUM_SAMPLES, SKIPPED, *result)):
         value = _plain(result.get(name))
         if value is not None and isinstance(name, str) and len(name) <= LONGEST_TEXT:
             size += len(name) + len(repr(value))

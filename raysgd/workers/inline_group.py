@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from raysgd.core.messages import FunctionReport, Message, ProgressReport, StartDealer
+from raysgd.core.metrics import Measured
 from raysgd.core.progress import Control, Progress
 from raysgd.core.protocols import ProcessGroupBackend
 from raysgd.ray_data.reader import RowReader, local_row_reader
@@ -118,5 +119,5 @@ class InlineGroup:
     def _deliver(self, message: FunctionReport | StartDealer, body: Any) -> None:
         self.listener(MessageReceived(self._worker, message, body))
 
-    def _publish(self, progress: Progress, partial: dict[str, Any] | None) -> None:
+    def _publish(self, progress: Progress, partial: Measured | None) -> None:
         self.listener(MessageReceived(self._worker, ProgressReport(self._calls, progress, partial)))

@@ -78,7 +78,6 @@ REFUSED = {
     "fraction beyond floats": (lambda: {"m": fractions.Fraction(10**400)}, ValueError, "'m' is a number"),
     "integer beyond floats, inside": (lambda: {"m": {"x": [10**400]}}, ValueError, "a number in the metric 'm'"),
     "contains itself": (lambda: {"m": endless()}, ValueError, "'m' contains itself"),
-    "reserved": (lambda: {"__committed__": 1}, ValueError, "'__committed__' is reserved"),
 }
 # The value that is returned, and what is expected in the result: None for any value.
 KEPT: dict[str, tuple[Callable[[], Any], Any]] = {

@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import ConfigError, train
+from raysgd.core.metrics import Measured
 from tests.replicas import FunctionRank, Interrupted, tf_rank, torch_rank
 from tests.torch.small import Line, rows
 
@@ -281,7 +282,7 @@ def test_partial_results_can_be_read_at_any_time(subject: Subject) -> None:
     subject.hooks.at("before", 2, lambda: found.append(replica.partial()))
     subject.run(replica)
     found.append(replica.partial())
-    assert len(found) == 3 and all(each is None or isinstance(each, dict) for each in found)
+    assert len(found) == 3 and all(each is None or isinstance(each, Measured) for each in found)
 
 
 # -- operators only -----------------------------------------------------------------------------------
@@ -300,7 +301,7 @@ def test_a_call_that_is_done_is_not_repeated(operators: Subject) -> None:
 def test_results_of_the_parts_of_a_call_add_up(operators: Subject) -> None:
     replica = operators.make()
     replica.stop_at(2)
-    part = operators.run(replica).value
+    part = operators.run(replica).value.metrics
     replica.clear()
     rest = operators.run(replica)
     assert (part["batch_count"], rest["batch_count"]) == (2, STEPS - 2)

@@ -12,6 +12,7 @@ import pytest
 
 from raysgd.config import WorkerResources
 from raysgd.core.messages import Interrupt, ProgressReport, StackReport, StackRequest
+from raysgd.core.metrics import Measured
 from raysgd.core.outcomes import Failed, Interrupted, Ok, Outcome
 from raysgd.core.progress import Control, Progress
 from raysgd.core.protocols import Call
@@ -59,7 +60,7 @@ class Probe:
         raise kind(*arguments)
 
     def report(self) -> None:
-        self.control.report(Progress(step=4), {"loss": 1.0})
+        self.control.report(Progress(step=4), Measured({"loss": 1.0}))
 
     def wait(self) -> str:
         """Return when the driver interrupts."""

@@ -10,7 +10,7 @@ from typing import Any
 from raysgd.core.comparison import Summary
 from raysgd.core.messages import SnapshotUpload
 from raysgd.core.meters import AverageMeterCollection
-from raysgd.core.metrics import COMMITTED, for_all_ranks
+from raysgd.core.metrics import Measured, for_all_ranks
 from raysgd.core.outcomes import DataLoaderFailure, Interrupted
 from raysgd.core.progress import Control, Progress
 from raysgd.core.protocols import Call
@@ -125,7 +125,7 @@ class SimReplica:
         self._compare_at = self._next_comparison()
         if done:
             self._snapshot()
-            return {"epoch": position.epoch, COMMITTED: position.call_units}
+            return Measured({"epoch": position.epoch}, position.call_units)
         self._meter, self._units_before = AverageMeterCollection(), position.call_units
         if snapshot_first:
             self._snapshot()
@@ -215,8 +215,8 @@ class SimReplica:
         self._worker.point("resized")
         self._cut_short()
 
-    def partial(self) -> dict[str, Any]:
-        return {"epoch": self._position.epoch, **self._meter.summary(), COMMITTED: self._position.call_units}
+    def partial(self) -> Measured:
+        return Measured({"epoch": self._position.epoch, **self._meter.summary()}, self._position.call_units)
 
     def state(self) -> memoryview:
         self._worker.point("state_dict")
@@ -311,6 +311,8 @@ class SimReplica:
     def _snapshot(self, *, wait_s: float = 0.0) -> None:
         if self._rank_info.world_rank == 0 and self._plan.snapshot_every is not None:
             committed = self._position.call_units - self._units_before
-            partial = for_all_ranks(self.partial(), self._rank_info.world_size, committed)
+            partial = self.partial()
+            everywhere = for_all_ranks(partial.metrics, self._rank_info.world_size, committed)
+            partial = replace(partial, metrics=everywhere)
             message = SnapshotUpload(self.progress, self._position.call, partial)
             self._worker.upload(message, self._state(), wait_s=wait_s)

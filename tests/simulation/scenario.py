@@ -210,10 +210,9 @@ class Script:
 
     def _check_metrics(self, parts: Sequence[Sequence[Any]], steps: Sequence[Any], *, exact: bool) -> None:
         """Check the result of a call. If no worker has failed in it, it equals that of an undisturbed run."""
-        merged = [metrics.merge_ranks(values) for values in parts]
-        result = metrics.count_committed_samples(metrics.merge_parts(merged), merged)
+        result = metrics.merge_call(parts)
         used = [value_of(sample) for _, start, stop in steps for sample in range(start, stop)]
-        committed = max(value.get(metrics.COMMITTED) or 0 for values in parts for value in values)
+        committed = max(value.committed for values in parts for value in values)
         if committed != len(used):
             raise Violation(f"train() reports {committed} committed samples, and {len(used)} were used")
         samples, mean = result.get(NUM_SAMPLES, 0), sum(used) / len(used)
@@ -311,7 +310,7 @@ class Script:
 
 def _newest(truth: Sequence[Step], parts: Sequence[Any]) -> Sequence[Step]:
     """Return the steps of a call before which calls were run again: as many as it says that it has committed."""
-    committed = max((value.get(metrics.COMMITTED) or 0 for part in parts for value in part.values), default=0)
+    committed = max((value.committed for part in parts for value in part.values), default=0)
     for first in range(len(truth), -1, -1):
         if sum(stop - start for _, start, stop in truth[first:]) >= committed:
             return truth[first:]

@@ -111,7 +111,9 @@ def test_by_default_the_log_says_once_that_the_batch_follows_the_workers(caplog:
     for operator, mode, lines in ((Noting, "global", 0), (Own, "per_worker", 1)):
         caplog.clear()
         rank = replica_of(operator, in_pieces=False)
-        assert rank.train(1)["__batch_mode__"] == rank.train(2)["__batch_mode__"] == mode
+        for call in (1, 2):
+            rank.train(call)
+            assert rank.measured.batch_mode == mode
         said = [each for each in caplog.messages if "keeps its batch size" in each]
         assert len(said) == lines and all("1 worker of 3 trains" in each and "AUTO or DATA" in each for each in said)
 

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 from raysgd import ElasticConfig, TorchTrainer, TrainingOptions
-from raysgd.core.metrics import COMMITTED
 from raysgd.torch import TrainingOperator
 from tests.local.group import Cluster, Fault
 from tests.local.runs import train, weights_of
@@ -403,14 +402,17 @@ def test_states_carry_the_decision() -> None:
     whole.train(1, num_steps=1)
     peer, resumed = rank_of(1), rank_of(1)
     peer.load(whole.state())
-    assert peer.train(2, num_steps=2)[COMMITTED] == 18
-    assert resumed.resume(whole.checkpoint()).train(2)[COMMITTED] == 27
+    peer.train(2, num_steps=2)
+    resumed.resume(whole.checkpoint()).train(2)
+    assert (peer.measured.committed, resumed.measured.committed) == (18, 27)
     # Other code is looked at again, and what was refused before may be kept now.
     direct = rank_of(3, Direct)
     direct.train(1, num_steps=1)
-    assert direct.train(2, num_steps=1)["__batch_mode__"] == "per_worker"
+    direct.train(2, num_steps=1)
+    assert direct.measured.batch_mode == "per_worker"
     repaired = rank_of(3).resume(direct.checkpoint())
-    assert repaired.train(3, num_steps=1)["__batch_mode__"] == "global"
+    repaired.train(3, num_steps=1)
+    assert repaired.measured.batch_mode == "global"
 
 
 def test_a_trainer_says_what_was_decided() -> None:

@@ -157,7 +157,7 @@ def test_a_resume_with_another_division_is_an_error(tmp_path: Path) -> None:
 def test_ranks_report_what_the_driver_compares() -> None:
     rank = torch_rank(Split, {"split": 1}, ranks=2, distributed=True, wrap_ddp=False)
     rank.validate()
-    assert rank.reports[-1][1]["__rows__"].startswith("4 rows with the indices ")
+    assert rank.reports[-1][1].rows.startswith("4 rows with the indices ")
     alone = torch_rank(Split, {"split": 1})
-    result = alone.validate()
-    assert "__rows__" not in alone.reports[-1][1] and "__rows__" not in result
+    alone.validate()
+    assert not alone.reports[-1][1].rows and not alone.measured.rows
