@@ -276,7 +276,7 @@ def wrong_results() -> Iterator[str]:
     results = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in fill_page.RESULTS.glob("*.json")}
     for page in (fill_page.PAGE, *fill_page.OTHER_PAGES):
         text = page.read_text(encoding="utf-8")
-        if fill_page.filled(text, {each["benchmark"]: each for each in results.values()}, page) != text:
+        if fill_page.filled(text, {each["benchmark"]: each for each in results.values()}) != text:
             yield f"{page.name} does not show the results: run examples/benchmarks/fill_page.py"
     gaps = {row["case"]: row["gap_s"]["median"] for row in results["recovery"]["rows"]}
     said = [f"{gaps[case]:.2g} s without a step" for case in fill_page.REPEATED.values()]

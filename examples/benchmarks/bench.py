@@ -5,8 +5,7 @@
     python examples/benchmarks/bench.py --quick            fewer rounds and settings, into build/benchmarks
     python examples/benchmarks/bench.py --only saving startup
 
-On a machine with CUDA, `gpu.py` is one of them. A benchmark that fails does not keep the others from being run; its
-name is told at the end, with status 1.
+A benchmark that fails does not keep the others from being run; its name is told at the end, with status 1.
 """
 
 import argparse
@@ -18,7 +17,6 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from fill_page import OTHER_PAGES, PAGE, RESULTS, fill
 from processes import HERE
 
@@ -33,7 +31,6 @@ class Benchmark:
     name: str
     full: str
     quick: str
-    needs_cuda: bool = False
     takes_longer: bool = False
 
     def command(self, kind: str) -> list[str]:
@@ -55,7 +52,6 @@ BENCHMARKS = (
     Benchmark("kill_curve", "", "--epochs 4 --after-s 15"),
     Benchmark("rerun", "--rounds 1", "--rounds 1"),
     Benchmark("saving", "--sizes 10 100 1000 --rounds 3", "--sizes 10 100 1000 --rounds 2"),
-    Benchmark("gpu", "", "--rounds 1 --precisions bf16", needs_cuda=True),
     Benchmark(
         "chaos", "--state build/chaos.json --parts 1 --faults 120 --minutes 5", "--minutes 0.5", takes_longer=True
     ),
@@ -117,9 +113,7 @@ def main() -> None:
     ]
     failed, started = [], time.monotonic()
     for benchmark in asked:
-        if benchmark.needs_cuda and not torch.cuda.is_available() and args.kind != "smoke":
-            print(f"--- {benchmark.name}: left out, torch sees no CUDA device", file=sys.stderr)
-        elif not run(benchmark, args.kind, into):
+        if not run(benchmark, args.kind, into):
             failed.append(benchmark.name)
     print(f"--- {len(asked)} benchmarks: {(time.monotonic() - started) / 60:.0f} minutes", file=sys.stderr)
     present(into, PAGE if full else None)

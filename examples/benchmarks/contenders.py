@@ -16,7 +16,7 @@ from processes import PEERS, search_path
 from torch.utils.data import DataLoader, default_collate
 from workloads import Setting
 
-from raysgd import TorchTrainer, TrainingOperator, TrainingOptions
+from raysgd import TorchTrainer, TrainingOperator
 
 BASE = "hand-written"
 
@@ -46,7 +46,6 @@ class BenchmarkOperator(TrainingOperator):
                 workload.dataset(setting.workers),
                 batch_size=workload.batch_size,
                 shuffle=True,
-                pin_memory=setting.device == "cuda",
             )
         )
 
@@ -62,7 +61,6 @@ class CollatingOperator(BenchmarkOperator):
                 loader.dataset,
                 batch_size=loader.batch_size,
                 shuffle=True,
-                pin_memory=loader.pin_memory,
                 collate_fn=lambda samples: default_collate(samples),
             )
         )
@@ -78,9 +76,7 @@ class RaySGD:
         self.trainer = TorchTrainer(
             training_operator_cls=self.operator,
             num_workers=setting.workers,
-            use_gpu=setting.device == "cuda",
             use_ray=True,
-            options=TrainingOptions(precision=setting.precision),
             config={"setting": setting},
         )
 
@@ -102,12 +98,12 @@ class Collating(RaySGD):
 
 
 @contextlib.contextmanager
-def cluster(workers: int, **resources: float) -> Iterator[None]:
+def cluster(workers: int) -> Iterator[None]:
     """A local Ray cluster with a CPU for each of so many workers and for what Ray Train needs beside them. Workers
     of every driver in it find the benchmarks' modules, and have the priority of processes that Ray does not start,
     which Ray would lower by 15."""
     os.environ.update(PYTHONPATH=search_path(), RAY_worker_niceness="0")
-    ray.init(address="local", num_cpus=workers + 2, include_dashboard=False, log_to_driver=False, **resources)
+    ray.init(address="local", num_cpus=workers + 2, include_dashboard=False, log_to_driver=False)
     try:
         yield
     finally:

@@ -9,7 +9,7 @@ Between such a line and `<!-- end -->` goes what it asks for; the rest of the pa
     <!-- table: throughput workload=tiny -->        these rows, without the column
     <!-- table: chaos show=kinds told -->           the same, and how it was measured
     <!-- matrix: throughput ratio -->               a figure for each setting and contender
-    <!-- plots: throughput -->                      the pictures in docs/benchmarks/ whose names begin so
+    <!-- plots: scale -->                           its pictures in docs/benchmarks/
     <!-- picture: kill_curve -->                    the light or the dark one, in README.md
     <!-- summary: all -->                           a line for each claim: the best peer, the ratio, rounds, spread
 """
@@ -86,11 +86,11 @@ def matrix(document: Mapping[str, Any], figure: str) -> str:
     for row in document["rows"]:
         value = row.get(figure)
         value = value["median"] if isinstance(value, Mapping) else value
-        setting = tuple(str(row[name]) for name in ("workload", "precision", "workers"))
+        setting = tuple(str(row[name]) for name in ("workload", "workers"))
         settings.setdefault(setting, {})[row["contender"]] = cell(value)
     names = list(dict.fromkeys(row["contender"] for row in document["rows"]))
     body = [[*setting, *(own.get(name, "") for name in names)] for setting, own in settings.items()]
-    return lines(["workload", "precision", "workers", *names], body)
+    return lines(["workload", "workers", *names], body)
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ def is_own(row: Mapping[str, Any]) -> bool:
 
 
 def of_steps(workload: str, workers: int) -> Claim:
-    setting = {"workload": workload, "precision": "fp32", "workers": workers}
+    setting = {"workload": workload, "workers": workers}
     text = f"time of a step, `{workload}`, {workers} worker{'s' * (workers > 1)}"
     return Claim(text, "throughput", {**setting, "contender": "raysgd"}, "us_per_step", " µs", setting)
 
@@ -205,12 +205,11 @@ def summary(documents: Mapping[str, Mapping[str, Any]]) -> str:
 def told(document: Mapping[str, Any]) -> str:
     machine = document["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
-    gpus = ", ".join(sorted({str(row["gpu"]) for row in document["rows"] if row.get("gpu")}))
     spreads = [value for row in document["rows"] for value in row.values() if isinstance(value, Mapping)]
     many = any(map(has_interval, spreads))
     are = "the 95 % interval of the median of the rounds" if many else "median (least to most) over the rounds"
     return (
-        f"`{document['command']}` on {machine['cores']} cores ({machine['cpu']}){f', {gpus}' if gpus else ''}, "
+        f"`{document['command']}` on {machine['cores']} cores ({machine['cpu']}), "
         f"Python {machine['python']}, {versions}; load average at the end {machine['load'][0]}."
         f"{f' Spreads are {are}.' if spreads else ''}"
     )
@@ -233,8 +232,6 @@ def seen(document: Mapping[str, Any]) -> str:
     """What the pictures of a result show, for those who cannot see them."""
     if document["benchmark"] == "scale":
         return "The share of each phase in a recovery, by the number of ranks"
-    if document["benchmark"] != "kill_curve":
-        return str(document["benchmark"]).replace("_", " ")
     parts = [
         f"{row['contender']} {row['still_s']:.2g} s without a step, {row['repeated_samples']:,} samples repeated"
         if "from_s" in row
@@ -244,15 +241,11 @@ def seen(document: Mapping[str, Any]) -> str:
     return f"Samples per second before and after one of three workers is killed: {'; '.join(parts)}"
 
 
-def pictures(document: Mapping[str, Any], page: Path) -> str:
-    name, folder = document["benchmark"], page.parent / "benchmarks"
-    found = [
-        f"![{path.stem.replace('_', ' ')}](benchmarks/{path.name})" for path in sorted(folder.glob(f"{name}*.png"))
-    ]
-    for path in sorted((*folder.glob(f"{name}_light.svg"), *folder.glob(f"{name}_dark.svg")), reverse=True):
-        mode = path.stem.rpartition("_")[2]
-        found.append(f"```{{image}} benchmarks/{path.name}\n:class: only-{mode}\n:alt: {seen(document)}\n```")
-    return "\n\n".join(found)
+def pictures(document: Mapping[str, Any]) -> str:
+    paths = {mode: f"benchmarks/{document['benchmark']}_{mode}.svg" for mode in ("light", "dark")}
+    return "\n\n".join(
+        f"```{{image}} {path}\n:class: only-{mode}\n:alt: {seen(document)}\n```" for mode, path in paths.items()
+    )
 
 
 def picture(document: Mapping[str, Any]) -> str:
@@ -263,7 +256,7 @@ def picture(document: Mapping[str, Any]) -> str:
     )
 
 
-def filled(text: str, documents: Mapping[str, Mapping[str, Any]], page: Path = PAGE) -> str:
+def filled(text: str, documents: Mapping[str, Mapping[str, Any]]) -> str:
     """The page with every table and picture whose result is there."""
 
     def content(place: re.Match[str]) -> str:
@@ -274,7 +267,7 @@ def filled(text: str, documents: Mapping[str, Mapping[str, Any]], page: Path = P
         if document is None:
             return place[0]
         if kind == "plots":
-            return f"{head}{pictures(as_drawn(document, documents), page)}\n{end}"
+            return f"{head}{pictures(as_drawn(document, documents))}\n{end}"
         if kind == "picture":
             return f"{head}{picture(as_drawn(document, documents))}\n{end}"
         only = dict(option.split("=") for option in options.split() if "=" in option)
@@ -291,7 +284,7 @@ def filled(text: str, documents: Mapping[str, Mapping[str, Any]], page: Path = P
 def fill(results: Path, page: Path) -> None:
     found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(results.glob("*.json"))]
     text = page.read_text(encoding="utf-8")
-    page.write_text(filled(text, {each["benchmark"]: each for each in found}, page), encoding="utf-8")
+    page.write_text(filled(text, {each["benchmark"]: each for each in found}), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -15,18 +15,16 @@ from workloads import Setting
 class Loop:
     """One rank's model, data and epochs, in a process group that stands already. Reads only the last loss."""
 
-    def __init__(self, setting: Setting, rank: int, *, gpu: int = 0) -> None:
+    def __init__(self, setting: Setting, rank: int) -> None:
         torch.set_num_threads(1)
         workload, workers = setting.workload, setting.workers
-        self.setting, self.device = setting, setting.place(gpu)
-        bare = workload.model().to(self.device)
+        self.setting = setting
+        bare = workload.model()
         self.model, self.optimizer = self.shared(bare, workload.optimizer(bare))
         self.criterion = workload.criterion
         dataset = workload.dataset(workers)
         self.sampler = DistributedSampler(dataset, workers, rank, shuffle=True)
-        pinned = setting.device == "cuda"
-        self.loader = DataLoader(dataset, batch_size=workload.batch_size, sampler=self.sampler, pin_memory=pinned)
-        self.scaler = torch.amp.GradScaler(setting.device, enabled=setting.precision == "fp16")
+        self.loader = DataLoader(dataset, batch_size=workload.batch_size, sampler=self.sampler)
         self.epochs_completed = 0
 
     def shared(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -38,38 +36,14 @@ class Loop:
 
     def epoch(self) -> float:
         self.sampler.set_epoch(self.epochs_completed)
-        self.model.train()
-        loss = self._plain() if self.setting.plain else self._mixed()
         self.epochs_completed += 1
-        return float(loss.detach())
-
-    def _plain(self) -> torch.Tensor:
-        model, optimizer, criterion = self.model, self.optimizer, self.criterion
+        model, optimizer, criterion = self.model.train(), self.optimizer, self.criterion
         for features, target in self.loader:
             optimizer.zero_grad()
             loss = criterion(model(features), target)
             loss.backward()
             optimizer.step()
-        return loss
-
-    def _mixed(self) -> torch.Tensor:
-        """The same with a device to move batches to, and a precision to compute in."""
-        model, optimizer, criterion, scaler = self.model, self.optimizer, self.criterion, self.scaler
-        scaled = scaler.is_enabled()
-        for features, target in self.loader:
-            features = features.to(self.device, non_blocking=True)
-            target = target.to(self.device, non_blocking=True)
-            optimizer.zero_grad()
-            with self.setting.autocast():
-                loss = criterion(model(features), target)
-            if scaled:
-                scaler.scale(loss).backward()
-                scaler.step(optimizer)
-                scaler.update()
-            else:
-                loss.backward()
-                optimizer.step()
-        return loss
+        return float(loss.detach())
 
 
 class HandWrittenRank:
@@ -83,11 +57,8 @@ class HandWrittenRank:
 
     def setup(self, host: str, port: int) -> None:
         workers = self.setting.workers
-        if self.setting.device == "cuda":
-            torch.cuda.set_device(0)  # the one that Ray shows this actor
         store = dist.TCPStore(host, port, workers, False)
-        backend = "nccl" if self.setting.device == "cuda" else "gloo"
-        dist.init_process_group(backend, store=store, rank=self.rank, world_size=workers)
+        dist.init_process_group("gloo", store=store, rank=self.rank, world_size=workers)
         self.loop = Loop(self.setting, self.rank)
 
     def epoch(self) -> float:
@@ -101,9 +72,8 @@ class HandWritten:
 
     def __init__(self, setting: Setting) -> None:
         rank_class = ray.remote(HandWrittenRank)
-        gpus = 1 if setting.device == "cuda" else 0
         self._ranks: list[Any] = [
-            rank_class.options(num_cpus=1, num_gpus=gpus).remote(setting, rank) for rank in range(setting.workers)
+            rank_class.options(num_cpus=1).remote(setting, rank) for rank in range(setting.workers)
         ]
         host = str(ray.util.get_node_ip_address())
         self._store = dist.TCPStore(host, 0, None, True, wait_for_workers=False)

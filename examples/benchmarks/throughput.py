@@ -23,11 +23,10 @@ from typing import Any
 from contenders import BASE, USUAL, Contender, RaySGD, cluster, missing, standing
 from interleaved import Turn, interleaved, peak_mb
 from report import claim_stdout, emit, spread
-from workloads import PRECISIONS, WORKLOADS, Setting, Workload
+from workloads import WORKLOADS, Setting, Workload
 
 COLUMNS = (
     "workload",
-    "precision",
     "workers",
     "contender",
     "us_per_step",
@@ -45,7 +44,7 @@ def measure(
 ) -> list[dict[str, Any]]:
     """One row per contender, with its time over that of `base`. Whoever fails has that in its row, and the others go on without
     it. The rounds of several `starts` count alike: each has all processes anew."""
-    print(f"{setting.workload.name}, {setting.precision}, {setting.workers} workers", file=sys.stderr)
+    print(f"{setting.workload.name}, {setting.workers} workers", file=sys.stderr)
     failed: dict[str, str] = {}
     turns: dict[str, list[Turn]] = {}
     peaks: dict[str, float | None] = {}
@@ -80,7 +79,6 @@ def row(
     workload = setting.workload
     head = {
         "workload": workload.name,
-        "precision": setting.precision,
         "contender": name,
         "workers": setting.workers,
         "steps": workload.steps,
@@ -96,7 +94,6 @@ def row(
         "epoch_s": epoch,
         "us_per_step": round(epoch["median"] / workload.steps * 1e6, 1),
         "samples_per_s": round(workload.samples(setting.workers) / epoch["median"], 1),
-        "tokens_per_s": round(workload.samples(setting.workers) * workload.tokens / epoch["median"], 1),
         "ratio": spread([mine.wall / other.wall for mine, other in pairs]),
         "overhead_us": spread([(mine.wall - other.wall) / workload.steps * 1e6 for mine, other in pairs], 1),
         "raysgd_ratio": raysgd_ratio(own, turns.get(RaySGD.name)),
@@ -118,22 +115,14 @@ def long_enough(workload: Workload, workers: int, steps: int | None) -> Workload
     return workload.shortened(steps or usual)
 
 
-def arguments(workloads: Sequence[str]) -> argparse.ArgumentParser:
-    """What the throughput benchmarks have in common."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--workloads", nargs="+", choices=workloads, default=workloads)
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--workloads", nargs="+", choices=[*WORKLOADS], default=[*WORKLOADS])
     parser.add_argument("--contenders", nargs="+", choices=USUAL, default=USUAL)
-    parser.add_argument("--precisions", nargs="+", choices=[*PRECISIONS], default=["fp32"])
     parser.add_argument("--workers", nargs="+", type=int, default=[2])
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--steps", type=int, help="batches per worker and epoch (default: the workload's)")
     parser.add_argument("--smoke", action="store_true", help="a few steps of each, only to see that it runs")
-    return parser
-
-
-def main() -> None:
-    parser = arguments([*WORKLOADS])
-    parser.description = __doc__.splitlines()[0]
     parser.add_argument("--starts", type=int, default=1, help="how often everything is started anew")
     parser.add_argument("--limit-s", type=float, default=math.inf, help="end a setting's rounds after so long")
     parser.add_argument("--total-s", type=float, default=math.inf, help="begin no further setting after so long")
@@ -145,16 +134,14 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     deadline = time.monotonic() + args.total_s  # so all workloads come first, before the next number of workers
     with cluster(len(args.contenders) * max(args.workers)):
-        for precision, workers, name in itertools.product(args.precisions, args.workers, args.workloads):
+        for workers, name in itertools.product(args.workers, args.workloads):
             if time.monotonic() > deadline:
-                print(f"left out for lack of time: {name}, {precision}, {workers} workers", file=sys.stderr)
+                print(f"left out for lack of time: {name}, {workers} workers", file=sys.stderr)
                 continue
-            setting = Setting(long_enough(WORKLOADS[name], workers, args.steps), workers, precision)
+            setting = Setting(long_enough(WORKLOADS[name], workers, args.steps), workers)
             rows += measure(setting, args.contenders, args.rounds, args.limit_s, args.starts)
     order = list(WORKLOADS)
-    rows.sort(
-        key=lambda each: (order.index(each["workload"]), args.precisions.index(each["precision"]), each["workers"])
-    )
+    rows.sort(key=lambda each: (order.index(each["workload"]), each["workers"]))
     emit(out, "throughput", vars(args), rows, COLUMNS)
 
 

@@ -12,18 +12,9 @@ from workloads import Setting
 setting = Setting.of_environment()
 torch.set_num_threads(1)
 workload = setting.workload
-accelerator = Accelerator(
-    cpu=setting.device == "cpu",
-    mixed_precision="no" if setting.precision == "fp32" else setting.precision,
-    kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
-)
+accelerator = Accelerator(cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)])
 bare = workload.model()
-loader = DataLoader(
-    workload.dataset(setting.workers),
-    batch_size=workload.batch_size,
-    shuffle=True,
-    pin_memory=setting.device == "cuda",
-)
+loader = DataLoader(workload.dataset(setting.workers), batch_size=workload.batch_size, shuffle=True)
 model, optimizer, loader = accelerator.prepare(bare, workload.optimizer(bare), loader)
 criterion = workload.criterion
 gate = Gate()

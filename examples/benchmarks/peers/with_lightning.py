@@ -9,8 +9,6 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader
 from workloads import Setting
 
-PRECISIONS = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
-
 
 class Module(lightning.LightningModule):
     def __init__(self, setting):
@@ -40,17 +38,11 @@ class Turns(lightning.Callback):
 setting = Setting.of_environment()
 torch.set_num_threads(1)
 workload = setting.workload
-loader = DataLoader(
-    workload.dataset(setting.workers),
-    batch_size=workload.batch_size,
-    shuffle=True,
-    pin_memory=setting.device == "cuda",
-)
+loader = DataLoader(workload.dataset(setting.workers), batch_size=workload.batch_size, shuffle=True)
 lightning.Trainer(
-    accelerator="gpu" if setting.device == "cuda" else "cpu",
+    accelerator="cpu",
     devices=setting.workers,
     strategy=DDPStrategy(gradient_as_bucket_view=True) if setting.workers > 1 else "auto",
-    precision=PRECISIONS[setting.precision],
     max_epochs=-1,
     logger=False,
     enable_checkpointing=False,

@@ -24,13 +24,7 @@ def train(config):
     bare = workload.model()
     model = ray.train.torch.prepare_model(bare, parallel_strategy_kwargs={"gradient_as_bucket_view": True})
     optimizer, criterion = workload.optimizer(model), workload.criterion
-    scaler = torch.amp.GradScaler(setting.device, enabled=setting.precision == "fp16")
-    loader = DataLoader(
-        workload.dataset(workers),
-        batch_size=workload.batch_size,
-        shuffle=True,
-        pin_memory=setting.device == "cuda",
-    )
+    loader = DataLoader(workload.dataset(workers), batch_size=workload.batch_size, shuffle=True)
     loader = ray.train.torch.prepare_data_loader(loader)
     gate, epoch = Gate(config["gate"]), 0
     while gate.wait():
@@ -39,18 +33,9 @@ def train(config):
         model.train()
         for features, target in loader:
             optimizer.zero_grad()
-            if setting.plain:
-                loss = criterion(model(features), target)
-            else:
-                with setting.autocast():
-                    loss = criterion(model(features), target)
-            if scaler.is_enabled():
-                scaler.scale(loss).backward()
-                scaler.step(optimizer)
-                scaler.update()
-            else:
-                loss.backward()
-                optimizer.step()
+            loss = criterion(model(features), target)
+            loss.backward()
+            optimizer.step()
         float(loss.detach())
         epoch += 1
 
@@ -61,6 +46,6 @@ with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as storage:
     ray.train.torch.TorchTrainer(
         train,
         train_loop_config={"setting": setting, "gate": os.environ["GATE"]},
-        scaling_config=ray.train.ScalingConfig(num_workers=setting.workers, use_gpu=setting.device == "cuda"),
+        scaling_config=ray.train.ScalingConfig(num_workers=setting.workers),
         run_config=ray.train.RunConfig(storage_path=storage),
     ).fit()

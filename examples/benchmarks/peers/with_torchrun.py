@@ -8,8 +8,8 @@ from handwritten import Loop
 from workloads import Setting
 
 setting = Setting.of_environment()
-dist.init_process_group("nccl" if setting.device == "cuda" else "gloo")
-loop = Loop(setting, dist.get_rank(), gpu=int(os.environ["LOCAL_RANK"]))
+dist.init_process_group("gloo")
+loop = Loop(setting, dist.get_rank())
 gate = Gate()
 while gate.wait():
     loop.epoch()
