@@ -86,9 +86,8 @@ class Resharding:
         self._kept: list[KeptSnapshot] = []  # the newest one last; those before the newest complete one are dropped
         self._node, self._nodes = rank_info.node_rank, list[int]()  # those of all ranks are known after a snapshot
         self._taken = 0  # snapshots in this generation
-        self._ready: tuple[Any, list[dict[str, Any]]] | None = (
-            None  # an optimizer whose step waits for other ranks, and its settings
-        )
+        # An optimizer whose step waits for other ranks, and its settings.
+        self._ready: tuple[Any, list[dict[str, Any]]] | None = None
         for optimizer in operator._parts.optimizers:
             if not hasattr(optimizer, "register_step_pre_hook"):
                 raise ConfigError(
