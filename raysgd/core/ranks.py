@@ -28,8 +28,8 @@ def assign_ranks(nodes: Sequence[str], *, generation: int = 0, local: bool = Fal
     """Return ranks in the order of the nodes that are given (survivors first, in their old order).
     Local ranks count the workers of one node.
 
-    >>> [(r.world_rank, r.local_rank, r.node_rank) for r in assign_ranks(["a", "b", "a"])] [(0, 0,
-    0), (1, 0, 1), (2, 1, 0)]
+        >>> [(r.world_rank, r.local_rank, r.node_rank) for r in assign_ranks(["a", "b", "a"])]
+        [(0, 0, 0), (1, 0, 1), (2, 1, 0)]
     """
     sizes, seen = Counter(nodes), Counter[str]()
     node_ranks = {node: number for number, node in enumerate(sizes)}

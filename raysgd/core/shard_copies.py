@@ -93,7 +93,8 @@ def layout(workers: int, replicas: int) -> tuple[int, int]:
     """Return how many copies there are of each shard, and how many shards: `replicas` copies if
     that divides the number of workers, otherwise the largest smaller number that does.
 
-    >>> layout(4, 2), layout(3, 2), layout(2, 2), layout(6, 4) ((2, 2), (1, 3), (2, 1), (3, 2))
+        >>> layout(4, 2), layout(3, 2), layout(2, 2), layout(6, 4)
+        ((2, 2), (1, 3), (2, 1), (3, 2))
     """
     copies = max(each for each in range(1, min(workers, replicas) + 1) if workers % each == 0)
     return copies, workers // copies
@@ -102,7 +103,8 @@ def layout(workers: int, replicas: int) -> tuple[int, int]:
 def covered(shards: Iterable[tuple[int, int]]) -> bool:
     """Return whether these shards, as (index, count), are all of a model's.
 
-    >>> covered([(0, 2), (1, 2), (1, 2)]), covered([(0, 2)]), covered([]) (True, False, False)
+        >>> covered([(0, 2), (1, 2), (1, 2)]), covered([(0, 2)]), covered([])
+        (True, False, False)
     """
     found = set(shards)
     return bool(found) and all(found == {(index, count) for index in range(count)} for _, count in found)
@@ -127,8 +129,8 @@ def neighbour(nodes: Sequence[Any], count: int) -> int:
     """Return how many ranks after each rank the one is that also keeps its part of a snapshot: it
     holds another one of `count` > 1 shards, and is on another of the ranks' nodes if possible.
 
-    >>> neighbour("aaaa", 4), neighbour("aabb", 4), neighbour("aabb", 2), neighbour("abab", 4) (1,
-    2, 1, 1)
+        >>> neighbour("aaaa", 4), neighbour("aabb", 4), neighbour("aabb", 2), neighbour("abab", 4)
+        (1, 2, 1, 1)
     """
     ranks = len(nodes)
 
@@ -154,7 +156,8 @@ def newest_complete(held: Iterable[HeldSnapshot]) -> Snapshot | None:
 def rows(index: int, count: int, length: int) -> tuple[int, int]:
     """Return the first row of a shard, and the one after its last row.
 
-    >>> [rows(index, 3, 7) for index in range(3)], rows(2, 3, 2) ([(0, 3), (3, 6), (6, 7)], (2, 2))
+        >>> [rows(index, 3, 7) for index in range(3)], rows(2, 3, 2)
+        ([(0, 3), (3, 6), (6, 7)], (2, 2))
     """
     size = -(-length // count)
     return min(index * size, length), min((index + 1) * size, length)
