@@ -324,5 +324,7 @@ def test_it_is_refused_where_it_cannot_be_done(asked: Any) -> None:
 def test_no_rank_of_a_sharded_model_is_evicted() -> None:
     options = TrainingOptions(parallel="fsdp")
     options.check_with(num_workers=2, use_gpu=False, elastic=ElasticConfig(on_divergence="raise", compare_weights=3))
-    with pytest.raises(ConfigError, match="parallel='fsdp' cannot be combined: .* each has its own shard: use 'warn' or 'raise'"):
+    with pytest.raises(
+        ConfigError, match=r"parallel='fsdp' cannot be combined: .* each has its own shard: use 'warn' or 'raise'"
+    ):
         options.check_with(num_workers=2, use_gpu=False, elastic=ElasticConfig(on_divergence="evict"))

@@ -103,8 +103,8 @@ def layout(workers: int, replicas: int) -> tuple[int, int]:
 def covered(shards: Iterable[tuple[int, int]]) -> bool:
     """Return whether these shards, as (index, count), are all of a model's.
 
-        >>> covered([(0, 2), (1, 2), (1, 2)]), covered([(0, 2)]), covered([])
-        (True, False, False)
+    >>> covered([(0, 2), (1, 2), (1, 2)]), covered([(0, 2)]), covered([])
+    (True, False, False)
     """
     found = set(shards)
     return bool(found) and all(found == {(index, count) for index in range(count)} for _, count in found)
@@ -156,8 +156,8 @@ def newest_complete(held: Iterable[HeldSnapshot]) -> Snapshot | None:
 def rows(index: int, count: int, length: int) -> tuple[int, int]:
     """Return the first row of a shard, and the one after its last row.
 
-        >>> [rows(index, 3, 7) for index in range(3)], rows(2, 3, 2)
-        ([(0, 3), (3, 6), (6, 7)], (2, 2))
+    >>> [rows(index, 3, 7) for index in range(3)], rows(2, 3, 2)
+    ([(0, 3), (3, 6), (6, 7)], (2, 2))
     """
     size = -(-length // count)
     return min(index * size, length), min((index + 1) * size, length)

@@ -510,7 +510,8 @@ class ReplicaBase(ABC):
 
     def _reported(self, result: Any, profile: bool, phase: Phase, reduced: bool) -> Measured:
         """Return the result of a call on this rank."""
-        method, returned = "train_epoch" if phase == "train" else "validate", ()
+        method = "train_epoch" if phase == "train" else "validate"
+        returned: tuple[Any, ...] = ()
         if not isinstance(result, dict):
             if reduced:
                 raise TypeError(
