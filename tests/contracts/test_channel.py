@@ -49,6 +49,7 @@ from raysgd.core.messages import (
     State,
     TakeState,
 )
+from raysgd.core.metrics import Measured
 from raysgd.core.outcomes import Failed, Ok
 from raysgd.core.progress import Control, Progress
 from raysgd.core.protocols import Call
@@ -219,8 +220,8 @@ def test_a_worker_connects_and_handles_messages(channel: Channel) -> None:
     wait_for(lambda: channel.aborted == ["w"] and client.control.interrupted)
     client.notice()
     assert channel.next(MessageReceived).message == PreemptionNotice()
-    client.control.report(Progress(step=4), {"loss": 0.5, "table": [1]})
-    assert channel.next(MessageReceived).message == ProgressReport(7, Progress(step=4), {"loss": 0.5})
+    client.control.report(Progress(step=4), Measured({"loss": 0.5, "table": [1]}))
+    assert channel.next(MessageReceived).message == ProgressReport(7, Progress(step=4), Measured({"loss": 0.5}))
     channel.server.disconnect("w")
 
 
@@ -371,9 +372,9 @@ def test_all_reports_and_snapshots_of_a_worker_use_one_connection(channel: Chann
             received = channel.next(MessageReceived)
             assert (received.worker, received.message, bytes(received.body)) == ("w", REPORT, b"abc")
         parts = [GUARDED.pack(20) + bytes(10), bytes(2), random.Random(2).randbytes(3 << 20)]
-        client.upload(SnapshotUpload(Progress(step=1), 2, {"loss": 1.0, "table": [1]}), *parts)
+        client.upload(SnapshotUpload(Progress(step=1), 2, Measured({"loss": 1.0, "table": [1]})), *parts)
         received = channel.next(MessageReceived)
-        assert received.message == SnapshotUpload(Progress(step=1), 2, {"loss": 1.0})
+        assert received.message == SnapshotUpload(Progress(step=1), 2, Measured({"loss": 1.0}))
         assert received.body == b"".join(parts)
         client.deliver(StartDealer("d"), b"")
         assert channel.next(MessageReceived).message == StartDealer("d")

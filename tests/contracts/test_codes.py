@@ -19,6 +19,7 @@ from raysgd.core.frames import (
     proves,
 )
 from raysgd.core.messages import Alive, CallAnswer, FunctionReport, KillProcess, Message, ProgressReport, StackReport
+from raysgd.core.metrics import Measured
 from raysgd.core.outcomes import CollectivePlace
 from raysgd.core.progress import Progress
 from raysgd.core.snapshot import GUARDED, guarded_part
@@ -73,7 +74,7 @@ def test_a_proof_is_valid_for_its_key_its_side_and_its_numbers_only() -> None:
     "message",
     [
         ProgressReport(
-            1, Progress(step=3, phase="train", finished=True), {"loss": 0.5, "note": "ä", "n": 2, "ok": True}
+            1, Progress(step=3, phase="train", finished=True), Measured({"loss": 0.5, "note": "ä", "n": 2, "ok": True})
         ),
         StackReport(
             1, ("a.py:1 f",), "train", 3, CollectivePlace(4, "forward", "a.py:1 f", ((1, 2),), ((2, "a.py:1 f"),))

@@ -509,7 +509,7 @@ def test_progress_is_reported_with_the_number_of_its_call(shared: Subject) -> No
     call = shared.group.submit(worker, "run", {"call": Call(Probe.report)})
     events = [*shared.until(CallEnded), *shared.settle()]
     (heard,) = [event for event in events if isinstance(event, MessageReceived)]
-    assert (heard.worker, heard.message) == (worker, ProgressReport(call, Progress(step=4), {"loss": 1.0}))
+    assert (heard.worker, heard.message) == (worker, ProgressReport(call, Progress(step=4), Measured({"loss": 1.0})))
 
 
 @each("shared", ALL)

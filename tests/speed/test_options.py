@@ -12,7 +12,7 @@ from tests.peek import options_of
 from tests.torch.small import Line, inline, operator_of
 
 VALUES: list[tuple[dict[str, Any], str]] = [
-    ({"precision": "fp8"}, "precision must be 'fp32', 'fp16', 'bf16' or 'apex', got 'fp8'"),
+    ({"precision": "fp8"}, "precision must be 'fp32', 'fp16', 'bf16', 'apex' or None, got 'fp8'"),
     ({"accumulate": 0}, "accumulate must be a whole number of at least 1, got 0"),
     ({"clip_norm": 0}, "clip_norm must be a number above 0, or None"),
     ({"clip_value": "1"}, "clip_value must be a number above 0"),
