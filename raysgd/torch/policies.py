@@ -132,8 +132,9 @@ class Accumulate(Policy):
         another number of samples."""
         if begun:
             parts, factor, shards = self._parts, self._usual / self._total, self._parts.shards
-            found = [each.grad for each in parts.stepped_by(*parts.optimizers)]
-            multiply_all([each for each in found if each is not None], factor)
+            # Once each, because two optimizers may step the same parameter.
+            found = {id(each): each.grad for each in parts.stepped_by(*parts.optimizers)}
+            multiply_all([each for each in found.values() if each is not None], factor)
             multiply_all(shards.unexchanged_gradients() if shards else [], factor)
         self._usual = self._total
 

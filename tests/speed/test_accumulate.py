@@ -103,6 +103,33 @@ def test_a_call_that_ends_in_a_window_closes_it() -> None:
     assert torch.allclose(ours, by_hand, atol=1e-6)
 
 
+class Shared(Deep):
+    """Has two optimizers that step the same layer."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        torch.manual_seed(5)
+        model = self.make_model()
+        optimizers = [torch.optim.SGD(each.parameters(), lr=0.02) for each in (model, model[2])]  # type: ignore[index]
+        self.model, self.pair = self.register(models=model, optimizers=optimizers)
+        self.register_data(**self.loaders(config))
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        self.zero_grad()
+        self.backward((self.model(batch[0]) - batch[1]).pow(2).mean())
+        for optimizer in self.pair:
+            self.step(optimizer)
+        return {}
+
+
+def test_a_shorter_window_counts_a_shared_parameter_once() -> None:
+    found = []
+    for batch, accumulate in ((22, 1), (8, 4)):
+        with inline(Shared, config={"batch": batch}, options=TrainingOptions(accumulate=accumulate)) as trainer:
+            trainer.train()
+            found.append(weights(trainer))
+    torch.testing.assert_close(*found)
+
+
 class Own(Deep):
     """A custom loop with the helpers."""
 
