@@ -142,6 +142,15 @@ def test_the_spares_of_an_idle_trainer_make_room_for_another_one() -> None:
     second.stop(force=True)
 
 
+def test_spares_never_hold_up_the_start(caplog: pytest.LogCaptureFixture) -> None:
+    group = Slots({"free": 4})
+    engine = engine_of(group, 4, spares=1)
+    engine.start()
+    assert (engine.world_size, group.launched) == (4, 4)
+    assert "training runs without 1 of 1 hot spare, because they need 1 CPU (0 free)" in caplog.text
+    engine.stop(force=True)
+
+
 def test_shutdown_all_ends_trainers_without_a_name() -> None:
     places = {"free": 4}
     first = engine_of(Slots(places), 3)
