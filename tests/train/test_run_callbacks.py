@@ -1,6 +1,7 @@
 """Callbacks and the history of function trainers: the common protocol, and the names in older code."""
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from raysgd.train import DataParallelTrainer, RunConfig, ScalingConfig, Trainer,
 from raysgd.train import Result as ReadBack
 from raysgd.train.callbacks import LoggerCallback, TorchTensorboardProfilerCallback, Trial, make_callback_list
 from tests.callbacks.recording import Broken, Heard
+from tests.faults import until
 
 
 @pytest.fixture(scope="module")
@@ -45,11 +47,23 @@ def test_the_callback_protocol(trainer: Trainer) -> None:
 
 
 class StopAfterTwo(Callback):
+    """Stops the run at its second round, when the driver has more."""
+
     stops_training = True
+
+    def on_start(self, run: Run) -> None:
+        self.folder = run.folder
 
     def on_result(self, result: Result) -> None:
         if result.epoch == 1:
+            for _ in until((self.folder / "reported").exists):
+                time.sleep(0.01)
             raise TimeoutError("enough")
+
+
+def epochs_and_mark() -> None:
+    epochs({"epochs": 4})
+    Path(str(train.get_context().get_trial_dir()), "reported").touch()
 
 
 class CreatesFile(Callback):
@@ -78,10 +92,10 @@ def test_reports_are_written_when_a_callback_stops_the_run(ray_cluster: None, tm
     heard = Heard()
     run = RunConfig(name="run", storage_path=tmp_path, callbacks=[StopAfterTwo(), heard])
     with pytest.raises(TimeoutError, match="enough") as raised:
-        DataParallelTrainer(epochs, train_loop_config={"epochs": 2}, run_config=run).fit()
+        DataParallelTrainer(epochs_and_mark, run_config=run).fit()
     assert heard.order == ["start", "result", "result", "error", "end"]
     assert heard.named("error") == [raised.value] and heard.named("end") == [True]
-    assert [row["epoch"] for row in ReadBack.from_path(tmp_path / "run").history] == [0, 1]
+    assert [row["epoch"] for row in ReadBack.from_path(tmp_path / "run").history] == [0, 1, 2, 3]
 
 
 class V1:
