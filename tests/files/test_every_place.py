@@ -229,8 +229,6 @@ def test_a_damaged_checkpoint_is_refused_or_loads_as_it_was_saved(
 
 
 class Touches:
-    """Creates a file when it is unpickled."""
-
     def __init__(self, trace: Path) -> None:
         self.trace = trace
 

@@ -14,13 +14,12 @@ from click.testing import CliRunner  # noqa: E402
 from raysgd import CheckpointError, TrainingFailedError  # noqa: E402
 from raysgd.cli import main  # noqa: E402
 from raysgd.tf import TFTrainer  # noqa: E402
-from tests.files.damage import flipped, tallied  # noqa: E402
+from tests.files.damage import flipped  # noqa: E402
 from tests.files.tf_cases import (  # noqa: E402
     WRONG,
     Bench,
     Stateful,
     changed,
-    hostile,
     of,
     plain,
     saved_part,
@@ -106,16 +105,6 @@ def test_a_dictionary_in_memory_is_checked_too(bench: Bench) -> None:
             bench.trainer.load_state_dict({**state, "operator": operator})
     bench.trainer.load_state_dict(state)
     bench.now = of(bench.trainer)
-
-
-# -- archives that save() does not write ---------------------------------------------------------------
-
-
-def test_other_archives_are_refused(bench: Bench) -> None:
-    with tallied("TFTrainer, other archives") as tally:
-        for name, data in hostile(bench.data).items():
-            bench.attempt(tally, name, data)
-    assert tally.rejected == tally.tried
 
 
 # -- several workers ----------------------------------------------------------------------------------
