@@ -51,10 +51,14 @@ TESTS = (
     *(
         "tests/test_foreign.py",
         "tests/torch",
-        "tests/files/test_torch_two_workers.py",
+        "tests/class_api/test_checkpoints.py",
         "tests/files/test_torch_folders.py",
     ),
-    *("tests/contracts/test_worker_group.py", "tests/elastic/test_both_apis.py", "tests/elastic/test_membership.py"),
+    *(
+        "tests/contracts/test_worker_group.py",
+        "tests/elastic/test_function_faults.py",
+        "tests/elastic/test_membership.py",
+    ),
     *("tests/elastic/test_last_worker.py", "tests/speed/test_fsdp.py", "tests/train/test_trainer.py"),
     "tests/test_examples.py::test_example[quickstart.py]",
 )

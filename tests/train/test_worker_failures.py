@@ -1,4 +1,4 @@
-"""Workers fail while a function is running. The others run it again, from the newest checkpoint. tests/elastic/test_both_apis.py has
+"""Workers fail while a function is running. The others run it again, from the newest checkpoint. tests/elastic/test_function_faults.py has
 other failures, `train.elastic`, and no worker that is left."""
 
 import os

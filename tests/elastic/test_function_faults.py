@@ -1,16 +1,13 @@
-"""One table of faults for both APIs: operators and training functions survive the same faults.
-
-Each API trains one epoch of the same model on the same numbered samples from the same beginning, and keeps a record
-with its weights of what they have seen.
-"""
+"""Training functions survive the faults that operators survive. `LedgerOperator`'s epoch, written as a function, keeps a record with its
+weights of the samples that they have seen. Functions of the simulation have no weights; tests/local has operators."""
 
 import os
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import pytest
 import torch
@@ -18,9 +15,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
 
-from raysgd import ElasticConfig, Recovery, train
+from raysgd import ElasticConfig, train
 from raysgd.train import Trainer
-from tests.faults import Fault, Ground, Numbered
+from tests.faults import Fault, Numbered
 
 pytestmark = pytest.mark.elastic
 
@@ -52,93 +49,27 @@ SCENARIOS = {
 }
 
 
-class Api(Protocol):
-    """What the table needs from an API."""
-
-    def begin(self) -> list[int]:
-        """Start all workers, before the first step of the epoch. Return their process ids by rank."""
-
-    def epoch(self, faults: tuple[Fault, ...]) -> int:
-        """Train to the end of the epoch. Return the number of samples in the result."""
-
-    def rest(self) -> None:
-        """Train to the end of the epoch, after an error."""
-
-    def ledgers(self) -> list[list[int]]:
-        """Return the samples that each rank's weights have seen."""
-
-    def recoveries(self) -> list[Recovery]: ...
-
-    def close(self) -> None: ...
-
-
-class ClassApi:
-    """`TorchTrainer`, and the operator of the other tests of worker failures."""
-
-    def __init__(self, marks: Path) -> None:
-        self.ground = Ground(marks, num_workers=WORKERS, elastic=ELASTIC)
-        self.fresh = self.ground.trainer.state_dict()
-
-    def begin(self) -> list[int]:
-        self.ground.whole_again(WORKERS)
-        self.ground.trainer.load_state_dict(self.fresh)
-        return self.ground.trainer.apply_all_workers(os.getpid)
-
-    def epoch(self, faults: tuple[Fault, ...]) -> int:
-        self.ground.arm(*faults)
-        return int(self.ground.trainer.train()["num_samples"])
-
-    def rest(self) -> None:
-        self.ground.trainer.train()
-
-    def ledgers(self) -> list[list[int]]:
-        return self.ground.trainer.apply_all_operators(lambda operator: list(operator.ledger))
-
-    def recoveries(self) -> list[Recovery]:
-        return list(self.ground.trainer.recoveries)
-
-    def close(self) -> None:
-        self.ground.trainer.shutdown()
-
-
-class FunctionApi:
-    """`train.Trainer`, and the same training as a function. Survivors use `train.elastic`; if there are none, a checkpoint
-    is loaded."""
+class Run:
+    """A trainer whose function survivors continue with `train.elastic`, and new workers, if there is no survivor, from a checkpoint."""
 
     def __init__(self, marks: Path) -> None:
         self.marks = marks / "marks"
         self.marks.mkdir(parents=True)
         self.trainer = Trainer("torch", num_workers=WORKERS, logdir=marks / "logs", elastic=ELASTIC)
         self.trainer.start()
-        self.results: list[list[int]] = []
         self.epochs = 0
 
     def begin(self) -> list[int]:
+        """Complete the group. Return the process ids by rank."""
         if len(self.trainer.worker_group) < WORKERS:
             self.trainer.run(until_complete)
         return self.trainer.worker_group.execute(os.getpid)
 
-    def epoch(self, faults: tuple[Fault, ...]) -> int:
+    def epoch(self, *faults: Fault, checkpoint: Any = None) -> list[list[int]]:
+        """Train to the end of the epoch. Return the samples that each rank's weights have seen."""
         self.epochs += 1
-        self.run([replace(fault, tag=f"-{self.epochs}") for fault in faults])
-        return min(len(ledger) for ledger in self.results)
-
-    def rest(self) -> None:
-        self.run([], self.trainer.latest_checkpoint)
-
-    def run(self, faults: list[Fault], checkpoint: Any = None) -> None:
-        self.results = []
-        config = {"faults": faults, "marks": str(self.marks)}
-        self.results = self.trainer.run(one_epoch, config, checkpoint=checkpoint)
-
-    def ledgers(self) -> list[list[int]]:
-        return self.results
-
-    def recoveries(self) -> list[Recovery]:
-        return list(self.trainer.recoveries)
-
-    def close(self) -> None:
-        self.trainer.shutdown()
+        config = {"faults": [replace(each, tag=f"-{self.epochs}") for each in faults], "marks": str(self.marks)}
+        return self.trainer.run(one_epoch, config, checkpoint=checkpoint)
 
 
 def until_complete() -> None:
@@ -152,7 +83,6 @@ def until_complete() -> None:
 
 
 def beginning() -> dict[str, Any]:
-    """Return model, optimizer and data, the same in every worker."""
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)).double()
     generator = torch.Generator().manual_seed(1)
@@ -197,50 +127,35 @@ def one_epoch(config: dict[str, Any]) -> list[int]:
     return ledger
 
 
-APIS = {"class": ClassApi, "function": FunctionApi}
-# The other rows are in `make more`: tests/local and tests/simulation have them, too.
-FIRST = {
-    "class": ("killed in a step", "two killed at once", "killed while a recovery runs", "all killed"),
-    "function": ("killed before a step", "killed while a recovery runs", "stopped", "all killed"),
-}
-
-
-def each_of(names: Iterable[str], first: Mapping[str, Collection[str]]) -> list[Any]:
-    """Return a row for each API and name. Those that are not in `first` are marked `more`."""
-    return [
-        pytest.param(api, name, marks=[] if name in first[api] else pytest.mark.more, id=f"{api}-{name}")
-        for api in APIS
-        for name in names
-    ]
+# The other rows are in `make more`: tests/simulation has them, too.
+FIRST = ("killed before a step", "killed while a recovery runs", "stopped", "all killed")
 
 
 @pytest.fixture(scope="module")
-def shared(
-    request: pytest.FixtureRequest, ray_cluster: None, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Api]:
-    api = APIS[request.param](tmp_path_factory.mktemp("api"))
-    yield api
-    api.close()
+def shared(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    run = Run(tmp_path_factory.mktemp("functions"))
+    yield run
+    run.trainer.shutdown()
 
 
-def assert_exact(api: Api) -> None:
-    ledgers = api.ledgers()
+def assert_exact(ledgers: list[list[int]]) -> None:
     assert ledgers and all(ledger == ledgers[0] for ledger in ledgers), "every rank holds the same"
     assert Counter(ledgers[0]) == Counter(range(SAMPLES)), "the weights have seen each sample exactly once"
 
 
-@pytest.mark.parametrize(("shared", "name"), each_of(SCENARIOS, FIRST), indirect=["shared"])
-def test_a_fault_in_an_epoch(shared: Api, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in FIRST else pytest.mark.more) for name in SCENARIOS]
+)
+def test_a_fault_in_an_epoch(shared: Run, name: str) -> None:
     scenario = SCENARIOS[name]
     processes = shared.begin()
     first, *more = scenario.faults
     first = replace(first, others=tuple(processes[rank] for rank in scenario.along))
-    before = len(shared.recoveries())
+    before = len(shared.trainer.recoveries)
 
-    assert shared.epoch((first, *more)) == SAMPLES
-    assert_exact(shared)
+    assert_exact(shared.epoch(first, *more))
     # Replacements may have joined before the epoch ended; that is not a failure.
-    failures = [each for each in shared.recoveries()[before:] if each.reason != "growth"]
+    failures = [each for each in shared.trainer.recoveries[before:] if each.reason != "growth"]
     assert {failure.reason for failure in failures} == {scenario.reason}
     assert sum(len(failure.removed_ranks) for failure in failures) == scenario.failed
     assert all(failure.in_place for failure in failures) == scenario.in_place
@@ -249,19 +164,13 @@ def test_a_fault_in_an_epoch(shared: Api, name: str) -> None:
         assert failures[0].removed_ranks == (first.rank,)
 
 
-@pytest.mark.parametrize(
-    ("shared", "where"),
-    each_of(("before", "backward", "after"), dict.fromkeys(APIS, ("backward",))),
-    indirect=["shared"],
-)
-def test_a_user_error(shared: Api, where: str) -> None:
-    """It reaches the user with its rank, no worker fails, and training can continue from its position or a checkpoint."""
+def test_a_user_error(shared: Run) -> None:
+    """It reaches the user with its rank, no worker fails, and training can continue from a checkpoint."""
     shared.begin()
-    before = len(shared.recoveries())
+    before = len(shared.trainer.recoveries)
     with pytest.raises(ZeroDivisionError, match="planned in raise") as caught:
-        shared.epoch((Fault(1, 9, "raise", where),))
+        shared.epoch(Fault(1, 9, "raise", "backward"))
     assert caught.value.raysgd_rank == 1  # type: ignore[attr-defined]
     assert "rank 1" in str(caught.value.__cause__) and ".py" in str(caught.value.__cause__)
-    assert shared.recoveries()[before:] == []
-    shared.rest()
-    assert_exact(shared)
+    assert len(shared.trainer.recoveries) == before
+    assert_exact(shared.epoch(checkpoint=shared.trainer.latest_checkpoint))
