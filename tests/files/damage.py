@@ -15,7 +15,6 @@ from raysgd import CheckpointError
 
 
 def flips(size: int, count: int, seed: int = 0) -> list[int]:
-    """Return bits to flip, anywhere in a file of this size."""
     return random.Random(seed).choices(range(8 * size), k=count)
 
 

@@ -3,6 +3,7 @@
 import io
 import logging
 import random
+import struct
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,17 @@ def test_other_damage_is_detected(here: Bench) -> None:
     for changed in (b"x" + good, good + good, damaged + good, good + damaged, good[::-1], bytes(len(good)), b""):
         here.try_file(changed)
     here.next_steps_are_right()
+
+
+def test_a_flipped_bit_in_any_part_is_detected(here: Bench) -> None:
+    with zipfile.ZipFile(here.folder / "good.pt") as archive:
+        parts = [each for each in archive.infolist() if each.file_size]
+    for part in parts:
+        lengths = struct.unpack_from(
+            "<2H", here.good, part.header_offset + 26
+        )  # of the name and the extra field of its header
+        middle = part.header_offset + 30 + sum(lengths) + part.file_size // 2
+        assert "does not have the checksum" in here.refuses(flipped(here.good, 8 * middle))
 
 
 def test_compressed_parts_are_detected(here: Bench) -> None:

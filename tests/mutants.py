@@ -1,0 +1,372 @@
+"""Break saves, loads and training functions in named ways. Each mutant names a test that detects it: it fails.
+
+`python -m tests.mutants [NAME ...]` runs them, each in a process of its own, and prints the tier of the test. With
+`-p tests.mutants`, pytest applies the mutant that RAYSGD_MUTANT names. Those of the engine and of the rounds of
+functions are in `tests/simulation`, those of a replica's steps in `tests/local/test_faults.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+__all__ = ["MUTANTS", "detected"]
+
+ROOT = Path(__file__).resolve().parent.parent
+VARIABLE = "RAYSGD_MUTANT"
+NONE_SELECTED, SOME_FAILED = 5, 1  # exit statuses of pytest
+
+Patch = pytest.MonkeyPatch
+MUTANTS: dict[str, tuple[str, Callable[[Patch], None]]] = {}
+
+
+def mutant(test: str) -> Callable[[Callable[[Patch], None]], Callable[[Patch], None]]:
+    def kept(breaks: Callable[[Patch], None]) -> Callable[[Patch], None]:
+        MUTANTS[breaks.__name__] = test, breaks
+        return breaks
+
+    return kept
+
+
+def instead(name: str, value: Any) -> Callable[[Patch], None]:
+    return lambda patch: patch.setattr(name, value)
+
+
+def detected(name: str) -> str | None:
+    """Return the tier in which the test of this mutant fails, None if it passes. Raise an error if it cannot be run."""
+    test, _ = MUTANTS[name]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "--timeout", "120", "-p", "tests.mutants"]
+    for tier in ("test", "more", "nightly"):
+        given = {VARIABLE: name, "RAYSGD_TIER": tier, "PYTHONPATH": str(ROOT)}
+        command_of_tier = [*command, "-p", "no:cacheprovider", test]
+        done = subprocess.run(command_of_tier, cwd=ROOT, env={**os.environ, **given}, capture_output=True, text=True)
+        if done.returncode == SOME_FAILED and " failed" in done.stdout.splitlines()[-1]:
+            return tier
+        if done.returncode == pytest.ExitCode.OK:
+            return None
+        if done.returncode != NONE_SELECTED:
+            raise AssertionError(f"{test} cannot be run: {done.stdout[-3000:]}{done.stderr[-3000:]}")
+    raise AssertionError(f"no tier has {test}")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if VARIABLE in os.environ:
+        patch = pytest.MonkeyPatch()
+        MUTANTS[os.environ[VARIABLE]][1](patch)
+        session.config.add_cleanup(patch.undo)
+
+
+# -- what a save writes -------------------------------------------------------------------------------
+
+
+SAVED = "tests/local/test_faults.py::test_states_that_are_saved_and_loaded"
+
+
+@mutant(SAVED)
+def leave_one_shard_out_of_a_save(patch: Patch) -> None:
+    from raysgd.torch.checkpoint import shard_files
+
+    original = shard_files.write
+
+    def write(folder: Any, state: Any, *, later: bool) -> Any:
+        report = original(folder, state, later=later)
+
+        def without_the_second() -> Any:
+            files = report()
+            for name in [name for name in files if name.startswith("__1_")]:
+                (folder / name).unlink()
+                del files[name]
+            return files
+
+        return without_the_second
+
+    patch.setattr(shard_files, "write", write)
+
+
+@mutant("tests/speed/test_background_saves.py::test_save_returns_before_the_file_exists_and_shutdown_waits_for_it")
+def store_the_live_tensors_in_the_background(patch: Patch) -> None:
+    instead("raysgd.torch.checkpoint.states.unchanging", lambda state, *, in_shards: state)(patch)
+
+
+@mutant("tests/class_api/test_checkpoints.py::test_a_trainer_that_loads_its_checkpoint_repeats_the_same_steps")
+def save_rank_0s_random_state_for_all_ranks(patch: Patch) -> None:
+    from raysgd.training.saves import Saves
+
+    original = Saves.random_states
+    patch.setattr(Saves, "random_states", lambda self: (found := original(self))[:1] * len(found))
+
+
+@mutant("tests/torch/test_states.py::test_every_save_has_the_versions_of_modules")
+def leave_the_versions_of_modules_out_of_shards(patch: Patch) -> None:
+    instead("raysgd.torch.checkpoint.shard_files.with_module_versions", lambda state, source: state)(patch)
+
+
+@mutant("tests/files/test_torch_damage.py::test_every_save_has_checksums")
+def write_no_checksums(patch: Patch) -> None:
+    from raysgd.torch.checkpoint import states
+
+    patch.setattr(states, "write", lambda state, file: states.torch.save(state, file))
+
+
+# -- when a save is complete --------------------------------------------------------------------------
+
+
+@mutant("tests/contracts/test_saves.py::test_a_draft_that_something_else_has_changed_does_not_replace_the_old_file")
+def keep_a_draft_that_is_not_what_was_written(patch: Patch) -> None:
+    instead("raysgd.training.saves.FileDraft._compare", lambda self, draft, report: None)(patch)
+
+
+@mutant("tests/contracts/test_saves.py::test_a_worker_that_seemed_to_fail_never_mixes_its_bytes_with_another_ones")
+def let_the_worker_after_a_failure_write_to_the_same_draft(patch: Patch) -> None:
+    from raysgd.training.saves import FileDraft
+
+    original, made = FileDraft.begin, {}  # type: Any, dict[FileDraft, Any]
+
+    def begin(self: FileDraft) -> Any:
+        if self not in made:
+            made[self] = original(self)
+        else:  # emptied, and marked anew
+            draft, mark = self._draft, made[self]["draft"].mark
+            assert draft is not None
+            draft.file.restart()
+            draft.file.write(mark)
+        return made[self]
+
+    patch.setattr(FileDraft, "begin", begin)
+
+
+@mutant("tests/contracts/test_saves.py::test_a_save_that_was_abandoned_does_not_replace_the_old_file")
+def complete_a_save_that_was_abandoned(patch: Patch) -> None:
+    instead("raysgd.training.saves._Save.close", lambda self, error: None)(patch)
+
+
+@mutant("tests/test_atomic_writes.py::test_a_file_is_on_the_disk_before_it_is_renamed_and_the_new_name_after")
+def rename_a_file_before_it_is_on_the_disk(patch: Patch) -> None:
+    instead("raysgd.storage.durable.DurableFile.sync", lambda self: None)(patch)
+
+
+@mutant("tests/test_atomic_writes.py::test_a_folder_that_cannot_be_renamed_leaves_the_old_one")
+def delete_the_old_folder_before_the_new_one_has_its_name(patch: Patch) -> None:
+    from raysgd.storage import locations
+
+    original = locations.put_folder
+
+    def put_folder(draft: Path, target: Path) -> None:
+        locations.shutil.rmtree(target, ignore_errors=True)
+        original(draft, target)
+
+    patch.setattr(locations, "put_folder", put_folder)
+
+
+@mutant("tests/files/test_function_checkpoints.py::test_metadata_and_the_list_agree_at_every_moment")
+def write_the_list_before_its_files(patch: Patch) -> None:
+    from raysgd.storage import folders, locations
+    from raysgd.train import checkpoint
+
+    def write_listed(folder: Path, name: str, data: bytes) -> None:
+        entries = {**(folders.read_list(folder) or {}), name: folders.entry_of_bytes(data)}
+        locations.write(folder / folders.MARKER, folders.dump_list(entries))
+        locations.write(folder / name, data)
+
+    patch.setattr(checkpoint, "_write_listed", write_listed)
+
+
+@mutant("tests/speed/test_background_saves.py::test_each_failed_save_is_reported")
+def forget_the_error_of_a_save_in_the_background(patch: Patch) -> None:
+    instead("raysgd.training.saves.Saves.raise_failed", lambda self: None)(patch)
+
+
+# -- which checkpoints stay ---------------------------------------------------------------------------
+
+
+@mutant("tests/class_api/test_auto_checkpoints.py::test_the_newest_and_the_best_stay")
+def delete_the_best_of_the_automatic_checkpoints(patch: Patch) -> None:
+    from raysgd.training.auto_checkpoint import CheckpointFolder
+
+    def prune(self: CheckpointFolder) -> None:
+        for place in self.newest_first()[self.settings.keep :]:
+            self.forget(place)
+
+    patch.setattr(CheckpointFolder, "_prune", prune)
+
+
+@mutant("tests/class_api/test_auto_checkpoints.py::test_a_damaged_or_incomplete_checkpoint_is_never_taken")
+def resume_from_a_damaged_checkpoint(patch: Patch) -> None:
+    instead("raysgd.training.auto_checkpoint.CheckpointFolder.is_damaged", lambda self, place: False)(patch)
+
+
+@mutant("tests/class_api/test_auto_checkpoints.py::test_a_folder_belongs_to_one_trainer")
+def let_two_trainers_use_one_folder(patch: Patch) -> None:
+    instead("raysgd.storage.claims.FolderClaim._lock", lambda self, folder: folder.mkdir(exist_ok=True))(patch)
+
+
+@mutant("tests/train/test_checkpoint_manager.py::test_as_many_are_kept_as_the_strategy_says")
+def keep_the_worst_checkpoints_of_a_function(patch: Patch) -> None:
+    from raysgd.train.checkpoint_manager import CheckpointManager
+
+    original = CheckpointManager._score
+    patch.setattr(CheckpointManager, "_score", lambda self, *given: -original(self, *given))
+
+
+@mutant("tests/train/test_checkpoint_manager.py::test_checkpoints_of_an_earlier_run_are_adopted")
+def number_checkpoints_again_after_a_resume(patch: Patch) -> None:
+    from raysgd.train.checkpoint_manager import CheckpointManager
+
+    original = CheckpointManager.adopt
+
+    def adopt(self: CheckpointManager, *given: Any, **named: Any) -> None:
+        latest = self.latest_id
+        original(self, *given, **named)
+        self.latest_id = latest
+
+    patch.setattr(CheckpointManager, "adopt", adopt)
+
+
+# -- what a load verifies -----------------------------------------------------------------------------
+
+
+@mutant("tests/files/test_torch_damage.py::test_a_flipped_bit_in_any_part_is_detected")
+def compare_no_checksum_of_a_file(patch: Patch) -> None:
+    instead("raysgd.storage.checksums.verify", lambda source: True)(patch)
+
+
+@mutant("tests/files/test_torch_folders.py::test_the_error_for_damage_names_the_file")
+def compare_no_digest_of_a_shard(patch: Patch) -> None:
+    instead("raysgd.torch.checkpoint.shard_files.verify", lambda folder, files: None)(patch)
+
+
+@mutant("tests/files/test_function_checkpoints.py::test_added_files_are_ignored_and_changed_files_are_reported")
+def compare_no_digest_of_a_functions_folder(patch: Patch) -> None:
+    instead("raysgd.storage.folders.check_entry", lambda where, name, found, listed: None)(patch)
+
+
+@mutant("tests/files/test_torch_trust.py::test_no_code_from_a_file_runs")
+def trust_every_file(patch: Patch) -> None:
+    import torch
+
+    original = torch.load
+    patch.setattr(torch, "load", lambda *given, **named: original(*given, **{**named, "weights_only": False}))
+
+
+@mutant("tests/files/test_torch_contents.py::test_what_does_not_fit_is_refused_and_changes_nothing")
+def load_a_state_that_does_not_fit(patch: Patch) -> None:
+    instead("raysgd.torch.replica.TorchReplica.check", lambda self, state: None)(patch)
+
+
+# -- what a load changes ------------------------------------------------------------------------------
+
+
+@mutant(SAVED)
+def load_on_one_rank_only(patch: Patch) -> None:
+    from raysgd.torch.replica import TorchReplica
+
+    original = TorchReplica.adopt
+    patch.setattr(TorchReplica, "adopt", lambda self, state: self.rank or original(self, state))
+
+
+@mutant("tests/files/test_torch_contents.py::test_an_error_in_the_operators_load_state_dict_undoes_the_load")
+def give_no_state_from_before_back(patch: Patch) -> None:
+    instead("raysgd.torch.checkpoint.states.way_back", lambda operator: lambda: None)(patch)
+
+
+@mutant("tests/local/test_faults.py::test_a_load_that_one_rank_refuses_changes_nothing")
+def let_each_rank_decide_about_a_load(patch: Patch) -> None:
+    instead("raysgd.torch.replica.TorchReplica.all_succeeded", lambda self, here: here)(patch)
+
+
+REPEATS = "tests/torch/test_states.py::test_training_after_a_load_equals_uninterrupted_training"
+
+
+@mutant(REPEATS)
+def load_no_random_states(patch: Patch) -> None:
+    instead("raysgd.torch.replica.TorchReplica._restore_random_state", lambda self, state: None)(patch)
+
+
+@mutant(REPEATS)
+def load_no_schedules(patch: Patch) -> None:
+    instead("torch.optim.lr_scheduler.LRScheduler.load_state_dict", lambda self, state: None)(patch)
+
+
+@mutant(REPEATS)
+def load_no_place_in_the_data(patch: Patch) -> None:
+    instead("raysgd.training.replica_base.ReplicaBase._adopt_positions", lambda self, state: None)(patch)
+
+
+# -- training functions -------------------------------------------------------------------------------
+
+
+ROUNDS = "tests/train/test_rounds.py::test_"
+
+
+@mutant(f"{ROUNDS}the_ranks_wait_for_slow_storage_and_the_driver_does_not")
+def acknowledge_a_report_before_it_is_stored(patch: Patch) -> None:
+    instead("raysgd.train.run.FunctionRun._is_stored", lambda self, waiting: True)(patch)
+
+
+@mutant(f"{ROUNDS}the_ranks_wait_when_two_rounds_were_not_fetched")
+def let_ranks_be_any_number_of_reports_ahead(patch: Patch) -> None:
+    instead("raysgd.train.run.FunctionRun._is_fetched", lambda self, waiting: True)(patch)
+
+
+@mutant(f"{ROUNDS}slow_storage_delays_no_recovery_and_a_round_is_visible_after_its_checkpoint_is_stored")
+def show_a_round_before_the_checkpoints_of_earlier_ones_are_stored(patch: Patch) -> None:
+    from raysgd.train.checkpoint_manager import BackgroundWriter
+
+    original = BackgroundWriter.put
+
+    def put(self: BackgroundWriter, work: Any, *, stores: bool) -> None:
+        original(self, work, stores=stores) if stores else work()
+
+    patch.setattr(BackgroundWriter, "put", put)
+
+
+@mutant("tests/simulation/test_functions.py::test_schedules_of_faults_break_no_guarantee")
+def mix_the_rounds_of_two_attempts(patch: Patch) -> None:
+    from raysgd.train.run import FunctionRun
+
+    begin = FunctionRun.begin_attempt
+
+    def begin_attempt(self: FunctionRun, world_size: int, nodes: Any = ()) -> Any:
+        old = [list(self._rounds.reports_of(rank)) for rank in range(len(self._rounds._waiting))]
+        attempt = begin(self, world_size, nodes)
+        for waiting, reports in zip(self._rounds._waiting, old, strict=False):
+            waiting.extend(reports)
+        return attempt
+
+    patch.setattr(FunctionRun, "begin_attempt", begin_attempt)
+
+
+@mutant(f"{ROUNDS}after_a_mismatch_nothing_is_a_round")
+def show_rounds_after_a_mismatch(patch: Patch) -> None:
+    from raysgd.train.run import FunctionRun
+
+    patch.setattr(FunctionRun, "_mismatched", property(lambda self: False, lambda self, value: None), raising=False)
+
+
+@mutant("tests/train/test_run_session.py::test_restore_discards_uncommitted_changes")
+def commit_the_live_objects(patch: Patch) -> None:
+    instead("raysgd.train.elastic_state.copied", lambda value: value)(patch)
+
+
+@mutant("tests/train/test_run_session.py::test_commits_survive_and_are_restored")
+def take_over_the_commit_of_an_earlier_run(patch: Patch) -> None:
+    from raysgd.train.replica import FunctionReplica
+
+    original = FunctionReplica.function
+
+    def function(self: FunctionReplica, task: Any, attempt: Any, checkpoint: Any, **engines: Any) -> Any:
+        self._run_number = attempt.run
+        return original(self, task, attempt, checkpoint, **engines)
+
+    patch.setattr(FunctionReplica, "function", function)
+
+
+if __name__ == "__main__":
+    for each in sys.argv[1:] or MUTANTS:
+        print(f"{detected(each) or 'NOT DETECTED':12}  {each}: {MUTANTS[each][0]}", flush=True)
