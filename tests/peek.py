@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch as patched
 
 
 def parts_of(operator: Any) -> Any:
@@ -108,3 +109,66 @@ def record_run(folder: Path, settings: dict[str, Any]) -> None:
 def save_no_random_states(trainer: Any) -> None:
     """Leave the random states out of what this trainer saves."""
     trainer._saves.random_states = lambda: []
+
+
+def set_limits(patch: Any, *, release_s: float | None = None, notice_s: float | None = None) -> None:
+    """Set how long a shutdown waits for a call in another thread, and how long before its end a machine is assumed to be announced."""
+    from raysgd.core import policy
+    from raysgd.engine import engine
+
+    for module, name, seconds in ((engine, "RELEASE_S", release_s), (policy, "ASSUMED_NOTICE_S", notice_s)):
+        if seconds is not None:
+            patch.setattr(module, name, seconds)
+
+
+def add_policy(patch: Any, make: Callable[[Any], Any]) -> None:
+    """Add what this returns for an operator to its policies, as a line in `_make_policies` does."""
+    from raysgd.torch import TrainingOperator
+
+    original = TrainingOperator._make_policies
+    patch.setattr(TrainingOperator, "_make_policies", lambda self, *given: [*original(self, *given), make(self)])
+
+
+def change_order(change: Callable[[Any], Any]) -> Any:
+    """Return a context in which the ranks agree on what this makes of an epoch's order."""
+    from raysgd.torch.data.sampling import agree
+
+    def agreed(order: Any, recipe: Any, *, first: bool) -> tuple[Any, None]:
+        return change(agree(order, recipe, first=first)[0]), None
+
+    return patched("raysgd.torch.data.sources.agree", agreed)
+
+
+def send_ahead(patch: Any) -> None:
+    """Let batches be sent to the device in advance, as on GPUs."""
+    from raysgd.training.feed import Carrier
+
+    patch.setattr(
+        "raysgd.torch.replica.make_carrier", lambda device, **options: type("Ahead", (Carrier,), {"ahead": True})()
+    )
+
+
+def before_joining(act: Callable[[Any], None]) -> None:
+    """Let this process call this with its rank whenever it joins a process group."""
+    from raysgd.torch.process_group import TorchBackend
+
+    join = TorchBackend.join
+
+    def joining(self: Any, rank_info: Any, settings: Any) -> None:
+        act(rank_info.world_rank)
+        join(self, rank_info, settings)
+
+    TorchBackend.join = joining  # type: ignore[method-assign]
+
+
+def before_resharding(name: str, act: Callable[[int], None]) -> None:
+    """Let this process call this with the number of snapshots before it does something of this name with its shards."""
+    from raysgd.torch.resharding import Resharding
+
+    known = getattr(Resharding, name)
+
+    def changed(self: Any, *arguments: Any) -> Any:
+        act(self._taken)
+        return known(self, *arguments)
+
+    setattr(Resharding, name, changed)

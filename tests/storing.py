@@ -54,6 +54,18 @@ def save_limits(patch: Any, **seconds: float) -> None:
         patch.setattr(saves, name, limit_s)
 
 
+def after_a_draft_begins(patch: Any, act: Callable[[], Any]) -> None:
+    """Let the driver call this when it has created the draft of a file."""
+    begin = saves.FileDraft.begin
+
+    def begun(draft: Any) -> Any:
+        arguments = begin(draft)
+        act()
+        return arguments
+
+    patch.setattr(saves.FileDraft, "begin", begun)
+
+
 def miss_next_file() -> None:
     """Let this process not see the next file that a load looks for."""
     from raysgd.storage.seen import SeenFile

@@ -1,4 +1,4 @@
-"""A hang is reported with rank, phase and stack, and the rank that hangs is ended. test_both_apis.py has a stopped process."""
+"""A hang is reported with rank, phase and stack, and the rank that hangs is ended. test_function_faults.py has a stopped process."""
 
 import logging
 import time
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from raysgd import ElasticConfig
-from tests.faults import Fault, Ground, LedgerOperator, Numbered
+from tests.faults import Fault, Ground, LedgerOperator
 
 pytestmark = pytest.mark.elastic
 
@@ -53,40 +53,6 @@ def test_the_rank_that_hangs_is_named_and_ended(ground: Ground, fault: Fault, st
     assert (hang.reason, hang.removed_ranks, hang.in_place) == ("hang", (fault.rank,), True)
     warning = next(r.getMessage() for r in caplog.records if ": killing rank" in r.getMessage())
     assert f"rank {fault.rank} on" in warning and "batch" in warning and stack in warning
-
-
-class StuckData(Numbered):
-    """Loading one sample never ends, once."""
-
-    def __init__(self, size: int, marks: str) -> None:
-        super().__init__(size)
-        self.fault = Fault(0, 0, "sleep", "loading")
-        self.marks = marks
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        if index == 17:
-            self.fault.fire(self.marks)
-        return super().__getitem__(index)
-
-
-class StuckLoader(LedgerOperator):
-    def setup(self, config: dict[str, Any]) -> None:
-        super().setup(config)
-        loader = torch.utils.data.DataLoader(StuckData(240, config["marks"]), batch_size=4)
-        self.register_data(train_loader=loader)
-
-
-@pytest.mark.more
-def test_a_stuck_data_loader_on_one_rank(ray_cluster: None, tmp_path: Path) -> None:
-    elastic = ElasticConfig(hang_timeout_s=LIMIT_S, grow=False)
-    ground = Ground(tmp_path / "stuck", operator=StuckLoader, num_workers=2, elastic=elastic)
-    try:
-        ground.trainer.train()
-        ground.assert_epoch_exact()
-        hang = ground.trainer.recoveries[0]
-        assert hang.reason == "hang" and len(hang.removed_ranks) == 1 and "loading data" in hang.detail
-    finally:
-        ground.trainer.shutdown()
 
 
 class Deadlocked(LedgerOperator):

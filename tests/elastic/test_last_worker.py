@@ -2,14 +2,12 @@
 other snapshots, and none."""
 
 import os
-import signal
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from raysgd import ElasticConfig
 from raysgd.callbacks import Callback, Underway
 from tests.faults import Fault, Ground, LedgerOperator, until
 from tests.peek import newest_snapshot
@@ -61,34 +59,5 @@ def test_one_worker_resumes_from_the_end_of_the_last_epoch(ray_cluster: None, tm
         assert (failure.in_place, failure.world_size_after) == (False, 1)
         assert 5 <= failure.batches_redone <= 19  # up to the last message that the driver has seen
         assert (result["epoch"], result["num_samples"], result["batch_count"]) == (2, 240, 60)
-    finally:
-        ground.trainer.shutdown()
-
-
-class StoppedInSetup(LedgerOperator):
-    """The process after the first one is stopped in its setup, once."""
-
-    def setup(self, config: dict[str, Any]) -> None:
-        super().setup(config)
-        first, second = Path(config["marks"], "first"), Path(config["marks"], "second")
-        if first.exists() and not second.exists():
-            second.touch()
-            os.kill(os.getpid(), signal.SIGSTOP)
-        first.touch()
-
-
-@pytest.mark.more
-def test_a_new_process_that_is_stopped_in_its_setup_does_not_block_training(ray_cluster: None, tmp_path: Path) -> None:
-    elastic, config = ElasticConfig(hang_timeout_s=5), {"pace": 0.005}
-    ground = Ground(
-        tmp_path / "marks", num_workers=1, use_ray=True, elastic=elastic, config=config, operator=StoppedInSetup
-    )
-    try:
-        ground.trainer.train()
-        ground.assert_epoch_exact()
-        ground.arm(Fault(0, 20))
-        ground.trainer.train()
-        ground.assert_epoch_exact()
-        assert (tmp_path / "marks" / "second").exists()
     finally:
         ground.trainer.shutdown()

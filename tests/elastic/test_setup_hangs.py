@@ -1,10 +1,7 @@
-"""A setup that does not end is reported with its limit, rank, node and stack, and is not tried again. That of a replacement
-worker does not stop the others."""
+"""A setup that does not end is reported with its limit, rank, node and stack, and is not tried again. tests/local/test_calls.py has
+that of a replacement worker, which does not stop the others."""
 
 import ctypes
-import logging
-import os
-import signal
 import time
 import uuid
 from pathlib import Path
@@ -16,13 +13,11 @@ import torch
 from raysgd import ElasticConfig, WorkerStartError
 from raysgd.torch import TorchTrainer
 from raysgd.train import Trainer
-from tests.faults import Ground, LedgerOperator
 from tests.torch.small import Line
 
 pytestmark = pytest.mark.elastic
 
-# A full setup with torch gets more time, because its imports alone can take many seconds on a busy machine.
-LIMIT_S, SHORT_S = 20.0, 3.0
+SHORT_S = 3.0
 SHORT = ElasticConfig(hang_timeout_s=SHORT_S)
 
 
@@ -124,49 +119,3 @@ def test_a_hang_in_the_setup_of_functions(ray_cluster: None, tmp_path: Path, giv
     with pytest.raises(WorkerStartError) as caught:
         trainer.start(**given)
     check(str(caught.value), "never_ends", rank=0)
-
-
-class StuckReplacement(LedgerOperator):
-    """Setups after the first two never end, as long as the file `stuck` exists."""
-
-    def setup(self, config: dict[str, Any]) -> None:
-        note(config["notes"], "setup")
-        if noted(Path(config["notes"]), "setup") > 2 and (Path(config["notes"]) / "stuck").exists():
-            never_ends()
-        super().setup(config)
-
-
-@pytest.mark.nightly
-def test_a_hang_of_a_replacement_does_not_stop_training(
-    ray_cluster: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "stuck").touch()
-    config = {"notes": str(tmp_path), "samples": 4000}
-    given = {"num_workers": 2, "timeout_s": LIMIT_S, "elastic": SHORT, "operator": StuckReplacement}
-    ground = Ground(tmp_path / "marks", config=config, **given)
-    trainer = ground.trainer
-    try:
-        os.kill(trainer.apply_all_workers(os.getpid)[1], signal.SIGKILL)
-        with caplog.at_level(logging.WARNING, logger="raysgd"):
-            while not any("did not finish its set-up" in message for message in caplog.messages):
-                trainer.train(num_steps=1)
-                time.sleep(0.2)
-            trainer.train()
-        ground.assert_epoch_exact()
-        assert [each.reason for each in trainer.recoveries] == ["worker death"]
-        dropped = [r.getMessage() for r in caplog.records if "did not finish its set-up" in r.getMessage()]
-        assert dropped and "a replacement worker on node" in dropped[0] and f"within {LIMIT_S:g} s" in dropped[0]
-        assert "never_ends" in dropped[0] and Path(__file__).name in dropped[0]
-        # `resize` raises the same as an error, and does not change the group.
-        with pytest.raises(WorkerStartError, match="a replacement worker on node"):
-            trainer.resize(2)
-        assert trainer.world_size == 1 and trainer.validate()["num_samples"] == 50
-        # No worker is left, so the setup that does not end ends the call, and nothing is lost.
-        os.kill(trainer.apply_all_workers(os.getpid)[0], signal.SIGKILL)
-        with pytest.raises(WorkerStartError, match="a replacement worker on node"):
-            trainer.train()
-        (tmp_path / "stuck").unlink()
-        trainer.train()
-        ground.assert_epoch_exact()
-    finally:
-        trainer.shutdown()

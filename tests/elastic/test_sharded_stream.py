@@ -3,49 +3,21 @@
 import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
-from typing import Any
 
 import pytest
 
 from raysgd import ElasticConfig
-from raysgd.data import ShardedStream
-from tests.faults import Fault, Ground, LedgerOperator, Numbered
+from tests.faults import Fault, Ground
+from tests.local.test_loops_and_data import SAMPLES, Sharded
 
 pytestmark = pytest.mark.elastic
-
-LENGTHS = (5, 40, 1, 63, 17, 0, 34)
-SAMPLES = sum(LENGTHS)
-
-
-class Sharded(LedgerOperator):
-    def setup(self, config: dict[str, Any]) -> None:
-        super().setup(config)
-        samples, starts = Numbered(SAMPLES), [0, *accumulate(LENGTHS)]
-
-        self.unreadable = (-1, Fault(0, 0))
-
-        def open_shard(shard: int) -> Iterator[Any]:
-            for index in range(starts[shard], starts[shard + 1]):
-                if index == self.unreadable[0]:
-                    self.unreadable[1].fire(self.marks)
-                yield samples[index]
-
-        stream = ShardedStream(open_shard, len(LENGTHS), batch_size=4, shuffle=8, readers=2)
-        validation = ShardedStream(open_shard, len(LENGTHS), batch_size=4)
-        self.register_data(train_loader=stream, validation_loader=validation)
 
 
 @pytest.fixture(scope="module")
 def ground(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ground]:
-    folder = tmp_path_factory.mktemp("shards")
-    made = Ground(
-        folder / "marks",
-        operator=Sharded,
-        num_workers=3,
-        config={"samples": SAMPLES},
-        elastic=ElasticConfig(hang_timeout_s=5),
-    )
+    folder, config = tmp_path_factory.mktemp("shards"), {"samples": SAMPLES}
+    elastic = ElasticConfig(hang_timeout_s=5)
+    made = Ground(folder / "marks", operator=Sharded, num_workers=3, config=config, elastic=elastic)
     yield made
     made.trainer.shutdown()
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from raysgd import CheckpointError, TrainingOptions
+from raysgd import CheckpointError
 from tests import storing
 from tests.files.damage import flipped, flips
 from tests.files.test_torch_contents import put
-from tests.files.torch_cases import Bench, rich, same, seed_all
+from tests.files.torch_cases import Bench
 from tests.tiers import NIGHTLY
 
 MANIFEST, OUTLINE, INDEX = ".raysgd-folder.json", "outline.pt", ".metadata"
@@ -125,35 +125,3 @@ def test_nothing_is_unpickled_before_all_files_are_verified(here: Bench, tmp_pat
     assert not (tmp_path / "trace").exists()
     with pytest.raises(CheckpointError, match="trusted=True"):
         here.trainer.load(here.folder / "parts")
-
-
-def test_on_two_workers(ray_cluster: None, tmp_path: Path) -> None:
-    """Each worker writes its part, and verifies some of the files."""
-    from tests.speed.test_fsdp import Layers
-
-    seed_all(1)
-    arguments: dict[str, Any] = {
-        "operator": Layers,
-        "options": TrainingOptions(parallel="fsdp"),
-        "config": {"batch": 6},
-    }
-    with rich(num_workers=2, scheduler_step_freq=None, **arguments) as two:
-        two.train(num_steps=2)
-        saved, folder = two.get_model().state_dict(), tmp_path / "parts"
-        two.save(folder, sharded=True)
-        two.train(num_steps=1)
-        after = two.state_dict()
-        parts = sorted(path.name for path in folder.iterdir() if path.suffix == ".distcp")
-        assert len(parts) == 2
-        for name in [*parts, INDEX, OUTLINE]:
-            content = (folder / name).read_bytes()
-            (folder / name).write_bytes(flipped(content, 4 * len(content)))
-            with pytest.raises(CheckpointError, match=f"{name} is damaged"):
-                two.load(folder, trusted=True)
-            (folder / name).write_bytes(content)
-        now = two.state_dict()
-        for part in ("models", "optimizers", "rng"):
-            assert same(now[part], after[part]), part
-        two.load(folder, trusted=True)
-        assert same(dict(two.get_model().state_dict()), dict(saved))
-        assert two.train(num_steps=1)["batch_count"] == 1

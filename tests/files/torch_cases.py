@@ -124,7 +124,6 @@ def weights(trainer: TorchTrainer) -> torch.Tensor:
 
 
 def stored(state: Any) -> bytes:
-    """Return a well-formed file with this content."""
     buffer = io.BytesIO()
     torch.save(state, buffer)
     return buffer.getvalue()
@@ -168,7 +167,6 @@ class Bench:
         return found
 
     def back(self) -> None:
-        """Restore the state `before`."""
         self.trainer.load_state_dict(self.start)
 
     def next_steps_are_right(self) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -29,6 +29,7 @@ from raysgd.core.outcomes import Outcome
 from raysgd.engine.engine import Engine
 from raysgd.torch.foreign import run_after_backward
 from raysgd.torch.strategies import Strategy
+from raysgd.torch.trainer import choose_strategy, make_engine
 from raysgd.torch.wrapping import Exchange
 from raysgd.training.replica_base import ReplicaBase
 from raysgd.training.snapshots import LOADED_S, Snapshotter
@@ -72,8 +73,6 @@ class Unchecked:
 
 
 class Faults(Schedule):
-    """Injects each fault once."""
-
     def __init__(self, world: World, faults: Sequence[Fault]) -> None:
         plan = Plan(faults=())
         checker: Any = Unchecked()
@@ -105,8 +104,6 @@ class Host(ReplicaHost):
 
 
 class LocalWorker(Worker):
-    """A worker whose replica is a real one."""
-
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         self.host = Host(self.backend, self.client.control)
@@ -136,7 +133,6 @@ class Mean(Exchange):
             each.register_step_post_hook(lambda *_: self._cluster.point("applied"))
 
     def joined(self) -> None:
-        """Give rank 0's weights to all ranks."""
         with torch.no_grad():
             for model in self._models:
                 for each in model.state_dict().values():
@@ -178,11 +174,9 @@ class Cluster:
 
     @property
     def left(self) -> list[Fault]:
-        """Return the faults that have not happened."""
         return self._schedule.left
 
     def faults(self, *faults: Fault) -> None:
-        """Let these happen in what follows."""
         self._schedule.left += faults
 
     @property
@@ -240,6 +234,10 @@ class Cluster:
         self._stack.callback(torch.set_num_threads, threads)
         torch.set_num_threads(1)
         return self
+
+    def left_alone(self) -> AbstractContextManager[Any]:
+        """Return a context in which the worker of a new trainer is this process."""
+        return patch.multiple("raysgd.torch.trainer", make_engine=make_engine, choose_strategy=choose_strategy)
 
     def replace(self, given: dict[str, Any]) -> None:
         """Replace what has these names, until the context ends."""

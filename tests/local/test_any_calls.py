@@ -10,7 +10,6 @@ from functools import lru_cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -22,7 +21,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import CheckpointError, ElasticConfig, RaysgdError, TorchTrainer
 from raysgd.torch import TrainingOperator
-from raysgd.torch.trainer import choose_strategy, make_engine
 from tests.local.group import Cluster, Fault
 from tests.local.runs import weights_of
 from tests.tiers import NIGHTLY
@@ -280,7 +278,7 @@ class Calls(RuleBasedStateMachine):
     def another_trainer_in_this_process_continues_from_a_file(self, data: Any, steps: int) -> None:
         path = data.draw(st.sampled_from(sorted(self.saved)))
         step = min(self.saved[path] + steps, MOST_STEPS)
-        with patch.multiple("raysgd.torch.trainer", make_engine=make_engine, choose_strategy=choose_strategy):
+        with self.cluster.left_alone():
             other = trainer(1)
         with other:
             other.load(path, trusted=True)

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
-from raysgd import AutoCheckpoint, CheckpointError, TrainingFailedError
-from tests.faults import LedgerOperator
+from raysgd import AutoCheckpoint, CheckpointError, TrainingFailedError, WorkerStartError
+from tests.faults import LedgerOperator, Numbered
 from tests.local.ground import Fault, LocalGround
 from tests.local.group import Cluster
 
@@ -302,3 +303,63 @@ def test_a_set_up_that_fails_in_all_new_workers_is_not_tried_again(make: Make, m
     monkeypatch.setattr(Failing, "broken", False)
     ground.trainer.train()
     ground.assert_epoch_exact()
+
+
+class Stuck(Computing):
+    """Its set-up does not end in workers that start while `stuck`."""
+
+    stuck = False
+
+    def setup(self, config: dict[str, Any]) -> None:
+        if Stuck.stuck:
+            Cluster.running.here.sleep(1e9)
+        super().setup(config)
+
+
+def test_a_set_up_that_hangs_in_a_replacement_stops_no_other_worker(
+    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`resize` raises an error that says so, and so does a call for which no worker is left. Nothing is lost."""
+    ground = make(operator=Stuck, num_workers=2, timeout_s=20, elastic={"grow": True})
+    ground.trainer.train(num_steps=2)
+    said = "a replacement worker on node"
+    with monkeypatch.context() as patch:
+        patch.setattr(Stuck, "stuck", True)
+        ground.arm(Fault(1, 3))
+        while not any(said in message for message in caplog.messages):
+            ground.trainer.train()
+        with pytest.raises(WorkerStartError, match=said):
+            ground.trainer.resize(2)
+        assert ground.trainer.world_size == 1 and ground.trainer.validate()["num_samples"] == 50
+        kill_all()
+        with pytest.raises(WorkerStartError, match=said):
+            ground.trainer.train()
+    ground.trainer.train()
+    assert reasons(ground)[0] == "worker death"
+    assert len(set(ground.trained().values())) == 1
+
+
+class StuckData(Numbered):
+    """Loading one sample never ends, once."""
+
+    def __init__(self, size: int, marks: str) -> None:
+        super().__init__(size)
+        self.fault, self.marks = Fault(0, 0, "sleep", "loading", seconds=1e9), marks
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 17:
+            self.fault.fire(self.marks)
+        return super().__getitem__(index)
+
+
+class StuckLoader(LedgerOperator):
+    def setup(self, config: dict[str, Any]) -> None:
+        super().setup(config)
+        self.register_data(train_loader=DataLoader(StuckData(240, config["marks"]), batch_size=4))
+
+
+def test_a_data_loader_that_hangs_on_one_rank(make: Make) -> None:
+    ground = make(operator=StuckLoader)
+    epochs(ground, 1)
+    (hang,) = ground.trainer.recoveries
+    assert hang.reason == "hang" and len(hang.removed_ranks) == 1 and "loading data" in hang.detail

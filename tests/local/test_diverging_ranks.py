@@ -44,13 +44,16 @@ class Mistaken(TrainingOperator):
         if self.mistake == "an unregistered module":
             self.second_optimizer.zero_grad()
             features = self.second(features)
-        loss = self.criterion(self.model(features), target)
+        loss = self.criterion(self.predicted(features), target)
         self.zero_grad(self.optimizer)
         self.backward(loss)
         self.step(self.optimizer)
         if self.mistake == "an unregistered module":
             self.second_optimizer.step()
         return {"loss": loss.item(), "num_samples": len(target)}
+
+    def predicted(self, features: torch.Tensor) -> torch.Tensor:
+        return self.model(features)  # type: ignore[no-any-return]
 
 
 @pytest.fixture(autouse=True)

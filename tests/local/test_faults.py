@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import CheckpointError, DivergenceError, ElasticConfig, TorchTrainer, TrainingFailedError
 from raysgd.torch import TrainingOperator
+from tests.files.damage import flipped
 from tests.local.group import Cluster, Fault
 from tests.local.runs import weights_of
 from tests.peek import loads_of
@@ -200,6 +201,24 @@ def test_states_that_are_saved_and_loaded(tmp_path: Path, undisturbed: Any) -> N
         run.train()
         assert Counter(seen(run)) == Counter(range(ROWS))
         torch.testing.assert_close(weights_of(run), undisturbed[0], rtol=1e-12, atol=1e-12)
+
+
+def test_each_file_of_a_sharded_checkpoint_is_verified(tmp_path: Path) -> None:
+    """Each rank verifies some of them."""
+    with Cluster(), trainer() as run:
+        folder = Path(run.save(tmp_path / "parts", sharded=True))
+        run.train(num_steps=1)
+        before = weights_of(run)
+        files = sorted(folder.iterdir())
+        assert len(files) > WORKERS
+        for path in files:
+            content = path.read_bytes()
+            path.write_bytes(flipped(content, 4 * len(content)))
+            with pytest.raises(CheckpointError, match=rf"{path.name} is damaged"):
+                run.load(folder, trusted=True)
+            path.write_bytes(content)
+        assert torch.equal(weights_of(run), before)
+        run.load(folder, trusted=True)
 
 
 def test_a_load_that_one_rank_refuses_changes_nothing(tmp_path: Path, undisturbed: Any) -> None:

@@ -126,11 +126,14 @@ class Sharded(LedgerOperator):
     def setup(self, config: dict[str, Any]) -> None:
         super().setup(config)
         samples, starts = Numbered(SAMPLES), [0, *accumulate(LENGTHS)]
+        self.unreadable = (-1, Fault(0, 0))
 
         def open_shard(shard: int) -> Iterator[Any]:
             if config.get("broken") == shard:
                 raise OSError("no such file")
             for index in range(starts[shard], starts[shard + 1]):
+                if index == self.unreadable[0]:
+                    self.unreadable[1].fire(self.marks)
                 yield samples[index]
 
         shards = config.get("shards", len(LENGTHS))

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from raysgd.torch import TrainingOperator
 from raysgd.training.step import Policy, Step
 from tests.local.group import Cluster, Fault
 from tests.local.test_faults import POINTS, ROWS, seen, trainer
+from tests.peek import add_policy
 
 
 class Ledger(Policy):
@@ -29,13 +29,11 @@ class Ledger(Policy):
 
 @pytest.fixture
 def ledgers(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = TrainingOperator._make_policies
-
-    def with_ledger(operator: Any, *given: Any) -> Any:
+    def made(operator: Any) -> Ledger:
         operator.ledger = Ledger()
-        return [*original(operator, *given), operator.ledger]
+        return operator.ledger  # type: ignore[no-any-return]
 
-    monkeypatch.setattr(TrainingOperator, "_make_policies", with_ledger)
+    add_policy(monkeypatch, made)
 
 
 @pytest.mark.parametrize("batch", ["global", "per_worker"])
