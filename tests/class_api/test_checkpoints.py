@@ -14,6 +14,7 @@ from raysgd import CheckpointError
 from raysgd.torch import TorchTrainer
 from tests import storing
 from tests.class_api.operators import Drawing
+from tests.local.group import Cluster
 from tests.peek import loads_of, newest_snapshot
 from tests.torch.small import weights
 
@@ -69,7 +70,7 @@ def test_a_trainer_that_loads_its_checkpoint_repeats_the_same_steps(pair: TorchT
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_another_number_of_workers_can_load_it(saved: Saved, workers: int) -> None:
-    with on(workers) as trainer:
+    with Cluster(), on(workers) as trainer:
         trainer.load(saved.path)
         assert torch.equal(weights(trainer), saved.weights)
         rest = trainer.train()

@@ -1,12 +1,9 @@
 """`save(sharded=True)` to URIs and in the background: the content, what replaces what, and what a failure leaves."""
 
 import os
-import signal
-import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import fsspec
 import pytest
@@ -33,7 +30,6 @@ def two(ray_cluster: None, s3: str) -> Iterator[TorchTrainer]:
 
 
 def objects(uri: str) -> list[str]:
-    """Return the paths of all objects below a URI."""
     system, path = fsspec.core.url_to_fs(uri)
     system.invalidate_cache()
     return sorted(str(each).partition(path)[2] for each in system.find(path))
@@ -111,27 +107,3 @@ def test_a_worker_in_this_process(tmp_path: Path, caplog: pytest.LogCaptureFixtu
         for place in (tmp_path / "parts", name):
             alone.load(place, trusted=True)
             assert torch.equal(whole(alone), expected)
-
-
-def test_a_failed_save_in_the_background_leaves_the_older_one(two: TorchTrainer, tmp_path: Path) -> None:
-    """The last test of this trainer: it ends its workers."""
-    two.save(tmp_path / "parts", sharded=True)
-    before = weights(two)
-    two.train()
-
-    def die_when_it_stores() -> None:
-        def store() -> Any:
-            while not (tmp_path / "now").exists():
-                time.sleep(0.01)
-            os.kill(os.getpid(), signal.SIGKILL)
-
-        storing.instead_of_storing(store)
-
-    two.apply_all_workers(die_when_it_stores)
-    handle = two.save(tmp_path / "parts", sharded=True, blocking=False)
-    (tmp_path / "now").touch()
-    with pytest.raises(CheckpointError, match="the worker that was sending the checkpoint failed"):
-        handle.result(120)
-    assert sorted(os.listdir(tmp_path)) == ["now", "parts"]
-    two.load(tmp_path / "parts", trusted=True)
-    assert same(weights(two), before)

@@ -173,13 +173,6 @@ def test_killed_in_an_epoch(ground: Ground, number: int, told: str, caplog: Any)
     assert ground.trainer.apply_all_workers(os.getpid) == pids, "the workers themselves continue to run"
 
 
-def test_killed_on_both_ranks_and_again(ground: Ground) -> None:
-    for index in (10, 20, 21, 70):
-        (ground.marks / f"kill-{index}").write_text(str(int(signal.SIGKILL)))
-    assert ground.trainer.train(max_retries=4)["num_samples"] == SAMPLES
-    ground.assert_epoch_exact()
-
-
 def test_killed_in_validation(ground: Ground) -> None:
     usual = ground.trainer.validate()
     before = len(ground.trainer.recoveries)

@@ -8,11 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 
-from raysgd import ElasticConfig, train
-from raysgd.train import Trainer
+from raysgd import ElasticConfig
 from tests.elastic.test_loader_processes import Seen
 from tests.faults import Fault, Ground
 from tests.torch.small import inline
@@ -79,34 +76,3 @@ def test_loader_processes_of_a_trainer_in_a_thread(tmp_path: Path) -> None:
 
     seen, reasons = in_thread(work)
     assert Counter(seen) == Counter(range(60)) and reasons == ["data loader"]
-
-
-def steps(config: dict[str, Any]) -> list[int]:
-    """Count to ten with all ranks; one worker is killed meanwhile."""
-    state = train.elastic({"done": []})
-    while len(state["done"]) < 10:
-        for fault in config["faults"]:
-            if fault.rank == train.world_rank() and fault.step <= len(state["done"]):
-                fault.fire(config["marks"])
-        dist.all_reduce(torch.ones(1))
-        state["done"] = [*state["done"], len(state["done"])]
-        state.commit()
-    done: list[int] = state["done"]
-    return done
-
-
-@pytest.mark.more
-def test_two_function_trainers_at_once_in_threads(ray_cluster: None, tmp_path: Path) -> None:
-    def work(rank: int) -> tuple[list[list[int]], list[tuple[int, ...]]]:
-        marks = tmp_path / str(rank)
-        marks.mkdir()
-        trainer = Trainer("torch", num_workers=2, logdir=tmp_path / f"logs-{rank}", elastic=ELASTIC)
-        trainer.start()
-        try:
-            done = trainer.run(steps, {"faults": [Fault(rank, 4)], "marks": str(marks)})
-            return done, [each.removed_ranks for each in trainer.recoveries]
-        finally:
-            trainer.shutdown()
-
-    with ThreadPoolExecutor(2) as pool:
-        assert list(pool.map(work, (0, 1))) == [([list(range(10))], [(0,)]), ([list(range(10))], [(1,)])]

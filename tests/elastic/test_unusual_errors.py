@@ -296,12 +296,6 @@ def test_unusual_errors_in_a_training_function(functions: Trainer, name: str) ->
     assert functions.run(raising, {}) == ["done"]
 
 
-def test_stop_iteration_does_not_end_a_loop_over_results(functions: Trainer) -> None:
-    with pytest.raises(RuntimeError, match="raised StopIteration"):
-        for _ in functions.run_iterator(raising, {"make": StopIteration}):
-            pass
-
-
 def test_unusual_errors_in_functions_on_a_worker_group(ray_cluster: None) -> None:
     import ray
 

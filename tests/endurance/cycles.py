@@ -1,6 +1,6 @@
 """Create, train, save, end a worker and shut down, again and again in one driver: `python cycles.py KIND:COUNT ...`.
 
-After each cycle, print one JSON object with what this process and its workers hold. KIND is torch, function or tensorflow.
+After each cycle, print one JSON object with what this process and its workers hold. KIND is torch or function.
 """
 
 import gc
@@ -61,22 +61,7 @@ def function_cycle(folder: Path, number: int) -> None:
     mark.unlink()
 
 
-def tensorflow_cycle(folder: Path, number: int) -> None:
-    from raysgd.tf import TFTrainer
-    from tests.tf.small import Small
-
-    with TFTrainer(training_operator_cls=Small, config={"marks": str(folder)}, num_workers=2) as trainer:
-        trainer.train(num_steps=3)
-        trainer.save(folder / "checkpoint")
-        os.kill(trainer.apply_all_workers(os.getpid)[1], signal.SIGKILL)
-        trainer.train(num_steps=3)
-
-
-CYCLES: dict[str, Callable[[Path, int], None]] = {
-    "torch": torch_cycle,
-    "function": function_cycle,
-    "tensorflow": tensorflow_cycle,
-}
+CYCLES: dict[str, Callable[[Path, int], None]] = {"torch": torch_cycle, "function": function_cycle}
 
 
 def held(folder: Path, temporary: Path, processes: set[int]) -> dict[str, Any]:

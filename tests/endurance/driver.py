@@ -28,8 +28,6 @@ def main() -> None:
     from tests.faults import Ground, LedgerOperator
 
     class Heavy(LedgerOperator):
-        """Return a state that takes some time to write."""
-
         def state_dict(self) -> dict[str, Any]:
             return {**super().state_dict(), "ballast": torch.zeros(12_000_000)}
 

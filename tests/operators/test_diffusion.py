@@ -51,8 +51,6 @@ def layer() -> nn.Module:
 
 
 class Corners(nn.Module):
-    """Three features of an image."""
-
     num_features = 3
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:

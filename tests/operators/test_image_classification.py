@@ -119,7 +119,6 @@ def test_augmentation_does_not_depend_on_the_workers() -> None:
 
 
 def halves(images: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a library's mixup may do."""
     shares = torch.nn.functional.one_hot(labels, 10).float()
     return (images + images.roll(1, 0)) / 2, (3 * shares + shares.roll(1, 0)) / 4
 

@@ -7,8 +7,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from raysgd import ConfigError, TrainingOptions
-from raysgd.torch.policies import samples_in
+from raysgd import TrainingOptions
 from tests.torch.small import Line, inline, operator_of, set_scale, weights
 
 
@@ -131,8 +130,6 @@ def test_a_shorter_window_counts_a_shared_parameter_once() -> None:
 
 
 class Own(Deep):
-    """A custom loop with the helpers."""
-
     def train_epoch(self, iterator: Any, info: Any) -> dict[str, Any]:
         for x, y in iterator:
             self.zero_grad()
@@ -147,31 +144,6 @@ def test_a_custom_loop_with_the_helpers() -> None:
     ours, (_, steps) = trained(Own, config={"batch": 2}, options=TrainingOptions(accumulate=4))
     assert steps == 6
     assert torch.allclose(ours, trained(config={"batch": 8})[0], atol=1e-6)
-
-
-class StepsItself(Deep):
-    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        self.optimizer.zero_grad()
-        self.criterion(self.model(batch[0]), batch[1]).backward()
-        self.optimizer.step()
-        return {}
-
-
-class Clears(Deep):
-    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        self.optimizer.zero_grad()
-        self.backward(self.criterion(self.model(batch[0]), batch[1]))
-        self.step()
-        return {}
-
-
-@pytest.mark.parametrize(
-    ("kind", "says"), [(StepsItself, r"accumulate=4 acts in self\.step\(\)"), (Clears, "self.zero_grad()")]
-)
-def test_operators_that_step_after_every_batch_are_an_error(kind: type[Deep], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
-        trained(kind, config={"batch": 2}, options=TrainingOptions(accumulate=4))
-    trained(kind, config={"batch": 2})
 
 
 class FailsOnce(Deep):
@@ -195,12 +167,25 @@ def test_an_error_in_a_window_repeats_the_whole_window(base: type[Deep]) -> None
         assert torch.allclose(weights(trainer), trained(base, config={"batch": 8})[0], atol=1e-6)
 
 
-def test_how_many_samples_a_batch_has() -> None:
-    batches = [
-        torch.zeros(3, 2),
-        {"a": "text", "x": torch.zeros(5)},
-        ("ids", [torch.zeros(4)]),
-        torch.tensor(1.0),
-        object(),
-    ]
-    assert [samples_in(batch) for batch in batches] == [3, 5, 4, 1, 1]
+PARTS = [(0, 3), (3, 8), (8, 9), (9, 22)]
+
+
+class InDictionaries(Deep):
+    """Its batches have different sizes."""
+
+    def loader(self, data: Any, batch: int) -> Any:
+        x, y = data.tensors
+        return [{"note": "text", "x": x[start:end], "rest": ("ids", y[start:end])} for start, end in PARTS]
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        return super().train_batch((batch["x"], batch["rest"][1]), batch_info)
+
+
+class InWindows(Deep):
+    def loader(self, data: Any, batch: int) -> Any:
+        return [data[:8], data[8:]]
+
+
+def test_batches_in_dictionaries_count_by_their_samples() -> None:
+    ours, _ = trained(InDictionaries, config={"batch": 0}, options=TrainingOptions(accumulate=2))
+    assert torch.allclose(ours, trained(InWindows, config={"batch": 0})[0], atol=1e-6)

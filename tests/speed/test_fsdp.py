@@ -1,6 +1,5 @@
 """Sharded models (FSDP2) over gloo: training, validation, full and sharded checkpoints, other numbers of workers."""
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +112,6 @@ def is_shared(two: TorchTrainer) -> None:
 
 
 def loads_with_other_numbers_of_workers(whole: str, parts: str, expected: torch.Tensor, later: torch.Tensor) -> None:
-    """Load both kinds of checkpoints on other numbers of workers."""
     with trainer(1, 12, {"seed": 6}) as plain:
         plain.load(whole)
         plain.train()
@@ -185,24 +183,3 @@ def test_compiled_shards_are_saved_in_the_background(alone: Any, tmp_path: Path)
         assert same(weights(two), expected)
         two.train()
         assert same(weights(two), later)
-
-
-@pytest.mark.elastic
-def test_the_shard_of_a_failed_worker_is_restored_from_the_snapshot(tmp_path: Path) -> None:
-    with trainer(2, 6, parallel="fsdp", elastic=ElasticConfig(snapshot_every=2, batch="global")) as two:
-        two.train(num_steps=2)
-
-        mark = tmp_path / "died"
-
-        def die_once(operator: Any) -> None:
-            if operator.world_rank == 1 and not mark.exists():
-                mark.touch()
-                os._exit(1)
-
-        two.apply_all_operators(die_once)
-        two.train()
-        assert [failure.in_place for failure in two.recoveries] == [False]
-        lost = weights(two)
-    with trainer(1, 12) as plain:
-        plain.train()
-        assert same(lost, weights(plain))

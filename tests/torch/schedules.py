@@ -114,8 +114,6 @@ class Attention(nn.Module):
 
 
 class CharacterModel(nn.Module):
-    """A small GPT over characters."""
-
     def __init__(self, width: int = 8) -> None:
         super().__init__()
         self.letters, self.places = nn.Embedding(len(LETTERS), width), nn.Embedding(LENGTH, width)
@@ -186,14 +184,11 @@ def criterion_of(setting: Setting) -> nn.Module:
 
 
 def augmented(setting: Setting, epoch: int, index: Any, x: torch.Tensor) -> torch.Tensor:
-    """Return a sample as an operator augments it."""
     with seeded_for(setting.seed, epoch, index):
         return x if setting.model == "gpt" else x + noise(x.shape).to(x.dtype)
 
 
 class Disturbed(TrainingOperator):
-    """Trains as a setting says."""
-
     def setup(self, config: dict[str, Any]) -> None:
         self.setting: Setting = config["setting"]
         setting = self.setting

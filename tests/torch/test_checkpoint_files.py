@@ -1,6 +1,5 @@
-"""Reading checkpoints: from bytes without a copy, and from a file by each process that sees the same file."""
+"""Reading checkpoints from a file, by each process that sees the same file."""
 
-import io
 import os
 import random
 from dataclasses import replace
@@ -10,33 +9,9 @@ import pytest
 import torch
 
 from raysgd import CheckpointError
-from raysgd.storage.seen import TAIL, Bytes, SeenFile, UnseenError, opened, verified_file
+from raysgd.storage.seen import TAIL, SeenFile, UnseenError, verified_file
 
 DATA = random.Random(5).randbytes(5_000)
-
-
-def test_bytes_are_read_as_a_file_is() -> None:
-    chance, mine, plain = random.Random(6), Bytes(memoryview(DATA)), io.BytesIO(DATA)
-    for _ in range(300):
-        whence = chance.choice([os.SEEK_SET, os.SEEK_CUR, os.SEEK_END])
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: plain.tell(), os.SEEK_END: len(DATA)}[whence]
-        offset = chance.randint(-base, 6_000 - base)
-        assert mine.seek(offset, whence) == plain.seek(offset, whence) == mine.tell()
-        count = chance.choice([-1, 0, 1, 7, 4_000])
-        assert mine.read(count) == plain.read(count)
-
-
-def test_seeking_before_the_start_is_refused() -> None:
-    with pytest.raises(ValueError, match="-1"):
-        Bytes(DATA).seek(-1)
-
-
-def test_torch_reads_wrapped_bytes() -> None:
-    saved = {"a": torch.randn(1_000), "b": [torch.arange(3), "text"]}
-    buffer = io.BytesIO()
-    torch.save(saved, buffer)
-    back = torch.load(opened(buffer.getbuffer()))
-    assert torch.equal(back["a"], saved["a"]) and torch.equal(back["b"][0], saved["b"][0]) and back["b"][1] == "text"
 
 
 def seen_at(path: Path) -> SeenFile:

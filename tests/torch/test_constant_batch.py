@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from raysgd import ConfigError, ElasticConfig, TrainingOptions
 from raysgd.data import ShardedStream
-from raysgd.training.feed import Carrier
 from tests.local.runs import train
+from tests.peek import send_ahead
 from tests.torch.small import inline
 from tests.torch.test_exact_gradients import OPTIONS, Curve, Direct, Sampled, close, options
 
@@ -18,8 +18,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:the training loader does not shu
 
 
 class TwoPasses(Curve):
-    """Runs two backward passes for each step."""
-
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         x, y = batch
         self.zero_grad()
@@ -86,17 +84,6 @@ def test_any_schedule_ends_with_the_weights_of_an_undisturbed_run(
     assert max(sizes) <= batch
     assert sum(counts) == steps
     assert sorted({info["global_step"] for info in infos}) == list(range(steps))
-
-
-@settings(max_examples=6, deadline=None)
-@given(st.integers(1, 60), st.integers(1, 3), st.integers(2, 4), STAGES, st.integers(1, 5), st.integers(2, 3))
-def test_with_accumulation(rows: int, batch: int, workers: int, stages: Any, last: int, accumulate: int) -> None:
-    whole = batch * workers
-    stages = [(count * accumulate, ranks) for count, ranks in stages]
-    schedule = in_stages(stages, last, -(-rows // whole))
-    given: dict[str, Any] = {"options": options(accumulate=accumulate, clip_norm=0.1), "scheduler_step_freq": "epoch"}
-    mine = train(Curve, {"rows": rows, "batch": batch}, schedule, num_workers=workers, batch="global", **given)
-    close(mine, train(Curve, {"rows": rows, "batch": whole}, [(None, 1)], **given))
 
 
 def test_the_batches_of_a_batch_sampler_are_pieces() -> None:
@@ -206,10 +193,7 @@ def test_other_means_are_refused() -> None:
 
 
 def test_pieces_that_are_sent_to_the_device_in_advance(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Ahead(Carrier):
-        ahead = True
-
-    monkeypatch.setattr("raysgd.torch.replica.make_carrier", lambda device, **options: Ahead())
+    send_ahead(monkeypatch)
     whole = train(Curve, {"rows": 23, "batch": 6}, [(None, 1)])
     for stages in ([(None, 1)], [(2, 1), (None, 2)]):
         close(train(Curve, {"rows": 23, "batch": 3}, stages, num_workers=2, batch="global"), whole)

@@ -113,6 +113,11 @@ def test_an_option_that_acts_in_self_step_is_refused_in_a_step_of_the_users(
     assert (lines in str(caught.value)) == (operator is not WithClosure)
 
 
+def test_a_direct_zero_grad_within_a_window_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"self\.zero_grad\(\)"):
+        trained(NoCast, accumulate=2)
+
+
 def test_without_options_direct_steps_and_closures_train_as_before() -> None:
     assert torch.equal(trained(Direct), trained(Helped)) and torch.equal(trained(WithClosure), trained(Helped))
 

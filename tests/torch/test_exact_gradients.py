@@ -47,8 +47,6 @@ class Curve(TrainingOperator):
 
 
 class Direct(Curve):
-    """Calls `backward` and `step` itself."""
-
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         x, y = batch
         self.optimizer.zero_grad()
@@ -71,8 +69,6 @@ class TwoPasses(Curve):
 
 
 class Sampled(Curve):
-    """A batch sampler, whose batches have different sizes."""
-
     def loader(self, data: Any, config: dict[str, Any]) -> Any:
         sizes, batches, start = [1, 4, 2, 3], [], 0
         while start < len(data):
@@ -103,16 +99,6 @@ def test_one_worker_and_several_end_with_equal_weights(
     several = train(KINDS[kind], config, [(None, workers)], options=options(**more))
     config["batch"] *= workers
     close(several, train(KINDS[kind], config, [(None, 1)], options=options(**more)))
-
-
-@settings(max_examples=8, deadline=None)
-@given(st.integers(1, 40), st.integers(1, 4), st.integers(2, 4), st.integers(2, 4))
-def test_with_accumulation(rows: int, batch: int, workers: int, accumulate: int) -> None:
-    config = {"rows": rows, "batch": batch}
-    once = {"scheduler_step_freq": "epoch"}
-    several = train(Curve, config, [(None, workers)], options=options(accumulate=accumulate, clip_norm=0.1), **once)
-    config["batch"] *= workers * accumulate
-    close(several, train(Curve, config, [(None, 1)], options=options(clip_norm=0.1), **once))
 
 
 def test_batches_of_a_batch_sampler_count_by_their_samples() -> None:

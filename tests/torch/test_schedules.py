@@ -4,18 +4,12 @@ One that the trainer steps and that is too short only because fewer workers trai
 their error.
 """
 
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, LambdaLR, OneCycleLR, SequentialLR
-from torch.utils.data import DataLoader, TensorDataset
 
-from raysgd import AutoCheckpoint, ConfigError, ElasticConfig
-from tests.faults import LedgerOperator
-from tests.local.ground import Fault, LocalGround
-from tests.local.group import Cluster
+from raysgd import ConfigError
 from tests.replicas import OperatorRank, torch_rank
 from tests.torch.small import Line, inline, operator_of
 
@@ -225,46 +219,3 @@ def test_a_scheduler_stays_as_the_user_made_it() -> None:
 def test_one_worker_gets_the_users_error() -> None:
     with inline(Planned, scheduler_step_freq="batch") as trainer, pytest.raises(ValueError, match="Tried to step"):
         trainer.fit(EPOCHS + 1, 0)
-
-
-class Cycling(LedgerOperator):
-    """Steps a schedule made with `total_steps`."""
-
-    def register(self, **parts: Any) -> Any:
-        self.register_data(train_loader=DataLoader(TensorDataset(torch.zeros(240)), batch_size=4))
-        schedule = OneCycleLR(parts["optimizers"], max_lr=0.05, total_steps=self.total_steps(EPOCHS))
-        model, optimizer, criterion, self.scheduler = super().register(**parts, schedulers=schedule)
-        return model, optimizer, criterion
-
-
-def rate_after(steps: int) -> float:
-    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.05, momentum=0.9)
-    scheduler = OneCycleLR(optimizer, max_lr=0.05, total_steps=steps)
-    for _ in range(steps):
-        optimizer.step()
-        scheduler.step()
-    return float(scheduler.get_last_lr()[0])
-
-
-def test_a_worker_failure_and_a_restart(tmp_path: Path) -> None:
-    """Two workers, one of which is killed and not replaced; then the script is started again, with two workers."""
-    arguments: dict[str, Any] = {
-        "operator": Cycling,
-        "num_workers": 2,
-        "scheduler_step_freq": "batch",
-        "resume": "auto",
-        "checkpoints": AutoCheckpoint(path=tmp_path / "run"),
-        "elastic": ElasticConfig(grow=False),
-    }
-    with Cluster(), (ground := LocalGround(tmp_path / "first", **arguments)).trainer as trainer:
-        ground.arm(Fault(1, 5))
-        epochs = trainer.epochs(EPOCHS)
-        next(epochs)
-        trainer.train()
-        assert (next(epochs), trainer.world_size, ground.fired()) == (2, 1, 1)
-        assert operator_of(trainer).scheduler.last_epoch == 30
-    with Cluster(), LocalGround(tmp_path / "second", **arguments).trainer as trainer:
-        assert len(trainer.fit(EPOCHS, 0)) == EPOCHS and trainer.world_size == 2
-        scheduler = operator_of(trainer).scheduler
-        assert scheduler.last_epoch == scheduler.total_steps == 60  # although an epoch with one worker has 60 batches
-        assert scheduler.get_last_lr() == [rate_after(60)]

@@ -13,7 +13,6 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
 from raysgd import AutoCheckpoint, CheckpointError, train
-from raysgd.torch.checkpoint import states
 from raysgd.torch.fsdp import gathered, placed
 from tests import storing
 from tests.peek import parts_of
@@ -120,8 +119,6 @@ def saved(content: Any) -> bytes:
 
 
 class Other(Line):
-    """A model other than Line's."""
-
     def setup(self, config: dict[str, Any]) -> None:
         model = config["model"]()
         optimizers = [config.get("optimizer", torch.optim.SGD)(model.parameters(), lr=0.1)]
@@ -255,15 +252,6 @@ def test_saving_makes_folders_and_returns_the_path(tmp_path: Path) -> None:
             trainer.load(tmp_path / "none.pt")
         with pytest.raises(DeprecationWarning, match=r"load\(\)"):
             trainer.restore(path)
-
-
-def test_random_states_are_restored() -> None:
-    seed_all(3)
-    kept = states.random_state()
-    first = (random.random(), random.gauss(0, 1), float(numpy.random.randn()), float(torch.rand(())))
-    plain = torch.load(io.BytesIO(saved(kept)), weights_only=True)
-    states.restore_random(plain)
-    assert (random.random(), random.gauss(0, 1), float(numpy.random.randn()), float(torch.rand(()))) == first
 
 
 def test_get_model_is_a_copy_in_eval_mode_whichever_call_came_before() -> None:
