@@ -111,8 +111,6 @@ class Contrasting(Curve):
 
 
 class Measured(Curve):
-    """Makes a collective call after its step."""
-
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         result = super().train_batch(batch, batch_info)
         if dist.is_initialized():

@@ -57,7 +57,6 @@ def started(folder: Any, config: dict[str, Any] | None = None, every: Any = "epo
 
 
 def lived_until(folder: Any, script: Callable[[TorchTrainer], Any], config: dict[str, Any], **arguments: Any) -> None:
-    """Run the script until it is killed."""
     trainer = started(folder, config, **arguments)
     with pytest.raises(Killed):
         script(trainer)

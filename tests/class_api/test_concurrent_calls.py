@@ -11,10 +11,10 @@ import pytest
 
 from raysgd import NotActiveError, TrainerBusyError
 from raysgd.callbacks import Callback
-from raysgd.engine import engine
 from raysgd.torch import TorchTrainer
 from raysgd.train import Trainer, report
 from tests.faults import until
+from tests.peek import set_limits
 from tests.torch.small import Line, inline
 
 BATCHES = 40
@@ -117,8 +117,6 @@ def test_many_threads_at_once_never_share_an_epoch(remote: TorchTrainer) -> None
 
 
 class Nested(Callback):
-    """Calls the trainer that called it."""
-
     stops_training = True
     trainer: Any = None
     states: list[Any]
@@ -150,7 +148,7 @@ def test_callbacks_may_use_their_trainer() -> None:
 def test_another_thread_may_shut_it_down(
     ray_cluster: None, held: Path, use_ray: bool, stuck: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine, "RELEASE_S", 0.5 if stuck else 30.0)
+    set_limits(monkeypatch, release_s=0.5 if stuck else 30.0)
     trainer = inline(Slow, config={"rows": 4000, "batch": 2, "pace": 0.05}, use_ray=use_ray)
     running = elsewhere(held, lambda: trainer.train(info={"held": held}))
     if not stuck:

@@ -60,7 +60,6 @@ SCRIPTS = {
 
 
 def run(background: Background, where: str) -> str:
-    """Run a script as a user would."""
     folder = background.folder()
     for name, content in SCRIPTS[where].items():
         path = folder / f"{name.replace('__', '/')}.py"

@@ -17,8 +17,6 @@ pytestmark = [pytest.mark.more, pytest.mark.elastic, pytest.mark.slow, pytest.ma
 
 
 class Killed(Disturbed):
-    """Is killed as the config says."""
-
     def begin(self, step: int, samples: list[int]) -> None:
         self.fault("before")
 

@@ -14,7 +14,7 @@ import pytest
 import ray
 
 from raysgd.errors import CheckpointError
-from raysgd.training import saves
+from tests import storing
 from tests.faults import Ground, LedgerOperator, ended
 
 pytestmark = pytest.mark.elastic
@@ -115,17 +115,9 @@ def test_ctrl_c_at_the_start_of_a_save_leaves_no_file(
     ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ground = Ground(tmp_path / "marks", num_workers=2)
-    begin, before, pressed = saves.FileDraft.begin, threading.active_count(), []
-
-    def begin_then_press(draft: saves.FileDraft) -> Any:
-        arguments = begin(draft)
-        if not pressed:
-            pressed.append(draft)
-            raise KeyboardInterrupt
-        return arguments
-
-    monkeypatch.setattr(saves.FileDraft, "begin", begin_then_press)
-    with pytest.raises(KeyboardInterrupt):
+    before = threading.active_count()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        storing.after_a_draft_begins(patch, press)
         ground.trainer.save(tmp_path / "a.pt")
     deadline = time.monotonic() + 20
     while threading.active_count() > before and time.monotonic() < deadline:
@@ -136,9 +128,11 @@ def test_ctrl_c_at_the_start_of_a_save_leaves_no_file(
     ground.trainer.shutdown()
 
 
-class Slow:
-    """A state that takes long to be written."""
+def press() -> None:
+    raise KeyboardInterrupt
 
+
+class Slow:
     def __deepcopy__(self, memo: object) -> "Slow":
         return self
 

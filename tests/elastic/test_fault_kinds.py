@@ -11,8 +11,8 @@ import pytest
 
 from examples.benchmarks.harming import Injected, forget_memory_limits, why_no_memory_limit
 from raysgd import ElasticConfig
-from raysgd.torch.process_group import TorchBackend
 from tests.faults import Fault, Ground
+from tests.peek import before_joining
 
 pytestmark = pytest.mark.elastic
 
@@ -121,15 +121,14 @@ def die_when_joining_again(marks: str) -> Any:
     """An initialization hook: once, the process is killed when it joins its second generation."""
 
     def hook() -> None:
-        join, meetings = TorchBackend.join, []
+        meetings: list[int] = []
 
-        def dying(self: Any, rank_info: Any, settings: Any) -> None:
-            meetings.append(rank_info)
-            if len(meetings) == 2 and rank_info.world_rank == 1:
+        def dies(rank: int) -> None:
+            meetings.append(rank)
+            if len(meetings) == 2 and rank == 1:
                 Fault(1, 0, "kill", "rendezvous").fire(marks)
-            join(self, rank_info, settings)
 
-        TorchBackend.join = dying  # type: ignore[method-assign]
+        before_joining(dies)
 
     return hook
 

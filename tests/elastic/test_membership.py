@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from raysgd import ConfigError, ElasticConfig
-from raysgd.core import policy
 from tests.faults import Fault, Ground, LedgerOperator, until
-from tests.peek import ready_replacements
+from tests.peek import ready_replacements, set_limits
 
 pytestmark = pytest.mark.elastic
 
@@ -75,7 +74,7 @@ def test_resize_by_hand_in_the_middle_of_an_epoch(ground: Ground) -> None:
 def test_a_replacement_joins_at_the_boundary_at_which_a_preempted_worker_leaves(
     ground: Ground, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(policy, "ASSUMED_NOTICE_S", 600.0)  # on a slow machine, the replacement may need more than 20 s
+    set_limits(monkeypatch, notice_s=600.0)  # on a slow machine, the replacement may need more than 20 s
     ground.whole_again(3)
     ground.arm(Fault(1, 6, "term"))
     pids = ground.trainer.apply_all_workers(os.getpid)

@@ -14,9 +14,8 @@ import torch
 
 from raysgd import CheckpointError, ElasticConfig, TorchTrainer, TrainingOptions
 from raysgd.torch import TrainingOperator
-from raysgd.torch.resharding import Resharding
 from tests import storing
-from tests.peek import newest_snapshot
+from tests.peek import before_resharding, newest_snapshot
 from tests.speed.test_fsdp import Layers, same, trainer, weights
 
 pytestmark = [pytest.mark.more, pytest.mark.elastic, pytest.mark.usefixtures("ray_cluster")]
@@ -213,14 +212,13 @@ def test_a_death_while_a_snapshot_is_exchanged(when: str, redone: int, tmp_path:
     """Rank 1 dies before it sends its shard of the second snapshot, or when all have sent theirs, and none knows that the others have."""
 
     def die_in_the_next(name: str) -> None:
-        def die(self: Resharding, *arguments: Any) -> Any:
-            if torch.distributed.get_rank() == 1 and self._taken > 2 and not mark.exists():
+        def die(taken: int) -> None:
+            if torch.distributed.get_rank() == 1 and taken > 2 and not mark.exists():
                 mark.touch()
                 os.kill(os.getpid(), signal.SIGKILL)
-            return known(self, *arguments)
 
-        mark, known = tmp_path / "dead", getattr(Resharding, name)
-        setattr(Resharding, name, die)
+        mark = tmp_path / "dead"
+        before_resharding(name, die)
 
     with mortal(tmp_path, replicas=1, grow=False, snapshot_every=3) as four:
         four.apply_all_workers(partial(die_in_the_next, when))
@@ -339,8 +337,6 @@ def end_once(mark: Path) -> dict[str, Any]:
 
 
 class Saving(Mortal):
-    """Returns what the test has set as its state."""
-
     own: Any = None
 
     def state_dict(self) -> Any:

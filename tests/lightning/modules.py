@@ -22,8 +22,6 @@ def rows(count: int, seed: int) -> TensorDataset:
 
 
 class Net(LightningModule):
-    """Classifies, and logs both losses."""
-
     def __init__(self, lr: float = 0.1, hidden: int = 8, batch_size: int = 16, count: int = ROWS) -> None:
         super().__init__()
         self.save_hyperparameters()

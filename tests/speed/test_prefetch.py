@@ -48,8 +48,6 @@ class Streams:
 
 
 class Own:
-    """A batch of a user's class."""
-
     def to(self, device: torch.device) -> str:
         return f"on {device}"
 

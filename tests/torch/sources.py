@@ -22,7 +22,6 @@ def drawn(source: Any, offset: int = 0, *, rank: int = 0, ranks: int = 1, genera
 
 
 def epoch_of(source: Any, rank: int = 0, ranks: int = 1, *, epoch: int = 0) -> list[Any]:
-    """Return what a rank draws of a whole epoch."""
     return list(drawn(begin(source, epoch, ranks=ranks), rank=rank, ranks=ranks))
 
 

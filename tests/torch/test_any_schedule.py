@@ -9,14 +9,13 @@ import statistics
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 from torch import nn
 
-from raysgd.torch.data.sampling import agree
 from tests.local.group import Fault
+from tests.peek import change_order
 from tests.torch.schedules import MOST, Noted, Setting, by_hand, trained
 
 pytestmark = [
@@ -61,12 +60,12 @@ def test_any_schedule(seed: int) -> None:
 def reordered(seed: int, together: int) -> Any:
     """Replace the order of the samples by one in which those of each step, of this many samples, are permuted."""
 
-    def agreed(order: Any, recipe: Any, *, first: bool) -> tuple[Any, None]:
-        steps = torch.as_tensor(agree(order, recipe, first=first)[0]).split(together)
+    def permuted(order: Any) -> torch.Tensor:
         generator = torch.Generator().manual_seed(seed)
-        return torch.cat([step[torch.randperm(len(step), generator=generator)] for step in steps]), None
+        steps = torch.as_tensor(order).split(together)
+        return torch.cat([step[torch.randperm(len(step), generator=generator)] for step in steps])
 
-    return patch("raysgd.torch.data.sources.agree", agreed)
+    return change_order(permuted)
 
 
 @pytest.mark.parametrize("count", [2, pytest.param(12, marks=pytest.mark.nightly)])
@@ -115,8 +114,6 @@ FIXED = Setting(11, rows=36, batch=3, workers=3, faults=FAULTS)
 
 
 class Normalized(Noted):
-    """Its model has BatchNorm."""
-
     frozen = False
 
     def augment(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

@@ -113,8 +113,6 @@ def test_state_travels_with_checkpoints(amp: Double, tmp_path: Any) -> None:
 
 
 class Pair(Line):
-    """Two models, two optimizers, three losses."""
-
     def setup(self, config: dict[str, Any]) -> None:
         super().setup(config)
         models = [nn.Linear(2, 1), nn.Linear(2, 1)]

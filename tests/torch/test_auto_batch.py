@@ -164,8 +164,6 @@ def test_buffers_that_user_code_replaces_or_adds_follow_the_first_rank(at: str) 
 
 
 class Counting(Curve):
-    """Counts batches itself."""
-
     seen = 0
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
@@ -187,8 +185,6 @@ class Averaging(Curve):
 
 
 class Calls(nn.Tanh):
-    """Counts its calls."""
-
     calls = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -197,16 +193,12 @@ class Calls(nn.Tanh):
 
 
 class CountingModel(Curve):
-    """Its model counts its calls."""
-
     def register(self, *, models: Any, **parts: Any) -> Any:
         models[1] = Calls()
         return super().register(models=models, **parts)
 
 
 class Scheduling(Curve):
-    """Steps its scheduler in train_batch."""
-
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         result = super().train_batch(batch, batch_info)
         self.schedule.step()
@@ -225,8 +217,6 @@ class Clearing(Curve):
 
 
 class Looping(Curve):
-    """Has a loop of its own."""
-
     def train_epoch(self, iterator: Any, info: Any = None, num_steps: Any = None, epoch_idx: int = 0) -> dict[str, Any]:
         losses = [self.train_batch(batch, {})["train_loss"] for batch in iterator]
         return {"train_loss": float(sum(losses)) / max(len(losses), 1)}
@@ -269,8 +259,6 @@ def test_what_cannot_be_decided_surely_is_per_worker_and_said_once(name: str, ca
 
 
 class Pictures(Curve):
-    """Draws a picture every two batches."""
-
     drawn: list[tuple[int, int, bool]] = []  # noqa: RUF012
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:

@@ -98,8 +98,6 @@ def test_models_are_in_the_right_mode() -> None:
 
 
 class Movable:
-    """A batch of a user's class."""
-
     def __init__(self) -> None:
         self.where: Any = None
 

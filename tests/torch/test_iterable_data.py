@@ -33,8 +33,6 @@ class Lazy(Stream):
 
 
 class Hooked(IterableDataset[int]):
-    """Has a hook of its own."""
-
     rank, world = 0, 1
 
     def shard(self, rank: int, world_size: int) -> None:

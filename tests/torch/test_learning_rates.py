@@ -8,10 +8,11 @@ from torch import nn
 
 from raysgd import ConfigError, ElasticConfig
 from raysgd.tf import TFTrainer
-from raysgd.torch.hyperparameters import Rates
 from raysgd.train import Trainer
 from tests.local.runs import train
+from tests.replicas import torch_rank
 from tests.torch.test_exact_gradients import Curve, close
+from tests.torch.test_operator_loops import WithOther
 
 pytestmark = pytest.mark.filterwarnings("ignore:the training loader does not shuffle")
 
@@ -50,24 +51,24 @@ def test_weights_equal_those_of_a_loop_with_these_rates(rule: Any, half: float, 
     assert shown == [expected[step] for step in (1, 3, 4, 5)], "groups hold the rates of the schedule"
 
 
+def with_one_of_two(kind: Any, **config: Any) -> Any:
+    elastic = ElasticConfig(lr="linear")
+    return torch_rank(kind, config, ranks=1, num_workers=2, elastic=elastic, scheduler_step_freq="batch")
+
+
 def test_a_step_that_raises_leaves_no_factor_behind() -> None:
-    weight = torch.ones(1, requires_grad=True)
-    optimizer = torch.optim.SGD([{"params": [weight], "lr": 0.1}], lr=0.3)
-    factors = [0.5, 0.25, 1.0]
-    Rates(lambda: factors.pop(0)).watch([optimizer])
-    weight.grad = torch.ones(1)
+    rank = with_one_of_two(Curve, rows=4, batch=2)
+    seen: list[float] = []
 
     def fail(*_: Any) -> None:
+        seen.append(rate_of(rank.operator))
         raise ZeroDivisionError
 
-    failing = optimizer.register_step_pre_hook(fail)
+    failing = rank.operator.optimizer.register_step_pre_hook(fail)
     with pytest.raises(ZeroDivisionError):
-        optimizer.step()
+        rank.train(1)
     failing.remove()
-    optimizer.step()
-    assert (weight.item(), optimizer.param_groups[0]["lr"]) == (pytest.approx(1 - 0.1 * 0.25), 0.1)
-    optimizer.step()
-    assert weight.item() == pytest.approx(1 - 0.1 * 0.25 - 0.1)
+    assert (seen, rate_of(rank.operator)) == ([0.1], 0.2)
 
 
 def test_where_rates_are_not_scaled() -> None:
@@ -85,5 +86,5 @@ def test_where_rates_are_not_scaled() -> None:
 
 
 def test_an_optimizer_without_hooks_is_refused() -> None:
-    with pytest.raises(ConfigError, match="got a object, which has no register_step_post_hook"):
-        Rates(lambda: 1.0).watch([object()])
+    with pytest.raises(ConfigError, match="got a NotOfTorch, which has no register_step_post_hook"):
+        with_one_of_two(WithOther)

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from raysgd import ConfigError, NonFiniteError, TrainingOptions
-from raysgd.torch.guard import MOST_LEFT_OUT
 from tests.local.runs import train
 from tests.torch.small import Line, inline, operator_of, set_scale, weights
 from tests.torch.test_exact_gradients import Curve, close, options
 
+MOST_LEFT_OUT = 50  # in a row
 pytestmark = pytest.mark.filterwarnings("ignore:the training loader does not shuffle", "ignore:Detected call of")
 
 

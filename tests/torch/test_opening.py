@@ -1,15 +1,12 @@
 """A training loader that does not shuffle: the warning for users of RaySGD, which shuffled it on several workers."""
 
 import warnings
-from types import SimpleNamespace
 from typing import Any
 
 from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler
 
-from raysgd.torch.data.opening import Opener
-from raysgd.torch.settings import TorchSettings
-from raysgd.training.position import Position
-from tests.torch.small import Numbers
+from tests.replicas import torch_rank
+from tests.torch.small import Line, Numbers
 
 DATA = Numbers(12)
 
@@ -18,15 +15,24 @@ class Ordered(RandomSampler):
     """A sampler of the user's own."""
 
 
-def operator_of(rank: int) -> Any:
-    return SimpleNamespace(world_rank=rank, config={}, _keep_batch=None, _has_own_steps=False)
+class Looks(Line):
+    def loaders(self, config: dict[str, Any]) -> dict[str, Any]:
+        return dict.fromkeys(("train_loader", "validation_loader"), config["loader"])
+
+    def train_epoch(self, iterator: Any, info: Any = None, **_: Any) -> dict[str, Any]:
+        return {"batches": len(list(iterator))}
+
+    validate = train_epoch  # type: ignore[assignment]
 
 
-def said(loader: Any, *, training: bool = True, rank: int = 0, **settings: Any) -> list[str]:
-    opener = Opener(operator_of(rank), TorchSettings(**{"distributed": True, "num_workers": 2, **settings}), None)  # type: ignore[arg-type]
+def said(*loaders: Any, training: bool = True, rank: int = 0, filtered: str = "always", **settings: Any) -> list[str]:
+    """Return the warnings when ranks begin with these loaders, one after the other."""
+    given = {"num_workers": 2, "distributed": True, "wrap_ddp": False, **settings}
     with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        opener.registered(loader, Position(), "train" if training else "validation")
+        warnings.simplefilter(filtered)  # type: ignore[arg-type]
+        for loader in loaders:
+            one = torch_rank(Looks, {"loader": loader}, rank, 1 + rank, **given)
+            one.train() if training else one.validate()
     return [str(each.message) for each in caught]
 
 
@@ -38,8 +44,7 @@ def test_it_names_shuffle() -> None:
 def test_loaders_with_an_order_of_their_own_are_not_warned_about() -> None:
     subset, own = SubsetRandomSampler(range(4)), Ordered(DATA)
     given: list[Any] = [DataLoader(DATA, shuffle=True), DataLoader(DATA, sampler=subset), DataLoader(DATA, sampler=own)]
-    for loader in (*given, DataLoader(DATA, batch_sampler=[[0, 1], [2]]), [1, 2, 3]):
-        assert said(loader) == []
+    assert said(*given, DataLoader(DATA, batch_sampler=[[0, 1], [2]]), [1, 2, 3]) == []
 
 
 def test_only_rank_0_warns_and_only_where_raysgd_shuffled() -> None:
@@ -49,9 +54,4 @@ def test_only_rank_0_warns_and_only_where_raysgd_shuffled() -> None:
 
 
 def test_it_is_shown_once_in_a_process() -> None:
-    opener = Opener(operator_of(0), TorchSettings(distributed=True, num_workers=2), None)  # type: ignore[arg-type]
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("default")
-        for _ in range(2):
-            opener.registered(DataLoader(DATA), Position(), "train")
-    assert len(caught) == 1
+    assert len(said(*[DataLoader(DATA)] * 2, filtered="default")) == 1

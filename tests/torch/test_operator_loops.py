@@ -234,8 +234,6 @@ class Forgetful(Line):
 
 
 class ByHand(Forgetful):
-    """Changes the weights without an optimizer."""
-
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         metrics = super().train_batch(batch, batch_info)
         with torch.no_grad():
@@ -282,8 +280,6 @@ class Frozen(Line):
 
 
 class OwnLoader(Line):
-    """Loops over a loader of its own."""
-
     def train_epoch(self, iterator: Any, info: Any) -> Any:
         loader = self.loaders(self.config)["train_loader"]
         return {"num_samples": sum(self.train_batch(batch, info)["num_samples"] for batch in loader)}
@@ -328,8 +324,6 @@ class Damaged(Numbers):
 
 
 class CatchesErrors(Line):
-    """Continues after a batch that cannot be read."""
-
     def loaders(self, config: dict[str, Any]) -> dict[str, Any]:
         return {"train_loader": DataLoader(Damaged(12), batch_size=2)}
 

@@ -86,7 +86,6 @@ def replica_of(present: int, workers: int = 2, freq: str = "batch", **config: An
 
 
 def undisturbed(kind: Any, steps: int) -> list[float]:
-    """Return the learning rates of a plain loop, also the one after its last step."""
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1, momentum=0.5)
     scheduler, rates = kind(optimizer, steps), []
     for _ in range(steps):

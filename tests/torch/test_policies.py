@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,29 +12,20 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import ConfigError, TrainingOptions
-from raysgd.torch import TrainingOperator
-from raysgd.torch.parts import Parts
 from raysgd.training.step import Policy, Step
 from tests.local.runs import train
+from tests.peek import add_policy, parts_of
 from tests.torch.small import Line, inline, weights
 from tests.torch.test_exact_gradients import Curve, close
 
 pytestmark = pytest.mark.filterwarnings("ignore:the training loader does not shuffle")
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "structure.md"
-Added = Callable[[Callable[[Parts], Policy]], None]
+Added = Callable[[Callable[[Any], Policy]], None]
 
 
 @pytest.fixture
 def added(monkeypatch: pytest.MonkeyPatch) -> Added:
-    """Add what this returns for an operator's parts to its policies, as a line in `_make_policies` does."""
-
-    def add(make: Callable[[Parts], Policy]) -> None:
-        original = TrainingOperator._make_policies
-        monkeypatch.setattr(
-            TrainingOperator, "_make_policies", lambda self, *given: [*original(self, *given), make(self._parts)]
-        )
-
-    return add
+    return partial(add_policy, monkeypatch)
 
 
 class ByHand(Line):
@@ -68,7 +60,7 @@ def test_the_policy_of_the_page_acts_once_in_each_step(added: Added) -> None:
         trainer.train()
         expected = weights(trainer)
     policy = policy_of_the_page()
-    added(policy)
+    added(lambda operator: policy(parts_of(operator)))
     with inline(ByThePolicy, config={"batch": 4}) as trainer:
         trainer.train()
         assert torch.equal(weights(trainer), expected)
@@ -81,14 +73,12 @@ def test_the_policy_of_the_page_acts_once_in_each_step(added: Added) -> None:
 
 def test_the_policy_of_the_page_does_the_same_for_any_number_of_workers(added: Added) -> None:
     policy = policy_of_the_page()
-    added(policy)
+    added(lambda operator: policy(parts_of(operator)))
     whole = train(Curve, {"rows": 23, "batch": 6}, [(None, 1)])
     close(train(Curve, {"rows": 23, "batch": 2}, [(2, 3), (1, 1), (None, 2)], num_workers=3, batch="global"), whole)
 
 
 class Watching(Policy):
-    """Notes its calls."""
-
     def __init__(self) -> None:
         self.calls: list[Any] = []
 
@@ -137,7 +127,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, int], list[Any]]] = {
 def test_a_policy_sees_each_batch_and_how_each_step_ends(case: str, added: Added) -> None:
     options, changed, expected = CASES[case]
     policy = Watching()
-    added(lambda parts: policy)
+    added(lambda operator: policy)
     kind = type("Changed", (Spoilt,), changed)
     with inline(kind, options=TrainingOptions(**options)) as trainer:
         if "broken" in changed:
@@ -157,7 +147,7 @@ class Wraps(Line):
 
 def test_a_loop_that_ends_early_leaves_a_window_undone(added: Added) -> None:
     policy = Watching()
-    added(lambda parts: policy)
+    added(lambda operator: policy)
     with inline(Wraps, config={"rows": 12, "batch": 2}, options=TrainingOptions(accumulate=2)) as trainer:
         assert trainer.train()["num_samples"] == 4
     assert policy.calls == ["epoch", *WINDOW, "applied", (0, False), "undone", "rest"]

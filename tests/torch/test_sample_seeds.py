@@ -10,10 +10,9 @@ from torch.utils.data import ConcatDataset, DataLoader, Subset
 
 from raysgd import ConfigError, ElasticConfig, TorchTrainer
 from raysgd.data import SampleSeeds
-from raysgd.torch.data.sampling import set_epoch
 from tests.faults import Fault
 from tests.replicas import torch_rank
-from tests.torch.small import inline, operator_of
+from tests.torch.small import Recording, inline, operator_of
 from tests.torch.test_seed import Augmented, Noisy
 
 Drawn = dict[int, list[float]]
@@ -137,9 +136,9 @@ def test_what_cannot_be_seeded_is_refused() -> None:
 def test_a_subset_and_a_concatenation_pass_the_epoch_on() -> None:
     seeded = SampleSeeds(Noisy(), seed=7)
     for data in (Subset(seeded, [0, 1]), ConcatDataset([seeded]), ConcatDataset([Subset(seeded, [0, 1])])):
-        loader: Any = DataLoader(data)
-        found = []
-        for epoch in (0, 1, 0):
-            set_epoch(loader, epoch)
-            found.append(repr(data[0]))
-        assert found[0] != found[1] and found[0] == found[2]
+        with inline(Recording, config={"loader": lambda data=data: DataLoader(data)}) as trainer:
+            count = trainer.train()["batch_count"]
+            trainer.train()
+            (first, *_), (second, *_) = (operator_of(trainer).seen[place][0] for place in (0, count))
+            assert first == second == 0, "the same sample"
+            assert operator_of(trainer).seen[0] != operator_of(trainer).seen[count]

@@ -60,7 +60,6 @@ def test_ctrl_c_while_a_store_opens(monkeypatch: pytest.MonkeyPatch, *, made: bo
 
 
 def join_and_leave(backend: TorchBackend, rank_info: Any, settings: dict[str, Any]) -> int:
-    """Join, count the ranks in a new subgroup, and leave."""
     backend.join(rank_info, settings)
     try:
         count = torch.ones(1)

@@ -97,8 +97,6 @@ def test_registered_metrics_are_those_of_the_validation_unless_a_test_has_its_ow
 
 
 class Noted(Dataset[int]):
-    """Notes its epochs."""
-
     def __init__(self, epochs: list[int]) -> None:
         self.set_epoch = epochs.append
 
