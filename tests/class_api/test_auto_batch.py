@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import nn
 
 from raysgd import ElasticConfig, TorchTrainer, TrainingOptions
-from tests.local.runs import weights_of
 from tests.torch.test_auto_batch import Normed
 from tests.torch.test_exact_gradients import Curve, close
 
@@ -45,31 +44,37 @@ def dying(kind: Any) -> Any:
     return Dying
 
 
-def run(kind: type[Curve], *, dies: bool, **given: Any) -> tuple[torch.Tensor, list[torch.Tensor], str | None]:
+Found = tuple[torch.Tensor, list[torch.Tensor], dict[str, Any]]
+
+
+def without_and_with_a_death(kind: Any, *, validates: bool = False, **given: Any) -> tuple[Found, Found, str | None]:
+    """Train from the same state without and with the death of a worker. Return the weights, buffers and results of a validation of
+    both, and the batch mode."""
+    found: list[Found] = []
+    elastic = ElasticConfig(grow=False)
     with TorchTrainer(
-        training_operator_cls=dying(kind),
-        config={"rows": 40, "batch": 4},
-        num_workers=2,
-        use_gpu=False,
-        scheduler_step_freq="batch",
-        elastic=ElasticConfig(grow=False),
-        **given,
+        training_operator_cls=dying(kind), num_workers=2, use_gpu=False, elastic=elastic, **given
     ) as trainer:
-        trainer.train(info={"dies": dies})
-        trainer.train()
-        assert trainer.world_size == 2 - dies
-        model = trainer.get_model()
-        weights = nn.utils.parameters_to_vector(model.parameters()).detach()
-        return weights, [each.clone() for each in model.buffers()], trainer.batch_mode
+        begin = trainer.state_dict()
+        for dies in (False, True):
+            trainer.load_state_dict(begin)
+            trainer.train(info={"dies": dies})
+            trainer.train()
+            assert trainer.world_size == 2 - dies
+            model = trainer.get_model()
+            weights = nn.utils.parameters_to_vector(model.parameters()).detach()
+            found.append((weights, [*model.buffers()], trainer.validate() if validates else {}))
+        return found[0], found[1], trainer.batch_mode
 
 
+ARGUMENTS: dict[str, Any] = {"config": {"rows": 40, "batch": 4}, "scheduler_step_freq": "batch"}
 SHARDED = TrainingOptions(parallel="fsdp", replicas=2)
 
 
 @pytest.mark.parametrize(("kind", "given"), [(Curve, {}), (Normed, {}), (Curve, {"options": SHARDED})])
 def test_a_worker_that_is_not_replaced_changes_nothing(kind: type[Curve], given: dict[str, Any]) -> None:
-    (mine, buffers, mode), (theirs, others, _) = run(kind, dies=True, **given), run(kind, dies=False, **given)
-    close(mine, theirs)
+    (expected, others, _), (mine, buffers, _), mode = without_and_with_a_death(kind, **ARGUMENTS, **given)
+    close(mine, expected)
     for one, other in zip(buffers, others, strict=True):
         close(one, other)
     assert mode == "global"
@@ -77,24 +82,11 @@ def test_a_worker_that_is_not_replaced_changes_nothing(kind: type[Curve], given:
 
 def test_the_digits_of_the_readme() -> None:
     pytest.importorskip("sklearn")
-    found = []
-    for dies in (True, False):
-        with TorchTrainer(
-            training_operator_cls=dying(digits()),
-            config={"lr": 0.1},
-            num_workers=2,
-            use_gpu=False,
-            seed=3,
-            elastic=ElasticConfig(grow=False),
-        ) as trainer:
-            for _ in range(3):
-                trainer.train(info={"dies": dies})
-            assert trainer.world_size == 2 - dies and trainer.batch_mode == "global"
-            found.append((weights_of(trainer), trainer.validate()))
-    (mine, validated), (theirs, expected) = found
-    torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
-    assert validated["val_loss"] == pytest.approx(expected["val_loss"], rel=1e-4)
-    assert validated["val_accuracy"] == pytest.approx(expected["val_accuracy"], rel=1e-6)
+    whole, reduced, mode = without_and_with_a_death(digits(), validates=True, config={"lr": 0.1}, seed=3)
+    assert mode == "global"
+    torch.testing.assert_close(reduced[0], whole[0], rtol=1e-4, atol=1e-5)
+    assert reduced[2]["val_loss"] == pytest.approx(whole[2]["val_loss"], rel=1e-4)
+    assert reduced[2]["val_accuracy"] == pytest.approx(whole[2]["val_accuracy"], rel=1e-6)
 
 
 class Contrasting(Curve):
@@ -120,7 +112,7 @@ class Measured(Curve):
 
 @pytest.mark.parametrize(("kind", "mode"), [(Contrasting, "per_worker"), (Measured, "global")])
 def test_a_loss_of_all_workers_is_per_worker(kind: type[Curve], mode: str) -> None:
-    assert run(kind, dies=True)[2] == mode
+    assert without_and_with_a_death(kind, **ARGUMENTS)[2] == mode
 
 
 class Lines(logging.Handler):
