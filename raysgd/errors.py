@@ -168,6 +168,20 @@ ELSEWHERE = {
     "precision": ("amp", "dtype", "mixed_precision"),
     "parallel": ("strategy",),
     "max_attempts": ("max_failures", "max_restarts"),
+    "storage_path": ("local_dir",),
+}
+# Those that ours do not have, and what to do instead.
+REPORTED = "a checkpoint is stored whenever the training function reports or saves one"
+INSTEAD = {
+    "accelerator_type": 'request it with resources_per_worker={"accelerator_type:T4": 0.001}',
+    "checkpoint_at_end": REPORTED,
+    "checkpoint_frequency": REPORTED,
+    "fail_fast": "an error in the function always ends the run",
+    "log_to_file": "use callbacks",
+    "progress_reporter": "use callbacks",
+    "stop": "the training function decides: return from it, or raise in a callback that stops_training",
+    "sync_config": "storage_path may be a URI",
+    "verbose": "use callbacks=[PrintCallback()]",
 }
 
 
@@ -218,7 +232,7 @@ def _explained(function: Any, signature: inspect.Signature, given: Iterable[str]
         if wrong not in known:
             meant = close_to(wrong, known)
             hint = f"did you mean {meant!r}?" if meant else f"its arguments are {', '.join(known)}"
-            return f"{name} takes no argument {wrong!r}: {hint}"
+            return f"{name} takes no argument {wrong!r}: {INSTEAD.get(wrong, hint)}"
     if by_keyword and "too many positional" in str(error):
         places = ", ".join(each for each in known if each not in by_keyword)
         by_place = (

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from raysgd.core.messages import ProgressReport, StackReport, StackRequest
-from raysgd.core.outcomes import Interrupted, Ok, Outcome
+from raysgd.core.outcomes import CollectivePlace, Interrupted, Ok, Outcome
 from raysgd.core.progress import Control, Progress
 from raysgd.core.ranks import SingleWorkerBackend
 from raysgd.engine.worker_table import WorkerTable
@@ -36,6 +36,7 @@ class FakeGroup:
     silence   for how many seconds each worker has sent nothing
     dead      machines that have failed
     stacks    what workers answer when they are asked for their stacks
+    places    the collective calls in which they then are
     """
 
     elastic = True
@@ -46,6 +47,7 @@ class FakeGroup:
         self.events: list[Event] = []
         self.silence: dict[str, float] = defaultdict(float)
         self.stacks: dict[str, tuple[str, ...]] = {}
+        self.places: dict[str, CollectivePlace] = defaultdict(CollectivePlace)
         self.dead, self.looked = set[str](), list[str]()
         self.asked, self.killed, self.dismissed = 0, list[str](), list[str]()
         self._names = itertools.chain(names, (f"w{number}" for number in itertools.count(1)))
@@ -79,7 +81,8 @@ class FakeGroup:
         if isinstance(message, StackRequest):
             self.asked += 1
             if worker in self.stacks:
-                self.events.append(MessageReceived(worker, StackReport(message.round, self.stacks[worker])))
+                answer = StackReport(message.round, self.stacks[worker], place=self.places[worker])
+                self.events.append(MessageReceived(worker, answer))
         return True
 
     def silent_for(self, worker: str) -> float:

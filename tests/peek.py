@@ -34,7 +34,7 @@ def newest_snapshot(trainer: Any) -> Any:
 
 def ready_replacements(trainer: Any) -> int:
     """Return how many workers are set up and can join, spares included."""
-    ready: int = trainer._engine._membership._replacements.ready
+    ready: int = trainer._engine.ready_replacements
     return ready
 
 
@@ -101,9 +101,9 @@ def settings_of(trainer: Any) -> dict[str, Any]:
 
 def record_run(folder: Path, settings: dict[str, Any]) -> None:
     """Store these settings in a folder, as a run that begins does."""
-    from raysgd.train.fit.records import RunNames, RunRecord
+    from raysgd.train.fit.records import RunRecord
 
-    RunRecord(folder, folder, RunNames("DataParallelTrainer", "run"), {}, None).begin(settings)
+    RunRecord(folder, folder, "DataParallelTrainer", {}, None).begin(settings)
 
 
 def save_no_random_states(trainer: Any) -> None:

@@ -21,10 +21,10 @@ from raysgd.core.progress import Control, Progress
 from raysgd.core.protocols import Call
 from raysgd.core.ranks import RankInfo
 from raysgd.train.replica import STOP_SIGNAL, FunctionReplica, FunctionReplicaFactory
-from raysgd.train.run_session import Attempt
+from raysgd.train.run_session import Attempt, Codec
 from raysgd.training.loading import take_over
 from raysgd.training.replica_base import OperatorReplicaFactory, ReplicaBase, apply_operator
-from raysgd.workers.blob import Blob
+from raysgd.workers.calls import Blob
 
 __all__ = [
     "FunctionRank",
@@ -204,8 +204,8 @@ class FunctionRank(Rank):
     encodes and decodes."""
 
     def __init__(self, rank: int = 0, ranks: int = 1, codec: dict[str, Any] | None = None, **numbers: int) -> None:
-        self._handler = None if STOP_SIGNAL is None else signal.getsignal(STOP_SIGNAL)
-        super().__init__(FunctionReplicaFactory(**(codec or {})), rank, ranks, **numbers)
+        self._handler = signal.getsignal(STOP_SIGNAL)
+        super().__init__(FunctionReplicaFactory(Codec(**(codec or {}))), rank, ranks, **numbers)
         self.messages: list[tuple[FunctionReport, dict[str, Any], dict[str, Any] | None]] = []
         self._control.deliver = self._deliver
 
@@ -235,8 +235,7 @@ class FunctionRank(Rank):
 
     def close(self) -> None:
         super().close()
-        if STOP_SIGNAL is not None:
-            signal.signal(STOP_SIGNAL, self._handler)
+        signal.signal(STOP_SIGNAL, self._handler)
 
 
 def in_function(function: Callable[[], Any], there: FunctionRank | None = None, **numbers: int) -> Any:

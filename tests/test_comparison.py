@@ -279,11 +279,24 @@ def test_the_reason_of_an_eviction_is_the_first_step_after_which_the_rank_differ
     table.take_summaries.return_value = [(step, given) for step in (4, 6)]
     table.kill = lambda *arguments: killed.append(arguments)
     evicting = Comparison(ElasticConfig(compare_weights=2, on_divergence="evict"))
-    fan_out = FanOut(table, MagicMock(), MagicMock(), lambda job: False, hang_s=1.0, comparison=evicting)
+    fan_out = FanOut(table, MagicMock(), MagicMock(), lambda job: False, comparison=evicting)
     assert fan_out.compare()
     ((worker, reason, why),) = killed
     assert (worker, reason) == ("b", "divergence")
     assert why.startswith("its weights differ from those of most ranks after step 4: ")
+
+
+def test_several_ranks_are_evicted_in_rank_order() -> None:
+    """And not in the order of the hashes of their names, which each process draws anew: a simulation could not be repeated."""
+    killed: list[str] = []
+    table = MagicMock()
+    names = [f"worker {rank}" for rank in range(9)]
+    table.members.return_value = names
+    table.kill = lambda worker, *why: killed.append(worker)
+    evicting = Comparison(ElasticConfig(compare_weights=2, on_divergence="evict"))
+    fan_out = FanOut(table, MagicMock(), MagicMock(), lambda job: False, comparison=evicting)
+    assert fan_out.judge(4, texts(1.0, 2.0, 1.0, 2.0, 1.0, 2.0, 1.0, 2.0, 1.0).values())
+    assert killed == names[1::2]
 
 
 # -- arguments ----------------------------------------------------------------------------------------

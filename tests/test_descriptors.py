@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from raysgd.core import descriptors
-from raysgd.core.descriptors import OWN, allow_connections
+from raysgd.core import network
+from raysgd.core.network import OWN, allow_connections
 from raysgd.errors import ResourceError
 
 
@@ -15,8 +15,8 @@ from raysgd.errors import ResourceError
 def limits(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Return the limits that are set, of a process that begins with 1024 of at most 4096 open files."""
     found = [(1024, 4096)]
-    monkeypatch.setattr(descriptors.resource, "getrlimit", lambda which: found[-1])
-    monkeypatch.setattr(descriptors.resource, "setrlimit", lambda which, pair: found.append(pair))
+    monkeypatch.setattr(network.resource, "getrlimit", lambda which: found[-1])
+    monkeypatch.setattr(network.resource, "setrlimit", lambda which, pair: found.append(pair))
     return found
 
 
@@ -34,13 +34,13 @@ def test_a_limit_that_cannot_be_raised(limits: list[tuple[int, int]]) -> None:
 
 def test_a_limit_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
     unlimited = resource.RLIM_INFINITY
-    monkeypatch.setattr(descriptors.resource, "getrlimit", lambda which: (unlimited, unlimited))
+    monkeypatch.setattr(network.resource, "getrlimit", lambda which: (unlimited, unlimited))
     allow_connections(1_000_000, each=8)
 
 
 def test_a_real_process_raises_its_own_limit() -> None:
     script = (
-        "import resource; from raysgd.core.descriptors import allow_connections\n"
+        "import resource; from raysgd.core.network import allow_connections\n"
         "hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (300, hard))\n"
         "allow_connections(100, each=1); print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])"

@@ -30,7 +30,7 @@ class World:
         self.table.enter_group(self.table.launch(2))
         self.group.events += [WorkerStarted(name, name, 1, "") for name in "ab"]
         self.table.pump(0)
-        nothing: Any = SimpleNamespace(call=call)
+        generation: Any = SimpleNamespace(call=call, in_place=True)
         self.replacements: Any = SimpleNamespace(
             ready=0,
             starting=2,
@@ -41,14 +41,7 @@ class World:
             keep=lambda missing: None,
         )
         self.membership = Membership(
-            self.table,
-            nothing,
-            self.replacements,
-            target=2,
-            elastic=ElasticConfig(),
-            limits=nothing,
-            in_place=True,
-            notice=notice,
+            self.table, generation, self.replacements, target=2, elastic=ElasticConfig(), notice=notice
         )
 
     def gets_sigterm(self, worker: str) -> None:
@@ -58,6 +51,7 @@ class World:
     def stops_at(self, *times: float) -> float | None:
         """Return the first of these times at which the call is stopped, and let those leave that are to."""
         for self.group.now in times:
+            self.membership.look_for_leavers()
             if self.membership.wants_boundary():
                 seen = self.membership.plan()
                 assert (seen.kind, seen.reason) == ("paused", "preemption")

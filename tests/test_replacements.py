@@ -1,5 +1,6 @@
 """If a replacement is overdue, a second one is started, and the first that is ready is used."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,8 @@ class Scenario:
         self.group = FakeGroup(room)
         self.table = self.group.table(lambda: self.now)
         limits = Limits(start_s=START_S, setup_s=60, join_s=60, collective_s=60, hang_s=60)
-        self.replacements = Replacements(self.table, dict, limits=limits, in_place=True, spares=spares)
+        generation: Any = SimpleNamespace(limits=limits, in_place=True, warm_up_arguments=dict)
+        self.replacements = Replacements(self.table, generation, spares=spares)
 
     def after(self, seconds: float, *events: Any) -> None:
         self.now += seconds

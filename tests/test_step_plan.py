@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raysgd.core.sampling_plan import SamplingPlan, optimizer_steps
-from raysgd.core.step_plan import StepPlan
+from raysgd.core.sampling_plan import SamplingPlan, StepPlan, optimizer_steps
 
 # (number of batches, world size during these batches); the last one makes the rest of the run
 CHANGES = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 7)), min_size=1, max_size=6)

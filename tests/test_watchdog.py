@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
+from raysgd.core.outcomes import CollectivePlace
 from raysgd.core.progress import Progress, report_interval_s
-from raysgd.engine.watchdog import Watchdog, ask
+from raysgd.engine.watchdog import ExtraCalls, Watchdog, ask
 from raysgd.workers.events import CallEnded
 from tests.fake_group import FakeGroup, MessageReceived, Ok, PartReceived, StackReport, reporting
 
@@ -171,3 +172,45 @@ def test_a_transfer_that_moves_is_progress() -> None:
         table.pump(0)
         watchdog.tick(["a"])
     assert table["a"].moved_at == now[0] and group.killed == []
+
+
+def extra_calls(*, done: int, **places: CollectivePlace) -> tuple[ExtraCalls, list[float]]:
+    """Watch ranks in these places for 20 s, of which the first one ends its call at once if it has made `done` collective
+    calls (-1: it does not). Return what watched them, and when it interrupted them."""
+    now, group, interrupted = [0.0], FakeGroup(names=places, run=None), list[float]()
+    table = group.table(lambda: now[0])
+    workers = table.launch(len(places))
+    group.stacks, group.places = dict.fromkeys(places, IN_COLLECTIVE), places
+    calls = table.open_calls(lambda: interrupted.append(now[0]))
+    extra = ExtraCalls(table, workers, calls)
+    for worker in workers:
+        calls.expect(worker, group.submit(worker, "run", {}))
+    if done >= 0:
+        group.events.append(CallEnded(workers[0], 1, Ok(collectives=done)))
+    while now[0] < 20:
+        now[0] += 0.1
+        table.pump(0.0)
+        calls.collect()
+        extra.tick()
+    return extra, interrupted
+
+
+def at(count: int, name: str = "all_reduce", before: int = 0) -> CollectivePlace:
+    return CollectivePlace(count, name, "train.py:7 train_batch", begun=((1, before),))
+
+
+def test_a_rank_in_a_call_beyond_the_end_of_another_is_interrupted_soon() -> None:
+    extra, interrupted = extra_calls(done=3, a=at(3), b=at(4))
+    assert extra.found == {"b": at(4)}
+    assert len(interrupted) == 1 and interrupted[0] < 4
+
+
+def test_ranks_that_wait_after_different_numbers_of_calls_are_interrupted() -> None:
+    extra, interrupted = extra_calls(done=-1, a=at(3, before=2), b=at(3, before=1))
+    assert set(extra.found) == {"a", "b"} and len(interrupted) == 1
+
+
+@pytest.mark.parametrize("places", [(at(3), at(3)), (at(3), at(4, name=""))], ids=["the last call", "no call"])
+def test_a_rank_that_may_still_finish_is_not_interrupted(places: tuple[CollectivePlace, CollectivePlace]) -> None:
+    extra, interrupted = extra_calls(done=3, a=places[0], b=places[1])
+    assert (extra.found, interrupted) == ({}, [])

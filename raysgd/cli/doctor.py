@@ -25,8 +25,8 @@ from raysgd.core.network import own_address
 from raysgd.errors import RaysgdError
 from raysgd.torch.interfaces import interface_towards
 from raysgd.version import page
-from raysgd.workers.cluster import driver_address, join_running
-from raysgd.workers.survey import actors_on_nodes, ask
+from raysgd.workers.cluster import actors_on_nodes, driver_address, join_running
+from raysgd.workers.cluster import ask_nodes as ask
 
 # Each is imported in a process of its own, because an import can end its process. It prints how many GPUs it sees.
 IMPORTS = {

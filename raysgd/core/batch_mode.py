@@ -26,7 +26,7 @@ class BatchMode(NamedTuple):
     """What was decided. Part of a replica's state, as a tuple.
 
     mode      "global" or "per_worker"; "" before the first step is committed
-    reason    for "per_worker": what prevents "global", and what to do about it advice
+    reason, advice  for "per_worker": what prevents "global", and what to do about it
     in_parts  for "global": whether pieces are the parts that the missing workers would have had,
               because layers such as BatchNorm compute with all samples of a piece
     tested    whether a step of this run has shown that its code is fit for it
@@ -101,8 +101,7 @@ def decide(seen: FirstStep) -> BatchMode:
 
 
 def agreed(modes: Sequence[BatchMode]) -> BatchMode:
-    """Return what all ranks follow, from what each has decided: "per_worker" if one has a reason
-    for it."""
+    """Return what all ranks follow: "per_worker" if one has a reason for it."""
     known = [each for each in modes if each.mode]
     reasons = [each for each in known if not each.keeps_batch]
     if reasons or not known:
@@ -111,8 +110,7 @@ def agreed(modes: Sequence[BatchMode]) -> BatchMode:
 
 
 def notice(mode: BatchMode, workers: int, usual: int) -> str:
-    """Return what the log says when `workers` train instead of the `usual` number, and the batch
-    follows them."""
+    """Return what the log says when `workers` of the `usual` number train, each with its batch."""
     train = "trains" if workers == 1 else "train"
     return (
         f"{counted(workers, 'worker')} of {usual} {train} now, and each keeps its batch size, so steps have another number of samples, and "

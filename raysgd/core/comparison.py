@@ -108,8 +108,7 @@ def _worst(kind: Kind, read: Sequence[tuple[Summary, list[int]]]) -> Difference 
 def _difference(
     kind: Kind, name: str, column: Iterable[tuple[Any, list[int]]], distance: Callable[[Any, Any], float]
 ) -> Difference | None:
-    """Return the difference in one entry, None if all ranks agree. A `distance` of 0 is within the
-    tolerance."""
+    """Return the difference in one entry, or None. A `distance` of 0 is within the tolerance."""
     groups: list[tuple[Any, list[int]]] = []
     for value, ranks in column:
         mine = next((members for other, members in groups if distance(other, value) == 0), None)
@@ -145,8 +144,7 @@ def _parameter(one: Sequence[float], other: Sequence[float]) -> float:
 
 
 def _setting(one: Any, other: Any) -> float:
-    """Return how far two settings are apart, as a fraction of the larger one; 1 for what is not a
-    number."""
+    """Return how far two settings are apart, as a fraction; 1 for what is not a number."""
     if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
         return max((_setting(mine, theirs) for mine, theirs in zip(one, other, strict=True)), default=0.0)
     numbers = all(isinstance(each, (int, float)) and not isinstance(each, bool) for each in (one, other))

@@ -17,20 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from raysgd.core.frames import (
-    CODE_BYTES,
-    DRIVER,
-    HEAD_BYTES,
-    NUMBER_BYTES,
-    PROOF_BYTES,
-    WORKER,
-    AlteredError,
-    Session,
-    Sizes,
-    new_number,
-    proof,
-    proves,
-)
+from raysgd.core import frames
 from raysgd.core.messages import Message
 
 logger = logging.getLogger(__name__)
@@ -51,8 +38,7 @@ UNREACHABLE = {errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ETI
 
 @dataclass(frozen=True)
 class ControlAddress:
-    """Where the driver listens, the key that lets a worker in, and how long the driver's machine
-    may not answer before its connections end."""
+    """Where the driver listens, the key, and how long its machine may not answer."""
 
     host: str
     port: int
@@ -61,10 +47,9 @@ class ControlAddress:
 
 
 class Connection:
-    """One end of a connection whose other end has the key, too. One thread at a time may send, and
-    one receive."""
+    """One end of a proven connection. One thread at a time may send, and one receive."""
 
-    def __init__(self, opened: socket.socket, session: Session) -> None:
+    def __init__(self, opened: socket.socket, session: frames.Session) -> None:
         self.socket, self._session = opened, session
 
     def __enter__(self) -> Connection:
@@ -97,8 +82,7 @@ class Connection:
         rest: int,
         moved: Callable[[], None] = lambda: None,
     ) -> None:
-        """Send a message with a body of these sizes, part by part. Call `moved` whenever the kernel
-        has taken some of it."""
+        """Send a message with a body of these sizes. Call `moved` whenever some was taken."""
         for part in self._parts(message, body, guarded, rest):
             self._send_all(part, moved)
 
@@ -125,10 +109,9 @@ class Connection:
 
     # -- receiving ------------------------------------------------------------------------------------
 
-    def receive(self) -> tuple[Message, Sizes]:
-        """Return the next message and the sizes of its body, which follows. Raise ConnectionError
-        when the connection ends."""
-        head = _exactly(self.socket, HEAD_BYTES)
+    def receive(self) -> tuple[Message, frames.Sizes]:
+        """Return the next message, and the sizes of its body, which follows."""
+        head = _exactly(self.socket, frames.HEAD_BYTES)
         sizes = self._session.sizes(head)
         return self._session.opened(head, _exactly(self.socket, sizes.message)), sizes
 
@@ -140,7 +123,7 @@ class Connection:
         return message
 
     def receive_body(
-        self, sizes: Sizes, moved: Callable[[int], None] = lambda complete: None, *, room: Body | None = None
+        self, sizes: frames.Sizes, moved: Callable[[int], None] = lambda complete: None, *, room: Body | None = None
     ) -> Body:
         """Return a message's body, read directly to where it stays. Call `moved` whenever a part
         has arrived, with how much of the beginning is complete. The guarded part is complete when
@@ -154,7 +137,7 @@ class Connection:
                 code.update(view[filled : filled + count])
                 filled += count
                 moved(0)
-            self._session.check(code, _exactly(self.socket, CODE_BYTES))
+            self._session.check(code, _exactly(self.socket, frames.CODE_BYTES))
             moved(filled)
         while filled < sizes.body:
             filled += _receive_some(self.socket, view[filled:])
@@ -193,12 +176,12 @@ def connect(address: ControlAddress, first: Message, *, patience_s: float = PATI
 
 
 def _greet(opened: socket.socket, key: bytes, first: Message) -> Connection:
-    mine = new_number()
-    numbers = bytes(_exactly(opened, NUMBER_BYTES)) + mine
-    session = Session(key, WORKER, numbers)
-    opened.sendall(mine + proof(key, WORKER, numbers) + session.framed(first))
-    if not proves(_exactly(opened, PROOF_BYTES), key, DRIVER, numbers):
-        raise AlteredError("the other end does not have this trainer's key")
+    mine = frames.new_number()
+    numbers = bytes(_exactly(opened, frames.NUMBER_BYTES)) + mine
+    session = frames.Session(key, frames.WORKER, numbers)
+    opened.sendall(mine + frames.proof(key, frames.WORKER, numbers) + session.framed(first))
+    if not frames.proves(_exactly(opened, frames.PROOF_BYTES), key, frames.DRIVER, numbers):
+        raise frames.AlteredError("the other end does not have this trainer's key")
     return Connection(opened, session)
 
 
@@ -211,8 +194,7 @@ def _exactly(opened: socket.socket, size: int) -> bytearray:
 
 
 def _receive_some(opened: socket.socket, room: memoryview) -> int:
-    """Fill a part of the buffer, and return the size of that part. Raise TimeoutError if the other
-    machine does not respond."""
+    """Fill a part of the buffer, and return its size. An unreachable machine is a TimeoutError."""
     try:
         count = opened.recv_into(room[:PIECE])
     except OSError as error:
@@ -223,9 +205,8 @@ def _receive_some(opened: socket.socket, room: memoryview) -> int:
 
 
 def detect_unreachable(connection: socket.socket, limit_s: float) -> None:
-    """Enable TCP keepalive, so that reading raises TimeoutError when the other machine has not
-    responded for `limit_s`. Its kernel responds even if the process is stopped or busy. Options
-    that this system lacks are skipped."""
+    """Enable TCP keepalive: reading raises TimeoutError when the other machine has not responded
+    for `limit_s`. Its kernel responds also for a process that is stopped or busy."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     limit_s = max(limit_s, 1.0)
     every = max(int(limit_s / 5), 1)

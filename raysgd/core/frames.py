@@ -74,15 +74,13 @@ class Sizes(NamedTuple):
 
 
 def _codes(secret: bytes, side: bytes) -> Iterator[Any]:
-    """Yield what makes each code of one side on one connection: `update` it with the content, and
-    take its `digest`."""
+    """Yield what makes each code of one side: `update` it with the content, take its `digest`."""
     for count in itertools.count():
         yield hashlib.blake2b(COUNT.pack(count), digest_size=CODE_BYTES, key=secret, person=side)
 
 
 class Session:
-    """What one end of one connection needs to make frames, and to check those of the other end.
-    Owns the codes of both directions."""
+    """What one end of a connection needs to make and check frames: the codes of both directions."""
 
     def __init__(self, key: bytes, side: bytes, numbers: bytes) -> None:
         secret = proof(key, b"session", numbers)
@@ -102,8 +100,7 @@ class Session:
 
     @staticmethod
     def sizes(head: bytes | bytearray | memoryview) -> Sizes:
-        """Return what the beginning of a frame says, which is not checked yet. Raise AlteredError
-        if that cannot be true."""
+        """Return what the beginning of a frame says. Raise AlteredError if that cannot be true."""
         sizes = Sizes(*PREFIX.unpack_from(head))
         if sizes.message > LARGEST_MESSAGE:
             raise AlteredError(
@@ -122,8 +119,7 @@ class Session:
         return message
 
     def taken(self, received: bytearray) -> Iterator[Message]:
-        """Remove the complete frames from the beginning of what has been received, and yield their
-        messages. None has a body."""
+        """Remove complete frames, without bodies, from `received`. Yield their messages."""
         while len(received) >= HEAD_BYTES:
             head = bytes(received[:HEAD_BYTES])
             end = HEAD_BYTES + self.sizes(head).message

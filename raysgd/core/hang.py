@@ -1,5 +1,4 @@
-"""Find the ranks that block the others when a call makes no progress. Pure: evaluates reports of
-the ranks. Both."""
+"""Find the ranks that block the others when a call makes no progress. Pure. Both."""
 
 from __future__ import annotations
 
@@ -64,8 +63,7 @@ class RankReport:
 
 
 def is_in_collective(stack: Sequence[str]) -> bool:
-    """Return whether a stack is in a collective call. Frames are "path:line function" lines,
-    innermost first."""
+    """Return whether a stack ("path:line function", innermost first) is in a collective call."""
     for frame in stack:
         path, function = _path_and_function(frame)
         if _is_collective(path, function):
@@ -102,7 +100,7 @@ def place_of(
 
 def _path_and_function(frame: str) -> tuple[str, str]:
     place, _, function = frame.rpartition(" ")
-    return place.rpartition(":")[0].replace("\\", "/"), function
+    return place.rpartition(":")[0], function
 
 
 def _is_collective(path: str, function: str) -> bool:
@@ -110,11 +108,9 @@ def _is_collective(path: str, function: str) -> bool:
 
 
 def is_user_frame(frame: str) -> bool:
-    """Return whether a frame of a stack belongs neither to a framework nor to raysgd, Ray or Python
-    itself."""
-    path = frame.replace("\\", "/")
-    inside = path.startswith((PACKAGE, "<")) or RAY in path
-    return not inside and not any(framework in path for framework in FRAMEWORKS)
+    """Return whether a frame belongs neither to a framework nor to raysgd, Ray or Python."""
+    inside = frame.startswith((PACKAGE, "<")) or RAY in frame
+    return not inside and not any(framework in frame for framework in FRAMEWORKS)
 
 
 def blocking_ranks(
@@ -140,8 +136,7 @@ def blocking_ranks(
 
 
 def describe_rank(report: RankReport) -> str:
-    """Return where a rank is: one line for the log, followed by the innermost frames of its
-    stack."""
+    """Return where a rank is: a line for the log, and the innermost frames of its stack."""
     where = f"rank {report.rank} on {report.node or 'this machine'}, in {report.phase or '?'}, batch {report.batch}"
     if report.stack is None:
         return f"{where}: does not answer (its process is stopped, or its machine has failed)"
@@ -149,8 +144,7 @@ def describe_rank(report: RankReport) -> str:
 
 
 def describe_unfinished(report: RankReport, verb: str, limit_s: float) -> str:
-    """Return what a rank did not finish within a limit, and where it is: the user's frames,
-    innermost first."""
+    """Return what a rank did not finish in time, and where it is: the user's frames."""
     rank = "a replacement worker" if report.rank is None else f"rank {report.rank}"
     where = f"{rank} on node {report.node or '?'}"
     what = USERS_PART.get(verb, f"'{verb}'")

@@ -1,5 +1,4 @@
-"""Names of a package that are loaded when they are first used, and modules for old import paths.
-Both."""
+"""Names of a package that are loaded when first used, and modules for old import paths. Both."""
 
 from __future__ import annotations
 
@@ -33,8 +32,7 @@ def load(package: str, name: str, homes: Mapping[str, str]) -> Any:
 def lazy_names(
     package: str, homes: Mapping[str, str], listed: Sequence[str] = ()
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return the functions `__getattr__` and `__dir__` of a package with such names. `listed` is
-    its `__all__`."""
+    """Return `__getattr__` and `__dir__` of a package with such names, and `listed` ones."""
     return lambda name: load(package, name, homes), lambda: sorted({*listed, *homes})
 
 

@@ -59,8 +59,7 @@ class Open(Message):
 
 @dataclass(frozen=True)
 class Alive(Message):
-    """A worker sends this every second, from a thread beside the training thread. A process that is
-    stopped does not."""
+    """A worker sends this every second from a thread, unless its process is stopped."""
 
 
 @dataclass(frozen=True)
@@ -105,8 +104,7 @@ class StackReport(Message):
 
 @dataclass(frozen=True)
 class CallAnswer(Message):
-    """A worker sends this when a call has ended, with the pickled outcome. Ray sends an outcome
-    that is large."""
+    """A worker sends this when a call has ended: the pickled outcome. Ray sends large ones."""
 
     call: int
     outcome: bytes
@@ -117,8 +115,7 @@ class CallAnswer(Message):
 
 @dataclass(frozen=True)
 class PerformCall(Message):
-    """The driver asks a worker to perform a call: the pickled verb and arguments. `CallAnswer`
-    follows."""
+    """The driver asks for a call: the pickled verb and arguments. `CallAnswer` follows."""
 
     call: int
     generation: int
@@ -140,8 +137,7 @@ class Interrupt(Message):
 
 @dataclass(frozen=True)
 class ProposeBoundary(Message):
-    """The driver asks every rank to stop after `step` of this call, for a planned change.
-    `BoundaryAnswer` follows."""
+    """The driver asks every rank to stop after this `step`. `BoundaryAnswer` follows."""
 
     round: int
     call: int
@@ -150,14 +146,12 @@ class ProposeBoundary(Message):
 
 @dataclass(frozen=True)
 class ConfirmBoundary(Message):
-    """The driver sends this when all ranks accepted the boundary. Ranks that wait there end their
-    call."""
+    """The driver sends this when all ranks have accepted: those that wait there end their call."""
 
 
 @dataclass(frozen=True)
 class StackRequest(Message):
-    """The driver's watchdog asks where a worker is. `StackReport` follows, unless the process is
-    stopped."""
+    """The watchdog asks where a worker is. `StackReport` follows, unless it is stopped."""
 
     round: int
 
@@ -171,8 +165,7 @@ class KillProcess(Message):
 
 @dataclass(frozen=True)
 class Bye(Message):
-    """The driver does not need this worker any more. The worker ends itself if Ray does not end
-    it."""
+    """The driver does not need this worker any more. It ends itself if Ray does not end it."""
 
 
 # -- bulk connections ---------------------------------------------------------------------------------

@@ -97,8 +97,7 @@ class AverageMeterCollection:
         self._others: dict[str, Any] = {}
 
     def update(self, metrics: Mapping[str, Any], n: float = 1) -> None:
-        """Add the metrics of one batch of `n` samples. This runs once per step, so it is kept
-        fast."""
+        """Add the metrics of one batch of `n` samples. It runs once per step, and must be fast."""
         if type(n) is not int or not 0 < n < _MOST_SAMPLES:
             n = _weight(n)
         try:
@@ -121,8 +120,7 @@ class AverageMeterCollection:
                 self._update_one(name, value, n)
 
     def summary(self) -> dict[str, Any]:
-        """Return `batch_count`, `num_samples`, and for each metric `m` its mean and, as `last_m`,
-        its latest value."""
+        """Return the counts, and each metric's mean and, as `last_m`, its latest value."""
         result: dict[str, Any] = {BATCH_COUNT: self.batch_count, NUM_SAMPLES: self.num_samples}
         reserved = set(result)
         for name, meter in self._meters.items():
@@ -153,8 +151,7 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _number(value: Any, name: Any = None) -> Any:
-    """Return a Python number, or a copy of a one-element tensor on its device, or None for anything
-    else."""
+    """Return a Python number, a copy of a one-element tensor on its device, or None."""
     if type(value) in (float, bool):
         return value
     if _is_tensor(value):

@@ -53,8 +53,7 @@ class Measured:
 
 
 def refuse_own_names(result: Mapping[Any, Any], *, of: str, names: Set[str] = OWN_NAMES) -> None:
-    """Raise ValueError for a metric that would replace one of raysgd's own values in the result.
-    `of` says what returned it."""
+    """Raise ValueError for a metric with the name of one of raysgd's own. `of` says whose."""
     found = next((name for name in result if name in names), None)
     if found is not None:
         raise ValueError(
@@ -64,8 +63,7 @@ def refuse_own_names(result: Mapping[Any, Any], *, of: str, names: Set[str] = OW
 
 
 def check_metrics(result: Mapping[Any, Any], *, of: str) -> None:
-    """Raise an error for a metric that could not be averaged, sent, shown or stored later. `of`
-    says what returned it."""
+    """Raise an error for a metric that cannot be averaged, sent or stored. `of` says whose."""
     for name, value in result.items():
         try:
             check_metric(name, value)
@@ -74,8 +72,7 @@ def check_metrics(result: Mapping[Any, Any], *, of: str) -> None:
 
 
 def check_metric(name: Any, value: Any) -> None:
-    """Raise TypeError for a name that is not a string, and ValueError for a value that cannot be
-    stored."""
+    """Raise TypeError for a name that is no string, ValueError for an unusable value."""
     if not isinstance(name, str):
         example = f"use a string, such as {shown(str(name), 40)}" if isinstance(name, (int, float)) else "use a string"
         raise TypeError(
@@ -102,8 +99,7 @@ def out_of_range(what: str, number: Any) -> ValueError:
 
 
 def _check_nested(name: str, value: Any, seen: set[int], depth: int) -> None:
-    """Raise an error if a list or dictionary contains itself, because code that walks through it
-    would never end."""
+    """Raise an error if a container contains itself: code that walks it would never end."""
     if depth > DEEPEST:
         raise ValueError(
             f"the metric {name!r} contains itself, or is nested more than {DEEPEST} levels deep: return a flatter value"
@@ -117,8 +113,7 @@ def _check_nested(name: str, value: Any, seen: set[int], depth: int) -> None:
 
 
 def plain(value: Any) -> Any:
-    """Return a Python number for anything that is a single number (NumPy, torch, TensorFlow); else
-    the value itself."""
+    """Return a Python number for a single number (NumPy, torch, TensorFlow), else the value."""
     if isinstance(value, (bool, int, float)) or value is None or isinstance(value, (str, bytes, Mapping)):
         return value
     try:
@@ -187,8 +182,7 @@ def for_all_ranks(result: Mapping[str, Any], ranks: int, committed: int) -> Resu
 
 
 def merge_parts(parts: Sequence[Mapping[str, Any]]) -> Result:
-    """Merge the parts of one call, given in order: sum the counts, weight means by samples, and
-    take the last part's `last_` metrics."""
+    """Merge the parts of one call, in order: sum counts, weight means, take the last `last_`."""
     rows = [dict(part) for part in parts if part]
     busy = [row for row in rows if row.get(BATCH_COUNT) or row.get(NUM_SAMPLES)] or rows
     if not busy:

@@ -1,24 +1,25 @@
-"""Find the address by which this machine reaches another one, and listen for other machines.
-Both."""
+"""Find the address by which this machine reaches another one, listen for others, and make sure that
+this process may open a connection for each of them. Both."""
 
 from __future__ import annotations
 
 import errno
+import resource
 import socket
 from collections.abc import Iterable
 
 from raysgd.config import CONTROL_PORT
-from raysgd.errors import ConfigError
+from raysgd.errors import ConfigError, ResourceError
 
 LOOPBACK = "127.0.0.1"
 ANY_PORT = 9
 OUTSIDE = "8.8.8.8"  # any address that is not in a network of this machine; nothing is sent there
 BACKLOG = 1024
+OWN = 256  # files that a process opens without any worker: Python, Ray, torch, files of the user
 
 
 def address_towards(host: str) -> str:
-    """Return the address of this machine from which packets to `host` are sent. Sends nothing.
-    Raise OSError if there is no route."""
+    """Return this machine's address towards `host`. Sends nothing. OSError: there is no route."""
     family, _, _, _, there = socket.getaddrinfo(host, ANY_PORT, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(there)
@@ -26,9 +27,8 @@ def address_towards(host: str) -> str:
 
 
 def own_address() -> str:
-    """Return the address of this machine on its default route; without one, that of its name, or
-    the loopback address. (A name may not resolve, or to an address that other machines have
-    too.)"""
+    """Return this machine's address on its default route, or that of its name, which may not
+    resolve, or the loopback address."""
     try:
         return address_towards(OUTSIDE)
     except OSError:
@@ -53,3 +53,24 @@ def listen(host: str, ports: Iterable[int] | None) -> socket.socket:
         f"every port that the environment variable {CONTROL_PORT} allows is in use on this machine, by another trainer or "
         "another program: set a range such as 7000-7020. A trainer needs one port, and two for its process groups"
     )
+
+
+def allow_connections(workers: int, *, each: int) -> None:
+    """Raise this process's limit of open files if it is too low for `each` connections to so many
+    workers. Raise ResourceError if the system does not allow that.
+
+    The soft limit is raised only as far as needed, because old programs that inherit a high one can
+    become slow.
+    """
+    needed = OWN + each * workers
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise ResourceError(
+            f"this process may have {hard} open files, and with {workers} workers it needs about {needed} ({each} connections "
+            f"for each of them, and {OWN} others). Raise the limit before the script and Ray start: with `ulimit -Hn {needed}` as "
+            "root, in /etc/security/limits.conf, with LimitNOFILE= of the systemd unit, or with --ulimit nofile= of the "
+            "container; or use fewer workers"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))

@@ -1,5 +1,4 @@
-"""Define the outcomes of one call on one rank: a value or an error, with the rank's progress.
-Both."""
+"""Define the outcomes of one call on one rank: a value or an error, and the progress. Both."""
 
 from __future__ import annotations
 

@@ -17,6 +17,8 @@ from raysgd.errors import counted
 
 OUT_OF_STEP = "out of step"
 UNREACHABLE = "unreachable"  # a worker that could not connect to the driver
+# The reasons of planned changes, which are no failures.
+PLANNED = ("growth", "shrink", "preemption", "restart", "batch")
 # The parts of a recovery, usually in this order.
 PHASES = ("stop", "wait", "leave", "state", "setup", "join")
 # A preempted machine usually has at least this long: the grace period of Google Cloud, and by default of Kubernetes.
@@ -176,14 +178,12 @@ def different_calls(outcomes: Mapping[str, Outcome], *, again: bool = False) -> 
 
 
 def drift(places: Mapping[int, CollectivePlace]) -> str:
-    """Return the evidence that ranks did not make the same number of collective calls in a step, ""
-    if there is none."""
+    """Return the evidence of different numbers of collective calls in a step, or ""."""
     return _drifted(places) or _ahead(places)
 
 
 def _drifted(places: Mapping[int, CollectivePlace]) -> str:
-    """Return which ranks began a batch after different numbers of collective calls: the first such
-    batch among those that all ranks remember."""
+    """Return which ranks began a batch after different numbers of calls: the first such batch."""
     known = [dict(place.begun) for place in places.values()]
     for step in sorted(set.intersection(*map(set, known))) if known else []:
         counts = {rank: begun[step] for rank, begun in zip(places, known, strict=True)}
@@ -208,8 +208,7 @@ def _ahead(waiting: Mapping[int, CollectivePlace]) -> str:
 
 
 def _unusual(places: Mapping[int, CollectivePlace]) -> str:
-    """Return at which lines a rank called a model in a step, and not in the step before: the newest
-    such step."""
+    """Return at which lines a rank called a model in its newest step, and not in the one before."""
     for rank, place in places.items():
         for step in sorted({at for at, _ in place.called}, reverse=True):
             now, before = (Counter(line for at, line in place.called if at == each) for each in (step, step - 1))
@@ -247,9 +246,8 @@ def _nth(count: int) -> str:
 
 @dataclass(frozen=True)
 class Situation:
-    """What `decide` needs to know, in numbers. `ready` and `starting` count replacement workers;
-    `gathered` is True if no more of them are expected soon. `hangs` is how many times in a row code
-    has hung at the same place of the call."""
+    """What `decide` needs to know. `ready` and `starting` count replacements; `gathered`: no more
+    are expected soon; `hangs` counts those in a row at one place of the call."""
 
     survivors: int
     ready: int
@@ -267,14 +265,12 @@ class Situation:
 
 @dataclass(frozen=True)
 class Rejoin:
-    """Form the next generation now, from the survivors and the replacement workers that are
-    ready."""
+    """Form the next generation now, from the survivors and the replacements that are ready."""
 
 
 @dataclass(frozen=True)
 class Restart:
-    """Start `count` new processes. Keep the survivors and the replacement workers that are
-    ready."""
+    """Start `count` new processes. Keep the survivors and the replacements that are ready."""
 
     count: int
 
@@ -303,8 +299,7 @@ def backoff(attempt: int, first_s: float, max_s: float, jitter: float) -> float:
 
 
 def decide(now: Situation, *, wait_s: float) -> Decision:
-    """Return what to do after a failure, or in a planned change. `wait_s` is the next pause, in
-    case the decision is to wait."""
+    """Return what to do after a failure, or in a planned change. `wait_s` is the next pause."""
     if now.max_failures >= 0 and now.failures > now.max_failures:
         return GiveUp(
             f"{counted(now.failures, 'failure')} in one call, and max_retries={now.max_failures} allows no more"
@@ -335,22 +330,19 @@ def decide(now: Situation, *, wait_s: float) -> Decision:
 
 
 def count_to_launch(*, missing: int, spares: int, ready: int, starting: int, room: int) -> int:
-    """Return how many workers to start now, for places that are missing in the group and for hot
-    spares. Those that are ready or starting take the missing places first, so spares are the ones
-    that a full cluster leaves out."""
+    """Return how many workers to start, for free places and hot spares. Those that are there take
+    the places first, so spares are what a full cluster leaves out."""
     return max(min(max(missing, 0) + spares - ready - starting, room), 0)
 
 
 def is_time_to_join(*, missing: int, ready: int, starting: int, waited_s: float, patience_s: float) -> bool:
-    """Return whether ready workers should join the group, or wait for others that are starting: one
-    change for several workers is better than several. The newest one has been ready for
-    `waited_s`."""
+    """Return whether ready workers should join, or wait for others that are starting, because one
+    change is better than several. The newest one has been ready for `waited_s`."""
     return min(missing, ready) > 0 and (ready >= missing or starting == 0 or waited_s > patience_s)
 
 
 def leave_within_s(deadline_s: float | None) -> float:
-    """Return when a worker must have left, in seconds from its preemption notice, if its machine
-    goes in `deadline_s` (None: unknown)."""
+    """Return in how many seconds a worker must leave whose machine goes in `deadline_s`."""
     return (ASSUMED_NOTICE_S if deadline_s is None else deadline_s) - LEAVE_BEFORE_S
 
 

@@ -48,9 +48,8 @@ class Progress:
 
     @property
     def order(self) -> tuple[int, int, int, int, bool]:
-        """Return a key that sorts ranks by how much they have committed. `applied` distinguishes
-        ranks within one batch. A state that the user loaded later is ahead of everything that was
-        trained before."""
+        """Return a key that sorts ranks by how much they have committed. `applied` counts within a
+        batch; what was loaded later is ahead of all that was trained before."""
         return (self.loads, self.step, self.applied, self.epoch, self.finished)
 
     def at(self, phase: str) -> Progress:
@@ -64,8 +63,7 @@ def _at(progress: Progress, phase: str) -> Progress:
 
 
 def most_advanced(progress: dict[str, Progress]) -> str:
-    """Return the worker whose state the others take. If several are equal, return the first, which
-    has the lowest rank."""
+    """Return the worker whose state the others take: of equal ones, the lowest rank."""
     return max(progress, key=lambda worker: progress[worker].order)
 
 
@@ -154,23 +152,20 @@ class Control:
     # -- the control thread's side --------------------------------------------------------------------
 
     def propose(self, step: int) -> bool:
-        """Ask to stop before step number `step` + 1 begins. Return False if that step has begun
-        already."""
+        """Ask to stop after this step. Return False if the next one has begun already."""
         with self._changed:
             self._stop_at, self._confirmed, self.attention = step, False, True
             self._changed.notify_all()
         return self.begun <= step
 
     def confirm(self) -> None:
-        """Confirm the boundary, because all ranks agreed: a rank that waits there may leave its
-        loop."""
+        """Confirm the boundary, because all ranks agreed: one that waits there may stop."""
         with self._changed:
             self._confirmed = True
             self._changed.notify_all()
 
     def interrupt(self) -> None:
-        """Stop at the next batch boundary, whatever was agreed, because the generation has
-        ended."""
+        """Stop at the next batch, whatever was agreed, because the generation has ended."""
         with self._changed:
             self._interrupted = self.attention = True
             self._changed.notify_all()
@@ -196,8 +191,7 @@ class Control:
     # -- the training thread's side -------------------------------------------------------------------
 
     def begin(self, step: int) -> bool:
-        """Note that the batch with this step number begins. Return False if it must not begin: then
-        leave the loop."""
+        """Note that this step begins. Return False if it must not: then leave the loop."""
         self.begun_after.append((step, self.collectives()))
         self.begun = step
         if not self.attention:
@@ -215,9 +209,8 @@ class Control:
         return True
 
     def set_rank(self, rank: int, ranks: int) -> None:
-        """Share the driver's budget of reports with the other ranks. All call this at about the
-        same time, when their process group is up, and each has a moment of its own, so that reports
-        do not arrive all at once."""
+        """Share the driver's budget of reports with the other ranks, which all call this when their
+        group is up: each then reports at a moment of its own."""
         self._interval_s = report_interval_s(ranks)
         self._next_publish = self._clock() + self._interval_s * rank / ranks
         self._reports_ends = rank == 0 or self._interval_s <= MIN_INTERVAL_S
@@ -228,8 +221,7 @@ class Control:
         return (last and self._reports_ends) or self._clock() >= self._next_publish
 
     def report(self, progress: Progress, partial: Measured | None = None) -> None:
-        """Publish what is committed. `partial` is the partial result, which would be lost with this
-        process."""
+        """Publish what is committed, with a partial result that would be lost with this process."""
         self.progress = progress
         late_s = self._clock() - self._next_publish
         if late_s >= 0:

@@ -1,5 +1,4 @@
-"""Define what the engine works with: a backend that connects ranks, and a replica that does their
-work. Both."""
+"""Define what the engine works with: a backend that connects ranks, and a replica. Both."""
 
 from __future__ import annotations
 
@@ -26,28 +25,23 @@ class ProcessGroupBackend(Protocol):
 
     def offer(self) -> dict[str, Any]:
         """Worker, main thread, before `plan`: return what the driver needs from this worker, such
-        as an address with a port that it holds, or the GPUs that it has. `join` follows, or another
-        `offer`."""
+        as an address with a port that it holds, or its GPUs."""
 
     def plan(self, rank_infos: Sequence[RankInfo], offers: Sequence[dict[str, Any]] = ()) -> list[dict[str, Any]]:
-        """Driver: open a new rendezvous, and return what each rank needs to find it. The old one is
-        closed. `offers` are in the order of ranks, and empty unless `needs_offers`. Without ranks,
-        only close the old one."""
+        """Driver: close the old rendezvous, and open a new one if there are ranks. Return what each
+        needs to find it. `offers` are by rank, if the backend `needs_offers`."""
 
     def join(self, rank_info: RankInfo, settings: dict[str, Any]) -> None:
-        """Worker, main thread: form the process group with the others. Raise an error if they do
-        not connect in time."""
+        """Worker, main thread: join the process group. Raise an error if that takes too long."""
 
     def leave(self) -> None:
-        """Worker, main thread: leave the process group. Never raises, and never waits for a
-        peer."""
+        """Worker, main thread: leave the process group. Never raises, never waits for a peer."""
 
     def abort(self) -> None:
         """Worker, control thread: make a collective that is waiting fail now."""
 
     def collectives(self) -> int:
-        """Worker: return how many collective calls this rank has begun in this generation, -1 if
-        they are not counted."""
+        """Worker: return how many collective calls this generation had here; -1: not counted."""
 
     def is_interruption(self, error: BaseException) -> bool:
         """Worker: return whether this error means that a peer or the network failed."""

@@ -10,9 +10,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class RankInfo:
-    """World, local and node rank of one worker in one generation. `solo` marks a replacement worker
-    that is set up alone before it joins. `local` says whether all ranks are on the driver's
-    node."""
+    """World, local and node rank of one worker in one generation. `solo`: a replacement, set up
+    alone. `local`: all ranks are on the driver's node."""
 
     world_rank: int = 0
     world_size: int = 1

@@ -1,5 +1,4 @@
-"""Notice that the workers of a call do not divide one data set: they have other rows, or all have
-the same batches. Driver."""
+"""Notice that the workers of a call do not divide one data set. Driver."""
 
 from __future__ import annotations
 
@@ -20,8 +19,7 @@ SAME = (
 
 
 class RowsCheck:
-    """Owns what each worker has said about its data in the running call, and for which loaders
-    there was a warning."""
+    """Owns what each worker has said of its data in the call, and what was warned about."""
 
     def __init__(self) -> None:
         self._said: dict[str, tuple[int, str, str]] = {}
@@ -32,8 +30,7 @@ class RowsCheck:
         self._said.clear()
 
     def see(self, loader: str, worker: str, rank: int, partial: Measured) -> str:
-        """Compare what a worker reports with what others have reported. Return a warning, for each
-        loader once; or nothing."""
+        """Compare a report with those of other workers. Return a warning, once for each loader."""
         said = rank, partial.rows, partial.first
         if self._said.get(worker) == said or loader in self._warned:
             return ""

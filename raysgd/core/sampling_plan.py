@@ -8,7 +8,7 @@ can be divided among any other number of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -32,8 +32,7 @@ class RankPart(NamedTuple):
     whole: bool = True
 
     def pieces(self, count: int) -> Iterator[RankPart]:
-        """Yield this part in `count` pieces, which are processed one after the other. A piece
-        without a unit of its own repeats one."""
+        """Yield this part in `count` pieces. One without a unit of its own repeats one."""
         size = self.stop - self.start
         for piece in range(count):
             start, stop = (self.start + size * each // count for each in (piece, piece + 1))
@@ -99,8 +98,7 @@ class SamplingPlan:
         return parts
 
     def parts_of(self, rank: int, offset: int) -> Iterator[RankPart]:
-        """Yield one rank's parts from `offset` to the end of the epoch: one for each step, or its
-        pieces."""
+        """Yield one rank's parts from `offset` to the end: one for each step, or its pieces."""
         if self.workers is not None and self.workers > self.world_size:
             for _ in range(self.steps_left(offset)):
                 yield from self._parts_of_workers(rank, offset, self.workers)
@@ -125,9 +123,8 @@ class SamplingPlan:
             offset = self.offset_after(offset)
 
     def _parts_of_workers(self, rank: int, offset: int, workers: int) -> Iterator[RankPart]:
-        """Yield, as this rank's pieces of a step, parts that so many workers would have. The first
-        rank begins with that of the first worker. A rank that has fewer than others repeats its
-        last one."""
+        """Yield, as this rank's pieces, parts that so many workers would have, the first rank from
+        the first worker's on. One that has fewer repeats its last."""
         usual = SamplingPlan(self.total, self.step_size, workers)
         parts = [each for each in usual.parts(offset) if each.fresh]
         own = SamplingPlan(len(parts), len(parts), self.world_size).parts(0)[rank]
@@ -161,3 +158,91 @@ def optimizer_steps(calls: int, *, batches: int | None, num_steps: int | None, w
             rest -= part
             left = left - part or batches
     return steps
+
+
+# -- the steps that `total_steps()` planned ------------------------------------------------------------
+
+
+class StepPlan(NamedTuple):
+    """A run of `epochs`, in each of which all `workers` together take `step_size` of its `units` in
+    each batch, and `window` batches share a step.
+
+    Samples, and not steps, measure how far a run is, because a group of another size needs another
+    number of steps for the same samples. If all workers take part, both are the same. Part of a
+    replica's state, as a tuple.
+    """
+
+    steps: int
+    epochs: int
+    workers: int
+    units: int
+    step_size: int
+    drop_last: bool
+    window: int = 1
+
+    @classmethod
+    def of(cls, epoch: SamplingPlan, steps: int, epochs: int, window: int = 1) -> StepPlan:
+        return cls(steps, epochs, epoch.world_size, epoch.total, epoch.step_size, epoch.drop_last, window)
+
+    @property
+    def epoch(self) -> SamplingPlan:
+        """Return how all workers divide an epoch."""
+        return SamplingPlan(self.units, self.step_size, self.workers, self.drop_last)
+
+    def divides_like(self, other: StepPlan) -> bool:
+        """Return whether the epochs of the other plan have the same steps."""
+        return self[2:] == other[2:]
+
+    def steps_by(self, epoch: int, offset: int) -> int:
+        """Return how many of the planned steps are complete at this offset of an epoch, which is
+        counted from 1. (Before the first epoch, `offset` is `units`.)
+
+        The next batch begins at that offset. So it has the learning rate with which the plan trains
+        its first sample.
+        """
+        batches = self.units // self.step_size if self.drop_last else -(-self.units // self.step_size)
+        each, begun = -(-batches // self.window), offset // self.step_size
+        return (epoch - 1) * each + (each if offset >= self.units or begun >= batches else begun // self.window)
+
+    def steps_left(self, now: SamplingPlan, epoch: int, offset: int) -> int:
+        """Return how many steps the rest of the run has if `now` divides its epochs."""
+        rest, each = now.steps_left(offset), now.steps_left(0)
+        return -(-rest // self.window) + max(self.epochs - epoch, 0) * -(-each // self.window)
+
+
+# -- the shards of a stream ---------------------------------------------------------------------------
+
+
+@dataclass
+class ShardTeam:
+    """Ranks that divide these shards: one rank has several, or several ranks share one."""
+
+    shards: list[int]
+    ranks: list[int]
+
+
+def make_teams(shards: Sequence[int], world_size: int) -> list[ShardTeam]:
+    """Deal the shards to the ranks. If there are fewer shards than ranks, several ranks share one.
+
+    >>> make_teams([4, 1, 7], 2)
+    [ShardTeam(shards=[4, 7], ranks=[0]), ShardTeam(shards=[1], ranks=[1])]
+    >>> make_teams([4], 2)
+    [ShardTeam(shards=[4], ranks=[0, 1])]
+    """
+    count = min(len(shards), world_size)
+    return [ShardTeam(list(shards[i::count]), list(range(i, world_size, count))) for i in range(count)]
+
+
+def even_out(teams: list[ShardTeam], left: set[int]) -> None:
+    """Remove the shards that are not `left`. Give each team without one a shard of another, or let
+    its ranks join one. Others stay: a new reader must skip what was used of a shard."""
+    for team in teams:
+        team.shards = [shard for shard in team.shards if shard in left]
+    for team in [each for each in teams if not each.shards]:
+        most = max(teams, key=lambda each: len(each.shards))
+        if len(most.shards) > 1:
+            team.shards.append(most.shards.pop())  # the last one, which is not begun if others wait with it
+        elif most.shards:
+            teams.remove(team)
+            smallest = min((each for each in teams if each.shards), key=lambda each: len(each.ranks))
+            smallest.ranks = sorted(smallest.ranks + team.ranks)

@@ -111,8 +111,7 @@ def covered(shards: Iterable[tuple[int, int]]) -> bool:
 
 
 def agreed(copies: Sequence[Sequence[ShardCopy]]) -> Agreement | None:
-    """Return the newest state of which there is a copy of each shard, from what each rank holds.
-    None if there is no such state."""
+    """Return the newest state of which the ranks hold each shard, or None."""
     everything = [(rank, each) for rank, held in enumerate(copies) for each in held]
     for generation, handed in sorted({(each.generation, each.handed) for _, each in everything}, reverse=True):
         held = [(rank, each) for rank, each in everything if (each.generation, each.handed) == (generation, handed)]
@@ -166,9 +165,8 @@ def rows(index: int, count: int, length: int) -> tuple[int, int]:
 def transfers(
     holders: Mapping[int, Collection[int]], count: int, targets: Mapping[int, int], new_count: int, length: int
 ) -> list[Transfer]:
-    """Return who sends which rows of a tensor with `length` rows. `holders` are the present shards
-    of each rank, `targets` the ones that ranks are to hold. A rank keeps what it has; the copies of
-    a shard share the work of sending it."""
+    """Return who sends which of a tensor's `length` rows. `holders` are the shards of each rank,
+    `targets` those to hold. Copies of a shard share the work of sending it."""
     by_shard = {index: sorted(rank for rank, held in holders.items() if index in held) for index in range(count)}
     plan: list[Transfer] = []
     for number, (target, index) in enumerate(sorted(targets.items())):

@@ -1,10 +1,8 @@
-"""Keep the newest committed state on the driver. New processes start from it if no worker has
-survived. Driver."""
+"""Keep the newest committed state on the driver, in case no worker survives. Driver."""
 
 from __future__ import annotations
 
 import struct
-import threading
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,45 +43,34 @@ def guarded_part(*state: Any) -> int:
 
 
 class SnapshotStore:
-    """Owns the newest snapshot, and how many loads of the user it must contain. The thread that
-    receives uploads writes it, and the engine reads it."""
+    """Owns the newest snapshot, and how many loads of the user it must contain."""
 
     def __init__(self) -> None:
         self._latest: Snapshot | None = None
         self._least_loads = 0
-        self._lock = threading.Lock()
 
-    def offer(self, snapshot: Snapshot) -> bool:
-        """Keep this snapshot, unless there is a newer one: uploads of an old generation can be
-        late. Return whether it was kept."""
-        with self._lock:
-            if snapshot.progress.loads < self._least_loads:
-                return False
-            if self._latest is not None and self._latest.progress.order > snapshot.progress.order:
-                return False
+    def offer(self, snapshot: Snapshot) -> None:
+        """Keep this snapshot, unless there is a newer one: an upload can be late."""
+        if snapshot.progress.loads < self._least_loads:
+            return
+        if self._latest is None or self._latest.progress.order <= snapshot.progress.order:
             self._latest = snapshot
-            return True
 
     def latest(self) -> Snapshot | None:
-        with self._lock:
-            return self._latest
+        return self._latest
 
     def forget(self) -> None:
         """Drop the snapshot, because the user has changed the state."""
-        with self._lock:
-            self._latest, self._least_loads = None, 0
+        self._latest, self._least_loads = None, 0
 
     def require(self, loads: int) -> None:
         """Drop a snapshot of fewer loads, because the user has loaded another state, and refuse
         such ones from now on: one may still be on its way."""
-        with self._lock:
-            self._least_loads = loads
-            if self._latest is not None and self._latest.progress.loads < loads:
-                self._latest = None
+        self._least_loads = loads
+        if self._latest is not None and self._latest.progress.loads < loads:
+            self._latest = None
 
     def take_back(self, kept: Snapshot | None, loads: int) -> None:
-        """Keep an earlier snapshot instead of one of so many loads, because the last of these has
-        failed."""
-        with self._lock:
-            if self._latest is not None and self._latest.progress.loads >= loads:
-                self._latest = kept
+        """Keep an earlier snapshot instead of one of a load that has failed."""
+        if self._latest is not None and self._latest.progress.loads >= loads:
+            self._latest = kept

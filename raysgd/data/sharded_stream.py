@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 from raysgd.config import at_least
 from raysgd.core.ranks import RankInfo
 from raysgd.core.read_ahead import ReadAhead
-from raysgd.core.sampling_plan import RankPart, SamplingPlan
-from raysgd.core.shard_teams import ShardTeam, even_out, make_teams
+from raysgd.core.sampling_plan import RankPart, SamplingPlan, ShardTeam, even_out, make_teams
 from raysgd.errors import ConfigError, described, shown, suggesting
 
 AHEAD = 2

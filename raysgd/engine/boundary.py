@@ -39,8 +39,7 @@ class Boundary:
             self._table.group.send(worker, ProposeBoundary(self._round, call, begun + self._lead))
 
     def advance(self, still_running: Collection[str]) -> None:
-        """Process the answers that have arrived. Ranks that have finished their call need not
-        agree."""
+        """Process the answers that have arrived. Ranks that have ended need not agree."""
         if self.settled or not still_running:
             return
         for worker, answer in self._table.take_answers(BoundaryAnswer, self._round):

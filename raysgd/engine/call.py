@@ -1,21 +1,20 @@
-"""Define one user call, what a worker failure means for it, and one fan-out of it over all ranks.
-Driver."""
+"""Define a user call, what its parts measured, and a fan-out of it over all ranks. Driver."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from raysgd.core.messages import StackReport
-from raysgd.core.outcomes import CollectivePlace, Failed, Interrupted, Ok, Outcome
-from raysgd.core.policy import drift
+from raysgd.constants import BATCH_COUNT, NUM_SAMPLES
+from raysgd.core.outcomes import Failed, Interrupted, Ok, Outcome
 from raysgd.core.protocols import Call
+from raysgd.core.snapshot import Snapshot
 from raysgd.engine.boundary import Boundary
 from raysgd.engine.comparison import Comparison
 from raysgd.engine.generation import Generation
-from raysgd.engine.watchdog import Watchdog
+from raysgd.engine.watchdog import ExtraCalls, Watchdog
 from raysgd.engine.worker_table import WorkerTable
 from raysgd.errors import DivergenceError, counted
 
@@ -23,29 +22,29 @@ logger = logging.getLogger("raysgd")
 
 TICK_S = 0.1
 USER_ERROR_S = 2.0
-ASK_EVERY_S = 1.0
 CTRL_C_S = 5.0
 
 
 @dataclass(frozen=True)
 class Job:
-    """One user call. `again` says what happens to it after a worker failure:
+    """One user call.
 
-    resume   it continues where the committed work ends (training)
-    repeat   it starts over on the new generation (validation, reading state)
-    keep     the survivors' answers are the result (user functions that should not run twice)
-
-    `prepare` is called whenever the call is fanned out, and returns arguments to add to it.
-    `is_waiting` says whether the ranks wait at the moment for the user, or for a transfer that
-    moves, which is not a hang. `paused` is called when all ranks have stopped at a batch boundary.
-    It may make other calls, and returns whether only the job wanted that stop. `lead` is how many
-    steps ahead of all ranks a planned stop is first proposed. `hurry_s` is how long ranks may
-    continue after one of them has stopped for a planned change; with None, all stop at the same
-    step. With `needs_state`, the call must find the state that the workers had when it began: if
-    they all fail, it is not made again on an older one. With `redo`, it is run again, before a
-    later call, if all workers fail and continue from a snapshot that was taken in it. `compare` is
-    the call that returns a rank's `Summary`, as text; with None, ranks are not compared after this
-    one."""
+    again        what happens to it after a worker failure: "resume", it continues where the
+                 committed work ends; "repeat", it starts over; "keep", the survivors' answers are
+                 the result
+    lead         how many steps ahead of all ranks a planned stop is first proposed
+    prepare      returns more arguments, whenever the call is fanned out
+    paused       called when all ranks have stopped at a boundary, and may make other calls; returns
+                 whether only the job wanted that stop
+    hurry_s      how long ranks may continue after one has stopped for a planned change; None: all
+                 stop at the same step
+    is_waiting   whether the ranks wait for the user, or for a transfer that moves, which is no hang
+    needs_state  whether it must find the state with which it began: if all workers fail, it is not
+                 made again on an older one
+    redo         whether to run it again, before a later call, if all workers fail and continue from
+                 a snapshot that was taken in it
+    compare      the call that returns a rank's `Summary`, as text; None: the ranks are not compared
+    """
 
     call: Call
     again: Literal["resume", "repeat", "keep"] = "repeat"
@@ -62,17 +61,56 @@ class Job:
 
 @dataclass(frozen=True)
 class RunningCall:
-    """The call that the engine is in: its number, how many failures it may survive, and how many
-    recoveries there were before it."""
+    """The call that the engine is in, and how many recoveries there were before it."""
 
     number: int
     max_failures: int
     recoveries_before: int
 
 
+@dataclass(frozen=True)
+class PartialResults:
+    """What the ranks of one generation measured in their part of a call, in rank order."""
+
+    outcomes: tuple[Outcome, ...]
+    generation: int = 0
+
+    @property
+    def values(self) -> list[Any]:
+        """Return the results that ranks reported, complete or partial."""
+        return [value for outcome in self.outcomes if (value := getattr(outcome, "value", None)) is not None]
+
+    def until(self, step: int) -> PartialResults:
+        """Return the results of the ranks that are not known to have gone beyond this step."""
+        return replace(self, outcomes=tuple(outcome for outcome in self.outcomes if _step_of(outcome) <= step))
+
+    @property
+    def end(self) -> int:
+        """Return the last step that any rank is known to have committed in it."""
+        return max(map(_step_of, self.outcomes), default=0)
+
+
+def _step_of(outcome: Outcome) -> int:
+    return outcome.progress.step
+
+
+def partial_results_since(snapshot: Snapshot, parts: Sequence[PartialResults], *, call: int) -> list[PartialResults]:
+    """Return the results that still count in a call that continues from a snapshot: parts that
+    ended before it, and, of the part in which it was taken, what the snapshot itself contains."""
+    if snapshot.call < call:
+        return []
+    taken_at = snapshot.progress.step
+    if snapshot.partial is None:
+        return [part.until(taken_at) for part in parts]  # a survivor gave its state when a generation ended
+    # A snapshot without any results was taken between two generations, so a part that ended at its step counts, too.
+    is_empty = not any(map(snapshot.partial.metrics.get, (BATCH_COUNT, NUM_SAMPLES)))
+    before = [part for part in parts[:-1] if part.end < taken_at or (is_empty and part.end == taken_at)]
+    return [*before, PartialResults((Ok(snapshot.partial, snapshot.progress),))]
+
+
 class FanOut:
     """One call on all members of the generation, until each has an outcome. Owns the calls that
-    have not ended, the boundary at which they are to stop, and their watchdog.
+    have not ended, the boundary at which they are to stop, and what watches them.
 
     When a rank fails, its peers are interrupted. `wants_boundary` is called several times a second,
     and returns whether all ranks should stop for a planned change. With `job.hurry_s`, ranks need
@@ -87,26 +125,21 @@ class FanOut:
         generation: Generation,
         job: Job,
         wants_boundary: Callable[[Job], bool],
-        *,
-        hang_s: float,
         comparison: Comparison,
     ) -> None:
         self._table, self._generation, self._workers = table, generation, table.members()
         self._job, self._wants_boundary, self._comparison = job, wants_boundary, comparison
-        self._watchdog = Watchdog(table, self._workers, hang_s)
+        self._calls, self._tick_at = table.open_calls(lambda: generation.interrupt(self._workers)), 0.0
+        self._watchdog = Watchdog(table, self._workers, generation.limits.hang_s)
+        self._extra = ExtraCalls(table, self._workers, self._calls)
         self._boundary: Boundary | None = None
         self._stopped_at: float | None = None
         self._hurried = False
-        self._calls, self._tick_at = table.open_calls(lambda: generation.interrupt(self._workers)), 0.0
         self._evicted: set[str] = set()
-        self._asked, self._asked_at = -1, 0.0
-        self._extra: dict[str, CollectivePlace] = {}
-        self._answered: dict[str, CollectivePlace] = {}
 
     @property
     def outcomes(self) -> dict[str, Outcome]:
-        """Return each worker's outcome, in rank order. Workers that had not answered when a user's
-        error ended the call have none."""
+        """Return the outcomes, by rank. After a user's error, some ranks may have none."""
         outcomes = self._calls.outcomes
         return {worker: outcomes[worker] for worker in self._workers if worker in outcomes}
 
@@ -116,8 +149,7 @@ class FanOut:
         return self._table.clock() if self._calls.troubled_at is None else self._calls.troubled_at
 
     def run(self, call: Call) -> None:
-        """Make the call. An error that is raised here (Ctrl-C, a cancelled call, a callback's
-        error) ends it at the next batch."""
+        """Make the call. An error that is raised here (Ctrl-C, for example) ends it at a batch."""
         try:
             arguments = {"call": call}  # the same for all, because a group pickles it once
             for worker in self._workers:
@@ -147,7 +179,7 @@ class FanOut:
             self._table.note_progress(running)
         if self._comparison.by_steps:
             self.compare()
-        self._end_extra_calls()
+        self._extra.tick()
         self._watchdog.tick(
             running,
             interrupted_s=None if self._calls.troubled_at is None else self._table.clock() - self._calls.troubled_at,
@@ -162,15 +194,14 @@ class FanOut:
         return bool(self._evicted)
 
     def judge(self, step: int, texts: Iterable[str]) -> bool:
-        """Compare the ranks' summaries, which are in rank order. Return whether any rank was
-        evicted."""
+        """Compare the summaries, which are in rank order. Return whether any rank was evicted."""
         try:
             ranks, why = self._comparison.judge(step, dict(enumerate(texts)))
         except DivergenceError:
             self._generation.end()  # also after the last step: the next one begins with rank 0's weights on all ranks
             raise
         # One that was evicted differs after later steps, too.
-        found = {self._workers[rank] for rank in ranks} - self._evicted
+        found = [worker for rank in sorted(ranks) if (worker := self._workers[rank]) not in self._evicted]
         for worker in found:
             self._evicted.add(worker)
             logger.error("rank %s on node %s: %s", self._table[worker].rank, self._table[worker].machine, why)
@@ -179,36 +210,12 @@ class FanOut:
         return bool(found)
 
     def _seen(self, worker: str, outcome: Outcome) -> Outcome:
-        if worker in self._extra and isinstance(outcome, Interrupted) and not outcome.place.name:
-            outcome = replace(outcome, place=self._extra[worker], asked=False)  # a function that was stopped there
+        found = self._extra.found
+        if worker in found and isinstance(outcome, Interrupted) and not outcome.place.name:
+            outcome = replace(outcome, place=found[worker], asked=False)  # a function that was stopped there
         if self._hurried and isinstance(outcome, Interrupted) and not outcome.reason:
             outcome = replace(outcome, asked=True)
         return outcome
-
-    def _end_extra_calls(self) -> None:
-        """Interrupt the ranks if some wait in a collective call that others do not make, which only
-        that call's time limit would end: one of them is beyond the last call of a rank that has
-        finished, or all wait, after different numbers of calls."""
-        now, running = self._table.clock(), self._calls.running
-        if not running or len(self._workers) < 2 or self._calls.troubled_at is not None:
-            self._asked_at = now
-            return
-        answers = self._table.take_answers(StackReport, self._asked)
-        self._answered |= {worker: answer.place for worker, answer in answers}
-        waiting = {worker: place for worker, place in self._answered.items() if worker in running and place.name}
-        made = [o.collectives for o in self._calls.outcomes.values() if isinstance(o, Ok) and o.collectives >= 0]
-        beyond = {worker: place for worker, place in waiting.items() if made and place.count > min(made)}
-        places = {rank: waiting[worker] for rank, worker in enumerate(self._workers) if worker in waiting}
-        if beyond or (len(waiting) == len(running) and drift(places)):
-            self._extra = beyond or waiting
-            self._calls.trouble()
-            return
-        moved_at = {worker: self._table[worker].moved_at for worker in running}
-        if now - self._asked_at > max(ASK_EVERY_S, (now - max(moved_at.values())) / 2):  # later and later
-            still = [worker for worker, moved in moved_at.items() if moved < self._asked_at]
-            wanted = still if made or len(still) == len(running) else []
-            self._answered = {}
-            self._asked, self._asked_at = self._table.request_stacks(wanted) if wanted else -1, now
 
     def _hurry(self) -> None:
         """Interrupt the ranks that are still running `hurry_s` after another one has stopped. They
@@ -222,15 +229,13 @@ class FanOut:
             self._generation.interrupt(self._workers)
 
     def _user_error_waited(self) -> bool:
-        """Return whether peers that are busy outside any collective have had enough time to end,
-        after a user's error."""
+        """Return whether busy peers have had enough time to end after a user's error."""
         if self._calls.troubled_at is None or self._table.clock() - self._calls.troubled_at <= USER_ERROR_S:
             return False
         return any(isinstance(outcome, Failed) for outcome in self._calls.outcomes.values())
 
     def _cut_short(self, error: BaseException) -> None:
-        """Stop the call at the next batch. The trainer stays usable. Ranks that do not stop in time
-        are killed."""
+        """Stop the call at the next batch, and kill ranks that do not stop in time."""
         what = "interrupted" if isinstance(error, KeyboardInterrupt) else f"stopped by {type(error).__name__}"
         logger.warning("%s: asking %s to stop at the next batch", what, counted(len(self._workers), "worker"))
         self._generation.end()

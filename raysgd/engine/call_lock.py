@@ -1,5 +1,4 @@
-"""Let only one thread at a time call the workers. Any other thread gets an error that names the
-first one. Driver."""
+"""Let only one thread at a time call the workers; any other gets an error. Driver."""
 
 from __future__ import annotations
 
@@ -31,8 +30,7 @@ class CallLock:
         return None if held is None or held.thread == threading.get_ident() else held
 
     def held_here(self) -> Claim | None:
-        """Return the claim that this thread holds now, if there is one: then a callback or a signal
-        handler is running."""
+        """Return this thread's claim, if it has one: a callback or a signal handler is running."""
         held = self._held.get("call")
         return held if held is not None and held.thread == threading.get_ident() else None
 

@@ -19,9 +19,8 @@ GROWN = 10.0
 
 
 class Comparison:
-    """Owns how long the ranks have trained since they were last compared, and which differences
-    were logged. A difference is logged again when it has become ten times as large, or after a
-    comparison without it."""
+    """Owns how long the ranks have trained since they were compared, and which differences were
+    logged: each again when it is ten times as large, or was away."""
 
     def __init__(self, elastic: ElasticConfig) -> None:
         self.by_steps = elastic.compare_every is not None
@@ -40,8 +39,7 @@ class Comparison:
         return self._after_calls and self._trained_s >= max(TRAINED_S, self._took_s / LARGEST_SHARE)
 
     def took(self, seconds: float) -> None:
-        """Note that the ranks were asked, and how long that took. Once, it may have been slow for
-        another reason."""
+        """Note how long asking the ranks took. Once, it may be slow for another reason."""
         self._took_s = min(seconds, 2 * self._took_s) if self.turn else seconds
         self._trained_s = 0.0
         self.turn += 1

@@ -24,25 +24,22 @@ from dataclasses import replace
 from typing import Any, ClassVar, NoReturn, TypeVar
 
 from raysgd.config import ElasticConfig, Limits
-from raysgd.core.messages import FunctionReport
 from raysgd.core.outcomes import Failed, Interrupted, Ok, Outcome
 from raysgd.core.policy import OUT_OF_STEP, Observation, Recovery, classify, different_calls
 from raysgd.core.progress import Progress, most_advanced
 from raysgd.core.protocols import Call, ProcessGroupBackend
 from raysgd.core.shard_copies import ShardedState
 from raysgd.core.snapshot import Snapshot
-from raysgd.engine.call import CTRL_C_S, FanOut, Job, RunningCall
+from raysgd.engine.call import CTRL_C_S, FanOut, Job, PartialResults, RunningCall, partial_results_since
 from raysgd.engine.call_lock import CallLock, Claim
 from raysgd.engine.comparison import Comparison
 from raysgd.engine.failure import check_can_fit, held_error, older_state_error, out_of_step_error, raise_user_error
 from raysgd.engine.generation import Generation
 from raysgd.engine.membership import Membership
-from raysgd.engine.partial_results import PartialResults, partial_results_since
-from raysgd.engine.recovery import RecoveryLoop
-from raysgd.engine.recovery_log import RecoveryLog
+from raysgd.engine.recovery import RecoveryLog, RecoveryLoop
 from raysgd.engine.replacements import Replacements
 from raysgd.engine.watchdog import ask
-from raysgd.engine.worker_table import During, Phase, WorkerInfo, WorkerTable
+from raysgd.engine.worker_table import During, OnReport, Phase, WorkerInfo, WorkerTable
 from raysgd.errors import ClusterError, NotActiveError, counted
 from raysgd.workers.worker_group import WorkerGroupProtocol
 
@@ -81,9 +78,7 @@ class Engine:
         on_progress: Callable[[WorkerInfo], None] = lambda info: None,
         on_recovery: Callable[[Recovery], None] = lambda recovery: None,
         on_wait: Callable[[str], None] = lambda what: None,
-        on_report: Callable[[FunctionReport, Any, Callable[[], None]], None] = lambda message, body, acknowledge: (
-            acknowledge()
-        ),
+        on_report: OnReport = lambda message, body, acknowledge: acknowledge(),
         clock: Callable[[], float] = time.monotonic,
         jitter: Callable[[], float] = random.random,
         during: During = nullcontext,
@@ -93,26 +88,17 @@ class Engine:
         self._table = table = WorkerTable(
             group, silent_s=limits.silent_s, clock=clock, on_progress=on_progress, on_report=on_report, during=during
         )
-        self._log, in_place = RecoveryLog(self._cancellable(on_recovery), self._cancellable(on_wait)), backend.in_place
+        self._log = RecoveryLog(self._cancellable(on_recovery), self._cancellable(on_wait))
         packed = _packed(group, factory, hook)
         self._generation = generation = Generation(
             table, backend, limits, factory=packed[0], hook=packed[1], sharded=sharded
         )
-        replacements = Replacements(
-            table, generation.warm_up_arguments, limits=limits, in_place=in_place, spares=elastic.hot_spares
-        )
+        self._replacements = replacements = Replacements(table, generation, spares=elastic.hot_spares)
         self._membership = membership = Membership(
-            table,
-            generation,
-            replacements,
-            target=target,
-            elastic=elastic,
-            limits=limits,
-            in_place=in_place,
-            notice=notice,
+            table, generation, replacements, target=target, elastic=elastic, notice=notice
         )
         self._recovery = RecoveryLoop(
-            table, generation, replacements, membership, self._log, elastic=elastic, in_place=in_place, jitter=jitter
+            table, generation, replacements, membership, self._log, elastic=elastic, jitter=jitter
         )
         self._comparison = Comparison(elastic)
         self._keeps_snapshots = elastic.snapshot_every is not None
@@ -129,8 +115,7 @@ class Engine:
     # -- life -----------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Launch the first workers. An error in the user's set-up ends them, and is raised
-        unchanged."""
+        """Launch the first workers. An error in the user's set-up is raised unchanged."""
         try:
             check_can_fit(self.group, self._least)
             self._check_not_held()
@@ -207,8 +192,7 @@ class Engine:
         self._ended = True
 
     def _end_call_elsewhere(self) -> NotActiveError | None:
-        """End a call that runs in another thread. Return the error that is still to end it, if user
-        code in this process holds it up."""
+        """End a call of another thread. Return its error if user code here still holds it up."""
         claim = self._call_lock.held_elsewhere()
         if claim is None:
             return None
@@ -222,8 +206,7 @@ class Engine:
         return None if self._call_lock.held_elsewhere() is None else error
 
     def claim(self, call: str) -> Claim:
-        """Return a context in which only this thread may call the engine: for a call that consists
-        of several jobs."""
+        """Return a context in which only this thread calls the engine, for several jobs."""
         return self._call_lock.claim(call)
 
     # -- state ----------------------------------------------------------------------------------------
@@ -241,6 +224,11 @@ class Engine:
     def target(self) -> int:
         """Return how many workers there should be."""
         return self._membership.target
+
+    @property
+    def ready_replacements(self) -> int:
+        """Return how many new workers are set up and can join, spares included."""
+        return self._replacements.ready
 
     @property
     def nodes(self) -> list[str]:
@@ -279,9 +267,8 @@ class Engine:
 
     @contextmanager
     def state_replaced_by_hand(self, loads: int) -> Iterator[None]:
-        """Return a context in which the workers load another state. If they all fail meanwhile,
-        they continue from the newest snapshot, as the load may be refused; then there is no need to
-        finish earlier calls first."""
+        """Return a context in which the workers load another state. If all fail meanwhile, they
+        continue from the newest snapshot, and no earlier call is finished first."""
         kept, finished = self._table.snapshots.latest(), self._finished
         self._snapshot_is_stale, self._finished = True, {}
         try:
@@ -307,10 +294,9 @@ class Engine:
     # -- members --------------------------------------------------------------------------------------
 
     def give_up_spares(self) -> None:
-        """End the hot spares of an idle trainer. They start again with one of its next calls, if
-        there is room."""
+        """End the hot spares of an idle trainer. Its next call starts them if there is room."""
         with self.claim("the start of another trainer"), self.group.releasing():
-            self._membership.give_up_spares()
+            self._replacements.dismiss_all()
 
     def resize(self, count: int) -> None:
         """Set the number of workers. Surplus workers leave. If some are missing, wait for them."""
@@ -342,23 +328,20 @@ class Engine:
     # -- calls ----------------------------------------------------------------------------------------
 
     def cancel(self, error: BaseException | None) -> None:
-        """Stop the running call, which raises `error`. With None, withdraw that. Any thread may
-        call this."""
+        """Stop the running call, which raises `error`; None withdraws that. For any thread."""
         self._table.cancel(error)
 
     def pack(self, value: Any) -> Any:
-        """Return a user's object in the form in which it is sent to workers as an argument of a
-        job."""
+        """Return a user's object in the form in which it is sent to workers in a job."""
         return self.group.pack(value)
 
     def reference(self, rank: int, call: Call) -> Any:
-        """Return a Ray reference to a call on one rank, for the user to wait for. The user handles
-        its failures, too."""
+        """Return a Ray reference to a call on one rank, whose failures the user handles."""
+        self._check_active()
         return self.group.reference(self._table.members()[rank], "run", {"call": call})
 
     def run(self, job: Job) -> list[PartialResults]:
-        """Run a job to its end, whatever fails meanwhile. Return the results of its parts, in
-        order."""
+        """Run a job to its end, whatever fails. Return the results of its parts, in order."""
         with self.claim(f"the call {job.call.name!r}"):
             self._calls += 1
             running = self._ready_call(max_failures=job.max_failures)
@@ -388,7 +371,7 @@ class Engine:
         hung: list[Any] = []  # where code hung, as often as it hung there in a row
         while True:
             call = self._prepared(job, running)  # first, because `prepare` may itself call and change the workers
-            fan_out = self._fan_out(job)
+            fan_out = FanOut(self._table, self._generation, job, self._wants_boundary, comparison=self._comparison)
             fan_out.run(call)
             self._note_snapshot(running)
             outcomes = fan_out.outcomes
@@ -434,8 +417,7 @@ class Engine:
                 self._finished[number] = job, self.progress  # another number of workers makes another number of steps
 
     def _check_is_newest(self, job: Job, began: Progress) -> None:
-        """Raise an error if the snapshot from which new workers continue is older than the state
-        when the job began."""
+        """Raise an error if new workers continue from an older state than the job began with."""
         if job.needs_state and (self._snapshot_is_stale or self.progress.order < began.order):
             raise older_state_error(job.call.name, began, self.progress)
 
@@ -460,14 +442,9 @@ class Engine:
             parts = partial_results_since(revived, parts, call=running.number)
         return [part.until(self.progress.step) for part in parts]
 
-    def _fan_out(self, job: Job) -> FanOut:
-        hang_s, comparison = self.limits.hang_s, self._comparison
-        return FanOut(self._table, self._generation, job, self._wants_boundary, hang_s=hang_s, comparison=comparison)
-
     def _evicts(self, job: Job, fan_out: FanOut, seconds: float) -> bool:
-        """Compare the ranks after a call that all have finished, and that took so long. Return
-        whether any of them was evicted. If a worker fails now, the ranks are not compared, and the
-        next call handles the failure."""
+        """Compare the ranks after a call of this length. Return whether any was evicted. If a
+        worker fails now, the next call handles that."""
         comparison, members = self._comparison, self._table.members()
         if comparison.by_steps:
             return fan_out.compare()
@@ -494,8 +471,7 @@ class Engine:
         return replace(job.call, arguments={**job.call.arguments, **more})
 
     def _is_own_pause(self, job: Job, parts: list[PartialResults], running: RunningCall) -> bool:
-        """Let the job use a pause. Return whether only the job wanted it, so that the generation
-        stays as it is."""
+        """Let the job use a pause. Return whether only it wanted one: no member changes."""
         self._revived = None
         own = job.paused()
         parts[:] = self._still_counting(parts, self._revived, running)  # workers may have failed in a call of the job
@@ -515,9 +491,8 @@ class Engine:
             raise
 
     def _wants_boundary(self, job: Job) -> bool:
-        """Look for leaving workers in every call, which also detects that Ray no longer answers.
-        Training cannot continue without Ray. Other calls raise the error only once for each outage,
-        so that `save` works after it."""
+        """Look for leaving workers, and for an outage of Ray, with which training cannot continue.
+        Other calls, such as `save`, raise that error only once for each outage."""
         try:
             self._membership.look_for_leavers()
             self._outage_raised = False
@@ -531,10 +506,8 @@ class Engine:
     # -- failures and changes -------------------------------------------------------------------------
 
     def _ready_call(self, *, max_failures: int) -> RunningCall:
-        """Make sure that the group is up before a call. Failures of idle workers are handled like
-        any others."""
-        if not self.active:
-            raise NotActiveError("this trainer was shut down: to continue, create a new one, and load what you saved")
+        """Make sure that the group is up before a call, also after failures of idle workers."""
+        self._check_active()
         call = RunningCall(self._calls, max_failures, len(self.recoveries))
         outer = self._running
         if outer is not None and outer.max_failures >= 0:  # a save during training, for example, uses up what is left
@@ -556,6 +529,10 @@ class Engine:
                 )
             self._restore(seen, call)
 
+    def _check_active(self) -> None:
+        if not self.active:
+            raise NotActiveError("this trainer was shut down: to continue, create a new one, and load what you saved")
+
     def _observe_idle(self) -> Observation:
         """Return what has happened to the generation since the last call."""
         while self._table.pump(0.0):
@@ -570,9 +547,8 @@ class Engine:
         return seen
 
     def _restore(self, seen: Observation, call: RunningCall, *, since: float | None = None) -> Snapshot | None:
-        """Make a planned change, and recover if it or anything else has broken the generation. The
-        group is up afterwards. Return the snapshot that training continues from, or None if
-        survivors continue in place."""
+        """Make a planned change, and recover from any failure: the group is up afterwards. Return
+        the snapshot that training continues from, or None if survivors continue in place."""
         since, world = self._table.clock() if since is None else since, self.world_size
         self._generation.take_seconds()  # of anything before
         phase: Phase = "recovery"
@@ -592,8 +568,7 @@ class Engine:
     def _network_or_out_of_step(
         self, seen: Observation, outcomes: Mapping[str, Outcome], before: Progress | None
     ) -> Observation:
-        """Return what an apparent network fault means. A second one at the same place may mean that
-        the ranks are out of step."""
+        """Return what a network fault means: a second one here may be ranks out of step."""
         again = before is not None and self.progress.order <= before.order
         detail = different_calls(outcomes, again=again)
         return Observation("out_of_step", reason=OUT_OF_STEP, detail=detail) if detail else seen
@@ -611,29 +586,18 @@ class Engine:
         at, before = self.progress, self.world_size
         self._generation.end()
         failed = self._table.failed()
-        ranks = tuple(sorted(info.rank or 0 for info in failed if info.in_group))
+        ranks = [info.rank or 0 for info in failed if info.in_group]
         for info in failed:
             self._table.dismiss(info.worker)
-        recovery = Recovery(
-            reason=OUT_OF_STEP,
-            removed_ranks=ranks,
-            world_size_before=before,
-            world_size_after=before - len(ranks),
-            in_place=True,
-            batches_redone=0,
-            seconds=round(self._table.clock() - since, 4),
-            epoch=at.epoch,
-            batch=at.batches,
-            detail=seen.detail,
-            step=at.step,
+        seconds = self._table.clock() - since
+        self._log.record(
+            seen, at, ranks=ranks, before=before, after=before - len(ranks), seconds=seconds, continues=False
         )
-        self._log.record(recovery, continues=False)
         raise out_of_step_error(seen.detail, at)
 
 
 def shutdown_all() -> None:
-    """End the workers of all trainers of this process, also of those that no variable names any
-    more."""
+    """End the workers of all trainers of this process, also of those without a variable."""
     for engine in list(Engine.living):
         engine.stop()
 

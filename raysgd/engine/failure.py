@@ -68,8 +68,7 @@ def unfinished_error(stories: Sequence[str]) -> WorkerStartError:
 def no_room_error(
     group: WorkerGroupProtocol, missing: int, target: int, limit_s: float, *, no_room: bool = True
 ) -> ResourceError:
-    """Return the error about workers that were not up in time, because there was `no_room`, or
-    because they were slow."""
+    """Return the error about workers that were not up in time, for lack of room or too slow."""
     if not no_room:
         return ResourceError(
             f"{missing} of {target} worker processes did not start within {limit_s:g} s, although the cluster had room for them. "
@@ -90,8 +89,7 @@ def _advice(group: WorkerGroupProtocol) -> str:
 
 
 def check_can_fit(group: WorkerGroupProtocol, count: int) -> None:
-    """Raise an error at once if the cluster, even if it were empty, could never hold so many
-    workers."""
+    """Raise an error at once if even an empty cluster could never hold so many workers."""
     if group.capacity() >= count or group.can_grow():
         return
     raise ResourceError(
@@ -127,8 +125,7 @@ def held_error(group: WorkerGroupProtocol, count: int, holders: Mapping[Any, str
 
 
 def warn_no_room(group: WorkerGroupProtocol, missing: int, waited_s: float, limit_s: float) -> bool:
-    """Log what workers are waiting for, unless the wait has only begun. Return whether it was
-    logged."""
+    """Log what workers wait for, unless the wait has only begun. Return whether it did."""
     if waited_s < QUIET_S:
         return False
     waiting = counted(missing, "worker is", "workers are")

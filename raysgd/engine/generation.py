@@ -38,9 +38,8 @@ PHASE_OF = {"leave": "leave", "prepare": "setup", "build": "setup", "offer": "jo
 
 
 class Generation:
-    """Owns the generation's number, whether its process group is up, and what a worker needs to be
-    set up: the user's packed hook and replica factory. Never decides which workers form a
-    generation, or why a new one is needed."""
+    """Owns the generation's number, whether its process group is up, and what sets a worker up: the
+    user's packed hook and factory. Never decides which workers form a generation, or why."""
 
     def __init__(
         self,
@@ -52,7 +51,7 @@ class Generation:
         hook: Any,
         sharded: ShardedState | None = None,
     ) -> None:
-        self._table, self._backend, self._limits = table, backend, limits
+        self._table, self._backend, self.limits = table, backend, limits
         self._factory, self._hook, self._sharded = factory, hook, sharded
         self._shards: dict[str, tuple[int, int]] = {}  # of each worker: its number, and how many there are
         self.number = 0
@@ -62,14 +61,12 @@ class Generation:
         self._failures: dict[str, Interrupted | WorkerFailed] = {}  # of the newest attempt
 
     def take_seconds(self) -> dict[str, float]:
-        """Return how long the workers took to answer in each phase since the last call of this
-        method."""
+        """Return how long the workers took to answer in each phase since the last call of this."""
         taken, self._seconds = self._seconds, {}
         return taken
 
     def end(self) -> None:
-        """Note that the group is no longer up: a new generation must be formed before the next
-        call."""
+        """Note that the group is no longer up: the next call needs a new generation."""
         self.up = False
 
     def interrupt(self, workers: Sequence[str]) -> None:
@@ -79,8 +76,7 @@ class Generation:
             self._table.group.send(worker, message)
 
     def causes(self) -> str:
-        """Return why the newest attempt to form a generation failed, with the ranks and their
-        machines."""
+        """Return why the newest attempt to form a generation failed, by rank and machine."""
         causes = []
         for worker, outcome in self._failures.items():
             info = self._table.get(worker) or WorkerInfo(worker)
@@ -89,11 +85,15 @@ class Generation:
         more = [f"and {len(causes) - MOST_CAUSES} more"] if len(causes) > MOST_CAUSES else []
         return "; ".join(causes[:MOST_CAUSES] + more)
 
+    @property
+    def in_place(self) -> bool:
+        """Return whether a process can leave one generation and join the next."""
+        return self._backend.in_place
+
     # -- the first generation -------------------------------------------------------------------------
 
     def start(self, target: int, least: int) -> None:
-        """Launch and set up the first workers: `target` of them, or as many as fit, but not fewer
-        than `least`."""
+        """Launch and set up the first workers: as many of `target` as fit, and at least `least`."""
         for attempt in range(1, ATTEMPTS + 1):
             room = self._table.group.room()
             count = max(least, min(target, room))
@@ -125,8 +125,7 @@ class Generation:
         )
 
     def _wait_for_start(self, workers: Sequence[str], target: int, *, no_room: bool) -> bool:
-        """Wait until the launched processes are up. Return False if one has failed. Raise an error
-        after the limit."""
+        """Wait until the processes are up. Return False if one fails. Raise after the limit."""
         started = self._table.clock()
         warned = False
         while missing := [worker for worker in workers if self._table[worker].stage < Stage.UP]:
@@ -134,12 +133,12 @@ class Generation:
             if any(self._table[worker].ended is not None for worker in workers):
                 return False
             waited = self._table.clock() - started
-            if waited > self._limits.start_s:
+            if waited > self.limits.start_s:
                 for worker in workers:
                     self._table.dismiss(worker)
-                raise no_room_error(self._table.group, len(missing), target, self._limits.start_s, no_room=no_room)
+                raise no_room_error(self._table.group, len(missing), target, self.limits.start_s, no_room=no_room)
             if no_room:
-                warned = warned or warn_no_room(self._table.group, len(missing), waited, self._limits.start_s)
+                warned = warned or warn_no_room(self._table.group, len(missing), waited, self.limits.start_s)
             elif waited > SLOW_S and not warned:
                 warned = True
                 processes = counted(len(missing), "worker process is", "worker processes are")
@@ -147,16 +146,14 @@ class Generation:
         return True
 
     def warm_up_arguments(self) -> dict[str, Any]:
-        """Return what a replacement worker needs to be set up alongside a running group, in a
-        generation of its own."""
+        """Return what a replacement needs to be set up in a generation of its own."""
         return {"hook": self._hook, "factory": self._factory, "rank_info": RankInfo(solo=True), "settings": {}}
 
     # -- forming --------------------------------------------------------------------------------------
 
     def form(self, workers: Sequence[str], *, state: Any = None) -> bool:
-        """Try once to form a generation of exactly these workers, ranked in this order. Workers
-        that are set up here load `state`, if there is one. Raise the error of the user's code if
-        set-up raises one."""
+        """Try once to form a generation of these workers, in this order. New ones load `state`, if
+        there is one. Raise the error of the user's set-up."""
         self.up = False
         self.up = self._form(workers, state)
         return self.up
@@ -164,11 +161,11 @@ class Generation:
     def _form(self, workers: Sequence[str], state: Any) -> bool:
         staying = [worker for worker in workers if self._table[worker].in_group]
         self._table.expect_ranks(workers)
-        built = [w for w in workers if self._backend.in_place and self._table[w].stage >= Stage.READY]
+        built = [w for w in workers if self.in_place and self._table[w].stage >= Stage.READY]
         new = [worker for worker in workers if worker not in built]
         needs_call = new or self._behind(built)[1] or not all(self._table[worker].is_exact for worker in staying)
         # Otherwise they leave the old group when they join the next one. The answers also say where the replicas are.
-        if staying and needs_call and not self._succeeds(staying, "leave", {}, self._limits.hang_s):
+        if staying and needs_call and not self._succeeds(staying, "leave", {}, self.limits.hang_s):
             return False
         source, behind = self._behind(built)
         if behind:
@@ -199,18 +196,16 @@ class Generation:
         return self._sharded is not None
 
     def lacks_shards(self, workers: Sequence[str]) -> bool:
-        """Return whether the state is divided among the workers, and these have no copy of a part
-        of it."""
+        """Return whether the state is divided, and these have no copy of a part of it."""
         return self.is_sharded and not covered(self._shards[worker] for worker in workers if worker in self._shards)
 
     def hand_over(self, stay: Sequence[str]) -> bool:
-        """Divide all shards among the members that stay, because the others leave. Return False if
-        a worker has failed."""
+        """Divide all shards among the members that stay. Return False if a worker has failed."""
         assert self._sharded is not None
         members = self._table.members()
         call = Call(self._sharded.hand_over, {"stay": [members.index(worker) for worker in stay]})
         outcomes = self._ask(
-            members, "run", {"call": call}, self._limits.setup_s, on_trouble=lambda: self.interrupt(members)
+            members, "run", {"call": call}, self.limits.setup_s, on_trouble=lambda: self.interrupt(members)
         )
         if not self._all_ok(outcomes):
             return False
@@ -218,8 +213,7 @@ class Generation:
         return True
 
     def _behind(self, workers: Sequence[str]) -> tuple[str, list[str]]:
-        """Return the most advanced worker, and those that need its state because they are behind,
-        or new. Usually there are none."""
+        """Return the most advanced worker, and those that need its state: usually none."""
         if self.is_sharded:  # the ranks exchange shards when they have joined
             return "", []
         progress = {worker: self._table[worker].progress for worker in workers}
@@ -230,8 +224,7 @@ class Generation:
         return source, [w for w in workers if w not in holders or progress[w].order != holders[source].order]
 
     def _pass_state(self, source: str, behind: Sequence[str]) -> bool:
-        """Let one worker give its state to those that are behind. Return False if one has
-        failed."""
+        """Let one worker give its state to those behind. Return False if one has failed."""
         with closing(self._table.group.transfer()) as transfer:
             return self._move({source: "state"} | dict.fromkeys(behind, "load"), transfer)
 
@@ -244,7 +237,7 @@ class Generation:
             return self._move(dict.fromkeys(workers, "load"), transfer)
 
     def _move(self, verbs: Mapping[str, str], transfer: TransferProtocol) -> bool:
-        arguments, limit_s = {"transfer": transfer.name}, self._limits.setup_s
+        arguments, limit_s = {"transfer": transfer.name}, self.limits.setup_s
         outcomes = self._ask(list(verbs), verbs, arguments, limit_s, on_trouble=transfer.close)
         for worker, verb in verbs.items():  # if the others fail now, each of these can pass the state on
             if verb == "load":
@@ -263,7 +256,7 @@ class Generation:
                 transfer.close()
 
             given = {worker: {"transfer": transfer.name if worker == asked[0] else ""} for worker in asked}
-            outcomes = self._ask(asked, "state", given.__getitem__, self._limits.setup_s, on_trouble=cancel)
+            outcomes = self._ask(asked, "state", given.__getitem__, self.limits.setup_s, on_trouble=cancel)
             outcome = outcomes[asked[0]]
             if isinstance(outcome, Failed):  # the worker is healthy, and its state must not be lost for that
                 raise_user_error(outcome, self._table[asked[0]])
@@ -278,7 +271,7 @@ class Generation:
             return self.load(workers, snapshot.content())
         self._shards = {}
         call = Call(self._sharded.restore, {"held": snapshot.held})
-        return self._succeeds(workers, "run", {"call": call}, self._limits.setup_s)
+        return self._succeeds(workers, "run", {"call": call}, self.limits.setup_s)
 
     def snapshot_of(self, workers: Sequence[str]) -> Snapshot | None:
         """Return the newest snapshot, or, of a state that is divided among the workers, the newest
@@ -286,12 +279,12 @@ class Generation:
         latest = self._table.snapshots.latest()
         if latest is None or latest.data or self._sharded is None:
             return latest
-        outcomes = self._ask(workers, "run", {"call": Call(self._sharded.snapshots)}, self._limits.hang_s)
+        outcomes = self._ask(workers, "run", {"call": Call(self._sharded.snapshots)}, self.limits.hang_s)
         return newest_complete(each for ok in outcomes.values() if isinstance(ok, Ok) for each in ok.value)
 
     def _prepare(self, new: Sequence[str]) -> bool:
         given = {worker: {"hook": self._hook, "rank": self._table[worker].rank} for worker in new}
-        outcomes = self._ask(new, "prepare", given.__getitem__, self._limits.setup_s)
+        outcomes = self._ask(new, "prepare", given.__getitem__, self.limits.setup_s)
         self._raise_unfinished(outcomes)
         return self._all_ok(outcomes)
 
@@ -323,14 +316,13 @@ class Generation:
             self._backend.plan([])
             self.interrupt(workers)
 
-        return self._all_ok(self._ask(workers, "join", given.__getitem__, self._limits.join_s + 10, on_trouble=cancel))
+        return self._all_ok(self._ask(workers, "join", given.__getitem__, self.limits.join_s + 10, on_trouble=cancel))
 
     def _offers(self, workers: Sequence[str]) -> list[dict[str, Any]] | None:
-        """Return what the backend needs from each worker to plan, in this order, or None if a
-        worker has failed."""
+        """Return what the backend needs from each worker to plan, or None if one has failed."""
         if not self._backend.needs_offers:
             return []
-        outcomes = self._ask(workers, "offer", {}, self._limits.join_s)
+        outcomes = self._ask(workers, "offer", {}, self.limits.join_s)
         if not self._all_ok(outcomes):
             return None
         return [outcome.value for outcome in outcomes.values() if isinstance(outcome, Ok)]
@@ -342,17 +334,16 @@ class Generation:
             for worker, rank_info in zip(new, rank_infos, strict=True)
         }
         outcomes = self._ask(
-            new, "build", given.__getitem__, self._limits.setup_s, on_trouble=lambda: self.interrupt(new)
+            new, "build", given.__getitem__, self.limits.setup_s, on_trouble=lambda: self.interrupt(new)
         )
         self._raise_unfinished(outcomes)
         return self._all_ok(outcomes)
 
     def call(self, workers: Sequence[str], arguments: Callable[[str], Mapping[str, Any]]) -> bool:
-        """Let some members make calls of their own while the others wait. Return False if one has
-        failed. Raise the error of the user's code if it raises one; a new generation must be formed
-        then."""
+        """Let some members make calls of their own. Return False if one has failed. Raise the error
+        of the user's code: then a new generation must be formed."""
         self.up = False
-        self.up = self._all_ok(self._ask(workers, "run", arguments, self._limits.hang_s, phase="stop"))
+        self.up = self._all_ok(self._ask(workers, "run", arguments, self.limits.hang_s, phase="stop"))
         return self.up
 
     # -- asking ---------------------------------------------------------------------------------------
@@ -377,8 +368,7 @@ class Generation:
         return self._all_ok(self._ask(workers, verb, arguments, limit_s))
 
     def _all_ok(self, outcomes: dict[str, Outcome]) -> bool:
-        """Return whether all outcomes are Ok. Raise the error of the user's code if there is
-        one."""
+        """Return whether all outcomes are Ok. Raise the error of the user's code."""
         for worker, outcome in outcomes.items():
             if isinstance(outcome, Failed):
                 raise_user_error(outcome, self._table[worker])

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from raysgd.config import ElasticConfig, Limits
+from raysgd.config import ElasticConfig
 from raysgd.core.policy import Observation, is_time_to_leave, leave_within_s
 from raysgd.core.protocols import Call
 from raysgd.engine.failure import check_can_fit, no_room_error, unfinished_error, warn_no_room
@@ -33,13 +33,10 @@ class Membership:
         *,
         target: int,
         elastic: ElasticConfig,
-        limits: Limits,
-        in_place: bool,
         notice: Callable[..., Any] | None,
     ) -> None:
         self._table, self._generation, self._replacements = table, generation, replacements
-        self._elastic, self._limits, self._in_place = elastic, limits, in_place
-        self.target, self._notice = target, notice  # how many workers there should be
+        self.target, self._elastic, self._notice = target, elastic, notice  # how many workers there should be
 
     @property
     def least(self) -> int:
@@ -66,29 +63,20 @@ class Membership:
         return self._has_change(joins=min(self.missing, self._replacements.ready) > 0)
 
     def wants_boundary(self) -> bool:
-        """Return, several times a second during a call, whether there is a reason to stop at a
-        batch boundary."""
+        """Return, often in a call, after `look_for_leavers`, whether to stop at a boundary."""
         if not self._table.group.elastic:
             return False
-        self.look_for_leavers()
         if self._elastic.grow is True:
             self._replacements.look(self.missing)
         return self._has_change(joins=self._elastic.grow is True and self._replacements.gathered(self.missing))
 
     def start_replacements(self) -> None:
-        """Start the workers and hot spares that are missing, as far as the settings allow it and
-        the cluster has room."""
+        """Start missing workers and hot spares, as far as settings and the cluster allow it."""
         if self._elastic.grow and self._table.group.elastic:
             self._replacements.look(self.missing)
 
-    def give_up_spares(self) -> None:
-        """End all workers that are not in the group, because another trainer needs their
-        resources."""
-        self._replacements.dismiss_all()
-
     def look_for_leavers(self) -> None:
-        """Note which members' nodes will be removed. Raise `ClusterError` if Ray has not answered
-        for too long."""
+        """Note whose nodes will be removed. Raise `ClusterError` if Ray does not answer."""
         draining = self._table.group.draining()
         for info in map(self._table.__getitem__, self._table.members()):
             known, sigterm, drained = info.leaver, info.notice, info.node in draining
@@ -116,9 +104,8 @@ class Membership:
         return bool(self._not_notified()) or (bool(self._leaving_now()) if self._leavers() else joins)
 
     def _leaving_now(self) -> list[WorkerInfo]:
-        """Return those that leave at the next boundary: all of them, or those whose time is up,
-        while the others wait for their replacements. A backend that needs new processes changes all
-        at once."""
+        """Return those that leave at the next boundary: all, or those whose time is up. A backend
+        that needs new processes changes all at once."""
         now, grows, leavers = self._table.real_clock(), self._elastic.grow is True, self._leavers()
         missing, ready, starting = self.missing, self._replacements.ready, self._replacements.starting
         enough = len(self._staying()) + ready >= self.least
@@ -130,7 +117,7 @@ class Membership:
             )
 
         leaving = [info for info, leaver in leavers.items() if leaves(leaver)]
-        return list(leavers) if leaving and not self._in_place else leaving
+        return list(leavers) if leaving and not self._generation.in_place else leaving
 
     def _not_notified(self) -> dict[WorkerInfo, Leaver]:
         """Return the preempted members whose operators do not know it yet."""
@@ -138,8 +125,7 @@ class Membership:
         return {info: each for info, each in preempted.items() if not each.notified} if self._notice is not None else {}
 
     def _notify(self, waiting: dict[WorkerInfo, Leaver]) -> bool:
-        """Call the function for preemption notices on these members. Return False if one of them
-        has failed."""
+        """Tell these members' operators of their preemption. Return False if one has failed."""
         now, calls = self._table.real_clock(), dict[str, Any]()
         for info, leaver in waiting.items():
             self._table.set_leaver(info.worker, replace(leaver, notified=True))
@@ -168,7 +154,7 @@ class Membership:
         self._wait_for_replacements()
 
     def _wait_for_replacements(self) -> None:
-        started, limit_s = self._table.clock(), self._limits.start_s
+        started, limit_s = self._table.clock(), self._generation.limits.start_s
         warned = False
         places = self.target - len(self._table.members())  # preempted members' replacements may join later
         while self._replacements.ready < places:
@@ -212,10 +198,9 @@ class Membership:
     # -- the change that is due ------------------------------------------------------------------------
 
     def plan(self) -> Observation:
-        """Return the change that is due now, while all ranks are at a boundary: "paused" with the
-        members that leave, "done" if there is none, "broken" if the backend needs new processes.
-        Notify preempted workers; if that fails, no member leaves now, and the generation is formed
-        again."""
+        """Return the change that is due, with all ranks at a boundary: "paused" with the members
+        that leave, "done" for none, "broken" if the backend needs new processes. Notify preempted
+        workers; if that fails, no member leaves now, and the generation is formed again."""
         waiting = self._not_notified()
         if waiting and not self._notify(waiting):
             return Observation("paused", reason="preemption")  # a member has failed, or the network has
@@ -224,7 +209,7 @@ class Membership:
             return Observation("done")  # the leavers' replacements are not ready yet, or those that were have failed
         leaver = leaving[0].leaver if leaving else None
         reason, workers = "growth" if leaver is None else leaver.reason, tuple(info.worker for info in leaving)
-        if self._in_place:
+        if self._generation.in_place:
             return Observation("paused", leaving=workers, reason=reason)
         detail = "a planned change of members: this backend needs new processes for it"
         return Observation("broken", leaving=workers, reason=reason, detail=detail)

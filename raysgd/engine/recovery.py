@@ -1,34 +1,24 @@
 """Form the next generation, after a failure or for a planned change, or raise an error that lists
-the failures. Driver."""
+the failures. Keep the list of these recoveries. Driver."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import NoReturn
 
 from raysgd.config import ElasticConfig
+from raysgd.core import policy
 from raysgd.core.outcomes import DATA_LOADER
-from raysgd.core.policy import (
-    MAX_HANGS,
-    PHASES,
-    GiveUp,
-    Observation,
-    Recovery,
-    Rejoin,
-    Restart,
-    Situation,
-    backoff,
-    decide,
-)
 from raysgd.core.progress import Progress, most_advanced
 from raysgd.core.snapshot import Snapshot
 from raysgd.engine.call import RunningCall
 from raysgd.engine.failure import failed_error, raise_user_error, unfinished_error
 from raysgd.engine.generation import Generation
 from raysgd.engine.membership import Membership
-from raysgd.engine.recovery_log import PLANNED, RecoveryLog
 from raysgd.engine.replacements import Replacements
 from raysgd.engine.worker_table import Stage, WorkerInfo, WorkerTable
 from raysgd.errors import HangError, TrainingFailedError, counted, ranked
@@ -36,6 +26,75 @@ from raysgd.errors import HangError, TrainingFailedError, counted, ranked
 logger = logging.getLogger("raysgd")
 
 LOOK_S = 0.25
+
+
+class RecoveryLog:
+    """Owns the list of recoveries. A reason in PLANNED is a planned change, which does not count as
+    a failure. `on_wait` is called with what a recovery waits for."""
+
+    def __init__(
+        self, on_recovery: Callable[[policy.Recovery], None], on_wait: Callable[[str], None] = lambda what: None
+    ) -> None:
+        self.recoveries: list[policy.Recovery] = []
+        self._on_recovery, self.on_wait = on_recovery, on_wait
+
+    def failures_since(self, count: int) -> int:
+        """Return how many failures there were after the first `count` recoveries."""
+        return sum(recovery.reason not in policy.PLANNED for recovery in self.recoveries[count:])
+
+    def record(
+        self,
+        seen: policy.Observation,
+        at: Progress,
+        *,
+        ranks: Collection[int],
+        before: int,
+        after: int,
+        seconds: float,
+        redone: int = 0,
+        in_place: bool = True,
+        phases: Mapping[str, float] = MappingProxyType({}),
+        continues: bool = True,
+    ) -> None:
+        """Add a recovery to the list, and report it. Without `continues`, the call ends. `ranks`
+        have failed or left; the others are the fields of a `Recovery`."""
+        measured = {name: round(phases.get(name, 0.0), 4) for name in policy.PHASES}
+        recovery = policy.Recovery(
+            seen.reason,
+            tuple(sorted(ranks)),
+            before,
+            after,
+            in_place,
+            redone,
+            round(seconds, 4),
+            epoch=at.epoch,
+            batch=at.batches,
+            detail=seen.detail,
+            time=time.time(),
+            step=at.step,
+            phases={name: took for name, took in measured.items() if took > 0},
+        )
+        self.recoveries.append(recovery)
+        if continues:
+            change = ""
+            if recovery.reason in ("preemption", "shrink"):
+                change = f"{ranked(recovery.removed_ranks)} left, "
+            elif recovery.reason == "growth":
+                change = f"{counted(after - before, 'new worker')} joined, "
+            logger.warning(
+                "%s: %straining continues with %s (%d before), %s, %s redone, after %.2f s",
+                recovery.reason,
+                change,
+                counted(after, "worker"),
+                before,
+                "in place" if recovery.in_place else "from a snapshot",
+                counted(recovery.batches_redone, "batch", "batches"),
+                recovery.seconds,
+            )
+        else:
+            stay = f"; {after} of {counted(before, 'worker')} stay" if after else ""
+            logger.error("%s: the call ends with an error%s", recovery.reason, stay)
+        self._on_recovery(recovery)
 
 
 class RecoveryLoop:
@@ -55,17 +114,15 @@ class RecoveryLoop:
         log: RecoveryLog,
         *,
         elastic: ElasticConfig,
-        in_place: bool,
         jitter: Callable[[], float],
     ) -> None:
         self._table, self._generation, self._replacements = table, generation, replacements
-        self._membership, self._log = membership, log
-        self._elastic, self._in_place, self._jitter = elastic, in_place, jitter
+        self._membership, self._log, self._elastic, self._jitter = membership, log, elastic, jitter
+        self._in_place = generation.in_place
 
-    def recover(self, seen: Observation, call: RunningCall, *, since: float, world: int) -> Snapshot | None:
-        """Form the next generation, and return the snapshot that training continues from, or None
-        if survivors continue in place. The last one ended at the time `since`, when it had `world`
-        workers."""
+    def recover(self, seen: policy.Observation, call: RunningCall, *, since: float, world: int) -> Snapshot | None:
+        """Form the next generation. Return the snapshot that training continues from, None in
+        place. The last one ended at the time `since`, when it had `world` workers."""
         members = [self._table[worker] for worker in self._table.members()]
         furthest = max((info.progress for info in members), key=lambda p: p.order, default=Progress())
         if seen.culprit is not None:
@@ -81,14 +138,14 @@ class RecoveryLoop:
                 continue
             survivors = self._survivors(case)
             now = self._situation(case, survivors)
-            pause = backoff(case.waits, self._elastic.backoff_s, self._elastic.backoff_max_s, self._jitter())
-            decision = decide(now, wait_s=pause)
+            pause = policy.backoff(case.waits, self._elastic.backoff_s, self._elastic.backoff_max_s, self._jitter())
+            decision = policy.decide(now, wait_s=pause)
             self._check(case, survivors)
-            if isinstance(decision, GiveUp):
+            if isinstance(decision, policy.GiveUp):
                 self._give_up(decision.why, case)
-            elif isinstance(decision, Rejoin):
+            elif isinstance(decision, policy.Rejoin):
                 self._rejoin(case, survivors)
-            elif isinstance(decision, Restart):
+            elif isinstance(decision, policy.Restart):
                 case.tries += 1
                 self._replacements.launch(decision.count)
             else:
@@ -118,35 +175,47 @@ class RecoveryLoop:
         return True
 
     def _rejoin(self, case: _Case, survivors: list[str]) -> None:
-        """Try once to form a generation. If that fails although no worker has failed, dismiss the
-        replacements, because the network between them may be broken; not at the first try of a
-        planned change."""
+        """Try once to form a generation of the survivors and the replacements that are ready."""
         joining = self._replacements.take(max(self._membership.target - len(survivors), 0))
         formed = False
         try:
-            keep = bool(survivors) and not self._generation.lacks_shards(survivors)
-            revived = None if keep else self._revive([*survivors, *joining], case.call.number)
-            case.revived = revived or case.revived
-            state = revived.content() if revived is not None and not self._in_place else None
-            formed = (keep or revived is not None) and self._generation.form(
-                [*survivors, *joining], state=state or None
-            )
+            formed = self._form(case, survivors, joining)
             if not formed:
                 logger.warning("a new process group could not be formed: %s", self._generation.causes())
         finally:
             if not formed:
-                first, case.tries = case.seen.kind == "paused", case.tries + 1
-                failed = {info.worker for info in self._table.failed()} & {*survivors, *joining}
-                unharmed = not failed and not first
-                if first and not failed & set(survivors):  # otherwise it is that failure
-                    case.seen = replace(case.seen, kind="broken", detail=self._generation.causes())
-                self._replacements.take_back([] if unharmed else joining)
-                for worker in joining if unharmed else []:
-                    self._table.dismiss(worker)
+                self._not_formed(case, survivors, joining)
+
+    def _form(self, case: _Case, survivors: list[str], joining: list[str]) -> bool:
+        """Form a generation of these workers. They begin with the survivors' state, or, if nobody
+        holds it any more, with a snapshot. Return False if that failed."""
+        workers, state = [*survivors, *joining], None
+        if not survivors or self._generation.lacks_shards(survivors):
+            revived = self._revive(workers, case.call.number)
+            if revived is None:
+                return False
+            case.revived = revived
+            if not self._in_place:  # they take it when they have joined and are set up
+                state = revived.content() or None
+        return self._generation.form(workers, state=state)
+
+    def _not_formed(self, case: _Case, survivors: list[str], joining: list[str]) -> None:
+        """Take the replacements back after a failed try. If no worker has failed, the network
+        between them may be broken: then dismiss them, but not at the first try of a planned change,
+        which counts as a failure from now on."""
+        case.tries += 1
+        failed = {info.worker for info in self._table.failed()} & {*survivors, *joining}
+        first = case.seen.kind == "paused"
+        if first and failed.isdisjoint(survivors):  # otherwise it is the failure of a member
+            case.seen = replace(case.seen, kind="broken", detail=self._generation.causes())
+        if failed or first:
+            self._replacements.take_back(joining)
+        else:
+            for worker in joining:
+                self._table.dismiss(worker)
 
     def _check(self, case: _Case, survivors: list[str]) -> None:
-        """Raise an error if only the user's set-up prevents the recovery, or after too many
-        attempts."""
+        """Raise an error if only the user's set-up is in the way, or after too many attempts."""
         replacements = self._replacements
         if not survivors and replacements.ready == 0 and replacements.starting == 0:
             if replacements.failure is not None:
@@ -159,8 +228,7 @@ class RecoveryLoop:
             )
 
     def _may_end(self, survivors: list[str]) -> bool:
-        """Return whether the outcome of those that are starting decides if the user's set-up, which
-        has failed in another one, ends the call."""
+        """Return whether a failed set-up ends the call if those that are starting fail, too."""
         replacements = self._replacements
         failed = replacements.failure is not None or bool(replacements.unfinished)
         return failed and not survivors and replacements.ready == 0 and replacements.starting > 0
@@ -172,7 +240,7 @@ class RecoveryLoop:
         for info in sorted(failed, key=lambda info: not info.in_group):
             if info.in_group and (case.seen.kind == "paused" or case.seen.leaving):
                 failure = self._table.failure_of(info)
-                case.seen = Observation("broken", reason=failure.reason, detail=failure.cause)
+                case.seen = policy.Observation("broken", reason=failure.reason, detail=failure.cause)
             if info.in_group and info.rank is not None:
                 case.failed_ranks.add(info.rank)
                 case.failed_on.add(info.machine)
@@ -185,7 +253,7 @@ class RecoveryLoop:
         if seen.reason == DATA_LOADER:
             action = "Restarting this loader and continuing after the last committed batch"
             logger.warning("data loader failure in %s: %s. %s", where, seen.detail, action)
-        elif seen.reason in PLANNED and not case.failed_ranks:
+        elif seen.reason in policy.PLANNED and not case.failed_ranks:
             logger.info("%s in %s: %s", seen.reason, where, seen.detail)
         else:
             on = f" on node {', '.join(sorted(case.failed_on))}" if case.failed_on else ""
@@ -193,9 +261,8 @@ class RecoveryLoop:
             logger.warning("%s in %s: %s of %d failed%s (%s)", seen.reason, where, ranks, case.world, on, seen.detail)
 
     def _survivors(self, case: _Case) -> list[str]:
-        """Return the members that can continue in place. With a backend whose processes cannot
-        rejoin, there are none: their state is saved as a snapshot. There are none either if a shard
-        is lost, and there is no snapshot of it."""
+        """Return the members that can continue in place: none if a shard is lost without a
+        snapshot, or if processes cannot rejoin; then their state is saved as a snapshot."""
         survivors = self._table.members()
         lost = self._generation.lacks_shards(survivors) and self._generation.snapshot_of(survivors) is None
         if survivors and lost:
@@ -211,26 +278,25 @@ class RecoveryLoop:
         return survivors
 
     def _replace_all(self, left: int) -> None:
-        """Start new processes for all workers. The places of those that were dismissed are free,
-        even if Ray does not show this yet."""
+        """Start new processes for all. Their places are free, before Ray shows it."""
         places = min(self._membership.target, max(left, self._table.group.capacity()))
         wanted = places - self._replacements.ready - self._replacements.starting
         if wanted > 0:
             self._replacements.launch(wanted)
 
-    def _situation(self, case: _Case, survivors: list[str]) -> Situation:
+    def _situation(self, case: _Case, survivors: list[str]) -> policy.Situation:
         target = self._membership.target
         least = self._membership.least
         short = len(survivors) + self._replacements.ready < least or not survivors
         self._replacements.tick()
-        return Situation(
+        return policy.Situation(
             survivors=len(survivors),
             ready=self._replacements.ready,
             starting=self._replacements.starting,
             free=self._table.group.room() if short and not self._may_end(survivors) else 0,
             target=target,
             min_workers=least,
-            failures=self._log.failures_since(case.call.recoveries_before) + (case.seen.reason not in PLANNED),
+            failures=self._log.failures_since(case.call.recoveries_before) + (case.seen.reason not in policy.PLANNED),
             max_failures=case.call.max_failures,
             attempts=case.waits,
             max_attempts=self._elastic.max_attempts,
@@ -257,11 +323,10 @@ class RecoveryLoop:
             self._table.set_holds_state(joining[0], self._in_place)
         elif self._in_place and not self._generation.load_snapshot(joining, snapshot):
             return None
-        return snapshot  # without `in_place`, they take it after they have joined and are set up
+        return snapshot
 
-    def _wait(self, seconds: float, now: Situation, case: _Case) -> None:
-        """Wait for machines, or for replacements that are starting. Return early when their number
-        changes."""
+    def _wait(self, seconds: float, now: policy.Situation, case: _Case) -> None:
+        """Wait for machines, or for replacements that are starting, until their number changes."""
         deadline = self._table.clock() + seconds
         if now.starting == 0:
             missing = max(now.min_workers - now.survivors, 1)
@@ -289,28 +354,25 @@ class RecoveryLoop:
             if now.starting == 0 and self._table.group.room() > now.free:
                 return
 
-    def _note(self, case: _Case, *, after: int) -> None:
-        base = case.revived.progress.step if case.revived is not None else case.furthest.step
+    def _note(self, case: _Case, *, after: int, continues: bool = True) -> None:
+        base = case.furthest.step if case.revived is None else case.revived.progress.step
         took = self._generation.take_seconds()
-        recovery = Recovery(
-            reason=case.seen.reason,
-            removed_ranks=tuple(sorted(case.failed_ranks | case.left_ranks)),
-            world_size_before=case.world,
-            world_size_after=after,
+        self._log.record(
+            case.seen,
+            case.furthest,
+            ranks=case.failed_ranks | case.left_ranks,
+            before=case.world,
+            after=after,
+            seconds=self._table.clock() - case.since,
+            redone=max(case.furthest.step - base, 0),
             in_place=case.revived is None,
-            batches_redone=max(case.furthest.step - base, 0),
-            seconds=round(self._table.clock() - case.since, 4),
-            epoch=case.furthest.epoch,
-            batch=case.furthest.batches,
-            detail=case.seen.detail,
-            step=case.furthest.step,
-            phases={name: case.phases.get(name, 0.0) + took.get(name, 0.0) for name in PHASES},
+            phases={name: case.phases.get(name, 0.0) + took.get(name, 0.0) for name in policy.PHASES},
+            continues=continues,
         )
-        self._log.record(recovery)
 
     def _give_up(self, why: str, case: _Case) -> NoReturn:
-        self._note(case, after=0)
-        hangs = case.seen.hangs >= MAX_HANGS
+        self._note(case, after=0, continues=False)
+        hangs = case.seen.hangs >= policy.MAX_HANGS
         raise failed_error(
             why, self._log.recoveries[case.call.recoveries_before :], HangError if hangs else TrainingFailedError
         )
@@ -320,7 +382,7 @@ class RecoveryLoop:
 class _Case:
     """What is known about one recovery while it runs."""
 
-    seen: Observation
+    seen: policy.Observation
     call: RunningCall
     furthest: Progress
     world: int

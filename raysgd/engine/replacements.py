@@ -1,15 +1,13 @@
-"""Start and set up replacement workers alongside a running group, so that they can join it quickly.
-Driver."""
+"""Start and set up replacement workers beside a running group, to join it quickly. Driver."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable
-from typing import Any
+from collections.abc import Collection, Iterable
 
-from raysgd.config import Limits
 from raysgd.core.outcomes import Failed, Ok
 from raysgd.core.policy import count_to_launch, is_time_to_join
+from raysgd.engine.generation import Generation
 from raysgd.engine.watchdog import end_if_silent, unfinished
 from raysgd.engine.worker_table import Stage, WorkerInfo, WorkerTable
 from raysgd.errors import counted
@@ -33,18 +31,10 @@ class Replacements:
     when its process is up, and is set up after it has joined the group.
     """
 
-    def __init__(
-        self,
-        table: WorkerTable,
-        warm_up_arguments: Callable[[], dict[str, Any]],
-        *,
-        limits: Limits,
-        in_place: bool,
-        spares: int = 0,
-    ) -> None:
-        self._table, self._warm_up_arguments, self._in_place = table, warm_up_arguments, in_place
+    def __init__(self, table: WorkerTable, generation: Generation, *, spares: int = 0) -> None:
+        self._table, self._generation, self._in_place = table, generation, generation.in_place
         self._spares, self._said_no_room = spares, False
-        self._start_s, self._setup_s = limits.start_s, limits.setup_s
+        self._start_s, self._setup_s = generation.limits.start_s, generation.limits.setup_s
         self.failure: Failed | None = None  # the error of the user's code that ended the set-up of the newest one
         self.unfinished = ""  # what the newest one did not finish within the limit for its set-up
         self._ready_at = 0.0
@@ -59,8 +49,7 @@ class Replacements:
 
     @property
     def starting(self) -> int:
-        """Return how many are starting, not counting overdue ones, for which a second one was
-        started."""
+        """Return how many are starting, without those for which a second one was started."""
         return len(self._are(Stage.STARTING, Stage.UP, Stage.WARMING))
 
     def _are(self, *stages: Stage) -> list[WorkerInfo]:
@@ -69,8 +58,7 @@ class Replacements:
         return sorted(found, key=lambda info: info.since)
 
     def gathered(self, missing: int) -> bool:
-        """Return whether those that are ready should join a group in which `missing` places are
-        free."""
+        """Return whether those that are ready should join a group with `missing` free places."""
         return is_time_to_join(
             missing=missing,
             ready=self.ready,
@@ -143,15 +131,14 @@ class Replacements:
                 self._overdue_s = min(self._overdue_s * 2, self._start_s)  # the machine may just be slow
 
     def _is_overdue(self, info: WorkerInfo) -> bool:
-        """Return whether to start a second one. Ray can forget an actor that was starting on a node
-        that failed. So if one is overdue although there is room for another, a second one is
-        started, and the first that is up is used."""
+        """Return whether to start a second one, of which the first that is up is used: Ray can
+        forget an actor that was starting on a node that failed."""
         return self._table.clock() - info.since > self._overdue_s and self._table.group.room() > 0
 
     def _follow_up(self, info: WorkerInfo) -> None:
         if self._in_place:
             self._table.set_stage(info.worker, Stage.WARMING)
-            call = self._table.group.submit(info.worker, "warm", self._warm_up_arguments())
+            call = self._table.group.submit(info.worker, "warm", self._generation.warm_up_arguments())
             self._table.expect(info.worker, call)
         else:
             self._set_ready(info.worker)
@@ -192,8 +179,7 @@ class Replacements:
         return taken
 
     def take_back(self, workers: Iterable[str]) -> None:
-        """Take back workers whose generation was not formed. Those that can join another one become
-        ready again."""
+        """Take back workers whose generation was not formed. Some can join another one."""
         for worker in workers:
             info = self._table.get(worker)
             if info is not None and info.ended is None and self._in_place:
@@ -202,8 +188,7 @@ class Replacements:
                 self._table.dismiss(worker)
 
     def keep(self, missing: int) -> None:
-        """Dismiss those that are ready but neither missing in the group nor spares, and those that
-        are starting."""
+        """Dismiss those that are starting, and those that are ready and not needed."""
         kept = self._are(Stage.READY)[: max(missing, 0) + self._spares]
         self._dismiss(info for info in self._table.new_workers() if info not in kept)
 

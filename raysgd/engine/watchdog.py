@@ -1,5 +1,4 @@
-"""Detect workers that do not end their calls, find out where they are, and kill those that block
-the others. Driver."""
+"""Find workers that do not end their calls, and kill those that block the others. Driver."""
 
 from __future__ import annotations
 
@@ -9,9 +8,10 @@ from typing import Any
 
 from raysgd.core.hang import RankReport, blocking_ranks, describe_rank, describe_unfinished, is_in_collective
 from raysgd.core.messages import StackReport
-from raysgd.core.outcomes import Outcome
+from raysgd.core.outcomes import CollectivePlace, Ok, Outcome
+from raysgd.core.policy import drift
 from raysgd.core.progress import longest_silence_s
-from raysgd.engine.worker_table import KILLED_S, LOOK_S, WorkerTable
+from raysgd.engine.worker_table import KILLED_S, LOOK_S, OpenCalls, WorkerTable
 
 logger = logging.getLogger("raysgd")
 
@@ -19,6 +19,7 @@ logger = logging.getLogger("raysgd")
 SILENT_S = 2.5
 # For a rank to leave a collective call, after it was interrupted: at least, and as a part of the limit of a hang.
 LEAVE_S, LEAVE_PART = 10.0, 0.1
+ASK_EVERY_S = 1.0  # at first, for ranks that may be in a collective call which others do not make
 
 
 def ask(
@@ -31,9 +32,8 @@ def ask(
     generation: int = 0,
     on_trouble: Callable[[], None] = lambda: None,
 ) -> dict[str, Outcome]:
-    """Make one call on several workers and wait for it; `verb` can be one for each of them.
-    `on_trouble` is called once, when the first of them fails or its time is up: peers may be
-    waiting for that rank."""
+    """Make one call on several workers (`verb` can be one for each), and wait for it. `on_trouble`
+    is called once, when one fails or is late: peers may wait for it."""
     calls, workers = table.open_calls(on_trouble), list(workers)
     verbs = dict.fromkeys(workers, verb) if isinstance(verb, str) else verb
     shared = {} if callable(arguments) else dict(arguments)
@@ -86,8 +86,7 @@ class TimeLimit:
 
 
 def end_if_silent(table: WorkerTable, worker: str, verb: str) -> None:
-    """Kill the worker if it does not even send "alive", as it does during a long set-up: its
-    process is stopped."""
+    """Kill the worker if it sends not even "alive": its process is stopped."""
     if table[worker].killed_for is None and table.silent_for(worker) > table.silent_s:
         table.kill(worker, "hang", describe_unfinished(report_of(table, worker, None), verb, table.silent_s))
 
@@ -113,8 +112,7 @@ def unfinished(table: WorkerTable, workers: Sequence[str], verbs: Mapping[str, s
 
 
 def report_of(table: WorkerTable, worker: str, answer: StackReport | None) -> RankReport:
-    """Return where a worker is, from its answer to a request for its stack, or from what it
-    reported before."""
+    """Return where a worker is, from its answer, or from what it reported before."""
     info = table[worker]
     return RankReport(
         rank=info.rank,
@@ -127,9 +125,8 @@ def report_of(table: WorkerTable, worker: str, answer: StackReport | None) -> Ra
 
 
 class Watchdog:
-    """Watches one running call on `workers`. Owns the stacks that it asked for. Kills the ranks
-    that block the others, or all ranks if it cannot tell which ones do, and ranks that do not leave
-    a collective call."""
+    """Watches one running call on `workers`. Kills the ranks that block the others, or all if it
+    cannot tell which, and ranks that do not leave a collective call."""
 
     def __init__(self, table: WorkerTable, workers: Sequence[str], limit_s: float) -> None:
         self._table, self._workers, self._limit_s = table, workers, limit_s
@@ -172,9 +169,8 @@ class Watchdog:
         return bool(waiting)
 
     def _quiet(self, running: Sequence[str], now: float) -> float:
-        """Return for how many seconds no rank has made progress, at least. If processes do not
-        answer at all, only they count. In a large group, a rank that makes progress reports it only
-        now and then."""
+        """Return for how long no rank has made progress, at least. If some do not answer, only they
+        count. In a large group, progress is reported only now and then."""
         silent = {worker: self._table.silent_for(worker) for worker in running}
         still = {worker: now - self._table[worker].moved_at for worker in running}
         ranks = len(self._workers)
@@ -227,3 +223,38 @@ class Watchdog:
             answer = self._stacks.get(worker)
             hung_at = None if answer is None else (answer.phase, answer.batch)
             self._table.kill(worker, "hang", story, hung_at=hung_at)
+
+
+class ExtraCalls:
+    """Interrupts the ranks of a call if some wait in a collective call that others do not make,
+    which only its time limit would end. `found` is where those ranks were."""
+
+    def __init__(self, table: WorkerTable, workers: Sequence[str], calls: OpenCalls) -> None:
+        self._table, self._workers, self._calls = table, workers, calls
+        self._asked, self._asked_at = -1, 0.0
+        self._places: dict[str, CollectivePlace] = {}
+        self.found: dict[str, CollectivePlace] = {}
+
+    def tick(self) -> None:
+        """Interrupt the ranks if one of them is beyond the last call of a rank that has finished,
+        or all wait, after different numbers of calls."""
+        now, running = self._table.clock(), self._calls.running
+        if not running or len(self._workers) < 2 or self._calls.troubled_at is not None:
+            self._asked_at = now
+            return
+        answers = self._table.take_answers(StackReport, self._asked)
+        self._places |= {worker: answer.place for worker, answer in answers}
+        waiting = {worker: place for worker, place in self._places.items() if worker in running and place.name}
+        made = [o.collectives for o in self._calls.outcomes.values() if isinstance(o, Ok) and o.collectives >= 0]
+        beyond = {worker: place for worker, place in waiting.items() if made and place.count > min(made)}
+        by_rank = {rank: waiting[worker] for rank, worker in enumerate(self._workers) if worker in waiting}
+        if beyond or (len(waiting) == len(running) and drift(by_rank)):
+            self.found = beyond or waiting
+            self._calls.trouble()
+            return
+        moved_at = {worker: self._table[worker].moved_at for worker in running}
+        if now - self._asked_at > max(ASK_EVERY_S, (now - max(moved_at.values())) / 2):  # later and later
+            still = [worker for worker, moved in moved_at.items() if moved < self._asked_at]
+            wanted = still if made or len(still) == len(running) else []
+            self._places = {}
+            self._asked, self._asked_at = self._table.request_stacks(wanted) if wanted else -1, now

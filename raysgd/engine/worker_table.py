@@ -1,5 +1,4 @@
-"""Keep what the driver knows about each worker, and the calls that workers have not answered yet.
-Driver."""
+"""Keep what the driver knows about each worker, and calls that are not answered yet. Driver."""
 
 from __future__ import annotations
 
@@ -15,16 +14,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, Literal, TypeVar
 
-from raysgd.core.messages import (
-    BoundaryAnswer,
-    FunctionReport,
-    Message,
-    PreemptionNotice,
-    ProgressReport,
-    SnapshotUpload,
-    StackReport,
-    StackRequest,
-)
+from raysgd.core import messages
 from raysgd.core.metrics import Measured
 from raysgd.core.outcomes import Failed, Interrupted, Ok, Outcome, WorkerFailed
 from raysgd.core.progress import Progress
@@ -34,7 +24,8 @@ from raysgd.workers.worker_group import WorkerGroupProtocol
 
 logger = logging.getLogger("raysgd")
 
-AnswerT = TypeVar("AnswerT", BoundaryAnswer, StackReport)
+OnReport = Callable[[messages.FunctionReport, Any, Callable[[], None]], None]
+AnswerT = TypeVar("AnswerT", messages.BoundaryAnswer, messages.StackReport)
 
 # What the engine does, beyond waiting for a call: it recovers from a failure; makes a planned change, in which workers leave, or
 # join only (growth), or passes a state on (agreement) and connects the ranks (rendezvous) for either of them, within it; waits for
@@ -168,9 +159,7 @@ class WorkerTable:
         silent_s: float = math.inf,
         clock: Callable[[], float] = time.monotonic,
         on_progress: Callable[[WorkerInfo], None] = lambda info: None,
-        on_report: Callable[[FunctionReport, Any, Callable[[], None]], None] = lambda message, body, acknowledge: (
-            acknowledge()
-        ),
+        on_report: OnReport = lambda message, body, acknowledge: acknowledge(),
         during: During = nullcontext,
     ) -> None:
         self.group, self.during, self.real_clock = group, during, clock
@@ -181,7 +170,7 @@ class WorkerTable:
         self._workers: dict[str, WorkerInfo] = {}
         self._members: list[str] | None = None  # in rank order, until they change
         self._open: list[weakref.ref[OpenCalls]] = []
-        self._answers: deque[tuple[str, BoundaryAnswer | StackReport]] = deque(maxlen=ANSWERS_AT_MOST)
+        self._answers: deque[tuple[str, messages.BoundaryAnswer | messages.StackReport]] = deque(maxlen=ANSWERS_AT_MOST)
         self._cancelled_by: BaseException | None = None
         self._numbers = itertools.count(1)
         self._inbox: deque[Event] = deque()
@@ -193,14 +182,12 @@ class WorkerTable:
     # -- time -----------------------------------------------------------------------------------------
 
     def clock(self) -> float:
-        """Return a time in seconds that stands still while this process does not run: it was
-        stopped (by Ctrl-Z, for example), or its machine was suspended. No worker is late because of
-        that."""
+        """Return a time that stands still while this process does not run (Ctrl-Z, a suspended
+        machine), because no worker is late for that."""
         return self.real_clock() - self._away_s
 
     def silent_for(self, worker: str) -> float:
-        """Return for how many seconds the worker has sent nothing. What it has sent while this
-        process did not run may not be read yet."""
+        """Return for how long the worker has sent nothing while this process ran."""
         return min(self.group.silent_for(worker), self.clock() - self._back_at)
 
     # -- workers --------------------------------------------------------------------------------------
@@ -263,8 +250,7 @@ class WorkerTable:
             self._note_change(worker)
 
     def wait_for_killed(self) -> None:
-        """Wait until the members that were killed have ended. Until then, they may answer another
-        call."""
+        """Wait until killed members have ended. Until then, they may answer another call."""
         until = self.clock() + KILLED_S
         while left := [info for info in self._workers.values() if info.in_group and info.killed_for and not info.ended]:
             if self.clock() >= until:
@@ -273,22 +259,19 @@ class WorkerTable:
                 self.pump(LOOK_S)
 
     def cancel(self, error: BaseException | None) -> None:
-        """Make the running call's next wait raise `error`. With None, withdraw that. Any thread may
-        call this."""
+        """Make the running call's next wait raise `error`; None withdraws that. For any thread."""
         self._cancelled_by = error
 
     # -- generations ----------------------------------------------------------------------------------
 
     def expect_ranks(self, workers: Sequence[str]) -> None:
-        """Set the ranks that workers outside the group will have, because errors in their set-up
-        name them."""
+        """Set the ranks that new workers will have, because errors in their set-up name them."""
         for rank, worker in enumerate(workers):
             if not self._workers[worker].in_group:
                 self._workers[worker].rank = rank
 
     def enter_group(self, workers: Sequence[str]) -> None:
-        """Note that these are the members of a new generation, in rank order, and that all have its
-        state."""
+        """Note that these are the members of a new generation, by rank, and have its state."""
         for rank, worker in enumerate(workers):
             info = self._workers[worker]
             info.rank, info.stage, info.holds_state = rank, Stage.MEMBER, True
@@ -304,9 +287,8 @@ class WorkerTable:
         self._workers[worker].holds_state = holds_state
 
     def take_summaries(self, workers: Sequence[str]) -> list[tuple[int, dict[str, str]]]:
-        """Return the summaries of each step of which all these workers have sent one, and forget
-        them and older ones. Those from before the user's newest load do not count, because it has
-        replaced the weights."""
+        """Take the summaries of each step of which all these workers have sent one, and drop older
+        ones. Those from before the user's newest load do not count."""
         infos = [self._workers[worker] for worker in workers]
         loads = max(info.progress.loads for info in infos)
         places = sorted(set.intersection(*(set(info.summaries) for info in infos)))
@@ -319,8 +301,7 @@ class WorkerTable:
     # -- calls ----------------------------------------------------------------------------------------
 
     def begin_run(self, worker: str, method: str) -> None:
-        """Note that a user call begins on this worker, so that results of an earlier call do not
-        count for it."""
+        """Note that a user call begins here: results of an earlier one do not count for it."""
         info = self._workers[worker]
         info.progress, info.partial = info.progress.at(method), None
 
@@ -343,8 +324,7 @@ class WorkerTable:
             self._workers[worker].moved_at = self.clock()
 
     def reply(self, call: int) -> Outcome | None:
-        """Return the call's outcome, once, or None if there is none yet. If the worker has failed,
-        so has its call."""
+        """Return the call's outcome, once, or None. A failed worker's call has failed."""
         outcome = self._replies.pop(call, None)
         if outcome is not None:
             self._asked.pop(call, None)
@@ -398,7 +378,7 @@ class WorkerTable:
     def request_stacks(self, workers: Iterable[str]) -> int:
         """Ask workers where they are. Return the number that their answers will have."""
         number = self.next_number()
-        message = StackRequest(number)
+        message = messages.StackRequest(number)
         for worker in workers:
             self.group.send(worker, message)
         return number
@@ -448,9 +428,9 @@ class WorkerTable:
     def _take(self, event: Event) -> None:
         info = self._workers.get(event.worker)
         message = event.message if isinstance(event, MessageReceived) else None
-        if isinstance(event, MessageReceived) and isinstance(message, SnapshotUpload):
+        if isinstance(event, MessageReceived) and isinstance(message, messages.SnapshotUpload):
             self.snapshots.offer(Snapshot(event.body, message.progress, message.call, message.partial))
-        elif isinstance(event, MessageReceived) and isinstance(message, FunctionReport):
+        elif isinstance(event, MessageReceived) and isinstance(message, messages.FunctionReport):
             self._on_report(message, event.body, event.acknowledge)
         if info is None:
             return
@@ -479,8 +459,8 @@ class WorkerTable:
         if not isinstance(event.outcome, Failed) or event.outcome.progress != Progress():
             info.progress, info.is_exact = event.outcome.progress, event.call == info.last_call
 
-    def _message_received(self, info: WorkerInfo, message: Message) -> None:
-        if isinstance(message, ProgressReport):
+    def _message_received(self, info: WorkerInfo, message: messages.Message) -> None:
+        if isinstance(message, messages.ProgressReport):
             if message.progress.summary:
                 info.summaries[message.progress.loads, message.progress.step] = message.progress.summary
             if message.call < info.last_call or (message.call == info.last_call and info.busy is None):
@@ -490,15 +470,15 @@ class WorkerTable:
             info.progress, info.partial = message.progress, message.partial
             self._on_progress(info)
             self.raise_cancelled()  # also here, because `pump` is not called while the inline worker trains
-        elif isinstance(message, FunctionReport):
+        elif isinstance(message, messages.FunctionReport):
             info.moved_at = self.clock()
-        elif isinstance(message, PreemptionNotice):
+        elif isinstance(message, messages.PreemptionNotice):
             info.notice = True
             rank = "a new worker" if info.rank is None else f"rank {info.rank}"
             logger.warning(
                 "preemption: %s on node %s received SIGTERM, so its machine will be stopped", rank, info.machine
             )
-        elif isinstance(message, BoundaryAnswer | StackReport):
+        elif isinstance(message, messages.BoundaryAnswer | messages.StackReport):
             self._answers.append((info.worker, message))
 
 
@@ -525,8 +505,7 @@ class OpenCalls:
         self._changed[worker] = None
 
     def collect(self, seen: Callable[[str, Outcome], Outcome] = lambda worker, outcome: outcome) -> None:
-        """Take the outcomes of calls that have ended since the last look, as `seen` returns
-        them."""
+        """Take the outcomes of calls that have ended, as `seen` returns them."""
         while self._changed:
             del self._changed[worker := next(iter(self._changed))]
             outcome = self._table.reply(self.running[worker]) if worker in self.running else None

@@ -1,2 +1,1 @@
-"""Horovod as a way to connect ranks and average gradients. Importing this package does not import
-Horovod. Both."""
+"""Horovod as a way to connect ranks and average gradients; it is not imported here. Both."""

@@ -16,8 +16,6 @@ HOW_TO_INSTALL = (
     "then run tools/build_horovod.py of raysgd's sources (it takes minutes, needs cmake and a C++ compiler, and keeps the "
     "wheel for the next time)"
 )
-COMPRESSIONS = ("none", "fp16")
-OPERATIONS = ("average", "sum")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +41,8 @@ class HorovodArguments:
     sparse_as_dense: bool = False
 
     def __post_init__(self) -> None:
-        one_of("horovod_args['compression']", self.compression, *COMPRESSIONS)
-        one_of("horovod_args['op']", self.op, *OPERATIONS)
+        one_of("horovod_args['compression']", self.compression, "none", "fp16")
+        one_of("horovod_args['op']", self.op, "average", "sum")
         for name, value in (("backward_passes_per_step", self.backward_passes_per_step), ("groups", self.groups)):
             if value is not None:
                 at_least(f"horovod_args[{name!r}]", value, 1, whole=True)
@@ -59,8 +57,7 @@ class HorovodArguments:
 
     @classmethod
     def parse(cls, given: Any) -> HorovodArguments:
-        """Return the arguments in a trainer's `horovod_args`, a dict or None. Raise ConfigError for
-        invalid ones."""
+        """Return the arguments in `horovod_args`. Raise ConfigError for invalid ones."""
         if given is None:
             given = {}
         if not isinstance(given, Mapping):
@@ -83,8 +80,7 @@ class HorovodArguments:
 
 
 def check_installed(framework: str | None = None) -> None:
-    """Raise ImportError if Horovod is not installed, or does not work with the framework ("torch",
-    for example)."""
+    """Raise ImportError if Horovod is missing, or does not work with the framework ("torch")."""
     if importlib.util.find_spec("horovod") is None:
         raise ImportError(f"backend='horovod' needs Horovod, which is not installed. {HOW_TO_INSTALL}")
     if framework is None:

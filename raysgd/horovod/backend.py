@@ -20,7 +20,7 @@ from raysgd.core.ranks import RankInfo
 from raysgd.errors import ConfigError, causes_of
 from raysgd.horovod import foreign
 from raysgd.horovod.rendezvous import HorovodRendezvous, end_rendezvous, set_environment
-from raysgd.torch.devices import see_gpus, shared_gpus, visible_gpus
+from raysgd.torch.devices import OffersGpus, see_gpus, shared_gpus
 from raysgd.torch.sockets import Connections
 
 # Horovod's threads communicate all the time, also while the training thread computes. So a host that sends nothing for
@@ -78,8 +78,7 @@ class HorovodBackend:
         self._process_group.leave()
 
     def abort(self) -> None:
-        """Close Horovod's connections: its thread fails, and so does the training thread's wait for
-        it."""
+        """Close Horovod's connections: its thread fails, and whoever waits for it."""
         self._connections.shut()
         self._process_group.abort()
 
@@ -90,7 +89,7 @@ class HorovodBackend:
         return is_interruption(error) or self._process_group.is_interruption(error)
 
 
-class HorovodFunctionBackend:
+class HorovodFunctionBackend(OffersGpus):
     """Connects the ranks of a training function, which calls `hvd.init()` itself.
 
     On the driver: owns the rendezvous. On a worker: owns the environment of this generation, and
@@ -105,16 +104,9 @@ class HorovodFunctionBackend:
 
     def __init__(self, *, host: str, wait_s: float, interface: str | None = None, use_gpu: bool = False) -> None:
         self._wait_s, self._interface, self.needs_offers = wait_s, interface, use_gpu
-        self._gpus: str | None = None
         self._rendezvous = HorovodRendezvous(host, wait_s=wait_s)
         self._environment: dict[str, str] = {}
         self._connections = Connections()
-
-    def offer(self) -> dict[str, Any]:
-        """Return the GPUs that Ray assigned. `join` makes those of the other workers visible
-        too."""
-        self._gpus = visible_gpus() if self._gpus is None else self._gpus
-        return {"gpus": self._gpus}
 
     def plan(self, rank_infos: Sequence[RankInfo], offers: Sequence[dict[str, Any]] = ()) -> list[dict[str, Any]]:
         gpus = shared_gpus(rank_infos, offers) if self.needs_offers else [None] * len(rank_infos)
@@ -134,8 +126,7 @@ class HorovodFunctionBackend:
         self._connections.forget()
 
     def abort(self) -> None:
-        """Make the function's collective fail, and `hvd.init()` on the ranks that are still waiting
-        in it."""
+        """Make the function's collective fail, and `hvd.init()` on ranks that wait in it."""
         self._connections.shut()
         if self._environment:
             threading.Thread(target=end_rendezvous, args=(self._environment,), daemon=True).start()

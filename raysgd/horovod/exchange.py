@@ -1,5 +1,4 @@
-"""Average gradients with Horovod's DistributedOptimizer, alongside the registered optimizers.
-Worker."""
+"""Average gradients with Horovod's DistributedOptimizer, beside registered optimizers. Worker."""
 
 from __future__ import annotations
 
@@ -66,8 +65,7 @@ class Sender:
 
 
 class HorovodExchange(Exchange):
-    """Owns a sender for each registered optimizer, a new one in each generation. Gives rank 0's
-    models and optimizer state to all ranks."""
+    """Owns a new sender for each optimizer in each generation. Gives all ranks rank 0's state."""
 
     def __init__(self, arguments: HorovodArguments) -> None:
         self._arguments, self.at_the_step = arguments, arguments.op == "sum"

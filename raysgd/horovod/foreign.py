@@ -18,16 +18,14 @@ def basics() -> Any:
 
 
 def has_unsent_gradients(optimizer: Any) -> bool:
-    """Return whether gradients of the last backward passes are waiting for
-    `optimizer.synchronize()`. This is the same on every rank, because either all ranks have
-    processed a batch, or none has."""
+    """Return whether gradients of the last backward passes wait for `optimizer.synchronize()`: on
+    all ranks or on none."""
     return bool(optimizer._handles)
 
 
 def stop_sending(optimizer: Any) -> None:
-    """Make a DistributedOptimizer that is no longer needed send nothing. Its hooks are on the
-    gradients' accumulators, which exist as long as anything refers to them, for example the
-    traceback of the error that ended a batch."""
+    """Make a DistributedOptimizer that is no longer needed send nothing. Its hooks exist as long as
+    anything refers to the accumulators, such as an error's traceback."""
     delays = optimizer._allreduce_delay
     delays.update(dict.fromkeys(delays, NEVER))
     optimizer._grad_accs.clear()

@@ -1,5 +1,4 @@
-"""How Horovod's ranks find each other: a small server on the driver, and the environment of each
-rank. Both."""
+"""How Horovod's ranks find each other: a server on the driver, and their environment. Both."""
 
 from __future__ import annotations
 
@@ -46,9 +45,8 @@ def rank_variables(rank_infos: Sequence[RankInfo]) -> list[dict[str, str]]:
 
 
 class HorovodRendezvous:
-    """Owns, on the driver, the server of the current generation. Each generation has a new one,
-    because ranks publish their addresses under the same names every time. Its port is bound rather
-    than guessed."""
+    """Owns, on the driver, the server of the current generation: each has a new one, because ranks
+    publish their addresses under the same names every time."""
 
     def __init__(self, host: str, *, wait_s: float) -> None:
         self._host, self._wait_s = host, wait_s
@@ -58,8 +56,7 @@ class HorovodRendezvous:
         return {**self.__dict__, "_server": None}
 
     def open(self, rank_infos: Sequence[RankInfo]) -> list[dict[str, str]]:
-        """Start a new server in place of the old one, and return each rank's environment. Without
-        ranks, only close the old one."""
+        """Replace the server, and return each rank's environment. Without ranks, only close it."""
         self.close()
         if not rank_infos:
             return []
@@ -92,8 +89,7 @@ def _sizes(ranks: Sequence[Mapping[str, str]]) -> dict[str, int]:
 
 
 def set_environment(environment: Mapping[str, str], *, interface: str | None = None) -> None:
-    """Set this worker's environment for `hvd.init()`. If it is empty, Horovod starts with this
-    worker only."""
+    """Set this worker's environment for `hvd.init()`; an empty one starts it alone."""
     for name in (*rank_variables([RankInfo()])[0], ADDRESS, PORT):
         os.environ.pop(name, None)
     os.environ.update(environment or SINGLE_WORKER)

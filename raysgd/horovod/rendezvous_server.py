@@ -1,5 +1,4 @@
-"""The small HTTP server on the driver, where Horovod's ranks publish their addresses for each
-other. Driver."""
+"""The HTTP server on the driver, where Horovod's ranks publish their addresses. Driver."""
 
 from __future__ import annotations
 

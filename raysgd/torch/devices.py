@@ -37,3 +37,15 @@ def see_gpus(shared: str, own: str) -> int:
     """
     os.environ[VISIBLE] = shared
     return shared.split(",").index(own.split(",")[0]) if own else 0
+
+
+class OffersGpus:
+    """The part of a backend that lets each worker see the GPUs of all workers on its node."""
+
+    _gpus: str | None = None
+
+    def offer(self) -> dict[str, Any]:
+        """Return the GPUs that Ray assigned. `join` makes those of the other workers visible
+        too."""
+        self._gpus = visible_gpus() if self._gpus is None else self._gpus
+        return {"gpus": self._gpus}

@@ -7,7 +7,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from raysgd.constants import SCHEDULER_STEP_EPOCH, SCHEDULER_STEP_STEP, STEPPED_BY_TRAINER
-from raysgd.core.step_plan import StepPlan
+from raysgd.core.sampling_plan import StepPlan
 from raysgd.torch.policies import STEPS_SCHEDULE, refusal
 from raysgd.torch.schedules import has_length_in_code, step_in_order, stepped_twice, steps_of
 from raysgd.training.operator_base import Schedule

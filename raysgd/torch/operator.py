@@ -15,8 +15,7 @@ from torch.utils.data import DataLoader
 
 from raysgd.constants import NUM_SAMPLES, NUM_STEPS, STEPPED_BY_TRAINER, USE_FP16
 from raysgd.core.ranks import RankInfo
-from raysgd.core.sampling_plan import SamplingPlan, optimizer_steps
-from raysgd.core.step_plan import StepPlan
+from raysgd.core.sampling_plan import SamplingPlan, StepPlan, optimizer_steps
 from raysgd.data.sharded_stream import ShardedStream
 from raysgd.errors import ConfigError, MissingPartError, shown, suggesting
 from raysgd.ray_data.columns import RayData

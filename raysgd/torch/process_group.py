@@ -12,8 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from raysgd.core.descriptors import allow_connections
-from raysgd.core.network import LOOPBACK
+from raysgd.core.network import LOOPBACK, allow_connections
 from raysgd.core.ranks import RankInfo
 from raysgd.core.shard_copies import layout
 from raysgd.errors import causes_of

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from raysgd.config import above_0, one_of
 from raysgd.core.ranks import RankInfo, SingleWorkerBackend
 from raysgd.errors import ConfigError
-from raysgd.torch.devices import see_gpus, shared_gpus, visible_gpus
+from raysgd.torch.devices import OffersGpus, see_gpus, shared_gpus
 
 __path__: list[str] = []  # lets Python look for `raysgd.train.backends.torch`, which raysgd.compat provides
 
@@ -46,8 +46,7 @@ class Backend:
 
     def handle_failure(self, worker_group: Any, failed_worker_indexes: Sequence[int], backend_config: Any) -> None:
         """Called instead of `on_start` after worker failures, with the same `worker_group` and
-        `backend_config`. The engine has removed or replaced the workers in
-        `failed_worker_indexes`."""
+        `backend_config`. The workers in `failed_worker_indexes` were removed or replaced."""
         self.on_start(worker_group, backend_config)
 
     @staticmethod
@@ -61,18 +60,10 @@ class Backend:
         return data
 
 
-class SharedGpus(SingleWorkerBackend):
-    """Connects no ranks, but lets each worker see the GPUs of all workers on its node, in the order
-    of ranks."""
+class SharedGpus(OffersGpus, SingleWorkerBackend):
+    """Connects no ranks, but lets each worker see the GPUs of all workers on its node, by rank."""
 
     needs_offers = True
-
-    def __init__(self) -> None:
-        self._gpus: str | None = None
-
-    def offer(self) -> dict[str, Any]:
-        self._gpus = visible_gpus() if self._gpus is None else self._gpus
-        return {"gpus": self._gpus}
 
     def plan(self, rank_infos: Sequence[RankInfo], offers: Sequence[dict[str, Any]] = ()) -> list[dict[str, Any]]:
         return [{"gpus": gpus} for gpus in shared_gpus(rank_infos, offers)] if rank_infos else []
@@ -91,12 +82,10 @@ class BackendConfig:
         return Backend
 
     def check(self) -> None:
-        """Called on the driver when a trainer is created. Raise an error if something is not
-        installed."""
+        """Called when a trainer is created. Raise an error if something is not installed."""
 
     def make_backend(self, *, host: str, use_gpu: bool, join_s: float, collective_s: float) -> Any:
-        """Return what connects the ranks of a generation for the engine. This one does not connect
-        them."""
+        """Return what connects the ranks of a generation: here, nothing does."""
         return SharedGpus() if use_gpu and backend_of(self).share_cuda_visible_devices else SingleWorkerBackend()
 
     @property
@@ -232,8 +221,7 @@ CONFIGS: dict[str, type[BackendConfig]] = {
 
 
 def parse_backend(backend: Any) -> BackendConfig:
-    """Return the config for a trainer's argument, a name or a config. Raise an error if the backend
-    is not installed."""
+    """Return the config for a name or a config. Raise an error if it is not installed."""
     names = ", ".join(map(repr, CONFIGS))
     if backend is None:
         backend = "none"

@@ -1,5 +1,4 @@
-"""The names that v1 of RaySGD and Ray Tune have for callbacks, on top of
-`raysgd.callbacks.Callback`. Driver."""
+"""The callbacks of RaySGD and of Ray Tune, on top of `raysgd.callbacks.Callback`. Driver."""
 
 from __future__ import annotations
 
@@ -117,8 +116,7 @@ class LoggerCallback(Callback):
         `trial.last_result` is the same `result`."""
 
     def log_trial_end(self, trial: Trial, failed: bool = False) -> None:
-        """Called when the run of this `trial` has ended; `failed` says whether it ended with an
-        error."""
+        """Called when the run of this `trial` has ended, with an error if it `failed`."""
 
     def on_start(self, run: Run) -> None:
         self.trial = Trial(run.folder.name, dict(run.config), str(run.folder), trainable_name=run.name)
@@ -165,8 +163,7 @@ PROTOCOLS: tuple[tuple[type[Callback], tuple[str, ...], tuple[str, ...]], ...] =
 
 
 def make_callback_list(callbacks: Any, *, history: History | None = None) -> CallbackList:
-    """Return a function trainer's callbacks, with its history first. Raise ConfigError for anything
-    else."""
+    """Return a function trainer's callbacks, its history first. Raise ConfigError for others."""
     own = [history] if history is not None else []
     return CallbackList([*own, *check_callbacks(callbacks, _adapt)])
 

@@ -1,5 +1,4 @@
-"""The checkpoint of a training function: a dictionary, or a folder of files. Workers send it as
-bytes. Both."""
+"""The checkpoint of a training function: a dictionary, or a folder of files. Both."""
 
 from __future__ import annotations
 
@@ -81,8 +80,7 @@ class Checkpoint:
     @classmethod
     def from_bytes(cls, data: bytes | memoryview, *, trusted: bool = False) -> Checkpoint:
         """Return the checkpoint that `to_bytes` packed into `data`. A folder is unpacked into a
-        temporary directory, which exists as long as this object. With `trusted=True`, objects of
-        any type are read."""
+        temporary one, which this object owns. `trusted`: read objects of any type."""
         if not is_directory(data):
             return cls.from_dict(_read(data, "these bytes", trusted))
         target = tempfile.mkdtemp(prefix="raysgd-checkpoint-")
@@ -103,8 +101,7 @@ class Checkpoint:
             return folders.pack(folder)
 
     def checked_bytes(self, *, dumps: Dumps = pickle.dumps, users_files: bool = False) -> bytes:
-        """Return the same bytes for receivers that trust them: raise here for a stored file that
-        could not be read."""
+        """Return these bytes for receivers that trust them, or raise an error here."""
         data = self.to_bytes(dumps=dumps)
         if self._place is not None and not is_directory(data):
             _read(data, str(self._place), self._trusted)
@@ -295,8 +292,7 @@ def is_directory(data: bytes | memoryview) -> bool:
 
 
 def _is_whole(data: bytes, where: Any) -> bool:
-    """Verify the checksums of a stored dictionary. Return False for one that Ray Train 1.x stored,
-    which has none."""
+    """Verify a stored dictionary's checksums. Return False for Ray Train 1.x's, which have none."""
     try:
         return checksums.verify(data)
     except CheckpointError as error:
@@ -330,8 +326,7 @@ def _read(data: bytes | memoryview, where: str, trusted: bool) -> dict[str, Any]
 
 
 def __getattr__(name: str) -> Any:
-    """Support names of `ray.train.checkpoint` that are elsewhere, without importing their modules
-    here."""
+    """Find names of `ray.train.checkpoint` that are elsewhere, without an import of them here."""
     homes = {
         "CheckpointManager": "raysgd.train.checkpoint_manager",
         "CheckpointStrategy": "raysgd.train.settings",

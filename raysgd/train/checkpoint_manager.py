@@ -1,5 +1,4 @@
-"""Keeps the checkpoints of one run: the newest in memory, the best in storage, written in the
-background. Driver."""
+"""Keeps a run's checkpoints: the newest in memory, the best in storage. Driver."""
 
 from __future__ import annotations
 
@@ -62,8 +61,7 @@ class CheckpointManager:
         self.stored: list[StoredCheckpoint] = []
 
     def check_storage(self) -> None:
-        """Raise an error now for a bucket that does not exist, not at the end of the first
-        epoch."""
+        """Raise an error now, and not after an epoch, for a bucket that does not exist."""
         if isinstance(self.directory, Uri) and self.strategy.num_to_keep != 0:
             probe(self.directory)
 
@@ -98,8 +96,7 @@ class CheckpointManager:
         self.latest_id = max([self.latest_id, *reported, *complete])
 
     def register(self, payload: bytes) -> int:
-        """Make a checkpoint the newest one in memory, before storage can fail. Return its
-        number."""
+        """Make a checkpoint the newest one, before storage can fail. Return its number."""
         self.latest_id += 1
         self.payload = payload
         return self.latest_id
@@ -136,8 +133,7 @@ class CheckpointManager:
         return self.strategy.score(content, metrics)
 
     def _score_adopted(self, number: int, payload: bytes, metrics: dict[str, Any]) -> float:
-        """Return the score of an earlier run's checkpoint. The run may have been killed before it
-        wrote the metrics."""
+        """Return an earlier run's checkpoint's score. Its metrics may not have been written."""
         try:
             return self._score(number, payload, metrics)
         except ConfigError as error:
@@ -166,6 +162,40 @@ class CheckpointManager:
     def best_path(self) -> Place | None:
         """Return where the best stored checkpoint is; of equal ones, the newer."""
         return max(self.stored, key=lambda each: (each.score, each.number)).path if self.stored else None
+
+
+class RunCheckpoints:
+    """What users read of the newest run's checkpoints. A subclass has its `checkpoint_manager`."""
+
+    @property
+    def checkpoint_manager(self) -> CheckpointManager | None:
+        """Return what stores the newest run's checkpoints, None before the first run."""
+        raise NotImplementedError
+
+    @property
+    def latest_checkpoint(self) -> dict[str, Any] | None:
+        """Return the newest checkpoint of the newest run, stored or not."""
+        latest = None if self.checkpoint_manager is None else self.checkpoint_manager.latest
+        return None if latest is None else latest.to_dict()
+
+    def get_latest_checkpoint(self) -> dict[str, Any] | None:
+        """Return `latest_checkpoint`."""
+        return self.latest_checkpoint
+
+    @property
+    def latest_checkpoint_dir(self) -> Place | None:
+        """Return where the newest run's checkpoints are stored."""
+        return None if self.checkpoint_manager is None else self.checkpoint_manager.directory
+
+    @property
+    def latest_checkpoint_path(self) -> Place | None:
+        """Return where the newest stored checkpoint is."""
+        return None if self.checkpoint_manager is None else self.checkpoint_manager.latest_path
+
+    @property
+    def best_checkpoint_path(self) -> Place | None:
+        """Return where the run's best stored checkpoint is; by default, the newest."""
+        return None if self.checkpoint_manager is None else self.checkpoint_manager.best_path
 
 
 class BackgroundWriter:

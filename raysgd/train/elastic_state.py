@@ -1,5 +1,4 @@
-"""`train.elastic`: state that surviving workers keep, so that a function resumes within an epoch.
-Worker."""
+"""`train.elastic`: state with which a function resumes within an epoch. Worker."""
 
 from __future__ import annotations
 
@@ -17,8 +16,7 @@ from raysgd.train.run_session import OutsideSession, Session, current
 
 @dataclass
 class Commit:
-    """The last commit of one rank. The replica owns it, so it survives the attempt. Replacement
-    workers receive it."""
+    """The last commit of one rank, which its replica owns. Replacement workers receive it."""
 
     content: dict[str, Any] | None = None
 
@@ -46,8 +44,7 @@ def elastic(state: Mapping[str, Any]) -> ElasticState:
 
 
 class ElasticState:
-    """Owns the live objects and values. Plain values are read and set as in a dict:
-    state["epoch"]."""
+    """Owns the live objects and values. Plain values are read and set as in a dict."""
 
     def __init__(self, parts: dict[str, Any], session: Session) -> None:
         self._session = session
@@ -135,8 +132,7 @@ def _unwrapped(part: Any) -> Any:
 
 
 def copied(value: Any) -> Any:
-    """Return a copy that training no longer changes: tensors on the CPU, everything else
-    deep-copied."""
+    """Return a copy that training does not change: tensors on the CPU, deep copies of others."""
     return mapped(_copied_leaf, value)
 
 

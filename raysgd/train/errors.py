@@ -14,8 +14,7 @@ class ReportMismatchError(RaysgdError, RuntimeError):
 
 
 class InactiveWorkerGroupError(NotActiveError):
-    """The workers were not started, or were shut down: call start() first, or create a new
-    object."""
+    """The workers were not started, or were shut down: call start(), or create a new object."""
 
 
 class TrainBackendError(RaysgdError, RuntimeError):
@@ -23,8 +22,7 @@ class TrainBackendError(RaysgdError, RuntimeError):
 
 
 class TrainingRunningError(TrainBackendError, TrainerBusyError):
-    """A training function is running on these workers; the message says which one and since when,
-    and what to do."""
+    """A training function is running on these workers: which one, since when, what to do."""
 
 
 class TrainingWorkerError(TrainingFailedError):

@@ -1,12 +1,12 @@
 """Runs training functions on the engine: sends the newest checkpoint, and receives the reports.
 Driver.
 
-start_training(fn)
-    a thread asks the engine to run fn on every worker; before each attempt:
-        the backend's hooks are called, if the workers have changed
-        fn gets the newest checkpoint
-fetch_next_result() -> what every rank reported in the next round, or None when the function has
-ended finish_training() -> what every rank returned
+    start_training(fn)
+        a thread asks the engine to run fn on every worker; before each attempt:
+            the backend's hooks are called, if the workers have changed
+            fn gets the newest checkpoint
+    fetch_next_result()  -> what every rank reported in the next round, None when the function has ended
+    finish_training()    -> what every rank returned
 """
 
 from __future__ import annotations
@@ -21,23 +21,21 @@ import tempfile
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from raysgd.config import ElasticConfig, at_least, refuse_comparison, refuse_rates
+from raysgd.config import ElasticConfig, WorkerResources, at_least, refuse_comparison, refuse_rates
 from raysgd.core.messages import FunctionReport
-from raysgd.core.policy import Recovery
+from raysgd.core.policy import PLANNED, Recovery
 from raysgd.core.protocols import Call
 from raysgd.engine.call import Job
 from raysgd.engine.call_lock import CallLock, Claim
 from raysgd.engine.engine import Engine
-from raysgd.engine.recovery_log import PLANNED
 from raysgd.errors import ConfigError, TrainingFailedError
 from raysgd.storage.locations import Place, place
 from raysgd.train.backends import Backend, BackendConfig, backend_of
 from raysgd.train.checkpoint import Checkpoint, is_directory
-from raysgd.train.checkpoint_manager import CheckpointManager
+from raysgd.train.checkpoint_manager import CheckpointManager, RunCheckpoints
 from raysgd.train.errors import (
     InactiveWorkerGroupError,
     TrainBackendError,
@@ -46,10 +44,10 @@ from raysgd.train.errors import (
 )
 from raysgd.train.replica import FunctionReplica, FunctionReplicaFactory
 from raysgd.train.run import FunctionRun, RoundResult, RunOptions, check_function, function_name, payload_of
-from raysgd.train.run_session import TrainingResultType
+from raysgd.train.run_session import Codec, TrainingResultType
 from raysgd.train.settings import HANG_S, REPORTS_AHEAD, CheckpointConfig, check_failure_limit, check_strategy
 from raysgd.train.worker_group import TrainWorkerGroup, WorkerGroup, WorkersChanged, check_resources, limits_for
-from raysgd.workers.blob import Blob
+from raysgd.workers.calls import Blob
 from raysgd.workers.cluster import driver_address, ensure_cluster
 from raysgd.workers.ray_group import RayGroup
 from raysgd.workers.serialization import dumps
@@ -63,7 +61,7 @@ STOP_S = 30.0
 HURRY_S = 2.0
 
 
-class BackendExecutor:
+class BackendExecutor(RunCheckpoints):
     """Owns the engine, the backend's hooks and the current run. `Trainer` adds a log directory and
     callbacks.
 
@@ -144,9 +142,7 @@ class BackendExecutor:
         engine = Engine(
             RayGroup(backend, self._resources, unreachable_s=limits.unreachable_s),
             backend,
-            FunctionReplicaFactory(
-                dumps=dumps, encode=self._backend.encode_data, decode=self._backend.decode_data, make=make
-            ),
+            FunctionReplicaFactory(Codec(dumps, self._backend.encode_data, self._backend.decode_data), make),
             hook=initialization_hook,
             target=self._count,
             least=self._least,
@@ -184,8 +180,7 @@ class BackendExecutor:
             engine.stop()
 
     def to_worker_group(self) -> TrainWorkerGroup:
-        """Return the objects in the workers, for the user to call directly. Its shutdown shuts this
-        executor down."""
+        """Return the objects in the workers. Their shutdown shuts this executor down."""
         return TrainWorkerGroup(self._active(), self.shutdown)
 
     @property
@@ -253,11 +248,9 @@ class BackendExecutor:
         name = function_name(train_func)
         with (claim := self._starting.claim(f"the function {name!r}")):
             self._check_free()
-            if run_dir is None:
-                checkpoint_strategy = CheckpointConfig(num_to_keep=0)
             manager = manager or CheckpointManager(
                 place(run_dir or tempfile.gettempdir()) / "checkpoints",
-                checkpoint_strategy,
+                checkpoint_strategy if run_dir is not None else CheckpointConfig(num_to_keep=0),
                 latest_id=latest_checkpoint_id or 0,
                 initial=payload_of(checkpoint, dumps),
             )
@@ -281,8 +274,7 @@ class BackendExecutor:
             self._thread.start()
 
     def fetch_next_result(self) -> list[dict[str, Any]] | None:
-        """Wait for the next round, and return what every rank reported, or None when the function
-        has ended. Raise the function's error."""
+        """Return what every rank reported in the next round; None: the function has ended."""
         result = self.fetch_next_round()
         return None if result is None else result.rows
 
@@ -313,13 +305,11 @@ class BackendExecutor:
             return result
 
     def unfetched_rounds(self) -> list[RoundResult]:
-        """Remove and return the complete rounds of the newest run that were not fetched. Does not
-        wait."""
+        """Remove and return the newest run's complete rounds that were not fetched yet."""
         return [] if self._run is None else self._run.unfetched()
 
     def finish_training(self) -> list[Any]:
-        """Wait until the function has ended, and return what every rank returned. Rounds that were
-        not fetched do not delay this."""
+        """Wait for the function, also with rounds left. Return what every rank returned."""
         run = self._current("finish_training")
         run.release()
         assert self._thread is not None
@@ -348,8 +338,7 @@ class BackendExecutor:
         return self._run
 
     def _check_free(self) -> None:
-        """Raise an error while a function is running. Only its own thread may use the workers (in
-        the backend's hooks)."""
+        """Raise an error while a function runs, whose own thread may use the workers (hooks)."""
         thread, running = self._thread, self._running
         if running and thread is not None and thread.is_alive() and thread is not threading.current_thread():
             raise TrainingRunningError(
@@ -394,8 +383,7 @@ class BackendExecutor:
         return {"attempt": attempt, "checkpoint": None if payload is None else Blob(payload)}
 
     def _call_hooks(self) -> None:
-        """Call the backend's hooks for a new generation. Call them again if the generation changes
-        while they run."""
+        """Call the backend's hooks for a new generation, again if it changes meanwhile."""
         engine = self._active()
         while self._hooks_called_for != engine.generation:
             first, self._hooks_called_for = self._hooks_called_for < 0, engine.generation
@@ -424,40 +412,22 @@ class BackendExecutor:
     # -- checkpoints ----------------------------------------------------------------------------------
 
     @property
-    def checkpoint_manager(self) -> CheckpointManager:
-        """Return what counts and stores the checkpoints of the newest run."""
-        return self._current("checkpoint_manager").manager
-
-    @property
-    def latest_checkpoint(self) -> dict[str, Any] | None:
-        """Return the newest checkpoint of the newest run, stored or not."""
-        latest = None if self._run is None else self._run.manager.latest
-        return None if latest is None else latest.to_dict()
-
-    def get_latest_checkpoint(self) -> dict[str, Any] | None:
-        """Return `latest_checkpoint`."""
-        return self.latest_checkpoint
+    def checkpoint_manager(self) -> CheckpointManager | None:
+        return None if self._run is None else self._run.manager
 
     @property
     def latest_checkpoint_id(self) -> int | None:
-        """Return the number of the newest checkpoint. A run may start to count at a number above
-        0."""
+        """Return the number of the newest checkpoint. Numbers may begin above 0."""
         return None if self._run is None else self._run.manager.latest_id
 
-    @property
-    def latest_checkpoint_dir(self) -> Place | None:
-        return None if self._run is None else self._run.manager.directory
 
-    @property
-    def latest_checkpoint_path(self) -> Place | None:
-        """Return where the newest stored checkpoint is."""
-        return None if self._run is None else self._run.manager.latest_path
-
-    @property
-    def best_checkpoint_path(self) -> Place | None:
-        """Return where the best stored checkpoint is, by the run's strategy; by default, the
-        newest."""
-        return None if self._run is None else self._run.manager.best_path
+def executor_maker(
+    config: BackendConfig, count: int, worker: WorkerResources, max_retries: int, **more: Any
+) -> Callable[[], BackendExecutor]:
+    """Return what creates an executor of `count` such workers."""
+    return functools.partial(
+        BackendExecutor, config, count, worker.cpus, worker.gpus, worker.custom, max_retries, **more
+    )
 
 
 def _decoded(backend: Backend, payload: bytes) -> bytes:
@@ -491,14 +461,10 @@ class FunctionJob:
     def begin(
         self,
         executor: BackendExecutor,
-        run_dir: Path,
         manager: CheckpointManager,
         trial: Mapping[str, Any],
         ready: Callable[[], None] = lambda: None,
     ) -> None:
-        """Start the function on workers that are running, and return at once. `ready` is called
-        right before that."""
-        options = replace(self.options, trial={**self.options.trial, **trial})
-        executor.start_training(
-            self.function, run_dir, config=self.config, options=options, manager=manager, ready=ready
-        )
+        """Start the function on running workers; `ready` is called right before that."""
+        options = replace(self.options, trial=trial)
+        executor.start_training(self.function, config=self.config, options=options, manager=manager, ready=ready)

@@ -1,5 +1,4 @@
-"""The functions that a training function calls, such as `train.report`. Each uses this process's
-session. Worker."""
+"""The functions that a training function calls, such as `train.report`. Worker."""
 
 from __future__ import annotations
 
@@ -47,8 +46,7 @@ def save_checkpoint(**values: Any) -> None:
 
 
 def load_checkpoint() -> dict[str, Any] | None:
-    """Return the newest checkpoint of this run as a dict, or the one that the run started from, or
-    None."""
+    """Return as a dict the run's newest checkpoint, or what it started from, or None."""
     found = current("load_checkpoint").checkpoint()
     return None if found is None else found.to_dict()
 
@@ -74,8 +72,7 @@ def world_size() -> int:
 
 
 def get_dataset_shard(dataset_name: str | None = None) -> Any:
-    """Return this worker's part of the trainer's dataset `dataset_name` (by default the only one),
-    or None if there is none."""
+    """Return this worker's part of a dataset, by `dataset_name` if there are several, or None."""
     return current("get_dataset_shard").shard(dataset_name)
 
 

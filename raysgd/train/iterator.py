@@ -1,5 +1,4 @@
-"""Follows a run of a training function, one round of reports at a time, and calls the callbacks.
-Driver."""
+"""Follows a run of a training function, round by round, and calls the callbacks. Driver."""
 
 from __future__ import annotations
 
@@ -30,8 +29,7 @@ class TrainingIterator:
         *,
         record: Callable[[RoundResult], None] = lambda result: None,
     ) -> None:
-        """`record` is called with every complete round, before the callbacks, even if the run is
-        stopped."""
+        """`record` gets every complete round, before the callbacks do, even at a stop."""
         self._executor, self._callbacks, self._record = executor, callbacks or CallbackList([]), record
         self._finished = False
         self._rounds = self._recoveries = self._step = 0
@@ -70,8 +68,7 @@ class TrainingIterator:
 
     def run_to_end(self, run: Run, begin: Callable[[Callable[[], None]], None]) -> list[Any]:
         """Start the function, follow it to its end, and return what each rank returned. `begin`
-        starts it, and calls its argument right before that, so that callbacks are called with the
-        start of the run first."""
+        starts it, and before that calls its argument, which announces the run to the callbacks."""
         started = False
 
         def ready() -> None:
@@ -154,6 +151,5 @@ def _without_traces(result: RoundResult) -> RoundResult:
 
 
 def _finite(value: Any, default: float) -> float:
-    """Return the number that raysgd added to a report, unless the function reported something else
-    under its name."""
+    """Return raysgd's own number in a report, unless the function reported something else there."""
     return value if isinstance(value, (int, float)) and math.isfinite(value) else default

@@ -1,5 +1,4 @@
-"""Data loaders of PyTorch training functions: one rank's part on its device, and one that survives
-a resize. Worker."""
+"""Data loaders of functions: one rank's part, and one that survives a resize. Worker."""
 
 from __future__ import annotations
 
@@ -79,8 +78,7 @@ class PreparedLoader:
         return len(self.loader)
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the user's loader, such as `dataset`, `batch_size` or
-        `sampler`."""
+        """Return an attribute of the user's loader, such as `dataset` or `sampler`."""
         if name == "loader":
             raise AttributeError(name)
         return getattr(self.loader, name)

@@ -1,5 +1,4 @@
-"""Hosts a training function in one worker: runs it, stops it when a peer fails, and keeps its last
-commit. Worker."""
+"""Hosts a training function in one worker: runs and stops it, and keeps its commit. Worker."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from types import FrameType
 from typing import Any
@@ -23,14 +22,14 @@ from raysgd.core.ranks import RankInfo
 from raysgd.core.snapshot import GUARDED
 from raysgd.errors import ConfigError
 from raysgd.train.elastic_state import Commit
-from raysgd.train.run_session import Attempt, Session, Stopped, running
+from raysgd.train.run_session import Attempt, Codec, Session, Stopped, running
 
 KERAS_3 = (
     "Keras 3 cannot train a model under a tf.distribute strategy for several workers: `fit` fails with TensorFlow's error about "
     "a PerReplica value. Use Keras 2 in the training function (pip install tf_keras; import tf_keras as keras), or train "
     "this model with raysgd.tf.TFTrainer, which takes models of Keras 3"
 )
-STOP_SIGNAL = getattr(signal, "SIGUSR2", None)
+STOP_SIGNAL = signal.SIGUSR2
 SIGNAL_INTERVAL_S = 0.05
 DATA_LOADER = os.path.join("torch", "utils", "data", "dataloader.py")
 
@@ -55,24 +54,16 @@ def _must_finish(frame: FrameType | None) -> bool:
 
 
 def is_keras_3_under_a_strategy(error: ValueError) -> bool:
-    """Return whether Keras 3 has raised TensorFlow's error about a value that a strategy has
-    distributed."""
+    """Return whether Keras 3 has raised the error about a value of a strategy."""
     modules = [str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(error.__traceback__)]
     return "PerReplica" in str(error) and any(module.startswith("keras.") for module in modules)
 
 
-def _unchanged(values: dict[str, Any]) -> dict[str, Any]:
-    return values
-
-
 @dataclass(frozen=True)
 class FunctionReplicaFactory:
-    """Creates a replica in a worker; picklable. `make` creates the object for `execute`, if there
-    is one."""
+    """Creates a replica in a worker; picklable. `make` creates the object for `execute`."""
 
-    dumps: Callable[[Any], bytes] = pickle.dumps
-    encode: Callable[[dict[str, Any]], dict[str, Any]] = _unchanged
-    decode: Callable[[dict[str, Any]], dict[str, Any]] = _unchanged
+    codec: Codec = field(default_factory=Codec)
     make: Callable[[], Any] | None = None
 
     def __call__(self, rank_info: RankInfo, control: Control) -> FunctionReplica:
@@ -80,19 +71,18 @@ class FunctionReplicaFactory:
 
 
 class FunctionReplica:
-    """Owns the user's object, the last commit, and the number of steps. Each checkpoint and each
-    commit is a step: there the function can continue with other workers, so the engine's batch
-    boundaries are counted in these steps."""
+    """Owns the user's object, the last commit, and the number of steps: at each checkpoint and
+    commit the function can continue with other workers."""
 
     def __init__(self, rank_info: RankInfo, control: Control, factory: FunctionReplicaFactory) -> None:
-        self._rank_info, self._control, self._factory = rank_info, control, factory
+        self._rank_info, self._control, self._codec = rank_info, control, factory.codec
         self.instance = factory.make() if factory.make is not None else None
         self._commit = Commit()
         self._run_number = -1
         self._steps = 0
         self._stoppable = False
         self._main = threading.get_ident()
-        if STOP_SIGNAL is not None and threading.current_thread() is threading.main_thread():
+        if threading.current_thread() is threading.main_thread():
             signal.signal(STOP_SIGNAL, self._on_signal)
             control.on_interrupt = self._interrupt
 
@@ -110,8 +100,7 @@ class FunctionReplica:
     # -- calls ----------------------------------------------------------------------------------------
 
     def function(self, task: Any, attempt: Attempt, checkpoint: Any, **engines: Any) -> Any:
-        """Run the training function. Pickle its result here, so that an error in pickling is raised
-        as the user's error."""
+        """Run the training function, and pickle its result: that may be the user's error."""
         if attempt.run != self._run_number:
             self._run_number = attempt.run
             self._commit.content = None
@@ -119,16 +108,14 @@ class FunctionReplica:
             self._rank_info,
             self._control,
             replace(attempt, checkpoint=None if checkpoint is None else bytes(checkpoint.data)),
-            dumps=self._factory.dumps,
-            encode=self._factory.encode,
-            decode=self._factory.decode,
+            self._codec,
             at_boundary=self._at_boundary,
             commit=self._commit,
         )
         self._control.begun = self._steps + 1
         try:
             with running(session):
-                result = self._factory.dumps(self._call(*task))
+                result = self._codec.dumps(self._call(*task))
                 self._report(last=True)
                 return result
         except Stopped as stop:
@@ -141,8 +128,7 @@ class FunctionReplica:
             return Interrupted(None, "the function was stopped in a call of Ray", self.progress)
 
     def _call(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-        """Call the function. Only meanwhile may `_on_signal` stop it, and only once, so that no
-        signal hits its clean-up."""
+        """Call the function. Only meanwhile, and only once, may `_on_signal` stop it."""
         self._stoppable = True
         try:
             if self._control.interrupted:
@@ -185,8 +171,7 @@ class FunctionReplica:
 
     @contextlib.contextmanager
     def _unstoppable(self) -> Iterator[None]:
-        """Ignore signals in a block after which the caller looks whether the function was stopped
-        meanwhile."""
+        """Ignore signals in a block, after which the caller looks for a stop."""
         stoppable, self._stoppable = self._stoppable, False
         try:
             yield
@@ -198,16 +183,13 @@ class FunctionReplica:
         threading.Thread(target=self._send_signals, name="raysgd-stop", daemon=True).start()
 
     def _send_signals(self) -> None:
-        """Send signals to the main thread until the function stops, because some code must not be
-        interrupted."""
-        assert STOP_SIGNAL is not None
+        """Send signals until the function stops: some code must not be interrupted."""
         while self._stoppable and self._control.interrupted:
             signal.pthread_kill(self._main, STOP_SIGNAL)
             time.sleep(SIGNAL_INTERVAL_S)
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
-        """Raise an exception in the main thread, unless the function must not be stopped at this
-        point."""
+        """Raise an exception in the main thread, unless code there must be finished."""
         if self._stoppable and self._control.interrupted and not _must_finish(frame):
             self._stoppable = False
             if frame is not None and str(frame.f_globals.get("__name__", "")).startswith("ray."):
@@ -223,7 +205,7 @@ class FunctionReplica:
         """Return nothing: the driver already has the reports of a function."""
 
     def state(self) -> bytes:
-        packed = self._factory.dumps((self._run_number, self._steps, self._commit.content))
+        packed = self._codec.dumps((self._run_number, self._steps, self._commit.content))
         return GUARDED.pack(GUARDED.size + len(packed)) + packed
 
     def load(self, data: bytes) -> None:

@@ -1,5 +1,4 @@
-"""One run of a training function: attempts, rounds of reports, checkpoints. Knows no workers.
-Driver."""
+"""One run of a training function: attempts, rounds, checkpoints, no workers. Driver."""
 
 from __future__ import annotations
 
@@ -32,8 +31,7 @@ CALLS = {"report": "train.report()", "checkpoint": "train.save_checkpoint()"}
 
 @dataclass(frozen=True)
 class Report:
-    """One call of `train.report` or `train.save_checkpoint` on one rank. `checkpoint` holds a
-    checkpoint's bytes."""
+    """One call of `train.report` or `train.save_checkpoint`, with the checkpoint's bytes."""
 
     rank: int
     kind: Literal["report", "checkpoint"] = "report"
@@ -45,8 +43,7 @@ Round = tuple[Report, ...]
 
 
 class Rounds:
-    """Groups the reports of one attempt into rounds. Owns the reports of ranks that are ahead of
-    others."""
+    """Groups one attempt's reports into rounds. Owns those of ranks that are ahead."""
 
     def __init__(self, world_size: int) -> None:
         self._waiting: list[deque[Report]] = [deque() for _ in range(world_size)]
@@ -80,8 +77,7 @@ class Rounds:
         return rounds
 
     def check_counts(self) -> None:
-        """Raise ReportMismatchError if some ranks reported more often than others by the end of the
-        function."""
+        """Raise ReportMismatchError if, at the end, some ranks have reported more often."""
         more = [rank for rank, queue in enumerate(self._waiting) if queue]
         if more:
             fewer = [rank for rank, queue in enumerate(self._waiting) if not queue]
@@ -93,8 +89,7 @@ class Rounds:
 
 
 def checkpoint_of(round_: Round) -> bytes | None:
-    """Return the checkpoint of the lowest rank that has one: in data-parallel training all ranks
-    have the same state."""
+    """Return the checkpoint of the lowest rank that has one, as all have the same state."""
     return next((report.checkpoint for report in round_ if report.checkpoint is not None), None)
 
 
@@ -314,8 +309,7 @@ class FunctionRun:
     # -- the user's thread ----------------------------------------------------------------------------
 
     def next_round(self, timeout: float) -> RoundResult | None:
-        """Return the next round, or None if there are no more. Raise queue.Empty after the
-        timeout."""
+        """Return the next round, None at the end. Raise queue.Empty after the timeout."""
         result = self._complete.get(timeout=timeout)
         if result is None:
             self._complete.put(None)
@@ -326,9 +320,8 @@ class FunctionRun:
         return result
 
     def tolerate_ahead(self) -> None:
-        """Let ranks that are ahead of others continue, because the user has been waiting for some
-        time, and they may wait for a round that the others never report, or that they report only
-        after a collective call."""
+        """Let ranks that are ahead continue: the user has waited for some time, and they may wait
+        for a round that others never report, or only after a collective call."""
         if self._rounds.ahead:
             with self._lock:
                 self._lenience = max(1, 2 * self._lenience)
@@ -356,8 +349,7 @@ def function_name(function: Any) -> str:
 
 
 def check_function(function: Any, config: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Return a training function and its arguments: none, or the config. Raise ConfigError for
-    other signatures."""
+    """Return a function and its arguments (none, or the config). Raise ConfigError for others."""
     if not callable(function):
         raise ConfigError(f"the training function must be a function of no or one argument, got {function!r}")
     if config is not None and not isinstance(config, Mapping):
@@ -380,9 +372,8 @@ def check_function(function: Any, config: Any) -> tuple[Callable[..., Any], tupl
 
 
 def payload_of(checkpoint: Any, dumps: Callable[[Any], bytes]) -> bytes | None:
-    """Return the checkpoint that a run starts from as bytes: a dict, a Checkpoint, or the path or
-    URI of a stored one. Raise an error here, before any worker gets it, if it is damaged, unknown,
-    or would run code."""
+    """Return the checkpoint that a run starts from as bytes. Raise an error here, before any worker
+    gets it, if it is damaged, unknown, or would run code."""
     if checkpoint is None:
         return None
     if isinstance(checkpoint, Mapping):

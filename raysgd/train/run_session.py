@@ -1,5 +1,4 @@
-"""The session behind `train.report` and the other functions: what a running function can read and
-report. Worker."""
+"""The session behind `train.report` and the other functions. Worker."""
 
 from __future__ import annotations
 
@@ -65,12 +64,25 @@ class Attempt:
     detailed: bool = False
 
 
+def _unchanged(values: dict[str, Any]) -> dict[str, Any]:
+    return values
+
+
+@dataclass(frozen=True)
+class Codec:
+    """How reports and checkpoints are packed: the driver's choice of pickler, and the backend's
+    conversions. Picklable."""
+
+    dumps: Callable[[Any], bytes] = pickle.dumps
+    encode: Callable[[dict[str, Any]], dict[str, Any]] = _unchanged
+    decode: Callable[[dict[str, Any]], dict[str, Any]] = _unchanged
+
+
 class Session:
     """Owns one rank's counters in one attempt.
 
-    `dumps` is the driver's choice of pickler. `at_boundary` is called after each checkpoint and
-    commit, where the run can continue with other workers. `commit` holds the last commit of
-    `train.elastic`.
+    `at_boundary` is called after each checkpoint and commit, where the run can continue with other
+    workers. `commit` holds the last commit of `train.elastic`.
     """
 
     def __init__(
@@ -78,18 +90,15 @@ class Session:
         rank_info: RankInfo,
         control: Control,
         attempt: Attempt,
+        codec: Codec,
         *,
-        dumps: Callable[[Any], bytes],
-        encode: Callable[[dict[str, Any]], dict[str, Any]],
-        decode: Callable[[dict[str, Any]], dict[str, Any]] = lambda data: data,
-        at_boundary: Callable[[], None],
+        at_boundary: Callable[[], None] = lambda: None,
         commit: Any = None,
     ) -> None:
-        self.rank_info, self.attempt, self.commit = rank_info, attempt, commit
-        self.dumps, self.at_boundary = dumps, at_boundary
+        self.rank_info, self.attempt, self.commit, self.at_boundary = rank_info, attempt, commit, at_boundary
         self.precision: Any = None  # set by train.torch.accelerate
         self.at_end = contextlib.ExitStack()  # what is closed when the function has ended in any way
-        self._control, self._encode, self._decode = control, encode, decode
+        self._control, self._codec = control, codec
         self._encoded = False  # whether `_payload` is this rank's own, which the driver has not decoded
         self._payload = attempt.checkpoint
         self._unpacked: Checkpoint | None = None
@@ -104,7 +113,7 @@ class Session:
         check_metrics(metrics, of="train.report() cannot report this")
         self._reports += 1
         try:
-            head = self._pickled({**self._autofilled(), **self._encode(dict(metrics))})
+            head = self._pickled({**self._autofilled(), **self._codec.encode(dict(metrics))})
             payload = self._packed(checkpoint) if checkpoint is not None else None
         except BaseException:
             self._reports -= 1  # a function may catch the error, and report something else
@@ -117,10 +126,12 @@ class Session:
     def _packed(self, checkpoint: Checkpoint) -> bytes:
         kind, content = checkpoint.get_internal_representation()
         if kind == "data_dict":
-            checkpoint = Checkpoint.from_dict({TIMESTAMP: int(time.time()), **self._encode(content)})
+            checkpoint = Checkpoint.from_dict({TIMESTAMP: int(time.time()), **self._codec.encode(content)})
         if self.attempt.metadata and checkpoint.can_have_metadata and not checkpoint.get_metadata():
             checkpoint.set_metadata(self.attempt.metadata)
-        return checkpoint.checked_bytes(dumps=self.dumps, users_files=True)  # other workers will load it as trusted
+        return checkpoint.checked_bytes(
+            dumps=self._codec.dumps, users_files=True
+        )  # other workers will load it as trusted
 
     def _send(self, kind: Literal["report", "checkpoint"], head: bytes, payload: bytes | None) -> None:
         self._check_stop()
@@ -135,7 +146,7 @@ class Session:
 
     def _pickled(self, metrics: dict[str, Any]) -> bytes:
         try:
-            return self.dumps(metrics)
+            return self._codec.dumps(metrics)
         except Exception as error:
             names = [name for name, value in metrics.items() if not self._is_picklable(value)]
             raise TypeError(
@@ -145,7 +156,7 @@ class Session:
 
     def _is_picklable(self, value: Any) -> bool:
         try:
-            self.dumps(value)
+            self._codec.dumps(value)
         except Exception:
             return False
         return True
@@ -180,7 +191,7 @@ class Session:
             return None
         if not is_directory(self._payload):
             found = Checkpoint.from_bytes(self._payload, trusted=True)
-            return Checkpoint.from_dict(self._decode(found.to_dict())) if self._encoded else found
+            return Checkpoint.from_dict(self._codec.decode(found.to_dict())) if self._encoded else found
         if self._unpacked is None:  # only once, because the files may be large
             self._unpacked = Checkpoint.from_bytes(self._payload, trusted=True)
         return self._unpacked
@@ -206,14 +217,7 @@ class OutsideSession(Session):
     Reports and checkpoints are checked, and dropped."""
 
     def __init__(self) -> None:
-        super().__init__(
-            RankInfo(),
-            Control(),
-            Attempt(run=0),
-            dumps=pickle.dumps,
-            encode=lambda data: data,
-            at_boundary=lambda: None,
-        )
+        super().__init__(RankInfo(), Control(), Attempt(run=0), Codec())
 
     def _send(self, kind: Literal["report", "checkpoint"], head: bytes, payload: bytes | None) -> None:
         """Drop it."""
@@ -240,8 +244,7 @@ class running:
 
 
 def trial_functions() -> Any:
-    """Return the module `raysgd.tune.functions` if Tune runs a function in this process, else
-    None."""
+    """Return the module `raysgd.tune.functions` if Tune runs a function here, or None."""
     if "ray.tune" not in sys.modules:
         return None
     functions = import_module("raysgd.tune.functions")

@@ -1,68 +1,26 @@
-"""The settings of `DataParallelTrainer`: scaling, failures, checkpoints, and the run itself.
-Both."""
+"""The settings of `DataParallelTrainer`: scaling, failures, checkpoints, run. Both."""
 
 from __future__ import annotations
 
-import functools
-import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from raysgd.config import ElasticConfig, WorkerResources, at_least, check_flags, one_of
-from raysgd.errors import ConfigError
+from raysgd.errors import ConfigError, suggesting_fields
 from raysgd.storage.masking import mask
 
-__all__ = [
-    "HANG_S",
-    "REPORTS_AHEAD",
-    "TIMESTAMP",
-    "CheckpointConfig",
-    "CheckpointStrategy",
-    "FailureConfig",
-    "RunConfig",
-    "ScalingConfig",
-    "check_failure_limit",
-    "check_strategy",
-    "rays_own",
-]
-
-T = TypeVar("T")
-STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 # The default limit for hangs. It is long, because raysgd does not know how long the steps of a function take.
 HANG_S = 1800.0
 TIMESTAMP = "_timestamp"
 # How many rounds of reports a function may be ahead of what was fetched.
 REPORTS_AHEAD = 4
-REPORTED = "a checkpoint is stored whenever the training function reports or saves one"
 
 
-def reject_unknown(**hints: str) -> Callable[[type[T]], type[T]]:
-    """Decorate a class of settings: an unknown argument is a ConfigError that lists the known ones.
-    `hints` say what to do about names that users know from Ray."""
-
-    def decorate(cls: type[T]) -> type[T]:
-        original: Callable[..., None] = cls.__init__
-        known = list(inspect.signature(cls).parameters)
-
-        @functools.wraps(original)
-        def init(self: T, *values: Any, **named: Any) -> None:
-            for name in named:
-                if name not in known:
-                    hint = f": {hints[name]}" if name in hints else ""
-                    raise ConfigError(f"{cls.__name__} has no setting {name!r}{hint}; it takes {', '.join(known)}")
-            original(self, *values, **named)
-
-        cls.__init__ = init  # type: ignore[method-assign, assignment]
-        return cls
-
-    return decorate
-
-
-@reject_unknown(accelerator_type='request it with resources_per_worker={"accelerator_type:T4": 0.001}')
+@suggesting_fields
 @dataclass(frozen=True)
 class ScalingConfig:
     """How many workers there are, and which resources each has.
@@ -89,7 +47,7 @@ class ScalingConfig:
             object.__setattr__(self, "num_workers", tuple(self.num_workers))
         _check_num_workers(self.num_workers)
         check_flags(use_gpu=self.use_gpu)
-        one_of("placement_strategy", self.placement_strategy, *STRATEGIES)
+        one_of("placement_strategy", self.placement_strategy, "PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
         if self.elastic is not None and not isinstance(self.elastic, ElasticConfig):
             raise ConfigError(f"elastic must be a raysgd.ElasticConfig, got {self.elastic!r}")
         _ = self.worker, WorkerResources.parse(1, False, self.trainer_resources)  # raise for invalid resources
@@ -114,8 +72,7 @@ class ScalingConfig:
         return elastic if self.least is None else replace(elastic, min_workers=self.least)
 
     def bundles(self) -> list[dict[str, float]]:
-        """Return the bundles of a Tune trial's placement group: the coordinator's, then each
-        worker's."""
+        """Return the bundles of a Tune trial: the coordinator's, then each worker's."""
         return [dict(self.trainer_resources or {"CPU": 1}), *(self.worker.as_dict() for _ in range(self.most))]
 
 
@@ -129,11 +86,10 @@ def _check_num_workers(count: Any) -> None:
         )
 
 
-@reject_unknown(fail_fast="an error in the function always ends the run")
+@suggesting_fields
 @dataclass(frozen=True)
 class FailureConfig:
-    """A run survives `max_failures` worker failures; -1: any number. An error in the function
-    itself is never retried."""
+    """A run survives `max_failures` worker failures (-1: any), and no error of its function."""
 
     max_failures: int = 3
 
@@ -149,7 +105,7 @@ def check_failure_limit(name: str, limit: Any) -> None:
         )
 
 
-@reject_unknown(checkpoint_frequency=REPORTED, checkpoint_at_end=REPORTED)
+@suggesting_fields
 @dataclass(frozen=True)
 class CheckpointConfig:
     """How many checkpoints of a run stay in storage, and which ones.
@@ -185,8 +141,7 @@ class CheckpointConfig:
         return self.checkpoint_score_attribute in (None, TIMESTAMP)
 
     def score(self, checkpoint: dict[str, Any], metrics: dict[str, Any]) -> float:
-        """Return a score of which larger is better, in either order. NaN is worse than any
-        number."""
+        """Return a score of which larger is better, in either order. NaN is the worst."""
         name = self.checkpoint_score_attribute
         assert name is not None, "the manager scores by time itself"
         found = checkpoint.get(name, metrics.get(name))
@@ -200,7 +155,7 @@ class CheckpointConfig:
         return -math.inf if math.isnan(score) else score
 
 
-@reject_unknown(checkpoint_frequency=REPORTED, checkpoint_at_end=REPORTED)
+@suggesting_fields
 @dataclass(frozen=True)
 class CheckpointStrategy(CheckpointConfig):
     """A `CheckpointConfig` under the name that `Trainer.run(checkpoint_strategy=...)` uses. Both
@@ -217,22 +172,14 @@ def check_strategy(given: Any) -> None:
 
 
 def rays_own(given: Any) -> str:
-    """Return what to do about Ray's own class of this name. Its defaults are others, so its values
-    are not taken over."""
+    """Return what to do about Ray's own class of this name, whose defaults are others."""
     name = type(given).__name__
-    if not type(given).__module__.startswith("ray.") or name not in __all__:
+    if not type(given).__module__.startswith("ray.") or name not in globals():
         return ""
     return f". This is Ray's own class, whose fields and defaults differ from those of raysgd: from raysgd.train import {name}"
 
 
-@reject_unknown(
-    verbose="use callbacks=[PrintCallback()]",
-    stop="the training function decides: return from it, or raise in a callback that stops_training",
-    local_dir="use storage_path",
-    log_to_file="use callbacks",
-    progress_reporter="use callbacks",
-    sync_config="storage_path may be a URI",
-)
+@suggesting_fields
 @dataclass(frozen=True)
 class RunConfig:
     """Where a run is stored, what is kept, and which callbacks it has.
@@ -265,16 +212,14 @@ class RunConfig:
                 raise ConfigError(f"{name} must be a raysgd.train.{kind.__name__}, got {given!r}{rays_own(given)}")
 
     def __copy__(self) -> RunConfig:
-        """Raise an error in `ray.tune.Tuner`, which copies its settings to change them, and needs
-        more of them."""
+        """Raise an error in `ray.tune.Tuner`, which would copy and change its settings."""
         raise ConfigError(
             "raysgd.train.RunConfig cannot be copied. If you passed it to ray.tune.Tuner, pass Tune's own settings there: "
             "run_config=ray.tune.RunConfig(name=..., storage_path=...). To change one setting, use dataclasses.replace"
         )
 
     def to_store(self) -> RunConfig:
-        """Return a copy without callbacks and without the secrets of a URI: `restore` is given the
-        path again."""
+        """Return a copy without callbacks and secrets: `restore` is given the path again."""
         masked = mask(self.storage_path) if isinstance(self.storage_path, str) else self.storage_path
         return replace(self, callbacks=None, storage_path=masked)
 
@@ -283,8 +228,7 @@ class RunConfig:
         return f"RunConfig({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
 
     def completed(self, stored: RunConfig) -> RunConfig:
-        """Return a copy that takes what it does not set from the stored settings of an earlier
-        run."""
+        """Return a copy that takes what it does not set from an earlier run's settings."""
         kept = self.checkpoint_config or stored.checkpoint_config
         return replace(self, checkpoint_config=kept, failure_config=self.failure_config or stored.failure_config)
 

@@ -1,5 +1,4 @@
-"""Connects the ranks of a TensorFlow function: sets TF_CONFIG; the function creates the strategy.
-Both."""
+"""Connects the ranks of a TensorFlow function: sets TF_CONFIG for its strategy. Both."""
 
 from __future__ import annotations
 
@@ -31,8 +30,7 @@ class TensorflowFunctionBackend(HeldPortBackend):
         abort_collectives()
 
     def is_interruption(self, error: BaseException) -> bool:
-        """Recognize the error, or one that caused it, by the names of TensorFlow's types and by the
-        texts of its runtime."""
+        """Recognize the error, or a cause of it, by TensorFlow's types and texts."""
         for each in causes_of(error):
             if isinstance(each, NoFreePortError):
                 return True

@@ -52,8 +52,7 @@ __all__ = [
 
 
 def get_device() -> torch.device:
-    """Return this worker's device: its GPU among those that the workers of its node see, or the
-    CPU."""
+    """Return this worker's device: its GPU among those of its node, or the CPU."""
     current("torch.get_device")
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
@@ -144,8 +143,7 @@ def accelerate(amp: bool = False) -> None:
 
 
 def prepare_optimizer(optimizer: Optimizer) -> Optimizer:
-    """Return the optimizer; if the loss is scaled, wrapped so that `step` unscales the
-    gradients."""
+    """Return the `optimizer`, wrapped to unscale the gradients if the loss is scaled."""
     precision = current("torch.prepare_optimizer").precision
     return ScaledOptimizer(optimizer, precision.scaler) if isinstance(precision, Fp16) else optimizer
 
@@ -184,8 +182,7 @@ def _to_float32(value: Any) -> Any:
 
 
 class ScaledOptimizer(Optimizer):
-    """Wraps the user's optimizer, and shares its parameters and state. `step` goes through the
-    gradient scaler."""
+    """Wraps the user's optimizer, and shares its state. `step` uses the gradient scaler."""
 
     def __init__(self, optimizer: Optimizer, scaler: torch.amp.GradScaler) -> None:
         # Optimizer.__init__ is not called: the wrapped optimizer has everything that it would create.
@@ -233,8 +230,7 @@ class TorchWorkerProfiler:
     """
 
     def __init__(self, trace_dir: str | Path | None = None) -> None:
-        """With `trace_dir`, the traces are also written to this directory of the worker's
-        machine."""
+        """With `trace_dir`, traces are also written there, on the worker's machine."""
         self._folder = None if trace_dir is None else Path(trace_dir)
         self._traces = TraceKeeper(current("torch.TorchWorkerProfiler").rank_info.world_rank)
 

@@ -1,5 +1,4 @@
-"""Connects the ranks of a torch function as the class API does, and sets the environment that
-scripts expect. Both."""
+"""Connects the ranks of a torch function, and sets the environment for scripts. Both."""
 
 from __future__ import annotations
 
@@ -12,26 +11,18 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from raysgd.core.ranks import RankInfo
-from raysgd.torch.devices import see_gpus, shared_gpus, visible_gpus
+from raysgd.torch.devices import OffersGpus, see_gpus, shared_gpus
 from raysgd.torch.foreign import with_module_versions
 from raysgd.torch.process_group import TorchBackend
 
 
-class TorchFunctionBackend(TorchBackend):
-    """Connects the ranks in a torch process group. With `env`, also sets MASTER_ADDR, RANK and so
-    on. Each worker sees the GPUs of all workers on its node, because scripts use
-    `cuda:{local_rank}`."""
+class TorchFunctionBackend(OffersGpus, TorchBackend):
+    """Connects the ranks in a torch process group, and with `env` sets MASTER_ADDR, RANK and so on.
+    Each sees the GPUs of its node, because scripts use `cuda:{local_rank}`."""
 
     def __init__(self, name: str, *, env: bool = True, use_gpu: bool = False, **limits: Any) -> None:
         super().__init__(name, **limits)
         self._env, self.needs_offers = env, use_gpu
-        self._gpus: str | None = None
-
-    def offer(self) -> dict[str, Any]:
-        """Return the GPUs that Ray assigned. `join` makes those of the other workers visible
-        too."""
-        self._gpus = visible_gpus() if self._gpus is None else self._gpus
-        return {"gpus": self._gpus}
 
     def plan(self, rank_infos: Sequence[RankInfo], offers: Sequence[dict[str, Any]] = ()) -> list[dict[str, Any]]:
         settings = super().plan(rank_infos)

@@ -22,8 +22,9 @@ from raysgd.storage.remote import Uri
 from raysgd.train.backends import get_backend_config_cls, parse_backend
 from raysgd.train.callbacks import make_callback_list
 from raysgd.train.checkpoint import Checkpoint
+from raysgd.train.checkpoint_manager import CheckpointManager, RunCheckpoints
 from raysgd.train.errors import InactiveWorkerGroupError, TrainBackendError
-from raysgd.train.executor import BackendExecutor, FunctionJob
+from raysgd.train.executor import FunctionJob, executor_maker
 from raysgd.train.iterator import TrainingIterator
 from raysgd.train.run import RunOptions, check_function, function_name
 from raysgd.train.run_session import trial_functions
@@ -42,7 +43,7 @@ __getattr__ = lazy_names(
 )[0]
 
 
-class Trainer:
+class Trainer(RunCheckpoints):
     """Runs training functions on `num_workers` processes.
 
         def train_func(config):
@@ -90,16 +91,8 @@ class Trainer:
             raise ConfigError(f"elastic must be a raysgd.ElasticConfig, got {elastic!r}")
         wanted = WorkerResources.parse(1, use_gpu, resources_per_worker, gpu_asked=use_gpu)
         self._count, self._worker = num_workers, wanted
-        self._make: Callable[[], BackendExecutor] = functools.partial(
-            BackendExecutor,
-            config,
-            num_workers,
-            wanted.cpus,
-            wanted.gpus,
-            wanted.custom,
-            max_retries,
-            elastic=elastic,
-            max_reports_ahead=max_reports_ahead,
+        self._make = executor_maker(
+            config, num_workers, wanted, max_retries, elastic=elastic, max_reports_ahead=max_reports_ahead
         )
         self._executor = self._make()
         self.storage, self.logdir = _make_places(logdir)
@@ -126,8 +119,7 @@ class Trainer:
         self._executor.start(initialization_hook, train_cls, args, kwargs)
 
     def shutdown(self) -> None:
-        """End the workers and free their resources. Checkpoints and directories of past runs remain
-        available."""
+        """End the workers, and free their resources. Past runs remain available."""
         self._executor.shutdown()
         if self._to_tune is not None:
             self._to_tune.end()
@@ -166,9 +158,8 @@ class Trainer:
         get every round of reports, and `checkpoint_strategy` says which checkpoints stay.
         """
         self._check_started()
-        checkpoint, checkpoint_strategy, dataset = in_order(checkpoint, checkpoint_strategy, dataset)
+        given = in_order(checkpoint, checkpoint_strategy, dataset)
         rounds = TrainingIterator(self._executor, make_callback_list(callbacks, history=self.history))
-        begin = functools.partial(self._begin, train_func, config, checkpoint, checkpoint_strategy, dataset)
         run = Run(
             trainer="Trainer",
             functions=True,
@@ -180,7 +171,7 @@ class Trainer:
         )
         earlier = self._runs
         try:
-            return rounds.run_to_end(run, begin)
+            return rounds.run_to_end(run, functools.partial(self._begin, train_func, config, *given))
         finally:
             if self._runs > earlier:  # otherwise it was not started, and the newest run is an earlier one
                 copy_logs(self.logdir / self._run_name(self._runs), self.storage / self._run_name(self._runs))
@@ -196,9 +187,8 @@ class Trainer:
         """Start `train_func`. Return an iterator over what all ranks report, round by round.
         `config`, `checkpoint`, `checkpoint_strategy` and `dataset` are those of `run`."""
         self._check_started()
-        checkpoint, checkpoint_strategy, dataset = in_order(checkpoint, checkpoint_strategy, dataset)
         rounds = TrainingIterator(self._executor, make_callback_list(None, history=self.history))
-        self._begin(train_func, config, checkpoint, checkpoint_strategy, dataset, lambda: None)
+        self._begin(train_func, config, *in_order(checkpoint, checkpoint_strategy, dataset), lambda: None)
         return rounds
 
     def _begin(
@@ -230,12 +220,11 @@ class Trainer:
             ready=count_run,
         )
         if functions is not None:
-            self._to_tune = functions.TrialReports(self._executor.checkpoint_manager)
+            self._to_tune = functions.TrialReports(self.checkpoint_manager)
 
     @folding
     def execute(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """Call `func(obj, *args, **kwargs)` in every worker, with its object of `train_cls`. Return
-        the values in rank order."""
+        """Return the values of `func(obj, *args, **kwargs)` with each worker's object, by rank."""
         self._check_started()
         return self._executor.worker_group.execute_object(func, args, kwargs)
 
@@ -309,8 +298,7 @@ class Trainer:
 
     @staticmethod
     def create_logdir(log_dir: str | Place | None) -> Place:
-        """Create `log_dir`, the directory of a trainer's runs, as its constructor does, and return
-        it."""
+        """Create and return `log_dir`, the directory of a trainer's runs."""
         return _make_places(log_dir)[0]
 
     def create_run_dir(self) -> None:
@@ -327,35 +315,14 @@ class Trainer:
         return f"run_{self._earlier + number:03d}"
 
     @property
-    def latest_checkpoint(self) -> dict[str, Any] | None:
-        """Return the newest checkpoint of the newest run, stored or not."""
-        return self._executor.latest_checkpoint
-
-    def get_latest_checkpoint(self) -> dict[str, Any] | None:
-        """Return `latest_checkpoint`."""
-        return self.latest_checkpoint
-
-    @property
-    def latest_checkpoint_dir(self) -> Place | None:
-        """Return where the newest run's checkpoints are stored."""
-        return self._executor.latest_checkpoint_dir
-
-    @property
-    def latest_checkpoint_path(self) -> Place | None:
-        """Return where the newest stored checkpoint is."""
-        return self._executor.latest_checkpoint_path
+    def checkpoint_manager(self) -> CheckpointManager | None:
+        return self._executor.checkpoint_manager
 
     @property
     def best_checkpoint(self) -> dict[str, Any] | None:
         """Return the best stored checkpoint, by the run's strategy; by default, the newest."""
         path = self.best_checkpoint_path
         return None if path is None else Checkpoint(path, trusted=True).to_dict()
-
-    @property
-    def best_checkpoint_path(self) -> Place | None:
-        """Return where the best stored checkpoint is, by the run's strategy; by default, the
-        newest."""
-        return self._executor.best_checkpoint_path
 
 
 def _make_places(logdir: str | Place | None) -> tuple[Place, Path]:
@@ -368,8 +335,7 @@ def _make_places(logdir: str | Place | None) -> tuple[Place, Path]:
 
 
 def in_order(checkpoint: Any, checkpoint_strategy: Any, dataset: Any) -> tuple[Any, Any, Any]:
-    """Return these arguments of a run, which Ray Train 1.x has in the order dataset, checkpoint,
-    checkpoint_strategy."""
+    """Return these arguments of a run in our order, also if they came in that of Ray Train 1.x."""
     if is_dataset(checkpoint) or isinstance(dataset, CheckpointConfig):
         return checkpoint_strategy, dataset, checkpoint
     return checkpoint, checkpoint_strategy, dataset

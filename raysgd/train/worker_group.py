@@ -1,12 +1,11 @@
-"""Worker processes that run functions: `execute(fn, ...)` on all, `execute_single(rank, fn, ...)`
-on one. Driver."""
+"""Worker processes that run functions: on all, or on one of them. Driver."""
 
 from __future__ import annotations
 
 import functools
 import os
 import platform
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,6 +27,7 @@ from raysgd.errors import ConfigError, TrainingFailedError
 from raysgd.torch.devices import visible_gpus
 from raysgd.train.errors import InactiveWorkerGroupError, TrainingWorkerError
 from raysgd.train.replica import FunctionReplica, FunctionReplicaFactory
+from raysgd.train.run_session import Codec
 from raysgd.train.settings import HANG_S
 from raysgd.workers.ray_group import RayGroup
 from raysgd.workers.serialization import dumps
@@ -43,16 +43,14 @@ def limits_for(*, collective_s: float = HANG_S, hang_s: float = HANG_S) -> Limit
 
 
 def check_resources(num_workers: Any, cpus: Any, gpus: Any, additional: Any) -> WorkerResources:
-    """Return the resources of one worker. Raise ConfigError for invalid ones, or an invalid number
-    of workers."""
+    """Return one worker's resources. Raise ConfigError for invalid ones, or an invalid number."""
     at_least("num_workers", num_workers, 1, whole=True)
     wanted = {**dict(additional or {}), "GPU": gpus}
     return WorkerResources.parse(cpus, bool(gpus), wanted)
 
 
 class WorkersChanged(TrainingWorkerError):
-    """Ends a backend's hook in which workers have failed. The hook is called again for the new
-    generation."""
+    """Ends a backend's hook in which workers have failed. It is called again."""
 
 
 class WorkerGroup:
@@ -95,7 +93,7 @@ class WorkerGroup:
         )
         self._count = num_workers
         make = None if actor_cls is None else functools.partial(actor_cls, *actor_cls_args, **(actor_cls_kwargs or {}))
-        self._factory = FunctionReplicaFactory(dumps=dumps, make=make)
+        self._factory = FunctionReplicaFactory(Codec(dumps), make)
         self._has_object = actor_cls is not None
         self._engine: Engine | None = None
         self._guard: Callable[[], None] = lambda: None
@@ -144,8 +142,7 @@ class WorkerGroup:
 
     @property
     def workers(self) -> list[SimpleNamespace]:
-        """Return each worker's object as `actor`, and what is known about its process as
-        `metadata`, in rank order."""
+        """Return each worker's object, `actor`, and its process, `metadata`, by rank."""
         engine = self._active
         known = zip(engine.nodes, self.execute(_metadata), strict=True)
         return [
@@ -172,8 +169,7 @@ class WorkerGroup:
         return self._call(func, args, kwargs, None)
 
     def execute_single(self, worker_index: int, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call `func(*args, **kwargs)` on the worker with this `worker_index`, and return its
-        value."""
+        """Call `func(*args, **kwargs)` on the rank `worker_index`. Return its value."""
         self._check_index(worker_index)
         return self._call(func, args, kwargs, worker_index)[worker_index]
 
@@ -183,16 +179,14 @@ class WorkerGroup:
         return [self.execute_single_async(rank, func, *args, **kwargs) for rank in range(len(self))]
 
     def execute_single_async(self, worker_index: int, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call `func(*args, **kwargs)` on the worker with this `worker_index`, and return a Ray
-        reference to its value."""
+        """Return a Ray reference to `func(*args, **kwargs)` on the rank `worker_index`."""
         self._check_index(worker_index)
         engine = self._active
         call = Call(FunctionReplica.apply, {"function": engine.pack(functools.partial(func, *args, **kwargs))})
         return engine.reference(worker_index, call)
 
     def execute_object(self, func: Callable[..., Any], args: Any, kwargs: Any, only: int | None = None) -> list[Any]:
-        """Call `func(obj, *args, **kwargs)` with each worker's object, or on the worker `only`.
-        Return the values in rank order."""
+        """Return what `func(obj, *args, **kwargs)` returns on all workers, or on `only` one."""
         if not self._has_object:
             raise ConfigError(
                 "execute() calls a function with an object in each worker, and there is none: pass its class to "
@@ -237,8 +231,7 @@ class WorkerGroup:
         self._active.resize(len(self) + num_workers)
 
     def remove_workers(self, worker_indexes: Sequence[int]) -> None:
-        """End the workers with these `worker_indexes`. The ranks of the others become consecutive
-        again."""
+        """End the workers with these `worker_indexes`. Ranks become consecutive again."""
         ranks = sorted(set(worker_indexes))
         for rank in ranks:
             self._check_index(rank)
@@ -269,33 +262,15 @@ class RemoteObject:
         return self._engine.reference(self._rank, Call(FunctionReplica.method, arguments))
 
 
-class TrainWorkerGroup:
-    """Objects of the user's class, one in each worker, with the backend set up. Indexed and
-    iterated by rank."""
+class TrainWorkerGroup(list[RemoteObject]):
+    """Objects of the user's class, one in each worker, by rank, with the backend set up."""
 
     def __init__(self, engine: Engine, shutdown: Callable[[], None]) -> None:
-        self._engine: Engine | None = engine
-        self._shutdown = shutdown
-        self._size = engine.world_size
-
-    def __len__(self) -> int:
-        return self._size
-
-    def __getitem__(self, rank: int) -> RemoteObject:
-        if not -self._size <= rank < self._size:
-            raise IndexError(f"there is no worker {rank}: there are {self._size} workers")
-        if self._engine is None:
-            raise InactiveWorkerGroupError("this worker group was shut down")
-        return RemoteObject(self._engine, rank % self._size)
-
-    def __iter__(self) -> Iterator[RemoteObject]:
-        return (self[rank] for rank in range(self._size))
+        super().__init__(RemoteObject(engine, rank) for rank in range(engine.world_size))
+        self._engine, self._shutdown = engine, shutdown
 
     def shutdown(self, patience_s: float = PATIENCE_S) -> None:
         """End the workers after they have closed what they host; with `patience_s=0`, at once."""
-        engine, self._engine = self._engine, None
-        if engine is None:
-            return
         if patience_s <= 0:
-            engine.stop(force=True)
+            self._engine.stop(force=True)
         self._shutdown()

@@ -19,9 +19,8 @@ from raysgd.core import metrics
 from raysgd.core.policy import Recovery
 from raysgd.core.progress import Progress
 from raysgd.core.rows import RowsCheck
-from raysgd.engine.call import Job
+from raysgd.engine.call import Job, PartialResults
 from raysgd.engine.engine import Engine
-from raysgd.engine.partial_results import PartialResults
 from raysgd.engine.worker_table import WorkerInfo
 from raysgd.errors import check_arguments
 from raysgd.workers.tracebacks import fold_frames

@@ -20,7 +20,7 @@ from raysgd.storage.remote import Uri
 from raysgd.storage.seen import SeenFile, UnseenError, readable, verified_file
 from raysgd.training import loading
 from raysgd.training.position import at_its_epoch
-from raysgd.workers.blob import Blob
+from raysgd.workers.calls import Blob
 
 logger = logging.getLogger("raysgd")
 

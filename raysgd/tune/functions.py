@@ -41,8 +41,7 @@ IS_FILE = "_is_dictionary"
 
 @dataclass(frozen=True)
 class FunctionTrial:
-    """The function that Tune calls. `job(config)` returns a trial's run, and `bundles(config)` its
-    resources."""
+    """What Tune calls: `job(config)` is a trial's run, `bundles(config)` its resources."""
 
     name: str
     job: Callable[[dict[str, Any]], FunctionJob]
@@ -67,8 +66,7 @@ def as_trainable(function: Any) -> Any:
 
 
 def placement(bundles: Sequence[Mapping[str, float]], strategy: str = "PACK") -> Any:
-    """Return a trial's placement group. The first bundle is for the trial itself, the others for
-    its workers."""
+    """Return a trial's placement group: the first bundle for the trial, the others for workers."""
     wanted = [{name: amount for name, amount in bundle.items() if amount} for bundle in bundles]
     return tune.PlacementGroupFactory(wanted, strategy=strategy)
 
@@ -83,7 +81,7 @@ def perform(job: FunctionJob) -> None:
         executor = job.make()
         stack.callback(executor.shutdown)
         executor.start()
-        job.begin(executor, folder, manager, _trial())
+        job.begin(executor, manager, _trial())
         rounds = TrainingIterator(executor)
         last: dict[str, Any] = {}
         while (result := rounds.next_round()) is not None:
@@ -94,9 +92,8 @@ def perform(job: FunctionJob) -> None:
 
 
 def report(metrics: Mapping[str, Any], checkpoint: Any = None) -> None:
-    """Report `metrics` to Tune from a function that Tune runs, as `ray.tune.report` does.
-    `checkpoint` is a raysgd.train.Checkpoint, a dict such as `trainer.latest_checkpoint`, or a
-    checkpoint of Ray."""
+    """Report `metrics` from a function that Tune runs, as `ray.tune.report` does. `checkpoint` is
+    one of raysgd or Ray, or a dict such as `trainer.latest_checkpoint`."""
     values = _without_tensors(metrics)
     if checkpoint is None or isinstance(checkpoint, tune.Checkpoint):
         tune.report(values, checkpoint=checkpoint)
@@ -118,9 +115,8 @@ def _stored(own: Checkpoint, folder: str) -> Any:
 
 
 class TrialReports:
-    """Adds the newest checkpoint of a `Trainer` in a function that Tune runs to what the function
-    reports without one, as Ray Train 1.x did. Owns the number of the last checkpoint that Tune has,
-    and the last metrics."""
+    """Adds the newest checkpoint of a `Trainer` in a function of Tune to what that reports without
+    one, as Ray Train 1.x did. Owns the last one's number, and the last metrics."""
 
     def __init__(self, manager: CheckpointManager) -> None:
         self._manager, self._taken = manager, manager.latest_id
@@ -146,8 +142,7 @@ class TrialReports:
 
 
 def number_of(checkpoint: Any) -> int | None:
-    """Return the number of a checkpoint that Tune has from a run, so that the numbers continue when
-    a trial restarts."""
+    """Return the number of a run's checkpoint that Tune has, at which a restart continues."""
     metadata: dict[str, Any] = checkpoint.get_metadata() if hasattr(checkpoint, "get_metadata") else {}
     return metadata.get(NUMBER)
 
@@ -190,8 +185,7 @@ def _payload(found: Any, metadata: Mapping[str, Any]) -> bytes:
 
 
 def _without_tensors(value: Any) -> Any:
-    """Return a number for a metric that is a single number, and arrays for other tensors, which
-    Tune refuses."""
+    """Return a number for a single number, and arrays for other tensors, which Tune refuses."""
     value = plain(value)
     if isinstance(value, Mapping):
         return {name: _without_tensors(each) for name, each in value.items()}
@@ -201,8 +195,7 @@ def _without_tensors(value: Any) -> Any:
 
 
 class Handover:
-    """Owns the folder of the run's checkpoints that Tune has not taken yet, and the number of the
-    last one taken."""
+    """Owns the folder of checkpoints that Tune has not taken, and the number of the last taken."""
 
     def __init__(self, folder: Path, manager: CheckpointManager) -> None:
         self._folder, self._manager = folder, manager
@@ -217,8 +210,7 @@ class Handover:
         self._manager.latest_id = self.taken = int(metadata.get(NUMBER, self.taken))
 
     def take(self, number: int) -> Any:
-        """Return the checkpoint with this number for a report, or None if Tune has it. Delete older
-        ones."""
+        """Return this checkpoint for a report, or None if Tune has it. Delete older ones."""
         if number <= self.taken:
             return None
         self._delete(before=number)

@@ -37,8 +37,7 @@ class BaseTorchTrainable(tune.Trainable):
 
     @abstractmethod
     def _create_trainer(self, tune_config: dict[str, Any]) -> Any:
-        """Return the trial's trainer, whose operator's config has the values of the trial's
-        config."""
+        """Return the trial's trainer, whose operator's config has the trial's values."""
 
     @property
     def trainer(self) -> Any:

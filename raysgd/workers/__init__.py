@@ -1,2 +1,1 @@
-"""Run calls in worker processes. Only this package, `ray_data`, `tune` and `callbacks.ray_metrics`
-import Ray. Both."""
+"""Run calls in worker processes. Both."""

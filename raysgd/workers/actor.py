@@ -1,5 +1,4 @@
-"""Define the Ray actor: a replica host on the main thread, and the control client on its own
-thread. Worker."""
+"""Define the Ray actor: a replica host on the main thread, a control client beside it. Worker."""
 
 from __future__ import annotations
 
@@ -23,8 +22,7 @@ from raysgd.core.outcomes import Failed, Ok, Outcome
 from raysgd.core.protocols import ProcessGroupBackend
 from raysgd.errors import described
 from raysgd.storage.durable import own_folder, private_place
-from raysgd.workers.blob import unpickled
-from raysgd.workers.calls import packed_outcome
+from raysgd.workers.calls import packed_outcome, unpickled
 from raysgd.workers.control_client import ControlClient
 from raysgd.workers.replica_host import ReplicaHost
 from raysgd.workers.user_code import UserCode, add_to_path, install
@@ -63,9 +61,8 @@ class WorkerActor:
         add_to_path(folders, first)
 
     def serve(self) -> tuple[int, Outcome] | None:
-        """Perform the calls that arrive on the control connection. Return the number and the
-        outcome of a call whose answer is large, or None when the driver has submitted a call to
-        Ray. The driver calls this again at once."""
+        """Perform calls from the control connection. Return the number and the outcome of one whose
+        answer is large, or None after a call was submitted to Ray; the driver calls this again."""
         while isinstance(message := self._client.calls.get(), PerformCall):
             outcome = self._host.perform(*self._begin(message))
             packed = packed_outcome(outcome)
@@ -75,8 +72,7 @@ class WorkerActor:
         return None
 
     def perform(self, message: PerformCall, others: dict[str, Any]) -> tuple[int, Outcome]:
-        """Perform a call that was submitted to Ray, because only Ray can send its other
-        arguments."""
+        """Perform a call that was submitted to Ray: only Ray can send its other arguments."""
         import ray
 
         given = {name: ray.get(each) if isinstance(each, ray.ObjectRef) else each for name, each in others.items()}
@@ -92,8 +88,7 @@ class WorkerActor:
         return verb, arguments
 
     def value(self, verb: str, arguments: dict[str, Any]) -> Any:
-        """Perform a call whose Ray reference the user holds. Return its value, or raise its
-        error."""
+        """Perform a call whose Ray reference the user holds. Return its value, or raise."""
         outcome = self._host.perform(verb, arguments)
         if isinstance(outcome, Ok):
             return unpickled(outcome.value)
@@ -104,8 +99,7 @@ class WorkerActor:
         raise outcome.error
 
     def _on_sigterm(self, signum: int, frame: FrameType | None) -> None:
-        """Report a preemption notice to the driver, which removes this worker at a batch boundary.
-        A second SIGTERM ends the process."""
+        """Report a preemption notice to the driver. A second SIGTERM ends the process."""
         if self._client.control.notice:
             os._exit(128 + signum)
         self._client.notice()
@@ -120,10 +114,9 @@ def _use_the_assigned_threads() -> None:
 
 
 def _keep_freed_memory() -> None:
-    """Let glibc keep freed memory for the next step, up to 256 MB at the end of a heap, unless the
-    user has set options for glibc. By default, it may return memory to the system after a step, and
-    get as many pages again in the next one: over a thousand in a step of a small ResNet, which
-    takes some milliseconds."""
+    """Let glibc keep freed memory for the next step, unless the user has set options for it. By
+    default, it may return memory after a step, and get a thousand pages again in the next one of a
+    small ResNet, which takes some milliseconds."""
     if any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ) or sys.platform != "linux":
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have none
@@ -134,16 +127,14 @@ def _keep_freed_memory() -> None:
 
 
 def _share_temporary_folder() -> None:
-    """Let data-loader processes keep the sockets of `multiprocessing` in one folder of this worker.
-    Otherwise each of them creates its own folder, which Python does not remove if that process is
-    killed."""
+    """Let data-loader processes keep the sockets of `multiprocessing` in one folder. Otherwise each
+    creates its own, which stays if that process is killed."""
     process = multiprocessing.current_process()
     process._config = _SharedSettings(process._config)  # type: ignore[attr-defined]
 
 
 class _SharedSettings(dict[str, Any]):
-    """The settings of `multiprocessing`, which a new process copies before it starts. The first one
-    creates the folder."""
+    """The settings of `multiprocessing`, of which a new process makes a copy, and the folder."""
 
     def copy(self) -> dict[str, Any]:
         if self.get("tempdir") is None:
@@ -152,8 +143,7 @@ class _SharedSettings(dict[str, Any]):
 
 
 def _remove_temporary_folder() -> None:
-    """Remove that folder, because this process and its data-loader processes are about to be
-    killed."""
+    """Remove that folder: this process and its data-loader processes are about to be killed."""
     folder = multiprocessing.current_process()._config.get("tempdir")  # type: ignore[attr-defined]
     if folder:
         shutil.rmtree(folder, ignore_errors=True)
@@ -167,9 +157,9 @@ def _end_forks_with_this_process() -> None:
     worker, its peers would not see these sockets close. Linux can send a signal when the parent
     ends, but its parent is the *thread* that forked:
 
-    main thread ends only with the process, so the signal is SIGKILL other threads the signal is one
-    that programs ignore by default; its handler ends the process only if the worker has
-                    ended. Otherwise Linux makes another thread the parent, and signals again when that one ends
+        main thread    ends only with the process, so the signal is SIGKILL
+        other threads  the signal is one that programs ignore by default; its handler ends the process only if the
+                       worker has ended. Otherwise Linux makes another thread the parent, and signals when that one ends
     """
     main, forking = threading.get_ident(), threading.local()
 

@@ -1,5 +1,4 @@
-"""Connect to the Ray cluster, and ask it which resources are free, and which nodes are alive or
-draining. Both."""
+"""Connect to the Ray cluster, and ask for its resources and nodes. Both."""
 
 from __future__ import annotations
 
@@ -52,9 +51,8 @@ NOT_STARTED = (
 
 
 def ensure_cluster(resources: WorkerResources | None = None) -> None:
-    """Connect to the cluster that RAY_ADDRESS names or that runs on this machine, or start one. Log
-    which. Raise ResourceError instead of starting one on a machine without the GPUs that a worker
-    needs."""
+    """Connect to the cluster that RAY_ADDRESS names or that runs here, or start one; log which.
+    Raise ResourceError instead of starting one without the GPUs that a worker needs."""
     import ray
 
     if ray.is_initialized():
@@ -69,8 +67,7 @@ def ensure_cluster(resources: WorkerResources | None = None) -> None:
 
 
 def _connect_on_permanent_thread(gpus: float) -> None:
-    """Connect on a thread that never ends, because the processes that Ray starts end with the
-    thread that started them."""
+    """Connect on a thread that never ends: what Ray starts ends with the thread that started it."""
     error: list[BaseException] = []
     connected = threading.Event()
 
@@ -117,9 +114,8 @@ def _connect(gpus: float) -> None:
 
 
 def forking_environment() -> dict[str, Any]:
-    """Return the runtime environment with which Ray forks this process's workers on a cluster of
-    the user; {} if it cannot, or need not. The fork server starts with the first workers, and ends
-    with this process or with the cluster."""
+    """Return the runtime environment with which Ray forks workers on a cluster of the user, or {}.
+    The fork server ends with this process or with the cluster."""
     import ray
 
     session = require_ray()
@@ -183,8 +179,7 @@ def _not_joined(address: str, found: bool, why: str) -> str:
 
 
 def _given_address() -> str:
-    """Return RAY_ADDRESS. Raise an error if it is wrong, because Ray's own errors are less clear,
-    or come only after a long wait."""
+    """Return RAY_ADDRESS. Raise an error if it is wrong: Ray's own are less clear, or come late."""
     text = os.environ.get("RAY_ADDRESS", "").strip()
     if text.startswith("ray://"):
         raise ConfigError(
@@ -200,9 +195,8 @@ def _given_address() -> str:
 
 
 def _running_here() -> str:
-    """Return the address of the cluster that this machine belongs to, or "local". After a crash of
-    Ray, its address is still stored, and connecting to it would take minutes to fail. So probe it
-    first."""
+    """Return the address of the cluster that this machine belongs to, or "local". After a crash,
+    its address is still stored, and joining would take minutes to fail, so probe it first."""
     address = foreign.address_of_this_machine()
     host, _, port = address.rpartition(":")
     if not port.isdecimal():
@@ -239,9 +233,8 @@ def alive_nodes() -> dict[str, Mapping[str, float]]:
 
 
 def is_node_alive(node: str) -> bool:
-    """Return whether the node's manager still accepts connections, because Ray itself reports a
-    node's failure only seconds later. Return True also if Ray does not answer, because nothing is
-    known about the node then."""
+    """Return whether the node's manager accepts connections: Ray reports its failure seconds later.
+    True also if Ray does not answer, because then nothing is known."""
     import ray
 
     try:
@@ -267,8 +260,7 @@ def free_by_node() -> dict[str, Mapping[str, float]]:
 
 
 def stderr_tail(pid: int) -> str:
-    """Return the end of the standard error of a Ray process on this machine; "" if Ray does not
-    keep it."""
+    """Return the end of the standard error of a Ray process on this machine, or ""."""
     folder = foreign.logs_folder()
     if folder is None or not pid:
         return ""
@@ -281,8 +273,7 @@ def stderr_tail(pid: int) -> str:
 
 
 def placement() -> Any:
-    """Return the scheduling strategy of workers: spread over the nodes, or, in a Tune trial, in the
-    trial's bundles."""
+    """Return the scheduling strategy of workers: over the nodes, or in a Tune trial's bundles."""
     import ray
 
     group = ray.util.get_current_placement_group()
@@ -292,14 +283,12 @@ def placement() -> Any:
 
 
 def room_for(resources: WorkerResources) -> int:
-    """Return how many more workers fit now, node by node, because a worker never spans two
-    nodes."""
+    """Return how many more workers fit now, of which none spans two nodes."""
     return sum(resources.fits(_held(free)) for free in free_by_node().values())
 
 
 def _held(free: Mapping[str, float]) -> Mapping[str, float]:
-    """Return what this process may use: all resources, or those of its placement group (named
-    `CPU_group_<id>`)."""
+    """Return what this process may use: all, or the resources of its placement group."""
     import ray
 
     group = ray.util.get_current_placement_group()
@@ -315,10 +304,9 @@ def capacity(resources: WorkerResources) -> int:
 
 
 def can_grow() -> bool:
-    """Return whether nodes may be added to the cluster. A cluster that this process joined may have
-    an autoscaler, or may still be starting its nodes, which nothing in Ray announces. To one that
-    this process started, only the user can add nodes, and has then set how long to wait for
-    them."""
+    """Return whether nodes may be added. A cluster that this process joined may have an autoscaler,
+    which nothing announces. To its own, only the user adds nodes, who has then set a limit for
+    that."""
     announced = any(os.environ.get(name) for name in (START_LIMIT, FUNCTION_START_LIMIT))
     return announced or not foreign.started_here()
 
@@ -334,9 +322,8 @@ def within(limit_s: float, call: Callable[[], T]) -> T | None:
 
 
 def wait_for_room(resources: WorkerResources, room: int, ended: Sequence[Any]) -> None:
-    """Wait until these actors have ended and `room` more workers fit again, for at most 2.5 s. Once
-    the actors have ended, the wait is short, because other programs may take that room before this
-    process sees it."""
+    """Wait until these actors have ended and `room` more workers fit again, but not long: other
+    programs may take that room before this process sees it."""
     import ray
 
     def wait() -> None:
@@ -346,3 +333,40 @@ def wait_for_room(resources: WorkerResources, room: int, ended: Sequence[Any]) -
             time.sleep(LOOK_S)
 
     within(ENDED_S + FREED_S, wait)
+
+
+# -- for `raysgd doctor` ----------------------------------------------------------------------------
+
+
+class Runner:
+    def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        return function(*arguments)
+
+
+def actors_on_nodes() -> dict[str, Any]:
+    """Return an actor, which reserves no CPU, on each node that is alive, by its address."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    found: dict[str, Any] = {}
+    for node in ask(ray.nodes):
+        if node["Alive"]:
+            name, place = node["NodeManagerAddress"], NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+            actor: Any = ray.remote(Runner).options(num_cpus=0, scheduling_strategy=place)
+            found[name if name not in found else f"{name} ({node['NodeID'][:6]})"] = actor.remote()
+    return dict(sorted(found.items()))  # Ray lists them in another order each time
+
+
+def ask_nodes(
+    nodes: Mapping[str, Any], limit_s: float, function: Callable[..., Any], *arguments: Any
+) -> dict[str, Any]:
+    """Call a function on these nodes at once (None: this process). Return its values, or errors."""
+    import ray
+
+    found: dict[str, Any] = {name: actor and actor.run.remote(function, *arguments) for name, actor in nodes.items()}
+    for name, answer in found.items():
+        try:
+            found[name] = ray.get(answer, timeout=limit_s) if answer is not None else function(*arguments)
+        except Exception as error:  # the caller judges it; Ray wraps what a function raises
+            found[name] = RuntimeError(described(getattr(error, "cause", error)))
+    return found

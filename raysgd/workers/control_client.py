@@ -24,31 +24,9 @@ from typing import Any
 
 from raysgd.config import CONTROL_PORT
 from raysgd.constants import BATCH_COUNT, NUM_SAMPLES
+from raysgd.core import messages
 from raysgd.core.connection import SEND_S, Connection, ControlAddress, connect
 from raysgd.core.hang import place_of
-from raysgd.core.messages import (
-    Alive,
-    BoundaryAnswer,
-    Bye,
-    CallAnswer,
-    ConfirmBoundary,
-    FreeMainThread,
-    FunctionReport,
-    Hello,
-    Interrupt,
-    KillProcess,
-    Message,
-    Open,
-    PerformCall,
-    PreemptionNotice,
-    ProgressReport,
-    ProposeBoundary,
-    Received,
-    SnapshotUpload,
-    StackReport,
-    StackRequest,
-    StartDealer,
-)
 from raysgd.core.metrics import SKIPPED, Measured
 from raysgd.core.progress import Control, Progress
 from raysgd.core.snapshot import guarded_part
@@ -70,8 +48,7 @@ LONGEST_TEXT, LONGEST_BRIEF, LARGEST_INT_BITS = 200, 64_000, 64
 
 class ControlClient:
     """Owns the worker's control connection, the thread that reads it, the `Control` of the training
-    thread, and one bulk connection, which is opened when it is first needed. Knows how to abort a
-    collective, and nothing else of training."""
+    thread, and a bulk connection once it is needed. Knows how to abort a collective."""
 
     def __init__(
         self,
@@ -84,7 +61,7 @@ class ControlClient:
         self._address, self._worker = address, worker
         self._abort, self._dismissed = abort, dismissed
         self._send_lock = threading.Lock()
-        self._connection = _connected(address, Hello(worker, node, os.getpid()))
+        self._connection = _connected(address, messages.Hello(worker, node, os.getpid()))
         self._connection.socket.settimeout(SEND_S)
         self._bulk: Connection | None = None
         self._bulk_lock = threading.Lock()
@@ -99,7 +76,7 @@ class ControlClient:
         self.call = -1
         self._call_lock = threading.Lock()
         # What the driver asks the main thread to do.
-        self.calls: queue.SimpleQueue[PerformCall | FreeMainThread] = queue.SimpleQueue()
+        self.calls: queue.SimpleQueue[messages.PerformCall | messages.FreeMainThread] = queue.SimpleQueue()
         self._main = threading.main_thread().ident or 0
         self._open, self._forked = True, False
         threading.Thread(target=self._listen, name="raysgd-control", daemon=True).start()
@@ -113,38 +90,38 @@ class ControlClient:
 
     def answer(self, call: int, outcome: bytes) -> None:
         """Send the pickled outcome of a call."""
-        self._send(CallAnswer(call, outcome))
+        self._send(messages.CallAnswer(call, outcome))
 
     def notice(self) -> None:
         """Report that this worker will be stopped soon."""
         self.control.notice = True
         # A signal handler on the training thread calls this, and that thread may hold the connection's lock right now.
-        threading.Thread(target=self._send, args=(PreemptionNotice(),), daemon=True).start()
+        threading.Thread(target=self._send, args=(messages.PreemptionNotice(),), daemon=True).start()
 
-    def upload(self, message: SnapshotUpload, *body: bytes | memoryview) -> None:
+    def upload(self, message: messages.SnapshotUpload, *body: bytes | memoryview) -> None:
         """Send a snapshot over the bulk connection, so that stop requests never wait behind it."""
         self._deliver(replace(message, partial=_briefly(message.partial)), *body, guarded=guarded_part(*body))
 
-    def deliver(self, message: FunctionReport | StartDealer, body: bytes) -> None:
+    def deliver(self, message: messages.FunctionReport | messages.StartDealer, body: bytes) -> None:
         """Send a message that must not be lost with this process. Return when the driver has
         acknowledged it, or when the generation has ended."""
         self._deliver(message, body, guarded=len(body))
 
-    def _deliver(self, message: Message, *body: bytes | memoryview, guarded: int) -> None:
+    def _deliver(self, message: messages.Message, *body: bytes | memoryview, guarded: int) -> None:
         with self._bulk_lock:  # but not while this waits: other threads then use another connection
             bulk, self._bulk = self._bulk, None  # stored again at the end, because Ctrl-C may end this at any line
         if bulk is not None and not _is_idle(bulk.socket):  # a device between the machines has closed it meanwhile
             bulk.close()
             bulk = None
         if bulk is None:
-            bulk = connect(self._address, Open(self._worker))
+            bulk = connect(self._address, messages.Open(self._worker))
         try:
             bulk.socket.settimeout(BULK_S)
             bulk.send(message, *body, guarded=guarded)
-            if isinstance(message, FunctionReport) and not self._is_answered(bulk.socket):
+            if isinstance(message, messages.FunctionReport) and not self._is_answered(bulk.socket):
                 bulk.close()
                 return
-            bulk.expect(Received)
+            bulk.expect(messages.Received)
         except BaseException:
             bulk.close()
             raise
@@ -154,8 +131,7 @@ class ControlClient:
             bulk.close()
 
     def _is_answered(self, bulk: socket.socket) -> bool:
-        """Wait for the driver's answer to a report, which may take as long as the user does. Return
-        False if the generation ends before."""
+        """Wait for the driver's answer to a report. Return False if the generation ends first."""
         bulk.settimeout(LOOK_S)
         while not self.control.interrupted:
             with contextlib.suppress(TimeoutError):
@@ -165,9 +141,8 @@ class ControlClient:
         return False
 
     def _forget_connections(self) -> None:
-        """Drop the connections and locks in a forked process, because they belong to the parent:
-        what both send on one would have the same codes. This process reports over a bulk connection
-        of its own, and no progress."""
+        """Drop the parent's connections and locks in a forked process, as what both send would have
+        the same codes. It reports over a bulk connection of its own."""
         self._bulk, self._bulk_lock = None, threading.Lock()
         self._send_lock, self._forked = threading.Lock(), True
 
@@ -175,9 +150,9 @@ class ControlClient:
         """Send progress, unless the driver does not read at the moment: training must not wait for
         it, and a later message will replace this one."""
         if self._writable.select(0):
-            self._send(ProgressReport(self.call, progress, _briefly(partial)))
+            self._send(messages.ProgressReport(self.call, progress, _briefly(partial)))
 
-    def _send(self, message: Message) -> None:
+    def _send(self, message: messages.Message) -> None:
         if self._forked:
             return
         try:
@@ -192,7 +167,7 @@ class ControlClient:
         incoming.register(self._connection.socket, selectors.EVENT_READ)
         while self._open:
             if not incoming.select(HEARTBEAT_S):
-                self._send(Alive())
+                self._send(messages.Alive())
                 continue
             try:
                 message, _ = self._connection.receive()
@@ -205,30 +180,30 @@ class ControlClient:
             except Exception:  # without this thread, the driver would treat the process as stopped
                 logger.exception("%s could not be carried out", type(message).__name__)
 
-    def _handle(self, message: Message) -> None:
-        if isinstance(message, PerformCall | FreeMainThread):
+    def _handle(self, message: messages.Message) -> None:
+        if isinstance(message, messages.PerformCall | messages.FreeMainThread):
             self.calls.put(message)
-        elif isinstance(message, Interrupt):
+        elif isinstance(message, messages.Interrupt):
             if message.generation >= self.generation:
                 self.control.interrupt()
                 self._abort()
-        elif isinstance(message, ProposeBoundary):
+        elif isinstance(message, messages.ProposeBoundary):
             with self._call_lock:
                 current = message.call == self.call
                 accepted = current and self.control.propose(message.step)
                 begun = self.control.begun if current else -1
-            self._send(BoundaryAnswer(message.round, accepted, begun))
-        elif isinstance(message, ConfirmBoundary):
+            self._send(messages.BoundaryAnswer(message.round, accepted, begun))
+        elif isinstance(message, messages.ConfirmBoundary):
             self.control.confirm()
-        elif isinstance(message, StackRequest):
+        elif isinstance(message, messages.StackRequest):
             frames = tuple(self._stack())
             control = self.control
             place = place_of(frames, control.collectives(), control.begun_after, control.called())
-            self._send(StackReport(message.round, frames, control.phase, control.batch, place))
-        elif isinstance(message, KillProcess):
+            self._send(messages.StackReport(message.round, frames, control.phase, control.batch, place))
+        elif isinstance(message, messages.KillProcess):
             with contextlib.suppress(ProcessLookupError):  # it has ended
                 os.kill(message.pid, signal.SIGKILL)
-        elif isinstance(message, Bye):
+        elif isinstance(message, messages.Bye):
             self._open = False
             self.on_end()
             self._dismissed()
@@ -244,9 +219,8 @@ class ControlClient:
             os._exit(DRIVER_GONE)  # the driver has ended, and the main thread may be stuck in a collective
 
 
-def _connected(address: ControlAddress, hello: Hello) -> Connection:
-    """Return the control connection. Raise an error that says which machine cannot be reached from
-    which."""
+def _connected(address: ControlAddress, hello: messages.Hello) -> Connection:
+    """Return the control connection. An error says which machine cannot be reached."""
     try:
         return connect(address, hello)
     except ConnectionAbortedError:  # the driver was reached
@@ -294,8 +268,7 @@ def brief(result: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a number or a short string as Python's own, for which the driver imports no module.
-    Return None for anything else."""
+    """Return a number or a short string as Python's own, which needs no import, or None."""
     if type(value).__module__ == "numpy" and isinstance(value, numbers.Real):
         value = value.item()  # type: ignore[attr-defined]
     if isinstance(value, bool):

@@ -1,5 +1,4 @@
-"""Serve the driver's end of the control channel: admit workers, and turn what they send into
-events. Driver."""
+"""Serve the driver's end of the control channel: admit workers, make events. Driver."""
 
 from __future__ import annotations
 
@@ -19,31 +18,8 @@ from functools import partial
 from typing import Any
 
 from raysgd.config import control_ports
+from raysgd.core import frames, messages
 from raysgd.core.connection import Connection, ControlAddress, as_timeout, detect_unreachable
-from raysgd.core.frames import (
-    DRIVER,
-    HEAD_BYTES,
-    KEY_BYTES,
-    NUMBER_BYTES,
-    PROOF_BYTES,
-    WORKER,
-    AlteredError,
-    Session,
-    new_number,
-    proof,
-    proves,
-)
-from raysgd.core.messages import (
-    Alive,
-    Bye,
-    FunctionReport,
-    Hello,
-    Message,
-    Open,
-    Received,
-    SnapshotUpload,
-    StartDealer,
-)
 from raysgd.core.network import listen
 from raysgd.errors import described
 from raysgd.workers.events import Event, MessageReceived, PartReceived, WorkerEnded, WorkerStarted
@@ -69,10 +45,9 @@ Serve = Callable[[Connection, str], None]
 
 
 class _Peer:
-    """One connection in the control thread: not admitted yet, or the control connection of
-    `worker`."""
+    """One connection in the control thread: not admitted yet, or the one of `worker`."""
 
-    session: Session
+    session: frames.Session
     ended: asyncio.Future[None]
     task: asyncio.Task[None]
     heard_at: float  # when the worker last sent something
@@ -108,14 +83,14 @@ class ControlServer:
     ) -> None:
         """`node` is the name of this machine's node, as workers on it give it."""
         self._node = node
-        self._key = secrets.token_bytes(KEY_BYTES)
+        self._key = secrets.token_bytes(frames.KEY_BYTES)
         self._admission_s, self._unadmitted_at_most = admission_s, unadmitted_at_most
         self.unreachable_s = 60.0
         self.expected_workers = 0
         self._events = events
         self._workers: dict[str, _Peer] = {}
         self._unadmitted: dict[_Peer, None] = {}  # the oldest first
-        self._outgoing: deque[tuple[_Peer, Message]] = deque()
+        self._outgoing: deque[tuple[_Peer, messages.Message]] = deque()
         self._handed_over: set[socket.socket] = set()
         self._expected: dict[str, Serve] = {"": self._receive}
         self._names = itertools.count(1)
@@ -134,7 +109,7 @@ class ControlServer:
 
     # -- any thread -----------------------------------------------------------------------------------
 
-    def send(self, worker: str, message: Message) -> bool:
+    def send(self, worker: str, message: messages.Message) -> bool:
         """Send a message to a worker without blocking. Return False if it has no connection, which
         is or will be reported as a `WorkerEnded` event."""
         peer = self._workers.get(worker)
@@ -143,10 +118,9 @@ class ControlServer:
         self._post(peer, message)
         return True
 
-    def _post(self, peer: _Peer, message: Message) -> None:
-        """Let the control thread send a message. A signal handler can end the main thread's work at
-        any line, and send a message itself: between making and sending a frame, either would break
-        the order of the codes."""
+    def _post(self, peer: _Peer, message: messages.Message) -> None:
+        """Let the control thread send a message. On another one, a signal handler that sends, too,
+        could break the order of the codes."""
         self._outgoing.append((peer, message))
         with contextlib.suppress(RuntimeError):  # the server was closed
             self._loop.call_soon_threadsafe(self._send_all)
@@ -157,15 +131,13 @@ class ControlServer:
         return 0.0 if peer is None else time.monotonic() - peer.heard_at
 
     def disconnect(self, worker: str) -> None:
-        """Forget a worker that is no longer needed, so that the end of its connection is not an
-        event."""
+        """Forget a worker that is not needed: the end of its connection is no event."""
         peer = self._workers.pop(worker, None)
         if peer is not None:
-            self._post(peer, Bye())
+            self._post(peer, messages.Bye())
 
     def expect_transfer(self, serve: Serve) -> str:
-        """Return the name of a new transfer. `serve` gets every connection that names it, with the
-        worker's name, in a thread."""
+        """Return the name of a new transfer. `serve` gets each of its connections in a thread."""
         name = str(next(self._names))
         self._expected[name] = serve
         return name
@@ -202,9 +174,8 @@ class ControlServer:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _accept(self) -> None:
-        """Accept one connection. The loop serves all others before it accepts the next one, so that
-        a worker that has sent its first message is admitted before newer connections take its
-        place."""
+        """Accept one connection. The loop serves all others first, so that a worker with its first
+        message is admitted before newer connections take its place."""
         try:
             opened, address = self._listener.accept()
         except OSError as error:
@@ -236,8 +207,7 @@ class ControlServer:
         peer.task.cancel()
 
     async def _serve(self, peer: _Peer) -> None:
-        """Admit a connection. Read a control connection until it ends, and hand over any other
-        one."""
+        """Admit a connection. Read it, if it is a control connection, or hand it over."""
         why, reason = ENDED, "worker death"
         late = f"it did not prove the key and send its first message within {self._admission_s:g} s"
         deadline = self._loop.call_later(self._admission_s, self._refuse, peer, late)
@@ -245,7 +215,7 @@ class ControlServer:
             first = await self._admit(peer)
             deadline.cancel()
             self._unadmitted.pop(peer, None)
-            if not isinstance(first, Hello):
+            if not isinstance(first, messages.Hello):
                 self._handed_over.add(peer.socket)
                 name = "raysgd-transfer" if first.transfer else "raysgd-bulk"
                 threading.Thread(target=self._serve_alone, args=(peer, first), name=name, daemon=True).start()
@@ -275,28 +245,28 @@ class ControlServer:
             self._refused_hosts.add(peer.host)
             logger.log(level, "refused a connection from %s to the control channel: %s", peer.host, peer.refused)
 
-    async def _admit(self, peer: _Peer) -> Hello | Open:
+    async def _admit(self, peer: _Peer) -> messages.Hello | messages.Open:
         """Let the other end prove that it has the key, and return its first message. Nothing behind
         the proof is read before that is complete and verified."""
         peer.socket.setblocking(False)
         peer.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         peer.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
         detect_unreachable(peer.socket, self.unreachable_s)
-        mine = new_number()
+        mine = frames.new_number()
         peer.socket.send(mine)
-        given = await self._exactly(peer, NUMBER_BYTES + PROOF_BYTES)
-        numbers = mine + given[:NUMBER_BYTES]
-        if not proves(given[NUMBER_BYTES:], self._key, WORKER, numbers):
+        given = await self._exactly(peer, frames.NUMBER_BYTES + frames.PROOF_BYTES)
+        numbers = mine + given[: frames.NUMBER_BYTES]
+        if not frames.proves(given[frames.NUMBER_BYTES :], self._key, frames.WORKER, numbers):
             raise ValueError("it does not have this trainer's key")
-        peer.session = Session(self._key, DRIVER, numbers)
-        head = await self._exactly(peer, HEAD_BYTES)
+        peer.session = frames.Session(self._key, frames.DRIVER, numbers)
+        head = await self._exactly(peer, frames.HEAD_BYTES)
         sizes = peer.session.sizes(head)
         message = peer.session.opened(head, await self._exactly(peer, sizes.message))
-        if not isinstance(message, Hello | Open) or sizes.body:
+        if not isinstance(message, messages.Hello | messages.Open) or sizes.body:
             raise ValueError(f"its first message is {type(message).__name__}, with a body of {sizes.body} bytes")
-        if isinstance(message, Hello) and message.worker in self._workers:
+        if isinstance(message, messages.Hello) and message.worker in self._workers:
             raise ValueError(f"worker {message.worker} is connected already")
-        peer.socket.send(proof(self._key, DRIVER, numbers))
+        peer.socket.send(frames.proof(self._key, frames.DRIVER, numbers))
         return message
 
     async def _exactly(self, peer: _Peer, size: int) -> bytes:
@@ -315,7 +285,7 @@ class ControlServer:
 
     # -- control connections --------------------------------------------------------------------------
 
-    async def _read_control(self, peer: _Peer, hello: Hello) -> None:
+    async def _read_control(self, peer: _Peer, hello: messages.Hello) -> None:
         peer.worker, peer.ended, peer.heard_at = hello.worker, self._loop.create_future(), time.monotonic()
         self._workers[hello.worker] = peer
         self._events.put(WorkerStarted(hello.worker, hello.node, hello.pid, peer.host, local=hello.node == self._node))
@@ -326,9 +296,8 @@ class ControlServer:
             self._loop.remove_reader(peer.socket)
 
     def _read(self, peer: _Peer) -> None:
-        """Take what has arrived on a control connection. The loop calls this directly, once for
-        each connection before any again, because a coroutine that waits for each message would cost
-        several times as much."""
+        """Take what has arrived on a control connection. The loop calls this directly, because a
+        coroutine that waits for each message would cost several times as much."""
         try:
             data = peer.socket.recv(RECEIVED_AT_ONCE)
             if not data:
@@ -337,7 +306,7 @@ class ControlServer:
             peer.received += data
             for message in peer.session.taken(peer.received):
                 # Otherwise, `disconnect` was called.
-                if self._workers.get(peer.worker) is peer and not isinstance(message, Alive):
+                if self._workers.get(peer.worker) is peer and not isinstance(message, messages.Alive):
                     self._events.put(MessageReceived(peer.worker, message))
             self._send_all()  # what `_post` could not announce, because the user pressed Ctrl-C in it
         except BlockingIOError:
@@ -366,7 +335,7 @@ class ControlServer:
 
     # -- other connections ----------------------------------------------------------------------------
 
-    def _serve_alone(self, peer: _Peer, first: Open) -> None:
+    def _serve_alone(self, peer: _Peer, first: messages.Open) -> None:
         """Serve a connection in this thread. One for a transfer that has ended ends at once."""
         peer.socket.setblocking(True)
         try:
@@ -385,12 +354,12 @@ class ControlServer:
         """Receive the messages of a bulk connection."""
         while True:
             message, sizes = connection.receive()
-            if not isinstance(message, SnapshotUpload | FunctionReport | StartDealer):
+            if not isinstance(message, messages.SnapshotUpload | messages.FunctionReport | messages.StartDealer):
                 raise ValueError(f"{type(message).__name__} on a bulk connection")
             body = connection.receive_body(sizes, self.noting(worker))
             acknowledge = partial(_acknowledge, connection)
             self._events.put(MessageReceived(worker, message, body, acknowledge))
-            if not isinstance(message, FunctionReport):
+            if not isinstance(message, messages.FunctionReport):
                 acknowledge()
 
     def noting(self, worker: str) -> Callable[..., None]:
@@ -409,18 +378,18 @@ class ControlServer:
 
 def _acknowledge(connection: Connection) -> None:
     try:
-        connection.send(Received())
+        connection.send(messages.Received())
     except OSError as error:  # a rank that was stopped meanwhile has closed it
         logger.debug("a message could not be acknowledged: %s", error)
 
 
 def _is_end(error: Exception) -> bool:
     """Return whether this is the end of a connection, which may be an orderly one."""
-    return isinstance(error, OSError) and not isinstance(error, AlteredError)
+    return isinstance(error, OSError) and not isinstance(error, frames.AlteredError)
 
 
 def _in_words(error: Exception) -> str:
-    return str(error) if isinstance(error, ValueError | AlteredError) else described(error)
+    return str(error) if isinstance(error, ValueError | frames.AlteredError) else described(error)
 
 
 def _listen(host: str, ports: range | None) -> socket.socket:

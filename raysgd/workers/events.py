@@ -1,5 +1,4 @@
-"""Define the events that a group of workers reports to the engine, in the order in which they
-happen. Driver."""
+"""Define the events that a group of workers reports to the engine, in order. Driver."""
 
 from __future__ import annotations
 
@@ -34,8 +33,7 @@ class CallEnded:
 
 @dataclass(frozen=True)
 class WorkerEnded:
-    """A worker's process ended, or can no longer be reached. The worker has failed, unless it was
-    dismissed."""
+    """A worker's process ended, or cannot be reached. It has failed, unless it was dismissed."""
 
     worker: str
     cause: str
@@ -55,8 +53,7 @@ class MessageReceived:
 
 @dataclass(frozen=True)
 class PartReceived:
-    """A part of a large message of a worker has arrived. While a transfer moves, this is reported
-    about once a second."""
+    """A part of a large message has arrived: reported about once a second while it moves."""
 
     worker: str
 

@@ -38,17 +38,15 @@ PROBED = re.compile(
 
 
 def address_of_this_machine() -> str:
-    """Return the address of the cluster that was last started on this machine, which may have
-    ended, "" if there is none."""
+    """Return the address of the cluster that was last started here, which may have ended, or ""."""
     from ray._private.utils import read_ray_address
 
     return str(read_ray_address() or "")
 
 
 def probe_gcs(address: str, limit_s: float) -> str:
-    """Return "ok" if a GCS answers at this address and accepts this process's token, "token" if it
-    refuses it, "no node" if no node of its cluster is on this machine, and otherwise what
-    happened."""
+    """Return "ok" if a GCS answers there, "token" if it refuses this process's token, "no node" if
+    none of its nodes is on this machine, and otherwise what happened."""
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(
             [sys.executable, "-c", PROBE, address], stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
@@ -184,17 +182,15 @@ def is_exit_of_actor(error: BaseException) -> bool:
 
 
 def logs_folder() -> Path | None:
-    """Return the folder in which Ray keeps the output of this machine's workers, or None if this
-    process started no Ray."""
+    """Return the folder of this machine's workers' output, or None if this process has no Ray."""
     from ray._private.worker import _global_node
 
     return None if _global_node is None else Path(_global_node.get_logs_dir_path())
 
 
 def draining_nodes() -> dict[str, float | None]:
-    """Return the nodes that will be removed soon (preemption, downscaling), and when, as
-    `time.time()` counts (None: that is unknown); none if this Ray cannot tell. This waits for the
-    GCS: see `gcs`."""
+    """Return the nodes that will be removed soon, and when, as `time.time()` counts (None:
+    unknown). This waits for the GCS: see `gcs`."""
     import ray
 
     ask = getattr(ray._private.state.state, "get_draining_nodes", dict)
@@ -202,8 +198,7 @@ def draining_nodes() -> dict[str, float | None]:
 
 
 def replace_report_to_tune(report: Callable[..., None]) -> Callable[..., None]:
-    """Let `ray.tune.report` call this in a function that Tune runs in this process. Return Tune's
-    own function for it."""
+    """Let `ray.tune.report` call this in a function of Tune. Return Tune's own function for it."""
     from ray.train._internal.session import get_session
 
     session: Any = get_session()

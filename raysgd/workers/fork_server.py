@@ -18,6 +18,7 @@ import importlib
 import json
 import logging
 import os
+import resource
 import runpy
 import selectors
 import shlex
@@ -144,14 +145,12 @@ def _start(folder: Path, python: str, modules: Sequence[str]) -> str:
 
 
 def command_to_fork(launcher: str, ray: str) -> str:
-    """Return the command that Ray runs instead of an interpreter for one worker, where Ray's files
-    are in the folder `ray`."""
+    """Return the command that Ray, in the folder `ray`, runs instead of an interpreter."""
     return shlex.join(["/bin/sh", "-c", FORK_OR_START, launcher, ray])
 
 
 def serve(server: socket.socket, driver: LocalProcess, folder: str) -> None:
-    """Fork for each request, until the driver or its raylet has ended. Return in the forks, which
-    then are workers."""
+    """Fork for each request, until the driver or its raylet has ended. Return in the forks."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel removes children that ended
     raylet = driver  # until it is known
     clients = selectors.PollSelector()  # it has no descriptor, which the forks would share
@@ -196,19 +195,15 @@ def _with_requests(clients: selectors.BaseSelector, server: socket.socket) -> It
 def worker_paths(
     script: str, environment: Mapping[str, str], own: Sequence[str], own_environment: Mapping[str, str]
 ) -> list[str]:
-    """Return what an interpreter would have as `sys.path` for this script and environment. The
-    first of the server's own paths is the parent of raysgd, which can be among the others as
-    well."""
+    """Return what an interpreter would have as `sys.path` for this script. The first of the
+    server's own is the parent of raysgd, which can be among the others as well."""
     theirs, inherited = (each.get("PYTHONPATH", "").split(os.pathsep) for each in (environment, own_environment))
     installed = [path for path in own[1:] if path not in inherited]
     return [os.path.dirname(script), *filter(None, theirs), *installed]
 
 
 def _become(connection: socket.socket, length: int, descriptors: list[int]) -> None:
-    """Give this process the arguments, environment, folder, priority and streams that the raylet
-    gave to the script."""
-    import resource  # Windows has none
-
+    """Give this process the arguments, environment, folder, priority and streams of the script."""
     for ignored in (signal.SIGCHLD, signal.SIGQUIT):  # the shell lets a process in the background ignore the latter
         signal.signal(ignored, signal.SIG_DFL)
     arguments, environment, folder, priority, limits, score = json.loads(_received(connection, length))

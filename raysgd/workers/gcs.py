@@ -68,8 +68,7 @@ class GcsQuery(Generic[T]):
         return self._done.is_set()
 
     def result(self, limit_s: float) -> T:
-        """Return the answer. Raise `ClusterError` if there is none within `limit_s` of the start of
-        the query."""
+        """Return the answer. Raise `ClusterError` if there is none `limit_s` after the query."""
         if not self._done.wait(max(limit_s - self.age_s, 0.0)):
             raise ClusterError(_unreachable(self.age_s))
         if self._error is None:
@@ -80,8 +79,7 @@ class GcsQuery(Generic[T]):
 
 
 def ask(call: Callable[[], T], *, limit_s: float | None = None) -> T:
-    """Call a function of Ray that asks the GCS, and return what it returns. Raise `ClusterError`
-    after the limit."""
+    """Call a function of Ray that asks the GCS. Raise `ClusterError` after the limit."""
     return GcsQuery(call).result(gcs_limit_s() if limit_s is None else limit_s)
 
 

@@ -1,5 +1,4 @@
-"""Run one worker in the driver's own process, without Ray or a network, which makes debugging easy.
-Driver."""
+"""Run one worker in the driver's own process, without Ray, which is easy to debug. Driver."""
 
 from __future__ import annotations
 

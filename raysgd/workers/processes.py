@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import select
 import signal
@@ -15,8 +16,7 @@ LAST_STEPS_MS = 100  # between the end of a process's connections and its own
 
 
 class LocalProcess:
-    """A process of this machine. Owns, if the system supports it, a handle that stays valid if the
-    process id is used again."""
+    """A process of this machine. Owns a handle that outlives its id, if the system has such."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -48,8 +48,6 @@ class LocalProcess:
     def _read_how(self) -> str:
         if self._handle < 0:
             return ""
-        import fcntl  # Windows has neither this module nor such handles
-
         info = bytearray(INFO_BYTES)
         struct.pack_into("Q", info, 0, PIDFD_INFO_EXIT)
         try:
@@ -101,8 +99,7 @@ def _signal_name(number: int) -> str:
 
 
 def end_all(processes: Sequence[LocalProcess], *, patience_s: float) -> list[LocalProcess]:
-    """Wait until all have ended, and kill those that have not after `patience_s`. Return the killed
-    ones."""
+    """Wait until all have ended. Kill those that have not after `patience_s`, and return them."""
     killed: list[LocalProcess] = []
     try:
         _wait(processes, patience_s)

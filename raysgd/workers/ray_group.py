@@ -17,8 +17,8 @@ from functools import partial
 from typing import Any
 
 from raysgd.config import WorkerResources, flag_from_environment
-from raysgd.core.descriptors import allow_connections
 from raysgd.core.messages import FreeMainThread, KillProcess, Message, PerformCall, PreemptionNotice, StartDealer
+from raysgd.core.network import allow_connections
 from raysgd.core.outcomes import Failed, Outcome
 from raysgd.core.policy import OUT_OF_STEP, UNREACHABLE
 from raysgd.core.protocols import ProcessGroupBackend
@@ -27,8 +27,7 @@ from raysgd.ray_data.reader import DEALER, RemoteDealer, RowReader, start_dealer
 from raysgd.ray_data.splits import no_room_for_data
 from raysgd.workers import cluster
 from raysgd.workers.actor import WorkerActor
-from raysgd.workers.blob import SMALL, Blob
-from raysgd.workers.calls import opened, with_value
+from raysgd.workers.calls import SMALL, Blob, opened, with_value
 from raysgd.workers.control_client import CANNOT_CONNECT
 from raysgd.workers.control_server import ControlServer
 from raysgd.workers.events import CallEnded, Event, MessageReceived, WorkerEnded, WorkerStarted
@@ -161,9 +160,7 @@ class RayGroup:
 
     def _packed(self, verb: str, arguments: dict[str, Any]) -> tuple[bytes, dict[str, Any]]:
         """Return the verb with its arguments as bytes, and the arguments that only Ray can send.
-        The arguments are pickled once if they are those of the call before: the engine passes the
-        same dictionary for each rank, and Ray, which would pickle it for each, sends bytes as they
-        are."""
+        The engine passes the same dictionary for each rank, which is pickled once."""
         of, newest, others = self._newest
         if of is not None and of[0] == verb and of[1] is arguments:
             return newest, others
@@ -184,8 +181,7 @@ class RayGroup:
         return reference
 
     def pack(self, value: Any) -> Any:
-        """Return the user's object pickled, once and by value. Raise a TypeError if it cannot be
-        pickled."""
+        """Return the user's object pickled, by value. TypeError: it cannot be pickled."""
         return pack(value)
 
     @staticmethod
@@ -220,9 +216,8 @@ class RayGroup:
             self._events.put(CallEnded(worker, call, Failed(error, str(error))))
 
     def poll(self, timeout: float) -> list[Event]:
-        """Return what has happened, and wait up to `timeout` for the first event. A worker's end is
-        reported once. An error here (no room for a dealer, Ctrl-C) loses at most the event that it
-        belongs to."""
+        """Return what has happened, and wait up to `timeout` for the first event. An error here (no
+        room for a dealer, Ctrl-C) loses at most the event that it belongs to."""
         with contextlib.suppress(queue.Empty):
             self._arrived.append(self._events.get(timeout=timeout if not self._arrived else 0.0))
             while True:
@@ -235,9 +230,8 @@ class RayGroup:
         return ready
 
     def _explained(self, event: Event) -> Event:
-        """Return the event with the cause, if this machine knows it: from the process's standard
-        error, if gloo ended the process because a peer sent data of an unexpected size, or from the
-        system."""
+        """Return the event with a cause that this machine knows: gloo's message about data of an
+        unexpected size, or how the system has ended the process."""
         if not isinstance(event, WorkerEnded) or event.reason != "worker death":
             return event
         handle = self._handles[event.worker]
@@ -276,8 +270,7 @@ class RayGroup:
         return True
 
     def _provide_modules(self, worker: str, handle: _Handle) -> None:
-        """Let a new worker import the user's modules. It does that before its first call, because
-        calls have an order."""
+        """Let a new worker import the user's modules before its first call."""
         if not self._folders:
             return
         if handle.node == self._here:
@@ -317,8 +310,7 @@ class RayGroup:
         return self.control.silent_for(worker)
 
     def kill(self, worker: str) -> None:
-        """Send SIGKILL at once, from this process or from another worker on the same node. Ray's
-        own kill takes seconds."""
+        """Send SIGKILL from this process or a worker on its node, as Ray's kill takes seconds."""
         handle = self._handles.get(worker)
         if handle is None:
             return
@@ -336,8 +328,7 @@ class RayGroup:
         self._end_actor(self._handles[worker].actor)
 
     def _end_actor(self, actor: Any) -> None:
-        """Make Ray end an actor. If Ray is no longer running, a worker that was disconnected ends
-        itself."""
+        """Make Ray end an actor. Without Ray, a worker that was disconnected ends itself."""
         try:
             require_ray(self._session)
         except NotActiveError:
@@ -405,8 +396,7 @@ class RayGroup:
         return ", ".join(f"{count * n:g} {name} ({free.get(name, 0):g} free)" for name, n in wanted.items())
 
     def draining(self) -> dict[str, float | None]:
-        """Return what Ray's last answer means now, without waiting. Raise `ClusterError` if it has
-        not answered for too long."""
+        """Return what Ray's last answer means now. ClusterError: none for too long."""
         require_ray(self._session)
         if self._drain_query is None:
             if time.monotonic() >= self._ask_at:

@@ -21,7 +21,7 @@ from raysgd.core.protocols import Call, ProcessGroupBackend, Replica, ReplicaFac
 from raysgd.core.ranks import RankInfo
 from raysgd.core.snapshot import guarded_part
 from raysgd.errors import described, shown, text_of
-from raysgd.workers.blob import Blob, PickledObject, unpickled
+from raysgd.workers.calls import Blob, PickledObject, unpickled
 from raysgd.workers.foreign import is_exit_of_actor
 from raysgd.workers.serialization import is_installed
 
@@ -63,15 +63,11 @@ class ReplicaHost:
             value = self._method(verb)(**{name: _opened(value) for name, value in arguments.items()})
             if verb == "run":
                 value = self._sendable(value)
-        except KeyboardInterrupt as error:
-            if not self._remote:
-                raise  # Ctrl-C: this process is the driver
-            return self._outcome_of(error, _called(verb, arguments))
-        except SystemExit as error:
+        except BaseException as error:  # the user's code may also raise GeneratorExit, CancelledError, ...
             if is_exit_of_actor(error):
                 raise  # Ray ends this process, which is a worker failure
-            return self._outcome_of(error, _called(verb, arguments))
-        except BaseException as error:  # the user's code may also raise GeneratorExit, CancelledError, ...
+            if isinstance(error, KeyboardInterrupt) and not self._remote:
+                raise  # Ctrl-C: this process is the driver
             return self._outcome_of(error, _called(verb, arguments))
         if isinstance(value, Interrupted):
             return value
@@ -115,8 +111,7 @@ class ReplicaHost:
         return Failed(picklable(error) if self._remote else error, text, self._progress)
 
     def _method(self, verb: str) -> Callable[..., Any]:
-        """Return the method that performs a verb. Calls of the trainer go straight to the
-        replica."""
+        """Return the method for a verb. The trainer's calls go straight to the replica."""
         if verb != "run":
             method: Callable[..., Any] = getattr(self, f"_{verb}")
             return method
@@ -170,8 +165,7 @@ class ReplicaHost:
         self._backend.leave()
 
     def _state(self, transfer: str) -> Interrupted | None:
-        """Give the state to those that take it. With "" as transfer, only take part in gathering
-        it."""
+        """Give the state to those that take it. Without a transfer, only help to gather it."""
         assert self._replica is not None
         data = self._replica.state()
         guarded = guarded_part(data)
@@ -186,8 +180,7 @@ class ReplicaHost:
         return None
 
     def _moved(self, move: Callable[[], Any]) -> Interrupted | None:
-        """Move a state. If its transfer ends early, because another worker has failed, this one has
-        not."""
+        """Move a state. If the transfer ends early, another worker has failed, not this one."""
         try:
             move()
         except OSError as error:
@@ -215,8 +208,7 @@ def _opened(value: Any) -> Any:
 
 
 def exited(error: SystemExit, called: str, rank: int | None) -> RuntimeError:
-    """Return the error that the driver raises after `sys.exit()` on a worker, because SystemExit
-    itself would end the user's script."""
+    """Return the error for `sys.exit()` on a worker: SystemExit would end the user's script."""
     where = "a new worker" if rank is None else f"rank {rank}"
     name, place = _users_frame(error)
     raised = RuntimeError(
@@ -256,8 +248,7 @@ def _formatted(error: BaseException) -> str:
 
 
 def picklable(error: BaseException) -> BaseException:
-    """Return the error itself if it can be pickled, otherwise one of its type that can be,
-    otherwise a RuntimeError."""
+    """Return the error, one of its type that can be pickled, or a RuntimeError."""
     makers: list[Callable[[], BaseException]] = [lambda: error, lambda: PicklableError(error)]
     for make in makers:
         try:
@@ -295,8 +286,7 @@ def _recreate(kind: type[BaseException], args: tuple[Any, ...], state: dict[str,
 
 
 def _pickled_and_back(value: Any) -> Any:
-    """Return a pickled copy of the value, or None if it cannot be pickled. A user's class may raise
-    anything here."""
+    """Return a pickled copy of the value, or None: a user's class may raise anything here."""
     from ray import cloudpickle
 
     try:

@@ -20,7 +20,7 @@ from types import FunctionType, ModuleType
 from typing import Any, TypeVar
 
 from raysgd.errors import shown
-from raysgd.workers.blob import PickledObject
+from raysgd.workers.calls import PickledObject
 
 # cloudpickle has one list of the modules to pickle by value per process: one thread at a time may change it. It has a module for
 # one object only, because cloudpickle includes the modules of a package that it has.
@@ -55,8 +55,7 @@ def pack(value: Any) -> PickledObject | None:
 
 
 def unpicklable_variable(module: ModuleType) -> str:
-    """Return the name of a variable of the module, or of a class in it, that cannot be pickled; ""
-    if there is none."""
+    """Return the name of a variable of a module that cannot be pickled, or ""."""
     for name, value in vars(module).items():
         if isinstance(value, type) and value.__module__ == module.__name__:
             parts = {f"{name}.{part}": each for part, each in vars(value).items()}
@@ -89,21 +88,17 @@ def _culprit(value: Any) -> str:
 
 
 def dumps(value: Any) -> bytes:
-    """Pickle with cloudpickle. All modules but the script or notebook are pickled by name, also
-    those that have a class of their own, which cloudpickle cannot do. torch has such a config
-    module, and cloudpickle includes it with a function that uses the names `torch.distributed` and
-    `config`."""
+    """Pickle with cloudpickle. All modules but the script are pickled by name, also those with a
+    class of their own, as torch's config modules, which cloudpickle includes and cannot pickle."""
     return _dumps(value)
 
 
 class RayReferenceFound(Exception):
-    """Raised for a value that only Ray can pickle, because it contains a reference that Ray
-    counts."""
+    """Raised for a value with a reference that Ray counts, which only Ray can pickle."""
 
 
 def dumps_without_references(value: Any) -> bytes:
-    """Pickle as `dumps` does. Raise RayReferenceFound if the value contains a reference to an
-    object or an actor of Ray."""
+    """Pickle as `dumps` does. Raise RayReferenceFound for references to Ray's objects."""
     return _dumps(value, refuses_references=True)
 
 
@@ -168,8 +163,7 @@ def _by_value(module: ModuleType | None) -> Iterator[None]:
 
 
 def _is_local(module: ModuleType) -> bool:
-    """Return whether a module is the user's own: not built in, not installed, and not part of
-    raysgd."""
+    """Return whether a module is the user's own: neither built in nor installed nor raysgd's."""
     name = getattr(module, "__name__", "")
     if not isinstance(module, ModuleType) or name == "__main__" or name.partition(".")[0] == "raysgd":
         return False
@@ -184,9 +178,8 @@ def _is_local(module: ModuleType) -> bool:
 
 @cache
 def is_installed(file: str) -> bool:
-    """Return whether a file or folder belongs to Python or to an installed package, and not to the
-    user's own code. Packages can also be in another environment's folder, which PYTHONPATH or a
-    .pth file names."""
+    """Return whether a file or folder belongs to Python or an installed package, also in another
+    environment that PYTHONPATH or a .pth file names."""
     path = Path(file)
     return not {"site-packages", "dist-packages"}.isdisjoint(path.parts) or any(
         path.is_relative_to(root) for root in _installed()

@@ -1,5 +1,4 @@
-"""Show the user's frames in tracebacks, with the source lines of a notebook's cells, and fold those
-of raysgd. Driver."""
+"""Show the user's frames in tracebacks, also those of notebooks, and fold raysgd's. Driver."""
 
 from __future__ import annotations
 
@@ -23,10 +22,9 @@ FRAME = re.compile(r'  File "(?P<file>[^"]+)", line (?P<line>\d+), in .*')
 
 
 def readable(text: str, error: BaseException | None = None) -> str:
-    """Return a worker's traceback without the frames of raysgd, and with the source lines that only
-    this process knows, such as those of a notebook's cells. It is unchanged if the user asks for
-    that, or if the error may be a fault of raysgd: raised in its code, and not as one of its own
-    errors."""
+    """Return a worker's traceback without the frames of raysgd, and with source lines that only
+    this process knows. It is unchanged if the user asks for that, or if it may be a fault of
+    raysgd."""
     lines, blocks = text.splitlines(), list[tuple[str, list[str]]]()
     for line in lines:
         found = FRAME.fullmatch(line)
@@ -92,7 +90,6 @@ def fold_frames(error: BaseException) -> None:
 
 
 def _is_ours(file: str) -> bool:
-    """Return whether a file of this machine or of a worker's is part of raysgd. Ready-made
-    operators count as user code."""
-    _, found, place = file.replace("\\", "/").rpartition("/raysgd/")
+    """Return whether a file, here or on a worker, is part of raysgd, ready-made operators apart."""
+    _, found, place = file.rpartition("/raysgd/")
     return bool(found) and not place.startswith("operators/") and (PACKAGE / place).is_file()

@@ -29,9 +29,8 @@ LOOK_S = 1.0
 
 class Transfer:
     """One state on its way through the driver. Owns its memory there, and its connections, which
-    `close` ends. A worker that still waits then gets a ConnectionError. `moved` grows with each
-    part that arrives. `given` gets what the giving worker reports with the state, or a
-    ConnectionError if that worker ends first."""
+    `close` ends with a ConnectionError in workers that wait. `moved` grows with each part. `given`
+    gets the giving worker's report, or a ConnectionError."""
 
     def __init__(self, server: ControlServer) -> None:
         self._server = server
@@ -169,8 +168,7 @@ class InlineTransfer:
 
 
 class Giving:
-    """Owns the connection of a worker that gives something. When it ends early, the driver knows
-    that the worker has ended."""
+    """Owns the connection of a worker that gives something, whose early end the driver sees."""
 
     def __init__(self, address: ControlAddress, worker: str, name: str) -> None:
         self._connection = connect(address, Open(worker, name))

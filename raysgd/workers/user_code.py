@@ -1,5 +1,4 @@
-"""Send the user's own Python modules to workers on other machines, which import some of them only
-during a call. Both."""
+"""Send the user's own modules to workers on other machines. Both."""
 
 from __future__ import annotations
 
@@ -47,10 +46,9 @@ class UserCode:
 
 
 def user_folders(runtime_env: Mapping[str, Any]) -> tuple[list[Path], int]:
-    """Return the folders of `sys.path` that hold the user's modules, and how many of them come
-    before installed packages: those of the script, the notebook and PYTHONPATH, and then packages
-    that are being developed. There are none if the job has a `working_dir` or `py_modules`, because
-    Ray sends these to all workers."""
+    """Return the folders of `sys.path` with the user's modules, and how many are before installed
+    packages: the script's, the notebook's and PYTHONPATH's. None if the job has a `working_dir` or
+    `py_modules`, which Ray sends to all workers."""
     if runtime_env.get("working_dir") or runtime_env.get("py_modules"):
         return [], 0
     found = list(dict.fromkeys(Path(entry or ".").resolve() for entry in sys.path))
@@ -61,8 +59,7 @@ def user_folders(runtime_env: Mapping[str, Any]) -> tuple[list[Path], int]:
 
 
 def pack_modules(folders: Sequence[Path], first: int) -> UserCode:
-    """Pack the modules of these folders, those near the top first. Log what the limits leave
-    out."""
+    """Pack the modules of these folders, the top first. Log what the limits leave out."""
     buffer, size, code = io.BytesIO(), 0, UserCode(b"", len(folders), first)
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         for number, folder in enumerate(folders):
@@ -157,8 +154,7 @@ def install(code: UserCode, parent: Path) -> None:
 
 
 def add_to_path(folders: Sequence[str], first: int) -> None:
-    """Add these folders to this process's `sys.path`, unless they are in it: the first ones before
-    all others, and the rest after them."""
+    """Add these folders to `sys.path`: the first ones before all others, the rest after them."""
     sys.path[:0] = [folder for folder in folders[:first] if folder not in sys.path]
     sys.path += [folder for folder in folders[first:] if folder not in sys.path]
     importlib.invalidate_caches()

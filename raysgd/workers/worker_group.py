@@ -12,9 +12,8 @@ from raysgd.workers.events import Event
 
 
 class TransferProtocol(Protocol):
-    """A state, or a checkpoint, on its way: a worker gives it (the verb "state" with this name), or
-    the driver, and others take it ("load"). When the transfer is closed, workers that wait in one
-    of these calls end it as interrupted."""
+    """A state or a checkpoint on its way: a worker gives it (the verb "state"), or the driver, and
+    others take it ("load"). `close` interrupts workers that wait in one of these calls."""
 
     name: str
     given: Future[dict[str, Any] | None]  # what the giving worker reports; a ConnectionError if it ends first
@@ -46,19 +45,16 @@ class WorkerGroupProtocol(Protocol):
     listener: Callable[[Event], None]
 
     def launch(self, count: int) -> list[str]:
-        """Start workers and return their names at once. Each one that starts is a `WorkerStarted`
-        event."""
+        """Start workers, and return their names at once. `WorkerStarted` follows for each."""
 
     def submit(self, worker: str, verb: str, arguments: dict[str, Any], *, generation: int = 0) -> int:
         """Start a call and return its number, which its `CallEnded` event also has."""
 
     def poll(self, timeout: float) -> list[Event]:
-        """Return what has happened, and wait up to `timeout` for the first event. The failure of a
-        worker is reported only once."""
+        """Return what has happened, after at most `timeout`. A failure is reported only once."""
 
     def send(self, worker: str, message: Message) -> bool:
-        """Send a message alongside the running call. Return False if the worker cannot be
-        reached."""
+        """Send a message beside the running call. Return False if the worker has gone."""
 
     def silent_for(self, worker: str) -> float:
         """Return for how many seconds the worker has sent nothing, 0 before it has started."""
@@ -67,8 +63,7 @@ class WorkerGroupProtocol(Protocol):
         """End a worker that may not respond. Its failure follows as an event."""
 
     def dismiss(self, worker: str) -> None:
-        """End a worker that is no longer needed, and free its resources. No event about it
-        follows."""
+        """End a worker that is not needed, and free its resources. No event follows."""
 
     def reference(self, worker: str, verb: str, arguments: dict[str, Any]) -> Any:
         """Return a Ray reference to the result of a call, for the user to wait for."""

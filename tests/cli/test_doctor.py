@@ -11,7 +11,7 @@ import pytest
 
 from raysgd.cli.doctor import FEWEST_FILES, LEAST_SHARED, judge, try_folder, try_import, try_ports
 from raysgd.cli.findings import Finding
-from raysgd.workers.survey import Runner
+from raysgd.workers.cluster import Runner
 
 REQUIRED = metadata.requires("raysgd") or []
 # Without the packages whose imports take long, and with few open files.

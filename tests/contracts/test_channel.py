@@ -56,8 +56,7 @@ from raysgd.core.protocols import Call
 from raysgd.core.ranks import SingleWorkerBackend
 from raysgd.core.snapshot import GUARDED
 from raysgd.errors import ConfigError
-from raysgd.workers.blob import SMALL, Blob, PickledObject
-from raysgd.workers.calls import opened, packed_outcome
+from raysgd.workers.calls import SMALL, Blob, PickledObject, opened, packed_outcome
 from raysgd.workers.control_client import ControlClient, brief
 from raysgd.workers.control_server import UNADMITTED_AT_MOST, ControlServer
 from raysgd.workers.events import CallEnded, MessageReceived, PartReceived, WorkerEnded, WorkerStarted

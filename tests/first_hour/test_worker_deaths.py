@@ -182,8 +182,10 @@ def test_the_system_tells_how_a_process_has_ended(end: str, how: str) -> None:
 def test_waiting_for_new_workers_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     """All workers failed, and four are starting: every look at them was a line of the log."""
     group = SimpleNamespace(demand=lambda count: f"{count} CPU (0 free)", room=lambda: 0)
-    parts: Any = SimpleNamespace(group=group, clock=lambda: 0.0, pump=lambda seconds: 0, on_wait=lambda what: None)
-    loop = RecoveryLoop(parts, parts, parts, parts, parts, elastic=ElasticConfig(), in_place=True, jitter=lambda: 0.0)
+    parts: Any = SimpleNamespace(
+        group=group, in_place=True, clock=lambda: 0.0, pump=lambda seconds: 0, on_wait=lambda what: None
+    )
+    loop = RecoveryLoop(parts, parts, parts, parts, parts, elastic=ElasticConfig(), jitter=lambda: 0.0)
     seen: Any = SimpleNamespace(survivors=0, starting=4, ready=0, free=0)
     case = _Case(parts, parts, Progress(), 4, 0.0)
     for _ in range(3):

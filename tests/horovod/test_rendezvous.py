@@ -106,8 +106,8 @@ def test_shutting_down_closes_the_connections_if_a_peer_does_not_respond(monkeyp
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"compression": "fp8"}, "'none', 'fp16'"),
-        ({"op": "adasum"}, "'average', 'sum'"),
+        ({"compression": "fp8"}, "'none' or 'fp16'"),
+        ({"op": "adasum"}, "'average' or 'sum'"),
         ({"backward_passes_per_step": 0}, "at least 1"),
         ({"groups": "two"}, "groups"),
         ({"gradient_predivide_factor": 0}, "above 0"),
@@ -130,7 +130,7 @@ def test_arguments_are_checked(given: Any, message: str) -> None:
         ({"options": TrainingOptions(comm_hook="fp16")}, "'compression': 'fp16'"),
         ({"options": TrainingOptions(sync_batchnorm=True)}, "SyncBatchNorm"),
         ({"options": TrainingOptions(parallel=None), "horovod_args": {"op": "sum"}}, "parallel=None"),
-        ({"horovod_args": {"op": "max"}}, "'average', 'sum'"),
+        ({"horovod_args": {"op": "max"}}, "'average' or 'sum'"),
         ({"backend": "gloo", "horovod_args": {}}, "for backend='horovod'"),
     ],
 )

@@ -40,11 +40,14 @@ def test_num_steps_count_each_batch_once(make: Make) -> None:
     assert reasons(ground) == ["worker death"]
 
 
-def test_more_failures_than_max_retries_raise_an_error_that_lists_them(make: Make) -> None:
+def test_more_failures_than_max_retries_raise_an_error_that_lists_them(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
     ground = make()
     ground.arm(Fault(0, 3), Fault(1, 8))
     with pytest.raises(TrainingFailedError, match=r"max_retries=1.*(?s:.*)worker death in epoch \d+, batch \d+"):
         ground.trainer.train(max_retries=1)
+    assert caplog.messages[-1] == "worker death: the call ends with an error", "and not that training continues"
     ground.trainer.train()
     ground.assert_epoch_exact()
 

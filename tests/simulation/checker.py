@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from raysgd.core.messages import Interrupt
-from raysgd.core.policy import Recovery
-from raysgd.engine.recovery_log import PLANNED
+from raysgd.core.policy import PLANNED, Recovery
 from tests.simulation.network import ProcessGroup
 from tests.simulation.replica import Step, UserError, weights_after
 
@@ -37,7 +36,7 @@ class Checker:
         self.schedule: Any = None
         self.engine: Any = None
         self.truth: list[Step] = []
-        self.newest = 0
+        self.newest, self._formed_at = 0, 0.0
         self.loads = 0
         self.applied_steps = 0
         self.begins_at = 0
@@ -70,7 +69,7 @@ class Checker:
             self.fail(f"{worker.name} joined generation {group.generation}, but {self.newest} was formed already")
         if group.generation == self.newest and group.members != self._members:
             self.fail(f"generation {group.generation} was formed twice, with different members")
-        self.newest, self._members = group.generation, group.members
+        self.newest, self._members, self._formed_at = group.generation, group.members, self.schedule.now
         if not 1 <= len(group.members) <= self._plan.ranks:
             self.fail(f"a group has {len(group.members)} members, and at most {self._plan.ranks} are wanted")
 
@@ -154,9 +153,10 @@ class Checker:
                     self.differing.setdefault(name, self.schedule.now)
 
     def _check_evicted(self, worker: Any) -> None:
-        """Check that a rank that differs is evicted soon after the driver can know it."""
+        """Check that a rank that differs is evicted soon after the driver can know it, and no recovery delays it."""
         since = self.differing.get(worker.name)
-        if since is not None and self.schedule.now > max(since, self.schedule.over_at, self.schedule.call_began) + 5.0:
+        begins_at = max(self.schedule.over_at, self.schedule.call_began, self._formed_at)
+        if since is not None and self.schedule.now > max(since, begins_at) + 5.0:
             self.fail(f"{worker.name} still trains, although its weights differ from those of most ranks")
 
     def _begin(self, group: ProcessGroup, base: int) -> None:

@@ -21,8 +21,8 @@ import pytest
 from greenlet import getcurrent
 
 from raysgd import train
+from raysgd.core.policy import PLANNED
 from raysgd.engine.engine import Engine
-from raysgd.engine.recovery_log import PLANNED
 from raysgd.errors import ResourceError, WorkerStartError
 from raysgd.train import Checkpoint, CheckpointConfig, TrainingWorkerError, executor, replica, run_session
 from raysgd.train import run as rounds

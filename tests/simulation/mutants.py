@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from raysgd.core import metrics
+from raysgd.core import metrics, policy
 from raysgd.core.messages import Interrupt, ProgressReport, ProposeBoundary
-from raysgd.core.policy import Observation, Recovery
+from raysgd.core.policy import PLANNED, Observation
 from raysgd.core.progress import Control, Progress
 from raysgd.core.sampling_plan import RankPart, SamplingPlan
 from raysgd.core.snapshot import Snapshot, SnapshotStore
@@ -22,8 +22,7 @@ from raysgd.engine import boundary, comparison, engine, generation, membership, 
 from raysgd.engine.engine import Engine
 from raysgd.engine.generation import Generation
 from raysgd.engine.membership import Membership
-from raysgd.engine.recovery import RecoveryLoop
-from raysgd.engine.recovery_log import PLANNED, RecoveryLog
+from raysgd.engine.recovery import RecoveryLog, RecoveryLoop
 from raysgd.engine.replacements import Replacements
 from raysgd.engine.watchdog import Watchdog
 from raysgd.engine.worker_table import Leaver, WorkerInfo, WorkerTable
@@ -224,8 +223,8 @@ def let_spares_join(patch: Patch) -> None:
 
 @mutant
 def continue_with_too_few_workers(patch: Patch) -> None:
-    original = recovery.decide
-    patch.setattr(recovery, "decide", lambda now, wait_s: original(replace(now, min_workers=1), wait_s=wait_s))
+    original = policy.decide
+    patch.setattr(policy, "decide", lambda now, wait_s: original(replace(now, min_workers=1), wait_s=wait_s))
 
 
 @mutant
@@ -430,16 +429,15 @@ def count_metrics_of_an_earlier_call(patch: Patch) -> None:
 
 @mutant
 def keep_the_older_snapshot(patch: Patch) -> None:
-    def offer(self: SnapshotStore, snapshot: Snapshot) -> bool:
+    def offer(self: SnapshotStore, snapshot: Snapshot) -> None:
         self._latest = self._latest or snapshot
-        return True
 
     patch.setattr(SnapshotStore, "offer", offer)
 
 
 @mutant
 def keep_no_snapshot(patch: Patch) -> None:
-    patch.setattr(SnapshotStore, "offer", lambda self, snapshot: False)
+    patch.setattr(SnapshotStore, "offer", lambda self, snapshot: None)
 
 
 @mutant
@@ -466,22 +464,22 @@ def let_old_progress_replace_new(patch: Patch) -> None:
 
 @mutant
 def allow_one_failure_more(patch: Patch) -> None:
-    original = recovery.decide
+    original = policy.decide
 
     def decide(now: Any, *, wait_s: float) -> Any:
         return original(replace(now, failures=now.failures - 1), wait_s=wait_s)
 
-    patch.setattr(recovery, "decide", decide)
+    patch.setattr(policy, "decide", decide)
 
 
 @mutant
 def allow_one_failure_less(patch: Patch) -> None:
-    original = recovery.decide
+    original = policy.decide
 
     def decide(now: Any, *, wait_s: float) -> Any:
         return original(replace(now, failures=now.failures + 1), wait_s=wait_s)
 
-    patch.setattr(recovery, "decide", decide)
+    patch.setattr(policy, "decide", decide)
 
 
 @mutant
@@ -518,8 +516,8 @@ def forget_the_rest_of_a_call_that_has_ended(patch: Patch) -> None:
 def name_the_wrong_number_of_workers(patch: Patch) -> None:
     original = RecoveryLog.record
 
-    def record(self: RecoveryLog, seen: Recovery, **given: Any) -> None:
-        original(self, replace(seen, world_size_after=seen.world_size_after + 1), **given)
+    def record(self: RecoveryLog, seen: Observation, at: Progress, *, after: int, **given: Any) -> None:
+        original(self, seen, at, after=after + 1, **given)
 
     patch.setattr(RecoveryLog, "record", record)
 

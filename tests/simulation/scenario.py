@@ -10,11 +10,10 @@ from typing import Any
 
 from raysgd.constants import NUM_SAMPLES
 from raysgd.core import metrics
-from raysgd.core.policy import Recovery
+from raysgd.core.policy import PLANNED, Recovery
 from raysgd.core.protocols import Call
 from raysgd.engine.call import Job
 from raysgd.engine.engine import Engine
-from raysgd.engine.recovery_log import PLANNED
 from raysgd.errors import CheckpointError, ResourceError, TrainingFailedError, WorkerStartError
 from tests.simulation.checker import Checker, Violation
 from tests.simulation.faults import Cancelled, Schedule

@@ -13,7 +13,7 @@ from raysgd import CheckpointError, ConfigError, ElasticConfig, train
 from raysgd.callbacks import PrintCallback
 from raysgd.storage.remote import Uri
 from raysgd.train import FailureConfig, RunConfig, ScalingConfig
-from raysgd.train.fit.records import RunNames, RunRecord, StoredRun
+from raysgd.train.fit.records import RunRecord, StoredRun
 from raysgd.train.fit.run import _log_dir
 from raysgd.train.run import check_function
 from raysgd.train.settings import check_strategy
@@ -163,7 +163,7 @@ def test_restoring_needs_a_run(tmp_path: Path) -> None:
 
 def test_the_files_of_a_run_can_be_read_while_it_is_running(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
-    record = RunRecord(tmp_path, tmp_path, RunNames("T", "run"), {"lr": 1}, None)
+    record = RunRecord(tmp_path, tmp_path, "T", {"lr": 1}, None)
     record.begin({"a": b"b"})
     record.add({"loss": torch.tensor(0.5), "many": torch.ones(2), "nothing": float("nan")}, None)
     record.add({"loss": 0.25}, 0)
@@ -175,7 +175,7 @@ def test_the_files_of_a_run_can_be_read_while_it_is_running(tmp_path: Path) -> N
     assert [row["loss"] for row in past.rows] == [0.5, 0.25, 0.125]
     assert past.rows[0]["many"] == "tensor([1., 1.])"
     assert past.reported_with()[0]["loss"] == 0.25, "the metrics that were reported with the checkpoint"
-    resumed = RunRecord(tmp_path, tmp_path, RunNames("T", "run"), {}, past)
+    resumed = RunRecord(tmp_path, tmp_path, "T", {}, past)
     resumed.begin({})
     resumed.add({"loss": 0.0}, 1)
     resumed.end(RuntimeError("full"))
@@ -185,7 +185,7 @@ def test_the_files_of_a_run_can_be_read_while_it_is_running(tmp_path: Path) -> N
 
 
 def test_a_resumed_run_keeps_its_ids_and_its_total_time(tmp_path: Path) -> None:
-    record = RunRecord(tmp_path, tmp_path, RunNames("T", "run"), {}, None)
+    record = RunRecord(tmp_path, tmp_path, "T", {}, None)
     record.begin({})
     record.add({"confusion": {(0, 1): {2: [{(3, 4): 5}]}}}, None)
     record.rows[-1]["time_total_s"] = 100.0
@@ -194,7 +194,7 @@ def test_a_resumed_run_keeps_its_ids_and_its_total_time(tmp_path: Path) -> None:
     row = {"metrics": record.rows[-1] | {"confusion": 0}, "checkpoint": None}
     (tmp_path / "results.jsonl").write_bytes(storing.sealed_json(row) + b"\n")
     past = StoredRun.read(tmp_path)
-    again = RunRecord(tmp_path, tmp_path, RunNames("T", "run", **past.ids), {}, past)
+    again = RunRecord(tmp_path, tmp_path, "T", {}, past)
     again.begin({})
     assert len(StoredRun.read(tmp_path).rows) == 1, "the rows are kept before the first new report"
     again.add({}, None)
@@ -206,10 +206,10 @@ def test_a_resumed_run_keeps_its_ids_and_its_total_time(tmp_path: Path) -> None:
 
 
 def test_rows_are_rewritten_completely_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    record = RunRecord(tmp_path, tmp_path, RunNames("T", "run"), {}, None)
+    record = RunRecord(tmp_path, tmp_path, "T", {}, None)
     record.begin({})
     record.add({"epoch": 1}, None)
-    resumed = RunRecord(tmp_path, tmp_path, RunNames("T", "run"), {}, StoredRun.read(tmp_path))
+    resumed = RunRecord(tmp_path, tmp_path, "T", {}, StoredRun.read(tmp_path))
 
     def killed(*_: Any) -> None:
         raise KeyboardInterrupt
@@ -227,7 +227,7 @@ class Planted:
 
 
 def test_reading_a_run_runs_no_code_from_it(tmp_path: Path) -> None:
-    RunRecord(tmp_path, tmp_path, RunNames("T", "run"), {}, None).begin({"a": pickle.dumps(Planted())})
+    RunRecord(tmp_path, tmp_path, "T", {}, None).begin({"a": pickle.dumps(Planted())})
     (tmp_path / "checkpoint_000000").write_bytes(pickle.dumps({"a": Planted()}))
     result = train.Result.from_path(tmp_path)
     assert result.checkpoint is not None and result.checkpoint.path == str(tmp_path / "checkpoint_000000")
@@ -270,15 +270,16 @@ def test_attributes_that_setup_creates_are_not_stored(tmp_path: Path) -> None:
     [
         (RunConfig, "verbose", "PrintCallback"),
         (RunConfig, "stop", "return from it"),
-        (RunConfig, "local_dir", "use storage_path"),
+        (RunConfig, "local_dir", "did you mean 'storage_path'"),
         (train.CheckpointConfig, "checkpoint_frequency", "the training function reports"),
         (train.CheckpointStrategy, "checkpoint_at_end", "the training function reports"),
         (ScalingConfig, "accelerator_type", "resources_per_worker"),
-        (FailureConfig, "fail_fast", "it takes max_failures"),
+        (FailureConfig, "fail_fast", "always ends the run"),
+        (FailureConfig, "max_failure", "did you mean 'max_failures'"),
     ],
 )
 def test_unknown_settings_are_refused_with_a_hint(kind: Any, wrong: str, hint: str) -> None:
-    with pytest.raises(ConfigError, match=f"{kind.__name__} has no setting '{wrong}'.*{hint}"):
+    with pytest.raises(TypeError, match=f"{kind.__name__} takes no argument '{wrong}': .*{hint}"):
         kind(**{wrong: 1})
     assert pickle.loads(pickle.dumps(kind())) == kind()
 

@@ -109,7 +109,7 @@ def test_to_worker_group(ray_cluster: None, tmp_path: Path) -> None:
         group[2]
     group.shutdown()
     with pytest.raises(RuntimeError, match="shut down"):
-        group[0]
+        group[0].add.remote()
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,4 @@
-"""`DataParallelTrainer` for PyTorch, TensorFlow and Horovod. (`raysgd.TorchTrainer` is another
-class.) Driver."""
+"""`DataParallelTrainer` for each framework. `raysgd.TorchTrainer` is another class. Driver."""
 
 from __future__ import annotations
 

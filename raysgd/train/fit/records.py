@@ -1,9 +1,9 @@
 """The files that `fit()` writes beside the checkpoints, so that a run can be read back and resumed.
 Driver.
 
-trainer.zip the trainer's settings, each pickled separately, so that those that `restore` overrides
-are never read results.jsonl one line for each report of rank 0: the metrics, and the number of the
-newest checkpoint state.json the run's status, its trainer and its ids
+    trainer.zip    the trainer's settings, each pickled separately: those that `restore` overrides are never read
+    results.jsonl  one line for each report of rank 0: the metrics, and the number of the newest checkpoint
+    state.json     the run's status, its trainer and its ids
 """
 
 from __future__ import annotations
@@ -62,8 +62,7 @@ class StoredRun:
         )
 
     def reported_with(self) -> dict[int, dict[str, Any]]:
-        """Return the metrics of each checkpoint: those reported with it, or those of the next
-        report."""
+        """Return the metrics reported with each checkpoint, or with the next report."""
         found: dict[int, dict[str, Any]] = {}
         for row, number in zip(self.rows, self.checkpoints, strict=True):
             if number is not None:
@@ -89,8 +88,7 @@ def _line(place: Any, number: int, line: bytes) -> dict[str, Any]:
 
 
 def _settings(where: Any) -> dict[str, bytes]:
-    """Return the pickles of the settings by name. This runs no code from the file, because it does
-    not load them."""
+    """Return the pickles of the settings by name, without loading one: this runs no code."""
     data = locations.read(where / SETTINGS)
     try:
         found = dict(values.load(data))
@@ -108,33 +106,16 @@ def can_restore(where: Any) -> bool:
     return bool((where / SETTINGS).is_file() and (where / STATE).is_file())
 
 
-@dataclass(frozen=True)
-class RunNames:
-    """The names and ids of a run."""
-
-    trainer: str
-    experiment: str
-    trial_id: str = field(default_factory=lambda: f"{uuid.uuid4().hex[:5]}_00000")
-    experiment_id: str = field(default_factory=lambda: uuid.uuid4().hex)
-
-    def trial(self, directory: Any) -> dict[str, Any]:
-        """Return what `train.get_context()` says about the run."""
-        return {
-            "experiment_name": self.experiment,
-            "trial_name": f"{self.trainer}_{self.trial_id}",
-            "trial_id": self.trial_id,
-            "trial_dir": str(directory),
-        }
-
-
 class RunRecord:
-    """Owns these files of one run, and its rows. `where` is where the run is stored, and `log_dir`
-    a directory on this machine. They differ only if the run is stored under a URI."""
+    """Owns these files of one run, its ids, and its rows. `where` is where the run is stored, and
+    `log_dir` a directory on this machine. They differ only if the run is stored under a URI."""
 
     def __init__(
-        self, where: Any, log_dir: Path, names: RunNames, config: Mapping[str, Any], past: StoredRun | None
+        self, where: Any, log_dir: Path, trainer: str, config: Mapping[str, Any], past: StoredRun | None
     ) -> None:
-        self.where, self.log_dir, self.names = where, log_dir, names
+        self.where, self.log_dir, self._trainer = where, log_dir, trainer
+        self._ids = {"trial_id": f"{uuid.uuid4().hex[:5]}_00000", "experiment_id": uuid.uuid4().hex}
+        self._ids |= {} if past is None else past.ids
         self._config = {"train_loop_config": dict(config)} if config else {}
         self.rows = [] if past is None else [{**row, "done": False} for row in past.rows]
         self._numbers = [] if past is None else list(past.checkpoints)
@@ -143,9 +124,18 @@ class RunRecord:
         self._before = float(self.rows[-1].get("time_total_s", 0.0)) if self.rows else 0.0
         self._began = self._last = self._warm = time.time()
 
+    def trial(self) -> dict[str, Any]:
+        """Return what `train.get_context()` says about the run."""
+        trial_id = self._ids["trial_id"]
+        return {
+            "experiment_name": self.where.name,
+            "trial_name": f"{self._trainer}_{trial_id}",
+            "trial_id": trial_id,
+            "trial_dir": str(self.log_dir),
+        }
+
     def begin(self, settings: Mapping[str, bytes]) -> None:
-        """Write the files. Rewrite the rows of an earlier run, whose last line may be
-        incomplete."""
+        """Write the files, and anew an earlier run's rows: the last may be incomplete."""
         self.log_dir.mkdir(parents=True, exist_ok=True)
         locations.write(self.log_dir / RESULTS, "".join(self._unwritten()).encode())
         locations.write(self.where / SETTINGS, values.dump(dict(settings), dumps=pickle.dumps))
@@ -156,8 +146,7 @@ class RunRecord:
         self._last = self._warm = time.time()
 
     def add(self, row: Mapping[str, Any], newest: int | None) -> None:
-        """Write a report of rank 0 to the local file. Upload the file whenever there is a new
-        checkpoint."""
+        """Write a report of rank 0. Upload the file whenever there is a new checkpoint."""
         is_new = newest is not None and newest != (self._numbers[-1] if self._numbers else None)
         self.rows.append({**self._autofilled(), **row})
         self._numbers.append(newest)
@@ -173,8 +162,7 @@ class RunRecord:
         self._write_status("finished" if error is None else "failed", "" if error is None else described(error))
 
     def _write_status(self, status: str, error: str = "") -> None:
-        state = {"trainer": self.names.trainer, "status": status, "error": error}
-        state |= {name: getattr(self.names, name) for name in IDS}
+        state = {"trainer": self._trainer, "status": status, "error": error, **self._ids}
         locations.write(self.where / STATE, folders.dump_json(state))
 
     def _append(self) -> None:
@@ -202,8 +190,7 @@ class RunRecord:
             "time_since_restore": now - self._began,
             "training_iteration": len(self.rows) + 1,
             "iterations_since_restore": len(self.rows) + 1 - self._restored,
-            "trial_id": self.names.trial_id,
-            "experiment_id": self.names.experiment_id,
+            **self._ids,
             "experiment_tag": "0",
             "hostname": platform.node(),
             "node_ip": own_address(),
@@ -240,7 +227,6 @@ def _with_text_keys(value: Any) -> Any:
 
 
 def as_json(value: Any) -> Any:
-    """Return the number for an object that is a single number, and its `repr` for other objects
-    that are not JSON."""
+    """Return a number for a single number, and the `repr` of other objects that are not JSON."""
     number = plain(value)
     return shown(value) if number is value else number

@@ -102,8 +102,7 @@ class Result:
         return self.return_values[0] if self.return_values else None
 
     def get_best_checkpoint(self, metric: str, mode: Literal["min", "max"]) -> Checkpoint | None:
-        """Return the stored checkpoint with the best value of a reported `metric`. `mode` is "min"
-        or "max"."""
+        """Return the stored checkpoint with the best `metric`; `mode` is "min" or "max"."""
         one_of("mode", mode, "min", "max")
         sign = 1 if mode == "max" else -1
         scored = [

@@ -27,7 +27,7 @@ from raysgd.storage.remote import Uri
 from raysgd.train.callbacks import make_callback_list
 from raysgd.train.checkpoint_manager import CheckpointManager
 from raysgd.train.executor import BackendExecutor, FunctionJob
-from raysgd.train.fit.records import RunNames, RunRecord, StoredRun
+from raysgd.train.fit.records import RunRecord, StoredRun
 from raysgd.train.fit.result import Result
 from raysgd.train.iterator import TrainingIterator
 from raysgd.train.run import RoundResult, function_name
@@ -53,8 +53,7 @@ class FitRun:
 
     def run(self, job: FunctionJob, settings: dict[str, bytes]) -> Result:
         """Run the function to its end. `settings` are the trainer's, pickled."""
-        run_names = RunNames(self._trainer, self.place.name, **({} if self._past is None else self._past.ids))
-        record = RunRecord(self.place, self.log_dir, run_names, job.config, self._past)
+        record = RunRecord(self.place, self.log_dir, self._trainer, job.config, self._past)
         manager = job.manager(self.place)
         if self._past is not None:
             manager.adopt(self._past.reported_with())
@@ -80,8 +79,7 @@ class FitRun:
         executor.start()
         record.started()
         rounds = TrainingIterator(executor, self._callbacks, record=write)
-        trial = record.names.trial(record.log_dir)
-        begin = functools.partial(job.begin, executor, record.log_dir, manager, trial)
+        begin = functools.partial(job.begin, executor, manager, record.trial())
         run = Run(
             trainer=self._trainer,
             functions=True,
@@ -108,8 +106,7 @@ class FitRun:
 
 
 def _new_place(trainer: str, config: RunConfig) -> tuple[Place, Path]:
-    """Return where the run is stored, and its directory on this machine. Both are new: a run never
-    writes into another's directory."""
+    """Return where the run is stored, and its directory here: new ones, of no other run."""
     home = Path.home() / RESULTS if config.storage_path is None else place(config.storage_path)
     home = home.absolute() if isinstance(home, Path) else home
     name = config.name or f"{trainer}_{timestamp()}"
@@ -123,9 +120,8 @@ def _new_place(trainer: str, config: RunConfig) -> tuple[Place, Path]:
 
 
 def _log_dir(where: Place, *, resume: bool = False) -> Path:
-    """Return the directory on this machine where callbacks write. For a run under a URI this is a
-    new one, because a run from elsewhere may have used the name; with `resume`, it is the one that
-    this run has used."""
+    """Return the directory here where callbacks write. For a URI it is a new one, because another
+    run may have used the name, or with `resume` that of this run."""
     if not isinstance(where, Uri):
         return where
     for path in (Path.home() / RESULTS / name for name in numbered(where.name)):

@@ -1,10 +1,8 @@
-"""`DataParallelTrainer`: a training function with its settings and its data, for `fit()` and for
-Tune. Driver."""
+"""`DataParallelTrainer`: a training function with its settings and its data. Driver."""
 
 from __future__ import annotations
 
 import copy
-import functools
 import json
 import pickle
 from collections.abc import Callable, Mapping
@@ -19,7 +17,7 @@ from raysgd.storage.locations import place, text_of
 from raysgd.storage.remote import Uri
 from raysgd.train.backends import parse_backend
 from raysgd.train.checkpoint import Checkpoint
-from raysgd.train.executor import BackendExecutor, FunctionJob
+from raysgd.train.executor import FunctionJob, executor_maker
 from raysgd.train.fit.records import StoredRun, can_restore
 from raysgd.train.fit.result import Result
 from raysgd.train.fit.run import FitRun
@@ -121,8 +119,8 @@ class DataParallelTrainer:
     # -- running --------------------------------------------------------------------------------------
 
     def setup(self) -> None:
-        """Called before the workers start, by `fit()` and in Tune trials. Override it for work that
-        does not belong in the constructor."""
+        """Called by `fit()` and in trials before the workers start, for work beyond the
+        constructor."""
 
     @folding
     def fit(self) -> Result:
@@ -141,13 +139,10 @@ class DataParallelTrainer:
         """Return the run that `fit()` would start."""
         scaling = self.scaling_config
         worker = scaling.worker
-        make = functools.partial(
-            BackendExecutor,
+        make = executor_maker(
             self.backend_config,
             scaling.most,
-            worker.cpus,
-            worker.gpus,
-            worker.custom,
+            worker,
             self.run_config.max_failures,
             elastic=scaling.policy(),
             start_with=scaling.least,
@@ -277,8 +272,7 @@ class DataParallelTrainer:
         return trainer
 
     def _packed(self) -> dict[str, bytes]:
-        """Pickle each attribute separately, without those that setup() creates. Of datasets, store
-        only their names."""
+        """Pickle each attribute, but not those of setup(). Of datasets, store only the names."""
         changed = {"datasets": list(self.datasets), "run_config": self.run_config.to_store()}
         left_out = {"history", "_set_up", "_restored_from", *self._set_up}
         return {name: _pickled(value) for name, value in {**vars(self), **changed}.items() if name not in left_out}
