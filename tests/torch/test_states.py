@@ -2,6 +2,7 @@
 
 import io
 import random
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
 from raysgd import AutoCheckpoint, CheckpointError, train
+from raysgd.torch.checkpoint import shard_files
 from raysgd.torch.fsdp import gathered, placed
 from tests import storing
 from tests.peek import parts_of
@@ -355,3 +357,9 @@ def test_models_stay_as_they_are_if_a_scheduler_refuses_its_state(
         assert torch.equal(weights(trainer), before)
         assert trainer.train(num_steps=2)["train_loss"] == undisturbed.train(num_steps=2)["train_loss"]
         assert torch.equal(weights(trainer), weights(undisturbed))
+
+
+def test_a_worker_that_does_not_see_the_folder_of_its_shards_names_its_machine(tmp_path: Path) -> None:
+    says = f"the worker on {socket.gethostname()} does not see .*/parts, .* or a URI"
+    with pytest.raises(CheckpointError, match=says):
+        shard_files.write(tmp_path / "parts", {}, later=False)

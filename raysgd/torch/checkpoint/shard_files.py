@@ -13,6 +13,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import socket
 import stat
 import tempfile
 import warnings
@@ -113,8 +114,8 @@ def write(folder: locations.Place, state: dict[str, Any], *, later: bool) -> Cal
     until it is called, which may happen in any thread."""
     if isinstance(folder, Path) and not folder.is_dir():
         raise CheckpointError(
-            f"this worker does not see {folder}: save(sharded=True) needs a file system that all workers and "
-            "the driver share"
+            f"the worker on {socket.gethostname()} does not see {folder}, which the driver has made: save(sharded=True) needs a "
+            "folder that all workers and the driver share, or a URI"
         )
     tensors: dict[str, torch.Tensor] = {}
 
