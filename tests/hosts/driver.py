@@ -1,26 +1,42 @@
-"""What the tests of several hosts run on the host of the script: `driver.py NAME`. Prints one line of JSON at its end."""
+"""What the tests of several hosts run on the host of the script: `driver.py NAME`. Prints one line of JSON at its end.
+
+A line that begins with "now" says what follows, so that a test can cause a fault in it."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
 import sys
 import time
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict
+from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import ray
 import torch
-from counting import CountingOperator, lost_and_doubled
+import torch.distributed as dist
+from counting import CountingOperator, Indexed, lost_and_doubled, small_model
+from ray._raylet import GcsClient
+from ray.core.generated import autoscaler_pb2
+from torch.utils.data import DataLoader
 
-from raysgd import TorchTrainer
+from raysgd import TorchTrainer, TrainingOperator, TrainingOptions, train
 from raysgd.cli import main
 from raysgd.config import ElasticConfig
 from raysgd.errors import RaysgdError
 
 SAMPLES = 400
 SETTINGS = {"samples": SAMPLES, "batch_size": 8, "step_s": 0.0}
+LONG = 3200  # samples of an epoch that takes seconds
+LONGER = {**SETTINGS, "samples": LONG, "step_s": 0.02}
+ELASTIC = {"hang_timeout_s": float(os.environ.get("HANG_TIMEOUT_S", "20")), "snapshot_every": None}
+SHARDED = TrainingOptions(parallel="fsdp", replicas=2)
+BUCKET = "s3://bucket"
 
 
 class LargeOperator(CountingOperator):
@@ -38,22 +54,95 @@ class LargeOperator(CountingOperator):
         self.large = state_dict["large"]
 
 
-def trainer(operator: type = CountingOperator, **arguments: Any) -> TorchTrainer:
-    elastic = ElasticConfig(hang_timeout_s=float(os.environ.get("HANG_TIMEOUT_S", "20")), snapshot_every=None)
+class BorrowingOperator(CountingOperator):
+    """Needs a module that only the host of the script has."""
+
+    def setup(self, config):
+        from lonely import WORD
+
+        super().setup(config)
+        self.word = WORD
+
+
+class NotingOperator(TrainingOperator):
+    """Trains on batches of `config["megabytes"]`. Notes its samples, without a word to the other ranks."""
+
+    def setup(self, config):
+        model = small_model()
+        self.model, self.optimizer, self.criterion = self.register(
+            models=model,
+            optimizers=torch.optim.SGD(model.parameters(), lr=0.01),
+            criterion=torch.nn.CrossEntropyLoss(),
+        )
+        data = Wide(SAMPLES, config["megabytes"] / 8)
+        self.register_data(train_loader=DataLoader(data, batch_size=8, shuffle=True, num_workers=config["loaders"]))
+        self.noted = []
+
+    def train_batch(self, batch, batch_info):
+        index, features, target, _ = batch
+        self.noted += index.tolist()
+        return super().train_batch((features, target), batch_info)
+
+
+class Wide(Indexed):
+    def __init__(self, samples, megabytes):
+        super().__init__(samples)
+        self.numbers = int(megabytes * 250_000)
+
+    def __getitem__(self, index):
+        return *super().__getitem__(index), torch.zeros(self.numbers)
+
+
+def trainer(operator: type = CountingOperator, *, elastic: dict[str, Any] | None = None, **arguments: Any) -> Any:
+    settings = ElasticConfig(**{**ELASTIC, **(elastic or {})})
     return TorchTrainer(
-        **{"training_operator_cls": operator, "num_workers": 2, "config": SETTINGS, "elastic": elastic, **arguments}
+        **{"training_operator_cls": operator, "num_workers": 2, "config": SETTINGS, "elastic": settings, **arguments}
     )
 
 
-def facts(of: TorchTrainer) -> dict[str, Any]:
+def hosts(of: Any) -> list[str]:
+    return of.apply_all_workers(ray.util.get_node_ip_address)
+
+
+def facts(of: Any, samples: int = SAMPLES) -> dict[str, Any]:
     return {
-        "hosts": of.apply_all_workers(ray.util.get_node_ip_address),
-        "lost_and_doubled": lost_and_doubled(of, SAMPLES),
+        "hosts": hosts(of),
+        "lost_and_doubled": lost_and_doubled(of, samples),
         "recoveries": [asdict(recovery) for recovery in of.recoveries],
     }
 
 
-def train() -> dict[str, Any]:
+def noted(of: Any) -> tuple[int, int]:
+    """Return what `lost_and_doubled` does, from what each rank has noted by itself in one epoch."""
+    used = Counter(chain.from_iterable(of.apply_all_operators(lambda operator: operator.noted)))
+    return SAMPLES - len(used), sum(used.values()) - len(used)
+
+
+def weights(of: Any) -> list[str]:
+    """Return a digest of the weights of each rank."""
+
+    def digest(operator: Any) -> str:
+        return hashlib.sha256(
+            b"".join(each.detach().numpy().tobytes() for each in operator.model.parameters())
+        ).hexdigest()
+
+    return of.apply_all_operators(digest)
+
+
+def timed(action: Callable[[], Any]) -> float:
+    began = time.monotonic()
+    action()
+    return time.monotonic() - began
+
+
+def now(what: str, of: Any) -> None:
+    print(f"now {what}: {' '.join(hosts(of))}", flush=True)
+
+
+# -- parts --------------------------------------------------------------------------------------------
+
+
+def once() -> dict[str, Any]:
     with trainer() as of:
         of.train()
         return facts(of)
@@ -62,9 +151,37 @@ def train() -> dict[str, Any]:
 def save() -> dict[str, Any]:
     with trainer(LargeOperator) as of:
         of.train()
-        began = time.monotonic()
-        of.save("/tmp/large.pt")
-        return {"save_s": time.monotonic() - began, "bytes": os.path.getsize("/tmp/large.pt"), **facts(of)}
+        seconds = timed(lambda: of.save("/tmp/large.pt"))
+        return {"save_s": seconds, "bytes": os.path.getsize("/tmp/large.pt"), **facts(of)}
+
+
+def files() -> dict[str, Any]:
+    """Train with a module that only this host has. Save to its disk, and load from it."""
+    modules = Path("/tmp/modules")
+    modules.mkdir()
+    (modules / "lonely.py").write_text("WORD = 'borrowed'\n", encoding="utf-8")
+    sys.path.insert(0, str(modules))
+    with trainer(BorrowingOperator) as of:
+        of.train()
+        saved = weights(of)
+        of.save("/tmp/whole.pt")
+        handle = of.save("/tmp/later.pt", blocking=False)
+        of.train()
+        handle.result()
+        left = weights(of)
+        try:
+            of.save("/tmp/parts", sharded=True)
+            refused = ""
+        except RaysgdError as error:
+            refused = str(error)
+        of.load("/tmp/later.pt")
+        later = weights(of)
+        of.load("/tmp/whole.pt")
+        loaded = weights(of)
+        of.train()
+        words = of.apply_all_operators(lambda operator: operator.word)
+        found = {"words": words, "saved": saved, "left": left, "later": later, "loaded": loaded, "again": weights(of)}
+        return {**found, "refused": refused, "files": sorted(os.listdir("/tmp")), **facts(of)}
 
 
 def grow() -> dict[str, Any]:
@@ -74,30 +191,211 @@ def grow() -> dict[str, Any]:
         of.train()
         of.resize(2)
         of.train()
-        weights = of.apply_all_operators(lambda operator: float(operator.large.sum()))
-        return {"large": weights, **facts(of)}
+        large = of.apply_all_operators(lambda operator: float(operator.large.sum()))
+        return {"large": large, **facts(of)}
 
 
-def cut() -> dict[str, Any]:
-    """Train three epochs, in the second of which a host is cut off."""
-    seconds, counts = [], []
-    with trainer(config={**SETTINGS, "samples": 3200, "step_s": 0.01}) as of:
-        for epoch in range(3):
-            began = time.monotonic()
-            of.train()
-            seconds.append(time.monotonic() - began)
-            counts.append(lost_and_doubled(of, 3200))
-            print(f"trained epoch {epoch}", flush=True)
-        return {**facts(of), "seconds": seconds, "lost_and_doubled": counts}
+def epochs() -> dict[str, Any]:
+    """Train one epoch after another, until the test says that it is the last one."""
+    seconds, counts, at = [], [], []
+    with trainer(config=LONGER) as of:
+        for epoch in range(40):
+            now(f"epoch {epoch}", of)
+            seconds.append(timed(of.train))
+            counts.append(lost_and_doubled(of, LONG))
+            at.append(hosts(of))
+            if os.path.exists("/tmp/last"):
+                break
+        found = {"seconds": seconds, "at": at, "weights": weights(of), **facts(of, LONG)}
+        return {**found, "lost_and_doubled": counts}
 
 
 def wait() -> dict[str, Any]:
     """Train until this host is cut off from the others."""
     with trainer() as of:
-        print("training", flush=True)
+        print("now training", flush=True)
         while True:
             of.train()
 
+
+def moments() -> dict[str, Any]:
+    """Train, save and load with four workers. A host fails in each."""
+    seconds, counts, recovered = {}, [], []
+
+    def during(what: str, action: Callable[[], Any]) -> None:
+        now(what, of)
+        seconds[what] = timed(action)
+        recovered.append(len(of.recoveries))
+
+    def epoch() -> None:
+        of.train()
+        counts.append(lost_and_doubled(of, LONG))
+
+    with trainer(LargeOperator, config=LONGER, num_workers=4) as of:
+        during("in an epoch", epoch)
+        saved = weights(of)
+        during("in a save", lambda: of.save("/tmp/large.pt"))
+        bytes_saved = os.path.getsize("/tmp/large.pt")
+        epoch()
+        during("in a load", lambda: of.load("/tmp/large.pt"))
+        loaded = weights(of)
+        large = of.apply_all_operators(lambda operator: float(operator.large.sum()))
+        epoch()
+        found = {"seconds": seconds, "recovered": recovered, "saved": saved, "loaded": loaded, "large": large}
+        return {**found, "bytes": bytes_saved, **facts(of, LONG), "lost_and_doubled": counts}
+
+
+def drain() -> dict[str, Any]:
+    """Let Ray drain the node of rank 1 in the second epoch."""
+    counts = []
+    with trainer(config=LONGER) as of:
+        of.train()
+        before = hosts(of)
+        node = of.apply_all_workers(lambda: ray.get_runtime_context().get_node_id())[1]
+        reason = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+        gcs = GcsClient(address=ray.get_runtime_context().gcs_address)
+        gcs.drain_node(node, reason, "spot", int((time.time() + 60) * 1000))
+        for _ in range(4):
+            of.train()
+            counts.append(lost_and_doubled(of, LONG))
+        return {"before": before, **facts(of, LONG), "lost_and_doubled": counts}
+
+
+def two() -> dict[str, Any]:
+    """Train two trainers in turns. A host of both fails in an epoch of the first."""
+    counts = []
+    with trainer(config=LONGER) as first, trainer(config=LONGER) as second:
+        for epoch in range(3):
+            for of in (first, second):
+                now(f"epoch {epoch}", of)
+                of.train()
+                counts.append(lost_and_doubled(of, LONG))
+        return {"weights": [weights(first), weights(second)], "counts": counts, "both": [facts(first), facts(second)]}
+
+
+def sharded() -> dict[str, Any]:
+    """Train a sharded model, of which each half is on two hosts. A host fails in an epoch. Save it to a store."""
+    import s3fs
+
+    s3fs.S3FileSystem().mkdir(BUCKET)
+    counts = []
+    with trainer(config=LONGER, num_workers=4, options=SHARDED, elastic={"snapshot_every": "epoch"}) as of:
+        for epoch in range(2):
+            now(f"epoch {epoch}", of)
+            of.train()
+            counts.append(lost_and_doubled(of, LONG))
+        of.save(f"{BUCKET}/parts", sharded=True)
+        saved = digest_of(of.get_model())
+        of.train()
+        left = digest_of(of.get_model())
+        of.load(f"{BUCKET}/parts", trusted=True)
+        found = {"saved": saved, "left": left, "loaded": digest_of(of.get_model())}
+        of.train()
+        counts.append(lost_and_doubled(of, LONG))
+        return {
+            **found,
+            "files": s3fs.S3FileSystem().ls(f"{BUCKET}/parts"),
+            **facts(of, LONG),
+            "lost_and_doubled": counts,
+        }
+
+
+def digest_of(model: Any) -> str:
+    return hashlib.sha256(b"".join(each.detach().numpy().tobytes() for each in model.parameters())).hexdigest()
+
+
+def tensorflow() -> dict[str, Any]:
+    from noting_keras import NotingKeras
+
+    from raysgd.tf import TFTrainer
+
+    settings = ElasticConfig(**ELASTIC)
+    with TFTrainer(training_operator_cls=NotingKeras, num_workers=2, elastic=settings) as of:
+        of.train()
+        counts = noted(of)
+
+        def own(operator: Any) -> list[float]:
+            return [float(each.numpy().sum()) for each in operator.model.weights]
+
+        saved = of.apply_all_operators(own)
+        of.save("/tmp/keras.ckpt")
+        of.train()
+        of.load("/tmp/keras.ckpt")
+        found = {"saved": saved, "loaded": of.apply_all_operators(own), "hosts": hosts(of)}
+        return {**found, "lost_and_doubled": counts, "recoveries": len(of.recoveries)}
+
+
+def horovod() -> dict[str, Any]:
+    return noting(backend="horovod")
+
+
+def loaders() -> dict[str, Any]:
+    """Train with loader processes, of which each has two batches at a time, on three workers."""
+    return noting(loaders=2, megabytes=0.6, num_workers=3)
+
+
+def large_loaders() -> dict[str, Any]:
+    return noting(loaders=2, megabytes=2.6, num_workers=3)
+
+
+def noting(*, loaders: int = 0, megabytes: float = 0.0, **arguments: Any) -> dict[str, Any]:
+    with trainer(NotingOperator, config={"loaders": loaders, "megabytes": megabytes}, **arguments) as of:
+        of.train()
+        found = {"lost_and_doubled": noted(of), "weights": weights(of), "hosts": hosts(of)}
+        pythons = of.apply_all_workers(lambda: (sys.executable, __import__("raysgd").__file__))
+        return {**found, "pythons": pythons, "recoveries": [asdict(recovery) for recovery in of.recoveries]}
+
+
+def counting_function(config: dict[str, Any]) -> list[int]:
+    """Note the samples of all epochs, as parts of the state that is committed. Save a checkpoint after each epoch."""
+    torch.manual_seed(0)
+    model = train.torch.prepare_model(small_model())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    loader = train.torch.elastic_data_loader(DataLoader(Indexed(config["samples"]), batch_size=8, shuffle=True))
+    found = train.load_checkpoint() or {"epoch": -1}
+    values = {"epoch": found["epoch"] + 1, "used": []}
+    state = train.elastic({"model": model, "optimizer": optimizer, "loader": loader, **values})
+    while state["epoch"] < config["epochs"]:
+        for index, features, target in loader:
+            time.sleep(config["step_s"])
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(model(features), target).backward()
+            parts: list[Any] = [None] * train.world_size()
+            dist.all_gather_object(parts, index.tolist())
+            optimizer.step()
+            state["used"] = [*state["used"], *chain.from_iterable(parts)]
+            state.commit()
+        train.save_checkpoint(epoch=state["epoch"], words=list(range(1000)))
+        train.report(epoch=state["epoch"], used=len(state["used"]))
+        state["epoch"] += 1
+    return state["used"]
+
+
+def functions() -> dict[str, Any]:
+    """Run a function for three epochs, in the second of which a host may fail, and continue it from its checkpoint."""
+    settings = {"samples": 1600, "step_s": 0.02, "epochs": 3}
+    elastic = ElasticConfig(hang_timeout_s=ELASTIC["hang_timeout_s"])
+    with train.Trainer("torch", num_workers=2, logdir="/tmp/runs", elastic=elastic) as of:
+        rounds = of.run_iterator(counting_function, config=settings)
+        for rows in rounds:
+            print(f"now epoch {rows[0]['epoch'] + 1}", flush=True)
+        used = Counter(rounds.get_final_results()[0])
+        paths = sorted(str(path) for path in Path("/tmp/runs").rglob("checkpoint_*"))
+        newest, path = of.latest_checkpoint, of.latest_checkpoint_path
+        again = of.run(counting_function, config={**settings, "epochs": 4}, checkpoint=path)
+        recoveries = [asdict(recovery) for recovery in of.recoveries]
+    counts = {"lost": 1600 - len(used), "uses": sorted(set(used.values())), "again": len(set(again[0]))}
+    return {
+        **counts,
+        "checkpoints": paths,
+        "epoch": newest["epoch"],
+        "words": len(newest["words"]),
+        "recoveries": recoveries,
+    }
+
+
+PARTS = (once, save, files, grow, epochs, wait, moments, drain, two, sharded)
+PARTS += (tensorflow, horovod, loaders, large_loaders, functions)
 
 if __name__ == "__main__":
     if sys.argv[1] == "doctor":
@@ -105,7 +403,7 @@ if __name__ == "__main__":
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     ray.init(log_to_driver=False)
     try:
-        result = {"train": train, "save": save, "grow": grow, "cut": cut, "wait": wait}[sys.argv[1]]()
+        result = {part.__name__: part for part in PARTS}[sys.argv[1]]()
     except RaysgdError as error:
         result = {"error": f"{type(error).__name__}: {error}"}
     print(json.dumps(result), flush=True)

@@ -3,28 +3,31 @@
 A host has a network of its own (one interface, connected to the others by a bridge), a host name, a hosts file, process
 ids, /tmp, /dev/shm and a home folder. It shares the kernel, the clock and the installed programs with the machine; the
 checkout and the environment are mounted read-only. All of it is inside an outer network, mount and process namespace,
-so that nothing reaches the machine's own network, and the end of one process ends everything.
+so that nothing reaches the machine's own network, and the end of one process ends everything. The outer one is a user
+namespace too, in which any user is root. Where the kernel allows that to nobody, root does without it.
 
-Needs Linux, root, and the commands of iproute2 and util-linux.
+Needs Linux, and the commands of iproute2 and util-linux.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import secrets
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import psutil
 
-__all__ = ["ROOT", "Host", "Hosts", "why_not"]
+__all__ = ["ROOT", "Host", "Hosts", "Script", "wait_until", "why_not"]
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = ("ip", "tc", "unshare", "nsenter", "mount")
@@ -55,32 +58,48 @@ for path in {shared}; do
 done
 mkdir /tmp/home
 echo ready
-exec sleep infinity
+exec cat
 """
+
+
+OUTER = ["-n", "-m", "-p", "-f", "--kill-child", "--mount-proc"]
+AS_USER = (["-U", "-r"], ["-U", "--preserve-credentials"])  # to make, and to enter
+AS_ROOT: tuple[list[str], list[str]] = ([], [])
 
 
 def why_not() -> str:
     """Return what this machine lacks for hosts, "" if nothing."""
-    if sys.platform != "linux" or os.geteuid() != 0:
-        return "hosts made of namespaces need Linux and root"
+    if sys.platform != "linux":
+        return "hosts made of namespaces need Linux"
     lacking = [command for command in COMMANDS if shutil.which(command) is None]
     if lacking:
         return f"hosts made of namespaces need these commands (iproute2, util-linux): {', '.join(lacking)}"
-    made = subprocess.run(
-        ["unshare", "-n", "-m", "-p", "-f", "--mount-proc", "ip", "link", "add", "v", "type", "veth"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return f"namespaces are not allowed here: {made.stderr.strip()}" if made.returncode else ""
+    try:
+        _flags()
+    except OSError as error:
+        return f"namespaces are not allowed here: {error}"
+    return ""
+
+
+@functools.cache
+def _flags() -> tuple[list[str], list[str]]:
+    """Return the flags that make and enter the outer namespace's users. Raise an OSError if it cannot be made."""
+    interface = ["ip", "link", "add", "type", "veth"]
+    try:
+        _checked(["unshare", *AS_USER[0], *OUTER, *interface])
+    except OSError:
+        _checked(["unshare", *OUTER, *interface])
+        return AS_ROOT
+    return AS_USER
 
 
 class _Namespace:
-    """Owns the first process of a set of namespaces. All other processes in them end with it."""
+    """Owns the first process of a set of namespaces, `cat`. All other processes in them end with it, and it with this one,
+    whose end of the pipe to it is closed then."""
 
     def __init__(self, command: Sequence[str]) -> None:
         pipe = subprocess.PIPE
-        self._starter = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True)
+        self._starter = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
         assert self._starter.stdout is not None
         if self._starter.stdout.readline().strip() != "ready":
             raise OSError(f"namespaces could not be made: {self._starter.communicate()[1]}")
@@ -98,15 +117,21 @@ class Host:
     def __init__(self, hosts: Hosts, name: str, address: str) -> None:
         self._hosts, self.name, self.address = hosts, name, address
         self._port = f"v-{name}"  # of the bridge
+        self._started: list[subprocess.Popen[str]] = []
+        self.boot()
+
+    def boot(self) -> None:
+        """Make the host, also again after its end. All that it wrote is gone then."""
         shared = {str(ROOT), os.path.realpath(sys.prefix), os.path.realpath(sys.base_prefix)}
-        script = MOUNTS.format(name=name, shared=" ".join(map(shlex.quote, sorted(shared))))
+        script = MOUNTS.format(name=self.name, shared=" ".join(map(shlex.quote, sorted(shared))))
         flags = ["-n", "-m", "-u", "-i", "-p", "-f", "--kill-child", "--mount-proc"]
-        self._namespace = _Namespace([*hosts.entering(), "unshare", *flags, "sh", "-ec", script])
-        hosts.run("ip", "link", "add", self._port, "type", "veth", "peer", "name", "eth0", "netns", str(self._pid()))
-        hosts.run("ip", "link", "set", self._port, "master", "bridge", "up")
-        self.call("ip", "address", "add", f"{address}/24", "dev", "eth0")
+        self._namespace = _Namespace([*self._hosts.entering(), "unshare", *flags, "sh", "-ec", script])
+        interface = ["type", "veth", "peer", "name", "eth0", "netns", str(self._pid())]
+        self._hosts.run("ip", "link", "add", self._port, *interface)
+        self._hosts.run("ip", "link", "set", self._port, "master", "bridge", "up")
+        self.call("ip", "address", "add", f"{self.address}/24", "dev", "eth0")
         self.call("ip", "link", "set", "eth0", "up")
-        self.call("ip", "route", "add", "default", "via", hosts.gateway)  # without one, Ray ends itself
+        self.call("ip", "route", "add", "default", "via", self._hosts.gateway)  # without one, Ray ends itself
 
     def _pid(self) -> int:
         """Return the number of this host's first process in the outer namespace."""
@@ -115,11 +140,11 @@ class Host:
         return int(numbers[-2])
 
     def entering(self) -> list[str]:
-        return ["nsenter", "-t", str(self._namespace.init), "-n", "-m", "-u", "-i", "-p"]
+        return ["nsenter", "-t", str(self._namespace.init), *_flags()[1], "-n", "-m", "-u", "-i", "-p"]
 
     def start(self, *command: str, **environment: str) -> subprocess.Popen[str]:
         """Start a command, in a session of its own, with its error output in its output."""
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [*self.entering(), *command],
             env={**self._hosts.environment, **environment},
             stdin=subprocess.DEVNULL,
@@ -129,18 +154,22 @@ class Host:
             cwd="/",
             start_new_session=True,
         )
+        self._started.append(process)
+        return process
 
     def call(self, *command: str) -> str:
         return _checked([*self.entering(), *command])
 
-    def start_ray(self, *, head: Host | None = None, cpus: int = 1) -> None:
+    def start_ray(
+        self, *, head: Host | None = None, cpus: int = 1, python: Sequence[str] = (sys.executable,), **environment: str
+    ) -> None:
         """Start this host's Ray node, and return when it runs. Without `head`, it is the head."""
         where = ["--head", f"--port={GCS_PORT}", "--include-dashboard=false"]
         if head is not None:
             where = [f"--address={head.address}:{GCS_PORT}"]
-        ray = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", f"--num-cpus={cpus}"]
+        ray = [*python, "-m", "ray.scripts.scripts", "start", "--block", f"--num-cpus={cpus}"]
         memory = f"--object-store-memory={OBJECT_STORE_BYTES}"
-        process = self.start(*ray, *where, memory, f"--node-ip-address={self.address}")
+        process = self.start(*ray, *where, memory, f"--node-ip-address={self.address}", **environment)
         lines = []
         assert process.stdout is not None
         for line in process.stdout:
@@ -152,8 +181,11 @@ class Host:
 
     def processes(self, name: str) -> list[psutil.Process]:
         """Return the running processes of this host whose command line contains `name`."""
-        namespace = os.readlink(f"/proc/{self._namespace.init}/ns/pid")
-        found = []
+        found: list[psutil.Process] = []
+        try:
+            namespace = os.readlink(f"/proc/{self._namespace.init}/ns/pid")
+        except FileNotFoundError:  # the host has ended
+            return found
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.NoSuchProcess, OSError):
                 here = os.readlink(f"/proc/{process.pid}/ns/pid") == namespace
@@ -170,19 +202,62 @@ class Host:
 
     # -- faults ---------------------------------------------------------------------------------------
 
+    def _undo(self, *command: str) -> None:
+        """End a fault, if the host has not ended."""
+        if os.path.exists(f"/proc/{self._namespace.init}"):
+            self.call(*command)
+
     def kill(self) -> None:
         """End every process of this host. Its connections do not end first, as when a machine loses its power."""
         self.unplug()
         self.end()
 
     def end(self) -> None:
+        """End every process of this host. The system closes their connections."""
         self._namespace.kill()
+        with contextlib.suppress(OSError):  # it goes with the host, but not at once
+            self._hosts.run("ip", "link", "delete", self._port)
 
     def unplug(self) -> None:
         self._hosts.run("ip", "link", "set", self._port, "nomaster")
 
     def plug_in(self) -> None:
         self._hosts.run("ip", "link", "set", self._port, "master", "bridge")
+
+    @contextlib.contextmanager
+    def unplugged(self) -> Iterator[None]:
+        self.unplug()
+        try:
+            yield
+        finally:
+            self.plug_in()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Stop every process. The system still acknowledges what arrives."""
+        stopped = [process for process in self.processes("") if process.pid != self._namespace.init]
+        for process in stopped:
+            process.suspend()
+        try:
+            yield
+        finally:
+            for process in stopped:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.resume()
+            for starter in self._started:  # nsenter stops itself when what it has started stops
+                starter.send_signal(signal.SIGCONT)
+
+    @contextlib.contextmanager
+    def losing(self, share: float) -> Iterator[None]:
+        """Lose a share of the packets that this host sends."""
+        # Load a random number (SKF_AD_RANDOM). From the limit on return -1 (nothing special), else 2 (TC_ACT_SHOT).
+        code = f"4,32 0 0 4294963256,53 0 1 {int(share * 2**32)},6 0 0 4294967295,6 0 0 2"
+        self.call("tc", "qdisc", "add", "dev", "eth0", "clsact")
+        try:
+            self.call("tc", "filter", "add", "dev", "eth0", "egress", "bpf", "direct-action", "bytecode", code)
+            yield
+        finally:
+            self._undo("tc", "qdisc", "del", "dev", "eth0", "clsact")
 
     @contextlib.contextmanager
     def without_route_to(self, *others: Host) -> Iterator[None]:
@@ -193,7 +268,7 @@ class Host:
             yield
         finally:
             for other in others:
-                self.call("ip", "route", "del", "blackhole", f"{other.address}/32")
+                self._undo("ip", "route", "del", "blackhole", f"{other.address}/32")
 
     @contextlib.contextmanager
     def firewall(self, port: int) -> Iterator[None]:
@@ -203,7 +278,7 @@ class Host:
         try:
             yield
         finally:
-            self.call("ip", "rule", "del", *rule)
+            self._undo("ip", "rule", "del", *rule)
 
     @contextlib.contextmanager
     def rate(self, megabits_per_s: float) -> Iterator[None]:
@@ -213,7 +288,7 @@ class Host:
         try:
             yield
         finally:
-            self.call("tc", "qdisc", "del", "dev", "eth0", "root")
+            self._undo("tc", "qdisc", "del", "dev", "eth0", "root")
 
 
 class Hosts:
@@ -240,12 +315,11 @@ class Hosts:
         self._running: list[subprocess.Popen[str]] = []
         self.all: list[Host] = []
         script = "mount --make-rprivate / && ip link add bridge type bridge && ip link set bridge up && echo ready"
-        flags = ["-n", "-m", "-p", "-f", "--kill-child", "--mount-proc"]
-        self._namespace = _Namespace(["unshare", *flags, "sh", "-ec", f"{script} && exec sleep infinity"])
+        command = ["unshare", *_flags()[0], *OUTER, "sh", "-ec", f"{script} && exec cat"]
+        self._namespace = _Namespace(command)
         try:
-            for n in range(count):
-                self.all.append(Host(self, f"host-{chr(97 + n)}", f"10.9.0.{n + 1}"))
-            self.name_all()
+            for _ in range(count):
+                self.add()
         except BaseException:
             self.close()
             raise
@@ -259,8 +333,15 @@ class Hosts:
     def __getitem__(self, index: int) -> Host:
         return self.all[index]
 
+    def add(self) -> Host:
+        """Add a host, without a Ray node."""
+        n = len(self.all)
+        self.all.append(Host(self, f"host-{chr(97 + n)}", f"10.9.0.{n + 1}"))
+        self.name_all()
+        return self.all[-1]
+
     def entering(self) -> list[str]:
-        return ["nsenter", "-t", str(self._namespace.init), "-n", "-m", "-p"]
+        return ["nsenter", "-t", str(self._namespace.init), *_flags()[1], "-n", "-m", "-p"]
 
     def run(self, *command: str) -> str:
         return _checked([*self.entering(), *command])
@@ -274,12 +355,12 @@ class Hosts:
         for host in self.all:
             host.set_names({each.name: each.address for each in self.all})
 
-    def start_ray(self, *, head_cpus: int = 1) -> None:
+    def start_ray(self, *, head_cpus: int = 1, cpus: int = 1) -> None:
         """Start a Ray node on each host, one after another. The first host has the head."""
         first, *others = self.all
         first.start_ray(cpus=head_cpus)
         for host in others:
-            host.start_ray(head=first)
+            host.start_ray(head=first, cpus=cpus)
 
     def close(self) -> None:
         for host in self.all:
@@ -291,21 +372,51 @@ class Hosts:
                 process.stdout.close()
 
 
-def run_script(host: Host, script: Path, *arguments: str, limit_s: float, **environment: str) -> tuple[int, str]:
-    """Run a Python script on a host. Return its status and its output."""
-    process = host.start(sys.executable, str(script), *arguments, **environment)
-    with process:
-        try:
-            output, _ = process.communicate(timeout=limit_s)
-        except subprocess.TimeoutExpired:
-            for each in host.processes(str(script)):
+class Script:
+    """A Python script on a host: a context manager. It is ended after `limit_s`, and with the context."""
+
+    def __init__(self, host: Host, path: Path, *arguments: str, limit_s: float, **environment: str) -> None:
+        self._host, self._path, self._limit_s = host, path, limit_s
+        self._lines: list[str] = []
+        self._process = host.start(sys.executable, str(path), *arguments, **environment)
+        self._timer = threading.Timer(limit_s, self._kill)
+
+    def __enter__(self) -> Script:
+        self._timer.start()
+        return self
+
+    def __exit__(self, *problem: object) -> None:
+        self._timer.cancel()
+        self._timer.join()
+        self._kill()
+        self._process.communicate()
+
+    def until(self, text: str) -> str:
+        """Return the next line that contains this text. Raise an error with the output if there is none."""
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._lines.append(line)
+            if text in line:
+                return line
+        raise AssertionError(f"{self._path.name} ended without {text!r}, or after {self._limit_s:g} s:\n{self.output}")
+
+    def end(self) -> str:
+        """Wait for its end, and return its output."""
+        assert self._process.stdout is not None
+        self._lines += self._process.stdout
+        return self.output
+
+    @property
+    def output(self) -> str:
+        return "".join(self._lines)
+
+    def _kill(self) -> None:
+        for each in self._host.processes(str(self._path)):
+            with contextlib.suppress(psutil.NoSuchProcess):
                 each.kill()
-            output, _ = process.communicate()
-            raise AssertionError(f"{script.name} did not end within {limit_s:g} s:\n{output}") from None
-    return process.returncode, output
 
 
-def wait_until(condition: Any, limit_s: float, what: str) -> float:
+def wait_until(condition: Callable[[], bool], limit_s: float, what: str) -> float:
     """Return after how many seconds the condition holds."""
     began = time.monotonic()
     while not condition():

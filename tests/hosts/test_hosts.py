@@ -1,110 +1,136 @@
-"""Training on several hosts, made of Linux namespaces: networks with wrong names, slow and broken connections.
+"""Training on several hosts, made of Linux namespaces: names, files, slow networks, firewalls and other frameworks.
 
 The script runs on the first host, which has no worker, and two workers run on the others, one on each."""
 
-import json
-import sys
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.hosts.hosts import Hosts, run_script, wait_until, why_not
+from tests.hosts.hosts import Host, Hosts, wait_until, why_not
+from tests.hosts.parts import begin, run
 from tests.tiers import lacks
 
-pytestmark = [pytest.mark.more, pytest.mark.slow, pytest.mark.elastic]
-
-DRIVER = Path(__file__).with_name("driver.py")
-LIMIT_S = 240.0
+pytestmark = [pytest.mark.slow, pytest.mark.elastic]
 
 
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[Hosts]:
-    lacking = why_not()
-    if lacking:
+    if lacking := why_not():
         lacks("hosts", lacking)
     with Hosts(3) as hosts:
         hosts.start_ray(head_cpus=0)
         yield hosts
 
 
-def run(hosts: Hosts, name: str, **environment: str) -> dict[str, Any]:
-    """Run a part of `driver.py` on the first host, and return what it found."""
-    _, output = run_script(hosts[0], DRIVER, name, limit_s=LIMIT_S, **environment)
-    lines = [line for line in output.splitlines() if line.startswith("{")]
-    assert lines, output
-    return {"output": output, **json.loads(lines[-1])}
-
-
+@pytest.mark.more
 def test_training_does_not_need_the_names_of_the_hosts(hosts: Hosts) -> None:
     """On one host its own name is unknown, and on two it has the address of docker's bridge."""
     hosts[1].set_names({})
     for host in (hosts[0], hosts[2]):
         host.set_names({host.name: "172.30.0.1"})
     try:
-        found = run(hosts, "train")
-        _, doctor = run_script(hosts[0], DRIVER, "doctor", limit_s=LIMIT_S)
+        found = run(hosts[0], "once")
+        with begin(hosts[0], "doctor") as script:
+            doctor = script.end()
     finally:
         hosts.name_all()
     assert sorted(found["hosts"]) == [hosts[1].address, hosts[2].address]
     assert found["lost_and_doubled"] == [0, 0] and found["recoveries"] == []
     assert "names       10.9.0.2: its name host-b does not resolve" in doctor, doctor
     for host in (hosts[0], hosts[2]):
-        assert f"{host.address}: its name {host.name} resolves to 172.30.0.1, as that of another node does" in doctor, (
-            doctor
-        )
+        named = f"{host.address}: its name {host.name} resolves to 172.30.0.1, as that of another node does"
+        assert named in doctor, doctor
     assert "ok    ports       gloo uses 10.9.0." in doctor and "firewall" not in doctor, doctor
     assert "what 10.9.0.2 wrote to /tmp is not seen by 10.9.0.1, 10.9.0.3" in doctor, doctor
 
 
+@pytest.mark.more
+def test_workers_share_neither_modules_nor_a_disk_with_the_script(hosts: Hosts) -> None:
+    found = run(hosts[0], "files")
+    assert found["words"] == ["borrowed"] * 2
+    assert found["lost_and_doubled"] == [0, 0] and found["recoveries"] == []
+    saved = found["saved"][0]
+    assert found["saved"] == found["later"] == found["loaded"] == [saved] * 2
+    assert saved not in found["left"] and found["again"] == found["left"], "the same epoch, from the same state"
+    assert "the worker on host-" in found["refused"] and "or a URI" in found["refused"], found["refused"]
+    assert not any("parts" in name for name in found["files"]), found["files"]
+    assert {"whole.pt", "later.pt"} < set(found["files"])
+    for host in hosts.all[1:]:
+        assert ".pt" not in host.call("ls", "/tmp"), "only the script writes"
+
+
+@pytest.mark.more
 def test_a_firewall_before_the_control_port_is_named_at_once(hosts: Hosts) -> None:
     with hosts[0].firewall(7000):
-        found = run(hosts, "train", RAYSGD_CONTROL_PORT="7000")
+        found = run(hosts[0], "once", RAYSGD_CONTROL_PORT="7000")
     assert "cannot connect to the script's machine at 10.9.0.1:7000 (timed out): a firewall?" in found["error"]
     assert "attempt" not in found["output"], "it can never succeed, so it is not tried again"
 
 
+@pytest.mark.more
 def test_a_save_over_a_slow_connection_is_no_hang(hosts: Hosts) -> None:
     """20 MB at 5 Mbit/s take 34 s, and the limit of a hang is 20 s."""
     with hosts[1].rate(5), hosts[2].rate(5):
-        found = run(hosts, "save")
+        found = run(hosts[0], "save")
     assert found["recoveries"] == [] and found["lost_and_doubled"] == [0, 0]
     assert found["bytes"] > 20_000_000
 
 
+@pytest.mark.more
 def test_a_state_crosses_a_slow_network_once_before_its_worker_joins(hosts: Hosts) -> None:
     """20 MB at 5 Mbit/s take 34 s, and the limit of a set-up is 20 s."""
     with hosts[1].rate(5), hosts[2].rate(5):
-        found = run(hosts, "grow")
+        found = run(hosts[0], "grow")
     _, growth = found["recoveries"]
     assert growth["reason"] == "growth" and growth["in_place"] and growth["batches_redone"] == 0
     assert found["lost_and_doubled"] == [0, 0] and found["large"][0] == found["large"][1]
 
 
+@pytest.mark.nightly
+def test_functions_save_their_checkpoints_on_the_host_of_the_script(hosts: Hosts) -> None:
+    found = run(hosts[0], "functions")
+    assert found["recoveries"] == [] and found["lost"] == 0 and found["uses"] == [3]
+    assert found["again"] == 1600, "the fourth epoch, from the checkpoint of the third"
+    assert found["epoch"] == 2 and found["words"] == 1000 and len(found["checkpoints"]) == 3
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("part", ["tensorflow", pytest.param("horovod", marks=pytest.mark.horovod)])
+def test_other_frameworks(hosts: Hosts, part: str) -> None:
+    found = run(hosts[0], part)
+    assert sorted(found["hosts"]) == [hosts[1].address, hosts[2].address]
+    assert found["lost_and_doubled"] == [0, 0] and not found["recoveries"]
+    if part == "tensorflow":
+        assert found["saved"][0] == found["saved"][1] and found["loaded"] == found["saved"]
+    else:
+        assert found["weights"][0] == found["weights"][1]
+
+
+@pytest.mark.nightly
+def test_the_script_runs_beside_a_worker(hosts: Hosts) -> None:
+    found = run(hosts[1], "once")
+    assert sorted(found["hosts"]) == [hosts[1].address, hosts[2].address]
+    assert found["lost_and_doubled"] == [0, 0] and found["recoveries"] == []
+
+
 @pytest.mark.nightly  # it is tried three times, for a minute each
 def test_the_hosts_of_the_workers_that_cannot_reach_each_other_are_named(hosts: Hosts) -> None:
     with hosts[1].without_route_to(hosts[2]):
-        found = run(hosts, "train")
+        found = run(hosts[0], "once")
     assert "could not connect to each other" in found["error"]
     assert "rank 0 on 10.9.0." in found["error"] and "rank 1 on 10.9.0." in found["error"]
 
 
+@pytest.mark.more
 def test_workers_end_if_the_host_of_the_script_is_cut_off(hosts: Hosts) -> None:
     """After half of `hang_timeout_s`. Ray would end them with their nodes, after a minute. This is the last test, because Ray
     counts the nodes as failed afterwards."""
-    with hosts[0].start(sys.executable, str(DRIVER), "wait") as driver:
-        try:
-            assert driver.stdout is not None
-            assert any("training" in line for line in driver.stdout)
-            assert workers(hosts)
-            hosts[0].unplug()
-            wait_until(lambda: not workers(hosts), 40, "the workers did not end")
-        finally:
-            hosts[0].plug_in()
-            for process in hosts[0].processes(str(DRIVER)):
-                process.kill()
+    with begin(hosts[0], "wait") as script:
+        script.until("now training")
+        assert all(map(workers_of, hosts.all[1:]))
+        with hosts[0].unplugged():
+            wait_until(lambda: not any(map(workers_of, hosts.all)), 40, "the workers did not end")
 
 
-def workers(hosts: Hosts) -> list[Any]:
-    return [process for host in hosts.all for process in host.processes("ray::WorkerActor")]
+def workers_of(host: Host) -> bool:
+    return bool(host.processes("ray::WorkerActor"))
