@@ -133,6 +133,10 @@ class Host:
         self.call("ip", "link", "set", "eth0", "up")
         self.call("ip", "route", "add", "default", "via", self._hosts.gateway)  # without one, Ray ends itself
 
+    @property
+    def runs(self) -> bool:
+        return os.path.exists(f"/proc/{self._namespace.init}")
+
     def _pid(self) -> int:
         """Return the number of this host's first process in the outer namespace."""
         status = Path(f"/proc/{self._namespace.init}/status").read_text(encoding="utf-8")
@@ -204,7 +208,7 @@ class Host:
 
     def _undo(self, *command: str) -> None:
         """End a fault, if the host has not ended."""
-        if os.path.exists(f"/proc/{self._namespace.init}"):
+        if self.runs:
             self.call(*command)
 
     def kill(self) -> None:
@@ -353,7 +357,8 @@ class Hosts:
     def name_all(self) -> None:
         """Let every host know the names of all."""
         for host in self.all:
-            host.set_names({each.name: each.address for each in self.all})
+            if host.runs:
+                host.set_names({each.name: each.address for each in self.all})
 
     def start_ray(self, *, head_cpus: int = 1, cpus: int = 1) -> None:
         """Start a Ray node on each host, one after another. The first host has the head."""
