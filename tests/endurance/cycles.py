@@ -106,7 +106,7 @@ def _live_actors() -> int:
 
 
 def _own_objects() -> dict[str, int]:
-    """Return, by class, how many instances of raysgd's classes exist. A trainer that was shut down should not leave any."""
+    """Return, by class, how many instances of raysgd's classes exist."""
     found: dict[str, int] = {}
     for each in gc.get_objects():
         kind = type(each)
