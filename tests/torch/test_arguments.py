@@ -21,7 +21,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "an instance": ({"training_operator_cls": Line({})}, "Pass the class itself, not an instance"),
     "scheduler_step_freq": (
         {"scheduler_step_freq": "steps"},
-        "one of ['batch', 'epoch', 'manual', 'step'] or None, got 'steps'",
+        "scheduler_step_freq must be 'batch', 'step', 'epoch', 'manual' or None, got 'steps'",
     ),
     "backend": ({"backend": "mpi"}, "backend must be 'auto', 'gloo', 'nccl' or 'horovod', got 'mpi'"),
     "hook": ({"initialization_hook": 3}, "initialization_hook must be a function without arguments, got 3"),
