@@ -354,7 +354,7 @@ def commit_the_live_objects(patch: Patch) -> None:
     instead("raysgd.train.elastic_state.copied", lambda value: value)(patch)
 
 
-@mutant("tests/train/test_run_session.py::test_commits_survive_and_are_restored")
+@mutant("tests/train/test_run_session.py::test_another_run_begins_without_the_commits_of_the_one_before")
 def take_over_the_commit_of_an_earlier_run(patch: Patch) -> None:
     from raysgd.train.replica import FunctionReplica
 
