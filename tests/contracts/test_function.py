@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import pytest
 
 from raysgd import ElasticConfig, train
-from raysgd.callbacks import Callback, Result
+from raysgd.callbacks import Callback, CallResult
 from raysgd.train import (
     Checkpoint,
     CheckpointConfig,
@@ -366,7 +366,7 @@ class StopsAfter(Callback):
     def __init__(self, step: int) -> None:
         self.step = step
 
-    def on_result(self, result: Result) -> None:
+    def on_result(self, result: CallResult) -> None:
         if result.metrics["step"] == self.step:
             raise TimeoutError("enough")
 

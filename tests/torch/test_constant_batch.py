@@ -188,7 +188,7 @@ def test_gradients_that_are_cleared_between_two_pieces_are_an_error() -> None:
 
 def test_other_means_are_refused() -> None:
     for means in (TrainingOptions(gradients="ranks"), TrainingOptions(parallel=None)):
-        with pytest.raises(ConfigError, match=r"batch=.global.*leave one of them out"):
+        with pytest.raises(ConfigError, match=r"batch=.global.*cannot be combined"):
             inline(Curve, num_workers=2, elastic=ElasticConfig(batch="global"), options=means)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from raysgd import train
-from raysgd.callbacks import Callback, History, Result, Run
+from raysgd.callbacks import Callback, CallResult, History, Run
 from raysgd.train import DataParallelTrainer, RunConfig, ScalingConfig, Trainer, TrainingCallback
 from raysgd.train import Result as ReadBack
 from raysgd.train.callbacks import LoggerCallback, TorchTensorboardProfilerCallback, Trial, make_callback_list
@@ -54,7 +54,7 @@ class StopAfterTwo(Callback):
     def on_start(self, run: Run) -> None:
         self.folder = run.folder
 
-    def on_result(self, result: Result) -> None:
+    def on_result(self, result: CallResult) -> None:
         if result.epoch == 1:
             for _ in until((self.folder / "reported").exists):
                 time.sleep(0.01)
@@ -131,7 +131,9 @@ def test_callbacks_of_v1(kind: Any, tmp_path: Path) -> None:
     old, rows = kind(), [{"rank": 0}, {"rank": 1}]
     callbacks = make_callback_list([old])
     callbacks.start(Run(trainer="T", name="f", num_workers=2, config={"lr": 1}, folder=tmp_path))
-    callbacks.result(Result(kind="report", epoch=0, step=1, metrics=rows[0], by_worker=rows, world_size=2, seconds=0.1))
+    callbacks.result(
+        CallResult(kind="report", epoch=0, step=1, metrics=rows[0], by_worker=rows, world_size=2, seconds=0.1)
+    )
     callbacks.end(failed=False)
     assert old.heard == [(tmp_path, {"lr": 1}, {}), rows, False]
 
