@@ -240,7 +240,7 @@ class Generation:
         arguments, limit_s = {"transfer": transfer.name}, self.limits.setup_s
         outcomes = self._ask(list(verbs), verbs, arguments, limit_s, on_trouble=transfer.close)
         for worker, verb in verbs.items():  # if the others fail now, each of these can pass the state on
-            if verb == "load":
+            if verb == "load" and not isinstance(outcomes[worker], Interrupted):  # then it has what it had before
                 self._table.set_holds_state(worker, isinstance(outcomes[worker], Ok))
         return self._all_ok(outcomes)
 

@@ -25,6 +25,17 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 # Shortened schedules that broke a guarantee once, by what was wrong.
 FOUND = {
+    "a survivor whose load was interrupted trained with new workers, each from a state of its own": Plan(
+        seed=55196,
+        ranks=3,
+        nodes=(3,),
+        samples=7,
+        step_s=0.3,
+        late=0.1,
+        min_workers=3,
+        script=("train", "resize 3", "fit 2"),
+        faults=(Fault("kill", "in resize", pick=52), Fault("kill", "in agreement", pick=25)),
+    ),
     "a call trained the rest of the epoch before it": Plan(
         seed=1425,
         ranks=1,
