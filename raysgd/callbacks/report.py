@@ -22,7 +22,7 @@ from raysgd.version import __version__
 Point = tuple[float, float]
 Lines = Mapping[str, Sequence[Point]]
 MOST_TIMES, MOST_POINTS, MOST_DOTS, MOST_ROWS, MOST_CELL, MOST_TEXT = 1000, 600, 60, 200, 400, 20_000
-SLOW = 1.2  # a rank is slow whose own seconds are so many times the median of all ranks
+SLOW = 1.2  # a rank is slow whose own seconds are more than so many times the median of all ranks
 PREFIXES = {"train": "train_", "validate": "val(idation)?_", "test": "test_"}  # of the metrics of calls
 CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff]")  # what HTML must not contain
 # About as wide as a chart is on a phone and on a screen, so that its text has the size that the style sheet says.
@@ -222,7 +222,7 @@ def _ranks(ranks: Sequence[Mapping[str, float]]) -> str:
     unknown = "communication" not in names and len(own) > 1
     waits = " Here, computing includes the wait for the other ranks." if unknown else ""
     text = f"""Milliseconds per batch: means of the calls of train() since the workers changed last. The ratio is that of data and
-        computing to the median of the ranks. A rank is slow if it is at least {SLOW:g}.{waits}"""
+        computing to the median of the ranks. A rank is slow if it is above {SLOW:g}.{waits}"""
     lines = []
     for rank, (each, took) in enumerate(zip(times, own, strict=True)):
         share = f"{took / usual:.2g}" if usual else ""

@@ -16,9 +16,25 @@ import torch
 from tests.torch.small import inline
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "migrating.md"
-ROW = re.compile(r"^\| `ray\.util\.sgd\.?([\w.]*)` \| `([^`]+)` \| (\w+) \| (.*) ?\|$", re.M)
+ROW = re.compile(
+    r"^\| `ray\.util\.sgd\.?([a-z_.]*)(?<!\.)\.?((?:[A-Z]\w+)?)` \| ((?:`[^`]+` )+)\| (\w+) \|(.*)\|$", re.M
+)
 TABLE = PAGE.read_text(encoding="utf-8").partition("## Every name\n")[2].partition("<!-- end of names -->")[0]
-ROWS: list[tuple[str, str, str, str]] = ROW.findall(TABLE)
+
+
+def named(owner: str, name: str) -> str:
+    """Return a name with the class that has it, or of which it is an argument."""
+    if not owner:
+        return name
+    return f"{owner}({name}...)" if name.endswith("=") else f"{owner}({name})" if "=" in name else f"{owner}.{name}"
+
+
+# (module, name, outcome, note)
+ROWS: list[tuple[str, str, str, str]] = [
+    (module, named(owner, name), outcome, note)
+    for module, owner, names, outcome, note in ROW.findall(TABLE)
+    for name in re.findall(r"`([^`]+)`", names)
+]
 # What a refused name raises; the others that are refused are modules and names that do not exist.
 RAISED = {"PyTorchTrainer": DeprecationWarning, "TorchTrainer.restore": DeprecationWarning}
 RAISED |= {"TorchTrainer.worker_group": AttributeError}
@@ -208,6 +224,7 @@ def test_names_do_what_the_table_says(lightning: None, module: str) -> None:
 
 
 def test_every_row_is_read_and_says_how_it_differs() -> None:
-    assert len(ROWS) == TABLE.count("\n| `ray") > 150
+    assert len(ROW.findall(TABLE)) == TABLE.count("\n| `ray")
+    assert len(set(row[:2] for row in ROWS)) == len(ROWS) > 150
     assert {outcome for _, _, outcome, _ in ROWS} == {"works", "differs", "refused"}
     assert not [row for row in ROWS if (row[2] == "works") == bool(row[3].strip())]
