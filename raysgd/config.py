@@ -153,7 +153,7 @@ EXCLUDED: Exclusions = (
     ({"hot_spares": bool, "grow": (False,)}, "with grow=False no worker is replaced. Leave one out"),
     (
         {"on_divergence": ("raise", "evict"), "compare_weights": (None,)},
-        "there is no comparison to act on: set compare_weights to 'call' or a number of steps",
+        "nothing is compared that it could act on: set compare_weights to 'call' or a number of steps",
     ),
 )
 

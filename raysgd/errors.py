@@ -24,7 +24,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar, cast
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -170,19 +170,6 @@ ELSEWHERE = {
     "max_attempts": ("max_failures", "max_restarts"),
     "storage_path": ("local_dir",),
 }
-# Those that ours do not have, and what to do instead.
-REPORTED = "a checkpoint is stored whenever the training function reports or saves one"
-INSTEAD = {
-    "accelerator_type": 'request it with resources_per_worker={"accelerator_type:T4": 0.001}',
-    "checkpoint_at_end": REPORTED,
-    "checkpoint_frequency": REPORTED,
-    "fail_fast": "an error in the function always ends the run",
-    "log_to_file": "use callbacks",
-    "progress_reporter": "use callbacks",
-    "stop": "the training function decides: return from it, or raise in a callback that stops_training",
-    "sync_config": "storage_path may be a URI",
-    "verbose": "use callbacks=[PrintCallback()]",
-}
 
 
 def close_to(name: str, known: Iterable[str]) -> str:
@@ -217,9 +204,13 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature:
     return inspect.signature(function)
 
 
-def suggesting_fields(kind: C) -> C:
-    """Let a class do the same for its `__init__`, such as a dataclass for its fields."""
-    setattr(kind, "__init__", suggesting(cast(Any, kind).__init__))  # noqa: B010  # mypy allows no assignment
+def suggesting_fields(kind: C, *, instead: Mapping[str, str] | None = None) -> C:
+    """Let a class do the same for its `__init__`, such as a dataclass for its fields. `instead`
+    says what to do about names of other libraries that the class does not have."""
+    original = cast(Any, kind).__init__
+    if instead:
+        original.instead = instead
+    setattr(kind, "__init__", suggesting(original))  # noqa: B010  # mypy allows no assignment
     return kind
 
 
@@ -232,7 +223,7 @@ def _explained(function: Any, signature: inspect.Signature, given: Iterable[str]
         if wrong not in known:
             meant = close_to(wrong, known)
             hint = f"did you mean {meant!r}?" if meant else f"its arguments are {', '.join(known)}"
-            return f"{name} takes no argument {wrong!r}: {INSTEAD.get(wrong, hint)}"
+            return f"{name} takes no argument {wrong!r}: {getattr(function, 'instead', {}).get(wrong, hint)}"
     if by_keyword and "too many positional" in str(error):
         places = ", ".join(each for each in known if each not in by_keyword)
         by_place = (

@@ -131,7 +131,7 @@ def let_the_worker_after_a_failure_write_to_the_same_draft(patch: Patch) -> None
     def begin(self: FileDraft) -> Any:
         if self not in made:
             made[self] = original(self)
-        else:  # emptied, and marked anew
+        else:  # emptied, and marked again
             draft, mark = self._draft, made[self]["draft"].mark
             assert draft is not None
             draft.file.restart()

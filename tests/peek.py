@@ -34,7 +34,7 @@ def newest_snapshot(trainer: Any) -> Any:
 
 def ready_replacements(trainer: Any) -> int:
     """Return how many workers are set up and can join, spares included."""
-    ready: int = trainer._engine.ready_replacements
+    ready: int = trainer._engine._replacements.ready
     return ready
 
 

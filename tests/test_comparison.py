@@ -287,7 +287,7 @@ def test_the_reason_of_an_eviction_is_the_first_step_after_which_the_rank_differ
 
 
 def test_several_ranks_are_evicted_in_rank_order() -> None:
-    """And not in the order of the hashes of their names, which each process draws anew: a simulation could not be repeated."""
+    """And not in the order of the hashes of their names, which each process draws again: a simulation could not be repeated."""
     killed: list[str] = []
     table = MagicMock()
     names = [f"worker {rank}" for rank in range(9)]
@@ -313,7 +313,7 @@ def test_several_ranks_are_evicted_in_rank_order() -> None:
         ({"on_divergence": "log"}, "on_divergence must be 'warn', 'raise' or 'evict', got 'log'"),
         (
             {"compare_weights": None, "on_divergence": "raise"},
-            "on_divergence='raise' and compare_weights=None cannot be combined: there is no comparison",
+            "on_divergence='raise' and compare_weights=None cannot be combined: nothing is compared",
         ),
     ],
 )

@@ -5,7 +5,7 @@
     python examples/benchmarks/bench.py --quick            fewer rounds and settings, into build/benchmarks
     python examples/benchmarks/bench.py --only saving startup
 
-A benchmark that fails does not keep the others from being run; its name is told at the end, with status 1.
+A benchmark that fails does not keep the others from running. Its name is printed at the end, and the status is 1.
 """
 
 import argparse

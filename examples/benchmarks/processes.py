@@ -54,7 +54,7 @@ PEERS = {
 
 
 def search_path(more: str = "") -> str:
-    """PYTHONPATH for whoever must find the benchmarks' modules and raysgd."""
+    """PYTHONPATH for processes that import the benchmarks' modules and raysgd."""
     return os.pathsep.join(filter(None, [str(HERE), str(HERE.parents[1]), more, os.environ.get("PYTHONPATH")]))
 
 

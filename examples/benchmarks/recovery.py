@@ -35,7 +35,7 @@ GROWTH = "raysgd, growth"
 
 @dataclass(frozen=True)
 class Case:
-    """One script, by default its peer's, and what it is told through its environment."""
+    """One script, by default its peer's, and its settings, which are in its environment."""
 
     name: str
     peer: Peer

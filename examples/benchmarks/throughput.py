@@ -93,7 +93,6 @@ def row(
         **head,
         "epoch_s": epoch,
         "us_per_step": round(epoch["median"] / workload.steps * 1e6, 1),
-        "samples_per_s": round(workload.samples(setting.workers) / epoch["median"], 1),
         "ratio": spread([mine.wall / other.wall for mine, other in pairs]),
         "overhead_us": spread([(mine.wall - other.wall) / workload.steps * 1e6 for mine, other in pairs], 1),
         "raysgd_ratio": raysgd_ratio(own, turns.get(RaySGD.name)),

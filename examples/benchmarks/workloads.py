@@ -9,7 +9,6 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -55,13 +54,13 @@ class Setting:
 
     def environment(self) -> dict[str, str]:
         """For programs of their own: `Setting.of_environment()` there is this one."""
-        told = {"workload": self.workload.name, "steps": self.workload.steps, "workers": self.workers}
-        return {"SETTING": json.dumps(told)}
+        chosen = {"workload": self.workload.name, "steps": self.workload.steps, "workers": self.workers}
+        return {"SETTING": json.dumps(chosen)}
 
     @classmethod
     def of_environment(cls, environment: Mapping[str, str] = os.environ) -> "Setting":
-        told = json.loads(environment["SETTING"])
-        return cls(WORKLOADS[told["workload"]].shortened(told["steps"]), told["workers"])
+        chosen = json.loads(environment["SETTING"])
+        return cls(WORKLOADS[chosen["workload"]].shortened(chosen["steps"]), chosen["workers"])
 
 
 def tiny_model() -> nn.Module:
@@ -82,19 +81,19 @@ def small_resnet() -> nn.Module:
     return ResNet(BasicBlock, (1, 1, 0, 0), num_classes=10)
 
 
-def images(samples: int, *, side: int, classes: int) -> Dataset[Any]:
-    return TensorDataset(torch.randn(samples, 3, side, side), torch.randint(classes, (samples,)))
+def images(samples: int) -> Dataset[Any]:
+    return TensorDataset(torch.randn(samples, 3, 16, 16), torch.randint(10, (samples,)))
 
 
-def gpt(*, vocabulary: int, block_size: int, width: int, heads: int, layers: int) -> nn.Module:
+def small_gpt() -> nn.Module:
     from raysgd.operators.language_model import GPT
 
     torch.manual_seed(0)
-    return GPT(vocabulary=vocabulary, block_size=block_size, width=width, heads=heads, layers=layers)
+    return GPT(vocabulary=VOCABULARY, block_size=BLOCK_SIZE, width=64, heads=4, layers=2)
 
 
-def token_blocks(samples: int, *, vocabulary: int, block_size: int) -> Dataset[Any]:
-    tokens = torch.randint(vocabulary, (samples, block_size + 1))
+def token_blocks(samples: int) -> Dataset[Any]:
+    tokens = torch.randint(VOCABULARY, (samples, BLOCK_SIZE + 1))
     return TensorDataset(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
 
 
@@ -107,10 +106,9 @@ def named(*workloads: Workload) -> dict[str, Workload]:
 
 
 CLASSES = nn.functional.cross_entropy
-SMALL_GPT = partial(gpt, vocabulary=64, block_size=32, width=64, heads=4, layers=2)
-SMALL_BLOCKS = partial(token_blocks, vocabulary=64, block_size=32)
+VOCABULARY, BLOCK_SIZE = 64, 32
 WORKLOADS = named(
     Workload("tiny", tiny_model, tiny_data, CLASSES, batch_size=32, steps=400, alone=1200),
-    Workload("resnet", small_resnet, partial(images, side=16, classes=10), CLASSES, batch_size=16, steps=20),
-    Workload("gpt", SMALL_GPT, SMALL_BLOCKS, token_loss, batch_size=16, steps=60, alone=90),
+    Workload("resnet", small_resnet, images, CLASSES, batch_size=16, steps=20),
+    Workload("gpt", small_gpt, token_blocks, token_loss, batch_size=16, steps=60, alone=90),
 )

@@ -25,8 +25,7 @@ from raysgd.core.network import own_address
 from raysgd.errors import RaysgdError
 from raysgd.torch.interfaces import interface_towards
 from raysgd.version import page
-from raysgd.workers.cluster import actors_on_nodes, driver_address, join_running
-from raysgd.workers.cluster import ask_nodes as ask
+from raysgd.workers.cluster import actors_on_nodes, ask_nodes, driver_address, join_running
 
 # Each is imported in a process of its own, because an import can end its process. It prints how many GPUs it sees.
 IMPORTS = {
@@ -148,7 +147,7 @@ def examine(folders: Sequence[str] = ()) -> Iterator[Finding]:
         cluster, (text, _, todo) = "", str(error).partition(". ")
         problems.append(Finding("cluster", text, todo or "Correct that"))
     nodes = actors_on_nodes() if cluster else {"this machine": None}
-    machines = ask(nodes, ANSWER_S, describe, driver_address() if cluster else own_address())
+    machines = ask_nodes(nodes, ANSWER_S, describe, driver_address() if cluster else own_address())
     for node in [node for node, answer in machines.items() if isinstance(answer, Exception)]:
         todo = f"Install raysgd {metadata.version('raysgd')} there, and look at Ray's logs on that node"
         problems.append(Finding("cluster", f"{node} does not answer: {machines.pop(node)}", todo))
@@ -173,8 +172,10 @@ def examine(folders: Sequence[str] = ()) -> Iterator[Finding]:
 
 def try_ports(machines: Mapping[str, Facts], nodes: Mapping[str, Any]) -> Iterator[Finding]:
     for target, machine in machines.items():
-        port = ask({target: nodes[target]}, ANSWER_S, listen, machine["address"])[target]
-        errors = ask(nodes, ANSWER_S, connect, machine["address"], port) if isinstance(port, int) else {target: port}
+        port = ask_nodes({target: nodes[target]}, ANSWER_S, listen, machine["address"])[target]
+        errors = (
+            ask_nodes(nodes, ANSWER_S, connect, machine["address"], port) if isinstance(port, int) else {target: port}
+        )
         failed = {source: error for source, error in errors.items() if error}
         todo = f"Let the firewall pass all TCP ports between the nodes ({page('security')})"
         if machine["chosen"]:
@@ -189,14 +190,14 @@ def try_ports(machines: Mapping[str, Facts], nodes: Mapping[str, Any]) -> Iterat
 def try_folder(folder: str, nodes: Mapping[str, Any]) -> Iterator[Finding]:
     for writer, actor in nodes.items():
         path = Path(folder, f"raysgd-doctor-{secrets.token_hex(8)}")
-        if error := ask({writer: actor}, ANSWER_S, Path.touch, path)[writer]:
+        if error := ask_nodes({writer: actor}, ANSWER_S, Path.touch, path)[writer]:
             todo = "Create it, mount it there, and let the user write to it"
             yield Finding("folder", f"{writer} cannot write to {folder}: {error}", todo)
             continue
-        if blind := [reader for reader, error in ask(nodes, ANSWER_S, see, path).items() if error]:
+        if blind := [reader for reader, error in ask_nodes(nodes, ANSWER_S, see, path).items() if error]:
             todo = "Mount the same file system on all nodes, or save to a URI such as s3://bucket/folder"
             yield Finding("folder", f"what {writer} wrote to {folder} is not seen by {', '.join(blind)}", todo)
-        ask({writer: actor}, ANSWER_S, Path.unlink, path)
+        ask_nodes({writer: actor}, ANSWER_S, Path.unlink, path)
 
 
 @click.command("doctor")

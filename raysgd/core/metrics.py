@@ -72,7 +72,7 @@ def check_metrics(result: Mapping[Any, Any], *, of: str) -> None:
 
 
 def check_metric(name: Any, value: Any) -> None:
-    """Raise TypeError for a name that is no string, ValueError for an unusable value."""
+    """Raise TypeError for a name that is not a string, ValueError for an unusable value."""
     if not isinstance(name, str):
         example = f"use a string, such as {shown(str(name), 40)}" if isinstance(name, (int, float)) else "use a string"
         raise TypeError(

@@ -15,7 +15,7 @@ LOOPBACK = "127.0.0.1"
 ANY_PORT = 9
 OUTSIDE = "8.8.8.8"  # any address that is not in a network of this machine; nothing is sent there
 BACKLOG = 1024
-OWN = 256  # files that a process opens without any worker: Python, Ray, torch, files of the user
+OWN_FILES = 256  # files that a process opens without any worker: Python, Ray, torch, files of the user
 
 
 def address_towards(host: str) -> str:
@@ -62,14 +62,14 @@ def allow_connections(workers: int, *, each: int) -> None:
     The soft limit is raised only as far as needed, because old programs that inherit a high one can
     become slow.
     """
-    needed = OWN + each * workers
+    needed = OWN_FILES + each * workers
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= needed:
         return
     if hard != resource.RLIM_INFINITY and hard < needed:
         raise ResourceError(
             f"this process may have {hard} open files, and with {workers} workers it needs about {needed} ({each} connections "
-            f"for each of them, and {OWN} others). Raise the limit before the script and Ray start: with `ulimit -Hn {needed}` as "
+            f"for each of them, and {OWN_FILES} others). Raise the limit before the script and Ray start: with `ulimit -Hn {needed}` as "
             "root, in /etc/security/limits.conf, with LimitNOFILE= of the systemd unit, or with --ulimit nofile= of the "
             "container; or use fewer workers"
         )

@@ -226,11 +226,6 @@ class Engine:
         return self._membership.target
 
     @property
-    def ready_replacements(self) -> int:
-        """Return how many new workers are set up and can join, spares included."""
-        return self._replacements.ready
-
-    @property
     def nodes(self) -> list[str]:
         """Return the node of each rank."""
         return [self._table[worker].node for worker in self._table.members()]

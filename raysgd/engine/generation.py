@@ -66,7 +66,7 @@ class Generation:
         return taken
 
     def end(self) -> None:
-        """Note that the group is no longer up: the next call needs a new generation."""
+        """Note that the group has ended: the next call needs a new generation."""
         self.up = False
 
     def interrupt(self, workers: Sequence[str]) -> None:
@@ -240,7 +240,9 @@ class Generation:
         arguments, limit_s = {"transfer": transfer.name}, self.limits.setup_s
         outcomes = self._ask(list(verbs), verbs, arguments, limit_s, on_trouble=transfer.close)
         for worker, verb in verbs.items():  # if the others fail now, each of these can pass the state on
-            if verb == "load" and not isinstance(outcomes[worker], Interrupted):  # then it has what it had before
+            if verb == "load" and not isinstance(
+                outcomes[worker], Interrupted
+            ):  # then it has its own state, or says that it is half loaded
                 self._table.set_holds_state(worker, isinstance(outcomes[worker], Ok))
         return self._all_ok(outcomes)
 

@@ -187,7 +187,7 @@ class RecoveryLoop:
                 self._not_formed(case, survivors, joining)
 
     def _form(self, case: _Case, survivors: list[str], joining: list[str]) -> bool:
-        """Form a generation of these workers. They begin with the survivors' state, or, if nobody
+        """Form a generation of these workers. They begin with the survivors' state, or, if none
         holds it any more, with a snapshot. Return False if that failed."""
         workers, state = [*survivors, *joining], None
         if not survivors or self._generation.lacks_shards(survivors):

@@ -182,7 +182,7 @@ class WorkerTable:
     # -- time -----------------------------------------------------------------------------------------
 
     def clock(self) -> float:
-        """Return a time that stands still while this process does not run (Ctrl-Z, a suspended
+        """Return a time that does not pass while this process is stopped (Ctrl-Z, a suspended
         machine), because no worker is late for that."""
         return self.real_clock() - self._away_s
 

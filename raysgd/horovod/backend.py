@@ -78,7 +78,7 @@ class HorovodBackend:
         self._process_group.leave()
 
     def abort(self) -> None:
-        """Close Horovod's connections: its thread fails, and whoever waits for it."""
+        """Close Horovod's connections: its thread fails, and so do calls that wait for it."""
         self._connections.shut()
         self._process_group.abort()
 

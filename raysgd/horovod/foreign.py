@@ -24,7 +24,7 @@ def has_unsent_gradients(optimizer: Any) -> bool:
 
 
 def stop_sending(optimizer: Any) -> None:
-    """Make a DistributedOptimizer that is no longer needed send nothing. Its hooks exist as long as
+    """Make a DistributedOptimizer that was replaced send nothing. Its hooks exist as long as
     anything refers to the accumulators, such as an error's traceback."""
     delays = optimizer._allreduce_delay
     delays.update(dict.fromkeys(delays, NEVER))

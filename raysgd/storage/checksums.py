@@ -3,8 +3,8 @@ it. Compute digests of files. Both.
 
 `torch.save` and `zipfile` write a checksum for every member, but `torch.load` does not compare it.
 Checksums and digests detect damage. They are not a signature: anyone who can change the file can
-change them. Several threads compute them, also those of one large file: it is divided into parts,
-whose checksums are combined.
+change them. Several threads compute the checksums, also those of one large file: it is divided into
+parts, whose checksums are combined.
 """
 
 from __future__ import annotations

@@ -29,8 +29,6 @@ from raysgd.training.replica_base import OperatorReplicaFactory
 from raysgd.training.settings import ReplicaSettings
 from raysgd.training.trainer_base import TrainerBase, described_run, limits_of, make_engine
 
-# Part of a result by which a Keras callback ends `train`.
-
 OF_ALL_WORKERS = "a batch of a TensorFlow data set is that of all workers together, and does not change with them"
 
 

@@ -128,7 +128,7 @@ class KeepBatch(Policy):
 
     def begin(self, step: Step) -> None:
         piece, feed = not step.current.whole, self._feed
-        self._end_look()  # a loop of the user's has not called `trained`
+        self._end_look()  # a user's own loop has not called `trained`
         self._versions = self._versions if step.piece > 0 else None
         if self._asked == "auto" and (self._decides or piece):
             own_calls = OwnCalls(feed.collectives, self._parts.wrapped) if self._decides and feed is not None else None

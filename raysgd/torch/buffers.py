@@ -11,7 +11,6 @@ from torch import nn
 
 from raysgd.torch.foreign import buffers_at, copy_all
 from raysgd.torch.parts import Parts
-from raysgd.training.feed import Feed
 from raysgd.training.step import Policy, Step
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -41,10 +40,6 @@ class KeepBuffers(Policy):
     def are_moving(self) -> bool:
         """Return whether training changes buffers, or computes with all samples of a batch."""
         return bool(self._found() if self._places is None else self._places) or self._norms
-
-    def on_epoch(self, feed: Feed) -> None:
-        if self._places is None:
-            self.in_usual_steps = bool(self._all())
 
     def begin(self, step: Step) -> None:
         if step.place == 0:

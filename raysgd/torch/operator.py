@@ -27,12 +27,11 @@ from raysgd.torch.data.sample_seeds import seeded_for
 from raysgd.torch.data.sampling import batches_per_epoch, is_planned, planned_epoch, unit_size
 from raysgd.torch.fsdp import Shards, shard_layers
 from raysgd.torch.guard import LeaveOut
-from raysgd.torch.hyperparameters import Rates, scaling
 from raysgd.torch.loop_schedule import LoopSchedule
 from raysgd.torch.monitor import Communication, GradientNorm, Monitor
 from raysgd.torch.parts import Parts, check_parts, check_steps_alone, move
-from raysgd.torch.policies import Accumulate, Clip, Hold, Pieces, ReadAhead, Weigh, samples_in
-from raysgd.torch.precision import Precision, make_precision
+from raysgd.torch.policies import Accumulate, Clip, Hold, Pieces, Rates, ReadAhead, Weigh, samples_in, scaling
+from raysgd.torch.precision import make_precision
 from raysgd.torch.profiling import Profiler
 from raysgd.torch.schedules import MadeFor, why_too_short
 from raysgd.torch.settings import TorchSettings
@@ -127,10 +126,6 @@ class TrainingOperator(Stepping):
     def _in_pieces(self) -> bool:
         """Return whether a batch can come in several pieces."""
         return self._exact and self._keep_batch.possible and not self._has_own_steps
-
-    @property
-    def _precision(self) -> Precision:
-        return self._parts.precision
 
     def _make_guard(self, settings: TorchSettings) -> LeaveOut:
         own, options = bool(self._overrides("skip_step")), settings.options
@@ -541,21 +536,21 @@ class TrainingOperator(Stepping):
 
     @property
     def use_fp16_native(self) -> bool:
-        return self._precision.key == "amp_native"
+        return self._parts.precision.key == "amp_native"
 
     @property
     def use_fp16_apex(self) -> bool:
-        return self._precision.key == "amp_apex"
+        return self._parts.precision.key == "amp_apex"
 
     @property
     def _amp(self) -> Any:
         """Return Apex's amp, or the native precision: RaySGD's operators call its autocast()."""
-        native = self._precision if self._precision.key == "amp_native" else None
-        return getattr(self._precision, "amp", native)
+        native = self._parts.precision if self._parts.precision.key == "amp_native" else None
+        return getattr(self._parts.precision, "amp", native)
 
     @property
     def _amp_scaler(self) -> Any:
-        return getattr(self._precision, "scaler", None)
+        return getattr(self._parts.precision, "scaler", None)
 
     # -- RaySGD's names for the parts -----------------------------------------------------------------
 

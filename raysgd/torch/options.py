@@ -37,19 +37,34 @@ EXCLUDED: Exclusions = (
         {"replicas": (1).__lt__, "parallel": ("auto", "ddp", None)},
         "replicas are copies of shards: pass parallel='fsdp'",
     ),
-    ({"precision": ("apex",), "compile": bool}, "Apex replaces functions that the compiler needs to read"),
-    ({"on_nonfinite": bool, "precision": ("apex",)}, "Apex finds its scale through infinite gradients: use 'bf16'"),
+    (
+        {"precision": ("apex",), "compile": bool},
+        "Apex replaces functions that the compiler needs to read: use 'fp16' or 'bf16'",
+    ),
+    (
+        {"on_nonfinite": bool, "precision": ("apex",)},
+        "Apex finds its scale through infinite gradients: use 'bf16' or 'fp32', or on_nonfinite='skip' with 'fp16'",
+    ),
     (
         {"on_nonfinite": ("raise",), "precision": ("fp16",)},
         "fp16 finds its scale through infinite gradients: use 'bf16', or on_nonfinite='skip'",
     ),
     (
         {"on_nonfinite": bool, "comm_hook": POWERSGD},
-        "PowerSGD adds the error of each step to the next one, so it never recovers from a gradient that is not finite",
+        "PowerSGD adds each error to the next step, and never recovers from a gradient that is not finite: leave one of them out",
     ),
-    ({"ddp_args": bool, "parallel": NO_DDP}, "ddp_args are for DistributedDataParallel"),
-    ({"comm_hook": bool, "parallel": NO_DDP}, "comm_hook is for DistributedDataParallel"),
-    ({"parallel": ("fsdp",), "channels_last": bool}, "FSDP cuts parameters into contiguous shards"),
+    (
+        {"ddp_args": bool, "parallel": NO_DDP},
+        "ddp_args are for DistributedDataParallel: leave them out, or pass parallel='ddp'",
+    ),
+    (
+        {"comm_hook": bool, "parallel": NO_DDP},
+        "comm_hook is for DistributedDataParallel: leave it out, or pass parallel='ddp'",
+    ),
+    (
+        {"parallel": ("fsdp",), "channels_last": bool},
+        "FSDP cuts parameters into contiguous shards: leave channels_last out",
+    ),
     (
         {"parallel": ("fsdp",), "precision": ("fp16", "apex")},
         "each worker sees the gradients of its shard only, so they could not agree on skipping a step: use 'fp32' or 'bf16'",
@@ -75,11 +90,11 @@ EXCLUDED_WITH_SEVERAL_WORKERS: Exclusions = (
     ),
     (
         {"batch": ("global",), "gradients": ("ranks",)},
-        "a constant batch needs gradients that are averaged over its samples",
+        "ElasticConfig(batch='global') needs gradients that are averaged over its samples: leave one of them out",
     ),
     (
         {"batch": ("global",), "parallel": (None,)},
-        "a constant batch needs gradients that raysgd averages over its samples",
+        "ElasticConfig(batch='global') needs gradients that raysgd averages over its samples: leave one of them out",
     ),
     (
         {"on_divergence": ("evict",), "parallel": ("fsdp",)},

@@ -286,6 +286,7 @@ class TorchReplica(ReplicaBase):
             self._take(packing.unpack(data))
 
     def _take(self, state: dict[str, Any]) -> None:
+        self.half_loaded = True  # an error may follow, and this rank must not pass on what it has then
         self._adopt(state)
         if (position := state.get("validation_loader")) is not None:
             self._sources["validation"] = self._open_source(self.operator._parts.validation_loader, "validation")

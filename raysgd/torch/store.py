@@ -1,4 +1,4 @@
-"""The store through which ranks meet: the driver opens one for each generation. Both."""
+"""The store for the rendezvous of ranks: the driver opens one for each generation. Both."""
 
 from __future__ import annotations
 

@@ -7,20 +7,39 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from raysgd.config import ElasticConfig, WorkerResources, at_least, check_flags, one_of
 from raysgd.errors import ConfigError, suggesting_fields
 from raysgd.storage.masking import mask
 
+C = TypeVar("C", bound=type)
 # The default limit for hangs. It is long, because raysgd does not know how long the steps of a function take.
 HANG_S = 1800.0
 TIMESTAMP = "_timestamp"
 # How many rounds of reports a function may be ahead of what was fetched.
 REPORTS_AHEAD = 4
+# Arguments of Ray's classes that these do not have, and what to do instead.
+REPORTED = "a checkpoint is stored whenever the training function reports or saves one"
+INSTEAD = {
+    "accelerator_type": 'request it with resources_per_worker={"accelerator_type:T4": 0.001}',
+    "checkpoint_at_end": REPORTED,
+    "checkpoint_frequency": REPORTED,
+    "fail_fast": "an error in the function always ends the run",
+    "log_to_file": "use callbacks",
+    "progress_reporter": "use callbacks",
+    "stop": "the training function decides: return from it, or raise in a callback that stops_training",
+    "sync_config": "storage_path may be a URI",
+    "verbose": "use callbacks=[PrintCallback()]",
+}
 
 
-@suggesting_fields
+def without_rays_own(kind: C) -> C:
+    """Let a class of settings say what to do about arguments that only Ray's has."""
+    return suggesting_fields(kind, instead=INSTEAD)
+
+
+@without_rays_own
 @dataclass(frozen=True)
 class ScalingConfig:
     """How many workers there are, and which resources each has.
@@ -86,7 +105,7 @@ def _check_num_workers(count: Any) -> None:
         )
 
 
-@suggesting_fields
+@without_rays_own
 @dataclass(frozen=True)
 class FailureConfig:
     """A run survives `max_failures` worker failures (-1: any), and no error of its function."""
@@ -105,7 +124,7 @@ def check_failure_limit(name: str, limit: Any) -> None:
         )
 
 
-@suggesting_fields
+@without_rays_own
 @dataclass(frozen=True)
 class CheckpointConfig:
     """How many checkpoints of a run stay in storage, and which ones.
@@ -155,7 +174,7 @@ class CheckpointConfig:
         return -math.inf if math.isnan(score) else score
 
 
-@suggesting_fields
+@without_rays_own
 @dataclass(frozen=True)
 class CheckpointStrategy(CheckpointConfig):
     """A `CheckpointConfig` under the name that `Trainer.run(checkpoint_strategy=...)` uses. Both
@@ -179,7 +198,7 @@ def rays_own(given: Any) -> str:
     return f". This is Ray's own class, whose fields and defaults differ from those of raysgd: from raysgd.train import {name}"
 
 
-@suggesting_fields
+@without_rays_own
 @dataclass(frozen=True)
 class RunConfig:
     """Where a run is stored, what is kept, and which callbacks it has.

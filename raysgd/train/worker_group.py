@@ -258,6 +258,8 @@ class RemoteObject:
         return SimpleNamespace(remote=functools.partial(self._call, name))
 
     def _call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
+        if not self._engine.active:
+            raise InactiveWorkerGroupError("this worker group was shut down")
         arguments = {"name": method, "positional": self._engine.pack(args), "named": self._engine.pack(kwargs)}
         return self._engine.reference(self._rank, Call(FunctionReplica.method, arguments))
 
@@ -273,4 +275,5 @@ class TrainWorkerGroup(list[RemoteObject]):
         """End the workers after they have closed what they host; with `patience_s=0`, at once."""
         if patience_s <= 0:
             self._engine.stop(force=True)
-        self._shutdown()
+        if self._engine.active or patience_s <= 0:  # afterwards, the workers may be those of a new start
+            self._shutdown()

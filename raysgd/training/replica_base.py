@@ -40,7 +40,7 @@ from raysgd.training.position import Position
 from raysgd.training.seeding import derived_seed
 from raysgd.training.settings import ReplicaSettings
 from raysgd.training.snapshots import LOADED_S, ROOM_S, Snapshotter
-from raysgd.training.step import NO_POLICIES, Step
+from raysgd.training.step import Step
 
 logger = logging.getLogger("raysgd")
 
@@ -222,7 +222,7 @@ class ReplicaBase(ABC):
         A stop at a batch boundary ends the iteration, or, if it `unwinds`, the user's loop."""
         try:
             for step in feed:
-                for policy in step.policies.begin:
+                for policy in step.policies.begin if feed.training else ():
                     policy(step)
                 # To `train_batch`, in which self.zero_grad, self.backward and self.step act on the step.
                 yield step.current.batch
@@ -255,7 +255,7 @@ class ReplicaBase(ABC):
         if counts:
             position.commit(step)
             self._control.batch, self._waited = position.call_batches, feed.waited_s
-        for policy in step.policies.on_step:
+        for policy in step.policies.on_step if feed.training else ():
             policy(step)
         if not counts:
             return
@@ -345,7 +345,7 @@ class ReplicaBase(ABC):
             call=CALLS[phase],
             name=self.data_names[phase],
             seed=partial(self._seed_place, phase),
-            policies=self.operator._policies if phase == "train" else NO_POLICIES,
+            policies=self.operator._policies,
             **self._feed_options(phase),
         )
         return feed

@@ -227,7 +227,7 @@ def sniffed(driver: Driver) -> tuple[list[bytes], bytes, bytes]:
     """Return how a worker began a bulk connection, and a report in it whose body notes that it is unpickled."""
     (*began, report, body), _ = recorded(driver, EVIL_BODY)
     pickle.loads(EVIL_BODY)  # as the driver does with the body of a report
-    assert Runs.noted, "whoever can send this body again runs code on the driver"
+    assert Runs.noted, "a body that is sent again would run code on the driver"
     Runs.noted.clear()
     return began, report, body
 

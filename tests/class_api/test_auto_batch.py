@@ -130,14 +130,14 @@ def test_the_contrastive_operator_is_per_worker() -> None:
     pytest.importorskip("transformers")
     from raysgd.operators.contrastive import ContrastiveOperator
 
-    class Told(dying(ContrastiveOperator)):  # type: ignore[misc]
+    class Logged(dying(ContrastiveOperator)):  # type: ignore[misc]
         def setup(self, config: dict[str, Any]) -> None:
             super().setup(config)
-            self.told = Lines()
-            logging.getLogger("raysgd").addHandler(self.told)
+            self.logged = Lines()
+            logging.getLogger("raysgd").addHandler(self.logged)
 
     with TorchTrainer(
-        training_operator_cls=Told,
+        training_operator_cls=Logged,
         config={"batch_size": 8},
         num_workers=2,
         use_gpu=False,
@@ -145,6 +145,6 @@ def test_the_contrastive_operator_is_per_worker() -> None:
     ) as trainer:
         trainer.train(num_steps=5, info={"dies": True})
         assert trainer.world_size == 1 and trainer.batch_mode == "per_worker"
-        (lines,) = trainer.apply_all_operators(lambda operator: operator.told.lines)
+        (lines,) = trainer.apply_all_operators(lambda operator: operator.logged.lines)
     (line,) = [each for each in lines if "keeps its batch size" in each]
     assert "1 worker of 2 trains now" in line and "collective calls before the backward pass" in line

@@ -116,7 +116,7 @@ def nodes(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
                 found[name] = error
         return found
 
-    monkeypatch.setattr("raysgd.cli.doctor.ask", ask)
+    monkeypatch.setattr("raysgd.cli.doctor.ask_nodes", ask)
     monkeypatch.setattr("raysgd.cli.doctor.connect", connect)
     return {"a": Runner(), "b": Elsewhere()}
 

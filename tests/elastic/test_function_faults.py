@@ -50,7 +50,7 @@ SCENARIOS = {
 
 
 class Run:
-    """A trainer whose function survivors continue with `train.elastic`, and new workers, if there is no survivor, from a checkpoint."""
+    """A trainer whose function survivors continue with `train.elastic`, and new workers, if no worker survives, from a checkpoint."""
 
     def __init__(self, marks: Path) -> None:
         self.marks = marks / "marks"

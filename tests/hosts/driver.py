@@ -118,15 +118,13 @@ def noted(of: Any) -> tuple[int, int]:
     return SAMPLES - len(used), sum(used.values()) - len(used)
 
 
+def digest_of(model: Any) -> str:
+    return hashlib.sha256(b"".join(each.detach().numpy().tobytes() for each in model.parameters())).hexdigest()
+
+
 def weights(of: Any) -> list[str]:
     """Return a digest of the weights of each rank."""
-
-    def digest(operator: Any) -> str:
-        return hashlib.sha256(
-            b"".join(each.detach().numpy().tobytes() for each in operator.model.parameters())
-        ).hexdigest()
-
-    return of.apply_all_operators(digest)
+    return of.apply_all_operators(lambda operator: digest_of(operator.model))
 
 
 def timed(action: Callable[[], Any]) -> float:
@@ -270,7 +268,11 @@ def two() -> dict[str, Any]:
                 now(f"epoch {epoch}", of)
                 of.train()
                 counts.append(lost_and_doubled(of, LONG))
-        return {"weights": [weights(first), weights(second)], "counts": counts, "both": [facts(first), facts(second)]}
+        return {
+            "weights": [weights(first), weights(second)],
+            "counts": counts,
+            "both": [facts(first, LONG), facts(second, LONG)],
+        }
 
 
 def sharded() -> dict[str, Any]:
@@ -298,10 +300,6 @@ def sharded() -> dict[str, Any]:
             **facts(of, LONG),
             "lost_and_doubled": counts,
         }
-
-
-def digest_of(model: Any) -> str:
-    return hashlib.sha256(b"".join(each.detach().numpy().tobytes() for each in model.parameters())).hexdigest()
 
 
 def tensorflow() -> dict[str, Any]:

@@ -4,7 +4,7 @@ A host has a network of its own (one interface, connected to the others by a bri
 ids, /tmp, /dev/shm and a home folder. It shares the kernel, the clock and the installed programs with the machine; the
 checkout and the environment are mounted read-only. All of it is inside an outer network, mount and process namespace,
 so that nothing reaches the machine's own network, and the end of one process ends everything. The outer one is a user
-namespace too, in which any user is root. Where the kernel allows that to nobody, root does without it.
+namespace too, in which any user is root. Where the kernel does not allow that, root does without it.
 
 Needs Linux, and the commands of iproute2 and util-linux.
 """
@@ -384,7 +384,8 @@ class Script:
         self._host, self._path, self._limit_s = host, path, limit_s
         self._lines: list[str] = []
         self._process = host.start(sys.executable, str(path), *arguments, **environment)
-        self._timer = threading.Timer(limit_s, self._kill)
+        self._late = False
+        self._timer = threading.Timer(limit_s, self._end_late)
 
     def __enter__(self) -> Script:
         self._timer.start()
@@ -403,17 +404,27 @@ class Script:
             self._lines.append(line)
             if text in line:
                 return line
-        raise AssertionError(f"{self._path.name} ended without {text!r}, or after {self._limit_s:g} s:\n{self.output}")
+        self._check_in_time()
+        raise AssertionError(f"{self._path.name} ended without {text!r}:\n{self.output}")
 
     def end(self) -> str:
         """Wait for its end, and return its output."""
         assert self._process.stdout is not None
         self._lines += self._process.stdout
+        self._check_in_time()
         return self.output
 
     @property
     def output(self) -> str:
         return "".join(self._lines)
+
+    def _check_in_time(self) -> None:
+        if self._late:
+            raise AssertionError(f"{self._path.name} did not end within {self._limit_s:g} s:\n{self.output}")
+
+    def _end_late(self) -> None:
+        self._late = True
+        self._kill()
 
     def _kill(self) -> None:
         for each in self._host.processes(str(self._path)):

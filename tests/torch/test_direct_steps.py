@@ -83,6 +83,18 @@ def trained(operator: type[Line], **options: Any) -> torch.Tensor:
         return weights(trainer)
 
 
+class Adapting(Helped):
+    """Steps in a validation too, as code does that adapts to new data."""
+
+    def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        with torch.enable_grad():
+            return self.train_batch(batch, batch_info)
+
+
+class AdaptingDirectly(Direct):
+    validate_batch = Adapting.validate_batch
+
+
 class Refuses(Direct):
     def skip_step(self, info: dict[str, Any]) -> bool:
         return True
@@ -111,6 +123,18 @@ def test_an_option_that_acts_in_self_step_is_refused_in_a_step_of_the_users(
         assert torch.equal(weights(trainer), before)
     lines = "    self.zero_grad()\n    self.backward(loss)\n    self.step()\n"
     assert (lines in str(caught.value)) == (operator is not WithClosure)
+
+
+def test_an_option_acts_in_steps_that_a_validation_makes() -> None:
+    with inline(Adapting, options=TrainingOptions(clip_value=1e-6)) as trainer:
+        before = weights(trainer)
+        trainer.validate()
+        assert 0 < (weights(trainer) - before).abs().max() < 1e-5
+    with (
+        inline(AdaptingDirectly, options=TrainingOptions(clip_value=1e-6)) as trainer,
+        pytest.raises(ConfigError, match="clip_value"),
+    ):
+        trainer.validate()
 
 
 def test_a_direct_zero_grad_within_a_window_is_refused() -> None:

@@ -37,7 +37,7 @@ FOREIGN = re.compile(r"GLOBAL (\S+)|(Can only (?:create|build)|Trying to call) .
 def gather(operator: TrainingOperator) -> dict[str, Any]:
     """Return the state of the unwrapped models, optimizers, schedulers, gradient scaler and the
     operator itself. Tensors are shared with the operator, not copied."""
-    parts, precision = operator._parts, operator._precision
+    parts, precision = operator._parts, operator._parts.precision
     state: dict[str, Any] = {
         "format": FORMAT,
         "version": VERSION,
@@ -100,7 +100,7 @@ def dump(state: dict[str, Any]) -> memoryview:
 
 
 def dump_given(state: Any) -> memoryview:
-    """Return a dictionary of the user's as bytes. Raise CheckpointError if it is no state."""
+    """Return a user's dictionary as bytes. Raise CheckpointError if it is not a state."""
     given = shaped(dict(state) if isinstance(state, Mapping) else state)
     try:
         return dump(given)
@@ -232,7 +232,7 @@ def restore_models(operator: TrainingOperator, state: dict[str, Any]) -> None:
 
 
 def restore_rest(operator: TrainingOperator, state: dict[str, Any]) -> None:
-    parts, precision = operator._parts, operator._precision
+    parts, precision = operator._parts, operator._parts.precision
     for optimizer, saved in zip(parts.optimizers, state["optimizers"], strict=True):
         optimizer.load_state_dict(placed_optimizer(completed(saved, optimizer), optimizer))
     for scheduler, saved in zip(parts.schedulers, state.get("schedulers") or [], strict=True):
@@ -249,7 +249,7 @@ def way_back(operator: TrainingOperator) -> Callable[[], None]:
     """Return what loads the present state, whatever is loaded meanwhile. Nothing is copied that a
     load replaces, or that can be loaded last, because it cannot fail: torch's optimizers replace
     their tensors, and models usually only copy them."""
-    parts, precision = operator._parts, operator._precision
+    parts, precision = operator._parts, operator._parts.precision
     models = [] if loads_models_by_copying(operator) else [(each, _kept_model(each)) for each in parts.models]
     ordinary = [each for each in parts.optimizers if _replaces_tensors(each)]
     users = [(each, copied(each.state_dict())) for each in (*parts.schedulers, operator)]

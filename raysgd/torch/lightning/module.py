@@ -44,7 +44,10 @@ NOT_WITH_LIGHTNING: Exclusions = (
     ({"clip_norm": bool, "clip_value": bool}, "pass one of the two"),
     ({"clip_norm": bool, **BY_HAND}, IN_THE_MODULE),
     ({"clip_value": bool, **BY_HAND}, IN_THE_MODULE),
-    ({"comm_hook": bool, **BY_HAND}, "raysgd averages the gradients of such a module without DDP's hooks"),
+    (
+        {"comm_hook": bool, **BY_HAND},
+        "raysgd averages the gradients of such a module without DDP's hooks: leave it out",
+    ),
 )
 
 

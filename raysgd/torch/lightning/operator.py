@@ -110,7 +110,7 @@ class LightningOperator(TrainingOperator):
         self._ddp = wrapped if isinstance(wrapped, DistributedDataParallel) else None
         average = self._ddp is not None and not module.automatic_optimization
         services = StepServices(
-            module, self._precision, optimizers, modules.optimizer_wrapper(self._base), average=average
+            module, self._parts.precision, optimizers, modules.optimizer_wrapper(self._base), average=average
         )
         self._services = services
         self._stub.attach(services, optimizers, self._schedules.all)

@@ -135,7 +135,7 @@ class RunRecord:
         }
 
     def begin(self, settings: Mapping[str, bytes]) -> None:
-        """Write the files, and anew an earlier run's rows: the last may be incomplete."""
+        """Write the files, and an earlier run's rows again: the last may be incomplete."""
         self.log_dir.mkdir(parents=True, exist_ok=True)
         locations.write(self.log_dir / RESULTS, "".join(self._unwritten()).encode())
         locations.write(self.where / SETTINGS, values.dump(dict(settings), dumps=pickle.dumps))
