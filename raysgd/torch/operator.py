@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from importlib import import_module
+from inspect import signature
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -39,6 +40,13 @@ from raysgd.torch.stepping import Stepping
 from raysgd.training.feed import NoFeed
 from raysgd.training.operator_base import Schedule
 from raysgd.training.step import Policies, Policy
+
+LABELS = "labels"  # in a batch that is a dictionary, as models of transformers take it
+NO_LOSS = (
+    "the default batch methods need self.criterion, or a model that takes the complete batch and returns its own loss: set it in setup "
+    "(self.model, self.optimizer, self.criterion = self.register(...)), or let the model return an object or a dict with `loss`, or a "
+    "tuple with one single number, such as (logits, loss), or override train_batch and validate_batch"
+)
 
 logger = logging.getLogger("raysgd")
 
@@ -142,23 +150,22 @@ class TrainingOperator(Stepping):
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         """Train one step on one `batch`, `(*features, target)`: forward, loss, backward, optimizer.
-        Return what was measured.
+        Return what was measured. If no criterion is registered, the model is called with the
+        complete batch, and its own loss is used.
 
         `batch_info` has `batch_idx`, `global_step`, `epoch_idx`, and what was passed as `info`."""
         if "train_batch" not in self._complete_for:
-            self._need("train_batch", "model", "optimizer", "criterion")
-        *features, target = self._unpack(batch)
+            self._need("train_batch", "model", "optimizer", *self._needs_criterion)
         self.zero_grad(self.optimizer)  # first: the forward pass takes up memory that is still in the processor's cache
         lap = self.timers.laps()
         with self.autocast():
-            output = self.model(*features)
-            loss = self.criterion(output, target)
+            _, target, loss = self._forward(batch)
         lap("fwd")
         self.backward(loss)
         lap("grad")
         self.step(self.optimizer)
         lap("apply")
-        return {"train_loss": loss.detach(), NUM_SAMPLES: target.size(0)}
+        return {"train_loss": loss.detach(), NUM_SAMPLES: samples_in(batch if target is None else target)}
 
     def skip_step(self, info: dict[str, Any]) -> bool:
         """Return whether to leave out an optimizer's step. `info` has the loss that `self.backward`
@@ -179,12 +186,13 @@ class TrainingOperator(Stepping):
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         """Return loss and arg-max accuracy of one `batch`. `batch_info`: see `train_batch`."""
-        self._need("validate_batch", "model", "criterion")
-        *features, target = self._unpack(batch)
+        self._need("validate_batch", "model", *self._needs_criterion)
         with self.timers.record("eval_fwd"), self.autocast():
-            output = self.model(*features)
-            loss = self.criterion(output, target)
-        result = {"val_loss": loss.detach(), NUM_SAMPLES: target.size(0)}
+            output, target, loss = self._forward(batch)
+        result = {"val_loss": loss.detach(), NUM_SAMPLES: samples_in(batch if target is None else target)}
+        # A model with a loss of its own may shift its labels, or have its classes in the last dimension.
+        if not hasattr(self, "criterion") and (getattr(target, "ndim", 0) != 1 or target.is_floating_point()):
+            return result
         if output.dim() > 1 and target.shape == output.shape[:1] + output.shape[2:]:
             result["val_accuracy"] = (output.argmax(dim=1) == target).float().mean()
         else:
@@ -194,11 +202,16 @@ class TrainingOperator(Stepping):
     def predict_batch(self, batch: Any, batch_info: dict[str, Any]) -> Any:
         """Return the model's output for one `batch` of `trainer.predict()`: a tensor with a row for
         each sample, or a list, tuple or dict of such tensors. A batch is the features alone, or
-        `(*features, target)`, whose target is left out. `batch_info` has its `batch_idx`."""
+        `(*features, target)`, whose target is left out, as are the `labels` of a dictionary for a
+        model with its own loss. `batch_info` has its `batch_idx`."""
         self._need("predict_batch", "model")
-        features = batch if isinstance(batch, (tuple, list)) else [batch]
+        if isinstance(batch, (tuple, list)) and len(batch) > 1:
+            batch = batch[:-1]
         with self.autocast():
-            return self.model(*(features[:-1] if len(features) > 1 else features))
+            if hasattr(self, "criterion") or self._overrides("train_batch"):
+                return self.model(*batch) if isinstance(batch, (tuple, list)) else self.model(batch)
+            features = {k: v for k, v in batch.items() if k != LABELS} if isinstance(batch, Mapping) else batch
+            return with_own_loss(self.model, features)[0]
 
     # -- helpers for custom loops ---------------------------------------------------------------------
 
@@ -478,6 +491,29 @@ class TrainingOperator(Stepping):
         steps = self.scheduler_step_freq in STEPPED_BY_TRAINER
         return steps and bool(self._parts.schedulers) and not own
 
+    @property
+    def _needs_criterion(self) -> list[str]:
+        return [] if self._parts.criterion is None else ["criterion"]
+
+    def _forward(self, batch: Any) -> tuple[Any, Any, Any]:
+        """Return the model's output for a batch, the target, and the loss: of the criterion, or the
+        model's own if there is no criterion."""
+        if hasattr(self, "criterion"):
+            *features, target = self._unpack(batch)
+            output = self.model(*features)
+            return output, target, self.criterion(output, target)
+        try:
+            output, loss = with_own_loss(self.model, batch)
+        except TypeError as error:
+            if takes(self.model, batch):
+                raise
+            raise MissingPartError(NO_LOSS) from error
+        if loss is None:
+            raise MissingPartError(NO_LOSS)
+        last = batch[-1] if isinstance(batch, (tuple, list)) else None
+        target = batch.get(LABELS) if isinstance(batch, Mapping) else last
+        return output, target if isinstance(target, torch.Tensor) else None, loss
+
     def _unpack(self, batch: Any) -> Any:
         loader = self._parts.train_loader
         # Whether the training loader returns each item of its data set as a batch.
@@ -603,3 +639,36 @@ class TrainingOperator(Stepping):
             lightning_module_cls, train_dataloader, val_dataloader
         )
         return made
+
+
+def with_own_loss(model: Any, batch: Any) -> tuple[Any, Any]:
+    """Call a model that computes its own loss. Return its output, and the loss: of an object or a
+    dict with `logits` and `loss`, as models of transformers return, or of a tuple in which only the
+    loss is a single number. A loss that is not there is None; without it, the output can be all
+    that the model has returned."""
+    given, named = _as_arguments(batch)
+    found = model(*given, **named)
+    if isinstance(found, Mapping):
+        return found.get("logits", found), found.get("loss")
+    if hasattr(found, "loss"):
+        return getattr(found, "logits", found), found.loss
+    parts = found if isinstance(found, (tuple, list)) else [found]
+    tensors = [each for each in parts if isinstance(each, torch.Tensor)]
+    losses, outputs = [each for each in tensors if not each.dim()], [each for each in tensors if each.dim()]
+    return outputs[0] if outputs else found, losses[0] if len(losses) == 1 else None
+
+
+def takes(model: Any, batch: Any) -> bool:
+    """Return whether the model's `forward` has parameters for this batch."""
+    given, named = _as_arguments(batch)
+    try:
+        signature(getattr(model, "module", model).forward).bind(*given, **named)
+    except TypeError:
+        return False
+    return True
+
+
+def _as_arguments(batch: Any) -> tuple[Any, Any]:
+    if isinstance(batch, Mapping):
+        return (), batch
+    return batch if isinstance(batch, (tuple, list)) else (batch,), {}
