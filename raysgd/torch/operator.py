@@ -96,6 +96,7 @@ class TrainingOperator(Stepping):
         self._profiler = None if settings.profiler is None else Profiler(settings.profiler)
         averages_gradients = settings.distributed and settings.options.parallel is not None
         self._exact = averages_gradients and settings.options.gradients == "samples"
+        self._has_metrics = type(self).metrics is not TrainingOperator.metrics
         self._leave_out = self._make_guard(settings)
         buffers, why = KeepBuffers(self._parts), MAKES_STEPS if self._has_own_steps else None
         why = RESIZES if why is None and self._overrides("resized") else why
@@ -159,13 +160,14 @@ class TrainingOperator(Stepping):
         self.zero_grad(self.optimizer)  # first: the forward pass takes up memory that is still in the processor's cache
         lap = self.timers.laps()
         with self.autocast():
-            _, target, loss = self._forward(batch)
+            output, target, loss = self._forward(batch)
         lap("fwd")
         self.backward(loss)
         lap("grad")
         self.step(self.optimizer)
         lap("apply")
-        return {"train_loss": loss.detach(), NUM_SAMPLES: samples_in(batch if target is None else target)}
+        result = {"train_loss": loss.detach(), NUM_SAMPLES: samples_in(batch if target is None else target)}
+        return result | self._measured("train_", output, target) if self._has_metrics else result
 
     def skip_step(self, info: dict[str, Any]) -> bool:
         """Return whether to leave out an optimizer's step. `info` has the loss that `self.backward`
@@ -185,19 +187,24 @@ class TrainingOperator(Stepping):
             return super().validate(val_iterator, info)
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        """Return loss and arg-max accuracy of one `batch`. `batch_info`: see `train_batch`."""
+        """Return loss and metrics of one `batch`. `batch_info`: see `train_batch`."""
         self._need("validate_batch", "model", *self._needs_criterion)
         with self.timers.record("eval_fwd"), self.autocast():
             output, target, loss = self._forward(batch)
         result = {"val_loss": loss.detach(), NUM_SAMPLES: samples_in(batch if target is None else target)}
-        # A model with a loss of its own may shift its labels, or have its classes in the last dimension.
+        return result | self._measured("val_", output, target)
+
+    def metrics(self, output: Any, target: Any) -> dict[str, Any]:
+        """Return metrics of one batch besides the loss, from the model's `output` and the `target`:
+        with a model that has its own loss, the logits and the labels. If you override it, the
+        default `train_batch` reports them as `train_NAME`, and `validate_batch` as `val_NAME`. By
+        default, only a validation has one: the arg-max accuracy."""
+        # A model with its own loss may shift its labels, or have its classes in the last dimension.
         if not hasattr(self, "criterion") and (getattr(target, "ndim", 0) != 1 or target.is_floating_point()):
-            return result
+            return {}
         if output.dim() > 1 and target.shape == output.shape[:1] + output.shape[2:]:
-            result["val_accuracy"] = (output.argmax(dim=1) == target).float().mean()
-        else:
-            result["val_accuracy"] = 0.0
-        return result
+            return {"accuracy": (output.argmax(dim=1) == target).float().mean()}
+        return {"accuracy": 0.0}
 
     def predict_batch(self, batch: Any, batch_info: dict[str, Any]) -> Any:
         """Return the model's output for one `batch` of `trainer.predict()`: a tensor with a row for
@@ -513,6 +520,15 @@ class TrainingOperator(Stepping):
         last = batch[-1] if isinstance(batch, (tuple, list)) else None
         target = batch.get(LABELS) if isinstance(batch, Mapping) else last
         return output, target if isinstance(target, torch.Tensor) else None, loss
+
+    def _measured(self, prefix: str, output: Any, target: Any) -> dict[str, Any]:
+        """Return what the method `metrics` returns, also if the user has an attribute of that
+        name."""
+        with torch.no_grad():
+            found = type(self).metrics(self, output, target)
+        if not isinstance(found, dict):
+            raise TypeError(f"{type(self).__name__}.metrics must return a dict of metrics, got {shown(found)}")
+        return {f"{prefix}{name}": value for name, value in found.items()}
 
     def _unpack(self, batch: Any) -> Any:
         loader = self._parts.train_loader

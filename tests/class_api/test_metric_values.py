@@ -28,7 +28,7 @@ EXAMPLES = 300 if NIGHTLY else 25
 class Measuring(Line):
     """Returns `metrics` from its batches, or from its complete epoch."""
 
-    metrics: Any
+    metrics: Any  # in place of the method, which only the default batch methods call
     batches = 0
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> Any:
