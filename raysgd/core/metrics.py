@@ -38,6 +38,8 @@ class Measured:
     rows        what is known of the worker's rows without reading them
     first       of the newest epoch: its number, and a digest of its first batch
     returned    an object that the operator returned in place of metrics, alone in a tuple
+    loaders     in place of `metrics`, if several loaders were evaluated: those of each, by what
+                their names begin with
     traces      profiler traces, as {file name: bytes}
     stop        whether the user's code wants the loop over epochs to end
     """
@@ -48,6 +50,7 @@ class Measured:
     rows: str = ""
     first: str = ""
     returned: tuple[Any, ...] = ()
+    loaders: Mapping[str, Result] = field(default_factory=dict)
     traces: Mapping[str, bytes] = field(default_factory=dict)
     stop: bool = False
 
@@ -169,6 +172,19 @@ def merge_ranks(results: Sequence[Mapping[str, Any]]) -> Result:
     return _ordered(merged)
 
 
+def merge_part(part: Sequence[Measured]) -> Result:
+    """Merge what the ranks measured in a part of a call. Each of several loaders has a mean over
+    its own samples; the counts are those of all."""
+    merged = merge_ranks([each.metrics for each in part])
+    for name in part[0].loaders if part else ():
+        for key, value in merge_ranks([each.loaders[name] for each in part]).items():
+            if key in (NUM_SAMPLES, BATCH_COUNT):
+                merged[key] = merged.get(key, 0) + value
+            else:
+                merged[f"last_{name}{key[5:]}" if key.startswith("last_") else f"{name}{key}"] = value
+    return merged
+
+
 def for_all_ranks(result: Mapping[str, Any], ranks: int, committed: int) -> Result:
     """Return one rank's result of a part with the number of samples of all `ranks`, which have
     `committed` that many in it (0 if that is not known). The first rank has up to one sample in a
@@ -206,7 +222,7 @@ def merge_call(parts: Sequence[Sequence[Measured]]) -> Result:
     The samples that the sampling plan knows were trained on count, also those whose metrics failed
     with a worker. A report in other units (tokens, say) has a larger number, which is kept.
     """
-    result = merge_parts([merge_ranks([each.metrics for each in part]) for part in parts])
+    result = merge_parts([merge_part(part) for part in parts])
     committed = max((each.committed for part in parts for each in part), default=0)
     if len(parts) > 1 and _is_number(result.get(NUM_SAMPLES)) and committed > result[NUM_SAMPLES]:
         result[NUM_SAMPLES] = committed

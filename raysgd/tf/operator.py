@@ -22,7 +22,7 @@ from raysgd.tf.parts import (
     rows_in,
     running_statistics,
 )
-from raysgd.training.operator_base import OperatorBase
+from raysgd.training.operator_base import OperatorBase, each_loader
 from raysgd.training.settings import ReplicaSettings
 from raysgd.training.step import Policies, Policy, Step
 
@@ -253,11 +253,13 @@ class TrainingOperator(OperatorBase):
         self, *, train_dataset: Any = None, validation_dataset: Any = None, test_dataset: Any = None
     ) -> None:
         """Register `train_dataset`, `validation_dataset` and `test_dataset`: a `tf.data.Dataset` of
-        batches, or anything else that can be iterated repeatedly."""
+        batches, or anything else that can be iterated repeatedly. For validations and tests also a
+        dict of them by name: `val_loss` is then `val_NAME_loss`, over the rows of that data set."""
         given = {"train_dataset": train_dataset, "validation_dataset": validation_dataset, "test_dataset": test_dataset}
-        for name, data in given.items():
+        for name, data in (pair for own in given.items() for pair in each_loader(*own)):
             if data is not None and not hasattr(data, "__iter__") and not hasattr(data, "__getitem__"):
                 raise ConfigError(f"{name} must be a tf.data.Dataset or another iterable of batches, got {data!r}")
+        for name, data in given.items():
             setattr(self._parts, name, data)
 
     # -- for the default methods ----------------------------------------------------------------------

@@ -77,7 +77,7 @@ class TFReplica(ReplicaBase):
     def _batch_mode(self) -> str:
         return PER_WORKER if isinstance(self._sources.get("train"), OwnSource) else GLOBAL
 
-    def _open_source(self, data: Any, phase: Phase) -> Source:
+    def _open_source(self, data: Any, phase: str) -> Source:
         channel, training = self.operator._channel, phase == "train"
         workers = self._workers if self.operator._pieces is not None else None
         return make_source(data, self._position_in(phase), self._rank_info, channel, training=training, workers=workers)

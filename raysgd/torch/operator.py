@@ -38,7 +38,7 @@ from raysgd.torch.schedules import MadeFor, why_too_short
 from raysgd.torch.settings import TorchSettings
 from raysgd.torch.stepping import Stepping
 from raysgd.training.feed import NoFeed
-from raysgd.training.operator_base import Schedule
+from raysgd.training.operator_base import Schedule, each_loader
 from raysgd.training.step import Policies, Policy
 
 LABELS = "labels"  # in a batch that is a dictionary, as models of transformers take it
@@ -341,10 +341,11 @@ class TrainingOperator(Stepping):
     ) -> None:
         """Register `train_loader`, `validation_loader` and `test_loader`: DataLoaders (divided
         among the workers unless add_dist_sampler=False), Ray Datasets (divided by rows;
-        `raysgd.data.RayData` names their columns), a `raysgd.data.ShardedStream`, or any
-        iterables."""
+        `raysgd.data.RayData` names their columns), a `raysgd.data.ShardedStream`, or any iterables.
+        For validations and tests also a dict of them by name: `val_loss` is then `val_NAME_loss`,
+        over the samples of that loader."""
         given = {"train_loader": train_loader, "validation_loader": validation_loader, "test_loader": test_loader}
-        for name, loader in given.items():
+        for name, loader in (pair for own in given.items() for pair in each_loader(*own)):
             if isinstance(loader, torch.utils.data.Dataset) and not hasattr(loader, "__iter__"):
                 raise ConfigError(
                     f"{name} must be a DataLoader or another iterable of batches, got the data set {shown(loader)}: pass "
@@ -357,6 +358,7 @@ class TrainingOperator(Stepping):
                 raise ConfigError(
                     f"{name} must be a DataLoader or another iterable of batches, or a Ray Dataset, got {loader!r}"
                 )
+        for name, loader in given.items():
             setattr(self._parts, name, loader)
 
     @suggesting

@@ -95,10 +95,10 @@ class TorchReplica(ReplicaBase):
             check_plan(self.operator, self._position, self._rank_info.world_size, warns=self.rank == 0)
         return source
 
-    def _open_source(self, data: Any, phase: Phase) -> Source:
+    def _open_source(self, data: Any, phase: str) -> Source:
         return self._opener.registered(data, self._position_in(phase), phase)
 
-    def _feed_options(self, phase: Phase) -> dict[str, Any]:
+    def _feed_options(self, phase: str) -> dict[str, Any]:
         return {
             "carrier": self._carrier,
             **({"window": self.operator._parts.options.accumulate} if phase == "train" else {}),

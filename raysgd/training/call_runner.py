@@ -205,7 +205,7 @@ def _by_worker(parts: Sequence[PartialResults]) -> list[dict[str, Any]]:
     workers only paused, to save a checkpoint, are one."""
     rows: list[dict[str, Any]] = []
     for _, group in itertools.groupby(parts, key=lambda part: part.generation):
-        values = [[value.metrics for value in part.values] for part in group]
+        values = [[metrics.merge_part([value]) for value in part.values] for part in group]
         if len({len(each) for each in values}) == 1:
             rows += [metrics.merge_parts(own) for own in zip(*values, strict=True)]
         else:  # some ranks failed before they measured anything

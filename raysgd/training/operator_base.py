@@ -57,6 +57,16 @@ class RegisteredParts:
         return tuple(values) if isinstance(given, tuple) else list(values)
 
 
+def each_loader(name: str, given: Any) -> list[tuple[str, Any]]:
+    """Return the loader that was registered, or each of several for validations or tests, with its
+    name in errors."""
+    if not isinstance(given, Mapping) or name.startswith("train"):
+        return [(name, given)]
+    if not given or any(not (isinstance(key, str) and key) or data is None for key, data in given.items()):
+        raise ConfigError(f"{name} must be data, or a dict from names to data, got {shown(given)}")
+    return [(f"{name}[{key!r}]", data) for key, data in given.items()]
+
+
 def log_change(mode: BatchMode, position: Position, rank_info: RankInfo, usual: int) -> None:
     """Log, once in a run, that another number of workers trains than the `usual` one, and that the
     batch follows it. The position notes that."""

@@ -9,11 +9,11 @@ import math
 import pickle
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 from raysgd.core.comparison import Summary
 from raysgd.core.messages import SnapshotUpload
@@ -44,6 +44,7 @@ from raysgd.training.step import Step
 
 logger = logging.getLogger("raysgd")
 
+# What a call reads. With several loaders that have names, a phase of each is, for example, "validation.NAME".
 Phase = Literal["train", "validation", "test"]
 # The phases of calls that read data; all other calls are made between those of training.
 PHASES: dict[str, Phase] = {"validate": "validation", "test": "test"}
@@ -118,12 +119,13 @@ class ReplicaBase(ABC):
         self._began: float | None = None  # when the running part of a call of `train` began
         self._waited = 0.0  # how long it has waited for data
         self._units_before = 0  # what the running call of `train` had committed before this part of it
-        self._position, self._val_position, self._test_position = Position(), Position(), Position()
+        self._position, self._val_position = Position(), Position()
+        self._pass_positions: dict[str, Position] = {}  # of phases of which each call begins a new pass
         # Its `epoch` counts the passes of tests that have begun, its `call` is the newest of them.
         self._tested = Position()
         self.operator._epochs_before = lambda: max(self._position.epoch - 1, 0)
         self._validation_began = self._val_position.as_dict()
-        self._sources: dict[Phase, Any] = {}
+        self._sources: dict[str, Any] = {}
         self.half_loaded = False  # this state is a part of one and a part of another
         self._snapshots = Snapshotter(settings.snapshot_every, control)
         self._compare_every, self._compare_at = settings.elastic.compare_every, math.inf
@@ -332,8 +334,9 @@ class ReplicaBase(ABC):
         self._position.resume_epoch()
         self.take_snapshot()
 
-    def _make_feed(self, source: Source, phase: Phase, limit: int | None, *, pause_at: int | None = None) -> Feed:
+    def _make_feed(self, source: Source, phase: str, limit: int | None, *, pause_at: int | None = None) -> Feed:
         """Return what a loop reads; its steps are the operator's."""
+        kind, name = split(phase)
         feed = self.operator._feed = Feed(
             source,
             self._position_in(phase),
@@ -342,16 +345,17 @@ class ReplicaBase(ABC):
             limit=limit,
             pause_at=pause_at,
             shared=self._distributed,
-            call=CALLS[phase],
-            name=self.data_names[phase],
+            call=CALLS[kind],
+            name=self.data_names[kind] + (f"[{name!r}]" if name else ""),
             seed=partial(self._seed_place, phase),
             policies=self.operator._policies,
             **self._feed_options(phase),
         )
         return feed
 
-    def _position_in(self, phase: Phase) -> Position:
-        return {"train": self._position, "validation": self._val_position, "test": self._test_position}[phase]
+    def _position_in(self, phase: str) -> Position:
+        known = {"train": self._position, "validation": self._val_position}.get(phase)
+        return known or self._pass_positions.setdefault(phase, Position())
 
     def _cut_short(self) -> None:
         """End a loop after an error, and commit what was applied."""
@@ -367,6 +371,8 @@ class ReplicaBase(ABC):
         """Validate on one pass over the validation data, or on `num_steps` batches. No rank waits
         for another one."""
         position = self._val_position
+        if self._phases("validation") != ["validation"]:
+            return self._evaluate_passes("validation", position, num_steps, profile, info, call, reduced)
         self._registered_source("validation")
         if call != position.call:
             position.open_call(call)
@@ -378,21 +384,54 @@ class ReplicaBase(ABC):
     def test(
         self, num_steps: int | None, profile: bool, info: dict[str, Any] | None, call: int, reduced: bool = True
     ) -> Any:
-        """Test on one pass over the test data, or on its first `num_steps` batches. Each call
-        begins a pass, so of the position only the number of passes is part of the state."""
-        self._registered_source("test")
-        tested = self._tested
-        if call != tested.call:  # otherwise, a peer failed, and all repeat the call
-            tested.open_call(call)
-            tested.epoch += 1
-        began = Position(epoch=tested.epoch - 1)
+        """Test on one pass over the test data, or on its first `num_steps` batches."""
+        return self._evaluate_passes("test", self._tested, num_steps, profile, info, call, reduced)
+
+    def _evaluate_passes(
+        self,
+        kind: Phase,
+        passes: Position,
+        num_steps: int | None,
+        profile: bool,
+        info: dict[str, Any] | None,
+        call: int,
+        reduced: bool,
+    ) -> Any:
+        """Begin a pass over the data, or over each loader that has a name. So of the position only
+        the number of `passes` is part of the state."""
+        phases = self._phases(kind)
+        for phase in phases:
+            self._registered_source(phase)
+        if call != passes.call:  # otherwise, a peer failed, and all repeat the call
+            passes.open_call(call)
+            passes.epoch += 1
+        began = Position(epoch=passes.epoch - 1)
         began.open_call(call)
-        self._test_position.adopt(began.as_dict())
-        return self._evaluate("test", num_steps, profile, info, began.as_dict(), reduced)
+        found: list[Measured] = []
+        for phase in phases:
+            self._position_in(phase).adopt(began.as_dict())
+            named = dict(info or {}) | ({"loader": split(phase)[1]} if phase != kind else {})
+            measured = self._evaluate(phase, num_steps, profile, named, began.as_dict(), reduced)
+            if isinstance(measured, Interrupted):
+                return measured
+            found.append(measured)
+        if phases == [kind]:
+            return found[0]
+        prefix = "test_" if kind == "test" else self.operator._validation_prefix
+        loaders = {
+            f"{prefix}{split(phase)[1]}_": bare(each.metrics, prefix) for phase, each in zip(phases, found, strict=True)
+        }
+        returned = tuple(each for measured in found for each in measured.returned)
+        return replace(found[0], metrics={}, loaders=loaders, returned=returned)
+
+    def _phases(self, kind: Phase) -> list[str]:
+        """Return the phases of an evaluation: one, or one for each loader that has a name."""
+        data = getattr(self.operator._parts, self.data_names[kind])
+        return [f"{kind}.{name}" for name in data] if isinstance(data, Mapping) else [kind]
 
     def _evaluate(
         self,
-        phase: Phase,
+        phase: str,
         num_steps: int | None,
         profile: bool,
         info: dict[str, Any] | None,
@@ -401,9 +440,9 @@ class ReplicaBase(ABC):
     ) -> Any:
         """Run the operator's loop over the data of this phase. If it does not reach its end, the
         position is what it was when the call `began`."""
-        operator, position = self.operator, self._position_in(phase)
+        operator, position, kind = self.operator, self._position_in(phase), split(phase)[0]
         source = self._registered_source(phase)
-        self._begin_measuring(phase, profile, new_call=True)
+        self._begin_measuring(kind, profile, new_call=True)
         feed = self._make_feed(source, phase, num_steps)
         batches = self._batches(feed)
         given, named = accepted_arguments(operator.validate, batches, info=dict(info or {}))
@@ -419,11 +458,11 @@ class ReplicaBase(ABC):
         if feed.stopped:
             position.adopt(began)
             return Interrupted(None, "a peer failed", self.progress)
-        return self._reported(result, profile, phase, reduced)
+        return self._reported(result, profile, kind, reduced)
 
     # -- random numbers -------------------------------------------------------------------------------
 
-    def _seed_place(self, phase: Phase, epoch: int, *own: int) -> None:
+    def _seed_place(self, phase: str, epoch: int, *own: int) -> None:
         """With a trainer's `seed`, seed the random generators for an epoch, alike on all ranks;
         with `own`, for what this rank alone does in it."""
         if self._seed is not None:
@@ -455,16 +494,18 @@ class ReplicaBase(ABC):
         """Return the source of a call of `train`; `dataset` is what the call received."""
         return self._registered_source("train")
 
-    def _registered_source(self, phase: Phase) -> Source:
+    def _registered_source(self, phase: str) -> Source:
         """Return the source of the registered data. Data that was registered since is used from the
         next epoch on."""
-        data = getattr(self.operator._parts, self.data_names[phase])
+        kind, name = split(phase)
+        data = getattr(self.operator._parts, self.data_names[kind])
+        data = data[name] if name else data
         source: Source | None = self._sources.get(phase)
         if source is not None and not self._position_in(phase).ended:
             return source
         if data is None:
             raise ConfigError(
-                f"{CALLS[phase]}() needs data: call self.register_data({self.data_names[phase]}=...)"
+                f"{CALLS[kind]}() needs data: call self.register_data({self.data_names[kind]}=...)"
                 f" in {type(self.operator).__name__}.setup{self.without_data if phase == 'train' else ''}"
             )
         if source is None or source.loader is not data:
@@ -648,7 +689,7 @@ class ReplicaBase(ABC):
 
     # -- what frameworks do differently ---------------------------------------------------------------
 
-    def _feed_options(self, phase: Phase) -> dict[str, Any]:
+    def _feed_options(self, phase: str) -> dict[str, Any]:
         """Return further arguments of the `Feed`."""
         return {}
 
@@ -688,7 +729,7 @@ class ReplicaBase(ABC):
         """Set the random states of this process."""
 
     @abstractmethod
-    def _open_source(self, data: Any, phase: Phase) -> Source:
+    def _open_source(self, data: Any, phase: str) -> Source:
         """Return a source of registered data."""
 
     @abstractmethod
@@ -707,6 +748,23 @@ class ReplicaBase(ABC):
     @abstractmethod
     def _dump(self, state: dict[str, Any]) -> memoryview:
         """Return a state as bytes."""
+
+
+def split(phase: str) -> tuple[Phase, str]:
+    """Return what a phase evaluates, and the name of its loader, if that has one."""
+    kind, _, name = phase.partition(".")
+    return cast(Phase, kind), name
+
+
+def bare(metrics: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """Return metrics without this prefix in their names, as far as no other has the shorter
+    name."""
+    found = {}
+    for name, value in metrics.items():
+        last, rest = ("last_", name[5:]) if name.startswith("last_") else ("", name)
+        short = last + rest.removeprefix(prefix)
+        found[name if short in metrics else short] = value
+    return found
 
 
 # -- calls that run a user's function -----------------------------------------------------------------
