@@ -221,8 +221,8 @@ def _ranks(ranks: Sequence[Mapping[str, float]]) -> str:
     usual = statistics.median_low(own)
     unknown = "communication" not in names and len(own) > 1
     waits = " Here, computing includes the wait for the other ranks." if unknown else ""
-    text = f"""Milliseconds per batch: means of the calls of train() since the workers changed last. The ratio is that of data and
-        computing to the median of the ranks. A rank is slow if it is above {SLOW:g}.{waits}"""
+    text = f"""Milliseconds per batch: means over the calls of train() since the last change of the workers. The ratio is that of
+        data and computing to the median of the ranks. A rank is slow if its ratio is above {SLOW:g}.{waits}"""
     lines = []
     for rank, (each, took) in enumerate(zip(times, own, strict=True)):
         share = f"{took / usual:.2g}" if usual else ""
