@@ -18,6 +18,8 @@ from raysgd.core.progress import Control, Progress, longest_silence_s, most_adva
         ([Progress(step=4, epoch=1), Progress(step=4, epoch=2)], 1),
         ([Progress(step=5), Progress(step=4, loads=1)], 1),
         ([Progress(step=5), Progress(step=5)], 0),
+        ([Progress(lacks_state=True), Progress()], 1),
+        ([Progress(loads=1, lacks_state=True), Progress()], 1),
     ],
 )
 def test_the_most_advanced_is_the_source(ranks: list[Progress], first: int) -> None:

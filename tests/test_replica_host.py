@@ -4,7 +4,7 @@ import pickle
 import threading
 from typing import Any
 
-from raysgd.core.outcomes import Failed, Ok
+from raysgd.core.outcomes import Failed, Interrupted, Ok, Outcome
 from raysgd.core.progress import Control, Progress
 from raysgd.core.protocols import Call
 from raysgd.core.ranks import RankInfo, SingleWorkerBackend
@@ -40,6 +40,44 @@ def host_of_echo() -> ReplicaHost:
 
 def answer(value: Any) -> Any:
     return host_of_echo().perform("run", {"call": Call(Echo.run, {"value": value})})
+
+
+class Loads(Echo):
+    """Loads states, of which an empty one is an error of the user's code."""
+
+    def joined(self, rank_info: RankInfo) -> None:
+        pass
+
+    def load(self, data: bytes) -> None:
+        if not data:
+            raise ValueError("the user's load_state_dict")
+
+
+def test_a_worker_says_whether_it_has_the_state_of_its_group() -> None:
+    control = Control()
+    host = ReplicaHost(SingleWorkerBackend(), control)
+    factory = {"factory": lambda rank_info, control: Loads()}
+    alone, joined = RankInfo(solo=True), {"rank_info": RankInfo(world_size=2), "settings": {}}
+
+    def lacks_state(verb: str, **arguments: Any) -> tuple[type[Outcome], bool]:
+        outcome = host.perform(verb, arguments)
+        return type(outcome), outcome.progress.lacks_state
+
+    def taken(name: str) -> bytes:
+        if name == "ended":
+            raise ConnectionError("the transfer has ended")
+        return name.encode()
+
+    control.take = taken
+    assert lacks_state("warm", hook=None, rank_info=alone, settings={}, **factory) == (Ok, True)
+    assert lacks_state("load", transfer="ended") == (Interrupted, True)
+    assert lacks_state("load", transfer="") == (Failed, True)
+    assert lacks_state("load", transfer="a state") == (Ok, False)
+    assert lacks_state("load", transfer="ended") == (Interrupted, False), "it has what it had"
+    assert lacks_state("warm", hook=None, rank_info=alone, settings={}, **factory) == (Ok, True)
+    assert lacks_state("join", **joined) == (Ok, False), "because the ranks have agreed on one"
+    host = ReplicaHost(SingleWorkerBackend(), control)
+    assert lacks_state("build", rank_info=RankInfo(world_size=2), **factory) == (Ok, False), "that of rank 0"
 
 
 def test_an_answer_is_pickled_only_once() -> None:

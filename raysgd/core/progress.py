@@ -25,15 +25,16 @@ if TYPE_CHECKING:
 class Progress:
     """What one rank has committed.
 
-    step      batches since the start of training
-    batches   batches in the running call
-    expected  how many batches the running call will have, 0 if that is unknown
-    finished  whether the running call has trained all its batches
-    phase     what the rank is doing, for messages
-    applied   optimizer steps since the start of training
-    loads     how often the user has loaded a state
-    summary   of the weights after `step`, if it was just made for a comparison with the other
-              ranks: text of a `Summary`
+    step         batches since the start of training
+    batches      batches in the running call
+    expected     how many batches the running call will have, 0 if that is unknown
+    finished     whether the running call has trained all its batches
+    phase        what the rank is doing, for messages
+    applied      optimizer steps since the start of training
+    loads        how often the user has loaded a state
+    summary      of the weights after `step`, if it was just made for a comparison with the other
+                 ranks: text of a `Summary`
+    lacks_state  whether its weights are a new worker's own initial ones, and not the group's
     """
 
     step: int = 0
@@ -45,12 +46,13 @@ class Progress:
     applied: int = 0
     loads: int = 0
     summary: str = ""
+    lacks_state: bool = False
 
     @property
-    def order(self) -> tuple[int, int, int, int, bool]:
+    def order(self) -> tuple[bool, int, int, int, int, bool]:
         """Return a key that sorts ranks by how much they have committed. `applied` counts within a
         batch; what was loaded later is ahead of all that was trained before."""
-        return (self.loads, self.step, self.applied, self.epoch, self.finished)
+        return (not self.lacks_state, self.loads, self.step, self.applied, self.epoch, self.finished)
 
     def at(self, phase: str) -> Progress:
         return _at(self, phase)

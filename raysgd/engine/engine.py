@@ -388,7 +388,10 @@ class Engine:
             if seen.kind == "paused" and self._is_own_pause(job, parts, running):
                 continue
             revived = self._restore(seen, running, since=fan_out.troubled_at)
-            goes_back = revived is not None and revived.call != running.number  # to a state from before this call
+            # Whether training continues from a state from before this call. A new worker can have taken such a one.
+            goes_back = revived is not None and (
+                revived.call != running.number or _place(revived.progress) < _place(began)
+            )
             if goes_back:
                 self._check_is_newest(job, began)
                 self._run_again(running)

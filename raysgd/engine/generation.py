@@ -159,13 +159,10 @@ class Generation:
         return self.up
 
     def _form(self, workers: Sequence[str], state: Any) -> bool:
-        staying = [worker for worker in workers if self._table[worker].in_group]
         self._table.expect_ranks(workers)
-        built = [w for w in workers if self.in_place and self._table[w].stage >= Stage.READY]
+        built = self._built(workers)
         new = [worker for worker in workers if worker not in built]
-        needs_call = new or self._behind(built)[1] or not all(self._table[worker].is_exact for worker in staying)
-        # Otherwise they leave the old group when they join the next one. The answers also say where the replicas are.
-        if staying and needs_call and not self._succeeds(staying, "leave", {}, self.limits.hang_s):
+        if not self.hear_from(workers, leave=bool(new or self._behind(built)[1])):
             return False
         source, behind = self._behind(built)
         if behind:
@@ -187,6 +184,20 @@ class Generation:
             self._shards = {worker: (rank % count, count) for rank, worker in enumerate(workers)}
         self._has_formed = True
         return True
+
+    def _built(self, workers: Sequence[str]) -> list[str]:
+        """Return those that have a replica."""
+        return [w for w in workers if self.in_place and self._table[w].stage >= Stage.READY]
+
+    def hear_from(self, workers: Sequence[str], *, leave: bool = False) -> bool:
+        """Wait for those whose newest answer is missing, because an error ended its call: without
+        it, it is not known which state they have. The members among these workers leave their group
+        if one of them is missed, which may wait for them, or with `leave`; otherwise they leave it
+        when they join the next one. Return False if a worker has failed."""
+        built = [self._table[worker] for worker in self._built(workers)]
+        leave = leave or not all(info.is_exact for info in built)
+        asked = [info.worker for info in built if leave and (info.in_group or not info.is_exact)]
+        return not asked or self._succeeds(asked, "leave", {}, self.limits.hang_s)
 
     # -- shards ---------------------------------------------------------------------------------------
 
@@ -213,15 +224,14 @@ class Generation:
         return True
 
     def _behind(self, workers: Sequence[str]) -> tuple[str, list[str]]:
-        """Return the most advanced worker, and those that need its state: usually none."""
-        if self.is_sharded:  # the ranks exchange shards when they have joined
+        """Return the most advanced worker, and those that need its state: usually none. If none has
+        the state of the group, the others begin with the first one's."""
+        if self.is_sharded or not workers:  # the ranks exchange shards when they have joined
             return "", []
         progress = {worker: self._table[worker].progress for worker in workers}
-        holders = {worker: progress[worker] for worker in workers if self._table[worker].holds_state}
-        if not holders:
-            return "", []
-        source = most_advanced(holders)
-        return source, [w for w in workers if w not in holders or progress[w].order != holders[source].order]
+        source = most_advanced(progress)
+        same = [w for w in workers if progress[w].order == progress[source].order and not progress[w].lacks_state]
+        return source, [worker for worker in workers if worker not in (source, *same)]
 
     def _pass_state(self, source: str, behind: Sequence[str]) -> bool:
         """Let one worker give its state to those behind. Return False if one has failed."""
@@ -239,11 +249,6 @@ class Generation:
     def _move(self, verbs: Mapping[str, str], transfer: TransferProtocol) -> bool:
         arguments, limit_s = {"transfer": transfer.name}, self.limits.setup_s
         outcomes = self._ask(list(verbs), verbs, arguments, limit_s, on_trouble=transfer.close)
-        for worker, verb in verbs.items():  # if the others fail now, each of these can pass the state on
-            if verb == "load" and not isinstance(
-                outcomes[worker], Interrupted
-            ):  # then it has its own state, or says that it is half loaded
-                self._table.set_holds_state(worker, isinstance(outcomes[worker], Ok))
         return self._all_ok(outcomes)
 
     def rescue_state(self, worker: str, call: int) -> bool:

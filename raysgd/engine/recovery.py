@@ -176,15 +176,17 @@ class RecoveryLoop:
 
     def _rejoin(self, case: _Case, survivors: list[str]) -> None:
         """Try once to form a generation of the survivors and the replacements that are ready."""
+        if not self._generation.hear_from([*survivors, *self._replacements.ready_workers]):
+            return
         joining = self._replacements.take(max(self._membership.target - len(survivors), 0))
-        formed = False
         try:
             formed = self._form(case, survivors, joining)
-            if not formed:
-                logger.warning("a new process group could not be formed: %s", self._generation.causes())
-        finally:
-            if not formed:
-                self._not_formed(case, survivors, joining)
+        except BaseException:  # the user's error, or Ctrl-C: these workers are alive, and one may have the only state
+            self._replacements.take_back(joining)
+            raise
+        if not formed:
+            logger.warning("a new process group could not be formed: %s", self._generation.causes())
+            self._not_formed(case, survivors, joining)
 
     def _form(self, case: _Case, survivors: list[str], joining: list[str]) -> bool:
         """Form a generation of these workers. They begin with the survivors' state, or, if none
@@ -316,12 +318,10 @@ class RecoveryLoop:
             if usable:
                 self._table.snapshots.offer(snapshot)
             return snapshot if not usable or self._generation.load_snapshot(joining, snapshot) else None
-        holders = {w: self._table[w].progress for w in joining if self._table[w].holds_state}
-        if holders and holders[most_advanced(holders)].order >= snapshot.progress.order:
-            return Snapshot(progress=holders[most_advanced(holders)], call=call)
-        if not snapshot.data:
-            self._table.set_holds_state(joining[0], self._in_place)
-        elif self._in_place and not self._generation.load_snapshot(joining, snapshot):
+        progress = {worker: self._table[worker].progress for worker in joining}
+        if self._in_place and (furthest := progress[most_advanced(progress)]).order >= snapshot.progress.order:
+            return Snapshot(progress=furthest, call=call)
+        if snapshot.data and self._in_place and not self._generation.load_snapshot(joining, snapshot):
             return None
         return snapshot
 

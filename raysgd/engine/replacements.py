@@ -45,7 +45,11 @@ class Replacements:
     @property
     def ready(self) -> int:
         """Return how many can join the group now."""
-        return len(self._are(Stage.READY))
+        return len(self.ready_workers)
+
+    @property
+    def ready_workers(self) -> list[str]:
+        return [info.worker for info in self._are(Stage.READY)]
 
     @property
     def starting(self) -> int:
@@ -53,9 +57,11 @@ class Replacements:
         return len(self._are(Stage.STARTING, Stage.UP, Stage.WARMING))
 
     def _are(self, *stages: Stage) -> list[WorkerInfo]:
-        """Return those in these stages. The one that has been ready for longest comes first."""
+        """Return those in these stages. One that has taken the group's state comes first, then the
+        one that has been ready for longest."""
         found = [info for info in self._table.new_workers() if info.stage in stages]
-        return sorted(found, key=lambda info: info.since)
+        found.sort(key=lambda info: info.since)
+        return sorted(found, key=lambda info: info.progress.order, reverse=True)
 
     def gathered(self, missing: int) -> bool:
         """Return whether those that are ready should join a group with `missing` free places."""

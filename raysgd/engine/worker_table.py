@@ -84,24 +84,23 @@ class Leaver:
 class WorkerInfo:
     """What the driver knows about one worker. Only `WorkerTable` changes it.
 
-    since        when it was launched, or became ready
-    address      of its machine, as the driver sees it
-    local        whether it is on the driver's node
-    rank         its rank in the current generation, or the one that it will have in the next
-    leaver       why and when it is to leave, if it is
-    holds_state  whether it has the group's weights, and not just its own initial ones
-    notice       whether it received SIGTERM, because its node will be removed
-    moved_at     when it last made progress
-    ended        how it failed
-    killed_for   why the driver killed it: the reason and the details of its failure
-    unfinished   what it did not finish in time, with its stack; empty if its process is stopped and
-                 shows none
-    summaries    of its weights after the newest steps that all ranks compare, in this generation,
-                 by (loads, step)
-    busy         the call that it has not answered yet
-    last_call    the newest call that it was given
-    is_exact     whether `progress` is that of its replica: it came with the answer to the newest
-                 call
+    since       when it was launched, or became ready
+    address     of its machine, as the driver sees it
+    local       whether it is on the driver's node
+    rank        its rank in the current generation, or the one that it will have in the next
+    leaver      why and when it is to leave, if it is
+    notice      whether it received SIGTERM, because its node will be removed
+    moved_at    when it last made progress
+    ended       how it failed
+    killed_for  why the driver killed it: the reason and the details of its failure
+    unfinished  what it did not finish in time, with its stack; empty if its process is stopped and
+                shows none
+    summaries   of its weights after the newest steps that all ranks compare, in this generation, by
+                (loads, step)
+    busy        the call that it has not answered yet
+    last_call   the newest call that it was given
+    is_exact    whether `progress` is that of its replica: it came with the answer to the newest
+                call
     """
 
     worker: str
@@ -113,7 +112,6 @@ class WorkerInfo:
     local: bool = False
     rank: int | None = None
     leaver: Leaver | None = None
-    holds_state: bool = False
     notice: bool = False
     progress: Progress = field(default_factory=Progress)
     partial: Measured | None = None
@@ -271,20 +269,15 @@ class WorkerTable:
                 self._workers[worker].rank = rank
 
     def enter_group(self, workers: Sequence[str]) -> None:
-        """Note that these are the members of a new generation, by rank, and have its state."""
+        """Note that these are the members of a new generation, by rank."""
         for rank, worker in enumerate(workers):
             info = self._workers[worker]
-            info.rank, info.stage, info.holds_state = rank, Stage.MEMBER, True
-            info.summaries = {}
+            info.rank, info.stage, info.summaries = rank, Stage.MEMBER, {}
         self._members = None
 
     def set_unfinished(self, worker: str, story: str) -> None:
         """Note what the worker did not finish in time."""
         self._workers[worker].unfinished = story
-
-    def set_holds_state(self, worker: str, holds_state: bool) -> None:
-        """Note whether the worker has the group's weights."""
-        self._workers[worker].holds_state = holds_state
 
     def take_summaries(self, workers: Sequence[str]) -> list[tuple[int, dict[str, str]]]:
         """Take the summaries of each step of which all these workers have sent one, and drop older

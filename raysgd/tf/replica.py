@@ -184,7 +184,7 @@ class TFReplica(ReplicaBase):
     def load(self, data: Any) -> None:
         """Load the state of another replica of this trainer, in a new process of a group that may
         have another size."""
-        state = states.unpack(data)
+        state, self.half_loaded = states.unpack(data), True  # until all of it is loaded
         self.adopt(state)
         self.half_loaded = state.get("half_loaded", False)
         if state["world_size"] != self._rank_info.world_size:

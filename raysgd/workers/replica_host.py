@@ -55,6 +55,7 @@ class ReplicaHost:
         self._remote = remote
         self._replica: Replica | None = None
         self._rank: int | None = None
+        self._lacks_state = False  # see `Progress`
         self._joining_calls = 0
         control.collectives = self._collectives
 
@@ -81,7 +82,8 @@ class ReplicaHost:
 
     @property
     def _progress(self) -> Progress:
-        return self._replica.progress if self._replica is not None else Progress()
+        progress = self._replica.progress if self._replica is not None else Progress()
+        return replace(progress, lacks_state=True) if self._lacks_state else progress
 
     def _outcome_of(self, error: BaseException, called: str) -> Outcome:
         interrupted = self._is_interruption(error)
@@ -145,6 +147,7 @@ class ReplicaHost:
         if self._replica is not None:
             self._replica.joined(rank_info)
             self._joining_calls = max(self._backend.collectives(), 0)
+        self._lacks_state = False  # because the ranks have agreed on one before
 
     def _offer(self) -> dict[str, Any]:
         return self._backend.offer()
@@ -160,6 +163,7 @@ class ReplicaHost:
         self._join(rank_info, settings)
         self._build(factory, rank_info)
         self._backend.leave()
+        self._lacks_state = True
 
     def _leave(self) -> None:
         self._backend.leave()
@@ -175,8 +179,9 @@ class ReplicaHost:
         assert self._replica is not None
         taken = []
         if (ended := self._moved(lambda: taken.append(self._control.take(transfer)))) is not None:
-            return ended
+            return ended  # then it has what it had before
         self._replica.load(taken[0])
+        self._lacks_state = False
         return None
 
     def _moved(self, move: Callable[[], Any]) -> Interrupted | None:

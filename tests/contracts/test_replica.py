@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import ConfigError, train
 from raysgd.core.metrics import Measured
+from raysgd.errors import TrainingFailedError
 from tests.replicas import FunctionRank, Interrupted, tf_rank, torch_rank
 from tests.torch.small import Line, rows
 
@@ -79,6 +80,12 @@ class Hooked:
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         self.config["hooks"].fire("validating", batch_info["batch_idx"])
         return {"first": float(batch[0][0, 0]), "num_samples": 1}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"own": 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.config["hooks"].fire("loading", 0)
 
 
 class HookedLine(Hooked, Line):
@@ -262,6 +269,22 @@ def test_another_process_continues_from_the_state(subject: Subject, place: str) 
     subject.run(second)
     assert second.progress.step == STEPS
     assert subject.weights(second) == pytest.approx(expected)
+
+
+def test_a_state_of_which_a_part_was_loaded_is_none(operators: Subject) -> None:
+    expected = undisturbed(operators)
+    first, second, new = operators.make(), operators.make(), operators.make()
+    first.stop_at(2)
+    operators.run(first)
+    operators.hooks.at("loading", 0, fail)
+    with pytest.raises(PlannedError):
+        second.load(first.state())
+    assert second.progress.order < new.progress.order < first.progress.order, "no other worker takes it"
+    with pytest.raises(TrainingFailedError, match="has a part of each: load a checkpoint"):
+        operators.run(second)
+    second.load(first.state())
+    operators.run(second)
+    assert operators.weights(second) == pytest.approx(expected)
 
 
 def test_a_state_is_a_copy(subject: Subject) -> None:
