@@ -24,7 +24,6 @@ class Checker:
 
     truth       the steps that are applied in the weights with which training continues
     newest      the generation of the last group that has formed
-    begins_at   the fewest steps with which a generation has begun to train, since the script's call began
     discarded   the most steps of a healthy worker that the driver has dismissed since the last group began to train
     least       the steps in the state that the user has loaded, if the driver has a snapshot of it
     told        the workers that were told of their preemption
@@ -39,7 +38,6 @@ class Checker:
         self.newest, self._formed_at = 0, 0.0
         self.loads = 0
         self.applied_steps = 0
-        self.begins_at = 0
         self.told: set[str] = set()
         self.redone = 0
         self.least = 0
@@ -50,6 +48,7 @@ class Checker:
         self._began: dict[int, int] = {}
         self._discarded: list[tuple[str, int]] = []
         self._members: Sequence[Any] = ()
+        self._trained: dict[int, int | None] = {}
         self._called: set[tuple[str, int]] = set()
         self._thrown: dict[int, tuple[UserError, Any, int]] = {}
 
@@ -162,7 +161,6 @@ class Checker:
     def _begin(self, group: ProcessGroup, base: int) -> None:
         """Check the first step of a generation: it must continue from the most advanced healthy worker."""
         self._began[group.generation] = base
-        self.begins_at = min(self.begins_at, base)
         if base < self.least:
             self.fail(f"generation {group.generation} begins at step {base}, and the user has loaded {self.least}")
         for name, steps in self._discarded:
@@ -180,6 +178,20 @@ class Checker:
             self.redone += len(self.truth) - base
             del self.truth[base:]
 
+    def steps_of_call(self, number: int) -> list[Step]:
+        """Return the steps that a call of the engine has made."""
+        return [step for step in self.truth if step.call == number]
+
+    def has_trained(self, number: int, num_steps: int | None, *, all_calls: bool) -> None:
+        """Check that a call has made all its steps. Those before it have too, whatever failed since, unless training has started
+        over."""
+        self._trained = {**(self._trained if all_calls else {}), number: num_steps}
+        for call, wanted in self._trained.items():
+            steps = self.steps_of_call(call)
+            if len(steps) != wanted if wanted is not None else not steps or steps[-1].stop != self._plan.samples:
+                what = "an epoch" if wanted is None else f"{wanted} steps"
+                self.fail(f"call {call} was to train {what}, and after call {number} its steps are {steps}")
+
     def takes(self, worker: Any, old: Sequence[Step], old_loads: int, new: Sequence[Step], new_loads: int) -> None:
         """Check a state that `worker` loads from another worker, or from a snapshot."""
         if old_loads > new_loads:
@@ -189,11 +201,10 @@ class Checker:
 
     def killed(self, worker: Any) -> None:
         """Check that the driver does not kill a worker that waits for one whose process is stopped, nor one whose weights are right."""
-        evicted = self.schedule.phase == "eviction"
-        if evicted and worker.name not in self.differing.keys() | self._differed:
+        if self.schedule.phase == "eviction" and worker.name not in self.differing.keys() | self._differed:
             self.fail(f"{worker.name} was evicted, although its weights equal those of most ranks")
         group = worker.backend.group
-        if self.schedule.phase in ("train", "eviction") and group is not None and group.waits(worker):
+        if self.schedule.phase == "train" and group is not None and group.waits(worker):
             stopped = [each.name for each in group.members if each.stopped_at is not None and not each.given_up]
             if stopped and worker.stopped_at is None:
                 self.fail(f"{worker.name} was killed, but it waits for {stopped}, whose processes are stopped")
@@ -219,9 +230,8 @@ class Checker:
     def loaded(self, steps: Sequence[Step], loads: int) -> None:
         """Note that the user has loaded a checkpoint on all ranks."""
         self.truth, self.loads, self.least, self._discarded = list(steps), loads, 0, []
-        self.begins_at = len(steps)
         self._differed |= self.differing.keys()
-        self.differing, self._digests = {}, {}
+        self.differing, self._digests, self._trained = {}, {}, {}
 
     def has_loaded(self, steps: int, *, shown: bool) -> None:
         """Note that the load has ended. `shown` is whether the driver has a snapshot of the state that was loaded."""
@@ -229,11 +239,11 @@ class Checker:
         if not shown and self.schedule.calm and self._plan.snapshot_every is not None:
             self.fail("load() has returned, and the driver has no snapshot of the state that was loaded")
 
-    def weights(self) -> int:
+    def weights(self, initial: int) -> int:
         """Return the weights of an undisturbed run with these steps."""
-        weights = 0
+        weights = initial
         for step in self.truth:
-            weights = weights_after(weights, *step)
+            weights = weights_after(weights, step.epoch, step.start, step.stop)
         return weights
 
     def _check_step(self, contributions: Sequence[Any], step: Step) -> None:
@@ -244,17 +254,17 @@ class Checker:
             self.fail(f"the ranks of one all-reduce were not in the same step and state: {sorted(states)}")
         parts = [each[5] for each in contributions]
         seen = [index for part in parts if part.fresh for index in range(part.start, part.stop)]
-        if sorted(seen) != list(range(step[1], step[2])):
+        if sorted(seen) != list(range(step.start, step.stop)):
             self.fail(f"step {step} used the samples {sorted(seen)}")
 
     def _check_order(self, steps: Sequence[Step]) -> None:
         """Check that each epoch begins with its first sample, and has no gaps and no repetitions."""
-        total, (epoch, start, stop) = self._plan.samples, steps[-1]
+        total, (epoch, start, stop, _) = self._plan.samples, steps[-1]
         if len(steps) == 1:
             expected = start == 0
         else:
-            before_epoch, _, before_stop = steps[-2]
-            expected = start == before_stop if epoch == before_epoch else (start == 0 and before_stop == total)
+            before = steps[-2]
+            expected = start == before.stop if epoch == before.epoch else (start == 0 and before.stop == total)
         if not expected:
             self.fail(f"the samples are not each used once: {steps[-2:]}")
         size = self._plan.global_batch

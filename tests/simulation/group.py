@@ -85,6 +85,7 @@ class Worker(Process):
     def __init__(self, group: SimGroup, name: str, node: Node) -> None:
         super().__init__(group.world)
         self._group, self.name, self.node, self.checker = group, name, node, group.checker
+        self.number = int(name[1:])
         plan = self._plan = group.plan
         self.ahead_s = 0.0
         self.began_at: float | None = None

@@ -31,6 +31,7 @@ from raysgd.training.position import Position
 from raysgd.training.step import Step
 from raysgd.workers.control_client import ControlClient
 from raysgd.workers.events import WorkerEnded
+from raysgd.workers.replica_host import ReplicaHost
 from tests.simulation.seeds import simulate
 
 __all__ = ["MUTANTS", "seeds_needed"]
@@ -153,7 +154,7 @@ def rescue_no_state(patch: Patch) -> None:
 
 @mutant
 def forget_who_holds_the_state(patch: Patch) -> None:
-    patch.setattr(WorkerInfo, "holds_state", property(lambda self: False, lambda self, value: None), raising=False)
+    patch.setattr(ReplicaHost, "_lacks_state", property(lambda self: False, lambda self, value: None), raising=False)
 
 
 @mutant

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from raysgd.core.comparison import Summary
 from raysgd.core.messages import SnapshotUpload
@@ -16,9 +16,9 @@ from raysgd.core.progress import Control, Progress
 from raysgd.core.protocols import Call
 from raysgd.core.ranks import RankInfo
 from raysgd.core.sampling_plan import SamplingPlan
-from raysgd.errors import CheckpointError
+from raysgd.errors import CheckpointError, TrainingFailedError
 from raysgd.training.feed import Feed, MembershipChange, Source
-from raysgd.training.loading import Refusal, take_over
+from raysgd.training.loading import HALF_LOADED, Refusal, take_over
 from raysgd.training.position import Position
 from raysgd.training.snapshots import LOADED_S
 from raysgd.training.step import Drawn
@@ -27,8 +27,15 @@ from tests.simulation.network import NetworkError
 
 __all__ = ["SimReplica", "Step", "UserError", "steps_of", "value_of", "weights_after"]
 
-# One applied step: its epoch, and the samples of all ranks together, as a range of the epoch's order.
-Step = tuple[int, int, int]
+
+class Step(NamedTuple):
+    """One applied step: its epoch, the samples of all ranks together, as a range of the epoch's order, and the number of the
+    engine's call that made it."""
+
+    epoch: int
+    start: int
+    stop: int
+    call: int
 
 
 class UserError(Exception):
@@ -91,7 +98,7 @@ class SimReplica:
         self._source = SimSource(plan.samples, plan.batch, plan.global_batch, lambda: worker.point("data"))
         self._mark = 0
         self.steps: list[Step] = []
-        self.weights = 0
+        self.weights = self.initial = worker.number if rank_info.solo else 0  # a group begins with its first rank's
         self.half_loaded = False
         self._refuses = False  # the state that is being loaded
         self.damaged = False  # whether a fault has changed the weights, or those that they were taken from
@@ -109,6 +116,8 @@ class SimReplica:
         return self._position.loads
 
     def run(self, call: Call) -> Any:
+        if self.half_loaded and "loads" not in call.arguments and call.method is not SimReplica.apply:
+            raise TrainingFailedError(HALF_LOADED)
         self._control.phase = call.name
         try:
             return call.method(self, **call.arguments)
@@ -168,7 +177,7 @@ class SimReplica:
         contributions = group.collective(worker, given, worker.backend.collective_s)
         worker.point("reduced")
         self.weights = hash((self.weights, sum(each[6] for each in contributions)))
-        self.steps.append((self._position.epoch, before, after))
+        self.steps.append(Step(self._position.epoch, before, after, self._position.call))
         self._position.applied += 1
         step.outcome = "applied"
         worker.checker.applied(worker, group, self.steps, contributions)
@@ -223,18 +232,19 @@ class SimReplica:
         return memoryview(self._state())
 
     def _state(self) -> bytes:
-        return pickle.dumps((self._position.as_dict(), self.steps, self.weights, self.damaged))
+        state = (self._position.as_dict(), self.steps, self.weights, self.damaged, self.initial, self.half_loaded)
+        return pickle.dumps(state)
 
     def load(self, data: Any) -> None:
-        self._worker.point("load_state_dict")
         position, steps, *_ = pickle.loads(data)
         loads = -1 if self.half_loaded else self._position.loads
         self._worker.checker.takes(self._worker, self.steps, loads, steps, position["loads"])
+        self.steps, self.weights, self.half_loaded = [], -1, True
+        self._worker.point("load_state_dict")
         self._take(data)
-        self.half_loaded = False
 
     def _take(self, data: Any) -> None:
-        position, self.steps, self.weights, self.damaged = pickle.loads(data)
+        position, self.steps, self.weights, self.damaged, self.initial, self.half_loaded = pickle.loads(data)
         self._position.adopt(position)
         self._feed = None
 
@@ -252,6 +262,7 @@ class SimReplica:
 
     def adopt(self, state: dict[str, Any]) -> None:
         self._take(state["content"])
+        self.half_loaded = True
         self._worker.compute()
         self._worker.point("adopting")
         if self._refuses:

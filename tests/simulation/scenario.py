@@ -58,7 +58,6 @@ class Script:
             schedule.over_at = max(schedule.over_at, world.now + when)
         self._saved: tuple[bytes, list[Step]] | None = None
         self._over = False  # whether nobody knows which weights are right
-        self._is_first = True  # attempt at a call
         limits = {"join_s": plan.limits.join_s, "collective_s": plan.limits.collective_s}
         self.engine = engine = Engine(
             self.group,
@@ -129,7 +128,6 @@ class Script:
 
     def _until_done(self, name: str, *given: str) -> None:
         """Make a call of the script. If an error of the user's code or Ctrl-C ends it, make it again."""
-        self._is_first = True
         while True:
             self.world.note("SCRIPT %s %s", name, given)
             self.schedule.begin_call()
@@ -162,7 +160,6 @@ class Script:
                 return  # the machines that it asked for were not there in time
             self.world.note("SCRIPT an error was raised")
             self.checker.ended()
-            self._is_first = False
 
     def _failures_since(self, count: int) -> int:
         return sum(each.reason not in PLANNED for each in self.engine.recoveries[count:])
@@ -170,35 +167,28 @@ class Script:
     # -- its calls ------------------------------------------------------------------------------------
 
     def _train(self, num_steps: int | None = None, **job: Any) -> None:
-        checker, truth = self.checker, self.checker.truth
-        before, redone, calm = len(truth), checker.redone, self.schedule.calm
-        checker.begins_at = before if self._is_first else min(before, checker.begins_at)
+        checker, calm, number = self.checker, self.schedule.calm, self.engine._calls + 1
         self.schedule.begin_call(2 * self.plan.step_s * (num_steps or self.plan.samples))
         call = Call(SimReplica.train, {"num_steps": num_steps})
         compare = Call(SimReplica.summarize)
-        began = truth[-1] if truth else (0, 0, self.plan.samples)
         parts = self.engine.run(
             Job(call, again="resume", redo=True, max_failures=self.plan.retries, compare=compare, **job)
         )
-        truth, weights = checker.truth, checker.weights()
-        for name in self.engine._table.members():
-            replica = self.group.workers[name].replica
+        truth, members = checker.truth, [self.group.workers[name] for name in self.engine._table.members()]
+        assert members[0].replica is not None
+        weights = checker.weights(members[0].replica.initial)
+        for worker in members:
+            replica = worker.replica
             assert replica is not None
             if replica.steps != truth or (replica.weights != weights and not replica.damaged):
                 raise Violation(
-                    f"after train(), {name} has {len(replica.steps)} steps, and an undisturbed run {len(truth)}"
+                    f"after train(), {worker.name} has {len(replica.steps)} steps, and an undisturbed run {len(truth)}"
                 )
         if self.engine.progress.step != len(truth):
             raise Violation(f"after train(), the driver counts {self.engine.progress.step} steps of {len(truth)}")
-        checker.trained([self.group.workers[name] for name in self.engine._table.members()])
-        steps = truth[before:] if checker.begins_at >= before else _newest(truth, parts)
-        if num_steps is None and truth[-1][2] != self.plan.samples:
-            raise Violation(f"train() returned after {truth[-1]}, before the end of the epoch")
-        ends = truth[-1][0] - (began[0] + (began[2] == self.plan.samples))
-        if num_steps is None and ends < 0 and self._keeps_a_snapshot():
-            raise Violation(f"train() ended epoch {truth[-1][0]}, and began after {began}")
-        if num_steps is not None and redone == checker.redone and len(steps) != num_steps:
-            raise Violation(f"train({num_steps}) trained {len(steps)} steps")
+        checker.trained(members)
+        steps = checker.steps_of_call(number)
+        checker.has_trained(number, num_steps, all_calls=self._keeps_a_snapshot())
         self._check_metrics([part.values for part in parts], steps, exact=calm and self.schedule.calm)
 
     def _keeps_a_snapshot(self) -> bool:
@@ -210,7 +200,7 @@ class Script:
     def _check_metrics(self, parts: Sequence[Sequence[Any]], steps: Sequence[Any], *, exact: bool) -> None:
         """Check the result of a call. If no worker has failed in it, it equals that of an undisturbed run."""
         result = metrics.merge_call(parts)
-        used = [value_of(sample) for _, start, stop in steps for sample in range(start, stop)]
+        used = [value_of(sample) for step in steps for sample in range(step.start, step.stop)]
         committed = max(value.committed for values in parts for value in values)
         if committed != len(used):
             raise Violation(f"train() reports {committed} committed samples, and {len(used)} were used")
@@ -305,15 +295,6 @@ class Script:
         for _ in range(4):
             self.schedule.driver_waits()
             self.world.run(2.0, lambda: False)
-
-
-def _newest(truth: Sequence[Step], parts: Sequence[Any]) -> Sequence[Step]:
-    """Return the steps of a call before which calls were run again: as many as it says that it has committed."""
-    committed = max((value.committed for part in parts for value in part.values), default=0)
-    for first in range(len(truth), -1, -1):
-        if sum(stop - start for _, start, stop in truth[first:]) >= committed:
-            return truth[first:]
-    return truth
 
 
 def run(plan: Plan, *, tracing: bool = False) -> Result:

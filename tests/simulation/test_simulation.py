@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 from raysgd.engine.generation import Generation
 from raysgd.errors import HangError, NotActiveError
 from tests.simulation.checker import Checker
+from tests.simulation.faults import Cancelled
 from tests.simulation.group import Worker
 from tests.simulation.mutants import MUTANTS, seeds_needed
 from tests.simulation.plan import Fault, Plan, plan_for
@@ -25,6 +27,29 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 # Shortened schedules that broke a guarantee once, by what was wrong.
 FOUND = {
+    "a new worker had taken the only state while a call was cancelled, and was not asked for it": Plan(
+        nodes=(2, 1),
+        samples=7,
+        step_s=0.3,
+        script=("fit 5",),
+        faults=(Fault("kill", "applied"), Fault("cancel", "in agreement"), Fault("kill", "in rendezvous", count=7)),
+    ),
+    "a new worker with the only state was ended after an error of the user's code in it": Plan(
+        seed=80142,
+        ranks=3,
+        nodes=(3, 2, 1),
+        step_s=0.3,
+        late=0.1,
+        script=("save", "train"),
+        faults=(
+            Fault("kill", "applied", count=7),
+            Fault("kill", "in start", count=6),
+            Fault("raise", "resized", count=2),
+            Fault("kill", "in rendezvous", count=10),
+            Fault("raise", "hook", count=6),
+            Fault("kill", "in agreement"),
+        ),
+    ),
     "a survivor whose load was interrupted trained with new workers, each from a state of its own": Plan(
         seed=55196,
         ranks=3,
@@ -230,6 +255,50 @@ FOUND = {
         in_place=False,
         faults=(Fault("raise", "state_dict"), Fault("raise", "forward", count=2)),
     ),
+    # A check was wrong about these.
+    "the samples of a call that two Ctrl-C had ended counted as those of the call after it": Plan(
+        seed=93652,
+        ranks=1,
+        nodes=(1, 1),
+        samples=1,
+        step_s=0.3,
+        late=0.1,
+        faults=(Fault("ctrl-c", "in train", count=2), Fault("ctrl-c", "in interruption")),
+    ),
+    "a rank whose weights differ was not to be evicted while it waited for one that was stopped": Plan(
+        seed=55649,
+        ranks=3,
+        nodes=(2, 2, 2),
+        samples=7,
+        step_s=0.01,
+        late=0.1,
+        spares=2,
+        compare=2,
+        faults=(Fault("corrupt", "forward"), Fault("freeze", "in train", count=9)),
+    ),
+    "an error ended a call that had gone back, and the call after it was to begin where that one had been": Plan(
+        seed=70900,
+        nodes=(1, 1),
+        samples=49,
+        batch=3,
+        late=0.1,
+        min_workers=2,
+        snapshot_every=1,
+        faults=(Fault("node", "applied", count=18, others=16), Fault("raise", "forward", count=20)),
+    ),
+    "steps that fewer workers made again were to end in the same epoch": Plan(
+        seed=57377,
+        nodes=(1, 1, 1, 1),
+        samples=2,
+        step_s=0.01,
+        late=0.1,
+        script=("train 13", "remove", "fit 3"),
+        faults=(
+            Fault("callback", "in start"),
+            Fault("cut", "in remove", seconds=8.0),
+            Fault("stop", "in train"),
+        ),
+    ),
 }
 
 
@@ -321,6 +390,28 @@ def test_training_waits_again_for_enough_workers_after_ctrl_c_in_such_a_wait() -
     assert result.error is None and sum(result.struck.values()) == 2
     found = [(each.reason, each.world_size_before, each.world_size_after) for each in result.recoveries]
     assert found == [("restart", 1, 2)], "and no step was trained with one worker, but it could be saved"
+
+
+def test_calls_are_run_again_if_a_spare_with_an_older_state_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It took the state for a growth that was cancelled. Then all workers failed, before the snapshot of the call in between had
+    arrived."""
+
+    def once(self: Script, name: str, *given: str) -> None:
+        with contextlib.suppress(Cancelled):
+            getattr(self, f"_{name}")(*map(int, given))
+
+    monkeypatch.setattr(Script, "_until_done", once)
+    faults = (
+        Fault("kill", "applied"),
+        Fault("cancel", "in agreement"),
+        Fault("lose", "applied", 5, others=2, seconds=4.0),
+        Fault("kill", "applied", 10),
+    )
+    script = ("train", "resize 1", "train", "train")
+    result = run(
+        Plan(22, nodes=(2, 2), samples=7, step_s=0.3, late=0.1, spares=1, script=script, faults=faults), tracing=True
+    )
+    assert result.error is None and sum("<- run train" in line for line in result.trace) == 6
 
 
 def test_a_shutdown_in_a_callback_ends_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
