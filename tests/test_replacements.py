@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from raysgd.config import Limits
+from raysgd.core.progress import Progress
 from raysgd.engine.replacements import OVERDUE_S, Replacements
-from tests.fake_group import FakeGroup, WorkerEnded, started
+from tests.fake_group import FakeGroup, Ok, WorkerEnded, started
 
 START_S = 100.0
 
@@ -49,6 +50,16 @@ def test_without_room_for_another_it_is_only_awaited(scenario: Scenario) -> None
     scenario.replacements.launch(2)
     scenario.after(OVERDUE_S + 1)
     assert scenario.replacements.starting == 2
+
+
+def test_one_that_has_taken_the_state_of_the_group_joins_before_others(scenario: Scenario) -> None:
+    scenario.group.outcomes = {"warm": Ok(progress=Progress(lacks_state=True)), "load": Ok(progress=Progress(step=3))}
+    scenario.replacements.launch(2)
+    scenario.after(3, started("w1"), started("w2"))
+    assert scenario.replacements.ready_workers == ["w1", "w2"]
+    scenario.table.expect("w2", scenario.group.submit("w2", "load", {}))  # for a generation that was not formed
+    scenario.table.pump(0)
+    assert scenario.replacements.take(1) == ["w2"] and scenario.group.dismissed == ["w1"]
 
 
 def test_if_the_second_one_is_first_the_overdue_one_is_dismissed(scenario: Scenario) -> None:

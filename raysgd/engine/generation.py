@@ -190,9 +190,9 @@ class Generation:
         return [w for w in workers if self.in_place and self._table[w].stage >= Stage.READY]
 
     def hear_from(self, workers: Sequence[str], *, leave: bool = False) -> bool:
-        """Wait for those whose newest answer is missing, because an error ended its call: without
-        it, it is not known which state they have. The members among these workers leave their group
-        if one of them is missed, which may wait for them, or with `leave`; otherwise they leave it
+        """Wait for the workers whose newest answer is missing, because an error ended that call:
+        only this answer says which state they have. Members leave their group meanwhile, because
+        these workers may wait for them in it; with `leave`, they do so in any case, and otherwise
         when they join the next one. Return False if a worker has failed."""
         built = [self._table[worker] for worker in self._built(workers)]
         leave = leave or not all(info.is_exact for info in built)
