@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from raysgd.core import network
-from raysgd.core.network import OWN, allow_connections
+from raysgd.core.network import OWN_FILES, allow_connections
 from raysgd.errors import ResourceError
 
 
@@ -20,7 +20,7 @@ def limits(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     return found
 
 
-@pytest.mark.parametrize(("workers", "soft"), [(2, 1024), (96, 1024), (97, OWN + 8 * 97), (480, 4096)])
+@pytest.mark.parametrize(("workers", "soft"), [(2, 1024), (96, 1024), (97, OWN_FILES + 8 * 97), (480, 4096)])
 def test_the_limit_is_raised_only_if_it_is_too_low(limits: list[tuple[int, int]], workers: int, soft: int) -> None:
     allow_connections(workers, each=8)
     assert limits[-1] == (soft, 4096) and len(limits) <= 2
