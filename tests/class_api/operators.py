@@ -1,12 +1,11 @@
 """Operators for the tests on a cluster. They are pickled by value, because this module is not installed on the workers."""
 
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
+from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd.torch import TrainingOperator
 from raysgd.utils import BATCH_SIZE
@@ -61,30 +60,6 @@ class Classes(TrainingOperator):
         if batch_info.get("fail_rank") == self.world_rank and batch_info["batch_idx"] == 1:
             raise OwnError("rank", code=self.world_rank)
         return super().train_batch(batch, batch_info)
-
-
-def plain_loop(epochs: int, batch_size: int, rows: int = 64) -> torch.Tensor:
-    """Return the weights after the same training in a hand-written loop."""
-    torch.manual_seed(0)
-    model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    criterion = nn.CrossEntropyLoss()
-    for _ in range(epochs):
-        for x, y in DataLoader(data(rows), batch_size=batch_size):
-            optimizer.zero_grad()
-            criterion(model(x), y).backward()
-            optimizer.step()
-    return nn.utils.parameters_to_vector(model.parameters()).detach()
-
-
-class Uneven(IterableDataset[Any]):
-    """Rank 0 has three rows more than the others."""
-
-    def __iter__(self) -> Iterator[Any]:
-        info = get_worker_info()
-        rank, world = (info.id, info.num_workers) if info is not None else (0, 1)
-        for _ in range(8 + (3 if rank == 0 else 0)):
-            yield torch.ones(3) * rank, world % 2
 
 
 class Drawing(Classes):

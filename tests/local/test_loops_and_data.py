@@ -1,4 +1,4 @@
-"""Ranks fail in all kinds of loops and data: custom loops, live iterators, batch samplers, sharded streams, short epochs."""
+"""All kinds of loops and data, in which ranks fail: custom loops, live iterators, batch samplers, sharded streams, short epochs."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, get_worker_info
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, get_worker_info, random_split
 
 from raysgd import CheckpointError
-from raysgd.data import ShardedStream
+from raysgd.data import Dataset, ShardedStream
 from tests.faults import LedgerOperator, Numbered
 from tests.local.ground import Fault, LocalGround
-from tests.torch.small import inline, operator_of
+from tests.local.group import Cluster
+from tests.torch.small import Line, Numbers, Recording, flat, inline, operator_of
+from tests.torch.test_rows import Whole
 
 Make = Callable[..., LocalGround]
 
@@ -116,6 +118,54 @@ def test_drop_last_drops_less_than_one_step(make: Make) -> None:
     assert max(seen.values()) == 1 and 101 - len(seen) < 2 * 4
 
 
+class Noting(Line):
+    """Notes the first column of the rows that it trains on."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        super().setup(config)
+        self.noted: list[float] = []
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        self.noted += batch[0][:, 0].tolist()
+        return super().train_batch(batch, batch_info)
+
+
+def test_a_data_set_for_one_call_is_divided() -> None:
+    pairs = [(torch.tensor([[float(number), 0.0]]), torch.zeros(1, 1)) for number in range(24)]
+    dataset = Dataset(pairs, batch_size=3, max_concurrency=1, transform=lambda pair: (pair[0] + 100, pair[1]))
+    with Cluster(), inline(Noting, num_workers=2) as trainer:
+        for steps, rows in ((3, 18), (1, 24)):
+            result = trainer.train(dataset=dataset, num_steps=steps)
+            assert (result["batch_count"], result["num_samples"]) == (steps, 6 * steps)
+            noted = flat(trainer.apply_all_operators(lambda operator: operator.noted))
+            assert sorted(noted) == [100.0 + number for number in range(rows)]
+        assert trainer.train()["num_samples"] == 12
+
+
+class Computing(Recording):
+    """Its batches need time, in which ranks report."""
+
+    def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        Cluster.running.here.compute()
+        return super().validate_batch(batch, batch_info)
+
+
+def test_ranks_that_do_not_divide_one_data_set_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    """A split without a seed differs between ranks, and a stream that is not divided does not."""
+
+    def register(operator: Any) -> None:
+        train, _ = random_split(Numbers(101), [61, 40], torch.Generator().manual_seed(operator.world_rank))
+        operator.register_data(train_loader=DataLoader(train, 8), validation_loader=DataLoader(Whole(40), 8))
+
+    with Cluster(), inline(Computing, num_workers=2) as trainer:
+        trainer.apply_all_operators(register)
+        assert trainer.train()["num_samples"] == 61 and trainer.validate()["num_samples"] == 80, "of 40"
+        trainer.train()
+    rows, batch = (each for each in caplog.messages if "rank 0" in each or "ranks 0" in each)
+    assert "the train_loader of rank 1 has other rows than that of rank 0 (61 rows with the indices " in rows
+    assert "ranks 0 and 1 have begun an epoch with the same batch of the validation_loader: each rank seems to" in batch
+
+
 # -- a ShardedStream ----------------------------------------------------------------------------------
 
 LENGTHS = (5, 40, 1, 63, 17, 0, 34)
@@ -160,6 +210,16 @@ def test_another_number_of_workers_resumes_in_the_middle_of_a_stream(make: Make)
         pytest.raises(CheckpointError, match=r"7 shards, and the .* 6"),
     ):
         fewer.load_state_dict(state)
+
+
+def test_a_sample_that_cannot_be_read_once_ends_the_call_and_not_the_epoch(make: Make) -> None:
+    ground = make(operator=Sharded, config={"samples": SAMPLES})
+    unreadable = 70, Fault(0, 0, "raise", "read")
+    ground.trainer.apply_all_operators(lambda operator: setattr(operator, "unreadable", unreadable))
+    with pytest.raises(RuntimeError, match=r"of a ShardedStream of 7 shards raised an error.*planned in"):
+        ground.trainer.train()
+    ground.trainer.train()
+    ground.assert_epoch_exact()
 
 
 def test_a_call_after_the_last_batch_of_a_stream_begins_the_next_epoch() -> None:
