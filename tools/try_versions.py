@@ -59,7 +59,7 @@ TESTS = (
         "tests/elastic/test_function_faults.py",
         "tests/elastic/test_membership.py",
     ),
-    *("tests/elastic/test_last_worker.py", "tests/speed/test_fsdp.py", "tests/train/test_trainer.py"),
+    *("tests/elastic/test_worker_failures.py", "tests/speed/test_fsdp.py", "tests/train/test_trainer.py"),
     "tests/test_examples.py::test_example[quickstart.py]",
 )
 

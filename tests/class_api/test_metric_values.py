@@ -15,7 +15,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from raysgd import train
+from raysgd import ElasticConfig, train
 from raysgd.callbacks import CSVCallback, JsonLinesCallback
 from raysgd.torch import TorchTrainer
 from tests.replicas import FunctionRank
@@ -197,14 +197,28 @@ def test_writers_accept_every_value_in_a_result(tmp_path: Any, caplog: pytest.Lo
 # -- on workers ---------------------------------------------------------------------------------------
 
 
+def nested(depth: int) -> list[Any]:
+    return [nested(depth - 1)] if depth else []
+
+
+LARGE: dict[str, Callable[[], dict[str, Any]]] = {
+    "long": lambda: {"note": "x" * (20 << 20)},
+    "many": lambda: {f"metric-{number}": float(number) for number in range(20_000)},
+    "many and long": lambda: {f"{number}-" + "n" * 5000: "x" * 5000 for number in range(2000)},
+    "nested": lambda: {"note": nested(90)},
+    "a large number": lambda: {"note": 2**900},
+}
+
+
 class OnOneRank(Line):
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> Any:
         found = super().train_batch(batch, batch_info)
         return {**found, **batch_info["metrics"]} if self.world_rank == 1 else found
 
 
-def test_the_rank_that_returned_it_is_named(ray_cluster: None) -> None:
-    with TorchTrainer(training_operator_cls=OnOneRank, num_workers=2, config={"batch": 2}) as trainer:
+def test_the_rank_that_returned_it_is_named_and_values_of_any_size_arrive(ray_cluster: None) -> None:
+    given: dict[str, Any] = {"config": {"batch": 2}, "elastic": ElasticConfig(snapshot_every=1)}
+    with TorchTrainer(training_operator_cls=OnOneRank, num_workers=2, **given) as trainer:
         for metrics, kind in [({3: 1.0}, TypeError), ({"m": 10**400}, ValueError)]:
             with pytest.raises(kind, match=r"OnOneRank\.train_batch returned an invalid metric") as caught:
                 trainer.train(info={"metrics": metrics})
@@ -212,6 +226,9 @@ def test_the_rank_that_returned_it_is_named(ray_cluster: None) -> None:
         with pytest.raises(TypeError, match=r"cannot be sent to the driver: opened .*Generator|generator"):
             trainer.train(info={"metrics": {"opened": Opened()}})
         assert trainer.train(info={"metrics": {"m": 2.0}})["m"] == 2.0
+        for make in LARGE.values():
+            result = trainer.train(info={"metrics": make()})
+            assert result["num_samples"] == 12 and {name: result[name] for name in make()} == make()
         assert trainer.recoveries == []
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
+from ray.actor import exit_actor
 
 from raysgd import ElasticConfig, train
 from raysgd.callbacks import Callback, CallResult
@@ -28,6 +29,7 @@ from raysgd.train import (
     TrainingIterator,
     TrainingWorkerError,
 )
+from tests.class_api.test_metric_values import LARGE
 from tests.faults import once
 
 DEADLINE_S = 60.0
@@ -225,6 +227,13 @@ def test_reports_are_counted_and_timed(workers: OnWorkers) -> None:
     assert all(row["_time_this_iter_s"] >= 0.05 for row in second)
     assert all(abs(row["_timestamp"] - time.time()) < DEADLINE_S for row in first)
     assert [row["_timestamp"] for row in second] == [7] * workers.ranks, "the user's own value has priority"
+
+
+def test_reports_and_checkpoints_of_any_size_arrive(two: OnWorkers) -> None:
+    for make in LARGE.values():
+        (rows,) = two.iterate(lambda given: (train.report(given), train.save_checkpoint(**given)), make())
+        assert [{name: row[name] for name in make()} for row in rows] == [make()] * two.ranks
+        assert make().items() <= (two.trainer.latest_checkpoint or {}).items()
 
 
 def test_a_report_that_cannot_be_sent_is_not_counted(workers: OnWorkers) -> None:
@@ -464,15 +473,15 @@ def kill_once(mark: Path) -> None:
 
 
 def steps(config: dict[str, Any]) -> tuple[int, int]:
-    """Report six steps, each with its checkpoint, from the newest checkpoint on. The last rank is killed before or after
-    its fourth report."""
+    """Report six steps, each with its checkpoint, from the newest checkpoint on. A rank ends before its fourth report by Ray's
+    `exit_actor`, or is killed after it."""
     found = train.get_checkpoint()
     first = 0 if found is None else found.to_dict()["step"] + 1
     folder, size = Path(config["folder"]), train.world_size()
     for step in range(first, 6):
-        fails = step == 3 and train.world_rank() == size - 1
-        if fails and config["when"] == "before":
-            kill_once(folder / "killed")
+        fails = step == 3 and train.world_rank() == config["rank"] % size
+        if fails and config["when"] == "before" and once(folder / "ended"):
+            exit_actor()
         train.report({"step": step}, checkpoint=Checkpoint.from_dict({"step": step}))
         if fails and config["when"] == "after":
             kill_once(folder / "killed")
@@ -483,10 +492,12 @@ def steps(config: dict[str, Any]) -> tuple[int, int]:
 
 
 @pytest.mark.elastic
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_after_a_worker_failure_no_report_is_lost_or_doubled(workers: OnWorkers, tmp_path: Path, when: str) -> None:
+@pytest.mark.parametrize(("when", "rank"), [("before", -1), ("after", -1), ("before", 0)])
+def test_after_a_worker_failure_no_report_is_lost_or_doubled(
+    workers: OnWorkers, tmp_path: Path, when: str, rank: int
+) -> None:
     listener, before = Listener(), len(workers.trainer.recoveries)
-    results = workers.run(steps, {"folder": str(tmp_path), "when": when}, callbacks=[listener])
+    results = workers.run(steps, {"folder": str(tmp_path), "when": when, "rank": rank}, callbacks=[listener])
     shown = [step for (step, *_) in listener.rounds]
     assert [rows for rows in listener.rounds if len(set(rows)) > 1] == [], "the rows of a round belong together"
     assert shown == sorted(set(shown)) and set(shown) >= {0, 1, 2, 4, 5}
@@ -496,8 +507,9 @@ def test_after_a_worker_failure_no_report_is_lost_or_doubled(workers: OnWorkers,
     assert {first for _, first in results} <= ({3, 4} if when == "before" else {4})
     assert [rank for rank, _ in results] == [*range(len(results))]
     assert workers.stored() == [f"checkpoint_{number:06d}" for number in range(1, 7)]
-    reasons = [recovery.reason for recovery in workers.trainer.recoveries[before:]]
-    assert reasons[0] == "worker death" and set(reasons[1:]) <= {"growth"}
+    failure, *others = workers.trainer.recoveries[before:]
+    assert (failure.reason, failure.removed_ranks) == ("worker death", (rank % workers.ranks,))
+    assert failure.in_place == (workers.ranks == 2) and {each.reason for each in others} <= {"growth"}
 
 
 @pytest.mark.elastic

@@ -4,10 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from raysgd import ElasticConfig, TorchTrainer, TrainingOptions
 from tests.local.runs import train
+from tests.peek import models_of
+from tests.torch.small import weights
 from tests.torch.test_exact_gradients import Curve
 
 pytestmark = [
@@ -15,24 +16,24 @@ pytestmark = [
     pytest.mark.usefixtures("ray_cluster"),
     pytest.mark.filterwarnings("ignore:the training loader does not shuffle"),
 ]
-ROWS = 50
+CONFIG = {"rows": 50, "batch": 3}
 
 
 class Spoiled(Curve):
-    """In the steps `row`, the gradient of the first layer's first row is NaN, and the loss is finite; in the steps `spike`, rank 1's
-    loss is large, which the rule refuses. The steps `none` are not made."""
+    """In step 2, the gradient of the first layer's first row is NaN, and the loss is finite. In steps 4 and 5, rank 1's loss is large,
+    which the rule refuses. With `config["leaves_out"]`, these steps are not made."""
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        (x, y), step, config = batch, batch_info["global_step"], self.config
-        if step in config.get("none", ()):
+        (x, y), step = batch, batch_info["global_step"]
+        if self.config.get("leaves_out") and step in (2, 4, 5):
             return {"num_samples": len(x)}
         found: list[torch.Tensor] = []  # what the first layer returns
-        hook = self._parts.models[0][0].register_forward_hook(lambda module, given, output: found.append(output))
+        hook = models_of(self)[0][0].register_forward_hook(lambda module, given, output: found.append(output))
         loss = self.criterion(self.model(x), y)
         hook.remove()
-        if step in config.get("row", ()):
+        if step == 2:
             loss = loss + (found[0][:, 0] * 0).sqrt().sum()  # 0 with the derivative inf, and inf * 0 is NaN
-        if step in config.get("spike", ()) and self.world_rank == 1:
+        if step in (4, 5) and self.world_rank == 1:
             loss = loss * 1e6
         self.zero_grad()
         self.backward(loss)
@@ -45,31 +46,13 @@ class Ruled(Spoiled):
         return info["loss"] > 1e3  # NaN is not
 
 
-def trainer(kind: type[Curve], config: dict[str, Any], workers: int, **more: Any) -> TorchTrainer:
-    return TorchTrainer(
-        training_operator_cls=kind,
-        config={"rows": ROWS, "batch": 3, **config},
-        num_workers=workers,
-        use_gpu=False,
-        scheduler_step_freq="batch",
-        elastic=ElasticConfig(batch="global", grow=False, snapshot_every=None),
-        **more,
-    )
-
-
-def expected(none: set[int], workers: int) -> torch.Tensor:
-    """Return the weights of a run that leaves these batches out."""
-    return train(Spoiled, {"rows": ROWS, "batch": 3, "none": none}, [(None, workers)], batch="global")
-
-
-def vector(trainer: TorchTrainer) -> torch.Tensor:
-    return nn.utils.parameters_to_vector(trainer.get_model().parameters()).detach()
-
-
 def test_a_gradient_in_one_shard_and_a_rule_that_one_rank_causes() -> None:
-    config = {"row": {2}, "spike": {4, 5}}
+    elastic = ElasticConfig(batch="global", grow=False, snapshot_every=None)
     options = TrainingOptions(on_nonfinite="skip", parallel="fsdp")
-    with trainer(Ruled, config, 2, options=options) as mine:
-        result = mine.train()
-        assert (result["num_samples"], result["skipped_steps"]) == (ROWS, 3)
-        torch.testing.assert_close(vector(mine), expected({2, 4, 5}, 2), rtol=1e-9, atol=1e-9)
+    given: dict[str, Any] = {"elastic": elastic, "options": options, "scheduler_step_freq": "batch", "use_gpu": False}
+    with TorchTrainer(training_operator_cls=Ruled, config=CONFIG, num_workers=2, **given) as trainer:
+        result = trainer.train()
+        assert (result["num_samples"], result["skipped_steps"]) == (CONFIG["rows"], 3)
+        found = weights(trainer)
+    expected = train(Spoiled, {**CONFIG, "leaves_out": True}, [(None, 2)], batch="global")
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)

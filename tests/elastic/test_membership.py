@@ -1,4 +1,4 @@
-"""Planned changes (growth, `resize`, preemption notices): no batch is lost or repeated."""
+"""Planned changes (growth, preemption notices, spares): no batch is lost or repeated. tests/local has `resize`."""
 
 import os
 from collections.abc import Iterator
@@ -56,19 +56,6 @@ def test_resized_is_called_for_every_change(ground: Ground) -> None:
     heard = ground.trainer.apply_all_operators(lambda operator: (operator.resizes, operator.world_size))
     assert all(world == 3 for _, world in heard)
     assert heard[0][0][:2] == [(3, 2), (2, 3)]
-
-
-def test_resize_by_hand_in_the_middle_of_an_epoch(ground: Ground) -> None:
-    trainer = ground.trainer
-    trainer.train(num_steps=5)
-    trainer.resize(1)
-    assert trainer.world_size == 1
-    trainer.train(num_steps=5)
-    trainer.resize(3)
-    assert trainer.world_size == 3
-    trainer.train()
-    ground.assert_epoch_exact()
-    assert [r.reason for r in trainer.recoveries[-2:]] == ["shrink", "growth"]
 
 
 def test_a_replacement_joins_at_the_boundary_at_which_a_preempted_worker_leaves(
