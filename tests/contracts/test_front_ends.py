@@ -1,4 +1,5 @@
-"""What the ways to run a training function have in common: `Trainer.run`, its iterator, `fit()`, and a trial of Tune.
+"""What the ways to run a training function have in common: a trainer's iterator, `fit()`, and a trial of Tune. `Trainer.run` is in
+test_function.py.
 
 Each runs the same function on two workers, one of which is killed. So each row was reported once, the checkpoints are in order, and
 the function went on after the newest one.
@@ -14,7 +15,9 @@ from typing import Any
 import pytest
 
 from raysgd import train
-from raysgd.train import Checkpoint, DataParallelTrainer, RunConfig, ScalingConfig, Trainer, TrainingCallback
+from raysgd.callbacks import Callback
+from raysgd.train import Checkpoint, DataParallelTrainer, RunConfig, ScalingConfig, Trainer
+from tests.callbacks.recording import Heard
 from tests.faults import once
 
 DEADLINE_S = 60.0
@@ -40,24 +43,6 @@ def learn(config: dict[str, Any]) -> None:
             time.sleep(0.01)
 
 
-class Listener(TrainingCallback):
-    """Keeps rank 0's rows."""
-
-    def __init__(self) -> None:
-        self.rows: list[dict[str, Any]] = []
-
-    def handle_result(self, results: list[dict[str, Any]]) -> None:
-        self.rows.append(results[0])
-
-
-def with_run(config: dict[str, Any], folder: Path) -> Seen:
-    listener = Listener()
-    with Trainer("none", num_workers=2, logdir=folder, max_retries=1) as trainer:
-        trainer.run(learn, config, callbacks=[listener])
-        assert trainer.latest_checkpoint is not None
-        return listener.rows, trainer.latest_checkpoint
-
-
 def with_an_iterator(config: dict[str, Any], folder: Path) -> Seen:
     with Trainer("none", num_workers=2, logdir=folder, max_retries=1) as trainer:
         rows = [rows[0] for rows in trainer.run_iterator(learn, config)]
@@ -65,15 +50,20 @@ def with_an_iterator(config: dict[str, Any], folder: Path) -> Seen:
         return rows, trainer.latest_checkpoint
 
 
-def trainer_of(config: dict[str, Any], folder: Path) -> DataParallelTrainer:
-    run_config = RunConfig(storage_path=folder, failure_config=train.FailureConfig(max_failures=1))
+def trainer_of(config: dict[str, Any], folder: Path, *callbacks: Callback) -> DataParallelTrainer:
+    failures = train.FailureConfig(max_failures=1)
+    run_config = RunConfig(storage_path=folder, failure_config=failures, callbacks=list(callbacks))
     scaling = ScalingConfig(num_workers=2)
     return DataParallelTrainer(learn, train_loop_config=config, scaling_config=scaling, run_config=run_config)
 
 
 def with_fit(config: dict[str, Any], folder: Path) -> Seen:
-    result = trainer_of(config, folder).fit()
+    heard = Heard()
+    result = trainer_of(config, folder, heard).fit()
     assert result.checkpoint is not None
+    failure, *_ = heard.named("recovery")
+    assert (failure.reason, failure.step) == ("worker death", KILLED_AFTER + 1), "over the reports, like the results"
+    assert failure.time > 0 and "join" in failure.phases
     return list(result.history), result.checkpoint.to_dict()
 
 
@@ -93,7 +83,7 @@ Run = Callable[[dict[str, Any], Path], Seen]
 
 
 @pytest.mark.elastic
-@pytest.mark.parametrize("run", [with_run, with_an_iterator, with_fit, TRIAL])
+@pytest.mark.parametrize("run", [with_an_iterator, with_fit, TRIAL])
 def test_no_report_is_lost_or_doubled_when_a_worker_fails(ray_cluster: None, tmp_path: Path, run: Run) -> None:
     rows, checkpoint = run({"folder": str(tmp_path), "raises_at": -1}, tmp_path / "runs")
     resumed_at = KILLED_AFTER + 1

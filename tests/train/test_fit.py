@@ -13,19 +13,16 @@ import pytest
 import ray
 import torch
 
-from raysgd import ElasticConfig, train
+from raysgd import train
 from raysgd.train import (
     Checkpoint,
     CheckpointConfig,
     DataParallelTrainer,
-    FailureConfig,
     Result,
     RunConfig,
     ScalingConfig,
     TorchTrainer,
-    TrainingCallback,
 )
-from tests.callbacks.recording import Heard
 
 TWO = ScalingConfig(num_workers=2)
 
@@ -144,56 +141,6 @@ def test_a_run_that_raised_an_error_can_be_restored(ray_cluster: None, tmp_path:
     assert rows["time_total_s"].is_monotonic_increasing and len(set(rows["trial_id"])) == 1
     kept = [Path(str(kept.path)).name for kept, _ in result.best_checkpoints]
     assert kept == ["checkpoint_000002", "checkpoint_000003"], "numbers continue, and older checkpoints are deleted"
-
-
-class KillingRank1(TrainingCallback):
-    """Kills rank 1 after the second round."""
-
-    def __init__(self) -> None:
-        self.calls: list[Any] = []
-
-    def start_training(self, logdir: str) -> None:
-        self.calls.append(logdir)
-
-    def handle_result(self, results: list[dict[str, Any]]) -> None:
-        self.calls.append(results[0]["epoch"])
-        if results[0]["epoch"] == 1:
-            os.kill(results[1]["pid"], signal.SIGKILL)
-
-    def finish_training(self, error: bool = False) -> None:
-        self.calls.append(error)
-
-
-def slow_epochs() -> tuple[int, int, int]:
-    found = train.load_checkpoint()
-    start = 0 if found is None else found["epoch"] + 1
-    for epoch in range(start, 6):
-        checkpoint = Checkpoint.from_dict({"epoch": epoch})
-        train.report({"epoch": epoch, "pid": os.getpid()}, checkpoint=checkpoint)
-        until = time.monotonic() + (60 if epoch == 1 and train.world_size() == 2 else 0)
-        while time.monotonic() < until:  # until the other worker has been killed
-            time.sleep(0.05)
-    return start, train.world_size(), os.getpid()
-
-
-NO_GROWTH = ScalingConfig(num_workers=2, elastic=ElasticConfig(grow=False, hang_timeout_s=60))
-
-
-@pytest.mark.elastic
-def test_a_run_continues_on_the_surviving_worker(ray_cluster: None, tmp_path: Path) -> None:
-    callback, heard = KillingRank1(), Heard()
-    result = DataParallelTrainer(
-        slow_epochs,
-        scaling_config=NO_GROWTH,
-        run_config=in_folder(tmp_path, callbacks=[callback, heard], failure_config=FailureConfig(max_failures=1)),
-    ).fit()
-    ((start, size, pid),) = result.return_values
-    assert (start, size) == (2, 1), "from the newest checkpoint, with the remaining worker"
-    assert set(result.metrics_dataframe["pid"]) == {pid}, "in the same process"
-    assert callback.calls == [Path(result.log_dir), 0, 1, 2, 3, 4, 5, False]
-    (recovery,) = heard.named("recovery")
-    assert (recovery.reason, recovery.step) == ("worker death", 2), "over the reports, like the results"
-    assert recovery.time > 0 and "join" in recovery.phases
 
 
 @pytest.mark.elastic

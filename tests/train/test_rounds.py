@@ -1,4 +1,6 @@
-"""The reports of several ranks become rounds, and reports that the driver received count even after a worker failure."""
+"""The driver's side of a run: rounds that are incomplete when workers fail, and storage that is slow, fails or hangs.
+
+tests/simulation has the rounds of complete and repeated attempts, tests/contracts/test_function.py who waits for the user."""
 
 import pickle
 import queue
@@ -13,16 +15,7 @@ from raysgd.core.messages import FunctionReport
 from raysgd.errors import CheckpointError
 from raysgd.train import ReportMismatchError, checkpoint_manager
 from raysgd.train.checkpoint_manager import CheckpointManager
-from raysgd.train.run import FunctionRun, Report, Rounds, checkpoint_of
-
-
-def test_incomplete_rounds_are_returned_in_order() -> None:
-    rounds = Rounds(2)
-    for step in range(2):
-        rounds.add(Report(1, "checkpoint", checkpoint=bytes([step])))
-    left = rounds.take_incomplete()
-    assert [checkpoint_of(round_) for round_ in left] == [b"\0", b"\1"]
-    assert rounds.take_incomplete() == []
+from raysgd.train.run import FunctionRun
 
 
 class Driver:
@@ -65,39 +58,12 @@ def driver(tmp_path: Path) -> Iterator[Driver]:
     made.run.close()
 
 
-@pytest.mark.parametrize(("rank", "newest"), [(0, 1), (1, 0)])
-def test_after_a_failure_the_first_incomplete_checkpoint_of_rank_0_is_kept(
-    driver: Driver, rank: int, newest: int
-) -> None:
-    driver.report(0, checkpoint={"epoch": 0})
-    driver.report(1, checkpoint={"epoch": 0})
-    for epoch in (1, 2, 3):
-        driver.report(rank, checkpoint={"epoch": epoch})
-    assert driver.latest() == 0
-    second = driver.run.begin_attempt(1)
-    assert (driver.latest(), second.number) == (newest, 2)
-
-
 def fetched(driver: Driver) -> list[tuple[Any, bool]]:
     """Return the rounds of a run that has ended, and whether each is complete."""
     rounds = []
     while (result := driver.run.next_round(0)) is not None:
         rounds.append((result.rows, result.complete))
     return rounds
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_after_a_failure_incomplete_rounds_are_repeated(driver: Driver, rank: int) -> None:
-    driver.report(0, step=0)
-    driver.report(1, step=0)
-    driver.report(rank, step=1)
-    driver.attempt = driver.run.begin_attempt(1)
-    assert driver.attempt.reports == 1
-    driver.report(0, step=1)
-    driver.report(0, step=9, attempt=1)
-    driver.run.close()
-    assert fetched(driver) == [([{"step": 0}, {"step": 0}], True), ([{"step": 1}], True)], "the late report is ignored"
-    assert driver.failed == []
 
 
 def test_a_row_of_rank_0_that_nobody_will_repeat_is_recorded(driver: Driver) -> None:
@@ -143,16 +109,6 @@ def test_who_waits_when_the_workers_fail_waits_no_longer(driver: Driver) -> None
     assert len(driver.went_on) == 4
     driver.report(0, step=9)  # late, of the first attempt
     assert driver.went_on[4:] == [(0, 9)]
-
-
-def test_ranks_that_are_ahead_of_others_continue_while_the_user_waits(driver: Driver) -> None:
-    for step in range(6):
-        driver.report(0, step=step)
-    assert driver.went_on == [(0, 0)], "the second one waits for the user"
-    for count in (2, 3, 5):
-        driver.run.tolerate_ahead()
-        assert len(driver.went_on) == count
-    assert not driver.run.keeps_ranks_waiting(), "it is for the other rank that rank 0 waits"
 
 
 class SlowStorage(CheckpointManager):
