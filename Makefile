@@ -13,7 +13,7 @@ SOURCES := $(shell find raysgd operators -name '*.py')
 PAGES := $(shell find docs -name '*.md') docs/conf.py $(wildcard examples/notebooks/*.ipynb)
 
 PURE := $(patsubst %,tests/test_%.py,config constants hang watchdog meters metrics sampling_plan policy progress \
-	replacements rendezvous atomic_writes timers compat_utils) tests/data tests/elastic/test_boundary.py tests/train/test_rounds.py
+	replacements atomic_writes timers compat_utils) tests/data tests/elastic/test_boundary.py tests/train/test_rounds.py
 
 # Of pip's output, only what explains a wait: big downloads, builds, the unpacking. Warnings and errors are kept.
 TELL := awk '/Downloading .*[0-9][0-9]\.[0-9]+ [MG]B/ { print "  pip: downloading " $$2 " " $$3 $$4; fflush() } \

@@ -236,7 +236,7 @@ def compare_no_checksum_of_a_file(patch: Patch) -> None:
     instead("raysgd.storage.checksums.verify", lambda source: True)(patch)
 
 
-@mutant("tests/files/test_torch_folders.py::test_the_error_for_damage_names_the_file")
+@mutant("tests/local/test_faults.py::test_each_file_of_a_sharded_checkpoint_is_verified")
 def compare_no_digest_of_a_shard(patch: Patch) -> None:
     instead("raysgd.torch.checkpoint.shard_files.verify", lambda folder, files: None)(patch)
 

@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 import yaml
 
-from raysgd.version import __version__
+from raysgd import __version__
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "examples" / "kubernetes"

@@ -14,6 +14,16 @@ import pytest
 from raysgd import CheckpointError
 
 
+class Touches:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, trace: Path) -> None:
+        self.trace = trace
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.trace,)
+
+
 def flips(size: int, count: int, seed: int = 0) -> list[int]:
     return random.Random(seed).choices(range(8 * size), k=count)
 

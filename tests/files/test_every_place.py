@@ -28,7 +28,7 @@ from raysgd.storage import folders, locations, remote, values
 from raysgd.storage.locations import Place
 from raysgd.train import Checkpoint
 from tests import peek, storing
-from tests.files.damage import flipped, lengths, tallied
+from tests.files.damage import Touches, flipped, lengths, tallied
 from tests.files.function_cases import CONTENT, FOLDER_WAYS, LIST, same
 from tests.tiers import NIGHTLY
 from tests.torch.small import Line, inline
@@ -226,14 +226,6 @@ def test_a_damaged_checkpoint_is_refused_or_loads_as_it_was_saved(
         print(tally)
     finally:
         made.end()
-
-
-class Touches:
-    def __init__(self, trace: Path) -> None:
-        self.trace = trace
-
-    def __reduce__(self) -> Any:
-        return Path.touch, (self.trace,)
 
 
 def with_code(name: str, where: Place, bomb: Touches) -> Iterator[str]:

@@ -33,7 +33,7 @@ from tests.faults import LedgerOperator
 def test_ranks_on_nodes_with_different_numbers_of_workers() -> None:
     """A cross rank counts the nodes that have a worker with this local rank."""
     names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "HOSTNAME")
-    found = rank_variables(assign_ranks(["a", "b", "a", "c", "c"]))
+    found = rank_variables(assign_ranks(["c", "b", "c", "a", "a"]))
     assert [tuple(rank[f"HOROVOD_{name}"] for name in names) for rank in found] == [
         ("0", "5", "0", "2", "0", "3", "node-0"),
         ("1", "5", "0", "1", "1", "3", "node-1"),

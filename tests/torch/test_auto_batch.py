@@ -15,7 +15,7 @@ from tests.local.group import Cluster, Fault
 from tests.local.runs import train, weights_of
 from tests.replicas import torch_rank
 from tests.tiers import NIGHTLY
-from tests.torch.test_constant_batch import STAGES, in_stages
+from tests.torch.test_constant_batch import STAGES, StepsItsSchedule, in_stages
 from tests.torch.test_exact_gradients import OPTIONS, Curve, Direct, close, options
 
 pytestmark = pytest.mark.filterwarnings("ignore:the training loader does not shuffle")
@@ -198,13 +198,6 @@ class CountingModel(Curve):
         return super().register(models=models, **parts)
 
 
-class Scheduling(Curve):
-    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        result = super().train_batch(batch, batch_info)
-        self.schedule.step()
-        return result
-
-
 class Clearing(Curve):
     """Clears the gradients with torch's zero_grad."""
 
@@ -235,7 +228,7 @@ class Streaming(Curve):
 REFUSED: dict[str, tuple[type[Curve], dict[str, Any], str]] = {
     "a direct step": (Direct, {}, "calls optimizer.step() itself"),
     "a direct zero_grad": (Clearing, {}, "calls self.backward(), self.step()"),
-    "a scheduler": (Scheduling, {"scheduler_step_freq": "manual"}, "steps a scheduler"),
+    "a scheduler": (StepsItsSchedule, {"scheduler_step_freq": "manual"}, "steps a scheduler"),
     "a counter": (Counting, {}, "changes self.seen"),
     "a counter in the model": (CountingModel, {}, "changes self.model.1.calls"),
     "an average": (Averaging, {}, "changes self.ema"),
@@ -278,17 +271,17 @@ def test_info_tells_that_a_batch_is_a_piece() -> None:
 class Interfering(Curve):
     """Does something in a later batch that a piece must not do."""
 
-    at, act, early = 3, staticmethod(lambda operator: None), staticmethod(lambda operator: None)
+    early, late = staticmethod(lambda operator: None), staticmethod(lambda operator: None)
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        acts = batch_info["global_step"] >= self.at
+        acts = batch_info["global_step"] >= 3
         self.zero_grad()
         if acts:
             self.early(self)
         loss = self.criterion(self.model(batch[0]), batch[1])
         self.backward(loss)
         if acts:
-            self.act(self)
+            self.late(self)
         self.step()
         return {"train_loss": loss.detach(), "num_samples": len(batch[0])}
 
@@ -314,25 +307,22 @@ def count(operator: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("act", "accumulate"), [(clip, 1), (clip, 2), (clear, 1), (step, 1), (schedule, 1), (schedule, 2), (count, 1)]
+    ("when", "act", "accumulate"),
+    [
+        ("early", clear, 1),
+        *[
+            ("late", *each)
+            for each in ((clip, 1), (clip, 2), (clear, 1), (step, 1), (schedule, 1), (schedule, 2), (count, 1))
+        ],
+    ],
 )
 @pytest.mark.parametrize("faults", [ONE, TWO])
 def test_code_that_interferes_after_all_gets_its_batch_again(
-    act: Callable[[Any], None], accumulate: int, faults: Any, caplog: pytest.LogCaptureFixture
+    when: str, act: Callable[[Any], None], accumulate: int, faults: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    kind = type("Late", (Interfering,), {"act": staticmethod(act)})
+    kind = type("Interferes", (Interfering,), {when: staticmethod(act)})
     given: dict[str, Any] = {"scheduler_step_freq": "manual", "options": TrainingOptions(accumulate=accumulate)}
     mine = Outcome(kind, *faults, **given)
-    assert mine.mode == "per_worker" and mine.reasons[1] == "batch" and len(said(caplog)) == 1
-    assert sum(each["num_samples"] for each in mine.results) == 2 * CONFIG["rows"]
-
-
-@pytest.mark.parametrize("faults", [ONE, TWO])
-def test_code_that_clears_the_gradients_of_an_earlier_piece_gets_its_batch_again(
-    faults: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    kind = type("Late", (Interfering,), {"early": staticmethod(clear)})
-    mine = Outcome(kind, *faults, scheduler_step_freq="manual")
     assert mine.mode == "per_worker" and mine.reasons[1] == "batch" and len(said(caplog)) == 1
     assert sum(each["num_samples"] for each in mine.results) == 2 * CONFIG["rows"]
 

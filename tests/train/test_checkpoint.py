@@ -25,6 +25,7 @@ from raysgd.train import Checkpoint
 from raysgd.train.run import payload_of
 from raysgd.workers import serialization
 from tests import storing
+from tests.files.damage import Touches
 
 
 @pytest.fixture
@@ -139,16 +140,6 @@ def test_a_missing_checkpoint(root: str) -> None:
 
 class Custom:
     """A type that needs trust."""
-
-
-class Bomb:
-    """Unpickling it creates a file."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return Path.touch, (self.path,)
 
 
 def test_plain_values_need_no_trust(tmp_path: Path) -> None:
@@ -297,7 +288,7 @@ def test_a_dictionary_of_ray_train_needs_trust(tmp_path: Path, caplog: pytest.Lo
     assert Checkpoint(newer).to_dict() == {"epoch": 3}
 
 
-def with_a_bomb(data: bytes, bomb: Bomb, name: str) -> bytes:
+def with_a_bomb(data: bytes, bomb: Touches, name: str) -> bytes:
     """Return a stored dictionary with a pickle in one of its members."""
     numpy = pytest.importorskip("numpy")
     array = io.BytesIO()
@@ -312,7 +303,7 @@ def with_a_bomb(data: bytes, bomb: Bomb, name: str) -> bytes:
 
 
 STORED = Checkpoint.from_dict({"epoch": 1, "bytes": b"1"}).to_bytes()
-BOMBS: dict[str, Callable[[Bomb], bytes]] = {
+BOMBS: dict[str, Callable[[Touches], bytes]] = {
     "an object": lambda bomb: Checkpoint.from_dict({"epoch": 1, "bomb": bomb}).to_bytes(),
     "by cloudpickle": lambda bomb: Checkpoint.from_dict({"bomb": bomb}).to_bytes(dumps=serialization.dumps),
     "a pickle": lambda bomb: pickle.dumps({"epoch": 1, "bomb": bomb}),
@@ -325,7 +316,7 @@ BOMBS: dict[str, Callable[[Bomb], bytes]] = {
 @pytest.mark.parametrize("name", BOMBS)
 def test_reading_runs_no_code_from_the_file(tmp_path: Path, name: str) -> None:
     trace = tmp_path / "trace"
-    data = BOMBS[name](Bomb(trace))
+    data = BOMBS[name](Touches(trace))
     (tmp_path / "saved").write_bytes(data)
     with storing.new_folder(tmp_path / "folder") as draft:
         (draft / "checkpoint.zip").write_bytes(data)
@@ -341,12 +332,12 @@ def test_reading_runs_no_code_from_the_file(tmp_path: Path, name: str) -> None:
         with pytest.raises(CheckpointError):
             tried()
     assert not trace.exists()
-    pickle.loads(pickle.dumps(Bomb(trace)))
+    pickle.loads(pickle.dumps(Touches(trace)))
     assert trace.exists(), "plain pickle runs the code"
 
 
 def test_a_pickle_that_nothing_refers_to_is_not_read(tmp_path: Path) -> None:
-    data = with_a_bomb(STORED, Bomb(tmp_path / "trace"), "objects.pkl")
+    data = with_a_bomb(STORED, Touches(tmp_path / "trace"), "objects.pkl")
     assert Checkpoint.from_bytes(data).to_dict()["epoch"] == 1 and not (tmp_path / "trace").exists()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import importlib
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -178,3 +179,16 @@ def test_functions_of_train_utils(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert os.environ["RAYSGD_OLD"] == "1"
     assert "_timestamp" in constants.ALL_RESERVED_KEYS
+
+
+def test_the_name_of_the_machine_is_not_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may not resolve, or have docker's address."""
+    from raysgd.train.utils import get_address_and_port
+
+    def unreachable(host: str) -> str:
+        raise OSError(f"no route to {host}")
+
+    monkeypatch.setattr(socket, "gethostname", lambda: "nowhere.invalid")
+    for route, address in ((lambda host: "10.9.0.2", "10.9.0.2"), (unreachable, "127.0.0.1")):
+        monkeypatch.setattr("raysgd.core.network.address_towards", route)
+        assert get_address_and_port()[0] == address
