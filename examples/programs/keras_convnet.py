@@ -9,7 +9,6 @@ import argparse
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 from raysgd.tf import TFTrainer
 
@@ -24,9 +23,7 @@ def images(count, seed):
 
 
 def data_creator(config):
-    keras.utils.set_random_seed(0)
-    train, test = (tf.data.Dataset.from_tensor_slices(images(config["rows"], seed)) for seed in (1, 2))
-    return train.shuffle(config["rows"], seed=3).batch(config["batch_size"]), test.batch(config["batch_size"])
+    return images(config["rows"], seed=1), images(config["rows"], seed=2)
 
 
 def model_creator(config):
@@ -42,12 +39,11 @@ def model_creator(config):
 def main(argv=None):
     """Return the figures of each epoch, and the model."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--batch", dest="batch_size", type=int, default=32, help="of all workers together")
-    for name, size in {"workers": 1, "epochs": 5, "rows": 1000}.items():
+    for name, size in {"workers": 1, "epochs": 5, "rows": 1000, "batch": 32}.items():
         parser.add_argument(f"--{name}", type=int, default=size)
     args = parser.parse_args(argv)
     halving = keras.callbacks.LearningRateScheduler(lambda epoch: 0.004 / 2**epoch)
-    config, figures = {**vars(args), "fit_config": {"callbacks": [halving]}}, []
+    config, figures = {"rows": args.rows, "fit_config": {"callbacks": [halving], "batch_size": args.batch}}, []
     with TFTrainer(model_creator, data_creator, config, num_replicas=args.workers) as trainer:
         for epoch in trainer.epochs(args.epochs):
             result = {**trainer.train(), **trainer.validate()}

@@ -16,8 +16,9 @@ import tensorflow as tf
 
 from raysgd.config import at_least
 from raysgd.constants import NUM_SAMPLES
-from raysgd.errors import ConfigError
+from raysgd.errors import ConfigError, shown
 from raysgd.tf import foreign
+from raysgd.tf.data import are_arrays
 from raysgd.tf.operator import IN_PIECES, TrainingOperator
 from raysgd.tf.own_steps import OwnStep, average_applied, further_optimizers, own_step
 from raysgd.tf.parts import as_tensor, is_keras_2, one_row, refuse_sum, rows_in, running_statistics
@@ -25,15 +26,15 @@ from raysgd.tf.parts import as_tensor, is_keras_2, one_row, refuse_sum, rows_in,
 EVALUATE, FIT = "evaluate_config", "fit_config"
 logger = logging.getLogger("raysgd")
 
+OF_ARRAYS = ("batch_size", "validation_split", "shuffle")
 TAKEN = {
-    FIT: ("epochs", "steps_per_epoch", "callbacks", "class_weight", "verbose"),
+    FIT: ("epochs", "steps_per_epoch", "callbacks", "class_weight", "verbose", *OF_ARRAYS),
     EVALUATE: ("steps", "callbacks", "verbose"),
 }
-UNUSED = {"max_queue_size", "shuffle", "use_multiprocessing", "workers"}  # by Keras, for a tf.data.Dataset
+UNUSED = {"max_queue_size", "use_multiprocessing", "workers"}  # by Keras, for a tf.data.Dataset
 INSTEAD = {
     "x": "the data is what data_creator returns",
     "y": "the data is what data_creator returns",
-    "batch_size": "batch the data set: .batch(n), with the batch of all workers together",
     "sample_weight": "let the data set give (x, y, sample_weight)",
     "validation_data": "data_creator returns it second, and validate() runs over it",
     "validation_freq": "call validate() after the epochs of your choice",
@@ -50,6 +51,7 @@ class CompiledOperator(TrainingOperator):
     _validation_prefix = "validation_"
 
     def setup(self, config: dict[str, Any]) -> None:
+        self._fit = checked_fit_config(config, FIT)
         train, test = _pair(type(self).data_creator(config))
         with foreign.noting_jit_compile() as compiled_by_xla:
             self.model = model = type(self).model_creator(config)
@@ -69,9 +71,14 @@ class CompiledOperator(TrainingOperator):
         self._compared = False  # whether the ranks have compared their weights
         self.register(models=model, optimizers=model.optimizer)
         self.optimizer = self._parts.optimizers[0]
-        self.register_data(train_dataset=train, validation_dataset=test)
-        self._fit_callbacks = self._callbacks(FIT)
-        self._evaluate_callbacks = self._callbacks(EVALUATE)
+        fit = dict(self._fit)
+        if "shuffle" in fit and not are_arrays(train):
+            self._warn_once("config['fit_config'] has shuffle, which Keras ignores for data sets, and raysgd too")
+            del fit["shuffle"]
+        options = {name: fit[name] for name in OF_ARRAYS if name in fit}
+        self.register_data(train_dataset=train, validation_dataset=test, **options)
+        self._fit_callbacks = self._callbacks(self._fit)
+        self._evaluate_callbacks = self._callbacks(checked_fit_config(config, EVALUATE))
         self._fit_callbacks.on_train_begin()
 
     def _build(self) -> None:
@@ -97,8 +104,8 @@ class CompiledOperator(TrainingOperator):
         for metric in self._metrics():
             metric.reset_state()
 
-    def _callbacks(self, name: str) -> Any:
-        given = checked_fit_config(self.config, name).get("callbacks") or []
+    def _callbacks(self, config: Mapping[str, Any]) -> Any:
+        given = config.get("callbacks") or []
         return self._keras.callbacks.CallbackList(list(given), model=self.model, add_history=False)
 
     # -- batches --------------------------------------------------------------------------------------
@@ -202,7 +209,7 @@ class CompiledOperator(TrainingOperator):
         return x, y, found if weight is None else found * tf.cast(weight, found.dtype)
 
     def _class_weight(self) -> dict[int, float]:
-        return checked_fit_config(self.config, FIT).get("class_weight") or {}
+        return self._fit.get("class_weight") or {}
 
     # -- hooks of the replica -------------------------------------------------------------------------
 
@@ -285,8 +292,11 @@ def _check_compiled(model: Any, *, xla: bool) -> None:
 
 
 def _pair(data: Any) -> tuple[Any, Any]:
-    if not isinstance(data, (tuple, list)) or len(data) != 2:
-        raise ConfigError(f"data_creator must return (train_dataset, validation_dataset), got {data!r}")
+    if not isinstance(data, (tuple, list)) or len(data) != 2 or any(hasattr(each, "shape") for each in data):
+        raise ConfigError(
+            "data_creator must return (train_dataset, validation_dataset), for arrays ((x, y), (x, y)), or ((x, y), None) with "
+            f"validation_split, got {shown(data)}"
+        )
     return data[0], data[1]
 
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
+from raysgd.config import at_least
 from raysgd.constants import NUM_SAMPLES
 from raysgd.core.ranks import RankInfo
 from raysgd.errors import ConfigError
 from raysgd.tf.channel import Channel
-from raysgd.tf.data import batches_per_epoch
+from raysgd.tf.data import are_arrays, batches_per_epoch, in_batches, split
 from raysgd.tf.parts import (
     KerasParts,
     as_tensor,
@@ -250,17 +251,54 @@ class TrainingOperator(OperatorBase):
         return (*registered, *(each for each in optional if each is not None))
 
     def register_data(
-        self, *, train_dataset: Any = None, validation_dataset: Any = None, test_dataset: Any = None
+        self,
+        *,
+        train_dataset: Any = None,
+        validation_dataset: Any = None,
+        test_dataset: Any = None,
+        batch_size: int | None = None,
+        validation_split: float = 0.0,
+        shuffle: bool | None = None,
     ) -> None:
-        """Register `train_dataset`, `validation_dataset` and `test_dataset`: a `tf.data.Dataset` of
-        batches, or anything else that can be iterated repeatedly. For validations and tests also a
-        dict of them by name: `val_loss` is then `val_NAME_loss`, over the rows of that data set."""
+        """Register the data. For validations and tests also a dict of data by name: `val_loss` is
+        then `val_NAME_loss`, over the rows of that data.
+
+        train_dataset       a `tf.data.Dataset` of batches, anything else that can be iterated
+                            repeatedly, or arrays as Keras' `fit` takes them: `(x, y)` or
+                            `(x, y, sample_weight)`
+        validation_dataset  the same, for validations
+        test_dataset        the same, for tests
+        batch_size          rows in a batch of all workers together, for arrays (32)
+        validation_split    the part of the training arrays whose last rows are the validation data
+        shuffle             whether training arrays are shuffled for each epoch (True)
+        """
+        if validation_split:
+            if validation_dataset is not None or not are_arrays(train_dataset):
+                raise ConfigError(
+                    "validation_split takes the validation data from the arrays train_dataset=(x, y): pass arrays, and no "
+                    "validation_dataset, or leave validation_split out"
+                )
+            train_dataset, validation_dataset = split(train_dataset, validation_split, name="train_dataset")
         given = {"train_dataset": train_dataset, "validation_dataset": validation_dataset, "test_dataset": test_dataset}
-        for name, data in (pair for own in given.items() for pair in each_loader(*own)):
+        every = [data for own in given.items() for _, data in each_loader(*own)]
+        if (batch_size, shuffle) != (None, None) and not any(map(are_arrays, every)):
+            raise ConfigError(
+                "batch_size and shuffle are for arrays, such as train_dataset=(x, y): leave them out for data sets, and call "
+                ".shuffle(n) and .batch(n) on those"
+            )
+        size = 32 if batch_size is None else batch_size
+        at_least("batch_size", size, 1, whole=True)
+
+        def registered(data: Any, name: str) -> Any:
+            if are_arrays(data):
+                return in_batches(data, size, shuffle=name == "train_dataset" and shuffle is not False, name=name)
             if data is not None and not hasattr(data, "__iter__") and not hasattr(data, "__getitem__"):
                 raise ConfigError(f"{name} must be a tf.data.Dataset or another iterable of batches, got {data!r}")
+            return data
+
         for name, data in given.items():
-            setattr(self._parts, name, data)
+            made = [registered(each, called) for called, each in each_loader(name, data)]
+            setattr(self._parts, name, dict(zip(data, made, strict=True)) if isinstance(data, Mapping) else made[0])
 
     # -- for the default methods ----------------------------------------------------------------------
 
