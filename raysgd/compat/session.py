@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 from raysgd.train import functions
 from raysgd.train.checkpoint import Checkpoint
-from raysgd.train.functions import get_context
+from raysgd.train.functions import TrainContext, get_context
+
+Result = TypeVar("Result")
 
 
 def report(metrics: Mapping[str, Any] | None = None, *, checkpoint: Checkpoint | None = None, **values: Any) -> None:
@@ -15,52 +17,24 @@ def report(metrics: Mapping[str, Any] | None = None, *, checkpoint: Checkpoint |
     functions.report(metrics, checkpoint, **values)
 
 
-def get_world_rank() -> int:
-    """Return this worker's rank among all workers."""
-    return get_context().get_world_rank()
+def _of_context(method: Callable[[TrainContext], Result]) -> Callable[[], Result]:
+    """Return a function that calls this method of the context of the training function."""
+
+    def call() -> Result:
+        return method(get_context())
+
+    call.__name__ = call.__qualname__ = method.__name__
+    return call
 
 
-def get_world_size() -> int:
-    """Return the number of workers."""
-    return get_context().get_world_size()
-
-
-def get_local_rank() -> int:
-    """Return this worker's rank among the workers of its node."""
-    return get_context().get_local_rank()
-
-
-def get_local_world_size() -> int:
-    """Return the number of workers on this worker's node."""
-    return get_context().get_local_world_size()
-
-
-def get_node_rank() -> int:
-    """Return the rank of this worker's node."""
-    return get_context().get_node_rank()
-
-
-def get_metadata() -> dict[str, Any]:
-    """Return the trainer's argument `metadata`."""
-    return get_context().get_metadata()
-
-
-def get_experiment_name() -> str | None:
-    return get_context().get_experiment_name()
-
-
-def get_trial_name() -> str | None:
-    return get_context().get_trial_name()
-
-
-def get_trial_id() -> str | None:
-    return get_context().get_trial_id()
-
-
-def get_trial_dir() -> str | None:
-    """Return the run's directory on the driver."""
-    return get_context().get_trial_dir()
-
-
-def get_trial_resources() -> Any:
-    return get_context().get_trial_resources()
+get_world_rank = _of_context(TrainContext.get_world_rank)
+get_world_size = _of_context(TrainContext.get_world_size)
+get_local_rank = _of_context(TrainContext.get_local_rank)
+get_local_world_size = _of_context(TrainContext.get_local_world_size)
+get_node_rank = _of_context(TrainContext.get_node_rank)
+get_metadata = _of_context(TrainContext.get_metadata)
+get_experiment_name = _of_context(TrainContext.get_experiment_name)
+get_trial_name = _of_context(TrainContext.get_trial_name)
+get_trial_id = _of_context(TrainContext.get_trial_id)
+get_trial_dir = _of_context(TrainContext.get_trial_dir)
+get_trial_resources = _of_context(TrainContext.get_trial_resources)
