@@ -9,7 +9,7 @@ Between such a line and `<!-- end -->` goes what it asks for; the rest of the pa
     <!-- table: throughput workload=tiny -->        these rows, without the column
     <!-- table: chaos show=kinds told -->           the same, and how it was measured
     <!-- matrix: throughput ratio -->               a figure for each setting and contender
-    <!-- plots: scale -->                           its pictures in docs/benchmarks/
+    <!-- plots: kill_curve -->                      its pictures in docs/benchmarks/
     <!-- picture: kill_curve -->                    the light or the dark one, in README.md
     <!-- summary: all -->                           a line for each claim: the best peer, the ratio, rounds, spread
 """
@@ -218,8 +218,6 @@ def told(document: Mapping[str, Any]) -> str:
 def as_drawn(document: Mapping[str, Any], documents: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
     """A result as its pictures show it. A curve is that of one kill; the time without a step that is written beside it is the
     median of recovery.py, which makes the same kill several times."""
-    if document["benchmark"] != "kill_curve":
-        return document
     cases = {row["case"]: row for row in documents.get("recovery", {}).get("rows", ())}
     medians = {
         name: middle(cases[case]["gap_s"]) for name, case in REPEATED.items() if has(cases.get(case, {}), "gap_s")
@@ -230,8 +228,6 @@ def as_drawn(document: Mapping[str, Any], documents: Mapping[str, Mapping[str, A
 
 def seen(document: Mapping[str, Any]) -> str:
     """What the pictures of a result show, for those who cannot see them."""
-    if document["benchmark"] == "scale":
-        return "The share of each phase in a recovery, by the number of ranks"
     parts = [
         f"{row['contender']} {row['still_s']:.2g} s without a step, {row['repeated_samples']:,} samples repeated"
         if "from_s" in row

@@ -15,23 +15,23 @@ import logging
 import math
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from report import claim_stdout, emit
 
 from raysgd.config import ElasticConfig, Limits
-from raysgd.core.messages import Interrupt, Message, ProgressReport
+from raysgd.core.messages import Interrupt, Message
 from raysgd.core.outcomes import Interrupted, Ok, Outcome
-from raysgd.core.progress import Progress, report_interval_s
+from raysgd.core.progress import Progress
 from raysgd.core.protocols import Call
 from raysgd.core.ranks import SingleWorkerBackend
 from raysgd.engine.call import Job
 from raysgd.engine.engine import Engine
-from raysgd.workers.events import CallEnded, Event, MessageReceived, WorkerEnded, WorkerStarted
+from raysgd.workers.events import CallEnded, Event, WorkerEnded, WorkerStarted
 
 PHASES = ("detect_s", "agree_s", "rendezvous_s", "call_s")
-COLUMNS = ("ranks", "case", *PHASES, "resumed_s", "cpu_share", "cpu_ms_per_call")
+COLUMNS = ("ranks", *PHASES, "resumed_s")
 Row = dict[str, Any]
 PER_NODE, HANG_S = 8, 600.0
 
@@ -81,12 +81,6 @@ class Rest:
     def is_node_alive(self, node: str) -> bool:
         return True
 
-    def checkpoint_server(self) -> None:
-        return None
-
-    def reference(self, worker: str, verb: str, arguments: dict[str, Any]) -> Any:
-        raise NotImplementedError
-
     def releasing(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
@@ -101,7 +95,7 @@ class VirtualGroup(Rest):
         self._skipped, self._began = 1000.0, time.process_time()
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers, self._events = itertools.count(1), list[Event]()
-        self._nodes: dict[str, str] = {}
+        self.nodes: dict[str, str] = {}
         self._training: dict[str, int] = {}
         self._joining: list[tuple[str, int]] = []
         self._joined_at = 0.0
@@ -123,8 +117,8 @@ class VirtualGroup(Rest):
     def launch(self, count: int) -> list[str]:
         names = [f"w{next(self._numbers)}" for _ in range(count)]
         for number, name in enumerate(names):
-            self._nodes[name] = f"node{number // PER_NODE}"
-            self._events.append(WorkerStarted(name, self._nodes[name], number + 1))
+            self.nodes[name] = f"node{number // PER_NODE}"
+            self._events.append(WorkerStarted(name, self.nodes[name], number + 1))
         return names
 
     def submit(self, worker: str, verb: str, arguments: dict[str, Any], *, generation: int = 0) -> int:
@@ -179,28 +173,17 @@ class VirtualGroup(Rest):
 
     # -- what happens to the workers ------------------------------------------------------------------
 
-    def fail(self, workers: Sequence[str]) -> None:
-        """End these processes now."""
-        self.failed.update(workers)
+    def fail(self, worker: str) -> None:
+        """End this process now."""
+        self.failed.add(worker)
         self.failed_at = self.clock()
-        for worker in workers:
-            self._training.pop(worker, None)
-            self._emit(self.sample(CLOSED), WorkerEnded(worker, "its process ended"))
+        self._training.pop(worker, None)
+        self._emit(self.sample(CLOSED), WorkerEnded(worker, "its process ended"))
 
-    def report_for(self, seconds: float) -> None:
-        """Let the ranks report their progress while they train, and end the call after these seconds."""
-        ranks = len(self._training)
-        interval_s = report_interval_s(ranks)
-        for number, (worker, call) in enumerate(self._training.items()):
-            first = interval_s * number / ranks
-            for turn in range(max(math.ceil((seconds - first) / interval_s), 0)):
-                message = ProgressReport(call, Progress(step=turn + 2), {"train_loss": 0.5, "num_samples": 32})
-                self._emit(first + turn * interval_s, MessageReceived(worker, message))
-            self._end(worker, call, Ok(Probe(), Progress(step=10_000, finished=True)), seconds + self.sample(DISPATCH))
+    def end_call(self) -> None:
+        for worker, call in self._training.items():
+            self._end(worker, call, Ok(Probe(), Progress(step=2, finished=True)), self.sample(DISPATCH))
         self._training.clear()
-
-    def members(self) -> list[str]:
-        return [name for name in self._nodes if name not in self.failed]
 
 
 class Probe:
@@ -211,25 +194,10 @@ def train(replica: Any, **arguments: Any) -> None:
     """A call that simulated workers only recognize by its name."""
 
 
-def nothing(replica: Any) -> None:
-    """A call that ends at once."""
-
-
-def engine_rows(ranks: Sequence[int], seconds: float) -> Iterator[Row]:
-    logging.getLogger("raysgd").setLevel(logging.ERROR)
-    for count in ranks:
-        cases = {"one": 1, "percent": max(count // 100, 1), "rack": min(4 * PER_NODE, count - 1)}
-        for case, failing in cases.items():
-            yield failure(count, case, failing)
-        yield calm(count, seconds)
-
-
-def started(ranks: int) -> tuple[Engine, VirtualGroup]:
+def failure(ranks: int) -> Row:
+    """Let a rank fail in a call of `train`. Return the seconds from then to when the last survivor begins to train again,
+    and those of each phase."""
     group = VirtualGroup(ranks)
-    return engine_of(group, ranks, group.clock), group
-
-
-def engine_of(group: Any, ranks: int, clock: Callable[[], float]) -> Engine:
     limits = Limits.derive(timeout_s=1800.0, hang_timeout_s=HANG_S, start_s=100.0)
     engine = Engine(
         group,
@@ -238,25 +206,17 @@ def engine_of(group: Any, ranks: int, clock: Callable[[], float]) -> Engine:
         target=ranks,
         elastic=ElasticConfig(grow=False),
         limits=limits,
-        clock=clock,
+        clock=group.clock,
     )
     engine.start()
-    return engine
-
-
-def failure(ranks: int, case: str, failing: int) -> Row:
-    """Let ranks fail in a call of `train`. Return the seconds from then to when the last survivor begins to train again,
-    and the share of each phase."""
-    engine, group = started(ranks)
-    victims = group.members()[-failing:]
-    group.at(1.0, lambda: group.fail(victims))
+    group.at(1.0, lambda: group.fail(list(group.nodes)[-1]))
     formed: list[float] = []
 
     def again() -> dict[str, Any]:
         """Called before each fan-out: the second one is that after the failure."""
         formed.append(group.clock())
         if len(formed) == 2:
-            group.at(CALL_S, lambda: group.report_for(0.5))
+            group.at(CALL_S, group.end_call)
         return {}
 
     engine.run(Job(Call(train), again="resume", max_failures=-1, prepare=again))
@@ -265,44 +225,21 @@ def failure(ranks: int, case: str, failing: int) -> Row:
     phases = [end - begin for begin, end in itertools.pairwise((group.failed_at, *ends))]
     return {
         "ranks": ranks,
-        "case": case,
         "resumed_s": round(group.resumed_at - group.failed_at, 4),
         **{name: round(value, 4) for name, value in zip(PHASES, phases, strict=True)},
-    }
-
-
-def calm(ranks: int, seconds: float) -> Row:
-    """Measure the driver's processor time for a call that does nothing, and for each second of training. That of the control
-    channel is not in it, but that of the simulation is."""
-    engine, group = started(ranks)
-    calls = 5
-    began = time.process_time()
-    for _ in range(calls):
-        engine.run(Job(Call(nothing)))
-    per_call = (time.process_time() - began) / calls
-    group.at(1.0, lambda: group.report_for(seconds))
-    began = time.process_time()
-    engine.run(Job(Call(train), again="resume"))
-    share = (time.process_time() - began - per_call) / (seconds + 1.0)
-    engine.stop(force=True)
-    return {
-        "ranks": ranks,
-        "case": "none",
-        "cpu_share": round(max(share, 0.0), 4),
-        "cpu_ms_per_call": round(per_call * 1000, 3),
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", nargs="+", type=int, default=[10, 100, 1000, 10_000])
-    parser.add_argument("--seconds", type=float, default=20.0, help="of training")
     parser.add_argument("--smoke", action="store_true", help="a few ranks")
     args = parser.parse_args()
     out = claim_stdout()
     if args.smoke:
-        args.ranks, args.seconds = [4], 1.0
-    emit(out, "scale", vars(args), list(engine_rows(args.ranks, args.seconds)), COLUMNS)
+        args.ranks = [4]
+    logging.getLogger("raysgd").setLevel(logging.ERROR)
+    emit(out, "scale", vars(args), [failure(count) for count in args.ranks], COLUMNS)
 
 
 if __name__ == "__main__":
