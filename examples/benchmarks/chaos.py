@@ -25,8 +25,7 @@ import tempfile
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -232,20 +231,6 @@ def chaos(args: argparse.Namespace, nodes: LocalNodes, disk: Disk, trace: str) -
     return result, broken
 
 
-@contextmanager
-def workers_forked(folder: Path) -> Iterator[None]:
-    """Workers are forks of a process that has imported torch, as in the project's tests."""
-    sys.path.append(str(Path(__file__).resolve().parents[2]))
-    from tests.forked_workers import ForkServer
-
-    server = ForkServer(folder)
-    try:
-        with server.used_by_ray():
-            yield
-    finally:
-        server.close()
-
-
 def cluster(folder: str, args: argparse.Namespace) -> LocalNodes:
     """A part whose cluster does not even start, on a machine that is too busy, says nothing about raysgd."""
     try:
@@ -262,14 +247,13 @@ def part(args: argparse.Namespace) -> dict[str, Any]:
     faulthandler.dump_traceback_later(args.minutes * 60 + HANGS_S, exit=True)
     with tempfile.TemporaryDirectory(prefix="chaos-", ignore_cleanup_errors=True) as folder:
         disk = Disk(Path(folder) / "disk")
-        with workers_forked(Path(folder)) if args.forked else nullcontext():
-            nodes = cluster(folder, args)
-            try:
-                result, broken = chaos(args, nodes, disk, folder)
-            finally:
-                nodes.shutdown()
-                disk.close()
-                forget_memory_limits()
+        nodes = cluster(folder, args)
+        try:
+            result, broken = chaos(args, nodes, disk, folder)
+        finally:
+            nodes.shutdown()
+            disk.close()
+            forget_memory_limits()
     left = left_behind(mark, before)
     faulthandler.cancel_dump_traceback_later()
     broken += [f"left behind: {each}" for each in left if not each.startswith(EXPECTED)]
@@ -296,9 +280,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--samples", type=int, default=3000, help="in an epoch, of all workers")
     parser.add_argument("--step-s", type=float, default=0.01, help="rest in each step, as if a device worked")
     parser.add_argument("--hang-timeout-s", type=float, default=5.0)
-    parser.add_argument(
-        "--forked", action="store_true", help="workers start as forks, which is faster; for one machine"
-    )
     parser.add_argument("--verbose", action="store_true", help="show raysgd's log")
     parser.add_argument("--smoke", action="store_true", help="three faults, short epochs")
     args = parser.parse_args()

@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from contenders import Contender
 
-ROUNDS_AT_LEAST = 3
-
 
 @dataclass(frozen=True)
 class Turn:
@@ -25,14 +23,11 @@ class Turn:
     busy: float
 
 
-def interleaved(contenders: Sequence[Contender], rounds: int, limit_s: float = math.inf) -> dict[str, list[Turn]]:
-    """For each contender, its turns: one in each round. The time limit ends them early, but not before the third."""
+def interleaved(contenders: Sequence[Contender], rounds: int) -> dict[str, list[Turn]]:
+    """For each contender, its turns: one in each round."""
     turns: dict[str, list[Turn]] = {contender.name: [] for contender in contenders}
     processes = {contender.name: contender.processes() for contender in contenders}
-    deadline = time.monotonic() + limit_s
     for number in range(rounds):
-        if number >= ROUNDS_AT_LEAST and time.monotonic() > deadline:
-            break
         order = list(contenders) if number % 2 else list(reversed(contenders))
         spent: dict[str, list[Turn]] = {name: [] for name in turns}
         for contender in [*order, *reversed(order)]:

@@ -53,7 +53,7 @@ def run(args: argparse.Namespace, seed: int) -> dict[str, Any] | None:
     for name in PASSED_ON:
         if getattr(args, name) is not None:
             command += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
-    command += [f"--{name}" for name in ("forked", "verbose") if getattr(args, name)]
+    command += ["--verbose"] * args.verbose
     if subprocess.run([*OWN, "sh", "-c", PREPARE], capture_output=True, check=False).returncode == 0:
         command = [*OWN, "sh", "-c", f"{PREPARE} && {ISOLATED}=1 {shlex.join(command)}; exit $?"]
     print(f"--- {args.backend}, {args.api}, seed {seed}", file=sys.stderr, flush=True)

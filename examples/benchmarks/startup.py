@@ -22,19 +22,7 @@ BASE = "Ray Train v2"
 # Of raysgd: the imports of the script are done; Ray runs and the trainer exists; and, from there on alone, a second trainer
 # of the script has taken its first step.
 PARTS = ("imported", "connected", "second")
-COLUMNS = (
-    *(
-        "contender",
-        "imported_s",
-        "connected_s",
-        "first_epoch_s",
-        "exit_s",
-        "ratio",
-        "torchrun_ratio",
-        "second_s",
-        "note",
-    ),
-)
+COLUMNS = ("contender", "imported_s", "connected_s", "first_epoch_s", "exit_s", "ratio", "torchrun_ratio", "second_s")
 LIMIT_S = 180
 
 

@@ -15,22 +15,11 @@ from typing import Any
 
 from contenders import BASE, Collating, RaySGD, cluster
 from report import claim_stdout, emit
-from throughput import measure
+from throughput import COLUMNS, measure
 from workloads import WORKLOADS, Setting
 
 CONTENDERS = (BASE, RaySGD.name, Collating.name)
 LONGER = 3
-COLUMNS = (
-    "workload",
-    "workers",
-    "contender",
-    "us_per_step",
-    "ratio",
-    "overhead_us",
-    "raysgd_ratio",
-    "cpu_us_per_step",
-    "cpu_ratio",
-)
 
 
 def main() -> None:
@@ -57,7 +46,7 @@ def main() -> None:
             workload = WORKLOADS[name]
             setting = Setting(workload.shortened(args.steps or LONGER * workload.steps), args.workers)
             rows += measure(setting, CONTENDERS, args.rounds, starts=args.starts)
-    emit(out, "stepping", vars(args), rows, COLUMNS)
+    emit(out, "stepping", vars(args), rows, COLUMNS[:-1])
     slow = [row for row in rows if args.at_most and row["ratio"]["median"] > args.at_most]
     if slow:
         text = ", ".join(f"{row['contender']} in {row['workload']}: {row['ratio']['median']:.3f}" for row in slow)

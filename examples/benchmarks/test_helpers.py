@@ -1,35 +1,27 @@
 """What the benchmarks have in common: turns, gates, traces and pages. `pytest examples/benchmarks` after a change to it."""
 
-import importlib.util
 import os
 import sys
 from argparse import Namespace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
-FOLDER = Path(__file__).resolve().parent
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # as for a script of this folder
 
-
-def module(name: str) -> ModuleType:
-    """A part of the benchmarks, without the rest."""
-    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    loaded = importlib.util.module_from_spec(spec)
-    sys.modules[name] = loaded  # dataclasses look their module up
-    sys.path.insert(0, str(FOLDER))  # for the other parts that it imports
-    try:
-        spec.loader.exec_module(loaded)
-    finally:
-        del sys.modules[name]
-        sys.path.remove(str(FOLDER))
-    return loaded
+import fill_page
+import gate
+import interleaved
+import kill_curve
+import parts
+import processes
+import rerun
+import traces
+import workloads
 
 
 def test_parts_of_a_chaos_run_accumulate(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    parts = module("parts")
     ran = []
 
     def run(args: Namespace, seed: int) -> dict[str, Any] | None:
@@ -52,7 +44,6 @@ def test_parts_of_a_chaos_run_accumulate(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 
 def test_the_summary_takes_the_best_peer_and_leaves_out_what_is_not_measured() -> None:
-    fill_page = module("fill_page")
     setting = {"workload": "tiny", "workers": 2}
     figures = {"raysgd": 90.0, "hand-written": 10.0, "torchrun": 120.0, "Accelerate": 100.0, "raysgd, collating": 1.0}
     rows = [{**setting, "contender": name, "us_per_step": figure} for name, figure in figures.items()]
@@ -69,11 +60,9 @@ def test_the_summary_takes_the_best_peer_and_leaves_out_what_is_not_measured() -
     ]
 
 
-def test_the_end_of_a_child_is_the_end_of_its_sessions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.syspath_prepend(str(FOLDER))
+def test_the_end_of_a_child_is_the_end_of_its_sessions(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(600)\n", encoding="utf-8")
-    processes = module("processes")
     with processes.child(processes.PEERS["torchrun"].command(script, 1), {}) as torchrun:
         assert torchrun.stdout is not None
         rank = int(torchrun.stdout.readline())
@@ -82,10 +71,8 @@ def test_the_end_of_a_child_is_the_end_of_its_sessions(monkeypatch: pytest.Monke
         os.kill(rank, 0)
 
 
-def test_samples_after_a_kill_are_new_or_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_after_a_kill_are_new_or_repeated() -> None:
     """Rank 0 had done two steps of epoch 1, so its first two after the kill are repeated, and the third one is new."""
-    monkeypatch.syspath_prepend(str(FOLDER))
-    kill_curve, traces = module("kill_curve"), module("traces")
     notes = [(9.8, 7, 0, 1), (9.9, 7, 0, 1), (10.1, 9, 0, 1), (10.2, 9, 0, 1), (10.3, 9, 0, 1)]
     drawn = kill_curve.curve([traces.Step(*each) for each in notes], 10.0, 2, 1, range(-1, 2))
     assert drawn["from_s"] == [-0.25, 0.0, 0.25]
@@ -93,9 +80,7 @@ def test_samples_after_a_kill_are_new_or_repeated(monkeypatch: pytest.MonkeyPatc
     assert [rate * 0.25 / 8 for rate in drawn["repeated_per_s"]] == [0, 2, 0]
 
 
-def test_what_comes_after_a_kill(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(FOLDER))
-    rerun, traces = module("rerun"), module("traces")
+def test_what_comes_after_a_kill() -> None:
     old, new = [(0.0, 7, 0, 0), (1.0, 7, 0, 1), (1.1, 8, 1, 1), (2.1, 7, 0, 1)], [(3.5, 7, 0, 1), (3.6, 9, 1, 1)]
     begins = [(-1.0, 7, 0, 0), (3.0, 7, 0, 1), (3.2, 9, 1, 1)]
     figures = rerun.judged(*([traces.Step(*each) for each in notes] for notes in ([*old, *new], begins)), 2.0)
@@ -103,7 +88,6 @@ def test_what_comes_after_a_kill(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_gap_is_between_neighbours() -> None:
-    traces = module("traces")
     steps = [traces.Step(at, 1, 0, epoch) for at, epoch in [(0.0, 0), (1.0, 0), (5.0, 1), (5.5, 1)]]
     assert traces.longest_gap(steps) == 4.0
     assert traces.longest_gap(steps, within_epochs=True) == 1.0
@@ -111,7 +95,6 @@ def test_a_gap_is_between_neighbours() -> None:
 
 
 def test_a_process_notes_its_steps(tmp_path: Path) -> None:
-    traces = module("traces")
     trace = traces.StepTrace(str(tmp_path))
     trace.step(2, 0)
     trace.step(1, 1)
@@ -123,7 +106,6 @@ def test_a_process_notes_its_steps(tmp_path: Path) -> None:
 
 
 def test_the_page_is_filled() -> None:
-    fill_page = module("fill_page")
     row = {"contender": "raysgd", "first_epoch_s": {"median": 2.0, "least": 1.0, "most": 3.0, "count": 3}}
     machine = {"cores": 2, "cpu": "x", "python": "3.11", "versions": {"ray": "2.60"}, "load": [0.1]}
     document = {"benchmark": "startup", "command": "startup.py", "machine": machine, "rows": [row, row]}
@@ -147,19 +129,16 @@ def test_a_page_shows_what_it_asks_for() -> None:
     document["columns"] = ["workload", "workers", "contender", "ratio"]
     page = "".join(
         f"<!-- {asked} -->\n<!-- end -->\n"
-        for asked in ("matrix: throughput ratio", "table: throughput workload=gpt", "plots: scale", "plots: kill_curve")
+        for asked in ("matrix: throughput ratio", "table: throughput workload=gpt", "plots: kill_curve")
     )
-    text = module("fill_page").filled(page, {"throughput": document, "scale": {"benchmark": "scale"}})
+    text = fill_page.filled(page, {"throughput": document})
     assert "| workload | workers | raysgd | torchrun |" in text
     assert "| tiny | 2 | 1.25 | 0.5 |" in text and "| gpt | 2 | 1.75 |  |" in text
     assert "| workers | contender | ratio |\n| --- | --- | --- |\n| 2 | raysgd | 1.75 |\n<!--" in text
-    assert "<!-- plots: scale -->\n```{image} benchmarks/scale_light.svg\n:class: only-light\n" in text
     assert text.endswith("<!-- plots: kill_curve -->\n<!-- end -->\n")
 
 
-def test_a_setting_travels_in_an_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(FOLDER))
-    workloads = module("workloads")
+def test_a_setting_travels_in_an_environment() -> None:
     for workload in workloads.WORKLOADS.values():
         setting = workloads.Setting(workload.shortened(7), 4)
         assert workloads.Setting.of_environment(setting.environment()) == setting
@@ -179,18 +158,11 @@ class Paper:
 
 
 def test_everybody_has_the_same_turns() -> None:
-    interleaved = module("interleaved")
     notes: list[str] = []
     turns = interleaved.interleaved([Paper(name, notes) for name in "abc"], rounds=2)
     assert "".join(notes) == "cbaabc" + "abccba"
     assert {name: len(own) for name, own in turns.items()} == {"a": 2, "b": 2, "c": 2}
     assert all(turn.wall >= 0 for own in turns.values() for turn in own)
-
-
-def test_a_time_limit_leaves_three_rounds() -> None:
-    notes: list[str] = []
-    module("interleaved").interleaved([Paper("a", notes)], rounds=9, limit_s=0)
-    assert len(notes) == 2 * 3
 
 
 TWO_RANKS = """
@@ -208,9 +180,8 @@ while gate.wait():
 """
 
 
-def test_programs_wait_for_their_turn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.syspath_prepend(str(FOLDER))
-    program = module("gate").Program("paper", [sys.executable, "-c", TWO_RANKS, str(tmp_path)], {}, 2)
+def test_programs_wait_for_their_turn(tmp_path: Path) -> None:
+    program = gate.Program("paper", [sys.executable, "-c", TWO_RANKS, str(tmp_path)], {}, 2)
     try:
         program.meet()
         assert len(set(program.processes())) == 2 and not list(tmp_path.iterdir())
@@ -224,9 +195,8 @@ def test_programs_wait_for_their_turn(monkeypatch: pytest.MonkeyPatch, tmp_path:
         program.stop()
 
 
-def test_a_program_that_never_comes_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(FOLDER))
-    program = module("gate").Program("paper", [sys.executable, "-c", "raise SystemExit(3)"], {}, 1)
+def test_a_program_that_never_comes_is_told() -> None:
+    program = gate.Program("paper", [sys.executable, "-c", "raise SystemExit(3)"], {}, 1)
     try:
         with pytest.raises(RuntimeError, match=r"paper: 0 of 1 ranks .* ended with status 3"):
             program.meet()

@@ -16,7 +16,6 @@ import itertools
 import math
 import os
 import sys
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,10 +38,8 @@ COLUMNS = (
 )
 
 
-def measure(
-    setting: Setting, names: Sequence[str], rounds: int, limit_s: float = math.inf, starts: int = 1, base: str = BASE
-) -> list[dict[str, Any]]:
-    """One row per contender, with its time over that of `base`. Whoever fails has that in its row, and the others go on without
+def measure(setting: Setting, names: Sequence[str], rounds: int, starts: int = 1) -> list[dict[str, Any]]:
+    """One row per contender, with its time over that of BASE. Whoever fails has that in its row, and the others go on without
     it. The rounds of several `starts` count alike: each has all processes anew."""
     print(f"{setting.workload.name}, {setting.workers} workers", file=sys.stderr)
     failed: dict[str, str] = {}
@@ -52,14 +49,14 @@ def measure(
         contenders = standing([name for name in names if name not in failed], setting)
         ready = [contender for contender in contenders if warmed_up(contender, failed)]
         try:
-            for name, own in interleaved(ready, rounds, limit_s / starts).items():
+            for name, own in interleaved(ready, rounds).items():
                 turns.setdefault(name, []).extend(own)
             peaks |= {contender.name: peak_mb(contender.processes()) for contender in ready}
         finally:
             for contender in contenders:
                 contender.stop()
     whole = {name: own for name, own in turns.items() if name not in failed}
-    return [{**row(setting, name, whole, failed, base), "peak_mb": peaks.get(name)} for name in names]
+    return [{**row(setting, name, whole, failed), "peak_mb": peaks.get(name)} for name in names]
 
 
 def warmed_up(contender: Contender, failed: dict[str, str]) -> bool:
@@ -73,9 +70,7 @@ def warmed_up(contender: Contender, failed: dict[str, str]) -> bool:
     return True
 
 
-def row(
-    setting: Setting, name: str, turns: dict[str, list[Turn]], failed: dict[str, str], base_name: str = BASE
-) -> dict[str, Any]:
+def row(setting: Setting, name: str, turns: dict[str, list[Turn]], failed: dict[str, str]) -> dict[str, Any]:
     workload = setting.workload
     head = {
         "workload": workload.name,
@@ -86,7 +81,7 @@ def row(
     }
     if name not in turns:
         return {**head, "note": failed.get(name) or f"not installed: {', '.join(missing(name))}"}
-    own, base = turns[name], turns.get(base_name)
+    own, base = turns[name], turns.get(BASE)
     epoch, busy = spread([turn.wall for turn in own]), spread([turn.busy for turn in own])
     pairs = list(zip(own, base, strict=True)) if base else []
     return {
@@ -123,22 +118,16 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="batches per worker and epoch (default: the workload's)")
     parser.add_argument("--smoke", action="store_true", help="a few steps of each, only to see that it runs")
     parser.add_argument("--starts", type=int, default=1, help="how often everything is started anew")
-    parser.add_argument("--limit-s", type=float, default=math.inf, help="end a setting's rounds after so long")
-    parser.add_argument("--total-s", type=float, default=math.inf, help="begin no further setting after so long")
     args = parser.parse_args()
     out = claim_stdout()
     if args.smoke:
         args.rounds, args.steps, args.workloads = 1, 3, args.workloads[:2]
 
     rows: list[dict[str, Any]] = []
-    deadline = time.monotonic() + args.total_s  # so all workloads come first, before the next number of workers
     with cluster(len(args.contenders) * max(args.workers)):
         for workers, name in itertools.product(args.workers, args.workloads):
-            if time.monotonic() > deadline:
-                print(f"left out for lack of time: {name}, {workers} workers", file=sys.stderr)
-                continue
             setting = Setting(long_enough(WORKLOADS[name], workers, args.steps), workers)
-            rows += measure(setting, args.contenders, args.rounds, args.limit_s, args.starts)
+            rows += measure(setting, args.contenders, args.rounds, args.starts)
     order = list(WORKLOADS)
     rows.sort(key=lambda each: (order.index(each["workload"]), each["workers"]))
     emit(out, "throughput", vars(args), rows, COLUMNS)
