@@ -17,21 +17,21 @@ ROW_FIELDS = ("kind", "epoch", "step", "world_size", "seconds")
 COUNTS = ("epoch", "step", "world_size", "seconds", "batch_count", "num_samples", "skipped_steps")
 
 
-def for_json(value: Any) -> Any:
-    """Convert a value for strict JSON. NaN and infinity, which strict JSON lacks, become the
-    strings "NaN", "Infinity" and "-Infinity". Arrays become lists, and other objects their
-    `str`."""
+def for_json(value: Any, *, strict: bool = True) -> Any:
+    """Convert a value for JSON. NaN and infinity, which `strict` JSON lacks, become the strings
+    "NaN", "Infinity" and "-Infinity". Arrays become lists, and other objects their `str`."""
     value = plain(value)
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):
-        return value if math.isfinite(value) else {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}[str(value)]
+        finite = not strict or math.isfinite(value)
+        return value if finite else {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}[str(value)]
     if isinstance(value, Mapping):
-        return {str(key): for_json(inner) for key, inner in value.items()}
+        return {str(key): for_json(inner, strict=strict) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return [for_json(inner) for inner in value]
+        return [for_json(inner, strict=strict) for inner in value]
     if hasattr(value, "tolist"):
-        return for_json(value.tolist())
+        return for_json(value.tolist(), strict=strict)
     return text_of(value)
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
-import platform
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +16,7 @@ from raysgd.callbacks.mlflow_store import MLflowCallback as MLflowLoggerCallback
 from raysgd.callbacks.printing import PrintCallback
 from raysgd.callbacks.tensorboard import TensorBoardCallback as TBXLoggerCallback
 from raysgd.callbacks.torch_profiler import TorchProfilerCallback as TorchTensorboardProfilerCallback
-from raysgd.core.network import own_address
+from raysgd.train.fit.records import autofilled
 
 __path__: list[str] = []  # lets Python look for `raysgd.train.callbacks.logging`, which raysgd.compat provides
 __all__ = [
@@ -126,29 +124,11 @@ class LoggerCallback(Callback):
 
     def on_result(self, result: CallResult) -> None:
         if self.trial is not None:
-            self.trial.last_result = {**self._autofilled(self.trial, result.step), **result.metrics}
+            own = {name: getattr(self.trial, name) for name in ("trial_id", "experiment_tag", "config")}
+            added = autofilled(result.step, self._began, self._last, now := time.time())
+            self._last = now
+            self.trial.last_result = {**added, **own, **result.metrics}
             self.log_trial_result(result.step, self.trial, self.trial.last_result)
-
-    def _autofilled(self, trial: Trial, step: int) -> dict[str, Any]:
-        """Return what Tune adds to every result."""
-        now, before = time.time(), self._last
-        self._last = now
-        return {
-            "training_iteration": step,
-            "iterations_since_restore": step,
-            "time_this_iter_s": now - before,
-            "time_total_s": now - self._began,
-            "time_since_restore": now - self._began,
-            "timestamp": int(now),
-            "date": time.strftime("%Y-%m-%d_%H-%M-%S", time.localtime(now)),
-            "hostname": platform.node(),
-            "node_ip": own_address(),
-            "pid": os.getpid(),
-            "trial_id": trial.trial_id,
-            "experiment_tag": trial.experiment_tag,
-            "config": trial.config,
-            "done": False,
-        }
 
     def on_end(self, failed: bool) -> None:
         if self.trial is not None:

@@ -17,7 +17,6 @@ from typing import Any, Literal
 
 from raysgd.callbacks.writers import ROW_FIELDS, for_json
 from raysgd.config import at_least, is_real, one_of
-from raysgd.core.metrics import plain
 from raysgd.errors import CheckpointError, ConfigError, suggesting_fields
 from raysgd.storage import checksums, folders, locations
 from raysgd.storage.claims import FolderClaim
@@ -321,13 +320,13 @@ class StoredRows:
         find them again."""
         if len(rows) - 1 < self._count:  # a history that began again
             self._data, self._crc, self._count, self._stored = bytearray(), 0, 0, -1
-        added = [json.dumps(_storable(row)) + "\n" for row in rows[self._count : max(len(rows) - 1, 0)]]
+        added = [json.dumps(for_json(row, strict=False)) + "\n" for row in rows[self._count : max(len(rows) - 1, 0)]]
         lines = "".join(added).encode()
         self._data += lines
         self._crc = zlib.crc32(lines, self._crc)
         self._count += len(added)
         part = {"rows": self._count, "bytes": len(self._data), "crc": self._crc}
-        return {"before": part, "newest": [_storable(row) for row in rows[self._count :]]}
+        return {"before": part, "newest": [for_json(row, strict=False) for row in rows[self._count :]]}
 
     def write(self, size: int) -> None:
         """Write the first bytes to the file: to a local one, only those that it lacks."""
@@ -388,13 +387,3 @@ def _is_record(found: Mapping[str, Any]) -> bool:
 def _listed(names: Collection[str]) -> str:
     first = ", ".join(sorted(names)[:LISTED])
     return f"{first} and {len(names) - LISTED} more" if len(names) > LISTED else first
-
-
-def _storable(value: Any) -> Any:
-    """Return a value as JSON has it. Unlike strict JSON, Python's has NaN and infinity."""
-    value = plain(value)
-    if isinstance(value, Mapping):
-        return {str(key): _storable(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_storable(inner) for inner in value]
-    return value if isinstance(value, float) else for_json(value)

@@ -180,23 +180,13 @@ class RunRecord:
             locations.write(self.where / RESULTS, (self.log_dir / RESULTS).read_bytes())
 
     def _autofilled(self) -> dict[str, Any]:
-        """Return what Ray adds to every report, under Ray's names."""
-        now = time.time()
-        row = {
-            "timestamp": int(now),
-            "date": time.strftime("%Y-%m-%d_%H-%M-%S", time.localtime(now)),
-            "time_this_iter_s": now - self._last,
+        count, now = len(self.rows) + 1, time.time()
+        row = autofilled(count, self._began, self._last, now) | {
             "time_total_s": self._before + now - self._began,
-            "time_since_restore": now - self._began,
-            "training_iteration": len(self.rows) + 1,
-            "iterations_since_restore": len(self.rows) + 1 - self._restored,
+            "iterations_since_restore": count - self._restored,
             **self._ids,
             "experiment_tag": "0",
-            "hostname": platform.node(),
-            "node_ip": own_address(),
-            "pid": os.getpid(),
             "config": self._config,
-            "done": False,
             # raysgd does not count these, but code for Ray reads them.
             "episodes_total": None,
             "timesteps_total": None,
@@ -205,6 +195,23 @@ class RunRecord:
         }
         self._last = now
         return row
+
+
+def autofilled(count: int, began: float, last: float, now: float) -> dict[str, Any]:
+    """Return what Ray adds to report number `count`, under Ray's names. `last`: the time before."""
+    return {
+        "timestamp": int(now),
+        "date": time.strftime("%Y-%m-%d_%H-%M-%S", time.localtime(now)),
+        "time_this_iter_s": now - last,
+        "time_total_s": now - began,
+        "time_since_restore": now - began,
+        "training_iteration": count,
+        "iterations_since_restore": count,
+        "hostname": platform.node(),
+        "node_ip": own_address(),
+        "pid": os.getpid(),
+        "done": False,
+    }
 
 
 def _line_of(row: dict[str, Any]) -> str:
