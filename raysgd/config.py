@@ -32,13 +32,11 @@ def at_least(name: str, value: Any, least: float, *, whole: bool = False) -> Non
 
 
 def above_0(name: str, seconds: Any) -> None:
-    """Raise ConfigError unless this is a number of seconds above 0."""
     if not is_real(seconds) or seconds <= 0:
         raise ConfigError(f"{name} must be a number of seconds above 0, got {seconds!r}")
 
 
 def one_of(name: str, value: Any, *allowed: Any) -> None:
-    """Raise ConfigError unless the value is one of these."""
     if value not in allowed:
         *others, last = map(repr, allowed)
         raise ConfigError(f"{name} must be {', '.join(others)} or {last}, got {value!r}")

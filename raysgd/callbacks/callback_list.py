@@ -35,7 +35,6 @@ class CallbackList:
 
     @property
     def on_workers(self) -> list[Any]:
-        """Return the settings of what the workers do for the callbacks."""
         return [callback.on_workers for callback in self._all if callback.on_workers is not None]
 
     def start(self, run: Run) -> None:

@@ -57,7 +57,6 @@ class HorovodArguments:
 
     @classmethod
     def parse(cls, given: Any) -> HorovodArguments:
-        """Return the arguments in `horovod_args`. Raise ConfigError for invalid ones."""
         if given is None:
             given = {}
         if not isinstance(given, Mapping):

@@ -138,7 +138,6 @@ class RendezvousServer:
 
 
 def _length(head: list[str]) -> int | None:
-    """Return the length of a request's body; None if it is not a number."""
     fields = [line.partition(":") for line in head[1:]]
     text = next((value.strip() for name, _, value in fields if name.strip().lower() == "content-length"), "0")
     return int(text) if text.isascii() and text.isdecimal() and len(text) <= 18 else None

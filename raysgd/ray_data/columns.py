@@ -53,7 +53,6 @@ class RayData:
 
     @staticmethod
     def is_given_as(data: Any) -> bool:
-        """Return whether this is a Ray Dataset or a RayData."""
         return isinstance(data, RayData) or hasattr(data, "streaming_split")
 
     @classmethod

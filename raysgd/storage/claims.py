@@ -88,7 +88,6 @@ class FolderClaim:
             )
 
     def release(self) -> None:
-        """Let another trainer use the folder."""
         self._released = True
         if self._descriptor is not None:
             self._close()

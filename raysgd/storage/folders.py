@@ -90,7 +90,6 @@ def _opened(path: Path) -> BinaryIO:
 
 
 def read_plain(path: Path) -> bytes:
-    """Return the content of a regular file."""
     with _opened(path) as file:
         return file.read()
 
@@ -122,7 +121,6 @@ def json_digest(content: Mapping[str, Any]) -> str:
 
 
 def dump_list(entries: Mapping[str, FileEntry]) -> bytes:
-    """Return the list as it is stored."""
     files = {
         name: {"size": each.size, "sha256": each.digest, **({"at": each.at} if each.at else {})}
         for name, each in entries.items()
@@ -176,18 +174,15 @@ def read_list(folder: Path) -> dict[str, FileEntry] | None:
 
 
 def list_of(folder: Path) -> dict[str, FileEntry]:
-    """Return the entries of all files in a folder."""
     return {each.name: entry_of(each.path) for each in walk(folder) if not each.is_dir}
 
 
 def entry_of(path: Path) -> FileEntry:
-    """Return the entry of this file."""
     with _opened(path) as file:
         return FileEntry(os.fstat(file.fileno()).st_size, digest_of(file))
 
 
 def entry_of_bytes(data: Any) -> FileEntry:
-    """Return the entry of a file with this content."""
     return FileEntry(memoryview(data).nbytes, digest_of(data))
 
 
@@ -201,13 +196,11 @@ def check_entry(where: Any, name: str, found: FileEntry, listed: Mapping[str, Fi
 
 
 def check_size(where: Any, name: str, size: int, listed: Mapping[str, FileEntry]) -> None:
-    """Raise CheckpointError if the list has another size for this file."""
     if name in listed and size != listed[name].size:
         _changed(where, name, f"has {size} bytes and was stored with {listed[name].size}")
 
 
 def check_list(where: Any, names: Any, listed: Mapping[str, FileEntry] | None) -> None:
-    """Raise CheckpointError if a listed file is missing."""
     for name in (listed or {}).keys() - set(names):
         _changed(where, name, "is missing")
 

@@ -167,7 +167,6 @@ class Draft:
         return self.path
 
     def drop(self) -> None:
-        """Delete the temporary file."""
         try:
             self.file.close()
         finally:

@@ -159,7 +159,6 @@ def probe(uri: Uri) -> None:
 
 
 def names(uri: Uri) -> list[str]:
-    """Return the names in a folder, or none if it does not exist."""
     with _asked(uri) as (system, path):
         try:
             found = system.ls(path, detail=False)
@@ -251,7 +250,6 @@ def fetch(uri: Uri, name: str, entries: Mapping[str, FileEntry], target: Path) -
 
 
 def listed(uri: Uri) -> dict[str, FileEntry]:
-    """Return the list of a complete folder."""
     try:
         content = (uri / MARKER).read_bytes()
     except CheckpointError as error:

@@ -25,7 +25,6 @@ class Channel:
         self._token: Any = tf.Variable(0.0, trainable=False) if size > 1 else None
 
     def sum(self, tensors: Sequence[Any]) -> list[Any]:
-        """Return each tensor, summed over all ranks."""
         given = [tf.convert_to_tensor(tensor) for tensor in tensors]
         if self.size == 1 or not given:
             return given

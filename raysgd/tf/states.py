@@ -94,7 +94,6 @@ def restore_variables(operator: Any, state: dict[str, Any]) -> None:
 
 
 def dump(state: dict[str, Any]) -> memoryview:
-    """Return a state as bytes."""
     return values.dump(state)
 
 

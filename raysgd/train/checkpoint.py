@@ -125,7 +125,6 @@ class Checkpoint:
         return _read(self._listed(DICT_FILE), str(where / DICT_FILE), self._trusted)
 
     def _has(self, name: str) -> bool:
-        """Return whether the folder has this file."""
         where = self._stored()
         return name in remote.listed(where) if isinstance(where, Uri) else (where / name).is_file()
 

@@ -145,7 +145,6 @@ class FunctionReplica:
             self._stoppable = False
 
     def apply(self, function: Callable[[], Any], only: int | None = None) -> Any:
-        """Call a function on every rank, or on one."""
         return function() if only is None or only == self._rank_info.world_rank else None
 
     def apply_object(self, function: Callable[[Any], Any], only: int | None = None) -> Any:

@@ -197,7 +197,6 @@ class Session:
         return self._unpacked
 
     def shard(self, name: str | None) -> Any:
-        """Return this rank's part of a dataset of the trainer, or None if the trainer has none."""
         if not self.attempt.shards:
             return None
         mine = self.attempt.shards[self.rank_info.world_rank]

@@ -130,7 +130,6 @@ def _is_misspelling(own: str, meant: str) -> bool:
 
 
 def check_call(num_steps: Any, max_retries: Any, info: Any) -> None:
-    """Raise ConfigError for wrong arguments of `train` and `validate`."""
     if num_steps is not None and not (is_real(num_steps) and isinstance(num_steps, int) and num_steps >= 0):
         raise ConfigError(
             f"num_steps must be a whole number of at least 0, or None for the whole epoch, got {num_steps!r}"

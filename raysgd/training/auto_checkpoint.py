@@ -170,7 +170,6 @@ class CheckpointFolder:
             logger.warning("%s: raysgd neither loads nor deletes %s, because %s", self, shown, why)
 
     def release(self) -> None:
-        """Let another trainer use the folder."""
         if self._claim is not None:
             self._claim.release()
 
@@ -199,7 +198,6 @@ class CheckpointFolder:
         return min(scored, key=lambda place: self._cost(scores[place]), default=None)
 
     def improves(self, score: float | None) -> bool:
-        """Return whether this score is better than those of all checkpoints."""
         scores = dict(self._scores)  # a copy, because a save that is running may change them
         best = self._best_of(scores)
         return self._cost(score) < (math.inf if best is None else self._cost(scores[best]))
@@ -272,7 +270,6 @@ class CheckpointFolder:
             raise CheckpointError(f"the automatic checkpoint in {self} could not be saved: {error}") from error
 
     def forget(self, place: SavedPlace) -> None:
-        """Delete a checkpoint of this run."""
         self._scores.pop(place, None)
         try:
             for suffix in (self._suffix, RECORD):  # in this order: without its record, it would not be deleted later
@@ -281,7 +278,6 @@ class CheckpointFolder:
             logger.warning("the checkpoint %s could not be deleted: %s", self._file(place), error)
 
     def _prune(self) -> None:
-        """Delete the checkpoints of this run that need not stay."""
         newest = self.newest_first()
         stay = {*newest[: self.settings.keep], self.best}
         for place in newest:

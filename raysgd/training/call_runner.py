@@ -64,11 +64,9 @@ class CallRunner:
 
     @property
     def on_workers(self) -> list[Any]:
-        """Return what the callbacks want the workers to do."""
         return self._callbacks.on_workers
 
     def resume(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Call the callbacks after the trainer has resumed."""
         self._callbacks.resume(rows)
         self._callbacks.raise_stop()
 
@@ -105,13 +103,11 @@ class CallRunner:
         self._callbacks.recovery(recovery)
 
     def on_wait(self, what: str) -> None:
-        """Call the callbacks with what a recovery waits for."""
         self._callbacks.wait(what)
 
     # -- the trainer's calls --------------------------------------------------------------------------
 
     def start(self, engine: Engine) -> None:
-        """Call the callbacks, and launch the workers."""
         self._open = True
         self.run = replace(self.run, processes=engine.processes)
         try:
@@ -161,7 +157,6 @@ class CallRunner:
         self._failed = self._failed or error is not None
 
     def describe(self, engine: Engine) -> str:
-        """Return the trainer in one line."""
         state = {None: "idle", "train": "training", "validate": "validating", "test": "testing"}.get(self._kind) or str(
             self._kind
         )

@@ -59,7 +59,6 @@ class Loads:
         raise CheckpointError("it is a directory: pass load() the file that save() wrote")
 
     def restore(self, data: Any, *, trusted: bool = False) -> None:
-        """Send a checkpoint to the workers, which check it and load it."""
         self.take(loading.restore, {"source": Blob(data), "trusted": trusted})
 
     def _load_file(self, where: locations.Place, *, trusted: bool) -> bool:

@@ -44,7 +44,6 @@ class RegisteredParts:
         return not isinstance(value, (list, tuple))
 
     def as_list(self, value: Any) -> list[Any]:
-        """Return what was passed to `register` as a list, which is empty for None."""
         if value is None:
             return []
         return [value] if self.is_single(value) else list(value)

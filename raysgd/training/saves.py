@@ -278,11 +278,9 @@ class Saves:
         return SaveHandle(save)
 
     def random_states(self) -> list[Any]:
-        """Return the random state of each rank."""
         return self._engine.run(Job(Call(writing.random_state), needs_state=True))[-1].values
 
     def content(self) -> Any:
-        """Return the complete checkpoint as bytes."""
         call = Call(writing.checkpoint, {"ranks": self.random_states()})
         return self._engine.run(Job(call, needs_state=True))[-1].values[0].data
 

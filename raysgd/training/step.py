@@ -179,7 +179,6 @@ class Step:
 
     @property
     def ended(self) -> bool:
-        """Return whether the step is committed or undone."""
         return self.committed or self.outcome == "undone"
 
     def counts(self, *, failed: bool) -> bool:

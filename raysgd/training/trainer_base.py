@@ -193,7 +193,6 @@ class TrainerBase(ABC):
     def _train_job(
         self, num_steps: int | None, profile: bool, info: Mapping[str, Any] | None, max_retries: int, **more: Any
     ) -> Job:
-        """Return the job of a call of `train`, whose arguments were checked."""
         arguments = {"num_steps": num_steps, "profile": profile, "info": self._packed(info), **more}
         self._saves.raise_failed()
         self._loops.begin_call(num_steps)
@@ -384,13 +383,11 @@ class TrainerBase(ABC):
 
 
 def described_run(trainer: type, operator_cls: Any, config: Mapping[str, Any], num_workers: int, logdir: Any) -> Run:
-    """Return the description of a trainer that its callbacks get."""
     name, folder = operator_cls.__name__, folder_to_be(logdir, operator_cls.__name__)
     return Run(trainer=trainer.__name__, name=name, num_workers=num_workers, config=config, folder=folder)
 
 
 def limits_of(timeout_s: float, elastic: ElasticConfig) -> Limits:
-    """Return the limits of every wait of a trainer."""
     return Limits.derive(timeout_s=timeout_s, hang_timeout_s=elastic.hang_timeout_s, start_s=start_limit_s())
 
 

@@ -170,7 +170,6 @@ class TrialSession(OutsideSession):
 
 
 def in_trial() -> bool:
-    """Return whether Tune runs a function in this process."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Ray's, if this is not a trial
         return bool(tune.get_context().get_trial_id())

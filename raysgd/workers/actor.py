@@ -57,7 +57,6 @@ class WorkerActor:
         install(code, private_place("code"))
 
     def add_to_path(self, folders: list[str], first: int) -> None:
-        """Let this process import modules from folders of this machine."""
         add_to_path(folders, first)
 
     def serve(self) -> tuple[int, Outcome] | None:

@@ -42,7 +42,6 @@ class PickledObject(Blob):
 
 
 def unpickled(value: Any) -> Any:
-    """Return the object in a `PickledObject`, and any other value as it is."""
     return pickle.loads(value.data) if isinstance(value, PickledObject) else value
 
 

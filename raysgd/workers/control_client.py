@@ -89,7 +89,6 @@ class ControlClient:
             self.call = call
 
     def answer(self, call: int, outcome: bytes) -> None:
-        """Send the pickled outcome of a call."""
         self._send(messages.CallAnswer(call, outcome))
 
     def notice(self) -> None:
@@ -209,7 +208,6 @@ class ControlClient:
             self._dismissed()
 
     def _stack(self) -> list[str]:
-        """Return the training thread's frames, innermost first."""
         frame = sys._current_frames().get(self._main)
         return [f"{f.filename}:{f.lineno} {f.name}" for f in reversed(traceback.extract_stack(frame))][:DEEPEST]
 

@@ -104,7 +104,6 @@ class ControlServer:
         self._thread.start()
 
     def address_for_workers(self) -> ControlAddress:
-        """Return what a worker needs to connect."""
         return ControlAddress(*self.address, self._key, self.unreachable_s)
 
     # -- any thread -----------------------------------------------------------------------------------
@@ -143,7 +142,6 @@ class ControlServer:
         return name
 
     def end_transfer(self, name: str) -> None:
-        """Expect no more connections for this transfer."""
         self._expected.pop(name, None)
 
     def close(self) -> None:
@@ -201,7 +199,6 @@ class ControlServer:
         self._loop.call_later(ACCEPT_PAUSE_S, self._loop.add_reader, self._listener, self._accept)
 
     def _refuse(self, peer: _Peer, why: str) -> None:
-        """Close a connection that is not admitted yet, for this reason."""
         self._unadmitted.pop(peer, None)
         peer.refused = why
         peer.task.cancel()
@@ -351,7 +348,6 @@ class ControlServer:
             peer.socket.close()
 
     def _receive(self, connection: Connection, worker: str) -> None:
-        """Receive the messages of a bulk connection."""
         while True:
             message, sizes = connection.receive()
             if not isinstance(message, messages.SnapshotUpload | messages.FunctionReport | messages.StartDealer):

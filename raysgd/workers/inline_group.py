@@ -62,13 +62,11 @@ class InlineGroup:
         raise RuntimeError("the inline worker is this process, so there are no Ray references: pass use_ray=True")
 
     def rows(self, dataset: Any) -> RowReader:
-        """Return a reader for a Ray Dataset. The same dataset has the same reader."""
         if id(dataset) not in self._rows:
             self._rows[id(dataset)] = local_row_reader("given", dataset, None), dataset
         return self._rows[id(dataset)][0]
 
     def pack(self, value: Any) -> Any:
-        """Return the object itself, because nothing is sent."""
         return value
 
     def poll(self, timeout: float) -> list[Event]:
@@ -107,7 +105,6 @@ class InlineGroup:
         return 0.0
 
     def releasing(self) -> contextlib.AbstractContextManager[None]:
-        """Do nothing, because this group holds no resources of a cluster."""
         return contextlib.nullcontext()
 
     def stop(self) -> None:

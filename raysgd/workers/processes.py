@@ -60,7 +60,6 @@ class LocalProcess:
         return f"ended with exit code {code}" if code >= 0 else f"was ended by {_signal_name(-code)}"
 
     def kill(self) -> None:
-        """Send SIGKILL, unless the process has ended."""
         if self.ended:
             return
         try:

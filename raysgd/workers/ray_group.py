@@ -174,7 +174,6 @@ class RayGroup:
         return packed, others
 
     def reference(self, worker: str, verb: str, arguments: dict[str, Any]) -> Any:
-        """Start a call, and return its Ray reference for the user to wait for."""
         require_ray(self._session)
         reference = self._handles[worker].actor.value.remote(verb, arguments)
         self.control.send(worker, FreeMainThread())
@@ -283,7 +282,6 @@ class RayGroup:
     # -- data -----------------------------------------------------------------------------------------
 
     def rows(self, dataset: Any) -> RowReader:
-        """Return a reader for a Ray Dataset. The same dataset has the same reader."""
         from ray import cloudpickle
 
         name = f"{DEALER}-{self._mark}-given-{id(dataset)}"
@@ -336,7 +334,6 @@ class RayGroup:
         cluster.end_actor(actor)
 
     def dismiss(self, worker: str) -> None:
-        """End a worker that is no longer needed, and free its resources."""
         handle = self._handles.get(worker)
         if handle is None:
             return
@@ -361,7 +358,6 @@ class RayGroup:
             cluster.wait_for_room(self._resources, room + len(ended), ended)
 
     def stop(self) -> None:
-        """End all workers, and return when those of this machine have ended."""
         with self.releasing():
             for worker in list(self._handles):
                 self.dismiss(worker)
@@ -407,7 +403,6 @@ class RayGroup:
         return {node: None if at is None else max(at - time.time(), 0.0) for node, at in self._draining.items()}
 
     def is_node_alive(self, node: str) -> bool:
-        """Return whether the node is alive. Return True also if Ray does not answer."""
         if self._drain_query is not None and not self._drain_query.answered and self._drain_query.age_s > UNANSWERED_S:
             return True
         return cluster.is_node_alive(node)

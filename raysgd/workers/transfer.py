@@ -44,7 +44,6 @@ class Transfer:
         self.name = server.expect_transfer(self._serve)
 
     def fill(self, data: Any) -> None:
-        """Give a state that the driver has."""
         with self._changed:
             self._data = memoryview(data).cast("B")
             self._guarded = guarded_part(self._data)
@@ -53,7 +52,6 @@ class Transfer:
 
     @property
     def data(self) -> Any:
-        """Return the state, once the worker that gives it has ended its call."""
         assert 0 <= self._size == self._filled
         return self._data
 
@@ -157,7 +155,6 @@ class InlineTransfer:
         self.data, self.moved = data, len(data)
 
     def send(self, *data: Any, guarded: int = 0, report: dict[str, Any] | None = None) -> None:
-        """Do what `Giving` does."""
         self.fill(b"".join(data))
         with contextlib.suppress(InvalidStateError):  # it was closed
             self.given.set_result(report)

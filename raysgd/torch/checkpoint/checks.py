@@ -181,7 +181,6 @@ def _is_shaped_like(value: torch.Tensor, parameter: torch.Tensor) -> bool:
 
 
 def _check_scheduler(number: int, scheduler: Any, saved: Any) -> None:
-    """Raise CheckpointError if the saved state is that of another kind of scheduler."""
     here = scheduler.state_dict()
     if isinstance(here, Mapping) and isinstance(saved, Mapping):
         # Private attributes differ between versions of torch.

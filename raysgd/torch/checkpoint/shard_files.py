@@ -94,7 +94,6 @@ def is_replaceable(folder: Path) -> bool:
 
 
 def _names(folder: Path) -> set[str]:
-    """Return the names of the files in a folder, without the manifest."""
     with os.scandir(folder) as entries:
         found = {entry.name: entry.stat(follow_symlinks=False).st_mode for entry in entries}
     for name, mode in found.items():

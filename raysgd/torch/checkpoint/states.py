@@ -220,7 +220,6 @@ def loads_models_by_copying(operator: TrainingOperator) -> bool:
 
 
 def restore(operator: TrainingOperator, state: dict[str, Any]) -> None:
-    """Load a checked state into the operator."""
     restore_models(operator, state)
     restore_rest(operator, state)
 

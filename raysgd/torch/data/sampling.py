@@ -149,7 +149,6 @@ class Recipe:
         return cls(samples, count, seed=seed, replacement=sampler.replacement)
 
     def order(self) -> Order:
-        """Draw the order."""
         if self.shuffle is not None:
             data: Any = range(self.samples)
             return _in_order(DistributedSampler(data, num_replicas=1, rank=0, shuffle=self.shuffle, seed=self.seed))

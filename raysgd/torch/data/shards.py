@@ -114,7 +114,6 @@ class ShardSource(BatchSource):
         return 0, [0] * self.loader.num_shards, []
 
     def _known(self) -> list[Place]:
-        """Return all places."""
         places = list(self._places)
         for later in self._later:
             places.append(_after(places[-1], *later))

@@ -53,7 +53,6 @@ class BatchSource:
     _epoch = 0
 
     def begin(self, epoch: int, rank_info: RankInfo, shared: bool) -> None:
-        """Prepare a new epoch."""
         self._epoch = epoch
         set_epoch(self.loader, epoch)
 

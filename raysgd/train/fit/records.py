@@ -71,7 +71,6 @@ class StoredRun:
 
 
 def _state(place: Any) -> dict[str, Any]:
-    """Return the status of a run."""
     state = folders.parse_json(locations.read(place), place)
     texts = [state.get(name) for name in ("trainer", "status", "error")]
     if not all(isinstance(text, str) for text in texts) or state["status"] not in ("running", "finished", "failed"):
@@ -155,7 +154,6 @@ class RunRecord:
             self._upload()
 
     def end(self, error: BaseException | None) -> None:
-        """Write the end of the run."""
         if self.rows:
             self.rows[-1]["done"] = True
         self._upload()
