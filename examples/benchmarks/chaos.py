@@ -50,7 +50,6 @@ COLUMNS = (
     "faults_per_10s",
     "left_behind",
 )
-CALM_EPOCHS = 2
 LEAVE_S = 60.0
 HANGS_S = 900.0
 RENDEZVOUS_S = 60.0  # for the rendezvous of a generation, after whatever had to be detected (docs/guarantees.md)
@@ -88,17 +87,6 @@ class Run:
         self.lost, self.doubled, self.differing = self.lost + lost, self.doubled + doubled, self.differing + differing
         if lost or doubled or differing:
             print(f"epoch {self.epochs}: {lost} lost, {doubled} doubled, {differing} ranks differ", file=sys.stderr)
-
-    def rate(self) -> float:
-        return self.epochs * self.samples / self.busy_s if self.busy_s else 0.0
-
-
-def calm(subject: Subject, disk: Disk, samples: int) -> float:
-    """Samples per second without faults, by the same workers."""
-    run = Run(subject, disk, samples)
-    for _ in range(CALM_EPOCHS):
-        run.epoch()
-    return run.rate()
 
 
 def storm(run: Run, disturber: Disturber, seconds: float) -> None:
@@ -168,7 +156,7 @@ def files() -> set[str]:
     return {*listening, *(str(path) for folder in ("/tmp", "/dev/shm") for path in Path(folder).iterdir())}
 
 
-def figures(run: Run, disturber: Disturber, calm_rate: float, trace: str, storm_began: float) -> dict[str, Any]:
+def figures(run: Run, disturber: Disturber, trace: str, storm_began: float) -> dict[str, Any]:
     recoveries = run.subject.trainer.recoveries
     steps = [step for step in traces.read(trace) if step.at >= storm_began]
     return {
@@ -177,8 +165,6 @@ def figures(run: Run, disturber: Disturber, calm_rate: float, trace: str, storm_
         "waits_by_kind": waits(disturber.faults, steps),
         "recoveries": len(recoveries),
         "recoveries_by_reason": dict(Counter(recovery.reason for recovery in recoveries)),
-        "not_in_place": sum(not recovery.in_place for recovery in recoveries),
-        "batches_redone": sum(recovery.batches_redone for recovery in recoveries),
         "errors_raised": run.raised,
         "epochs": run.epochs,
         "samples": run.epochs * run.samples,
@@ -186,7 +172,6 @@ def figures(run: Run, disturber: Disturber, calm_rate: float, trace: str, storm_
         "doubled": run.doubled,
         "differing": run.differing,
         "longest_wait_s": round(traces.longest_gap(steps, within_epochs=True), 2),
-        "goodput": round(run.rate() / calm_rate, 3),
         "storm_s": round(run.busy_s, 1),
         "faults_per_10s": round(10 * len(disturber.faults) / max(run.busy_s, 1e-9), 2),
         "left_out": disturber.left_out,
@@ -210,17 +195,15 @@ def chaos(args: argparse.Namespace, nodes: LocalNodes, disk: Disk, trace: str) -
         args.backend, args.workers, args.samples, args.step_s, args.hang_timeout_s, trace, str(disk.folder)
     )
     subject = SUBJECTS[args.api](training)
-    run, calm_rate, storm_began = Run(subject, disk, args.samples), 1.0, time.monotonic()
+    run, storm_began = Run(subject, disk, args.samples), time.monotonic()
     broken = disturber.broken
     try:
-        calm_rate = calm(subject, disk, args.samples)
-        storm_began = time.monotonic()
         storm(run, disturber, args.minutes * 60)
     except Exception as error:
         logging.exception("the storm ended")
         broken.append(f"training failed: {type(error).__name__}: {error}")
     finally:
-        result = figures(run, disturber, calm_rate, trace, storm_began)
+        result = figures(run, disturber, trace, storm_began)
         result["ended_untouched"] = len(untouched(disturber, trace))
         disk.make_room()
         subject.trainer.shutdown()
