@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from raysgd import TorchTrainer, TrainingOperator
+from raysgd.callbacks import PrintCallback
 from raysgd.constants import BATCH_SIZE
 
 SIDE = 16
@@ -73,13 +74,12 @@ class Rings(TrainingOperator):
     def train_batch(self, real, batch_info):
         drawn = self.generator(torch.randn(len(real), self.config["noise"], device=self.device))
         self.zero_grad(self.d_optimizer)
-        real_loss = self.learned(real, 1, self.d_optimizer)
-        drawn_loss = self.learned(drawn.detach(), 0, self.d_optimizer)
+        d_loss = self.learned(real, 1, self.d_optimizer) + self.learned(drawn.detach(), 0, self.d_optimizer)
         self.step(self.d_optimizer)
         self.zero_grad(self.g_optimizer)
         g_loss = self.learned(drawn, 1, self.g_optimizer)
         self.step(self.g_optimizer)
-        return {"d_loss": real_loss + drawn_loss, "g_loss": g_loss, "num_samples": len(real)}
+        return {"d_loss": d_loss, "g_loss": g_loss}
 
     def learned(self, pictures, target, optimizer):
         """Compute the gradients of the discriminator's loss for this target. Return the loss."""
@@ -91,19 +91,19 @@ class Rings(TrainingOperator):
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--batch", dest=BATCH_SIZE, type=int, default=64, help="rings in a batch of all workers")
-    for name, size in {"workers": 1, "epochs": 10, "rings": 2000, "noise": 16, "width": 16}.items():
-        parser.add_argument(f"--{name}", type=int, default=size)
-    parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--pictures", type=Path, default=Path("pictures"), help="a folder")
+    sizes = {"workers": 1, "epochs": 10, "batch": 64, "rings": 2000, "noise": 16, "width": 16, "lr": 1e-3}
+    for name, value in {**sizes, "pictures": "pictures"}.items():
+        parser.add_argument(f"--{name}", type=type(value), default=value)
     args = parser.parse_args(argv)
-    args.pictures.mkdir(parents=True, exist_ok=True)
-    config = {**vars(args), "pictures": str(args.pictures.absolute())}
-    with TorchTrainer(training_operator_cls=Rings, num_workers=args.workers, config=config) as trainer:
-        for epoch in trainer.epochs(args.epochs):
-            train = trainer.train()
-            print(f"epoch {epoch}  d_loss {train['d_loss']:.6f}  g_loss {train['g_loss']:.6f}", flush=True)
-        return list(trainer.history), trainer.get_model()
+    folder = Path(args.pictures).absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    with TorchTrainer(
+        training_operator_cls=Rings,
+        num_workers=args.workers,
+        config={**vars(args), BATCH_SIZE: args.batch, "pictures": str(folder)},
+        callbacks=[PrintCallback(["d_loss", "g_loss"])],
+    ) as trainer:
+        return list(trainer.fit(args.epochs, validate_every=0)), trainer.get_model()
 
 
 if __name__ == "__main__":

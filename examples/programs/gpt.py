@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from raysgd import TorchTrainer, TrainingOperator, TrainingOptions
-from raysgd.callbacks import GradientNormMonitor, LearningRateMonitor
+from raysgd.callbacks import GradientNormMonitor, LearningRateMonitor, PrintCallback
 from raysgd.constants import BATCH_SIZE
 
 TEXT = "\n".join(topics[name] for name in sorted(topics))
@@ -83,44 +83,34 @@ class Writer(TrainingOperator):
             train_loader=DataLoader(train, config[BATCH_SIZE], sampler=drawn),
             validation_loader=DataLoader(validation, config[BATCH_SIZE], sampler=spread),
         )
-        parameters = {
-            decay: [each for each in model.parameters() if (each.dim() > 1) == (decay > 0)] for decay in (0.1, 0)
-        }
-        groups = [{"params": some, "weight_decay": decay} for decay, some in parameters.items()]
+        matrices, vectors = ([each for each in model.parameters() if (each.dim() > 1) == big] for big in (True, False))
+        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0}]
         optimizer = torch.optim.AdamW(groups, lr=config["lr"], betas=(0.9, 0.99))
         steps = self.total_steps(epochs=config["epochs"])
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate(step, steps, steps // 10))
         self.model, self.optimizer, self.criterion, _ = self.register(
             models=model, optimizers=optimizer, criterion=nn.CrossEntropyLoss(), schedulers=schedule
         )
-        optimizer.register_step_post_hook(lambda *_: schedule.step())  # a batch that only accumulates makes no step
 
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--batch", dest=BATCH_SIZE, type=int, default=32, help="windows in a batch of all workers")
-    sizes = {"workers": 1, "epochs": 10, "windows": 4096, "validated": 256, "accumulate": 4}
+    sizes = {"workers": 1, "epochs": 10, "batch": 32, "windows": 4096, "validated": 256, "accumulate": 4, "lr": 3e-3}
     for name, size in {**sizes, "length": 64, "width": 64, "heads": 4, "layers": 4}.items():
-        parser.add_argument(f"--{name}", type=int, default=size)
-    parser.add_argument("--lr", type=float, default=3e-3)
+        parser.add_argument(f"--{name}", type=type(size), default=size)
     args = parser.parse_args(argv)
+    printing = PrintCallback(["train_loss", "grad_norm", "last_lr_0", "val_loss", "val_accuracy"])
     with TorchTrainer(
         training_operator_cls=Writer,
         num_workers=args.workers,
-        config=vars(args),
+        config={**vars(args), BATCH_SIZE: args.batch},
         options=TrainingOptions(precision="bf16", accumulate=args.accumulate, clip_norm=1.0),
-        scheduler_step_freq="manual",
-        callbacks=[GradientNormMonitor(), LearningRateMonitor()],
+        scheduler_step_freq="step",
+        callbacks=[GradientNormMonitor(), LearningRateMonitor(), printing],
     ) as trainer:
-        for epoch in trainer.epochs(args.epochs):
-            train, val = trainer.train(), trainer.validate()
-            print(f"epoch {epoch}  train_loss {train['train_loss']:.6f}  grad_norm {train['grad_norm']:.4f}", end="  ")
-            print(
-                f"lr {train['last_lr_0']:.6f}  val_loss {val['val_loss']:.6f}  val_accuracy {val['val_accuracy']:.4f}"
-            )
-        model = trainer.get_model()
+        history, model = list(trainer.fit(args.epochs)), trainer.get_model()
     print(model.continued("The ", 200))
-    return list(trainer.history), model
+    return history, model
 
 
 if __name__ == "__main__":

@@ -74,11 +74,11 @@ def main(argv=None):
     for name, size in {"workers": 1, "epochs": 6, "rows": 2000, "batch": 32}.items():
         parser.add_argument(f"--{name}", type=int, default=size)
     args = parser.parse_args(argv)
-    names = ["train_error", "train_loss", "lr", "val_error", "val_loss", "val_accuracy"]
-    operator = TrainingOperator.from_ptl(CodedCurves)
-    callbacks = [PrintCallback(names)]
     with TorchTrainer(
-        training_operator_cls=operator, num_workers=args.workers, config=vars(args), callbacks=callbacks
+        training_operator_cls=TrainingOperator.from_ptl(CodedCurves),
+        num_workers=args.workers,
+        config=vars(args),
+        callbacks=[PrintCallback(["train_error", "train_loss", "lr", "val_error", "val_loss", "val_accuracy"])],
     ) as trainer:
         return list(trainer.fit(args.epochs)), trainer.get_model()
 

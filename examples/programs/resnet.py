@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import AutoCheckpoint, TorchTrainer, TrainingOperator
-from raysgd.callbacks import LearningRateMonitor
+from raysgd.callbacks import LearningRateMonitor, PrintCallback
 from raysgd.constants import BATCH_SIZE
 
 CLASSES = 10
@@ -50,19 +50,17 @@ def resnet(width):
 class Stripes(TrainingOperator):
     def setup(self, config):
         torch.manual_seed(0)
-        model, size = resnet(config["width"]), config[BATCH_SIZE]
+        model, size, side = resnet(config["width"]), config[BATCH_SIZE], config["side"]
         optimizer = torch.optim.SGD(model.parameters(), lr=config["lr"], momentum=0.9, weight_decay=5e-4, nesterov=True)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, config["epochs"])
         self.model, self.optimizer, self.criterion, self.scheduler = self.register(
-            models=model,
-            optimizers=optimizer,
-            criterion=nn.CrossEntropyLoss(),
-            schedulers=torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, config["epochs"]),
+            models=model, optimizers=optimizer, criterion=nn.CrossEntropyLoss(), schedulers=schedule
         )
-        train, held_out = (
-            pictures(config[name], config["side"], seed) for seed, name in enumerate(("train", "held_out"))
+        order = torch.Generator().manual_seed(1)
+        self.register_data(
+            train_loader=DataLoader(pictures(config["train"], side, seed=0), size, shuffle=True, generator=order),
+            validation_loader=DataLoader(pictures(config["held_out"], side, seed=1), size),
         )
-        shuffled = DataLoader(train, size, shuffle=True, generator=torch.Generator().manual_seed(1))
-        self.register_data(train_loader=shuffled, validation_loader=DataLoader(held_out, size))
 
     def metrics(self, output, target):
         hits = (output.topk(5).indices == target.unsqueeze(1)).float()
@@ -71,28 +69,20 @@ class Stripes(TrainingOperator):
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--batch", dest=BATCH_SIZE, type=int, default=32, help="pictures in a batch of all workers")
-    sizes = {"workers": 1, "epochs": 5, "train": 2000, "held_out": 500, "side": 24, "width": 8}
-    for name, size in sizes.items():
-        parser.add_argument(f"--{name}", type=int, default=size)
-    parser.add_argument("--lr", type=float, default=0.05)
-    parser.add_argument(
-        "--checkpoints", default="runs/resnet", help="a run that has ended or was killed continues there"
-    )
+    sizes = {"workers": 1, "epochs": 5, "batch": 32, "train": 2000, "held_out": 500, "side": 24, "width": 8, "lr": 0.05}
+    for name, value in {**sizes, "checkpoints": "runs/resnet"}.items():
+        parser.add_argument(f"--{name}", type=type(value), default=value)
     args = parser.parse_args(argv)
     with TorchTrainer(
         training_operator_cls=Stripes,
         num_workers=args.workers,
-        config=vars(args),
+        config={**vars(args), BATCH_SIZE: args.batch},
         scheduler_step_freq="epoch",
         checkpoints=AutoCheckpoint(path=args.checkpoints, best="val_top1", mode="max"),
-        resume="auto",
-        callbacks=[LearningRateMonitor()],
+        resume="auto",  # a run that has ended or was killed continues
+        callbacks=[LearningRateMonitor(), PrintCallback(["train_loss", "lr", "val_loss", "val_top1", "val_top5"])],
     ) as trainer:
-        for epoch in trainer.epochs(args.epochs):
-            train, val = trainer.train(), trainer.validate()
-            print(f"epoch {epoch}  train_loss {train['train_loss']:.6f}  lr {train['lr']:.4f}", end="  ")
-            print(*(f"{name} {val[name]:.4f}" for name in ("val_loss", "val_top1", "val_top5")), sep="  ", flush=True)
+        trainer.fit(args.epochs)
         trainer.load(trainer.best_checkpoint)
         print(f"best  val_top1 {trainer.validate()['val_top1']:.4f}")
         return list(trainer.history), trainer.get_model()

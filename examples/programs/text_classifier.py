@@ -38,13 +38,14 @@ class Topics(TrainingOperator):
         tokens = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="[UNK]"))
         tokens.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
         self.tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=tokens, pad_token="[PAD]")
-        options = {"collate_fn": self.collate, "generator": torch.Generator().manual_seed(3)}
+        order = torch.Generator().manual_seed(3)
+        train, held_out = texts(config["rows"], seed=1), texts(150, seed=2)
         self.register_data(
-            train_loader=DataLoader(texts(config["rows"], seed=1), config["batch"], shuffle=True, **options),
-            validation_loader=DataLoader(texts(150, seed=2), batch_size=50, collate_fn=self.collate),
+            train_loader=DataLoader(train, config["batch"], True, collate_fn=self.collate, generator=order),
+            validation_loader=DataLoader(held_out, batch_size=50, collate_fn=self.collate),
         )
         bert = transformers.BertConfig(vocab_size=len(WORDS), num_labels=len(TOPICS), **SIZES)
-        model = transformers.BertForSequenceClassification(bert)
+        model = transformers.BertForSequenceClassification(bert)  # computes its loss from the labels
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.003)
         steps = self.total_steps(epochs=config["epochs"])
         schedule = transformers.get_linear_schedule_with_warmup(optimizer, steps // 10, steps)
@@ -53,18 +54,6 @@ class Topics(TrainingOperator):
     def collate(self, rows):
         inputs, labels = zip(*rows, strict=True)
         return {**self.tokenizer(list(inputs), padding=True, return_tensors="pt"), "labels": torch.tensor(labels)}
-
-    def train_batch(self, batch, batch_info):
-        self.zero_grad()
-        loss = self.model(**batch).loss
-        self.backward(loss)
-        self.step()
-        return {"train_loss": loss.detach()}
-
-    def validate_batch(self, batch, batch_info):
-        output = self.model(**batch)
-        right = output.logits.argmax(dim=1) == batch["labels"]
-        return {"val_loss": output.loss, "val_accuracy": right.float().mean()}
 
 
 def main(argv=None):

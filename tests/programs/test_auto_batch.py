@@ -21,7 +21,7 @@ PROGRAMS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "gpt": (
         "Writer",
         {"epochs": 2, BATCH_SIZE: 18, **SIZES},
-        {"options": TrainingOptions(accumulate=2, clip_norm=1.0), "scheduler_step_freq": "manual"},
+        {"options": TrainingOptions(accumulate=2, clip_norm=1.0), "scheduler_step_freq": "step"},
     ),
     "resnet": (
         "Stripes",
