@@ -4,15 +4,9 @@ import itertools
 
 import pytest
 
-from raysgd.core.batch_mode import GLOBAL, ONCE, PER_WORKER, BatchMode, FirstStep, agreed, decide, notice
+from raysgd.core.batch_mode import GLOBAL, ONCE, PER_WORKER, BatchMode, FirstStep, agreed, decide
 
 USUAL = FirstStep(calls=(ONCE,))
-
-
-def test_a_step_of_the_helpers_keeps_the_batch() -> None:
-    assert decide(USUAL) == BatchMode(GLOBAL)
-    assert decide(USUAL._replace(calls=(ONCE,) * 4)).keeps_batch  # an accumulation window
-    assert decide(USUAL._replace(moving=True)) == BatchMode(GLOBAL, in_parts=True)
 
 
 @pytest.mark.parametrize(
@@ -50,9 +44,3 @@ def test_ranks_agree() -> None:
     ):
         for each in itertools.permutations(modes):
             assert agreed(each) == expected
-
-
-def test_the_log_says_what_changes_and_what_to_write() -> None:
-    text = notice(decide(USUAL._replace(direct=True)), 1, 4)
-    for part in ("1 worker of 4 trains", "calls optimizer.step() itself", "self.zero_grad()\n", "batch='per_worker'"):
-        assert part in text

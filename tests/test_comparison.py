@@ -243,26 +243,6 @@ def test_a_difference_is_logged_once_until_it_grows(caplog: pytest.LogCaptureFix
     assert logged == [1, 0, 0, 1, 0, 0, 1]
 
 
-def test_a_difference_is_raised() -> None:
-    with pytest.raises(
-        DivergenceError, match=r"after step 4 .* the parameter w differs between rank 0 and rank 1 by about 1.0e-01"
-    ):
-        Comparison(ElasticConfig(on_divergence="raise")).judge(4, texts(1.0, 1.1))
-
-
-def test_the_ranks_that_differ_from_most_are_evicted() -> None:
-    ranks, why = Comparison(ElasticConfig(on_divergence="evict")).judge(4, texts(1.0, 2.0, 1.0, 3.0, 1.0))
-    assert ranks == {1, 3}
-    assert why.startswith("its weights differ from those of most ranks after step 4")
-
-
-def test_nobody_is_evicted_without_a_majority() -> None:
-    with pytest.raises(
-        DivergenceError, match="no more than half of the ranks are equal, so it is not known which are right"
-    ):
-        Comparison(ElasticConfig(on_divergence="evict")).judge(4, texts(1.0, 1.1))
-
-
 def test_nobody_is_evicted_for_a_setting() -> None:
     """The replacement would have the same setting."""
     given = texts(1.0, 1.1, 1.0) | {1: Summary({"w": [1.1, 1.0, 1e-4]}, {}, {"lr": 0.2}).as_text()}

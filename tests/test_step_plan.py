@@ -2,7 +2,6 @@
 
 from itertools import accumulate
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -64,24 +63,5 @@ def test_with_all_workers_it_is_one_step_for_each_window(
         assert len(made) == plan.steps + plan.epochs  # the ends of epochs add none
 
 
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ([(0, 1)], [0, 1, 1, 2, 2, 3, 3, 4, 4]),  # one of two workers
-        ([(0, 4)], [2, 4, 4]),
-        ([(2, 2), (0, 1)], [1, 2, 2, 3, 3, 4, 4]),
-        ([(1, 1), (0, 2)], [0, 1, 2, 3, 4, 4]),  # a worker returns in the middle of a planned step
-    ],
-)
-def test_some_changes_by_hand(changes: list[tuple[int, int]], expected: list[int]) -> None:
-    assert followed(plan_of(32, 4, 2, 1), changes) == expected
-
-
-def test_the_steps_that_are_left() -> None:
-    plan = plan_of(26, 4, 2, 3)
-    alone = SamplingPlan(26, 4, 1)
-    assert plan.steps == 12 and plan.steps_left(plan.epoch, 0, 26) == 12
-    assert plan.steps_left(plan.epoch, 2, 8) == 3 + 4 and plan.steps_left(alone, 2, 8) == 5 + 7
-    windows = plan_of(26, 4, 2, 3, 3)
-    assert windows.steps_left(plan.epoch, 2, 8) == 1 + 2 and windows.steps_left(alone, 2, 8) == 2 + 3
-    assert plan.steps_left(alone, 5, 26) == 0  # after the planned epochs
+def test_after_the_planned_epochs_no_step_is_left() -> None:
+    assert plan_of(26, 4, 2, 3).steps_left(SamplingPlan(26, 4, 1), 5, 26) == 0
