@@ -71,12 +71,7 @@ def test_every_kind_of_number_is_averaged(value):
     assert type(summary["last_m"]) in (float, int, bool)
 
 
-OTHERS = {
-    "text": "abc",
-    "none": None,
-    "dict": {"a": 1},
-    "complex tensor": torch.tensor(1j),
-}
+OTHERS = {"text": "abc", "none": None, "dict": {"a": 1}, "complex tensor": torch.tensor(1j)}
 
 
 @pytest.mark.parametrize("value", OTHERS.values(), ids=OTHERS.keys())

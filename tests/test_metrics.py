@@ -78,17 +78,13 @@ def test_merging_does_not_change_its_arguments() -> None:
 
 
 BATCHES = st.lists(
-    st.tuples(st.integers(1, 64), st.floats(-1e3, 1e3), st.integers(0, 2), st.integers(0, 3)),
-    min_size=1,
-    max_size=30,
+    st.tuples(st.integers(1, 64), st.floats(-1e3, 1e3), st.integers(0, 2), st.integers(0, 3)), min_size=1, max_size=30
 )
 
 
 @settings(max_examples=60, deadline=None)
 @given(BATCHES)
-def test_any_split_over_parts_and_ranks_gives_the_same_values(
-    batches: list[tuple[int, float, int, int]],
-) -> None:
+def test_any_split_over_parts_and_ranks_gives_the_same_values(batches: list[tuple[int, float, int, int]]) -> None:
     """Each batch (samples, loss) belongs to some part and some rank."""
     meters: dict[int, dict[int, AverageMeterCollection]] = {}
     for samples, loss, part, rank in batches:
@@ -105,13 +101,7 @@ def test_any_split_over_parts_and_ranks_gives_the_same_values(
 
 def test_numpy_and_torch_scalars_are_numbers() -> None:
     numpy, torch = pytest.importorskip("numpy"), pytest.importorskip("torch")
-    given = [
-        numpy.float32(1.5),
-        numpy.array(1.5),
-        numpy.array([1.5]),
-        torch.tensor(1.5),
-        torch.tensor([[1.5]]),
-    ]
+    given = [numpy.float32(1.5), numpy.array(1.5), numpy.array([1.5]), torch.tensor(1.5), torch.tensor([[1.5]])]
     assert [plain(value) for value in given] == [1.5] * 5
     assert all(type(plain(value)) is float for value in given)
     assert plain(torch.tensor(1.5, requires_grad=True)) == 1.5

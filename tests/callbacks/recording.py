@@ -19,9 +19,7 @@ class Line(TrainingOperator):
         x = torch.linspace(-1, 1, config.get("rows", 32)).reshape(-1, 1)
         model = torch.nn.Linear(1, 1)
         self.model, self.optimizer, self.criterion = self.register(
-            models=model,
-            optimizers=torch.optim.SGD(model.parameters(), lr=0.1),
-            criterion=torch.nn.MSELoss(),
+            models=model, optimizers=torch.optim.SGD(model.parameters(), lr=0.1), criterion=torch.nn.MSELoss()
         )
         loader = DataLoader(TensorDataset(x, 2 * x + 5), batch_size=8)
         self.register_data(train_loader=loader, validation_loader=loader)

@@ -8,14 +8,7 @@ import pytest
 pytest.importorskip("tensorflow")
 
 from raysgd import ConfigError, TFTrainer
-from raysgd.callbacks import (
-    EMA,
-    Callback,
-    GradientNormMonitor,
-    LearningRateMonitor,
-    Throughput,
-    TorchProfilerCallback,
-)
+from raysgd.callbacks import EMA, Callback, GradientNormMonitor, LearningRateMonitor, Throughput, TorchProfilerCallback
 from tests.callbacks.recording import Heard
 from tests.callbacks.test_report import read
 from tests.peek import pace_of

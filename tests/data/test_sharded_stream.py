@@ -257,11 +257,7 @@ def test_an_error_names_its_shard() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        (([1, 2], 2), "open_shard must be a function"),
-        ((iter, 0), "num_shards must be"),
-    ],
+    ("arguments", "text"), [(([1, 2], 2), "open_shard must be a function"), ((iter, 0), "num_shards must be")]
 )
 def test_wrong_arguments(arguments: Any, text: str) -> None:
     with pytest.raises(ConfigError, match=text):

@@ -220,8 +220,7 @@ IN_PROCESSES = [
 
 
 @pytest.mark.parametrize(
-    ("processes", "make", "kind", "says"),
-    [*((0, *case) for case in ALONE), *((2, *case) for case in IN_PROCESSES)],
+    ("processes", "make", "kind", "says"), [*((0, *case) for case in ALONE), *((2, *case) for case in IN_PROCESSES)]
 )
 def test_unusual_errors_in_a_data_set(processes: int, make: Any, kind: Any, says: str, tmp_path: Path) -> None:
     loader = failing(tmp_path / "mark", make, processes, persistent_workers=processes > 0)

@@ -41,9 +41,7 @@ def listening(path: Path) -> None:
 PLANTED: dict[str, Callable[[Path, Path], Any]] = {
     "a link to a file": lambda folder, secret: (folder / "bad").symlink_to(secret / "key"),
     "a link to a directory": lambda folder, secret: (folder / "bad").symlink_to(secret),
-    "a link through a directory": lambda folder, secret: [
-        (folder / "bad").symlink_to("sub/../../private/key"),
-    ],
+    "a link through a directory": lambda folder, secret: [(folder / "bad").symlink_to("sub/../../private/key")],
     "a circle": lambda folder, secret: (folder / "sub" / "bad").symlink_to(".."),
     "a FIFO": lambda folder, secret: os.mkfifo(folder / "bad"),
     "a socket": lambda folder, secret: listening(folder / "bad"),

@@ -89,11 +89,7 @@ def test_after_an_error_for_both_states_only_a_load_helps(bench: Bench) -> None:
 
 def test_a_dictionary_in_memory_is_checked_too(bench: Bench) -> None:
     state = bench.trainer.state_dict()
-    for name, value in {
-        "global_step": "4",
-        "models": [[1]],
-        "format": 5,
-    }.items():
+    for name, value in {"global_step": "4", "models": [[1]], "format": 5}.items():
         with pytest.raises(CheckpointError):
             bench.trainer.load_state_dict({**state, name: value})
         assert of(bench.trainer) == bench.now

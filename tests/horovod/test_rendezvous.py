@@ -20,12 +20,7 @@ from raysgd.core.ranks import RankInfo, assign_ranks
 from raysgd.horovod import backend
 from raysgd.horovod.arguments import HorovodArguments, check_installed
 from raysgd.horovod.backend import HorovodFunctionBackend
-from raysgd.horovod.rendezvous import (
-    HorovodRendezvous,
-    end_rendezvous,
-    rank_variables,
-    set_environment,
-)
+from raysgd.horovod.rendezvous import HorovodRendezvous, end_rendezvous, rank_variables, set_environment
 from raysgd.train.backends import HorovodConfig, parse_backend
 from tests.faults import LedgerOperator
 

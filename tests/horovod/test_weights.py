@@ -23,11 +23,7 @@ class Loops(TrainingOperator):
 
     def setup(self, config: dict[str, Any]) -> None:
         torch.manual_seed(5 + self.world_rank)
-        models = [
-            nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)),
-            nn.Linear(3, 3),
-            nn.Linear(3, 1),
-        ]
+        models = [nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)), nn.Linear(3, 3), nn.Linear(3, 1)]
         optimizers = [
             torch.optim.Adam(models[0].parameters(), lr=0.03),
             *(torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.5) for model in models[1:]),

@@ -130,10 +130,7 @@ class Adversaries(LightningModule):
 
     def configure_optimizers(self) -> Any:
         makers = [*self.maker.parameters(), *self.unused.parameters()]
-        to_make, to_judge = (
-            torch.optim.Adam(makers, lr=0.01),
-            torch.optim.SGD(self.judge.parameters(), lr=0.05),
-        )
+        to_make, to_judge = (torch.optim.Adam(makers, lr=0.01), torch.optim.SGD(self.judge.parameters(), lr=0.05))
         return [to_make, to_judge], [torch.optim.lr_scheduler.ExponentialLR(to_make, 0.99)]
 
     def train_dataloader(self) -> Any:
@@ -144,12 +141,7 @@ class Spread(Plateau):
     """For several workers: prepares data, logs a metric, records its epochs, and fails once at step `fault_at`."""
 
     def __init__(
-        self,
-        folder: str,
-        fault_at: int = -1,
-        val_count: int = VAL_ROWS,
-        batch_size: int = 16,
-        count: int = ROWS,
+        self, folder: str, fault_at: int = -1, val_count: int = VAL_ROWS, batch_size: int = 16, count: int = ROWS
     ) -> None:
         super().__init__(batch_size=batch_size, count=count)
         self.folder, self.fault_at, self.val_count = Path(folder), fault_at, val_count

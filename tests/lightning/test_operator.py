@@ -261,9 +261,7 @@ def test_numbers_in_a_steps_dictionary_are_reported():
         *("train_acc", "last_train_acc", "size", "last_size"),
     }
     assert trained["size"] == pytest.approx((150 * 150 + 53 * 53) / 203)
-    assert validated.keys() == {
-        *("batch_count", "num_samples", "val_loss", "last_val_loss", "val_acc", "last_val_acc"),
-    }
+    assert validated.keys() == {*("batch_count", "num_samples", "val_loss", "last_val_loss", "val_acc", "last_val_acc")}
     x, y = rows(modules.VAL_ROWS, seed=1).tensors
     with torch.no_grad():
         assert validated["val_acc"] == pytest.approx((model.net(x).argmax(1) == y).float().mean().item(), abs=1e-6)

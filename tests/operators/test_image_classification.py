@@ -10,12 +10,7 @@ from torch.utils.data import TensorDataset
 from raysgd import ConfigError, TorchTrainer
 from raysgd.callbacks import EMA, LearningRateMonitor
 from raysgd.constants import BATCH_SIZE
-from raysgd.operators.image_classification import (
-    ImageClassificationOperator,
-    SmallConvNet,
-    digits_data,
-    topk_accuracy,
-)
+from raysgd.operators.image_classification import ImageClassificationOperator, SmallConvNet, digits_data, topk_accuracy
 from raysgd.operators.resnet import BasicBlock, ResNet
 from tests.local.group import Cluster
 

@@ -22,9 +22,7 @@ from tests.local.group import Cluster
 def test_learns_which_words_are_good() -> None:
     torch.manual_seed(0)
     with TorchTrainer(
-        training_operator_cls=TextClassificationOperator,
-        config={"epochs": 4},
-        scheduler_step_freq="batch",
+        training_operator_cls=TextClassificationOperator, config={"epochs": 4}, scheduler_step_freq="batch"
     ) as trainer:
         before = trainer.validate()
         trainer.fit(4, validate_every=0)

@@ -46,9 +46,7 @@ class Noisy(TrainingOperator):
         train = tf.data.Dataset.from_generator(noisy, output_signature=spec)
         data = tf.data.Dataset.from_tensor_slices((X, Y))
         self.register_data(
-            train_dataset=train.shuffle(ROWS).batch(10),
-            validation_dataset=data.batch(10),
-            test_dataset=data.batch(7),
+            train_dataset=train.shuffle(ROWS).batch(10), validation_dataset=data.batch(10), test_dataset=data.batch(7)
         )
         self.marks = Path(config["marks"])
 

@@ -24,13 +24,7 @@ class Driver:
     def __init__(self, tmp_path: Path, *, manager: CheckpointManager | None = None, ranks: int = 2) -> None:
         self.failed: list[BaseException] = []
         self.went_on: list[tuple[int, int]] = []  # rank and step
-        self.run = FunctionRun(
-            1,
-            manager or CheckpointManager(tmp_path),
-            fail=self.failed.append,
-            decode=dict,
-            ahead=2,
-        )
+        self.run = FunctionRun(1, manager or CheckpointManager(tmp_path), fail=self.failed.append, decode=dict, ahead=2)
         self.attempt = self.run.begin_attempt(ranks)
 
     def report(self, rank: int, *, attempt: int | None = None, checkpoint: Any = None, **metrics: Any) -> None:

@@ -143,8 +143,7 @@ def test_get_dataset_config_returns_a_copy() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
-    [({"num_workers": 3}, "no argument 'num_workers'"), ({}, r"pass datasets= with \['train'\]")],
+    ("given", "message"), [({"num_workers": 3}, "no argument 'num_workers'"), ({}, r"pass datasets= with \['train'\]")]
 )
 def test_invalid_arguments_of_restore_are_refused(tmp_path: Path, given: dict[str, Any], message: str) -> None:
     trainer = train.DataParallelTrainer(lambda: None, datasets={"train": [1, 2]})
