@@ -34,6 +34,7 @@ SAMPLES = 400
 SETTINGS = {"samples": SAMPLES, "batch_size": 8, "step_s": 0.0}
 LONG = 3200  # samples of an epoch that takes seconds
 LONGER = {**SETTINGS, "samples": LONG, "step_s": 0.02}
+STORMY = {**LONGER, "samples": 2000, "batch_size": 12}
 ELASTIC = {"hang_timeout_s": float(os.environ.get("HANG_TIMEOUT_S", "20")), "snapshot_every": None}
 SHARDED = TrainingOptions(parallel="fsdp", replicas=2)
 BUCKET = "s3://bucket"
@@ -206,6 +207,17 @@ def epochs() -> dict[str, Any]:
                 break
         found = {"seconds": seconds, "at": at, "weights": weights(of), **facts(of, LONG)}
         return {**found, "lost_and_doubled": counts}
+
+
+def storm() -> dict[str, Any]:
+    """Train three workers while anything may fail, also between the epochs, until the test says that it is the last epoch."""
+    epochs, settings = [], {"snapshot_every": 20, "backoff_s": 0.5, "backoff_max_s": 4.0, "max_attempts": 30}
+    with trainer(config=STORMY, num_workers=3, elastic=settings) as of:
+        while not os.path.exists("/tmp/last"):
+            print(f"now epoch {len(epochs)}", flush=True)
+            of.train(max_retries=-1)
+            epochs.append([*lost_and_doubled(of, STORMY["samples"]), len(set(weights(of))) - 1])
+        return {**facts(of, STORMY["samples"]), "epochs": epochs}
 
 
 def wait() -> dict[str, Any]:
@@ -392,7 +404,7 @@ def functions() -> dict[str, Any]:
     }
 
 
-PARTS = (once, save, files, grow, epochs, wait, moments, drain, two, sharded)
+PARTS = (once, save, files, grow, epochs, storm, wait, moments, drain, two, sharded)
 PARTS += (tensorflow, horovod, loaders, large_loaders, functions)
 
 if __name__ == "__main__":

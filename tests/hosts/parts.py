@@ -12,8 +12,8 @@ DRIVER = Path(__file__).with_name("driver.py")
 LIMIT_S = 240.0
 
 
-def begin(host: Host, part: str, **environment: str) -> Script:
-    return Script(host, DRIVER, part, limit_s=LIMIT_S, **environment)
+def begin(host: Host, part: str, *, limit_s: float = LIMIT_S, **environment: str) -> Script:
+    return Script(host, DRIVER, part, limit_s=limit_s, **environment)
 
 
 def found_by(script: Script) -> dict[str, Any]:

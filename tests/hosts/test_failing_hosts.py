@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.hosts.chaos import chaos
 from tests.hosts.hosts import ROOT, Host, Hosts, Script, why_not
 from tests.hosts.parts import begin, found_by, run
 from tests.tiers import lacks
@@ -128,6 +129,37 @@ def test_a_host_is_killed_and_another_one_joins(make: Callable[..., Hosts]) -> N
     lost, growth = found["recoveries"]
     assert lost["in_place"] and lost["batches_redone"] == 0 and growth["reason"] == "growth"
     assert hosts[3].address in found["hosts"] and len(set(found["weights"])) == 1
+
+
+def test_the_script_and_a_worker_are_on_the_head(make: Callable[..., Hosts]) -> None:
+    """The other host loses its power, and joins again after a restart."""
+    hosts = make(2, start=False)
+    head, other = hosts.all
+    hosts.start_ray()
+    with begin(head, "epochs") as script:
+        assert {each.address for each in announced(script, hosts, "epoch 1")} == {head.address, other.address}
+        time.sleep(ENOUGH_S)
+        other.kill()
+        assert announced(script, hosts, "epoch 2") == [head]
+        other.boot()
+        hosts.name_all()
+        other.start_ray(head=head)
+        epoch = 3
+        while len(announced(script, hosts, f"epoch {epoch}")) < 2:
+            epoch += 1
+        found = end_epochs(hosts, script)
+    assert set(map(tuple, found["lost_and_doubled"])) == {(0, 0)}
+    lost, growth = found["recoveries"]
+    assert lost["in_place"] and lost["batches_redone"] == 0 and growth["reason"] == "growth"
+    assert sorted(found["hosts"]) == [head.address, other.address] and len(set(found["weights"])) == 1
+
+
+@pytest.mark.usefixtures("make")  # which skips it where hosts cannot be made
+def test_faults_at_random() -> None:
+    found = chaos(faults=8, seed=int(time.time()))
+    print(found)
+    assert (found["lost"], found["doubled"], found["differing"], found["error"]) == (0, 0, 0, "")
+    assert found["faults"] == 8 and found["epochs"] > 1
 
 
 def test_a_network_loses_packets_and_a_host_stops_for_a_while(make: Callable[..., Hosts]) -> None:

@@ -69,8 +69,8 @@ def test_a_firewall_before_the_control_port_is_named_at_once(hosts: Hosts) -> No
 
 @pytest.mark.more
 def test_a_save_over_a_slow_connection_is_no_hang(hosts: Hosts) -> None:
-    """20 MB at 5 Mbit/s take 34 s, and the limit of a hang is 20 s."""
-    with hosts[1].rate(5), hosts[2].rate(5):
+    """20 MB at 7 Mbit/s take 24 s, and the limit of a hang is 20 s."""
+    with hosts[1].rate(7), hosts[2].rate(7):
         found = run(hosts[0], "save")
     assert found["recoveries"] == [] and found["lost_and_doubled"] == [0, 0]
     assert found["bytes"] > 20_000_000
@@ -78,8 +78,8 @@ def test_a_save_over_a_slow_connection_is_no_hang(hosts: Hosts) -> None:
 
 @pytest.mark.more
 def test_a_state_crosses_a_slow_network_once_before_its_worker_joins(hosts: Hosts) -> None:
-    """20 MB at 5 Mbit/s take 34 s, and the limit of a set-up is 20 s."""
-    with hosts[1].rate(5), hosts[2].rate(5):
+    """20 MB at 7 Mbit/s take 24 s, and the limit of a set-up is 20 s."""
+    with hosts[1].rate(7), hosts[2].rate(7):
         found = run(hosts[0], "grow")
     _, growth = found["recoveries"]
     assert growth["reason"] == "growth" and growth["in_place"] and growth["batches_redone"] == 0
