@@ -453,6 +453,7 @@ class TrainingOperator(Stepping):
                 parts.shards.joined()
         elif self._settings.wrap_ddp:
             parts.ddp_args = wrapping.ddp_arguments(options, ddp_args, self.device_ids)
+            parts.trained = [each for model in parts.models for each in model.parameters() if each.requires_grad]
             parts.wrapped = self._configure_ddp(parts.models, self.device_ids, ddp_args)
             wrapping.add_hooks(parts.wrapped, options, parts.calls)
         parts.exchange.prepare(parts.models, parts.optimizers)

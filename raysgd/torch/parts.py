@@ -38,6 +38,7 @@ class Parts(RegisteredParts):
     wrapped: list[nn.Module] = field(default_factory=list)
     schedulers: list[Any] = field(default_factory=list)
     ddp_args: dict[str, Any] = field(default_factory=dict)
+    trained: list[nn.Parameter] = field(default_factory=list)  # when the models were wrapped
     train_loader: Any = None
     validation_loader: Any = None
     test_loader: Any = None
@@ -77,7 +78,7 @@ class Parts(RegisteredParts):
             optimizer.zero_grad(set_to_none=True)
         if self.shards is not None:
             self.shards.joined()
-        wrapping.rewrap(self.wrapped, self.ddp_args, self.options, self.calls)
+        wrapping.rewrap(self.wrapped, self.trained, self.ddp_args, self.options, self.calls)
         self.exchange.joined()
 
     def begin_measuring(self, phase: str) -> None:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import inspect
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib import import_module
 from types import CodeType
 from typing import Any
@@ -108,9 +109,16 @@ def ddp_arguments(
     }
 
 
-def rewrap(wrapped: list[nn.Module], arguments: dict[str, Any], options: TrainingOptions, calls: ModelCalls) -> None:
+def rewrap(
+    wrapped: list[nn.Module],
+    trained: Collection[nn.Parameter],
+    arguments: dict[str, Any],
+    options: TrainingOptions,
+    calls: ModelCalls,
+) -> None:
     """Initialize every DDP wrapper again, in place, for the process group of a new generation.
-    References to the wrappers stay valid.
+    References to the wrappers stay valid. It averages the gradients of those parameters that were
+    `trained` when it was made, also if they are frozen just now.
 
     The old reducer must be removed first, because it has hooks on the parameters and holds the old
     process group.
@@ -120,9 +128,24 @@ def rewrap(wrapped: list[nn.Module], arguments: dict[str, Any], options: Trainin
             inside, mode = wrapper.module, wrapper.training
             for name in ("reducer", "logger"):
                 wrapper.__dict__.pop(name, None)
-            DistributedDataParallel.__init__(wrapper, inside, **arguments)
+            with _requiring(trained, inside):
+                DistributedDataParallel.__init__(wrapper, inside, **arguments)
             wrapper.training = mode  # not train(mode): submodules that were frozen in eval mode stay in it
     add_hooks(wrapped, options, calls)
+
+
+@contextmanager
+def _requiring(trained: Collection[nn.Parameter], model: nn.Module) -> Iterator[None]:
+    """Return a context in which these parameters of a model require gradients, and no others."""
+    before = [(each, each.requires_grad) for each in model.parameters()]
+    known = {id(each) for each in trained}
+    for each, _ in before:
+        each.requires_grad_(id(each) in known)
+    try:
+        yield
+    finally:
+        for each, required in before:
+            each.requires_grad_(required)
 
 
 def add_hooks(wrapped: list[nn.Module], options: TrainingOptions, calls: ModelCalls) -> None:

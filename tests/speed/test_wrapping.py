@@ -3,11 +3,13 @@
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import TrainingOptions
-from raysgd.torch.wrapping import ddp_arguments, formatted
+from raysgd.torch.wrapping import ModelCalls, ddp_arguments, formatted, rewrap
 from tests.torch.small import Line, inline, operator_of, weights
 
 
@@ -67,6 +69,30 @@ def test_sync_batchnorm_keeps_the_parameters_that_optimizers_hold() -> None:
     assert all(one is other for one, other in zip(shared.parameters(), held, strict=True))
     (alone,) = formatted([nn.Sequential(nn.BatchNorm1d(3))], TrainingOptions(sync_batchnorm=True), distributed=False)
     assert type(alone[0]) is nn.BatchNorm1d
+
+
+def test_ddp_that_is_made_again_averages_parameters_that_are_frozen_just_now() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model, averaged = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)), set[int]()
+        trained, arguments = list(model.parameters()), {"find_unused_parameters": True}
+        wrapper = DistributedDataParallel(model, **arguments)
+        model[0].requires_grad_(False)
+        rewrap([wrapper], trained, arguments, TrainingOptions(), ModelCalls())
+        assert [each.requires_grad for each in trained] == [False, False, True, True]
+
+        def hook(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+            averaged.update(id(each) for each in bucket.parameters())
+            done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+            done.set_result(bucket.buffer())
+            return done
+
+        model[0].requires_grad_(True)
+        wrapper.register_comm_hook(None, hook)
+        wrapper(torch.ones(1, 2)).sum().backward()
+        assert averaged == {id(each) for each in trained}
+    finally:
+        dist.destroy_process_group()
 
 
 def test_ddp_arguments_of_register_override_those_of_the_trainer() -> None:
