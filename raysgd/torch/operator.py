@@ -31,7 +31,18 @@ from raysgd.torch.guard import LeaveOut
 from raysgd.torch.loop_schedule import LoopSchedule
 from raysgd.torch.monitor import Communication, GradientNorm, Monitor
 from raysgd.torch.parts import Parts, check_parts, check_steps_alone, move
-from raysgd.torch.policies import Accumulate, Clip, Hold, Pieces, Rates, ReadAhead, Weigh, samples_in, scaling
+from raysgd.torch.policies import (
+    Accumulate,
+    Clip,
+    Hold,
+    KeepSettings,
+    Pieces,
+    Rates,
+    ReadAhead,
+    Weigh,
+    samples_in,
+    scaling,
+)
 from raysgd.torch.precision import make_precision
 from raysgd.torch.profiling import Profiler
 from raysgd.torch.schedules import MadeFor, why_too_short
@@ -116,6 +127,7 @@ class TrainingOperator(Stepping):
         wanted: list[tuple[bool, Any]] = [
             (True, parts.precision),
             (settings.distributed, buffers),
+            (settings.distributed or accumulates, KeepSettings(parts)),
             (in_pieces, self._keep_batch),
             (in_pieces and not accumulates and settings.elastic.batch == "global", Pieces(parts)),
             (exact, Weigh(parts)),

@@ -107,7 +107,7 @@ class Accumulate(Policy):
     def __init__(self, options: TrainingOptions, parts: Parts, *, exact: bool) -> None:
         self.option = f"accumulate={options.accumulate}"
         self._size, self._parts, self._exact = options.accumulate, parts, exact
-        self._schedules: tuple[list[Any], list[Any]] = [], []
+        self._schedules: list[Any] = []  # states of schedulers when the window began
         self.rest()
 
     def rest(self) -> None:
@@ -120,7 +120,7 @@ class Accumulate(Policy):
         step.samples = float((drawn.rows if self._exact else None) or samples_in(drawn.batch))
         if first:
             self._total, self._usual, self._witness = 0.0, step.samples * self._size, None
-            self._schedules = self._of_schedules()
+            self._schedules = [copy.deepcopy(each.state_dict()) for each in self._parts.schedulers]
         if drawn.whole:
             self._total += step.samples
         if step.closing and self._total != self._usual:
@@ -153,23 +153,50 @@ class Accumulate(Policy):
 
     def on_step(self, step: Step) -> None:
         """Undo the steps of schedulers in a window that will be processed again."""
-        (states, values), self._schedules = self._schedules, ([], [])
-        if step.outcome != "undone" or not states:
-            return
-        for scheduler, state in zip(self._parts.schedulers, states, strict=True):
-            scheduler.load_state_dict(state)
-        for group, before in zip(self._groups(), values, strict=True):
-            group.update(before)
+        states, self._schedules = self._schedules, []
+        if step.outcome == "undone" and states:
+            for scheduler, state in zip(self._parts.schedulers, states, strict=True):
+                scheduler.load_state_dict(state)
 
-    def _of_schedules(self) -> tuple[list[Any], list[Any]]:
-        """Return copies of what schedulers change: their own states, and the values of parameter
-        groups."""
-        states = [copy.deepcopy(each.state_dict()) for each in self._parts.schedulers]
-        groups = self._groups() if states else []
-        return states, [copy.deepcopy({name: group[name] for name in group if name != "params"}) for group in groups]
 
-    def _groups(self) -> list[dict[str, Any]]:
-        return [group for each in self._parts.optimizers for group in each.param_groups]
+class KeepSettings(Policy):
+    """Restores the settings of optimizers, such as the learning rate, in a step that is undone.
+    User code or a schedule may have changed them, on some ranks only, and its batches come
+    again."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._before: list[dict[str, Any]] = []
+
+    def begin(self, step: Step) -> None:
+        if step.place == 0:
+            self._before = settings_of(self._parts)
+
+    def on_step(self, step: Step) -> None:
+        before, self._before = self._before, []
+        if step.outcome == "undone":
+            for group, values in zip(_groups(self._parts), before, strict=False):  # user code may have added groups
+                for name, value in values.items():
+                    if isinstance(value, torch.Tensor) and isinstance(group.get(name), torch.Tensor):
+                        group[name].copy_(value)
+                    else:
+                        group[name] = value
+
+
+def _groups(parts: Parts) -> list[dict[str, Any]]:
+    return [group for each in parts.optimizers for group in getattr(each, "param_groups", ())]
+
+
+def settings_of(parts: Parts) -> list[dict[str, Any]]:
+    """Return the settings of each parameter group. This runs once for each step."""
+    return [
+        {
+            name: each.clone() if isinstance(each, torch.Tensor) else each
+            for name, each in group.items()
+            if name != "params"
+        }
+        for group in _groups(parts)
+    ]
 
 
 class Pieces(Policy):
