@@ -153,7 +153,7 @@ class OperatorBase:
         named = "batch_info" in signature(self.train_batch).parameters
         schedule = self._begin_epoch()
         for batch in iterator:
-            step = feed.step
+            step, batch_idx = feed.step, max(batch_idx, feed.position.call_batches)  # also after a change of the group
             place = {"piece": step.piece, "last_piece": step.current.whole}
             batch_info = {"batch_idx": batch_idx, "global_step": self.global_step, **place, **common}
             try:
