@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from raysgd.constants import BATCH_COUNT, NUM_SAMPLES
@@ -118,6 +118,18 @@ class AverageMeterCollection:
                 meter._last = value
             else:
                 self._update_one(name, value, n)
+
+    def update_in_pieces(self, pieces: Sequence[tuple[Mapping[str, Any], float]]) -> None:
+        """Add the metrics of one batch, whose pieces measured them with these weights. Its latest
+        value is their mean."""
+        for metrics, n in pieces:
+            self.update(metrics, n=n)
+        self.batch_count -= len(pieces) - 1
+        for name in pieces[-1][0] if len(pieces) > 1 else ():
+            found = [(_number(metrics.get(name)), n) for metrics, n in pieces if n]
+            numbers = [(number, n) for number, n in found if number is not None]
+            if numbers and name in self._meters:
+                self._meters[name]._last = sum(number * n for number, n in numbers) / sum(n for _, n in numbers)
 
     def summary(self) -> dict[str, Any]:
         """Return the counts, and each metric's mean and, as `last_m`, its latest value."""

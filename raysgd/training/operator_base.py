@@ -340,9 +340,12 @@ class OperatorBase:
             step.metrics.append((values, weight, step.current.whole))
             if not step.closing:
                 return
+            pieces: list[Any] = []
             for values, counts, whole in step.metrics:
-                meter.update(values, n=counts)
-                meter.batch_count -= not whole  # the last piece counts the batch
+                pieces.append((values, counts))
+                if whole:
+                    meter.update_in_pieces(pieces)
+                    pieces = []
             step.metrics.clear()
         except (TypeError, ValueError) as error:
             raise type(error)(f"{type(self).__name__}.{of} returned an invalid metric: {error}") from None
