@@ -14,6 +14,7 @@ USUAL = FirstStep(calls=(ONCE,))
     [
         ({"direct": True}, "calls optimizer.step() itself", "self.backward(loss)"),
         ({"scheduled": True}, "steps a scheduler", "scheduler_step_freq"),
+        ({"sized": True}, "reads self.world_size", "batch='global'"),
         ({"divided": False}, "not divided by index", "DataLoader"),
         ({"changed": ("seen", "ema")}, "changes self.seen, self.ema", "batch='global'"),
         ({"calls": ((),)}, "none of the operator's helpers", "self.zero_grad()"),

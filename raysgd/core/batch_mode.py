@@ -27,8 +27,9 @@ class BatchMode(NamedTuple):
 
     mode      "global" or "per_worker"; "" before the first step is committed
     reason, advice  for "per_worker": what prevents "global", and what to do about it
-    in_parts  for "global": whether pieces are the parts that the missing workers would have had,
-              because layers such as BatchNorm compute with all samples of a piece
+    in_parts  for "global": whether pieces are the parts that the missing workers would have had, so
+              that whatever is computed with all samples of a piece (BatchNorm, a mean over tokens)
+              stays what it is
     tested    whether a step of this run has shown that its code is fit for it
     logged    whether the log has said that the batch is not kept
     """
@@ -55,11 +56,11 @@ class FirstStep(NamedTuple):
     calls      for each of its batches, which of the operator's helpers were called, in this order
     direct     whether an optimizer has stepped without `self.step`
     scheduled  whether user code has stepped a registered scheduler
-    changed    the attributes of the operator that `train_batch` has changed
+    changed    the attributes of the operator and the weights that `train_batch` has changed itself
     divided    whether all ranks know the samples of each other, because the data is divided by
                index
+    sized      whether `train_batch` has read `self.world_size` before the backward pass
     together   whether `train_batch` has made collective calls of its own before the backward pass
-    moving     whether the models have buffers that a step changes
     """
 
     calls: tuple[tuple[str, ...], ...]
@@ -67,8 +68,8 @@ class FirstStep(NamedTuple):
     scheduled: bool = False
     changed: tuple[str, ...] = ()
     divided: bool = True
+    sized: bool = False
     together: bool = False
-    moving: bool = False
 
 
 def decide(seen: FirstStep) -> BatchMode:
@@ -94,10 +95,14 @@ def decide(seen: FirstStep) -> BatchMode:
             "train_batch makes collective calls before the backward pass, so its loss may depend on the batch of all workers",
             NOT_HARMFUL,
         )
+    if seen.sized:
+        return refused(
+            "train_batch reads self.world_size before the backward pass, so its loss may depend on it", NOT_HARMFUL
+        )
     if seen.changed:
         names = ", ".join(f"self.{name}" for name in seen.changed[:3])
         return refused(f"train_batch changes {names}, which each piece would do", NOT_HARMFUL)
-    return BatchMode(GLOBAL, in_parts=seen.moving)
+    return BatchMode(GLOBAL, in_parts=True)
 
 
 def agreed(modes: Sequence[BatchMode]) -> BatchMode:

@@ -3,6 +3,7 @@ that follows from it. Worker."""
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FunctionType, MethodType, ModuleType
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
 from raysgd.core.batch_mode import (
@@ -27,9 +29,10 @@ from raysgd.core.ranks import RankInfo
 from raysgd.torch.buffers import KeepBuffers
 from raysgd.torch.data.sampling import Division
 from raysgd.torch.data.sources import PlannedSource
-from raysgd.torch.foreign import content_version, run_after_backward
+from raysgd.torch.foreign import content_version, is_compiled, run_after_backward
 from raysgd.torch.guard import gathered_objects
 from raysgd.torch.parts import Parts
+from raysgd.torch.policies import refusal, settings_of
 from raysgd.torch.schedules import steps_of
 from raysgd.torch.settings import TorchSettings
 from raysgd.training.feed import Feed
@@ -37,9 +40,12 @@ from raysgd.training.operator_base import log_change
 from raysgd.training.position import Position
 from raysgd.training.step import Policy, Step
 
+logger = logging.getLogger("raysgd")
+
 STATIC_GRAPH = "DDP's static_graph exchanges gradients in each backward pass", "leave static_graph out"
 MOST_LOOKED_AT, DEEPEST, LARGEST_ARRAY = 10_000, 3, 1 << 20
 CLIPS = "clip with TrainingOptions(clip_norm=...)"
+RATES = "compute them from batch_info['global_step'] before the backward pass, or register a scheduler"
 MISSING = object()
 PLAIN = (int, float, complex, str, bytes, bool, type(None))
 # What changes in an operator without being the user's: parts, and what torch or a generator changes by itself.
@@ -79,6 +85,7 @@ class KeepBatch(Policy):
         self._seen: FirstStep | None = None  # what was seen of it
         self._look: Look | None = None  # at the running `train_batch`
         self._versions: list[int] | None = None  # of the gradients, after the backward pass of a piece
+        self._settings_used: list[Any] | None = None  # of parameter groups, in the steps that the pieces asked for
 
     @property
     def mode(self) -> BatchMode:
@@ -131,16 +138,22 @@ class KeepBatch(Policy):
         self._end_look()  # a user's own loop has not called `trained`
         self._versions = self._versions if step.piece > 0 else None
         if self._asked == "auto" and (self._decides or piece):
-            own_calls = OwnCalls(feed.collectives, self._parts.wrapped) if self._decides and feed is not None else None
-            self._look = Look(self._attributes(), self._schedule_steps(), own_calls)
+            parts, own_calls = self._parts, None
+            if self._decides and feed is not None:
+                own_calls = OwnCalls(feed.collectives, parts.wrapped, sharded=parts.shards_made)
+            self._look, self._operator._sized = Look(*self._now(), own_calls), False
+        if step.piece == 0:
+            self._settings_used = None
 
     def trained(self, step: Step) -> None:
         """Raise NotExact if `train_batch` has done something in a piece that it ought to do once in
         a batch."""
         if self._look is None:
             return
-        self._look.see_schedules(self._schedule_steps())
-        seen = self._look.added_to(self._seen or FirstStep(()), self._attributes())
+        if not step.current.whole:
+            self._check_settings()
+        self._look.see(*self._now())
+        seen = self._look.added_to(self._seen or FirstStep(()))
         self._end_look()
         if self._decides:
             self._seen = seen
@@ -155,6 +168,7 @@ class KeepBatch(Policy):
         if self._look is not None:
             self._look.calls.append("backward")
             self._look.close()
+            self._look.sized |= self._operator._sized
         if not (step.closing and self._parts.options.accumulate > 1):  # where a shorter window multiplies its gradients
             self._check_unchanged("clears or changes gradients between two pieces of a batch", LINES)
         self._versions = None
@@ -166,6 +180,16 @@ class KeepBatch(Policy):
         if self._look is not None:
             self._look.calls.append("step")
         self._check_unchanged("changes gradients between the backward pass and the step", CLIPS)
+        if not step.current.whole:
+            self._check_settings()
+
+    def _check_settings(self) -> None:
+        """Refuse code that changes learning rates after the step of a piece, or again in each."""
+        now = settings_of(self._parts)
+        if self._settings_used is not None and self._settings_used != now:
+            found = "changes settings of its optimizer, such as the learning rate, in each piece of a batch"
+            raise NotExact(f"train_batch {found}", RATES) if self._asked == "auto" else refusal(f"{found}: {RATES}")
+        self._settings_used = now
 
     def _check_unchanged(self, found: str, advice: str) -> None:
         if self._versions is not None and self._parts.gradient_versions() != self._versions:
@@ -177,16 +201,15 @@ class KeepBatch(Policy):
         self._versions = self._parts.gradient_versions()
 
     def check(self, step: Step, optimizer: Any) -> None:
+        if step.piece > 0:
+            self._check_settings()
         if self._look is not None:
             self._look.calls.append("step")
-            self._look.see_schedules(self._schedule_steps())
+            self._look.see(*self._now())
 
     def stepped(self, step: Step, optimizer: Any) -> None:
-        if self._look is not None:  # the user's hooks may step schedulers, which they do once in a batch
-            self._look.schedules = self._schedule_steps()
-
-    def _schedule_steps(self) -> list[Any]:
-        return [steps_of(each) for each in self._parts.schedulers]
+        if self._look is not None:  # the user's hooks may change what they do once in a batch
+            self._look.schedules, self._look.attributes = self._now()
 
     def direct(self, step: Step, optimizer: Any) -> None:
         if self._look is not None:
@@ -203,16 +226,17 @@ class KeepBatch(Policy):
         assert feed is not None
         self._decides = feed.looked_at = False
         decided = refused("train_epoch has a loop of its own, which would get pieces of batches", NOT_HARMFUL)
-        moving = self._buffers.are_moving
         if seen is not None:
             divided = isinstance(feed.source, PlannedSource) and feed.source.divides
-            decided = decide(seen._replace(divided=divided, moving=moving))
+            decided = decide(seen._replace(divided=divided))
         if self._asked == GLOBAL:
-            decided = BatchMode(GLOBAL, in_parts=moving)
+            decided = BatchMode(GLOBAL, in_parts=self._buffers.are_moving)
         merged, short = agreed([before, decided]), feed.rank_info.world_size != self._usual
         self._set((agreed(_of_all(merged)) if short else merged)._replace(tested=True, logged=self._known.logged))
         if short:
             self._log_change(feed.rank_info)
+            if not before.mode and self.mode.keeps_batch and feed.rank_info.world_rank == 0:
+                logger.warning(FIRST_STEP, feed.rank_info.world_size, self._usual)
             if self.mode[0::3] != before[0::3]:
                 feed.reopen()
 
@@ -224,14 +248,23 @@ class KeepBatch(Policy):
         """Return what the position says."""
         return BatchMode(*(self.position.batch_mode or ()))
 
-    def _attributes(self) -> dict[str, Any]:
-        """Return what shows whether user code changes attributes of the operator or the model."""
-        contents = Contents({id(each) for each in _registered(self._parts)})
+    def _now(self) -> tuple[list[Any], dict[str, Any]]:
+        """Return what shows whether user code steps schedulers, or changes weights, or attributes of
+        the operator or the model."""
+        parts, contents = self._parts, Contents({id(each) for each in _registered(self._parts)})
         own = {name: value for name, value in vars(self._operator).items() if name not in self._own_names}
         attributes = {name: contents.of(value) for name, value in own.items() if value is not self}
+        attributes["config"] = contents.of(self._operator.config)
+        for number, model in enumerate(() if parts.shards_made else parts.models):
+            attributes |= {f"{_name(number)}.{name}": content_version(each) for name, each in model.named_parameters()}
         if self._decides:
-            attributes |= _of_models(self._parts.models)
-        return attributes
+            attributes |= _numbers(parts.models)
+        elif self._operator.world_rank == 0:  # whose buffers other ranks get
+            still = [(name, getattr(module, name, None)) for module, name in self._buffers.still]
+            attributes |= {
+                f"model...{name}": (id(each), content_version(each)) for name, each in still if each is not None
+            }
+        return [steps_of(each) for each in parts.schedulers], attributes
 
     def interfered(self, found: NotExact) -> None:
         """Keep each worker's batch from now on, because user code does not allow pieces after
@@ -263,6 +296,10 @@ def _of_all(mode: BatchMode) -> list[BatchMode]:
     return [BatchMode(*each) for each in gathered_objects(tuple(mode))]
 
 
+FIRST_STEP = (
+    "%d of %d workers made the first step of this run, each with its batch size, because it shows whether the batch of all workers can be "
+    "kept. It had another number of samples, so the run will have other results than one with all of them. From now on, the batch is kept"
+)
 MAKES_STEPS = refused(
     "a LightningModule makes its steps itself", "pass ElasticConfig(batch='global'), which needs more memory"
 )
@@ -290,27 +327,29 @@ def _why_not(settings: TorchSettings) -> BatchMode | None:
 
 
 class Look:
-    """What one call of `train_batch` does: the operator's helpers that it calls, whether an
-    optimizer has stepped without them, and the schedulers' steps. `before` are the attributes
-    before it."""
+    """What one call of `train_batch` does: the operator's helpers that it calls, and whether it
+    steps an optimizer or a scheduler without them, or changes `attributes`."""
 
-    def __init__(self, before: Mapping[str, Any], schedules: list[Any], own_calls: OwnCalls | None) -> None:
-        self._before, self.schedules, self._own_calls = before, schedules, own_calls
+    def __init__(self, schedules: list[Any], attributes: dict[str, Any], own_calls: OwnCalls | None) -> None:
+        self.schedules, self.attributes, self._own_calls = schedules, attributes, own_calls
         self.calls: list[str] = []
-        self.direct = self._scheduled = False
+        self.direct = self.sized = self._scheduled = False
+        self._changed: tuple[str, ...] = ()
 
-    def see_schedules(self, now: list[Any]) -> None:
-        """Note whether user code has stepped a scheduler since they were looked at last."""
-        self._scheduled, self.schedules = self._scheduled or now != self.schedules, now
+    def see(self, schedules: list[Any], attributes: dict[str, Any]) -> None:
+        """Note what user code has done since the last look."""
+        self._scheduled, self.schedules = self._scheduled or schedules != self.schedules, schedules
+        self._changed, self.attributes = self._changed or _changed(self.attributes, attributes), attributes
 
-    def added_to(self, earlier: FirstStep, after: Mapping[str, Any]) -> FirstStep:
-        """Return what was seen in the step until now; `after` are the attributes after the call."""
+    def added_to(self, earlier: FirstStep) -> FirstStep:
+        """Return what was seen in the step until now."""
         own = self._own_calls
         return FirstStep(
             calls=(*earlier.calls, tuple(self.calls)),
             direct=earlier.direct or self.direct,
             scheduled=earlier.scheduled or self._scheduled,
-            changed=earlier.changed or _changed(self._before, after),
+            changed=earlier.changed or self._changed,
+            sized=earlier.sized or self.sized,
             together=earlier.together or (own is not None and own.made > 0),
         )
 
@@ -322,16 +361,22 @@ class Look:
 
 
 class OwnCalls:
-    """Counts the collective calls that are not made by models, from now until it is stopped.
+    """Counts the collective calls that are not made by DDP or FSDP, from now until it is stopped.
     `count` returns those of all code."""
 
-    def __init__(self, count: Callable[[], int], models: Sequence[nn.Module]) -> None:
+    def __init__(self, count: Callable[[], int], models: Sequence[nn.Module], *, sharded: bool) -> None:
         self._count, self._began, self._models, self.made = count, count(), 0, 0
         self._entered = 0
-        hooks = [
-            (each.register_forward_pre_hook(self._enter), each.register_forward_hook(self._leave)) for each in models
-        ]
-        self._hooks = [hook for pair in hooks for hook in pair]
+        self._hooks: list[Any] = []
+        for each in models:
+            if not (sharded or isinstance(each, DistributedDataParallel)):
+                continue
+            inner: Any = each if sharded else each.module
+            self._hooks.append(each.register_forward_pre_hook(self._enter))
+            if sharded or is_compiled(inner):  # which does not call new hooks
+                self._hooks.append(each.register_forward_hook(self._leave))
+            else:  # DDP sends buffers before the user's model begins
+                self._hooks.append(inner.register_forward_pre_hook(self._leave))
 
     def _enter(self, *_: Any) -> None:
         self._entered = self._count()
@@ -379,9 +424,10 @@ class Contents:
             return id(value), content_version(value)
         if isinstance(value, nn.Module):
             tensors = (each for _, each in (*value.named_parameters(), *value.named_buffers()))
-            return id(value), tuple(
-                (id(each), content_version(each)) for each in tensors if id(each) not in self._known
-            )
+            own = tuple((id(each), content_version(each)) for each in tensors if id(each) not in self._known)
+            return id(value), own, tuple(_numbers([value]).items())
+        if isinstance(value, Iterator) and not hasattr(value, "__dict__"):
+            return object()  # a generator, or one of itertools: nothing shows whether it has advanced
         if hasattr(value, "__array__") and hasattr(value, "tobytes"):
             return id(value), hash(value.tobytes()) if value.nbytes < LARGEST_ARRAY else None
         if isinstance(value, Mapping):
@@ -397,16 +443,20 @@ class Contents:
         return id(value), size, tuple((key, self.of(each, depth + 1)) for key, each in looked_at)
 
 
-def _of_models(models: Sequence[nn.Module]) -> dict[str, Any]:
+def _numbers(models: Sequence[nn.Module]) -> dict[str, Any]:
     """Return the numbers that modules hold besides tensors, such as a count of their calls.
     Libraries set flags and private attributes of their own in the first call."""
     return {
-        f"model.{path}.{name}".replace("..", "."): value
-        for model in models
+        f"{_name(number)}.{path}.{name}".replace("..", "."): value
+        for number, model in enumerate(models)
         for path, module in model.named_modules()
         for name, value in vars(module).items()
         if type(value) in (int, float) and not name.startswith("_")
     }
+
+
+def _name(number: int) -> str:
+    return f"models[{number}]" if number else "model"
 
 
 def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[str, ...]:

@@ -19,8 +19,8 @@ Place = tuple[nn.Module, str]  # of a buffer, because a module may replace its b
 
 class KeepBuffers(Policy):
     """Restores the buffers of a step that is undone, because its batches will be trained again. If
-    a batch comes in pieces, the buffers follow the first one: on the first rank, this is the part
-    that it has with all workers.
+    a batch comes in pieces, each begins with the buffers of the batch's beginning, and afterwards
+    they follow the first one: on the first rank, this is the part that it has with all workers.
 
     Which buffers training changes is seen in the first step; those of BatchNorm are among them even
     if they are frozen then.
@@ -34,21 +34,31 @@ class KeepBuffers(Policy):
         self._now: list[torch.Tensor] = []
         self._at: list[Place] = []
         self._before: list[torch.Tensor] = []
-        self._first: list[tuple[Place, torch.Tensor]] = []  # the contents after the first piece, while others follow
+        # While a batch comes in pieces: the contents at its beginning, and after the first piece.
+        self._began: list[tuple[Place, torch.Tensor]] = []
+        self._first: list[tuple[Place, torch.Tensor]] = []
 
     @property
     def are_moving(self) -> bool:
         """Return whether training changes buffers, or computes with all samples of a batch."""
         return bool(self._found() if self._places is None else self._places) or self._norms
 
+    @property
+    def still(self) -> list[Place]:
+        """Return the buffers that training has not changed in the first step."""
+        moving = None if self._places is None else set(self._places)
+        return [] if moving is None else [each for each in self._all() if each not in moving]
+
     def begin(self, step: Step) -> None:
         if step.place == 0:
             self._keep(self._all() if self._places is None else self._places)
-        elif step.drawn[-2].whole:
+        elif step.piece == 0:
             self._take_first()
-        elif not self._first:
-            places = self._all() if self._places is None else self._places
-            self._first = [(each, held.clone()) for each in places if (held := _held(each)) is not None]
+        else:
+            self._first = self._first or self._contents()
+            self._begin_again()
+        if step.piece == 0 and not step.current.whole:
+            self._began = self._contents()
 
     def on_step(self, step: Step) -> None:
         if step.outcome == "undone":
@@ -61,7 +71,19 @@ class KeepBuffers(Policy):
             self.in_usual_steps = bool(self._places)
 
     def rest(self) -> None:
-        self._first = []
+        self._first, self._began = [], []
+
+    def _begin_again(self) -> None:
+        """Restore the buffers of the batch's beginning, for the next piece. DDP sends those of rank
+        0 in its forward pass, but not after one that has exchanged no gradients."""
+        _put(self._began)
+        for model in self._parts.wrapped if self._began else ():
+            if hasattr(model, "require_forward_param_sync"):
+                model.require_forward_param_sync = True  # type: ignore[assignment]
+
+    def _contents(self) -> list[tuple[Place, torch.Tensor]]:
+        places = self._all() if self._places is None else self._places
+        return [(each, held.clone()) for each in places if (held := _held(each)) is not None]
 
     def _keep(self, places: Sequence[Place]) -> None:
         now = buffers_at(places)

@@ -163,6 +163,11 @@ def _calling(call: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
+def is_compiled(model: nn.Module) -> bool:
+    """Return whether a model is compiled, in place or as what `torch.compile` returns."""
+    return model._compiled_call_impl is not None or uncompiled(model) is not model
+
+
 def uncompiled(model: Any) -> Any:
     """Return the model inside of what `torch.compile(model)` returned, or what was passed."""
     return getattr(model, "_orig_mod", model) if isinstance(model, nn.Module) else model

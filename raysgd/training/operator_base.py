@@ -120,6 +120,7 @@ class OperatorBase:
         self._explained: set[str] = set()  # warnings that were logged
         self.timers = Timers()
         self.global_step = 0
+        self._sized = False  # whether `world_size` was read since a batch began that is looked at
         self._testing = False  # whether `validate` runs for a test
         self._epochs_before: Callable[[], int] = lambda: 0  # how many epochs were begun before the current one
         # Of the running loop, if there is one: how many epochs it has, and how many batches each call of `train`.
@@ -227,6 +228,7 @@ class OperatorBase:
     @property
     def world_size(self) -> int:
         """Return the current number of workers. It changes when workers fail or join."""
+        self._sized = True
         return self._rank_info.world_size
 
     @property

@@ -71,7 +71,15 @@ ARGUMENTS: dict[str, Any] = {"config": {"rows": 40, "batch": 4}, "scheduler_step
 SHARDED = TrainingOptions(parallel="fsdp", replicas=2)
 
 
-@pytest.mark.parametrize(("kind", "given"), [(Curve, {}), (Normed, {}), (Curve, {"options": SHARDED})])
+class Spectral(Curve):
+    """Computes with its buffers, which DistributedDataParallel sends to all ranks before each step."""
+
+    def register(self, *, models: Any, **parts: Any) -> Any:
+        nn.utils.parametrizations.spectral_norm(models[0])
+        return super().register(models=models, **parts)
+
+
+@pytest.mark.parametrize(("kind", "given"), [(Curve, {}), (Normed, {}), (Spectral, {}), (Curve, {"options": SHARDED})])
 def test_a_worker_that_is_not_replaced_changes_nothing(kind: type[Curve], given: dict[str, Any]) -> None:
     (expected, others, _), (mine, buffers, _), mode = without_and_with_a_death(kind, **ARGUMENTS, **given)
     close(mine, expected)
@@ -110,7 +118,24 @@ class Measured(Curve):
         return result
 
 
-@pytest.mark.parametrize(("kind", "mode"), [(Contrasting, "per_worker"), (Measured, "global")])
+class Together(Curve):
+    """Its model subtracts the mean over all workers, as SyncBatchNorm does, and its buffer is exchanged by DDP itself."""
+
+    class Center(nn.BatchNorm1d):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            mean = x.detach().mean(0)
+            if dist.is_initialized():
+                dist.all_reduce(mean)
+            return super().forward(x - mean / 2)
+
+    def register(self, *, models: Any, **parts: Any) -> Any:
+        models.append(self.Center(1).double())
+        return super().register(models=models, **parts)
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode"), [(Contrasting, "per_worker"), (Together, "per_worker"), (Measured, "global")]
+)
 def test_a_loss_of_all_workers_is_per_worker(kind: type[Curve], mode: str) -> None:
     assert without_and_with_a_death(kind, **ARGUMENTS)[2] == mode
 

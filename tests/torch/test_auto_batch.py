@@ -1,5 +1,7 @@
 """`ElasticConfig(batch="auto")`: after a worker is lost, a run ends with what an undisturbed one has, or the log says why not."""
 
+import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -127,8 +129,10 @@ def test_running_statistics_follow_the_first_ranks_part(workers: int, at: str, a
     """Also if the batch in which the worker failed was trained again."""
     given: dict[str, Any] = {"num_workers": workers, "options": TrainingOptions(accumulate=accumulate)}
     mine = Outcome(Normed, Fault("kill", at, rank=1, step=3), config={"rows": 36, "batch": 3}, **given)
-    mine.assert_equals(Outcome(Normed, config={"rows": 36, "batch": 3}, **given))
+    other = Outcome(Normed, config={"rows": 36, "batch": 3}, **given)
+    mine.assert_equals(other)
     assert mine.mode == "global"
+    assert mine.results[1]["last_train_loss"] == pytest.approx(other.results[1]["last_train_loss"], rel=1e-9)
 
 
 class Growing(Curve):
@@ -158,6 +162,109 @@ def test_buffers_that_user_code_replaces_or_adds_follow_the_first_rank(at: str) 
     mine = Outcome(Growing, Fault("kill", at, rank=1, step=3), **given)
     mine.assert_equals(Outcome(Growing, **given))
     assert mine.mode == "global" and [each.numel() for each in mine.buffers] == [13, 1]
+
+
+class Warm(Curve):
+    """Computes its learning rate from the number of the step."""
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        for group in self.optimizer.param_groups:
+            group["lr"] = 0.02 * (1 + batch_info["global_step"])
+        return super().train_batch(batch, batch_info)
+
+
+class Numbered(Curve):
+    """Computes with the number of the batch in the call."""
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        return super().train_batch((batch[0] * (1 + batch_info["batch_idx"]), batch[1]), batch_info)
+
+
+class Hooked(Curve):
+    """Averages weights in a hook, and trains towards them."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        super().setup(config)
+        self.ema = torch.optim.swa_utils.AveragedModel(copy.deepcopy(self.unwrapped()))
+        self.optimizer.register_step_post_hook(lambda *_: self.ema.update_parameters(self.unwrapped()))
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        with torch.no_grad():
+            target = 0.9 * batch[1] + 0.1 * self.ema(batch[0])
+        return super().train_batch((batch[0], target), batch_info)
+
+
+class Losing(Curve):
+    """Its loss is no mean over samples, and its gradients are clipped as they arrive."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        super().setup(config)
+        for parameter in self.model.parameters():
+            parameter.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
+
+    def loss(self) -> Any:
+        def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            counted = (target > 0).double() + 0.1  # as the tokens of each sample that are no padding
+            return (counted * (output - target) ** 2).sum() / counted.sum() + output.std(correction=0)
+
+        return loss
+
+
+@pytest.mark.parametrize("kind", [Warm, Numbered, Hooked, Losing])
+@pytest.mark.parametrize("faults", [ONE, TWO])
+def test_code_that_computes_with_a_batch_as_each_worker_has_it(
+    kind: type[Curve], faults: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    given: dict[str, Any] = {"scheduler_step_freq": "manual"}
+    mine = Outcome(kind, *faults, **given)
+    mine.assert_equals(Outcome(kind, **given))
+    assert mine.mode == "global" and not said(caplog)
+
+
+class Centered(Curve):
+    """Subtracts a mean that it follows, at a step from which on it does, and notes it before each batch."""
+
+    at = 0
+
+    class Center(nn.Module):
+        follows = True
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(1, 5).double())
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            centered = x - self.mean
+            if self.training and self.follows:
+                self.mean.lerp_(x.detach().mean(0, keepdim=True), 0.2)
+            return centered
+
+    def register(self, *, models: Any, **parts: Any) -> Any:
+        self.center = self.Center()
+        models.insert(1, self.center)
+        return super().register(models=models, **parts)
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        self.center.follows = batch_info["global_step"] >= self.at
+        if self.world_rank == 0:
+            Cluster.running.notes.append((batch_info["global_step"], batch_info["piece"], self.center.mean.tolist()))
+        return super().train_batch(batch, batch_info)
+
+
+def test_each_piece_begins_with_the_buffers_of_the_batch() -> None:
+    """A model may compute with its buffers, as spectral normalization does."""
+    given: dict[str, Any] = {"config": CONFIG, "num_workers": WORKERS, "use_gpu": False, "scheduler_step_freq": "batch"}
+    elastic = ElasticConfig(grow=False)
+    with Cluster(ONE) as cluster, TorchTrainer(training_operator_cls=Centered, elastic=elastic, **given) as trainer:
+        trainer.train(max_retries=-1)
+        assert trainer.batch_mode == "global"
+        found = {(step, piece): mean for step, piece, mean in cluster.notes}
+    assert (4, 1) in found and found[4, 0] == found[4, 1] != found[3, 0]
+
+
+def test_buffers_that_begin_to_change_later_get_their_batch_again(caplog: pytest.LogCaptureFixture) -> None:
+    mine = Outcome(type("Late", (Centered,), {"at": 4}), *ONE)
+    assert mine.mode == "per_worker" and mine.reasons[1] == "batch" and len(said(caplog)) == 1
 
 
 # -- what cannot be exact ------------------------------------------------------------------------------
@@ -198,6 +305,58 @@ class CountingModel(Curve):
         return super().register(models=models, **parts)
 
 
+class Following(Curve):
+    """A second registered model follows the weights of the first one, by hand."""
+
+    def register(self, *, models: Any, **parts: Any) -> Any:
+        self.target = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1)).double().requires_grad_(False)
+        (model, _), *rest = super().register(models=[models, self.target], **parts)
+        return model, *rest
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        result = super().train_batch(batch, batch_info)
+        with torch.no_grad():
+            for mine, other in zip(self.target.parameters(), self.model.parameters(), strict=True):
+                mine.lerp_(other, 0.1)
+        return result
+
+
+class Annealed(Curve):
+    """Its loss counts its calls."""
+
+    class Loss(nn.MSELoss):
+        calls = 0
+
+        def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            return super().forward(output, target)
+
+    def loss(self) -> Any:
+        return self.Loss()
+
+
+class Configured(Curve):
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        self.config["seen"] = self.config.get("seen", 0) + 1
+        return super().train_batch(batch, batch_info)
+
+
+class Scaled(Curve):
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        return super().train_batch((batch[0] * self.world_size, batch[1]), batch_info)
+
+
+class Unlabelled(Curve):
+    """Draws a second batch from an iterator."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        super().setup(config)
+        self.more = itertools.cycle([1.0, 2.0])
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        return super().train_batch((next(self.more) * batch[0], batch[1]), batch_info)
+
+
 class Clearing(Curve):
     """Clears the gradients with torch's zero_grad."""
 
@@ -232,6 +391,11 @@ REFUSED: dict[str, tuple[type[Curve], dict[str, Any], str]] = {
     "a counter": (Counting, {}, "changes self.seen"),
     "a counter in the model": (CountingModel, {}, "changes self.model.1.calls"),
     "an average": (Averaging, {}, "changes self.ema"),
+    "a registered average": (Following, {}, "changes self.models[1].0.weight"),
+    "a counter in the loss": (Annealed, {}, "changes self.criterion"),
+    "a counter in the config": (Configured, {}, "changes self.config"),
+    "the number of workers": (Scaled, {}, "reads self.world_size"),
+    "an iterator": (Unlabelled, {}, "changes self.more"),
     "a loop": (Looping, {}, "a loop of its own"),
     "resized": (Resizing, {}, "resized() of the operator"),
     "an iterable": (Streaming, {}, "not divided by index"),
@@ -302,6 +466,11 @@ def schedule(operator: Any) -> None:
     operator.schedule.step()
 
 
+def scale(operator: Any) -> None:
+    for group in operator.optimizer.param_groups:
+        group["lr"] *= 0.5
+
+
 def count(operator: Any) -> None:
     operator.counter = getattr(operator, "counter", 0) + 1
 
@@ -325,6 +494,16 @@ def test_code_that_interferes_after_all_gets_its_batch_again(
     mine = Outcome(kind, *faults, **given)
     assert mine.mode == "per_worker" and mine.reasons[1] == "batch" and len(said(caplog)) == 1
     assert sum(each["num_samples"] for each in mine.results) == 2 * CONFIG["rows"]
+
+
+@pytest.mark.parametrize("batch", ["auto", "per_worker"])
+@pytest.mark.parametrize("at", ["forward", "reduced", "applied"])
+def test_a_rate_that_each_batch_multiplies_is_multiplied_once_in_a_step(at: str, batch: str, caplog: Any) -> None:
+    """On all ranks, although some have begun the batch that is trained again."""
+    kind = type("Late", (Interfering,), {"early": staticmethod(scale)})
+    mine = Outcome(kind, Fault("kill", at, rank=1, step=3), scheduler_step_freq="manual", elastic={"batch": batch})
+    assert mine.mode == "per_worker" and len(said(caplog)) == (batch == "auto")
+    assert mine.rates == [0.2 * 0.5 ** (sum(each["batch_count"] for each in mine.results) - 3)]
 
 
 class Clipping(Curve):
@@ -359,9 +538,11 @@ def steps_of_an_epoch(first: int, **given: Any) -> int:
     return sum(counts)
 
 
-def test_a_step_before_the_decision_is_per_worker() -> None:
+def test_a_step_before_the_decision_is_per_worker(caplog: pytest.LogCaptureFixture) -> None:
     assert steps_of_an_epoch(1) == 4
+    assert not any("first step" in each for each in caplog.messages)
     assert steps_of_an_epoch(0) == 1 + 4  # 6 rows, then 9, 9, 9 and 3
+    assert sum("2 of 3 workers made the first step" in each for each in caplog.messages) == 1
 
 
 def rank_of(present: int, kind: type[Curve] = Curve) -> Any:
