@@ -24,6 +24,7 @@ from raysgd.training.feed import Feed
 from raysgd.training.step import Policy, Step
 
 CLIPS = "changes gradients between the backward pass and the step: clip with TrainingOptions(clip_norm=...)"
+STATES = (torch.Tensor, list, int, float, type(None))  # of what an update of a metric changes
 STEPS_SCHEDULE = (
     "steps its scheduler: pass scheduler_step_freq='batch' or 'step', so that the trainer steps it after the last piece"
 )
@@ -189,14 +190,39 @@ def _groups(parts: Parts) -> list[dict[str, Any]]:
 
 def settings_of(parts: Parts) -> list[dict[str, Any]]:
     """Return the settings of each parameter group. This runs once for each step."""
-    return [
-        {
-            name: each.clone() if isinstance(each, torch.Tensor) else each
-            for name, each in group.items()
-            if name != "params"
-        }
-        for group in _groups(parts)
-    ]
+    found = []
+    for group in _groups(parts):
+        settings = {**group}
+        del settings["params"]
+        if isinstance(settings.get("lr"), torch.Tensor):  # which schedules fill in place
+            settings["lr"] = settings["lr"].clone()
+        found.append(settings)
+    return found
+
+
+class KeepMetrics(Policy):
+    """Leaves out of the registered metric the samples that a rank repeats, because it has none left in
+    a step or a piece."""
+
+    in_usual_steps = False
+
+    def __init__(self, parts: Parts) -> None:
+        self._metric: Any = parts.metrics.get("train")
+        self._before: Any = None  # a copy of it
+
+    def begin(self, step: Step) -> None:
+        self._restore()
+        if not step.current.fresh:
+            self._before = copy.deepcopy(self._metric)
+
+    def on_step(self, step: Step) -> None:
+        self._restore()
+
+    def _restore(self) -> None:
+        before, self._before = self._before, None
+        if before is not None:
+            for own, kept in zip(self._metric.modules(), before.modules(), strict=True):  # user code may hold each
+                vars(own).update((name, each) for name, each in vars(kept).items() if isinstance(each, STATES))
 
 
 class Pieces(Policy):

@@ -221,6 +221,26 @@ def test_code_that_computes_with_a_batch_as_each_worker_has_it(
     assert mine.mode == "global" and not said(caplog)
 
 
+class Measuring(Curve):
+    def setup(self, config: dict[str, Any]) -> None:
+        super().setup(config)
+        torchmetrics = pytest.importorskip("torchmetrics")
+        squared = torchmetrics.MeanSquaredError()
+        self.errors = self.register_metrics(train=torchmetrics.MetricCollection({"squared": squared}))
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        self.errors["squared"].update(self.model(batch[0]).detach().float(), batch[1].float())
+        return super().train_batch(batch, batch_info)
+
+
+@pytest.mark.parametrize("faults", [ONE, TWO])
+def test_registered_metrics_leave_out_repeated_pieces(faults: Any) -> None:
+    """Two workers process three parts in two rounds."""
+    mine, other = Outcome(Measuring, *faults), Outcome(Measuring)
+    mine.assert_equals(other)
+    assert mine.results[1]["squared"] == pytest.approx(other.results[1]["squared"], rel=1e-5)
+
+
 class Centered(Curve):
     """Subtracts a mean that it follows, at a step from which on it does, and notes it before each batch."""
 
