@@ -249,8 +249,8 @@ class KeepBatch(Policy):
         return BatchMode(*(self.position.batch_mode or ()))
 
     def _now(self) -> tuple[list[Any], dict[str, Any]]:
-        """Return what shows whether user code steps schedulers, or changes weights, or attributes of
-        the operator or the model."""
+        """Return what shows whether user code steps schedulers, or changes weights, or attributes
+        of the operator or the model."""
         parts, contents = self._parts, Contents({id(each) for each in _registered(self._parts)})
         own = {name: value for name, value in vars(self._operator).items() if name not in self._own_names}
         attributes = {name: contents.of(value) for name, value in own.items() if value is not self}

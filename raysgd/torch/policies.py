@@ -201,8 +201,8 @@ def settings_of(parts: Parts) -> list[dict[str, Any]]:
 
 
 class KeepMetrics(Policy):
-    """Leaves out of the registered metric the samples that a rank repeats, because it has none left in
-    a step or a piece."""
+    """Leaves out of the registered metric the samples that a rank repeats, because it has none left
+    in a step or a piece."""
 
     in_usual_steps = False
 
