@@ -176,7 +176,8 @@ class KeepSettings(Policy):
     def on_step(self, step: Step) -> None:
         before, self._before = self._before, []
         if step.outcome == "undone":
-            for group, values in zip(_groups(self._parts), before, strict=False):  # user code may have added groups
+            groups = [group for each in self._parts.optimizers for group in getattr(each, "param_groups", ())]
+            for group, values in zip(groups, before, strict=False):  # user code may have added groups
                 for name, value in values.items():
                     if isinstance(value, torch.Tensor) and isinstance(group.get(name), torch.Tensor):
                         group[name].copy_(value)
@@ -184,19 +185,16 @@ class KeepSettings(Policy):
                         group[name] = value
 
 
-def _groups(parts: Parts) -> list[dict[str, Any]]:
-    return [group for each in parts.optimizers for group in getattr(each, "param_groups", ())]
-
-
 def settings_of(parts: Parts) -> list[dict[str, Any]]:
     """Return the settings of each parameter group. This runs once for each step."""
     found = []
-    for group in _groups(parts):
-        settings = {**group}
-        del settings["params"]
-        if isinstance(settings.get("lr"), torch.Tensor):  # which schedules fill in place
-            settings["lr"] = settings["lr"].clone()
-        found.append(settings)
+    for optimizer in parts.optimizers:
+        for group in getattr(optimizer, "param_groups", ()):
+            settings = {**group}
+            del settings["params"]
+            if isinstance(settings.get("lr"), torch.Tensor):  # which schedules fill in place
+                settings["lr"] = settings["lr"].clone()
+            found.append(settings)
     return found
 
 
