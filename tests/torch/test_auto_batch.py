@@ -521,7 +521,7 @@ def test_code_that_interferes_after_all_gets_its_batch_again(
 def test_a_rate_that_each_batch_multiplies_is_multiplied_once_in_a_step(at: str, batch: str, caplog: Any) -> None:
     """On all ranks, although some have begun the batch that is trained again."""
     kind = type("Late", (Interfering,), {"early": staticmethod(scale)})
-    mine = Outcome(kind, Fault("kill", at, rank=1, step=3), scheduler_step_freq="manual", elastic={"batch": batch})
+    mine = Outcome(kind, Fault("kill", at, rank=1, step=4), scheduler_step_freq="manual", elastic={"batch": batch})
     assert mine.mode == "per_worker" and len(said(caplog)) == (batch == "auto")
     assert mine.rates == [0.2 * 0.5 ** (sum(each["batch_count"] for each in mine.results) - 3)]
 
