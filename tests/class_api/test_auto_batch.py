@@ -71,15 +71,26 @@ ARGUMENTS: dict[str, Any] = {"config": {"rows": 40, "batch": 4}, "scheduler_step
 SHARDED = TrainingOptions(parallel="fsdp", replicas=2)
 
 
-class Spectral(Curve):
-    """Computes with its buffers, which DistributedDataParallel sends to all ranks before each step."""
+class Centered(Curve):
+    """Computes with its buffer, as spectral normalization does: DistributedDataParallel sends that of rank 0 before each step."""
+
+    class Center(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(5).double())
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            centered = x - self.mean
+            if self.training:
+                self.mean.lerp_(x.detach().mean(0), 0.2)
+            return centered
 
     def register(self, *, models: Any, **parts: Any) -> Any:
-        nn.utils.parametrizations.spectral_norm(models[0])
+        models.insert(1, self.Center())
         return super().register(models=models, **parts)
 
 
-@pytest.mark.parametrize(("kind", "given"), [(Curve, {}), (Normed, {}), (Spectral, {}), (Curve, {"options": SHARDED})])
+@pytest.mark.parametrize(("kind", "given"), [(Curve, {}), (Normed, {}), (Centered, {}), (Curve, {"options": SHARDED})])
 def test_a_worker_that_is_not_replaced_changes_nothing(kind: type[Curve], given: dict[str, Any]) -> None:
     (expected, others, _), (mine, buffers, _), mode = without_and_with_a_death(kind, **ARGUMENTS, **given)
     close(mine, expected)
