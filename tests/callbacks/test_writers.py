@@ -25,7 +25,6 @@ from raysgd.callbacks import (
     csv_files,
     json_files,
 )
-from raysgd.callbacks.writers import flat, for_json, scalars
 from tests.callbacks.recording import Line, result
 
 
@@ -64,15 +63,6 @@ def test_json_lines(tmp_path: Path) -> None:
     assert len((tmp_path / "history.jsonl").read_text().splitlines()) == 4, "earlier lines stay"
 
 
-def test_json_is_strict(tmp_path: Path) -> None:
-    run_callback(
-        JsonLinesCallback(tmp_path / "own.jsonl"), tmp_path, result(metrics={"loss": math.nan, "most": -math.inf})
-    )
-    line = json.loads((tmp_path / "own.jsonl").read_text(), parse_constant=lambda name: pytest.fail(name))
-    assert (line["loss"], line["most"]) == ("NaN", "-Infinity")
-    assert math.isnan(float(line["loss"]))
-
-
 class Grid:
     shape = (2, 2)
 
@@ -80,24 +70,21 @@ class Grid:
         return [[1, 2], [3, 4]]
 
 
-@pytest.mark.parametrize(
-    ("value", "written"),
-    [
-        ({1: (1, 2.5)}, {"1": [1, 2.5]}),
-        ([None, True, "text"], [None, True, "text"]),
-        (Grid(), [[1, 2], [3, 4]]),
-        (Path("a"), "a"),
-        ({"x": math.inf}, {"x": "Infinity"}),
-    ],
-)
-def test_for_json(value: Any, written: Any) -> None:
-    assert for_json(value) == written
-
-
-def test_flat_numbers() -> None:
-    values = {"a": {"b": 1, "c": {"d": 2.5}}, "text": "x", "yes": True, "none": None, "list": [1]}
-    assert list(flat(values)) == ["a/b", "a/c/d", "text", "yes", "none", "list"]
-    assert scalars(values) == {"a/b": 1.0, "a/c/d": 2.5, "yes": 1.0}
+def test_json_is_strict(tmp_path: Path) -> None:
+    given = {
+        "loss": math.nan,
+        "most": -math.inf,
+        "inner": {"x": math.inf, 1: (1, 2.5)},
+        "grid": Grid(),
+        "path": Path("a"),
+    }
+    run_callback(
+        JsonLinesCallback(tmp_path / "own.jsonl"), tmp_path, result(metrics={**given, "list": [None, True, "x"]})
+    )
+    line = json.loads((tmp_path / "own.jsonl").read_text(), parse_constant=lambda name: pytest.fail(name))
+    assert (line["loss"], line["most"], line["inner"]) == ("NaN", "-Infinity", {"x": "Infinity", "1": [1, 2.5]})
+    assert (line["grid"], line["path"], line["list"]) == ([[1, 2], [3, 4]], "a", [None, True, "x"])
+    assert math.isnan(float(line["loss"]))
 
 
 def test_csv(tmp_path: Path) -> None:
@@ -141,7 +128,7 @@ def test_printing() -> None:
     out = io.StringIO()
     callback = PrintCallback(file=out)
     callback.on_result(result(metrics={"epoch": 1, "num_samples": 32, "train_loss": 0.51234, "last_train_loss": 9.0}))
-    callback.on_result(report(3, loss=0.25))
+    callback.on_result(report(3, loss=0.25, a={"b": 1, "c": {"d": 2.5}}, text="x", yes=True, none=None, list=[1]))
     callback.on_recovery(
         Recovery(
             reason="worker death",
@@ -158,7 +145,7 @@ def test_printing() -> None:
     PrintCallback(["train_loss"], file=out).on_result(result())
     assert out.getvalue().splitlines() == [
         "train     epoch 1  2 workers  1.5 s  train_loss=0.5123",
-        "report    report 3  2 workers  1.5 s  rank=0  loss=0.25",
+        "report    report 3  2 workers  1.5 s  rank=0  loss=0.25  a/b=1  a/c/d=2.5  yes=1",
         "worker death  epoch 2  2 -> 1 workers  0.0 s",
         "failed: ZeroDivisionError: planned",
         "train     epoch 1  2 workers  1.5 s  train_loss=0.5",
