@@ -18,6 +18,7 @@ def shared(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Itera
     config = {"samples": 101, "loader": {"num_workers": 1, "persistent_workers": True}}
     elastic = ElasticConfig(hang_timeout_s=60)
     ground = Ground(tmp_path_factory.mktemp("failures"), num_workers=3, config=config, elastic=elastic)
+    ground.trainer.train()  # a state that is lost later shows in what the weights have seen
     yield ground
     ground.trainer.shutdown()
 
