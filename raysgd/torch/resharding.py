@@ -26,9 +26,11 @@ from raysgd.core.shard_copies import (
     transfers,
 )
 from raysgd.core.snapshot import Snapshot
+from raysgd.core.tree import mapped
 from raysgd.errors import ConfigError
 from raysgd.torch.checkpoint import packing, states
 from raysgd.torch.foreign import without_step_pre_hooks
+from raysgd.torch.guard import gathered_objects
 from raysgd.torch.operator import TrainingOperator
 
 PARTS = ("models", "optimizers", "averages")
@@ -136,11 +138,11 @@ class Resharding:
         All ranks call this together. The snapshot before is kept until all ranks have this one."""
         generation, index, count = self._live
         rank, ranks = dist.get_rank(), dist.get_world_size()
-        self._nodes = self._nodes or _gathered(self._node)
+        self._nodes = self._nodes or gathered_objects(self._node)
         self._taken += 1
         assert self._operator._parts.shards is not None
         self._operator._parts.shards.reshard()
-        tree = _in_pieces(_sharded_state(self._operator))
+        tree = _in_pieces(self._operator)
         shards: dict[int, Tensors] = {index: {path: states.copied(each) for path, each in _locals(tree).items()}}
         if count > 1:
             distance = neighbour(self._nodes, count)
@@ -177,7 +179,7 @@ class Resharding:
         """Return the state of the snapshot that this generation begins with, with its shards
         divided among the ranks."""
         kept = next((each for each in self._kept if each.snapshot.held == self._given), None)
-        everything = _gathered(None if kept is None else (kept.count, tuple(kept.shards)))
+        everything = gathered_objects(None if kept is None else (kept.count, tuple(kept.shards)))
         holders = {rank: found[1] for rank, found in enumerate(everything) if found is not None}
         lead = min(holders)
         state = _broadcast(kept.tree if kept is not None and rank_info.world_rank == lead else None, lead)
@@ -201,7 +203,7 @@ class Resharding:
         """Divide the shards among the ranks that stay, while all ranks are there. All call this."""
         count = self._live[2]
         holders = {each: [each % count] for each in range(dist.get_world_size())}
-        tree = _in_pieces(_sharded_state(self._operator))
+        tree = _in_pieces(self._operator)
         outline = _broadcast(_without_content(tree), 0)
         targets = {each: index for index, each in enumerate(stay)}
         moved = self._moved(outline, {rank % count: _locals(tree)}, holders, count, targets, len(stay))
@@ -222,7 +224,7 @@ class Resharding:
             shards.rest()
         self._node, self._nodes, self._taken = rank_info.node_rank, [], 0
         held = self._held(at())
-        everything = _gathered((list(held), self._given is not None, at().order))
+        everything = gathered_objects((list(held), self._given is not None, at().order))
         if all(given for _, given, _ in everything):
             return (self._from_snapshot if isinstance(self._given, tuple) else self._from_full_state)(rank_info)
         agreement = agreed([copies for copies, *_ in everything])
@@ -266,7 +268,7 @@ class Resharding:
             return kept
         if rank in agreement.late:
             self._step_late()
-        return HeldShards(replace(self._copy(at()), ready=False), _in_pieces(_sharded_state(self._operator)))
+        return HeldShards(replace(self._copy(at()), ready=False), _in_pieces(self._operator))
 
     def _step_late(self) -> None:
         """Make the step for which this rank is ready. The hooks before it have run: they clipped
@@ -403,28 +405,24 @@ def _exchanged(
 # -- states as trees ----------------------------------------------------------------------------------
 
 
-def _sharded_state(operator: TrainingOperator) -> dict[str, Any]:
+def _in_pieces(operator: TrainingOperator) -> dict[str, Any]:
+    """Return what is sharded of the state, with a `Piece` in place of each sharded tensor."""
     state = states.gather(operator)
-    return {name: state[name] for name in PARTS if name in state}
+    return {name: mapped(_piece, state[name]) for name in PARTS if name in state}
 
 
-def _in_pieces(value: Any) -> Any:
-    """Return a state with a `Piece` in place of each sharded tensor."""
-    if isinstance(value, torch.Tensor) and hasattr(value, "full_tensor"):
-        sharded: Any = value.detach()
-        dims = {each.dim if each.is_shard() else None for each in sharded.placements}
-        if any(each.is_partial() for each in sharded.placements) or len(dims - {None}) > 1:
-            raise ConfigError(
-                f"a tensor of the optimizer is divided as {sharded.placements}, which cannot be divided among other workers: use an "
-                "optimizer whose states are sharded like the parameters"
-            )
-        dim = next(iter(dims - {None}), None)
-        return Piece(tuple(sharded.shape), dim, sharded.dtype, sharded.to_local())
-    if isinstance(value, dict):
-        return {key: _in_pieces(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_in_pieces(each) for each in value)
-    return value
+def _piece(value: Any, *_: Any) -> Any:
+    if not isinstance(value, torch.Tensor) or not hasattr(value, "full_tensor"):
+        return value
+    sharded: Any = value.detach()
+    dims = {each.dim if each.is_shard() else None for each in sharded.placements}
+    if any(each.is_partial() for each in sharded.placements) or len(dims - {None}) > 1:
+        raise ConfigError(
+            f"a tensor of the optimizer is divided as {sharded.placements}, which cannot be divided among other workers: use an "
+            "optimizer whose states are sharded like the parameters"
+        )
+    dim = next(iter(dims - {None}), None)
+    return Piece(tuple(sharded.shape), dim, sharded.dtype, sharded.to_local())
 
 
 def _pieces(tree: Any, path: Path = ()) -> dict[Path, Piece]:
@@ -439,19 +437,13 @@ def _locals(tree: Any) -> dict[Path, torch.Tensor | None]:
     return {path: piece.local for path, piece in _pieces(tree).items()}
 
 
-def _replaced(tree: Any, values: Mapping[Path, Any], path: Path = ()) -> Any:
+def _replaced(tree: Any, values: Mapping[Path, Any]) -> Any:
     """Return a tree with these values in place of its pieces."""
-    if isinstance(tree, Piece):
-        return values[path]
-    if isinstance(tree, dict):
-        return {key: _replaced(each, values, (*path, key)) for key, each in tree.items()}
-    if isinstance(tree, (list, tuple)):
-        return type(tree)(_replaced(each, values, (*path, number)) for number, each in enumerate(tree))
-    return tree
+    return mapped(lambda leaf, *path: values[path] if isinstance(leaf, Piece) else leaf, tree)
 
 
 def _without_content(tree: Any) -> Any:
-    return _replaced(tree, {path: replace(piece, local=None) for path, piece in _pieces(tree).items()})
+    return mapped(lambda leaf, *_: replace(leaf, local=None) if isinstance(leaf, Piece) else leaf, tree)
 
 
 def _on_mesh(piece: Piece, mesh: Any) -> Any:
@@ -463,15 +455,6 @@ def _on_mesh(piece: Piece, mesh: Any) -> Any:
     full = torch.empty(piece.shape, device="meta")
     assert piece.local is not None
     return DTensor.from_local(piece.local, mesh, placements, run_check=False, shape=full.shape, stride=full.stride())
-
-
-# -- objects that all ranks exchange ------------------------------------------------------------------
-
-
-def _gathered(mine: Any) -> list[Any]:
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, mine)
-    return gathered
 
 
 def _broadcast(value: Any, source: int) -> Any:

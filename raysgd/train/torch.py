@@ -29,6 +29,7 @@ from torch.utils.data import DataLoader
 
 from raysgd.callbacks.base import TRACES
 from raysgd.core.lazy import lazy_names
+from raysgd.core.tree import mapped
 from raysgd.errors import ConfigError
 from raysgd.torch.precision import Bf16, Fp16, Precision, make_precision
 from raysgd.torch.profiling import TraceKeeper
@@ -164,21 +165,16 @@ class _InAutocast:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self._precision.autocast():
-            return _to_float32(self._forward(*args, **kwargs))
+            return mapped(_to_float32, self._forward(*args, **kwargs))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _InAutocast:
         return _InAutocast(copy.deepcopy(self._forward, memo), self._precision)
 
 
-def _to_float32(value: Any) -> Any:
+def _to_float32(value: Any, *_: Any) -> Any:
     """Convert a model's output, so that the loss is computed in full precision."""
-    if isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16):
-        return value.float()
-    if isinstance(value, dict):
-        return {key: _to_float32(each) for key, each in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_to_float32(each) for each in value)
-    return value
+    is_half = isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16)
+    return value.float() if is_half else value
 
 
 class ScaledOptimizer(Optimizer):

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from raysgd.core.outcomes import DataLoaderFailure
 from raysgd.core.ranks import RankInfo
 from raysgd.core.sampling_plan import RankPart, SamplingPlan
+from raysgd.core.tree import mapped
 from raysgd.errors import ConfigError
 from raysgd.ray_data.columns import RayData
 from raysgd.torch.data.iterable import sharded_live
@@ -375,17 +376,13 @@ class RowSource(BatchSource):
             whole = RankPart(0, count, fresh, units, count * ranks / units if fresh else 0.0)
             for part in whole.pieces(plan.pieces_of(units)):
                 rows = {name: column[part.start : part.stop] for name, column in columns.items()}
-                batch = _tensors(self._data.arranged(rows))
+                batch = mapped(_tensor, self._data.arranged(rows))
                 yield Drawn(batch, after, part.fresh, units, part.weight, part.whole)
 
 
-def _tensors(batch: Any) -> Any:
-    """Return the columns as tensors; floating-point ones in torch's default type."""
-    if isinstance(batch, dict):
-        return {name: _tensors(column) for name, column in batch.items()}
-    if isinstance(batch, tuple):
-        return tuple(_tensors(column) for column in batch)
-    tensor = torch.as_tensor(batch)
+def _tensor(column: Any, *_: Any) -> Any:
+    """Return a column as a tensor; a floating-point one in torch's default type."""
+    tensor = torch.as_tensor(column)
     return tensor.to(torch.get_default_dtype()) if tensor.is_floating_point() else tensor
 
 

@@ -7,11 +7,11 @@ from numbers import Number
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from raysgd.constants import NUM_SAMPLES
 from raysgd.errors import ConfigError
+from raysgd.torch.guard import gathered_objects
 
 
 class LoggedValues:
@@ -54,9 +54,8 @@ class LoggedValues:
         Every rank must call this at the same points. A rank that had no batch has logged nothing,
         so the ranks exchange the names first.
         """
-        if self._metrics and dist.is_initialized() and dist.get_world_size() > 1:
-            by_rank: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(by_rank, self._logged_metrics)
+        if self._metrics:
+            by_rank = gathered_objects(self._logged_metrics)
             self._logged_metrics = {name: path for each in reversed(by_rank) for name, path in each.items()}
         for name, path in sorted(self._logged_metrics.items()):
             self._outside_batches[name] = self._metrics[path].compute()
