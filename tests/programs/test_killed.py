@@ -24,6 +24,11 @@ for _name in ("gpt", "resnet", "text_classifier", "dcgan", "keras_convnet", "lig
     )
 
 
+@pytest.fixture(autouse=True)
+def variable_of_lightning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # which its import sets
+
+
 @pytest.mark.parametrize("name", [pytest.param("gpt", marks=pytest.mark.more), *PROGRAMS[1:]])
 def test_three_workers_are_killed_and_replaced(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program, before = Program(name, tmp_path, epochs=EPOCHS + (name == "dcgan")), None
