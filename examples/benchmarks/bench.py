@@ -50,6 +50,7 @@ BENCHMARKS = (
     Benchmark(
         "chaos", "--state build/chaos.json --parts 1 --faults 120 --minutes 5", "--minutes 0.5", takes_longer=True
     ),
+    Benchmark("same_numbers", "", "--only gpt --epochs 4", takes_longer=True),
     Benchmark("scale", "", "--ranks 100 1000", takes_longer=True),
 )
 

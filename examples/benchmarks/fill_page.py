@@ -24,7 +24,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 PAGE = HERE.parents[1] / "docs" / "benchmarks.md"
 OTHER_PAGES = (
-    *(PAGE.with_name(f"{name}.md") for name in ("benchmarks_tables", "scaling", "index")),
+    *(PAGE.with_name(f"{name}.md") for name in ("benchmarks_tables", "scaling", "same_numbers", "index")),
     HERE.parents[1] / "README.md",
 )
 RESULTS = HERE / "results"
@@ -205,7 +205,9 @@ def summary(documents: Mapping[str, Mapping[str, Any]]) -> str:
 def told(document: Mapping[str, Any]) -> str:
     machine = document["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
-    spreads = [value for row in document["rows"] for value in row.values() if isinstance(value, Mapping)]
+    spreads = [
+        row[name] for row in document["rows"] for name in document["columns"] if isinstance(row.get(name), Mapping)
+    ]
     many = any(map(has_interval, spreads))
     are = "the 95 % interval of the median of the rounds" if many else "median (least to most) over the rounds"
     return (
@@ -222,12 +224,14 @@ def as_drawn(document: Mapping[str, Any], documents: Mapping[str, Mapping[str, A
     medians = {
         name: middle(cases[case]["gap_s"]) for name, case in REPEATED.items() if has(cases.get(case, {}), "gap_s")
     }
-    rows = [{**row, "still_s": medians.get(row["contender"], row.get("still_s"))} for row in document["rows"]]
+    rows = [{**row, "still_s": medians.get(row.get("contender", ""), row.get("still_s"))} for row in document["rows"]]
     return {**document, "rows": rows}
 
 
 def seen(document: Mapping[str, Any]) -> str:
     """What the pictures of a result show, for those who cannot see them."""
+    if document["benchmark"] == "same_numbers":
+        return "The GPT's validation loss over the epochs: three lines on top of each other"
     parts = [
         f"{row['contender']} {row['still_s']:.2g} s without a step, {row['repeated_samples']:,} samples repeated"
         if "from_s" in row

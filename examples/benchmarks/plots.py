@@ -1,4 +1,4 @@
-"""The picture of kill_curve.py's result: SVG, in a light and a dark variant.
+"""The pictures of what kill_curve.py and same_numbers.py found: SVG, in a light and a dark variant.
 
 python examples/benchmarks/plots.py        from results/ into docs/benchmarks/
 """
@@ -21,19 +21,26 @@ RATES = ("new_per_s", "repeated_per_s")
 VIVID = {"raysgd": "#e0632b", "Ray Train v2": "#4a90d9", "torchrun": "#8d96a0"}
 
 
+def bare(height: float, rows: int, ink: str) -> tuple[Figure, list[Any]]:
+    """Return a figure without a background, whose lines and texts have one colour, and its axes."""
+    drawn = Figure(figsize=(5.0, height), layout="constrained", facecolor="none")
+    axes = [each[0] for each in drawn.subplots(rows, 1, squeeze=False, sharex=True)]
+    for axis in axes:
+        axis.set_facecolor("none")
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.spines[["left", "bottom"]].set_color(ink)
+        axis.tick_params(labelsize=10, colors=ink)
+    return drawn, axes
+
+
 def kill_curve(rows: Rows) -> dict[str, Figure]:
     """Samples per second over the time since the kill, one above the other on one scale; repeated samples are hatched.
     It is narrow, so that its texts are readable on a phone."""
     totals = [[sum(both) for both in zip(*map(row.get, RATES), strict=True)] if "from_s" in row else [] for row in rows]
     pictures = {}
     for mode, ink in INKS.items():
-        drawn = Figure(figsize=(5.0, 1.35 * len(rows) + 0.9), layout="constrained", facecolor="none")
-        axes = [each[0] for each in drawn.subplots(len(rows), 1, squeeze=False, sharex=True)]
+        drawn, axes = bare(1.35 * len(rows) + 0.9, len(rows), ink)
         for axis, row, total in zip(axes, rows, totals, strict=True):
-            axis.set_facecolor("none")
-            axis.spines[["top", "right"]].set_visible(False)
-            axis.spines[["left", "bottom"]].set_color(ink)
-            axis.tick_params(labelsize=10, colors=ink)
             axis.set_title(row["contender"], loc="left", fontsize=11, color=ink, fontweight="bold")
             axis.axvline(0, color=ink, linewidth=1, linestyle=":")
             if not total:
@@ -59,18 +66,47 @@ def kill_curve(rows: Rows) -> dict[str, Figure]:
     return pictures
 
 
+def same_numbers(rows: Rows) -> dict[str, Figure]:
+    """The GPT's loss after each epoch in three runs, on top of each other: the widest line is drawn first."""
+    row = next((row for row in rows if row["program"] == "gpt"), None)
+    pictures = {}
+    for mode, ink in INKS.items() if row else ():
+        drawn, (axis,) = bare(3.2, 1, ink)
+        for (way, (label, hue)), width in zip(WAYS.items(), (9, 5, 1.5), strict=True):
+            losses = row["curves"][way]
+            axis.plot(
+                range(1, len(losses) + 1), losses, color=hue, linewidth=width, label=label, solid_capstyle="round"
+            )
+        for epoch in row["killed_in"]:
+            axis.axvline(epoch, color=ink, linewidth=1, linestyle=":")
+        axis.set_xlabel("epoch (dotted: a worker is killed in it)", fontsize=10, color=ink)
+        axis.set_ylabel("validation loss", fontsize=10, color=ink)
+        axis.legend(fontsize=10, frameon=False, labelcolor=ink)
+        pictures[f"same_numbers_{mode}"] = drawn
+    return pictures
+
+
+WAYS = {
+    "by_hand": ("torchrun", "#8d96a0"),
+    "raysgd": ("raysgd", "#4a90d9"),
+    "three_kills": ("raysgd, three workers killed", "#e0632b"),
+}
+
+
+PLOTS = {"kill_curve": kill_curve, "same_numbers": same_numbers}
+
+
 def plot_all(results: Path, into: Path) -> list[Path]:
-    """Draw the picture, if there is a result. Return its files."""
+    """Draw what there are results of. Return the files."""
     found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(results.glob("*.json"))]
     documents = {each["benchmark"]: each for each in found}
-    if "kill_curve" not in documents:
-        return []
-    into.mkdir(parents=True, exist_ok=True)
     written = []
-    for name, drawn in kill_curve(as_drawn(documents["kill_curve"], documents)["rows"]).items():
-        written.append(into / f"{name}.svg")
-        with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
-            drawn.savefig(written[-1], dpi=100, metadata={"Date": None})
+    for benchmark in PLOTS.keys() & documents.keys():
+        for name, drawn in PLOTS[benchmark](as_drawn(documents[benchmark], documents)["rows"]).items():
+            into.mkdir(parents=True, exist_ok=True)
+            written.append(into / f"{name}.svg")
+            with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
+                drawn.savefig(written[-1], dpi=100, metadata={"Date": None})
     return written
 
 

@@ -1,0 +1,138 @@
+"""The figures of six programs: by hand, with raysgd, with three workers killed, and with the script killed and started again.
+
+    python examples/benchmarks/same_numbers.py --only gpt resnet
+
+The programs are those of examples/programs, with small sizes, on two workers. By hand, they are loops with
+DistributedDataParallel (that of the GPT is started by torchrun), Lightning's Trainer, or Keras' `fit` in one process. No time
+is measured.
+"""
+
+import argparse
+import inspect
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import ray
+from report import claim_stdout, emit
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT))
+from tests.forked_workers import ForkServer  # noqa: E402
+from tests.programs.killing import Kills, Program, flat  # noqa: E402
+
+COLUMNS = ("program", "figure", "by_hand", "raysgd", "three_kills", "started_again", "lines", "lines_by_hand")
+FIGURES = {
+    "gpt": "val_loss",
+    "resnet": "val_loss",
+    "dcgan": "d_loss",
+    "text_classifier": "val_loss",
+    "keras_convnet": "validation_loss",
+    "lightning_manual": "val_error",
+}
+SIZES = {"gpt": {"windows": 288, "validated": 256}}  # so that the loss falls in the whole run
+# In an epoch, between a training and what follows it, and in a validation. That of a DCGAN is another epoch.
+KILLS = (("step", 1), ("between", 1), ("validation", 1))
+
+
+def row(name: str, epochs: int) -> dict[str, Any]:
+    """Run one program in the four ways."""
+    found = {}
+    for way in ("by_hand", "raysgd", "three_kills", "started_again"):
+        with tempfile.TemporaryDirectory() as folder:
+            print(f"--- {name}, {way}", file=sys.stderr, flush=True)
+            found[way] = run(way, Program(name, Path(folder), epochs=epochs, **SIZES.get(name, {})))
+    figure, (_, original) = FIGURES[name], found["by_hand"]
+    curves = {way: [each[figure] for each in history if figure in each] for way, (history, _) in found.items()}
+    told = {"by_hand": f"{curves['by_hand'][-1]:.7f}"}
+    for way in ("raysgd", "three_kills", "started_again"):
+        told[way] = f"{curves[way][-1]:.7f}, {distance(found[way][1], original)}"
+    kills = [number * epochs // 4 for number in (1, 2, 3)]
+    return {"program": name, "figure": figure, **told, **lines(name), "killed_in": kills, "curves": curves}
+
+
+def run(way: str, program: Program) -> Any:
+    if way == "by_hand" and program.name == "keras_convnet":
+        test = import_module("tests.programs.test_keras_convnet")
+        with patch.multiple(test, EPOCHS=program.given["epochs"]):
+            figures, weights = test.by_fit()
+        return figures, [weights]
+    if way == "by_hand":
+        return program.run_under_torchrun() if program.name == "gpt" else program.run_by_hand()
+    if way == "raysgd":
+        return program.run()
+    epochs = program.given["epochs"]
+    if way == "started_again":
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+        return program.run_killed(environment, after=epochs // 2)
+    points = [("step", rank) if program.name == "dcgan" and at == "validation" else (at, rank) for at, rank in KILLS]
+    kills = Kills(program.folder, {number * epochs // 4: point for number, point in enumerate(points, 1)})
+    results = program.run_with(kills)
+    if len(kills.killed) != len(points) or kills.world_size != program.given["workers"]:
+        raise RuntimeError(f"{program.name}: {len(kills.killed)} workers were killed, {kills.world_size} are left")
+    return results
+
+
+def distance(weights: Sequence[Any], others: Sequence[Any]) -> str:
+    """Say by how much any weight differs. Counters, such as BatchNorm's number of batches, are not weights."""
+    pairs = list(zip(flat(weights), flat(others), strict=True))
+    if all(np.array_equal(one, other) for one, other in pairs):
+        return "same bits"
+    return f"{max(float(np.abs(one - other).max()) for one, other in pairs if one.dtype.kind == 'f'):.0e}"
+
+
+def lines(name: str) -> Mapping[str, int]:
+    """Count the lines of the program that are not blank, and of the same program by hand: models and data as in it, and the loop
+    instead of the operator and `main`."""
+    program, test = import_module(f"examples.programs.{name}"), import_module(f"tests.programs.test_{name}")
+    whole = counted(inspect.getsource(program))
+    loop = next(vars(test)[each] for each in ("Loop", "by_lightning", "by_fit", "loop") if each in vars(test))
+    own = [each for each in vars(program).values() if getattr(each, "__module__", "") == program.__name__]
+    replaced = [each for each in own if hasattr(each, "train_epoch") or each.__name__ in REPLACED]
+    return {
+        "lines": whole,
+        "lines_by_hand": whole - sum(map(counted, map(inspect.getsource, replaced))) + counted(inspect.getsource(loop)),
+    }
+
+
+REPLACED = ("main", "model_creator", "data_creator")
+
+
+def counted(text: str) -> int:
+    return sum(bool(line.strip()) for line in text.splitlines())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", choices=[*FIGURES], default=[*FIGURES])
+    parser.add_argument("--epochs", type=int, default=12)
+    parser.add_argument("--smoke", action="store_true", help="only the LightningModule, four epochs")
+    args = parser.parse_args()
+    if args.smoke:
+        args.only, args.epochs = ["lightning_manual"], 4
+    out = claim_stdout()
+    os.environ |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "RAYSGD_FORK_WORKERS": "0"}  # of all workers
+    rows = []
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        server = ForkServer(Path(folder))  # of workers that have imported torch, as in the tests
+        with server.used_by_ray():
+            ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
+        for name in args.only:
+            with server.with_tensorflow() if name == "keras_convnet" else nullcontext():
+                rows.append(row(name, args.epochs))
+            print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+        ray.shutdown()
+        server.close()
+    emit(out, "same_numbers", vars(args), rows, COLUMNS)
+
+
+if __name__ == "__main__":
+    main()
