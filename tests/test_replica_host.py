@@ -42,7 +42,7 @@ def answer(value: Any) -> Any:
 
 
 class Loads(Echo):
-    """Loads states, of which an empty one is an error of the user's code."""
+    """Loads states, of which an empty one raises an error, as user code can."""
 
     def joined(self, rank_info: RankInfo) -> None:
         pass

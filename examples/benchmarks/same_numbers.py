@@ -52,11 +52,11 @@ def row(name: str, epochs: int) -> dict[str, Any]:
             found[way] = run(way, Program(name, Path(folder), epochs=epochs, **SIZES.get(name, {})))
     figure, (_, original) = FIGURES[name], found["by_hand"]
     curves = {way: [each[figure] for each in history if figure in each] for way, (history, _) in found.items()}
-    told = {"by_hand": f"{curves['by_hand'][-1]:.7f}"}
+    shown = {"by_hand": f"{curves['by_hand'][-1]:.7f}"}
     for way in ("raysgd", "three_kills", "started_again"):
-        told[way] = f"{curves[way][-1]:.7f}, {distance(found[way][1], original)}"
+        shown[way] = f"{curves[way][-1]:.7f}, {distance(found[way][1], original)}"
     kills = [number * epochs // 4 for number in (1, 2, 3)]
-    return {"program": name, "figure": figure, **told, **lines(name), "killed_in": kills, "curves": curves}
+    return {"program": name, "figure": figure, **shown, **lines(name), "killed_in": kills, "curves": curves}
 
 
 def run(way: str, program: Program) -> Any:

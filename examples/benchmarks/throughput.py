@@ -39,8 +39,8 @@ COLUMNS = (
 
 
 def measure(setting: Setting, names: Sequence[str], rounds: int, starts: int = 1) -> list[dict[str, Any]]:
-    """One row per contender, with its time over that of BASE. Whoever fails has that in its row, and the others go on without
-    it. The rounds of several `starts` count alike: each has all processes anew."""
+    """One row per contender, with its time over that of BASE. If one fails, its row says so, and the others continue. The rounds of
+    several `starts` count alike: each starts all processes again."""
     print(f"{setting.workload.name}, {setting.workers} workers", file=sys.stderr)
     failed: dict[str, str] = {}
     turns: dict[str, list[Turn]] = {}

@@ -17,7 +17,7 @@ from raysgd.errors import counted
 
 OUT_OF_STEP = "out of step"
 UNREACHABLE = "unreachable"  # a worker that could not connect to the driver
-# The reasons of planned changes, which are no failures.
+# The reasons of planned changes, which are not failures.
 PLANNED = ("growth", "shrink", "preemption", "restart", "batch")
 # The parts of a recovery, usually in this order.
 PHASES = ("stop", "wait", "leave", "state", "setup", "join")

@@ -108,7 +108,9 @@ class TrainingOperator(Stepping):
         self._profiler = None if settings.profiler is None else Profiler(settings.profiler)
         averages_gradients = settings.distributed and settings.options.parallel is not None
         self._exact = averages_gradients and settings.options.gradients == "samples"
-        self._has_metrics = type(self).metrics is not TrainingOperator.metrics
+        own: Any = type(self).metrics  # which can be an attribute of older code, and not the hook
+        self._metrics_hook = own if callable(own) else TrainingOperator.metrics
+        self._has_metrics = self._metrics_hook is not TrainingOperator.metrics
         self._leave_out = self._make_guard(settings)
         buffers, why = KeepBuffers(self._parts), MAKES_STEPS if self._has_own_steps else None
         why = RESIZES if why is None and self._overrides("resized") else why
@@ -521,7 +523,7 @@ class TrainingOperator(Stepping):
 
     def _forward(self, batch: Any) -> tuple[Any, Any, Any]:
         """Return the model's output for a batch, the target, and the loss: of the criterion, or the
-        model's own if there is no criterion."""
+        model's own without a criterion."""
         if hasattr(self, "criterion"):
             *features, target = self._unpack(batch)
             output = self.model(*features)
@@ -542,7 +544,7 @@ class TrainingOperator(Stepping):
         """Return what the method `metrics` returns, also if the user has an attribute of that
         name."""
         with torch.no_grad():
-            found = type(self).metrics(self, output, target)
+            found = self._metrics_hook(self, output, target)
         if not isinstance(found, dict):
             raise TypeError(f"{type(self).__name__}.metrics must return a dict of metrics, got {shown(found)}")
         return {f"{prefix}{name}": value for name, value in found.items()}

@@ -199,7 +199,7 @@ def without_dropout() -> None:
 
 
 def obey(folder: str, framework: str, before: Callable[[], None] | None) -> None:
-    """Let this worker end itself when it is told to."""
+    """Let this worker end itself when it is asked to."""
     if before is not None:
         before()
 

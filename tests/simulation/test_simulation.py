@@ -34,7 +34,7 @@ FOUND = {
         script=("fit 5",),
         faults=(Fault("kill", "applied"), Fault("cancel", "in agreement"), Fault("kill", "in rendezvous", count=7)),
     ),
-    "a new worker with the only state was ended after an error of the user's code in it": Plan(
+    "a new worker with the only state was ended after an error that user code raised in it": Plan(
         seed=80142,
         ranks=3,
         nodes=(3, 2, 1),

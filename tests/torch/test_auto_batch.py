@@ -195,7 +195,7 @@ class Hooked(Curve):
 
 
 class Losing(Curve):
-    """Its loss is no mean over samples, and its gradients are clipped as they arrive."""
+    """Its loss is not a mean over samples, and its gradients are clipped as they arrive."""
 
     def setup(self, config: dict[str, Any]) -> None:
         super().setup(config)
@@ -204,7 +204,7 @@ class Losing(Curve):
 
     def loss(self) -> Any:
         def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-            counted = (target > 0).double() + 0.1  # as the tokens of each sample that are no padding
+            counted = (target > 0).double() + 0.1  # as the tokens of each sample that are not padding
             return (counted * (output - target) ** 2).sum() / counted.sum() + output.std(correction=0)
 
         return loss

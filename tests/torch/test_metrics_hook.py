@@ -71,8 +71,13 @@ def test_an_attribute_of_that_name_is_the_users() -> None:
             super().setup(config)
             self.metrics = nn.Linear(1, 1)
 
-    with inline(Attribute) as trainer:
-        assert trainer.validate()["val_accuracy"] == 0.0
+    class OfTheClass(Line):
+        metrics: Any = ("accuracy",)
+
+    for operator in (Attribute, OfTheClass):
+        with inline(operator) as trainer:
+            assert "train_accuracy" not in trainer.train()
+            assert trainer.validate()["val_accuracy"] == 0.0
 
 
 def test_another_result_than_a_dict_is_refused() -> None:
