@@ -68,21 +68,20 @@ samples, exact = [], []
 def epoch():
     samples.append(ground.trainer.train(max_retries=-1)["num_samples"])
     exact.append(ground.trained() == Counter(range(1500)))
+def until(recoveries):
+    for _ in range(40):
+        if len(ground.trainer.recoveries) < recoveries:
+            epoch()
 later(1.5, drain)
-epoch()
+until(1)
 told = {path.name: path.read_text().split() for path in marks.glob("notice-*")}
 lose(nodes[0])
 nodes.append(cluster.add_node(num_cpus=1))
-def complete():
-    for _ in range(20):
-        if ground.trainer.world_size < 3:
-            epoch()
-complete()
-timers = [later(2, lambda: lose(nodes[1])), later(7, lambda: nodes.append(cluster.add_node(num_cpus=1)))]
-epoch()
-for timer in timers:
-    timer.wait()
-complete()
+until(2)
+later(2, lambda: lose(nodes[1]))
+until(3)
+nodes.append(cluster.add_node(num_cpus=1))
+until(4)
 facts = dict(exact=exact, samples=samples, reasons=reasons(ground), told=told, drained=nodes[0].node_id,
              redone=ground.trainer.recoveries[0].batches_redone)
 ground.trainer.shutdown()
@@ -90,7 +89,8 @@ elastic = ElasticConfig(min_workers=3, backoff_s=0.2, backoff_max_s=0.5, max_att
 ground = Ground(marks / "few", elastic=elastic, **settings)
 later(1.5, lambda: lose(nodes[2]))
 try:
-    ground.trainer.train(max_retries=-1)
+    for _ in range(40):
+        ground.trainer.train(max_retries=-1)
     say(**facts, error="none")
 except TrainingFailedError as error:
     say(**facts, error=str(error))
@@ -110,7 +110,7 @@ import os
 head = Other.options(scheduling_strategy=ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
     ray.get_runtime_context().get_node_id(), soft=False)).remote()
 ray.get(head.ready.remote())
-ground = Ground(marks, num_workers=1, use_ray=True, config={"samples": 400, "pace": 0.01}, elastic=elastic)
+ground = Ground(marks, num_workers=1, use_ray=True, config={"samples": 400, "pace": 0.02}, elastic=elastic)
 ground.trainer.train()
 ground.trained()
 time.sleep(0.5)
