@@ -56,13 +56,15 @@ def raise_user_error(outcome: Failed, info: WorkerInfo) -> NoReturn:
     raise error from RemoteTraceback(f"{where}\n{readable(outcome.traceback, error)}")
 
 
-def unfinished_error(stories: Sequence[str]) -> WorkerStartError:
-    """Return the error about workers whose set-up did not end in time."""
-    advice = (
-        "If the set-up only needs more time, raise the limit: elastic=ElasticConfig(hang_timeout_s=...). raysgd did not try "
-        "again, because a second attempt would take as long."
-    )
-    return WorkerStartError("\n".join([*stories, advice]))
+def unfinished_error(stories: Sequence[str], *, silent: bool = False) -> WorkerStartError:
+    """Return the error about workers whose set-up did not end in time, or that were `silent` for
+    too long in it."""
+    limit = "ElasticConfig(hang_timeout_s=...)"
+    if not silent:
+        limit = f"timeout_s or {limit}: the larger one is the limit (training functions have only the second one)"
+    advice = f"If the set-up only needs more time, increase {limit}."
+    why = "raysgd did not try again, because a second attempt would take as long."
+    return WorkerStartError("\n".join([*stories, f"{advice} {why}"]))
 
 
 def no_room_error(

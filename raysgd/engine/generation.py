@@ -301,10 +301,10 @@ class Generation:
         generation, it counts as a failed worker instead."""
         hanging = {w: o for w, o in outcomes.items() if isinstance(o, WorkerFailed) and o.reason == "hang"}
         stories = [story for worker in hanging if (story := self._table[worker].unfinished)]
-        if hanging and not stories and not self._has_formed:
-            stories = [outcome.cause for outcome in hanging.values()]
         if stories:
             raise unfinished_error(stories)
+        if hanging and not self._has_formed:
+            raise unfinished_error([outcome.cause for outcome in hanging.values()], silent=True)
 
     def _rendezvous(self, workers: Sequence[str]) -> bool:
         self.number += 1

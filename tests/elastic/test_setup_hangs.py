@@ -69,7 +69,7 @@ def start(notes: Path, limit_s: float = SHORT_S, **arguments: Any) -> str:
 def check(text: str, function: str, *, rank: int = 1, limit_s: float = SHORT_S) -> None:
     assert f"rank {rank} on node " in text and f"within {limit_s:g} s" in text, text
     assert f"{function}" in text and Path(__file__).name in text, f"the stack of the user's code: {text}"
-    assert "hang_timeout_s" in text and "did not try again" in text, text
+    assert "increase timeout_s or ElasticConfig(hang_timeout_s=...)" in text and "did not try again" in text, text
     assert "actor.py" not in text and "replica_host.py" not in text, f"our own frames are left out: {text}"
 
 
@@ -84,6 +84,7 @@ def test_a_hang_in_setup_of_one_rank(ray_cluster: None, tmp_path: Path) -> None:
 def test_a_hang_in_setup_that_holds_the_interpreter(ray_cluster: None, tmp_path: Path) -> None:
     text = start(tmp_path, 60.0, training_operator_cls=Stuck, config={"wait": holds_the_interpreter})
     assert "rank 1 on node " in text and "has not answered" in text and "interpreter lock" in text, text
+    assert "more time, increase ElasticConfig(hang_timeout_s=...)" in text, f"timeout_s is no limit of this: {text}"
     assert noted(tmp_path, "rank1") == 1
 
 
