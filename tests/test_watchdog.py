@@ -1,5 +1,7 @@
 """The watchdog of one call asks for stacks, kills the ranks that block the others, and waits for late answers."""
 
+import weakref
+from threading import Event
 from typing import Any
 
 import pytest
@@ -7,6 +9,7 @@ import pytest
 from raysgd.core.outcomes import CollectivePlace
 from raysgd.core.progress import Progress, report_interval_s
 from raysgd.engine.watchdog import ExtraCalls, Watchdog, ask
+from raysgd.errors import NotActiveError
 from raysgd.workers.events import CallEnded
 from tests.fake_group import FakeGroup, MessageReceived, Ok, PartReceived, StackReport, reporting
 
@@ -45,6 +48,21 @@ def test_answers_to_another_request_are_not_taken() -> None:
     assert table.take_answers(StackReport, other) == [("b", StackReport(other, ("set up",)))]
     assert table.take_answers(StackReport, mine) == [("a", StackReport(mine, ("train",)))]
     assert table.take_answers(StackReport, mine) == []
+
+
+def test_the_answer_to_a_call_that_was_cancelled_is_noted_and_not_kept() -> None:
+    group = FakeGroup(names="ab", run=None)
+    table = group.table(lambda: 1000.0)
+    workers = table.launch(2)
+    table.cancel(NotActiveError("cancelled"))
+    with pytest.raises(NotActiveError):
+        ask(table, workers, "run", {}, limit_s=LIMIT_S)
+    value = Event()
+    group.events += [CallEnded("b", 2, Ok(value, Progress(step=3)))]
+    kept = weakref.ref(value)
+    del value
+    table.pump(0.0)
+    assert kept() is None and (table["b"].progress.step, table["b"].is_exact) == (3, True)
 
 
 class Watched:

@@ -165,11 +165,12 @@ class FanOut:
                 if self._boundary is not None:
                     self._boundary.advance(self._calls.running)
                     self._hurry()
-            self._table.forget(self._calls.running.values())
         except BaseException as error:
             with self._table.during("interruption"):
                 self._cut_short(error)
             raise
+        finally:
+            self._table.forget(self._calls.running.values())
 
     def _tick(self) -> None:
         running = list(self._calls.running)

@@ -37,17 +37,22 @@ def ask(
     calls, workers = table.open_calls(on_trouble), list(workers)
     verbs = dict.fromkeys(workers, verb) if isinstance(verb, str) else verb
     shared = {} if callable(arguments) else dict(arguments)
-    for worker in workers:
-        given = dict(arguments(worker)) if callable(arguments) else shared
-        calls.expect(worker, table.group.submit(worker, verbs[worker], given, generation=generation))
-    limit = TimeLimit(table, verbs, limit_s)
-    while True:
-        calls.collect()
-        if not calls.running:
-            return {worker: calls.outcomes[worker] for worker in workers}
-        if limit.tick(calls.running):
-            calls.trouble()  # ranks that only wait for the late ones fail then, too
-        table.pump(LOOK_S)
+    try:
+        for worker in workers:
+            given = dict(arguments(worker)) if callable(arguments) else shared
+            calls.expect(worker, table.group.submit(worker, verbs[worker], given, generation=generation))
+        limit = TimeLimit(table, verbs, limit_s)
+        while True:
+            calls.collect()
+            if not calls.running:
+                return {worker: calls.outcomes[worker] for worker in workers}
+            if limit.tick(calls.running):
+                calls.trouble()  # ranks that only wait for the late ones fail then, too
+            table.pump(LOOK_S)
+    finally:
+        table.forget(
+            calls.running.values()
+        )  # after an error (Ctrl-C, a cancelled call): nothing waits for them any more
 
 
 class TimeLimit:

@@ -329,7 +329,7 @@ class WorkerTable:
         return None
 
     def forget(self, calls: Iterable[int]) -> None:
-        """Drop the outcomes of these calls."""
+        """Drop the outcomes of these calls, also of those that have not ended yet."""
         for call in calls:
             self._asked.pop(call, None)
             self._replies.pop(call, None)
@@ -442,10 +442,9 @@ class WorkerTable:
             self._message_received(info, event.message)
 
     def _call_ended(self, info: WorkerInfo, event: CallEnded) -> None:
-        if event.call not in self._asked:
-            return
-        self._replies[event.call] = event.outcome
-        self._note_change(event.worker)
+        if event.call in self._asked:  # otherwise nothing waits for it any more
+            self._replies[event.call] = event.outcome
+            self._note_change(event.worker)
         if info.busy == event.call:
             info.busy = None
         info.moved_at = self.clock()
