@@ -203,18 +203,27 @@ class RecoveryLoop:
 
     def _not_formed(self, case: _Case, survivors: list[str], joining: list[str]) -> None:
         """Take the replacements back after a failed try. If no worker has failed, the network
-        between them may be broken: then dismiss them, but not at the first try of a planned change,
-        which counts as a failure from now on."""
+        between them may be broken: then dismiss them, but not one with the only state, and not at
+        the first try of a planned change, which counts as a failure from now on."""
         case.tries += 1
         failed = {info.worker for info in self._table.failed()} & {*survivors, *joining}
         first = case.seen.kind == "paused"
         if first and failed.isdisjoint(survivors):  # otherwise it is the failure of a member
             case.seen = replace(case.seen, kind="broken", detail=self._generation.causes())
-        if failed or first:
-            self._replacements.take_back(joining)
-        else:
-            for worker in joining:
+        kept = joining if failed or first else self._only_holder(survivors, joining)
+        self._replacements.take_back(kept)
+        for worker in joining:
+            if worker not in kept:
                 self._table.dismiss(worker)
+
+    def _only_holder(self, survivors: list[str], joining: list[str]) -> list[str]:
+        """Return the one of those that join which has a newer state than the survivors and the
+        snapshot: the member that it took this from has failed. Mostly, there is none."""
+        progress = {worker: self._table[worker].progress for worker in [*survivors, *joining]}
+        newest = self._table.snapshots.latest() or Snapshot()
+        best = most_advanced(progress)
+        newer = best in joining and progress[best].order > newest.progress.order
+        return [best] if newer and not self._generation.is_sharded else []  # of shards, none has all
 
     def _check(self, case: _Case, survivors: list[str]) -> None:
         """Raise an error if only the user's set-up is in the way, or after too many attempts."""

@@ -414,6 +414,25 @@ def test_calls_are_run_again_if_a_spare_with_an_older_state_is_left(monkeypatch:
     assert result.error is None and sum("<- run train" in line for line in result.trace) == 6
 
 
+def test_new_workers_with_the_only_state_are_kept_if_they_cannot_connect(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have taken it from a member that then failed, and the network between them fails once. Before, both were ended, and
+    training continued from the snapshot."""
+    original, calls = Generation._rendezvous, itertools.count(1)
+
+    def rendezvous(self: Generation, workers: list[str]) -> bool:
+        number, self._failures = next(calls), {}
+        if number == 3:  # the growth, after a recovery
+            assert len(workers) == 3
+            self._table.group.workers[workers[0]].die()  # type: ignore[attr-defined]
+        return number != 4 and original(self, workers)
+
+    monkeypatch.setattr(Generation, "_rendezvous", rendezvous)
+    faults = (Fault("kill", "applied", 12, others=1),)
+    result = run(Plan(ranks=3, nodes=(3,), samples=200, step_s=0.3, script=("train",), faults=faults))
+    assert result.error is None and next(calls) > 5
+    assert [each.batches_redone for each in result.recoveries if each.reason == "worker death"] == [0, 0]
+
+
 def test_a_shutdown_in_a_callback_ends_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Checker, "recovered", lambda self, recovery: self.engine.stop())
     error = run(Plan(seed=1, ranks=2, nodes=(2,), samples=12, faults=(Fault("kill", "applied", count=4),))).error
