@@ -16,7 +16,7 @@ from numbers import Rational, Real
 from typing import Any
 
 from raysgd.constants import BATCH_COUNT, NUM_SAMPLES
-from raysgd.errors import shown
+from raysgd.errors import ConfigError, shown
 
 SKIPPED = "skipped_steps"
 LARGEST = sys.float_info.max
@@ -35,8 +35,8 @@ class Measured:
 
     committed   how many samples all ranks together have committed in the call; 0 if not known
     batch_mode  what was decided about the batch: the `mode` of a `BatchMode`
-    rows        what is known of the worker's rows without reading them
-    first       of the newest epoch: its number, and a digest of its first batch
+    rows        what is known of the worker's rows without reading them, by loader
+    first       of the newest epoch of a loader: its number, and a digest of its first batch
     returned    an object that the operator returned in place of metrics, alone in a tuple
     loaders     in place of `metrics`, if several loaders were evaluated: those of each, by what
                 their names begin with
@@ -47,8 +47,8 @@ class Measured:
     metrics: Result = field(default_factory=dict)
     committed: int = 0
     batch_mode: str = ""
-    rows: str = ""
-    first: str = ""
+    rows: Mapping[str, str] = field(default_factory=dict)
+    first: Mapping[str, str] = field(default_factory=dict)
     returned: tuple[Any, ...] = ()
     loaders: Mapping[str, Result] = field(default_factory=dict)
     traces: Mapping[str, bytes] = field(default_factory=dict)
@@ -176,7 +176,14 @@ def merge_part(part: Sequence[Measured]) -> Result:
     """Merge what the ranks measured in a part of a call. Each of several loaders has a mean over
     its own samples; the counts are those of all."""
     merged = merge_ranks([each.metrics for each in part])
-    for name in part[0].loaders if part else ():
+    names = list(part[0].loaders) if part else []
+    for rank, each in enumerate(part):
+        if list(each.loaders) != names:  # they have evaluated other data at the same time
+            raise ConfigError(
+                f"the loaders of ranks 0 and {rank} have other names, or another order: their results begin with {names} and "
+                f"{list(each.loaders)}. Register loaders with the same names in the same order on every worker"
+            )
+    for name in names:
         for key, value in merge_ranks([each.loaders[name] for each in part]).items():
             if key in (NUM_SAMPLES, BATCH_COUNT):
                 merged[key] = merged.get(key, 0) + value

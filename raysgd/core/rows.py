@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from raysgd.core.metrics import Measured
 
 SEED = "random_split(..., generator=torch.Generator().manual_seed(0))"
@@ -22,23 +24,29 @@ class RowsCheck:
     """Owns what each worker has said of its data in the call, and what was warned about."""
 
     def __init__(self) -> None:
-        self._said: dict[str, tuple[int, str, str]] = {}
+        self._said: dict[str, tuple[int, Mapping[str, str], Mapping[str, str]]] = {}
         self._warned: set[str] = set()
 
     def begin(self) -> None:
         """Forget what was said, because a call begins."""
         self._said.clear()
 
-    def see(self, loader: str, worker: str, rank: int, partial: Measured) -> str:
-        """Compare a report with those of other workers. Return a warning, once for each loader."""
+    def see(self, worker: str, rank: int, partial: Measured) -> list[str]:
+        """Compare a report with those of other workers. Return warnings, once for each loader."""
         said = rank, partial.rows, partial.first
-        if self._said.get(worker) == said or loader in self._warned:
-            return ""
+        if self._said.get(worker) == said:
+            return []
         self._said[worker] = said
+        found = []
         for other in self._said.values():
-            (low, ours, first), (high, theirs, second) = sorted((said, other))
-            text = OTHER if ours and theirs and ours != theirs else SAME if first and first == second else ""
-            if text and low != high:
+            (low, ours, first), (high, theirs, second) = sorted((said, other), key=lambda each: each[0])
+            differ = {loader for loader in ours if ours[loader] != theirs.get(loader, ours[loader])}
+            same = {loader for loader in first if first[loader] == second.get(loader)}
+            for loader in sorted((differ | same) - self._warned) if low != high else ():
                 self._warned.add(loader)
-                return text.format(loader=loader, low=low, high=high, ours=ours, theirs=theirs)
-        return ""
+                text, rows = (
+                    OTHER if loader in differ else SAME,
+                    {"ours": ours.get(loader), "theirs": theirs.get(loader)},
+                )
+                found.append(text.format(loader=loader, low=low, high=high, **rows))
+        return found

@@ -34,6 +34,7 @@ from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.resharding import Resharding
 from raysgd.torch.settings import TorchSettings
 from raysgd.training.feed import Source
+from raysgd.training.operator_base import each_loader
 from raysgd.training.replica_base import Phase, ReplicaBase
 
 PARTIAL_S = 10.0
@@ -65,7 +66,7 @@ class TorchReplica(ReplicaBase):
         if type(operator).train_epoch is TrainingOperator.train_epoch:
             operator._own_scheduler()  # raises ConfigError for what it cannot step
         self._divided = settings.add_dist_sampler or not settings.distributed
-        self._described: dict[Phase, tuple[Any, LoaderRows]] = {}  # with the loaders
+        self._described: dict[str, tuple[Any, LoaderRows]] = {}  # with the loaders
         self.saved_rows: dict[str, list[Any]] = {}  # the part `rows` of the newest state that was loaded
         self._phase: Phase = "train"  # the running call's
         self._replaced: Any = None  # the source of the train_loader, while a load opens another one
@@ -147,18 +148,26 @@ class TorchReplica(ReplicaBase):
         if self._rank_info.world_size == 1:
             return self._partial
         # The driver compares these with the data of other ranks.
-        rows, first = self.rows_of(self._phase).for_ranks, getattr(self._sources.get(self._phase), "first", "")
+        rows = {name: each.for_ranks for name, each in self.rows_of(self._phase).items() if each.for_ranks}
+        sources = zip(self._loaders(self._phase), self._phases(self._phase), strict=True)
+        begun = {name: getattr(self._sources.get(phase), "first", "") for name, phase in sources}
+        first = {name: batch for name, batch in begun.items() if batch}
         return replace(self._partial or Measured(), rows=rows, first=first)
 
-    def rows_of(self, phase: Phase) -> LoaderRows:
-        """Return what is known of the rows of the registered data, if raysgd divides it by index
-        among the ranks."""
-        loader = getattr(self.operator._parts, self.data_names[phase])
-        described, rows = self._described.get(phase, (None, LoaderRows()))
-        if loader is not described:
-            rows = LoaderRows.of(loader) if self._divided and is_planned(loader) else LoaderRows()
-            self._described[phase] = loader, rows
-        return rows
+    def _loaders(self, phase: Phase) -> dict[str, Any]:
+        """Return the registered data, or each of several loaders, by what errors call it."""
+        name = self.data_names[phase]
+        return dict(each_loader(name, getattr(self.operator._parts, name)))
+
+    def rows_of(self, *phases: Phase) -> dict[str, LoaderRows]:
+        """Return what is known of the rows of the registered data, by its name, if raysgd divides
+        it by index among the ranks."""
+        loaders = {name: loader for phase in phases for name, loader in self._loaders(phase).items()}
+        for name, loader in loaders.items():
+            if name not in self._described or self._described[name][0] is not loader:
+                rows = LoaderRows.of(loader) if self._divided and is_planned(loader) else LoaderRows()
+                self._described[name] = loader, rows
+        return {name: self._described[name][1] for name in loaders}
 
     def _counts(self) -> dict[str, Any]:
         skipped = self.operator._parts.precision.skipped() + self.operator._leave_out.skipped
@@ -213,7 +222,7 @@ class TorchReplica(ReplicaBase):
     def _loop_state(self) -> dict[str, Any]:
         """Return where this replica is in its data."""
         loaders = {"loader": self._sources["train"].state()} if "train" in self._sources else {}
-        known = {name: self.rows_of(phase) for phase, name in self.data_names.items()}
+        known = self.rows_of(*self.data_names)
         rows = {name: [each.units, each.indices] for name, each in known.items() if each.indices}
         return {**self._positions(), **loaders, **({"rows": rows} if rows else {})}
 

@@ -89,7 +89,7 @@ def joined(outputs: list[Any]) -> Any:
 def rows_that_differ(replica: TorchReplica) -> list[str]:
     """Return the names of the loaders that have as many rows as in the state that was loaded, but
     others. If a loader has another length, the user has changed the data on purpose."""
-    here = {name: replica.rows_of(phase) for phase, name in replica.data_names.items()}
+    here = replica.rows_of(*replica.data_names)
     pairs = [
         (name, here[name], saved) for name, saved in replica.saved_rows.items() if name in here and here[name].indices
     ]

@@ -27,7 +27,6 @@ from raysgd.workers.tracebacks import fold_frames
 
 logger = logging.getLogger("raysgd")
 
-LOADERS = {"train": "train_loader", "validate": "validation_loader", "test": "test_loader"}
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -85,16 +84,12 @@ class CallRunner:
         if info.rank == 0:
             self.batch_mode = partial.batch_mode or self.batch_mode
         if self._kind is not None:
-            self._compare_rows(info)
+            if info.partial is not None and info.rank is not None:
+                for warning in self._rows.see(info.worker, info.rank, info.partial):
+                    logger.warning("%s", warning)
             now = Underway(kind=self._kind, worker=info.worker, progress=info.progress, metrics=partial.metrics)
             self._callbacks.progress(now)
             self._callbacks.raise_stop()
-
-    def _compare_rows(self, info: WorkerInfo) -> None:
-        if info.partial is not None and info.rank is not None and self._kind in LOADERS:
-            warning = self._rows.see(LOADERS[self._kind], info.worker, info.rank, info.partial)
-            if warning:
-                logger.warning("%s", warning)
 
     def on_recovery(self, recovery: Recovery) -> None:
         """Call the callbacks. One that stops training because of the recovery does so at the next

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, get_worker_info, random_split
 
-from raysgd import CheckpointError
+from raysgd import CheckpointError, ConfigError
 from raysgd.data import Dataset, ShardedStream
 from tests.faults import LedgerOperator, Numbered
 from tests.local.ground import Fault, LocalGround
@@ -187,6 +187,33 @@ class Sharded(LedgerOperator):
                 yield samples[index]
 
         shards = config.get("shards", len(LENGTHS))
+def test_loaders_with_names_that_ranks_do_not_divide_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    def register(operator: Any) -> None:
+        rows = {"equal": Numbers(40), "longer": Numbers(40 + operator.world_rank), "whole": Whole(40)}
+        operator.register_data(validation_loader={name: DataLoader(data, 8) for name, data in rows.items()})
+
+    with Cluster(), inline(Computing, num_workers=2) as trainer:
+        trainer.apply_all_operators(register)
+        for _ in range(2):
+            trainer.validate()
+    rows, batch = (each for each in caplog.messages if "rank 0" in each or "ranks 0" in each)
+    assert "the validation_loader['longer'] of rank 1 has other rows than that of rank 0 (41 rows and 40 rows)" in rows
+    assert "have begun an epoch with the same batch of the validation_loader['whole']: each rank seems to" in batch
+
+
+def test_loaders_with_other_names_on_another_rank_are_an_error() -> None:
+    def register(operator: Any) -> None:
+        names = sorted(("easy", "hard"), reverse=operator.world_rank == 1)
+        operator.register_data(validation_loader={name: DataLoader(Numbers(40), 8) for name in names})
+
+    with Cluster(), inline(Computing, num_workers=2) as trainer:
+        trainer.apply_all_operators(register)
+        with pytest.raises(
+            ConfigError, match=r"ranks 0 and 1 .*\['val_easy_', 'val_hard_'\] and \['val_hard_', 'val_easy_'\]"
+        ):
+            trainer.validate()
+
+
         stream = ShardedStream(open_shard, shards, batch_size=4, shuffle=8, readers=2)
         self.register_data(train_loader=stream, validation_loader=ShardedStream(open_shard, shards, batch_size=4))
 

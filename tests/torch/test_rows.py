@@ -113,7 +113,10 @@ class Split(Line):
         if "split" in config:
             generator = torch.Generator().manual_seed(config["split"])
             train, validation = random_split(data, [len(data) - 4, 4], generator)
-            made = {"train_loader": DataLoader(train, batch_size=4), "validation_loader": DataLoader(validation)}
+            held_out: Any = DataLoader(validation)
+            made = {"train_loader": DataLoader(train, batch_size=4), "validation_loader": held_out}
+            if "named" in config:
+                made["validation_loader"] = {"rest": held_out}
         return made
 
 
@@ -125,6 +128,7 @@ SAYS = "the checkpoint was saved with other rows in the train_loader and the val
     [
         ({"split": 1}, {"split": 1}, False),
         ({"split": 1}, {"split": 2}, True),
+        ({"split": 1, "named": 1}, {"split": 2, "named": 1}, True),
         ({"split": 1}, {"split": 1, "rows": 24}, False),
         ({"rows": 20}, {"split": 1}, False),
     ],
@@ -157,7 +161,7 @@ def test_a_resume_with_another_division_is_an_error(tmp_path: Path) -> None:
 def test_ranks_report_what_the_driver_compares() -> None:
     rank = torch_rank(Split, {"split": 1}, ranks=2, distributed=True, wrap_ddp=False)
     rank.validate()
-    assert rank.reports[-1][1].rows.startswith("4 rows with the indices ")
+    assert rank.reports[-1][1].rows["validation_loader"].startswith("4 rows with the indices ")
     alone = torch_rank(Split, {"split": 1})
     alone.validate()
     assert not alone.reports[-1][1].rows and not alone.measured.rows
