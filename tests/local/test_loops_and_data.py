@@ -56,6 +56,27 @@ class Loading(LedgerOperator):
         self.register_data(train_loader=config["loader_of"]())
 
 
+class Shuffled(LedgerOperator):
+    """Without a generator of the loader's own."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        super().setup(config)
+        self.register_data(train_loader=DataLoader(Numbered(240), batch_size=4, shuffle=True))
+
+
+@pytest.mark.parametrize("given", [{}, {"operator": Shuffled, "seed": 4}], ids=["generator", "seed"])
+def test_later_epochs_keep_their_order_after_all_workers_have_failed(make: Make, given: Any) -> None:
+    ledgers = []
+    for faults in ((), (Fault(0, 30, others=(1, 2)),)):
+        ground = make(**given)
+        ground.arm(*faults)
+        for _ in range(3):
+            ground.trainer.train()
+        ledgers.append(ground.trainer.apply_all_operators(lambda operator: list(operator.ledger))[0])
+        assert ground.fired() == len(faults) == len(ground.trainer.recoveries)
+    assert ledgers[0] == ledgers[1] and len(ledgers[0]) == 720
+
+
 def loading(make: Make, loader: Callable[[], Any], samples: int = 240) -> LocalGround:
     return make(operator=Loading, config={"loader_of": loader, "samples": samples})
 
@@ -166,27 +187,6 @@ def test_ranks_that_do_not_divide_one_data_set_are_named(caplog: pytest.LogCaptu
     assert "ranks 0 and 1 have begun an epoch with the same batch of the validation_loader: each rank seems to" in batch
 
 
-# -- a ShardedStream ----------------------------------------------------------------------------------
-
-LENGTHS = (5, 40, 1, 63, 17, 0, 34)
-SAMPLES = sum(LENGTHS)
-
-
-class Sharded(LedgerOperator):
-    def setup(self, config: dict[str, Any]) -> None:
-        super().setup(config)
-        samples, starts = Numbered(SAMPLES), [0, *accumulate(LENGTHS)]
-        self.unreadable = (-1, Fault(0, 0))
-
-        def open_shard(shard: int) -> Iterator[Any]:
-            if config.get("broken") == shard:
-                raise OSError("no such file")
-            for index in range(starts[shard], starts[shard + 1]):
-                if index == self.unreadable[0]:
-                    self.unreadable[1].fire(self.marks)
-                yield samples[index]
-
-        shards = config.get("shards", len(LENGTHS))
 def test_loaders_with_names_that_ranks_do_not_divide_are_named(caplog: pytest.LogCaptureFixture) -> None:
     def register(operator: Any) -> None:
         rows = {"equal": Numbers(40), "longer": Numbers(40 + operator.world_rank), "whole": Whole(40)}
@@ -214,6 +214,27 @@ def test_loaders_with_other_names_on_another_rank_are_an_error() -> None:
             trainer.validate()
 
 
+# -- a ShardedStream ----------------------------------------------------------------------------------
+
+LENGTHS = (5, 40, 1, 63, 17, 0, 34)
+SAMPLES = sum(LENGTHS)
+
+
+class Sharded(LedgerOperator):
+    def setup(self, config: dict[str, Any]) -> None:
+        super().setup(config)
+        samples, starts = Numbered(SAMPLES), [0, *accumulate(LENGTHS)]
+        self.unreadable = (-1, Fault(0, 0))
+
+        def open_shard(shard: int) -> Iterator[Any]:
+            if config.get("broken") == shard:
+                raise OSError("no such file")
+            for index in range(starts[shard], starts[shard + 1]):
+                if index == self.unreadable[0]:
+                    self.unreadable[1].fire(self.marks)
+                yield samples[index]
+
+        shards = config.get("shards", len(LENGTHS))
         stream = ShardedStream(open_shard, shards, batch_size=4, shuffle=8, readers=2)
         self.register_data(train_loader=stream, validation_loader=ShardedStream(open_shard, shards, batch_size=4))
 
