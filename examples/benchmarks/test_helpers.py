@@ -1,5 +1,6 @@
 """What the benchmarks have in common: turns, gates, traces and pages. `pytest examples/benchmarks` after a change to it."""
 
+import json
 import os
 import sys
 from argparse import Namespace
@@ -16,6 +17,7 @@ import interleaved
 import kill_curve
 import parts
 import processes
+import recovery
 import rerun
 import traces
 import workloads
@@ -85,6 +87,19 @@ def test_what_comes_after_a_kill() -> None:
     begins = [(-1.0, 7, 0, 0), (3.0, 7, 0, 1), (3.2, 9, 1, 1)]
     figures = rerun.judged(*([traces.Step(*each) for each in notes] for notes in ([*old, *new], begins)), 2.0)
     assert figures == {"first_step_s": 1.5, "begins_s": 1.0, "batches_redone": 2, "survivors": 1}
+
+
+def test_a_gap_is_found_although_the_newcomer_joins_within_a_second() -> None:
+    """Rank 1 is killed at 10 s. Rank 0 continues after 0.2 s, and pauses for 0.05 s, from 10.4 s on, for the newcomer."""
+    times = {7: [9.98, 9.99, *(10.2 + 0.02 * step for step in range(11)), 10.46], 8: [9.97, 9.98], 9: [10.46, 10.47]}
+    steps = sorted(traces.Step(at, process, process - 7, 1) for process, each in times.items() for at in each)
+    changes = [
+        {"reason": reason, "seconds": seconds, "batches_redone": 0}
+        for reason, seconds in (("worker death", 0.15), ("growth", 0.05))
+    ]
+    said = json.dumps({"recoveries": changes, "lost": 0, "doubled": 0})
+    found = recovery.judged(recovery.CASES[0], steps, traces.Step(9.98, 8, 1, 1), 10.0, said)
+    assert found["gap_s"] == pytest.approx(0.21) and found["growth"]["gap_s"] == pytest.approx(0.06)
 
 
 def test_a_gap_is_between_neighbours() -> None:
