@@ -92,8 +92,8 @@ class RecoveryLog:
                 recovery.seconds,
             )
         else:
-            stay = f"; {after} of {counted(before, 'worker')} stay" if after else ""
-            logger.error("%s: the call ends with an error%s", recovery.reason, stay)
+            left = f"{counted(after, 'worker is', 'workers are')} left ({before} before)"
+            logger.error("%s: the call ends with an error; %s", recovery.reason, left)
         self._on_recovery(recovery)
 
 
@@ -153,7 +153,7 @@ class RecoveryLoop:
                 began = self._table.clock()
                 self._wait(decision.seconds, now, case)
                 case.phases["wait"] = case.phases.get("wait", 0.0) + self._table.clock() - began
-        self._note(case, after=len(self._table.members()))
+        self._note(case)
         return case.revived
 
     def _let_leave(self, case: _Case) -> bool:
@@ -363,7 +363,7 @@ class RecoveryLoop:
             if now.starting == 0 and self._table.group.room() > now.free:
                 return
 
-    def _note(self, case: _Case, *, after: int, continues: bool = True) -> None:
+    def _note(self, case: _Case, *, continues: bool = True) -> None:
         base = case.furthest.step if case.revived is None else case.revived.progress.step
         took = self._generation.take_seconds()
         self._log.record(
@@ -371,7 +371,7 @@ class RecoveryLoop:
             case.furthest,
             ranks=case.failed_ranks | case.left_ranks,
             before=case.world,
-            after=after,
+            after=len(self._table.members()),
             seconds=self._table.clock() - case.since,
             redone=max(case.furthest.step - base, 0),
             in_place=case.revived is None,
@@ -380,7 +380,7 @@ class RecoveryLoop:
         )
 
     def _give_up(self, why: str, case: _Case) -> NoReturn:
-        self._note(case, after=0, continues=False)
+        self._note(case, continues=False)
         hangs = case.seen.hangs >= policy.MAX_HANGS
         raise failed_error(
             why, self._log.recoveries[case.call.recoveries_before :], HangError if hangs else TrainingFailedError

@@ -47,7 +47,8 @@ def test_more_failures_than_max_retries_raise_an_error_that_lists_them(
     ground.arm(Fault(0, 3), Fault(1, 8))
     with pytest.raises(TrainingFailedError, match=r"max_retries=1.*(?s:.*)worker death in epoch \d+, batch \d+"):
         ground.trainer.train(max_retries=1)
-    assert caplog.messages[-1] == "worker death: the call ends with an error", "and not that training continues"
+    assert caplog.messages[-1] == "worker death: the call ends with an error; 1 worker is left (2 before)"
+    assert ground.trainer.recoveries[-1].world_size_after == ground.trainer.world_size == 1
     ground.trainer.train()
     ground.assert_epoch_exact()
 

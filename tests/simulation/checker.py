@@ -45,6 +45,7 @@ class Checker:
         self._differed: set[str] = set()  # before the user has loaded a state
         self._digests: dict[tuple[int, int], dict[str, int]] = {}
         self._found: Violation | None = None
+        self._short = False  # whether there are fewer workers than training needs
         self._began: dict[int, int] = {}
         self._discarded: list[tuple[str, int]] = []
         self._members: Sequence[Any] = ()
@@ -79,15 +80,14 @@ class Checker:
 
     def recovered(self, recovery: Recovery) -> None:
         members = self.engine.world_size
-        if recovery.world_size_after not in (0, members):
+        if recovery.world_size_after != members:
             self.fail(f"{recovery} names {recovery.world_size_after} workers, and there are {members}")
         if recovery.reason not in PLANNED and self.schedule.calm:
             self.fail(f"{recovery.reason} in phase '{self.schedule.phase}', although no fault can be its cause")
         if recovery.reason == "preemption" and not self.schedule.announced:
             self.fail(f"{recovery}, although no machine was to be stopped")
         least = min(self._plan.min_workers, self.engine.target)
-        if recovery.reason not in PLANNED and 0 < recovery.world_size_after < least:  # 0: the call ends with an error
-            self.fail(f"training continues with {recovery.world_size_after} workers, and at least {least} are wanted")
+        self._short = recovery.reason not in PLANNED and members < least  # then the call ends with an error
 
     # -- preemption -----------------------------------------------------------------------------------
 
@@ -122,6 +122,10 @@ class Checker:
         alone = all(each.lost for each in group.members)  # the driver may still get a snapshot from them
         if worker.given_up or (worker.lost and not alone):
             return  # the driver ended it between the all-reduce and its step, and the others continued without it
+        if self._short:
+            self.fail(
+                f"training continues with {len(group.members)} workers, and at least {self._plan.min_workers} are wanted"
+            )
         self._check_step(contributions, steps[-1])
         self._check_order(steps)
         self._check_evicted(worker)
