@@ -150,7 +150,7 @@ def test_a_cluster_without_room_for_the_spares_is_named_once(caplog: pytest.LogC
     for _ in range(3):
         scenario.after(1)
         scenario.replacements.look(0)
-    assert caplog.text.count("training runs without 1 of 2 hot spares, because they need 1 CPU (0 free)") == 1
+    assert caplog.text.count("training runs without 1 of 2 hot spares until there is room for 1 CPU (0 free)") == 1
     scenario.group.free = 1
     scenario.after(1)
     scenario.replacements.look(0)

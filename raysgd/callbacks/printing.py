@@ -8,7 +8,7 @@ from typing import Any, TextIO
 from raysgd.callbacks.base import Callback, CallResult
 from raysgd.callbacks.writers import scalars
 from raysgd.core.policy import Recovery
-from raysgd.errors import described
+from raysgd.errors import counted, described
 
 OMITTED = ("epoch", "batch_count", "num_samples")
 
@@ -27,13 +27,13 @@ class PrintCallback(Callback):
 
     def on_result(self, result: CallResult) -> None:
         at = f"epoch {result.epoch}" if result.epoch is not None else f"report {result.step}"
-        workers = f"{result.world_size} worker{'s' if result.world_size > 1 else ''}"
+        workers = counted(result.world_size, "worker")
         shown = "  ".join(f"{name}={value:.4g}" for name, value in self._selected(result).items())
         self._print(f"{result.kind:<8}  {at}  {workers}  {result.seconds:.1f} s  {shown}".rstrip())
 
     def on_recovery(self, recovery: Recovery) -> None:
-        before, after = recovery.world_size_before, recovery.world_size_after
-        self._print(f"{recovery.reason}  epoch {recovery.epoch}  {before} -> {after} workers  {recovery.seconds:.1f} s")
+        workers = f"{recovery.world_size_before} -> {counted(recovery.world_size_after, 'worker')}"
+        self._print(f"{recovery.reason}  epoch {recovery.epoch}  {workers}  {recovery.seconds:.1f} s")
 
     def on_error(self, error: BaseException) -> None:
         self._print(f"failed: {described(error)}".splitlines()[0])

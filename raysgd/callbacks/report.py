@@ -15,7 +15,7 @@ from raysgd.callbacks.base import CallResult, Run, Underway
 from raysgd.callbacks.writers import flat, measured_names, recovery_text, scalars
 from raysgd.core.metrics import SECONDS
 from raysgd.core.policy import PHASES, Recovery
-from raysgd.errors import text_of
+from raysgd.errors import counted, text_of
 from raysgd.storage.masking import mask, mask_text
 from raysgd.version import __version__
 
@@ -142,7 +142,7 @@ def _facts(rows: Sequence[Mapping[str, Any]], timeline: Timeline) -> str:
     facts |= {"workers": rows[-1]["world_size"] if rows else None, "changes of the workers": len(timeline.recoveries)}
     facts |= {name: f"{took / _unit(took)[1]:.3g} {_unit(took)[0]}" for name, took in seconds.items()}
     earlier = len(rows) - len(timeline.results)
-    note = f"<p>{earlier} of the results are from an earlier process. Its times and recoveries are not known here.</p>"
+    note = f"<p>{counted(earlier, 'result is', 'results are')} from an earlier process. Its times and recoveries are not known here.</p>"
     shown = "".join(f"<div><b>{_html(value)}</b>{name}</div>" for name, value in facts.items() if value is not None)
     return f'<div class="facts">{shown}</div>{note if earlier > 0 else ""}'
 
@@ -252,7 +252,9 @@ def _charts(charts: Mapping[str, Lines], **options: Any) -> str:
         lines = {name: line for name, line in lines.items() if line}
         notes = [_key(lines)] if [*lines] not in ([title], [""]) else []
         left_out = sum(not _drawable(point) for line in lines.values() for point in line)
-        notes += [f"{left_out} values are not finite, or too large, and are left out."] if left_out else []
+        notes += (
+            [f"{counted(left_out, 'value is', 'values are')} left out: not finite, or too large."] if left_out else []
+        )
         keys = "".join(f'<p class="key">{note}</p>' for note in notes)
         chart = f"<h3>{_html(title)}</h3>{keys}{_line_chart(lines, **options)}"
         figures += f"<figure>{chart}</figure>" if lines else ""

@@ -10,7 +10,7 @@ from typing import Any
 from raysgd.callbacks.base import CallResult
 from raysgd.core.metrics import plain
 from raysgd.core.policy import Recovery
-from raysgd.errors import ConfigError, ranked, text_of
+from raysgd.errors import ConfigError, counted, ranked, text_of
 
 ROW_FIELDS = ("kind", "epoch", "step", "world_size", "seconds")
 # Numbers that measure the amount of work and not its quality. They are plotted only on request.
@@ -95,9 +95,9 @@ def recovery_text(recovery: Recovery) -> str:
     ranks = f"{ranked(recovery.removed_ranks)} removed, " if recovery.removed_ranks else ""
     phases = ", ".join(f"{name} {took:.3g}" for name, took in recovery.phases.items())
     return (
-        f"{recovery.reason}: {recovery.world_size_before} -> {recovery.world_size_after} workers, {ranks}"
+        f"{recovery.reason}: {recovery.world_size_before} -> {counted(recovery.world_size_after, 'worker')}, {ranks}"
         f"epoch {recovery.epoch}, batch {recovery.batch}, {'in place' if recovery.in_place else 'from a snapshot'}, "
-        f"{recovery.batches_redone} batches redone, {recovery.seconds:.3g} s{f' ({phases})' if phases else ''}"
+        f"{counted(recovery.batches_redone, 'batch', 'batches')} redone, {recovery.seconds:.3g} s{f' ({phases})' if phases else ''}"
     )
 
 

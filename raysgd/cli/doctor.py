@@ -22,7 +22,7 @@ from packaging.requirements import Requirement
 
 from raysgd.cli.findings import Finding, show
 from raysgd.core.network import own_address
-from raysgd.errors import RaysgdError
+from raysgd.errors import RaysgdError, counted
 from raysgd.torch.interfaces import interface_towards
 from raysgd.version import page
 from raysgd.workers.cluster import actors_on_nodes, ask_nodes, driver_address, join_running
@@ -107,7 +107,9 @@ def judge(machines: Mapping[str, Facts], requirements: Sequence[str]) -> Iterato
         for name, error in machine["broken"].items():
             yield Finding("versions", f"{node}: {name} cannot be imported: {error}", "Fix that, or install it again")
         if machine["listed_gpus"] > machine["gpus"] and "torch" in machine["versions"]:
-            text = f"{node}: nvidia-smi lists {machine['listed_gpus']} GPUs, and torch sees {machine['gpus']}"
+            text = (
+                f"{node}: nvidia-smi lists {counted(machine['listed_gpus'], 'GPU')}, and torch sees {machine['gpus']}"
+            )
             yield Finding("devices", text, "Install a torch that fits the driver, or correct CUDA_VISIBLE_DEVICES")
         if machine["open_files"] < FEWEST_FILES:
             text = f"{node}: {machine['open_files']:,} at most, and {FEWEST_FILES:,} are needed"
@@ -157,9 +159,9 @@ def examine(folders: Sequence[str] = ()) -> Iterator[Finding]:
     every = list(machines.values())
     uses = ", ".join(f"{each['address']} ({each['interface']})" for each in every)
     for check, text in {
-        "cluster": f"{cluster}: {len(every)} nodes" if cluster else "none: only this machine is checked",
+        "cluster": f"{cluster}: {counted(len(every), 'node')}" if cluster else "none: only this machine is checked",
         "versions": ", ".join(f"{name} {version}" for each in every[:1] for name, version in each["versions"].items()),
-        "devices": f"{sum(each['cpus'] for each in every)} CPUs, {sum(each['gpus'] for each in every)} GPUs",
+        "devices": ", ".join(counted(sum(each[f"{kind.lower()}s"] for each in every), kind) for kind in ("CPU", "GPU")),
         "names": ", ".join(f"{each['name']} is {each['name_at'][0]}" for each in every if each["name_at"]),
         "ports": f"gloo uses {uses}" if cluster else "",
         "open files": f"{min((each['open_files'] for each in every), default=0):,}",

@@ -20,7 +20,7 @@ from raysgd.callbacks.base import Callback, Run, Underway
 from raysgd.cli.findings import Finding, show
 from raysgd.config import ElasticConfig, at_least
 from raysgd.core.policy import Recovery
-from raysgd.errors import ConfigError, described
+from raysgd.errors import ConfigError, counted, described
 
 # Each with the rank that gets it.
 SIGNALS = ((signal.SIGKILL, -1), (signal.SIGSTOP, 0), (signal.SIGTERM, -1))
@@ -204,7 +204,8 @@ def drill(
     number, what = arguments["num_workers"], "without faults"
     try:
         calm = train(operator, arguments, calls, steps, workers=number)
-        yield Finding("training", f"{sum(calm.samples):,} samples in {calls} calls on {number} workers without faults")
+        seen = f"{counted(sum(calm.samples), 'sample')} in {counted(calls, 'call')} on {counted(number, 'worker')}"
+        yield Finding("training", f"{seen} without faults")
         what = "without faults, on one worker"
         alone = train(operator, arguments, calls, steps, workers=1)
         what = "with faults"

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import click
 
+from raysgd.errors import counted
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -26,4 +28,4 @@ def show(findings: Iterable[Finding]) -> None:
         click.echo(f"{mark:<4}  {each.check:<10}  {each.text}" + f"\n{'':<16}  -> {each.todo}" * bool(each.todo))
         failed += mark == "FAIL"
     if failed:
-        raise click.ClickException(f"{failed} check{'s' * (failed > 1)} failed")
+        raise click.ClickException(f"{counted(failed, 'check')} failed")

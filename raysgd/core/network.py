@@ -9,7 +9,7 @@ import socket
 from collections.abc import Iterable
 
 from raysgd.config import CONTROL_PORT
-from raysgd.errors import ConfigError, ResourceError
+from raysgd.errors import ConfigError, ResourceError, counted
 
 LOOPBACK = "127.0.0.1"
 ANY_PORT = 9
@@ -68,7 +68,7 @@ def allow_connections(workers: int, *, each: int) -> None:
         return
     if hard != resource.RLIM_INFINITY and hard < needed:
         raise ResourceError(
-            f"this process may have {hard} open files, and with {workers} workers it needs about {needed} ({each} connections "
+            f"this process may have {hard} open files, and with {counted(workers, 'worker')} it needs about {needed} ({each} connections "
             f"for each of them, and {OWN_FILES} others). Raise the limit before the script and Ray start: with `ulimit -Hn {needed}` as "
             "root, in /etc/security/limits.conf, with LimitNOFILE= of the systemd unit, or with --ulimit nofile= of the "
             "container; or use fewer workers"

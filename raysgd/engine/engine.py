@@ -138,7 +138,7 @@ class Engine:
                 engine.give_up_spares()
             room = self.group.room()
         if room < self._least <= min(self.group.capacity(), room + sum(others.values())):
-            sizes = {engine: f"{size} worker{'s' if size > 1 else ''}" for engine, size in others.items()}
+            sizes = {engine: counted(size, "worker") for engine, size in others.items()}
             raise held_error(self.group, self._least, sizes)
 
     def stop(self, *, force: bool = False) -> None:

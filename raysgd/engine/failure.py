@@ -72,12 +72,14 @@ def no_room_error(
 ) -> ResourceError:
     """Return the error about workers that were not up in time, for lack of room or too slow."""
     if not no_room:
-        return ResourceError(
-            f"{missing} of {target} worker processes did not start within {limit_s:g} s, although the cluster had room for them. "
-            "The usual cause is a machine with too much other load or too little memory: end other programs, ask for fewer "
-            f"workers, or set the environment variable {START_LIMIT} to how many seconds to wait"
+        late = (
+            f"{missing} of {counted(target, 'worker process', 'worker processes')} did not start within {limit_s:g} s"
         )
-    had = f"the cluster had no room for {missing} of {target} workers within {limit_s:g} s"
+        return ResourceError(
+            f"{late}, although the cluster had room. The usual cause is a machine with too much other load or too little memory: end "
+            f"other programs, ask for fewer workers, or set the environment variable {START_LIMIT} to how many seconds to wait"
+        )
+    had = f"the cluster had no room for {missing} of {counted(target, 'worker')} within {limit_s:g} s"
     return ResourceError(f"{had}: {_sizes(group, missing)}. {_advice(group)}")
 
 
@@ -95,7 +97,7 @@ def check_can_fit(group: WorkerGroupProtocol, count: int) -> None:
     if group.capacity() >= count or group.can_grow():
         return
     raise ResourceError(
-        f"the cluster can never hold {count} workers: {_sizes(group, count)}. This script started the cluster, so nothing adds "
+        f"the cluster can never hold {counted(count, 'worker')}: {_sizes(group, count)}. This script started the cluster, so nothing adds "
         f"nodes to it by itself. {_advice(group)}. If you are about to add nodes, set the environment variable {START_LIMIT} to how "
         "many seconds to wait for them"
     )
@@ -103,14 +105,16 @@ def check_can_fit(group: WorkerGroupProtocol, count: int) -> None:
 
 def _sizes(group: WorkerGroupProtocol, count: int) -> str:
     capacity = group.capacity()
-    return f"they need {group.demand(count)}, and an empty cluster could hold {counted(capacity, 'such worker')}"
+    needed = f"{counted(count, 'worker needs', 'workers need')} {group.demand(count)}"
+    return f"{needed}, and an empty cluster could hold {counted(capacity, 'such worker')}"
 
 
 def held_error(group: WorkerGroupProtocol, count: int, holders: Mapping[Any, str]) -> ResourceError:
     """Return the error about workers whose resources other trainers of this process hold. `holders`
     has the engines of these, with a description."""
     session = vars(sys.modules["__main__"])
-    lines = [f"the cluster has no room for {count} workers: they need {group.demand(count)}."]
+    wanted = counted(count, "worker, which needs", "workers, which need")
+    lines = [f"the cluster has no room for {wanted} {group.demand(count)}."]
     ways = []
     for engine, size in holders.items():
         names = [name for name, value in session.items() if getattr(value, "_engine", None) is engine]
@@ -155,7 +159,7 @@ def failed_error(
         ranks = ", ".join(map(str, recovery.removed_ranks)) or "none"
         lines.append(
             f"  {recovery.reason} in epoch {recovery.epoch}, batch {recovery.batch}, ranks that failed or left: {ranks}"
-            f" ({recovery.world_size_before} -> {recovery.world_size_after} workers): {recovery.detail}"
+            f" ({recovery.world_size_before} -> {counted(recovery.world_size_after, 'worker')}): {recovery.detail}"
         )
     if any(recovery.reason == DATA_LOADER for recovery in recoveries):
         lines.append(LOADER_HINT)

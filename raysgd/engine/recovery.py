@@ -340,7 +340,8 @@ class RecoveryLoop:
         if now.starting == 0:
             missing = max(now.min_workers - now.survivors, 1)
             demand = self._table.group.demand(missing)
-            self._log.on_wait(f"{counted(missing, 'more worker')}, which need {demand}")
+            wanted = counted(missing, "more worker, which needs", "more workers, which need")
+            self._log.on_wait(f"{wanted} {demand}")
             logger.warning(
                 "not enough workers to continue (%d of at least %d): waiting %.1f s for %s, attempt %d of %d",
                 now.survivors,
@@ -354,7 +355,8 @@ class RecoveryLoop:
             case.awaits = True
             demand = self._table.group.demand(now.starting)
             self._log.on_wait(f"{counted(now.starting, 'new worker')} to start")
-            logger.warning("waiting for %s to start; they need %s", counted(now.starting, "new worker"), demand)
+            wanted = counted(now.starting, "new worker to start, which needs", "new workers to start, which need")
+            logger.warning("waiting for %s %s", wanted, demand)
         while self._table.clock() < deadline:
             self._table.pump(LOOK_S)
             self._replacements.tick()

@@ -97,7 +97,7 @@ class Replacements:
             self._said_no_room = True
             without = min(lacking - count, self._spares)
             logger.warning(
-                "training runs without %d of %s, because they need %s; they start when there is room",
+                "training runs without %d of %s until there is room for %s",
                 without,
                 counted(self._spares, "hot spare"),
                 self._table.group.demand(without),

@@ -14,7 +14,7 @@ from raysgd.callbacks.history import History
 from raysgd.config import ElasticConfig, WorkerResources, check_flags
 from raysgd.core.lazy import lazy_names
 from raysgd.core.policy import Recovery
-from raysgd.errors import ConfigError
+from raysgd.errors import ConfigError, counted
 from raysgd.ray_data.datasets import is_dataset
 from raysgd.ray_data.splits import make_splits
 from raysgd.storage.locations import Place, copy_logs, names, place
@@ -100,7 +100,7 @@ class Trainer(RunCheckpoints):
         self.history = History()  # all rounds that were fetched, of all runs
         self._runs = 0
         self._to_tune: Any = None  # in a function that Tune runs: what adds checkpoints to its reports
-        self._described = f"{type(config).__name__}, {num_workers} worker{'s' if num_workers > 1 else ''}"
+        self._described = f"{type(config).__name__}, {counted(num_workers, 'worker')}"
 
     # -- life -----------------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ from raysgd.core.rows import RowsCheck
 from raysgd.engine.call import Job, PartialResults
 from raysgd.engine.engine import Engine
 from raysgd.engine.worker_table import WorkerInfo
-from raysgd.errors import check_arguments
+from raysgd.errors import check_arguments, counted
 from raysgd.workers.tracebacks import fold_frames
 
 logger = logging.getLogger("raysgd")
@@ -157,8 +157,8 @@ class CallRunner:
         )
         state = state if engine.active else "shut down"
         workers, target = engine.world_size, engine.target
-        short = f" of {target}" if engine.active and workers != target else ""
-        size = f"{workers or target}{short} worker{'s' if max(workers, target) > 1 else ''}"
+        short = engine.active and workers and workers != target
+        size = f"{workers} of {counted(target, 'worker')}" if short else counted(workers or target, "worker")
         return f"{self.run.trainer}({self.run.name}, {size}, epoch {engine.progress.epoch}, {state})"
 
     def _fail(self, error: BaseException) -> None:

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any, TypeVar, cast
 
 from raysgd.config import flag_from_environment
-from raysgd.errors import RaysgdError, RemoteTraceback
+from raysgd.errors import RaysgdError, RemoteTraceback, counted
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -43,7 +43,7 @@ def readable(text: str, error: BaseException | None = None) -> str:
         frames = [block for _, block in group]
         if kind == "ours":
             shown_lines.append(
-                f"  [{len(frames)} frames of raysgd; the environment variable {FULL_TRACEBACKS}=1 shows them]"
+                f"  [{counted(len(frames), 'frame')} of raysgd; the environment variable {FULL_TRACEBACKS}=1 shows them]"
             )
             continue
         for frame in frames:

@@ -47,7 +47,7 @@ class Page:
 
     def changes(self) -> list[str]:
         """Return what is said about each change of the workers."""
-        return [text for text in self.texts("figure") if " workers, " in text]
+        return [text for text in self.texts("figure") if re.search(" -> .* workers?, ", text)]
 
 
 def read(path: str | Path) -> Page:
@@ -96,7 +96,7 @@ def test_report_of_a_run_with_a_failure(ray_cluster: None, tmp_path: Path) -> No
     over_time = [name for name in page.charts if " " in name or name == "workers"]
     assert len(page.root.findall(".//path[@class='mark']")) == 2 * len(over_time)
     failure, growth = page.changes()
-    assert re.search(r"worker death: 2 -> 1 workers, rank 1 removed.* in place.*\n?.*its process (was )?ended", failure)
+    assert re.search(r"worker death: 2 -> 1 worker, rank 1 removed.* in place.*\n?.*its process (was )?ended", failure)
     assert "growth: 1 -> 2 workers, epoch" in growth
     quick, slow = page.table("rank")
     assert "slow" in slow[-1] and quick[-1] == "1" and float(slow[2]) > 30 > float(quick[2])
@@ -162,7 +162,7 @@ def test_values_that_are_not_finite_interrupt_a_line(tmp_path: Path) -> None:
     rows = [result(epoch=n, step=n, metrics={"loss": value, "never": math.nan}) for n, value in enumerate(values, 1)]
     page = read(filled(*rows).report(tmp_path / "run.html"))
     assert (page.charts["loss"], page.charts["never"]) == (4, 0)
-    assert "3 values are not finite, or too large, and are left out." in page.texts("p")
+    assert "3 values are left out: not finite, or too large." in page.texts("p")
     assert (page.lines[0].count("M"), page.lines[0].count("L")) == (3, 1)
 
 
@@ -183,7 +183,7 @@ def test_before_the_first_result_and_after_a_resume(tmp_path: Path) -> None:
     page = read(history.report(tmp_path / "run.html"))
     assert page.charts["loss"] == 3
     assert page.charts["workers"] == 3, "of this process: its result, and both ends"
-    assert any(text.startswith("2 of the results are from an earlier process") for text in page.texts("p"))
+    assert any(text.startswith("2 results are from an earlier process") for text in page.texts("p"))
 
 
 def test_report_of_a_training_function(ray_cluster: None, tmp_path: Path) -> None:

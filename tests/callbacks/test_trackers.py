@@ -203,7 +203,7 @@ FAILURE = Recovery(
 )
 GROWTH = Recovery("growth", (), 1, 3, True, 0, 0.25, epoch=2, batch=9, time=1_700_000_001.0, step=19)
 LINE = (
-    "worker death: 3 -> 1 workers, ranks 1, 2 removed, epoch 2, batch 7, in place, 2 batches redone, 0.5 s "
+    "worker death: 3 -> 1 worker, ranks 1, 2 removed, epoch 2, batch 7, in place, 2 batches redone, 0.5 s "
     "(stop 0.125, join 0.25)"
 )
 SECOND_LINE = "growth: 1 -> 3 workers, epoch 2, batch 9, in place, 0 batches redone, 0.25 s"

@@ -146,7 +146,7 @@ def test_printing() -> None:
     assert out.getvalue().splitlines() == [
         "train     epoch 1  2 workers  1.5 s  train_loss=0.5123",
         "report    report 3  2 workers  1.5 s  rank=0  loss=0.25  a/b=1  a/c/d=2.5  yes=1",
-        "worker death  epoch 2  2 -> 1 workers  0.0 s",
+        "worker death  epoch 2  2 -> 1 worker  0.0 s",
         "failed: ZeroDivisionError: planned",
         "train     epoch 1  2 workers  1.5 s  train_loss=0.5",
     ]

@@ -147,7 +147,7 @@ def test_spares_never_hold_up_the_start(caplog: pytest.LogCaptureFixture) -> Non
     engine = engine_of(group, 4, spares=1)
     engine.start()
     assert (engine.world_size, group.launched) == (4, 4)
-    assert "training runs without 1 of 1 hot spare, because they need 1 CPU (0 free)" in caplog.text
+    assert "training runs without 1 of 1 hot spare until there is room for 1 CPU (0 free)" in caplog.text
     engine.stop(force=True)
 
 

@@ -190,4 +190,4 @@ def test_waiting_for_new_workers_is_logged_once(caplog: pytest.LogCaptureFixture
     case = _Case(parts, parts, Progress(), 4, 0.0)
     for _ in range(3):
         loop._wait(0.0, seen, case)
-    assert caplog.messages == ["waiting for 4 new workers to start; they need 4 CPU (0 free)"]
+    assert caplog.messages == ["waiting for 4 new workers to start, which need 4 CPU (0 free)"]

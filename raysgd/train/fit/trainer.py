@@ -220,7 +220,7 @@ class DataParallelTrainer:
         name = function_name(self.train_loop_per_worker)
         count = self.scaling_config.num_workers
         workers = f"{count[0]} to {count[1]} workers" if isinstance(count, tuple) else counted(count, "worker")
-        return f"{type(self).__name__}({name}, {workers}, {len(self.history)} reports so far)"
+        return f"{type(self).__name__}({name}, {workers}, {counted(len(self.history), 'report')} so far)"
 
     # -- restoring ------------------------------------------------------------------------------------
 
