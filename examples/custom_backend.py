@@ -1,6 +1,6 @@
 """A backend and a trainer of one's own: a scratch directory on every node, which is gone when training ends.
 
-The backend makes the directory before the function runs, whenever a new set of workers stands, and removes it in the end. The
+The backend makes the directory before the function runs, whenever new workers are ready, and removes it at the end. The
 trainer fixes the function: its workers compute the data once for each node, in that directory, and all read it.
 
     python examples/custom_backend.py --num-workers 2

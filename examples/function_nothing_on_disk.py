@@ -1,7 +1,7 @@
 """No checkpoints on disk: they are kept in the driver's memory only, and that is enough to survive the loss of workers.
 
-With `num_to_keep=0` nothing is written. Every worker kills itself right after it has saved epoch 1 (unless it is told of another's
-death before): survivors, or fresh workers if there are none, go on from that checkpoint.
+With `num_to_keep=0` nothing is written. Every worker kills itself right after it has saved epoch 1 (unless it has heard of another's
+death before): survivors, or new workers if there are none, continue from that checkpoint.
 
     python examples/function_nothing_on_disk.py --num-workers 2
 """

@@ -60,7 +60,7 @@ def main():
         print("the best checkpoint is", trainer.best_checkpoint_path)
         results = trainer.run(train_func, config={"lr": 0.03, "epochs": 6}, checkpoint=trainer.best_checkpoint_path)
         found = trainer.latest_checkpoint
-    print(f"went on to epoch {found['epoch']}  train_loss {found['loss']:.4f}")
+    print(f"continued to epoch {found['epoch']}  train_loss {found['loss']:.4f}")
     slope, intercept = results[0]
     print(f"learned    y = {slope:.2f} x {intercept:+.2f}")
 

@@ -72,7 +72,7 @@ def train_while_one_dies(trainer):
         f"\nOne more epoch. Of the workers {before}, {victim} is killed at its batch {KILL_AT_BATCH}.",
         flush=True,
     )
-    # Whatever stands in `info` reaches every train_batch as part of batch_info.
+    # What `info` contains reaches every train_batch as a part of batch_info.
     train = trainer.train(info={"victim": victim})
     print_row(train, trainer.validate())
     print(f"recoveries: {len(trainer.recoveries)}")
@@ -104,7 +104,7 @@ def main():
         for _ in range(2 if args.smoke else args.epochs):
             print_row(trainer.train(), trainer.validate())
         if args.num_workers < 2 and not args.no_kill:
-            print("With one worker nobody would be left to go on, so none is killed.")
+            print("With one worker, none would be left to continue, so none is killed.")
         elif not args.no_kill:
             train_while_one_dies(trainer)
 

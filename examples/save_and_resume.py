@@ -1,4 +1,4 @@
-"""Save, stop, and go on later, with another number of workers.
+"""Save, stop, and continue later, with another number of workers.
 
 A file holds all that training needs: models, optimizers, schedulers, counters and the operator's own state.
 It does not remember how many workers wrote it: here two do, and one continues.

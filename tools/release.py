@@ -23,7 +23,7 @@ OUT = ROOT / "build" / "release"
 def missing(version: str, changelog: str, tags: str, status: str) -> Iterator[str]:
     """Yield what has to be done before this version can be published."""
     if not re.fullmatch(r"\d+\.\d+\.\d+((a|b|rc)\d+)?", version):
-        yield f"raysgd/version.py: {version!r} is no version such as 1.2.3 or 1.2.3rc1"
+        yield f"raysgd/version.py: {version!r} is not a version such as 1.2.3 or 1.2.3rc1"
     heading = re.search(r"(?m)^## (\S+) \((.*)\)$", changelog)
     if heading is None or heading[1] != version:
         yield f"CHANGELOG.md: the first heading is not '## {version} (DATE)'"

@@ -89,7 +89,7 @@ SESSION = ">>> "  # of the interpreter: what follows, up to an empty line, stays
 
 
 def filled_docstring(raw: str, column: int) -> str:
-    """Return the content of a docstring, as it stands in a file, whose quotes begin in this column."""
+    """Return the content of a docstring, as it is in a file, whose quotes begin in this column."""
     margin = " " * column
     lines = raw.split("\n")
     out: list[str] = []

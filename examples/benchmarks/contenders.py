@@ -110,7 +110,7 @@ def cluster(workers: int) -> Iterator[None]:
         ray.shutdown()
 
 
-# Those that are no program of their own. The scripts of the others are in peers/.
+# Those that are not programs of their own. The scripts of the others are in peers/.
 HERE_STARTED: dict[str, Callable[[Setting], Contender]] = {
     BASE: HandWritten,
     RaySGD.name: RaySGD,

@@ -1,7 +1,7 @@
 """Turns: programs that stay up, and each do an epoch when the benchmark says so.
 
-Every rank of a program connects to the benchmark, says which process it is, and stands at its gate. One byte
-opens it; with the next one it says that the epoch is done, and stands there again. What a framework does
+Every rank of a program connects to the benchmark, says which process it is, and waits at its gate. One byte
+opens it; with the next one it says that the epoch is done, and waits there again. What a framework does
 around an epoch lies between two visits at the gate, so it is all within the time that is taken.
 """
 
@@ -72,7 +72,7 @@ class Program:
         return self._processes
 
     def stop(self) -> None:
-        """The ranks see their gate's end; whoever does not leave by that is killed with the program's session."""
+        """The ranks see their gate's end; one that does not leave by that is killed with the program's session."""
         self._signal(signal.SIGCONT)
         for line in [*self._lines, self._listener]:
             line.close()

@@ -13,7 +13,7 @@ from workloads import Setting
 
 
 class Loop:
-    """One rank's model, data and epochs, in a process group that stands already. Reads only the last loss."""
+    """One rank's model, data and epochs, in a process group that exists already. Reads only the last loss."""
 
     def __init__(self, setting: Setting, rank: int) -> None:
         torch.set_num_threads(1)

@@ -48,7 +48,7 @@ def add(file: Path, row: dict[str, Any]) -> None:
 
 
 def run(args: argparse.Namespace, seed: int) -> dict[str, Any] | None:
-    """One part, as a program. None: its cluster did not start, so it was no part."""
+    """One part, as a program. None: its cluster did not start, so it was not a part."""
     command = [sys.executable, str(SCRIPT), "--backend", args.backend, "--api", args.api, "--seed", str(seed)]
     for name in PASSED_ON:
         if getattr(args, name) is not None:

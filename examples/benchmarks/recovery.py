@@ -105,7 +105,7 @@ def judged(case: Case, steps: list[traces.Step], victim: traces.Step, killed_at:
     before, after = [s for s in steps if s.at <= killed_at], [s for s in steps if s.at > killed_at]
     gap_s = traces.longest_gap([before[-1], *after], within_epochs=True)
     if not case.continues:
-        # They begin the epoch anew, so all that was done of it is done again.
+        # They begin the epoch again, so all that was done of it is done again.
         redone = sum((step.rank, step.epoch) == (0, victim.epoch) for step in before)
         return {"gap_s": gap_s, "batches_redone": redone}
     said = json.loads(output.strip().splitlines()[-1])

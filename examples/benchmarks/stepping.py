@@ -2,7 +2,7 @@
 
 The same measurement as throughput.py's, which has all peers, and therefore fewer rounds and short epochs. What a call costs
 (a snapshot, the results of all workers) has here the weight that it has in the shortest of real epochs. And everything is
-started anew several times: of the same program, one process is faster than another for as long as it lives, by where its
+started several times: of the same program, one process is faster than another for as long as it lives, by where its
 memory happens to lie.
 
     python examples/benchmarks/stepping.py
@@ -26,7 +26,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--workloads", nargs="+", choices=[*WORKLOADS], default=[*WORKLOADS])
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--starts", type=int, default=6, help="how often everything is started anew")
+    parser.add_argument("--starts", type=int, default=6, help="how often everything is started")
     parser.add_argument("--rounds", type=int, default=1, help="rounds of each start")
     parser.add_argument("--steps", type=int, help="batches per worker and epoch (default: three times the workload's)")
     parser.add_argument(

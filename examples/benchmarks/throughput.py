@@ -3,8 +3,8 @@
 All contenders stand at the same time and train in turn, never together, in the order A B C C B A of each
 round; so a slow minute of the machine hits all of them. The ratio is taken round by round, and its median is
 the result. An epoch is timed on the driver, from the call to the answer, so the price of that call is in it.
-On a busy machine look at the processor time per step too: what the workers' processes used, whoever else
-wanted the cores. With --starts, everything is started anew several times, because of the same program one
+On a busy machine look at the processor time per step too: what the workers' processes used, whatever else
+needed the cores. With --starts, everything is started again several times, because of the same program one
 process can be faster than another for as long as it lives.
 
     python examples/benchmarks/throughput.py --rounds 15
@@ -117,7 +117,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--steps", type=int, help="batches per worker and epoch (default: the workload's)")
     parser.add_argument("--smoke", action="store_true", help="a few steps of each, only to see that it runs")
-    parser.add_argument("--starts", type=int, default=1, help="how often everything is started anew")
+    parser.add_argument("--starts", type=int, default=1, help="how often everything is started")
     args = parser.parse_args()
     out = claim_stdout()
     if args.smoke:

@@ -208,7 +208,7 @@ class TrainingOperator(OperatorBase):
 
     @property
     def _counts(self) -> bool:
-        """Return whether the running batch counts, and is no repetition."""
+        """Return whether the running batch counts, and is not a repetition."""
         return self._feed.step.current.fresh
 
     def _steps_made(self) -> int:

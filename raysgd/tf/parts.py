@@ -82,7 +82,7 @@ def running_statistics(models: Sequence[Any]) -> list[Any]:
 
 
 def seed_states(models: Sequence[Any]) -> list[Any]:
-    """Return the states of random generators of Keras 3 layers, which are no weights."""
+    """Return the states of random generators of Keras 3 layers, which are not weights."""
     found = []
     for model in models:
         weights = {id(weight) for weight in model.weights}

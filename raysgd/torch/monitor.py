@@ -66,7 +66,7 @@ class Monitor:
         self._meter.update({f"grad_norm{number}": norm})
 
     def _steps(self, optimizer: Any, *_: Any) -> None:
-        """Note the rates of a step before it: a hook of the user's may change them when the step
+        """Note the rates of a step before it: a user's hook may change them when the step
         has ended."""
         groups = [group for each in self._optimizers for group in each.param_groups]
         self._rates = {

@@ -157,7 +157,7 @@ def broadcast(tensors: Mapping[str, torch.Tensor]) -> None:
         raise ConfigError(
             f"the buffer {differ[0]} is {mine} on rank {dist.get_rank()}, and {theirs} on rank 0. An evaluation computes with the "
             "buffers of rank 0 on all ranks, so these need the same names, shapes and types: keep what differs in an attribute "
-            "that is no buffer"
+            "that is not a buffer"
         )
     large = [each for each in tensors.values() if each.nbytes >= LARGE]
     small = [each for each in tensors.values() if each.nbytes < LARGE]

@@ -241,7 +241,7 @@ class Feed:
         return self._control.collectives()
 
     def reopen(self) -> None:
-        """Divide the rest of the epoch anew, from the next batch on. All ranks must call this after
+        """Divide the rest of the epoch again, from the next batch on. All ranks must call this after
         the same step."""
         self._reader = None
 

@@ -96,7 +96,7 @@ class ReplicaBase(ABC):
     operator_class: ClassVar[type[OperatorBase]]
     data_names: ClassVar[dict[Phase, str]]
     without_data: ClassVar[str] = ""
-    how_to_step: ClassVar[str]  # in a batch method of the user's
+    how_to_step: ClassVar[str]  # in a user's batch method
 
     operator: Any
 

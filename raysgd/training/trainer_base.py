@@ -219,7 +219,7 @@ class TrainerBase(ABC):
         batches.
 
         Return what was measured; with `reduce_results=False`, a list with each worker's own
-        results, or with what the operator's `validate` returned there if it is no dict. `profile`
+        results, or with what the operator's `validate` returned there if that is not a dict. `profile`
         and `info` have the same meaning as in `train`.
         """
         self._validations += 1

@@ -130,7 +130,7 @@ class ControlServer:
         return 0.0 if peer is None else time.monotonic() - peer.heard_at
 
     def disconnect(self, worker: str) -> None:
-        """Forget a worker that is not needed: the end of its connection is no event."""
+        """Forget a worker that is not needed: the end of its connection is not an event."""
         peer = self._workers.pop(worker, None)
         if peer is not None:
             self._post(peer, messages.Bye())

@@ -129,7 +129,7 @@ def _start(folder: Path, python: str, modules: Sequence[str]) -> str:
         server.bind(str(folder / "socket"))
         server.listen(64)  # now, so that workers wait for the imports instead of repeating them
         command = [*IN_BACKGROUND, python, "-c", SERVER, PARENT_OF_RAYSGD]
-        # The shell ends at once, so that the server is no child of this process, which would have to wait for its end.
+        # The shell ends at once, so that the server is not a child of this process, which would have to wait for its end.
         subprocess.run(
             [*command, str(folder), str(server.fileno()), str(os.getpid()), *modules],
             stdin=subprocess.DEVNULL,

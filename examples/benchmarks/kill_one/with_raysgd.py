@@ -1,4 +1,4 @@
-"""raysgd: EPOCHS epochs, or, where nobody says how many, until the lost worker has been replaced. What it says of
+"""raysgd: EPOCHS epochs, or, if that is not set, until the lost worker has been replaced. What it says of
 itself is its last line: JSON."""
 
 import json

@@ -1,4 +1,4 @@
-"""torchrun --max-restarts: all ranks start anew when one dies; the state is a file, one per epoch."""
+"""torchrun --max-restarts: all ranks start again when one dies; the state is a file, one per epoch."""
 
 import os
 from pathlib import Path
@@ -19,7 +19,7 @@ def save(state):
 
 def init_group():
     """torchrun's store outlives a restart. Without a prefix for each attempt, a new rank reads the addresses that the
-    ranks before it have left there, and connects to nobody (torch 2.13)."""
+    ranks before it have left there, and reaches none of them (torch 2.13)."""
     agents = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     store = dist.PrefixStore(f"attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}", agents)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
