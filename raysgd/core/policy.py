@@ -37,8 +37,7 @@ class Recovery:
                     or "out of step"; for a planned change, "preemption", "growth", "shrink" or
                     "restart"; "batch" for a batch that is trained again in one piece on each worker
     removed_ranks   the ranks that failed, or that left in a planned change
-    world_size_before, world_size_after  how many workers there were and are, also if the call ends
-                    with an error
+    world_size_before, world_size_after  how many workers there were and are
     in_place        True if survivors continued with their state, False if training continued from a
                     snapshot
     batches_redone  how many committed batches were trained again

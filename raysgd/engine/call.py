@@ -38,7 +38,8 @@ class Job:
                  whether only the job wanted that stop
     hurry_s      how long ranks may continue after one has stopped for a planned change; None: all
                  stop at the same step
-    is_waiting   whether the ranks wait for the user, or for a transfer that moves, which is not a hang
+    is_waiting   whether the ranks wait for the user, or for a transfer that moves, which is not a
+                 hang
     needs_state  whether it must find the state with which it began: if all workers fail, it is not
                  made again on an older one
     redo         whether to run it again, before a later call, if all workers fail and continue from

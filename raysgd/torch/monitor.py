@@ -66,8 +66,8 @@ class Monitor:
         self._meter.update({f"grad_norm{number}": norm})
 
     def _steps(self, optimizer: Any, *_: Any) -> None:
-        """Note the rates of a step before it: a user's hook may change them when the step
-        has ended."""
+        """Note the rates of a step before it: a user's hook may change them when the step has
+        ended."""
         groups = [group for each in self._optimizers for group in each.param_groups]
         self._rates = {
             f"lr_{number}" if len(groups) > 1 else "lr": group["lr"]

@@ -241,8 +241,8 @@ class Feed:
         return self._control.collectives()
 
     def reopen(self) -> None:
-        """Divide the rest of the epoch again, from the next batch on. All ranks must call this after
-        the same step."""
+        """Divide the rest of the epoch again, from the next batch on. All ranks must call this
+        after the same step."""
         self._reader = None
 
     def end_epoch(self) -> None:

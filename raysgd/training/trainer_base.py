@@ -219,8 +219,8 @@ class TrainerBase(ABC):
         batches.
 
         Return what was measured; with `reduce_results=False`, a list with each worker's own
-        results, or with what the operator's `validate` returned there if that is not a dict. `profile`
-        and `info` have the same meaning as in `train`.
+        results, or with what the operator's `validate` returned there if that is not a dict.
+        `profile` and `info` have the same meaning as in `train`.
         """
         self._validations += 1
         num_steps = self._validation_steps if num_steps is None else num_steps
