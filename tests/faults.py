@@ -21,16 +21,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from examples.benchmarks.harming import harm
 from raysgd import TorchTrainer
 from raysgd.torch import TrainingOperator
+from tests.harming import harm
 
 
 @dataclass(frozen=True)
 class Fault:
     """At global step `step`, the worker with `rank` does `kind`: kill, stop, term, raise, sleep, slow (it pauses in every
     batch from now on, `seconds` each), cut (its connections to the other ranks end: a collective fails without a death), or one
-    of those of `examples/benchmarks/harming.py`, with the same names. `others` are processes that a kill takes along.
+    of those of `tests/harming.py`, with the same names. `others` are processes that a kill takes along.
 
     Of the faults that a process cannot do to itself, test_fault_kinds.py stops the driver, test_node_failures.py removes
     nodes, test_ray_failures.py kills raylets, and test_loader_processes.py kills the processes of a DataLoader."""

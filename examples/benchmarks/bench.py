@@ -1,7 +1,7 @@
 """All benchmarks, one after the other, each a program of its own; their results as files, a page and plots.
 
     make bench                                             the claims of docs/benchmarks.md: under an hour on two cores
-    make bench ARGS=--all                                  also what takes longer: chaos, many ranks
+    make bench ARGS=--all                                  also what takes longer: complete programs, many ranks
     python examples/benchmarks/bench.py --quick            fewer rounds and settings, into build/benchmarks
     python examples/benchmarks/bench.py --only saving startup
 
@@ -44,12 +44,9 @@ BENCHMARKS = (
     Benchmark("call_length", "", "--steps 1 50 500 --rounds 3"),
     Benchmark("startup", "--rounds 7", "--rounds 1"),
     Benchmark("recovery", "--rounds 2", "--rounds 1"),
-    Benchmark("kill_curve", "", "--epochs 4 --after-s 15"),
+    Benchmark("kill_curve", "", ""),
     Benchmark("rerun", "--rounds 1", "--rounds 1"),
     Benchmark("saving", "--sizes 10 100 1000 --rounds 3", "--sizes 10 100 1000 --rounds 2"),
-    Benchmark(
-        "chaos", "--state build/chaos.json --parts 1 --faults 120 --minutes 5", "--minutes 0.5", takes_longer=True
-    ),
     Benchmark("same_numbers", "", "--only gpt --epochs 4", takes_longer=True),
     Benchmark("scale", "", "--ranks 100 1000", takes_longer=True),
 )

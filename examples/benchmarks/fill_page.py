@@ -7,7 +7,7 @@ Between such a line and `<!-- end -->` goes what it asks for; the rest of the pa
 
     <!-- table: startup -->                         all rows
     <!-- table: throughput workload=tiny -->        these rows, without the column
-    <!-- table: chaos show=kinds told -->           the same, and how it was measured
+    <!-- table: throughput workload=tiny told -->   the same, and how it was measured
     <!-- matrix: throughput ratio -->               a figure for each setting and contender
     <!-- plots: kill_curve -->                      its pictures in docs/benchmarks/
     <!-- picture: kill_curve -->                    the light or the dark one, in README.md
@@ -31,7 +31,6 @@ RESULTS = HERE / "results"
 PLACE = re.compile(
     r"(<!-- (table|matrix|plots|picture|summary): (\w+)((?: [\w=]+)*) -->\n).*?(<!-- end -->)", re.DOTALL
 )
-MANY = 12  # rounds
 REPEATED = {  # the rows of recovery.py that make the kills of kill_curve.py
     "raysgd": "raysgd, in place",
     "Ray Train v2": "Ray Train v2, elastic",
@@ -47,20 +46,13 @@ def cell(value: Any) -> str:
     if isinstance(value, Mapping) and "median" in value:
         if value["median"] is None:
             return ""
-        median, (least, most) = short(value["median"]), map(short, bounds(value))
-        return median if least == most else f"{median} ({least} to {most})"
-    if isinstance(value, Mapping):
-        return ", ".join(f"{name} {count}" for name, count in value.items())
+        median, spread = short(value["median"]), " to ".join(bounds(value))
+        return median if value["least"] == value["most"] else f"{median} ({spread})"
     return short(value) if isinstance(value, float) else str(value)
 
 
-def bounds(value: Mapping[str, Any]) -> Sequence[float]:
-    """The 95 % interval of a median of many rounds; of a few, the least and the most."""
-    return value["interval"] if has_interval(value) else (value["least"], value["most"])
-
-
-def has_interval(value: Any) -> bool:
-    return isinstance(value, Mapping) and value.get("count", 0) >= MANY and "interval" in value
+def bounds(value: Mapping[str, Any]) -> tuple[str, str]:
+    return short(value["least"]), short(value["most"])
 
 
 def short(figure: float) -> str:
@@ -75,8 +67,6 @@ def lines(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
 def table(document: Mapping[str, Any], only: Mapping[str, str]) -> str:
     rows = [row for row in document["rows"] if all(str(row.get(name)) == value for name, value in only.items())]
     columns = [name for name in document["columns"] if name not in only and any(cell(row.get(name)) for row in rows)]
-    if len(document["rows"]) == 1:  # one long row reads better downwards
-        return lines(("figure", ""), [(name, cell(rows[0].get(name))) for name in columns])
     return lines(columns, [[cell(row.get(name)) for name in columns] for row in rows])
 
 
@@ -120,9 +110,7 @@ class Claim:
             paired = best.get("raysgd_ratio")  # of each round
             ratio = short(middle(paired) if paired else middle(own[self.figure]) / middle(best[self.figure]))
         value = paired or own[self.figure]
-        rounds, spread = (
-            (str(value["count"]), " to ".join(map(short, bounds(value)))) if isinstance(value, Mapping) else ("", "")
-        )
+        rounds, spread = (str(value["count"]), " to ".join(bounds(value))) if isinstance(value, Mapping) else ("", "")
         mine = f"{short(middle(own[self.figure]))}{self.unit}"
         return [self.text, mine if ratio else "", name, ratio or mine, rounds, spread]
 
@@ -205,15 +193,11 @@ def summary(documents: Mapping[str, Mapping[str, Any]]) -> str:
 def told(document: Mapping[str, Any]) -> str:
     machine = document["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
-    spreads = [
-        row[name] for row in document["rows"] for name in document["columns"] if isinstance(row.get(name), Mapping)
-    ]
-    many = any(map(has_interval, spreads))
-    are = "the 95 % interval of the median of the rounds" if many else "median (least to most) over the rounds"
+    spreads = any(isinstance(row.get(name), Mapping) for row in document["rows"] for name in document["columns"])
     return (
         f"`{document['command']}` on {machine['cores']} cores ({machine['cpu']}), "
         f"Python {machine['python']}, {versions}; load average at the end {machine['load'][0]}."
-        f"{f' Spreads are {are}.' if spreads else ''}"
+        f"{' Spreads are median (least to most) over the rounds.' if spreads else ''}"
     )
 
 

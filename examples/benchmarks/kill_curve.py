@@ -16,12 +16,13 @@ from dataclasses import replace
 from typing import Any
 
 import traces
-from recovery import CASES, Case, kill_in, newcomers_first_step
+from fill_page import REPEATED
+from recovery import CASES, STEPS, Case, kill_in, newcomers_first_step
 from recovery import told as reason
 from report import claim_stdout, emit
 
 COLUMNS = ("contender", "workers", "before", "still_s", "repeated_samples", "note")
-SHOWN = {"raysgd, in place": "raysgd", "Ray Train v2, elastic": "Ray Train v2", "torchrun": "torchrun"}
+SHOWN = {case: name for name, case in REPEATED.items()}
 BATCH_SIZE = 8  # what kill_in sets
 BIN_S = 0.25
 
@@ -64,7 +65,7 @@ def row(case: Case, steps: Sequence[traces.Step], victim: traces.Step, killed_at
     }
 
 
-def measured(case: Case, steps: int, step_s: float, epochs: int, bins: range) -> dict[str, Any]:
+def measured(case: Case, steps: int, epochs: int, bins: range) -> dict[str, Any]:
     if case.peer.missing():
         return {"contender": SHOWN[case.name], "note": f"not installed: {', '.join(case.peer.missing())}"}
     # Speeds are compared here, and the peers do not exchange the indices of their samples.
@@ -72,7 +73,7 @@ def measured(case: Case, steps: int, step_s: float, epochs: int, bins: range) ->
     case = replace(case, extra=extra)
     with tempfile.TemporaryDirectory() as folder:
         try:
-            victim, killed_at, _ = kill_in(folder, case, steps, step_s)
+            victim, killed_at, _ = kill_in(folder, case, steps)
         except (RuntimeError, TimeoutError, subprocess.TimeoutExpired) as error:
             if case.continues:
                 raise
@@ -82,24 +83,17 @@ def measured(case: Case, steps: int, step_s: float, epochs: int, bins: range) ->
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=600, help="batches of each worker in an epoch")
-    parser.add_argument("--step-s", type=float, default=0.005, help="rest in each step")
-    parser.add_argument("--epochs", type=int, default=8)
-    parser.add_argument("--before-s", type=float, default=2.0, help="seconds shown before the kill")
-    parser.add_argument("--after-s", type=float, default=30.0, help="seconds shown after it")
-    parser.add_argument("--contenders", nargs="+", choices=[*SHOWN.values()], default=[*SHOWN.values()])
     parser.add_argument("--smoke", action="store_true", help="raysgd alone, two short epochs")
     args = parser.parse_args()
     out = claim_stdout()
-    cases = [case for case in CASES if SHOWN.get(case.name) in args.contenders]
-    if args.smoke:
-        args.steps, args.epochs, args.before_s, args.after_s, cases = 200, 2, 0.5, 2.0, cases[:1]
-    bins = range(int(-args.before_s / BIN_S), int(args.after_s / BIN_S))
+    steps, epochs, shown_s = (200, 2, (0.5, 2)) if args.smoke else (STEPS, 8, (2, 30))  # before the kill, and after it
+    bins = range(int(-shown_s[0] / BIN_S), int(shown_s[1] / BIN_S))
+    cases = [case for case in CASES if case.name in SHOWN]
     rows = []
-    for case in cases:
-        rows.append(measured(case, args.steps, args.step_s, args.epochs, bins))
+    for case in cases[:1] if args.smoke else cases:
+        rows.append(measured(case, steps, epochs, bins))
         print({name: rows[-1].get(name) for name in COLUMNS}, file=sys.stderr)
-    emit(out, "kill_curve", vars(args), rows, COLUMNS)
+    emit(out, "kill_curve", {"steps": steps, "epochs": epochs}, rows, COLUMNS)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from report import claim_stdout, emit, spread
 
 COLUMNS = ("case", "gap_s", "batches_redone", "lost", "doubled", "note")
 LIMIT_S = 240
+STEPS = 600  # batches of each worker in an epoch
 GROWTH = "raysgd, growth"
 
 
@@ -61,21 +62,21 @@ CASES = (
 )
 
 
-def run(case: Case, steps: int, step_s: float) -> dict[str, Any]:
+def run(case: Case, steps: int) -> dict[str, Any]:
     """One kill; what came of it."""
     with tempfile.TemporaryDirectory() as folder:
-        victim, killed_at, output = kill_in(folder, case, steps, step_s)
+        victim, killed_at, output = kill_in(folder, case, steps)
         return judged(case, traces.read(folder), victim, killed_at, output)
 
 
-def kill_in(folder: str, case: Case, steps: int, step_s: float) -> tuple[traces.Step, float, str]:
+def kill_in(folder: str, case: Case, steps: int) -> tuple[traces.Step, float, str]:
     """Runs a script to its end, with a kill in mid-epoch: the victim's last step that we saw, when it was killed, and
     what the script printed. Its notes are in the folder."""
     settings = {
         "WORKERS": str(case.workers),
         "BATCH_SIZE": "8",
         "SAMPLES": str(steps * 8 * case.workers),
-        "STEP_S": str(step_s),
+        "STEP_S": "0.005",
         "TRACE": folder,
         "PYTHONPATH": str(HERE / "kill_one"),
         **case.extra,
@@ -146,6 +147,19 @@ def growth_pause(
     return {"gap_s": gap_s, "batches_redone": grown[0]["batches_redone"], "reported_s": grown[0]["seconds"]}
 
 
+def arguments(text: str, cases: Sequence[Case]) -> tuple[argparse.Namespace, list[Case]]:
+    """The arguments of a script, and the cases that they name. With --smoke, the first one, once, with short epochs."""
+    parser = argparse.ArgumentParser(description=text.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--cases", nargs="+", choices=[case.name for case in cases])
+    parser.add_argument("--smoke", action="store_true", help=f"{cases[0].name}, once")
+    args = parser.parse_args()
+    args.steps = 200 if args.smoke else STEPS
+    if args.smoke:
+        args.rounds, args.cases = 1, [cases[0].name]
+    return args, [case for case in cases if not args.cases or case.name in args.cases]
+
+
 def in_turn(
     cases: Sequence[Case], rounds: int, run: Callable[[Case], dict[str, Any]]
 ) -> tuple[dict[str, list[dict[str, Any]]], dict[str, str]]:
@@ -190,19 +204,9 @@ def row(name: str, results: list[dict[str, Any]], note: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--cases", nargs="+", choices=[case.name for case in CASES])
-    parser.add_argument("--steps", type=int, default=600, help="batches of each worker in an epoch")
-    parser.add_argument("--step-s", type=float, default=0.005, help="rest in each step")
-    parser.add_argument("--smoke", action="store_true", help="raysgd in place, once")
-    args = parser.parse_args()
+    args, asked = arguments(__doc__, CASES)
     out = claim_stdout()
-    if args.smoke:
-        args.rounds, args.cases, args.steps = 1, ["raysgd, in place"], 200
-
-    asked = [case for case in CASES if not args.cases or case.name in args.cases]
-    results, failed = in_turn(asked, args.rounds, lambda case: run(case, args.steps, args.step_s))
+    results, failed = in_turn(asked, args.rounds, lambda case: run(case, args.steps))
     groups = [result for case in asked if case.workers > 1 for result in results[case.name]]
     growth = [result["growth"] for result in groups if result.get("growth")]
     rows = [row(case.name, results[case.name], noted(case, failed)) for case in asked]

@@ -4,10 +4,10 @@ The JSON says on which machine and with which versions it was measured; a figure
 """
 
 import json
-import math
 import os
 import platform
 import shlex
+import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import metadata
@@ -30,35 +30,16 @@ def machine() -> dict[str, Any]:
 
 
 def spread(values: Sequence[float], digits: int = 4) -> dict[str, Any]:
-    """Median, smallest and largest, and how many there were; with six values or more, the 95 % interval of the median."""
+    """Median, smallest and largest, and how many there were."""
     ordered = sorted(values)
     if not ordered:
         return {"median": None, "least": None, "most": None, "count": 0}
-    middle = len(ordered) // 2
-    median = ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
-    found = {
-        "median": round(median, digits),
+    return {
+        "median": round(statistics.median(ordered), digits),
         "least": round(ordered[0], digits),
         "most": round(ordered[-1], digits),
         "count": len(ordered),
     }
-    outside = left_out(len(ordered))
-    return found | (
-        {"interval": [round(ordered[outside - 1], digits), round(ordered[-outside], digits)]} if outside else {}
-    )
-
-
-def left_out(count: int) -> int:
-    """The place, from each end of so many sorted values, between which the median lies with a probability of 95 % or more,
-    whatever the distribution; 0 if there are too few.
-
-    >>> left_out(20), left_out(6), left_out(5)
-    (6, 1, 0)
-    """
-    place, outside = 0, 0.0
-    while (outside := outside + math.comb(count, place) / 2**count) <= 0.025:
-        place += 1
-    return place
 
 
 def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str:

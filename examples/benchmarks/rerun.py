@@ -13,7 +13,6 @@ second epoch, and lets the script run to its end.
     python examples/benchmarks/rerun.py --rounds 5
 """
 
-import argparse
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +20,7 @@ from typing import Any
 
 import traces
 from processes import PEERS
-from recovery import Case, in_turn, kill_in
+from recovery import Case, arguments, in_turn, kill_in
 from report import claim_stdout, emit, spread
 
 COLUMNS = ("contender", "first_step_s", "begins_s", "ratio", "batches_redone", "survivors", "note")
@@ -36,10 +35,10 @@ CONTENDERS = (
 )
 
 
-def run(case: Case, steps: int, step_s: float) -> dict[str, float]:
+def run(case: Case, steps: int) -> dict[str, float]:
     """One kill; what came of it."""
     with tempfile.TemporaryDirectory() as folder:
-        _, killed_at, _ = kill_in(folder, case, steps, step_s)
+        _, killed_at, _ = kill_in(folder, case, steps)
         return judged(traces.read(folder), traces.read(Path(folder, BEGINS)), killed_at)
 
 
@@ -71,19 +70,9 @@ def row(case: Case, results: dict[str, list[dict[str, float]]], failed: dict[str
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--contenders", nargs="+", choices=[case.name for case in CONTENDERS])
-    parser.add_argument("--steps", type=int, default=600, help="batches of each worker in an epoch")
-    parser.add_argument("--step-s", type=float, default=0.005, help="rest in each step")
-    parser.add_argument("--smoke", action="store_true", help="raysgd, once")
-    args = parser.parse_args()
+    args, asked = arguments(__doc__, CONTENDERS)
     out = claim_stdout()
-    if args.smoke:
-        args.rounds, args.contenders, args.steps = 1, ["raysgd"], 100
-
-    asked = [case for case in CONTENDERS if not args.contenders or case.name in args.contenders]
-    results, failed = in_turn(asked, args.rounds, lambda case: run(case, args.steps, args.step_s))
+    results, failed = in_turn(asked, args.rounds, lambda case: run(case, args.steps))
     emit(out, "rerun", vars(args), [row(case, results, failed) for case in asked], COLUMNS)
 
 

@@ -6,11 +6,9 @@ started several times: of the same program, one process is faster than another f
 memory happens to lie.
 
     python examples/benchmarks/stepping.py
-    python examples/benchmarks/stepping.py --starts 3 --workloads tiny --at-most 1.25     a check for CI: its exit status
 """
 
 import argparse
-import sys
 from typing import Any
 
 from contenders import BASE, Collating, RaySGD, cluster
@@ -29,11 +27,6 @@ def main() -> None:
     parser.add_argument("--starts", type=int, default=6, help="how often everything is started")
     parser.add_argument("--rounds", type=int, default=1, help="rounds of each start")
     parser.add_argument("--steps", type=int, help="batches per worker and epoch (default: three times the workload's)")
-    parser.add_argument(
-        "--at-most",
-        type=float,
-        help="fail (exit status 1) if raysgd's median ratio to the hand-written loop is greater",
-    )
     parser.add_argument("--smoke", action="store_true", help="a few steps of one workload, only to see that it runs")
     args = parser.parse_args()
     out = claim_stdout()
@@ -47,10 +40,6 @@ def main() -> None:
             setting = Setting(workload.shortened(args.steps or LONGER * workload.steps), args.workers)
             rows += measure(setting, CONTENDERS, args.rounds, starts=args.starts)
     emit(out, "stepping", vars(args), rows, COLUMNS[:-1])
-    slow = [row for row in rows if args.at_most and row["ratio"]["median"] > args.at_most]
-    if slow:
-        text = ", ".join(f"{row['contender']} in {row['workload']}: {row['ratio']['median']:.3f}" for row in slow)
-        sys.exit(f"slower than {args.at_most:g} times the hand-written loop: {text}")
 
 
 if __name__ == "__main__":

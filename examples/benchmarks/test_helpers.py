@@ -3,9 +3,7 @@
 import json
 import os
 import sys
-from argparse import Namespace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,34 +13,11 @@ import fill_page
 import gate
 import interleaved
 import kill_curve
-import parts
 import processes
 import recovery
 import rerun
 import traces
 import workloads
-
-
-def test_parts_of_a_chaos_run_accumulate(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    ran = []
-
-    def run(args: Namespace, seed: int) -> dict[str, Any] | None:
-        ran.append(seed)
-        figures = {"faults": 3, "faults_by_kind": {"kill": 2, "gil": 1}, "waits_by_kind": {"kill": seed, "gil": 9}}
-        broken = ["lost: 1"] if seed == 6 else []
-        head = {"backend": args.backend, "api": "class", "seed": seed}
-        return None if seed == 7 else {**head, **figures, "lost": len(broken), "broken": broken}
-
-    monkeypatch.setattr(parts, "run", run)
-    file = tmp_path / "state.json"
-    parts.accumulate(file, Namespace(backend="torch", api="class", seed=5, parts=1))
-    parts.accumulate(file, Namespace(backend="torch", api="class", seed=5, parts=3))
-    found = parts.accumulate(file, Namespace(backend="horovod", api="class", seed=5, parts=1))
-    assert ran == [5, 6, 7, 5], "a seed that is in the file is skipped, and so is a part whose cluster did not start"
-    first, second, everything, kills, locks = parts.presented(found)
-    assert [row["faults"] for row in (first, second, everything, kills, locks)] == [6, 3, 9, 6, 3]
-    assert (first["run"], first["lost"], first["broken"]) == ("torch, class", 1, ["torch, class, seed 6: lost: 1"])
-    assert (kills["kind"], kills["torch, class"], kills["horovod, class"], kills["longest_wait_s"]) == ("kill", 4, 2, 6)
 
 
 def test_the_summary_takes_the_best_peer_and_leaves_out_what_is_not_measured() -> None:
@@ -117,7 +92,6 @@ def test_a_process_notes_its_steps(tmp_path: Path) -> None:
         (os.getpid(), 2, 0),
         (os.getpid(), 1, 1),
     ]
-    assert traces.active(tmp_path, within_s=60) == [os.getpid()]
 
 
 def test_the_page_is_filled() -> None:
@@ -125,7 +99,7 @@ def test_the_page_is_filled() -> None:
     machine = {"cores": 2, "cpu": "x", "python": "3.11", "versions": {"ray": "2.60"}, "load": [0.1]}
     document = {"benchmark": "startup", "command": "startup.py", "machine": machine, "rows": [row, row]}
     document["columns"] = ["contender", "first_epoch_s"]
-    page = "before\n<!-- table: startup -->\nold\n<!-- end -->\n<!-- table: chaos -->\nkept\n<!-- end -->\n"
+    page = "before\n<!-- table: startup -->\nold\n<!-- end -->\n<!-- table: saving -->\nkept\n<!-- end -->\n"
     filled = fill_page.filled(page, {"startup": document})
     assert "| raysgd | 2 (1 to 3) |" in filled
     assert "old" not in filled and "kept" in filled and filled.startswith("before\n")

@@ -25,9 +25,7 @@ class StepTrace:
     """Appends a line for each step; unbuffered, so that a killed process leaves all it did."""
 
     def __init__(self, folder: str) -> None:
-        path = Path(folder) / f"{os.getpid()}.steps"
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        path.with_suffix(".raylet").write_text(os.environ.get("RAY_RAYLET_PID", ""), encoding="utf-8")
+        self._file = os.open(Path(folder) / f"{os.getpid()}.steps", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def step(self, rank: int, epoch: int) -> None:
         os.write(self._file, f"{time.monotonic():.6f} {os.getpid()} {rank} {epoch}\n".encode())
@@ -63,18 +61,3 @@ def longest_gap(steps: Sequence[Step], *, within_epochs: bool = False) -> float:
     """The longest time between two neighbours; 0 for fewer than two. `within_epochs`: not over an epoch's
     border, where the script itself has things to do."""
     return max((b.at - a.at for a, b in pairwise(steps) if a.epoch == b.epoch or not within_epochs), default=0.0)
-
-
-def workers_of(folder: str | Path, raylet: int) -> list[int]:
-    """The processes on the node of this process of Ray's."""
-    return [int(path.stem) for path in Path(folder).glob("*.raylet") if path.read_text() == str(raylet)]
-
-
-def active(folder: str | Path, within_s: float) -> list[int]:
-    """The processes that have taken a step lately."""
-    now = time.time()
-    found = []
-    for path in Path(folder).glob("*.steps"):
-        if now - path.stat().st_mtime < within_s:
-            found.append(int(path.stem))
-    return found

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from examples.benchmarks.harming import Injected, forget_memory_limits, why_no_memory_limit
 from raysgd import ElasticConfig
 from tests.faults import Fault, Ground
+from tests.harming import Injected, forget_memory_limits, why_no_memory_limit
 from tests.peek import before_joining
 
 pytestmark = pytest.mark.elastic

@@ -4,7 +4,7 @@
 
 The first of four hosts runs the script, and has no worker. A host that has failed is started again before the next fault. After
 each epoch, the samples that the weights have seen are compared with the data set, and the weights of the ranks with each
-other. `examples/benchmarks/chaos.py` has faults of processes, a disk and the driver, on one machine.
+other.
 
 Exit status 1: a sample was lost or used twice, weights differed, or training failed.
 """
@@ -12,6 +12,7 @@ Exit status 1: a sample was lost or used twice, weights differed, or training fa
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import random
 import signal
@@ -42,7 +43,24 @@ KINDS = {
     "a host sends 2 Mbit/s for 8 s": 2,
     "Ray's process on a host is killed": 1,
     "a worker is stopped": 1,
+    "a worker reads address 0": 1,
+    "a worker calls abort()": 1,
+    "a worker ends silently": 1,
+    "a worker holds Python's lock for 40 s": 1,
+    "nothing reaches a worker": 1,
+    "a worker's connections to the others end": 3,
+    "an exception is raised anywhere in a worker": 3,
 }
+HARMS = (
+    "segfault",
+    "abort",
+    "exit",
+    "gil",
+    "half-open",
+    "collective",
+    "exception",
+)  # the same, as tests/harming.py names them
+OBEYS_S = 5.0  # in a batch of its training
 EVERY_S = 3.0  # from the end of a fault to the next one, on average
 END_S = 300.0  # for the first epoch and the last one
 
@@ -107,6 +125,7 @@ class Disturber:
             lambda host: self._during(host.rate(2), 8),
             self._kill_raylet,
             lambda host: send(host, "ray::WorkerActor", signal.SIGSTOP),
+            *(functools.partial(order, kind=kind) for kind in HARMS),
         ]
         return dict(zip(KINDS, actions, strict=True))
 
@@ -135,6 +154,18 @@ def send(host: Host, name: str, number: signal.Signals) -> None:
         each.send_signal(number)
 
 
+def order(host: Host, kind: str) -> None:
+    """Have a worker on this host do this to itself. `ObeyingOperator` reads the file."""
+    host.call("sh", "-c", f"echo {kind} 40 > /tmp/order.new && mv /tmp/order.new /tmp/order")
+    deadline = time.monotonic() + OBEYS_S
+    while time.monotonic() < deadline:
+        if host.call("sh", "-c", "ls /tmp/order 2> /dev/null || true") == "":
+            return
+        time.sleep(0.1)
+    host.call("rm", "-f", "/tmp/order")
+    raise ProcessLookupError(f"no worker on {host.name} trains")
+
+
 def chaos(*, faults: int, seed: int, minutes: float = 60.0) -> dict[str, Any]:
     """Return what was done, and what was found."""
     began = time.monotonic()
@@ -154,6 +185,7 @@ def chaos(*, faults: int, seed: int, minutes: float = 60.0) -> dict[str, Any]:
         "lost": sum(each[0] for each in found.get("epochs", [])),
         "doubled": sum(each[1] for each in found.get("epochs", [])),
         "differing": sum(each[2] for each in found.get("epochs", [])),
+        "raised": found.get("raised", 0),
         "recoveries": dict(Counter(each["reason"] for each in recoveries)),
         "in_place": sum(each["in_place"] for each in recoveries),
         "batches_redone": sum(each["batches_redone"] for each in recoveries),

@@ -4,6 +4,7 @@ A line that begins with "now" says what follows, so that a test can cause a faul
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -29,6 +30,7 @@ from raysgd import TorchTrainer, TrainingOperator, TrainingOptions, train
 from raysgd.cli import main
 from raysgd.config import ElasticConfig
 from raysgd.errors import RaysgdError
+from tests.harming import Injected, harm
 
 SAMPLES = 400
 SETTINGS = {"samples": SAMPLES, "batch_size": 8, "step_s": 0.0}
@@ -63,6 +65,17 @@ class BorrowingOperator(CountingOperator):
 
         super().setup(config)
         self.word = WORD
+
+
+class ObeyingOperator(CountingOperator):
+    """Does to its process what a file on its host says (`tests/harming.py`)."""
+
+    def train_batch(self, batch, batch_info):
+        with contextlib.suppress(FileNotFoundError):
+            taken = Path("/tmp/order").rename(f"/tmp/order.{os.getpid()}")
+            kind, seconds = taken.read_text(encoding="utf-8").split()
+            harm(kind, float(seconds))
+        return super().train_batch(batch, batch_info)
 
 
 class NotingOperator(TrainingOperator):
@@ -212,12 +225,23 @@ def epochs() -> dict[str, Any]:
 def storm() -> dict[str, Any]:
     """Train three workers while anything may fail, also between the epochs, until the test says that it is the last epoch."""
     epochs, settings = [], {"snapshot_every": 20, "backoff_s": 0.5, "backoff_max_s": 4.0, "max_attempts": 30}
-    with trainer(config=STORMY, num_workers=3, elastic=settings) as of:
+    with trainer(ObeyingOperator, config=STORMY, num_workers=3, elastic=settings) as of:
+        raised = 0
         while not os.path.exists("/tmp/last"):
             print(f"now epoch {len(epochs)}", flush=True)
-            of.train(max_retries=-1)
-            epochs.append([*lost_and_doubled(of, STORMY["samples"]), len(set(weights(of))) - 1])
-        return {**facts(of, STORMY["samples"]), "epochs": epochs}
+            try:
+                of.train(max_retries=-1)
+                epochs.append([*lost_and_doubled(of, STORMY["samples"]), len(set(weights(of))) - 1])
+            except Exception as error:
+                if not injected(error):
+                    raise
+                raised += 1  # the next call trains the rest of the epoch
+        return {**facts(of, STORMY["samples"]), "epochs": epochs, "raised": raised}
+
+
+def injected(error: BaseException) -> bool:
+    """Return whether this is what a fault has raised, also where that led to another error."""
+    return isinstance(error, Injected) or "harming.Injected" in str(error.__cause__)  # the worker's traceback
 
 
 def wait() -> dict[str, Any]:
