@@ -8,7 +8,7 @@ can be divided among any other number of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -208,41 +208,3 @@ class StepPlan(NamedTuple):
         """Return how many steps the rest of the run has if `now` divides its epochs."""
         rest, each = now.steps_left(offset), now.steps_left(0)
         return -(-rest // self.window) + max(self.epochs - epoch, 0) * -(-each // self.window)
-
-
-# -- the shards of a stream ---------------------------------------------------------------------------
-
-
-@dataclass
-class ShardTeam:
-    """Ranks that divide these shards: one rank has several, or several ranks share one."""
-
-    shards: list[int]
-    ranks: list[int]
-
-
-def make_teams(shards: Sequence[int], world_size: int) -> list[ShardTeam]:
-    """Deal the shards to the ranks. If there are fewer shards than ranks, several ranks share one.
-
-    >>> make_teams([4, 1, 7], 2)
-    [ShardTeam(shards=[4, 7], ranks=[0]), ShardTeam(shards=[1], ranks=[1])]
-    >>> make_teams([4], 2)
-    [ShardTeam(shards=[4], ranks=[0, 1])]
-    """
-    count = min(len(shards), world_size)
-    return [ShardTeam(list(shards[i::count]), list(range(i, world_size, count))) for i in range(count)]
-
-
-def even_out(teams: list[ShardTeam], left: set[int]) -> None:
-    """Remove the shards that are not `left`. Give each team without one a shard of another, or let
-    its ranks join one. Others stay: a new reader must skip what was used of a shard."""
-    for team in teams:
-        team.shards = [shard for shard in team.shards if shard in left]
-    for team in [each for each in teams if not each.shards]:
-        most = max(teams, key=lambda each: len(each.shards))
-        if len(most.shards) > 1:
-            team.shards.append(most.shards.pop())  # the last one, which is not begun if others wait with it
-        elif most.shards:
-            teams.remove(team)
-            smallest = min((each for each in teams if each.shards), key=lambda each: len(each.ranks))
-            smallest.ranks = sorted(smallest.ranks + team.ranks)

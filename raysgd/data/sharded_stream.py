@@ -7,6 +7,7 @@ import random
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
 from itertools import islice
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 from raysgd.config import at_least
 from raysgd.core.ranks import RankInfo
 from raysgd.core.read_ahead import ReadAhead
-from raysgd.core.sampling_plan import RankPart, SamplingPlan, ShardTeam, even_out, make_teams
+from raysgd.core.sampling_plan import RankPart, SamplingPlan
 from raysgd.errors import ConfigError, described, shown, suggesting
 
 AHEAD = 2
@@ -285,3 +286,41 @@ class ShardFeed:
         self._readers = deque(each for each in self._readers if each[0] in shards)
         self._read_out &= shards
         self._rows = [row for row in self._rows if row[0] in shards]
+
+
+# -- which ranks read which shards ----------------------------------------------------------------------
+
+
+@dataclass
+class ShardTeam:
+    """Ranks that divide these shards: one rank has several, or several ranks share one."""
+
+    shards: list[int]
+    ranks: list[int]
+
+
+def make_teams(shards: Sequence[int], world_size: int) -> list[ShardTeam]:
+    """Deal the shards to the ranks. If there are fewer shards than ranks, several ranks share one.
+
+    >>> make_teams([4, 1, 7], 2)
+    [ShardTeam(shards=[4, 7], ranks=[0]), ShardTeam(shards=[1], ranks=[1])]
+    >>> make_teams([4], 2)
+    [ShardTeam(shards=[4], ranks=[0, 1])]
+    """
+    count = min(len(shards), world_size)
+    return [ShardTeam(list(shards[i::count]), list(range(i, world_size, count))) for i in range(count)]
+
+
+def even_out(teams: list[ShardTeam], left: set[int]) -> None:
+    """Remove the shards that are not `left`. Give each team without one a shard of another, or let
+    its ranks join one. Others stay: a new reader must skip what was used of a shard."""
+    for team in teams:
+        team.shards = [shard for shard in team.shards if shard in left]
+    for team in [each for each in teams if not each.shards]:
+        most = max(teams, key=lambda each: len(each.shards))
+        if len(most.shards) > 1:
+            team.shards.append(most.shards.pop())  # the last one, which is not begun if others wait with it
+        elif most.shards:
+            teams.remove(team)
+            smallest = min((each for each in teams if each.shards), key=lambda each: len(each.ranks))
+            smallest.ranks = sorted(smallest.ranks + team.ranks)

@@ -12,9 +12,8 @@ import torch
 from raysgd import ConfigError
 from raysgd.core.ranks import RankInfo
 from raysgd.core.read_ahead import ReadAhead
-from raysgd.core.sampling_plan import ShardTeam, even_out, make_teams
 from raysgd.data import ShardedStream
-from raysgd.data.sharded_stream import AGAIN, ShardFeed, ShardStep
+from raysgd.data.sharded_stream import AGAIN, ShardFeed, ShardStep, ShardTeam, even_out, make_teams
 from raysgd.torch.data.shards import ShardSource
 from tests.torch.small import Recording, inline
 from tests.torch.sources import begin, drawn
