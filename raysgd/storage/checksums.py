@@ -3,13 +3,11 @@ it. Compute digests of files. Both.
 
 `torch.save` and `zipfile` write a checksum for every member, but `torch.load` does not compare it.
 Checksums and digests detect damage. They are not a signature: anyone who can change the file can
-change them. Several threads compute the checksums, also those of one large file: it is divided into
-parts, whose checksums are combined.
+change them. Several threads compute the checksums of a large file, each those of whole members.
 """
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import io
 import os
@@ -25,10 +23,9 @@ except ImportError:
     from zlib import crc32
 
 THREADS = min(4, os.cpu_count() or 1)
-PART, PIECE = 32 << 20, 1 << 20  # what one thread computes at a time, and what it holds in memory
+PIECE = 1 << 20  # what a thread holds in memory
 ALONE = 4 << 20  # a smaller file is verified before another thread has started
 ZIP = b"PK"
-POLYNOMIAL = 0xEDB88320  # of zip's CRC-32, like all numbers here with x**0 as the highest bit
 DIRECTORY = 0x10  # an attribute of a member
 HEADER_BYTES, LENGTHS_AT = 30, 26  # of a member's header, which its name and an extra field follow
 
@@ -77,16 +74,8 @@ def verify(source: Any) -> bool:
     claimed = [(member, start) for member, start in members if member.file_size]
     if not any(member.CRC for member, _ in claimed):
         return False
-    parts = [
-        (start + at, min(PART, member.file_size - at))
-        for member, start in claimed
-        for at in range(0, member.file_size, PART)
-    ]
-    found = iter(_computed(data, parts))
-    for member, _ in claimed:
-        checksum = 0
-        for at in range(0, member.file_size, PART):
-            checksum = combined(checksum, next(found), min(PART, member.file_size - at))
+    found = _computed(data, [(start, member.file_size) for member, start in claimed])
+    for (member, _), checksum in zip(claimed, found, strict=True):
         if checksum != member.CRC:
             raise damaged(f"{member.filename!r} in it does not have the checksum that was saved with it")
     return True
@@ -122,21 +111,18 @@ def _start(data: ByteSource, header: int) -> int:
 def _computed(data: ByteSource, parts: list[tuple[int, int]]) -> list[int]:
     """Return the checksums of these parts of the data, given by their places and lengths."""
 
-    def checksums(some: list[tuple[int, int]]) -> list[int]:
-        buffer, found = bytearray(PIECE), []
-        for start, length in some:
-            checksum = 0
-            for at in range(start, start + length, PIECE):
-                with data.view(at, min(PIECE, start + length - at), buffer) as piece:
-                    checksum = crc32(piece, checksum)
-            found.append(checksum)
-        return found
+    def computed(part: tuple[int, int]) -> int:
+        start, length = part
+        checksum, buffer = 0, bytearray(min(PIECE, length))
+        for at in range(start, start + length, PIECE):
+            with data.view(at, min(PIECE, start + length - at), buffer) as piece:
+                checksum = crc32(piece, checksum)
+        return checksum
 
-    threads = THREADS if data.size > ALONE else 1
-    shares = [parts[first::threads] for first in range(threads)]
-    with ThreadPoolExecutor(threads, thread_name_prefix="raysgd-checksums") as pool:
-        found = list(pool.map(checksums, shares) if threads > 1 else map(checksums, shares))
-    return [found[at % threads][at // threads] for at in range(len(parts))]
+    if data.size <= ALONE:
+        return list(map(computed, parts))
+    with ThreadPoolExecutor(THREADS, thread_name_prefix="raysgd-checksums") as pool:
+        return list(pool.map(computed, parts))
 
 
 def digest_of(source: Any) -> str:
@@ -147,28 +133,3 @@ def digest_of(source: Any) -> str:
     while count := source.readinto(buffer):
         digest.update(buffer[:count])
     return digest.hexdigest()
-
-
-def combined(first: int, second: int, length: int) -> int:
-    """Return the checksum of two pieces of data from theirs and the second one's length."""
-    return _product(_shift(length), first) ^ second
-
-
-def _product(one: int, other: int) -> int:
-    """Return the product of two polynomials over GF(2), modulo the CRC's."""
-    product = 0
-    for place in range(31, -1, -1):
-        if one >> place & 1:
-            product ^= other
-        other = other >> 1 ^ (POLYNOMIAL if other & 1 else 0)
-    return product
-
-
-@functools.lru_cache
-def _shift(length: int) -> int:
-    """Return x**(8 * length): what a checksum is multiplied by when so many bytes follow."""
-    result, power = 1 << 31, 1 << 23
-    while length:
-        result = _product(result, power) if length & 1 else result
-        power, length = _product(power, power), length >> 1
-    return result
