@@ -21,9 +21,10 @@ from raysgd.errors import shown
 from raysgd.storage.seen import SeenFile
 from raysgd.tf import states
 from raysgd.tf.channel import Channel
+from raysgd.tf.comparison import summary_of
 from raysgd.tf.data import OwnSource, SharedSource, make_source
 from raysgd.tf.operator import TrainingOperator
-from raysgd.tf.parts import as_tensor, assign, rows_in, seed_states, summary_of
+from raysgd.tf.parts import as_tensor, assign, rows_in, seed_states
 from raysgd.tf.process_group import prepare_runtime
 from raysgd.training.feed import Source
 from raysgd.training.operator_base import log_change
