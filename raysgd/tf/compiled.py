@@ -41,6 +41,10 @@ INSTEAD = {
     "initial_epoch": "load() a checkpoint: it holds the epoch",
     "validation_steps": "pass num_steps to validate()",
 }
+WITHOUT_XLA = (
+    "the model was compiled with jit_compile=True, which has no effect here, because XLA cannot compile the sum of the gradients over "
+    "the workers: put tf.function(jit_compile=True) on parts of the model"
+)
 
 
 class CompiledOperator(TrainingOperator):
@@ -53,11 +57,16 @@ class CompiledOperator(TrainingOperator):
     def setup(self, config: dict[str, Any]) -> None:
         self._fit = checked_fit_config(config, FIT)
         train, test = _pair(type(self).data_creator(config))
-        with foreign.noting_jit_compile() as compiled_by_xla:
-            self.model = model = type(self).model_creator(config)
+        self.model = model = type(self).model_creator(config)
         if getattr(model, "optimizer", None) is None or not getattr(model, "compiled", True):
             raise ConfigError("model_creator must return a compiled model: call model.compile(optimizer=..., loss=...)")
-        _check_compiled(model, xla=bool(is_keras_2(model) and model.jit_compile) or model in compiled_by_xla)
+        if (steps := foreign.steps_per_execution(model)) > 1:
+            raise ConfigError(
+                f"the model was compiled with steps_per_execution={steps}, which has no effect here: raysgd runs one batch at a "
+                "time, so that it can continue after each of them when a worker fails. Leave it out"
+            )
+        if model.jit_compile and not tf.config.list_physical_devices("GPU"):  # where Keras 3 sets it by itself
+            self._warn_once(WITHOUT_XLA)
         if self._settings.distributed:
             for loss in tf.nest.flatten(model.loss):
                 refuse_sum(loss, "a compiled loss")
@@ -275,20 +284,6 @@ def checked_fit_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
             f"config[{name!r}]['class_weight'] must be a dict from class number to weight, got {weights!r}"
         )
     return dict(given)
-
-
-def _check_compiled(model: Any, *, xla: bool) -> None:
-    """Raise ConfigError for arguments of `compile` without effect; `xla`: the user wants XLA."""
-    if (steps := foreign.steps_per_execution(model)) > 1:
-        raise ConfigError(
-            f"the model was compiled with steps_per_execution={steps}, which has no effect here: raysgd runs one batch at a "
-            "time, so that it can continue after each of them when a worker fails. Leave it out"
-        )
-    if xla:
-        raise ConfigError(
-            "the model was compiled with jit_compile=True, which has no effect here, because XLA cannot compile the sum of the "
-            "gradients over the workers. Leave it out, or put tf.function(jit_compile=True) on parts of the model"
-        )
 
 
 def _pair(data: Any) -> tuple[Any, Any]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 UNAVAILABLE = 14  # the gRPC status that TensorFlow raises as UnavailableError
@@ -75,35 +74,3 @@ def steps_per_execution(model: Any) -> int:
     """Return an argument of `compile`, which Keras 2 keeps in a private variable."""
     found = model._steps_per_execution if hasattr(model, "_steps_per_execution") else model.steps_per_execution
     return 1 if found is None else int(found)
-
-
-@contextmanager
-def noting_jit_compile() -> Iterator[list[Any]]:
-    """Collect the Keras 3 models that are compiled with `jit_compile=True` in this block. The
-    compiled model does not show this, because on a GPU Keras also replaces the default "auto" by
-    True. A model that is loaded from a file is compiled with what Keras saved, so it does not
-    count."""
-    import keras
-
-    owner: Any = next(base for base in keras.Model.__mro__ if "compile" in vars(base))
-    compile_, from_config = owner.compile, owner.compile_from_config
-    found: list[Any] = []
-
-    def noted(model: Any, *args: Any, **given: Any) -> Any:
-        found[:] = [each for each in found if each is not model]
-        if given.get("jit_compile") is True or args[7:8] == (True,):
-            found.append(model)
-        return compile_(model, *args, **given)
-
-    def unnoted(model: Any, config: Any) -> Any:
-        before = list(found)
-        try:
-            return from_config(model, config)
-        finally:
-            found[:] = before
-
-    owner.compile, owner.compile_from_config = noted, unnoted
-    try:
-        yield found
-    finally:
-        owner.compile, owner.compile_from_config = compile_, from_config
