@@ -31,7 +31,7 @@ from raysgd.torch.data.sampling import Division
 from raysgd.torch.data.sources import PlannedSource
 from raysgd.torch.foreign import content_version, is_compiled, run_after_backward
 from raysgd.torch.guard import gathered_objects
-from raysgd.torch.parts import Parts
+from raysgd.torch.parts import Parts, sums_of
 from raysgd.torch.policies import refusal, settings_of
 from raysgd.torch.schedules import steps_of
 from raysgd.torch.settings import TorchSettings
@@ -55,7 +55,6 @@ NOT_LOOKED_AT = (
     MethodType,
     ModuleType,
     DataLoader,
-    Dataset,
     torch.Generator,
     torch.optim.Optimizer,
 )
@@ -84,7 +83,8 @@ class KeepBatch(Policy):
         self._decides = False  # in the running step
         self._seen: FirstStep | None = None  # what was seen of it
         self._look: Look | None = None  # at the running `train_batch`
-        self._versions: list[int] | None = None  # of the gradients, after the backward pass of a piece
+        self._was_trained = False  # whether the default loop has trained the newest piece
+        self._versions: list[tuple[int, int]] | None = None  # of the gradients, after the backward pass of a piece
         self._settings_used: list[Any] | None = None  # of parameter groups, in the steps that the pieces asked for
 
     @property
@@ -135,11 +135,14 @@ class KeepBatch(Policy):
 
     def begin(self, step: Step) -> None:
         piece, feed = not step.current.whole, self._feed
+        if step.piece > 0 and not self._was_trained and self._asked == "auto":
+            raise NotExact(*OWN_LOOP[1:3])
+        self._was_trained = False
         self._end_look()  # a user's own loop has not called `trained`
         self._versions = self._versions if step.piece > 0 else None
         if self._asked == "auto" and (self._decides or piece):
             parts, own_calls = self._parts, None
-            if self._decides and feed is not None:
+            if feed is not None:
                 own_calls = OwnCalls(feed.collectives, parts.wrapped, sharded=parts.shards_made)
             self._look, self._operator._sized = Look(*self._now(), own_calls), False
         if step.piece == 0:
@@ -148,6 +151,7 @@ class KeepBatch(Policy):
     def trained(self, step: Step) -> None:
         """Raise NotExact if `train_batch` has done something in a piece that it ought to do once in
         a batch."""
+        self._was_trained = True
         if self._look is None:
             return
         if not step.current.whole:
@@ -225,7 +229,7 @@ class KeepBatch(Policy):
         feed, before = self._feed, self.mode
         assert feed is not None
         self._decides = feed.looked_at = False
-        decided = refused("train_epoch has a loop of its own, which would get pieces of batches", NOT_HARMFUL)
+        decided = OWN_LOOP
         if seen is not None:
             divided = isinstance(feed.source, PlannedSource) and feed.source.divides
             decided = decide(seen._replace(divided=divided))
@@ -251,19 +255,22 @@ class KeepBatch(Policy):
     def _now(self) -> tuple[list[Any], dict[str, Any]]:
         """Return what shows whether user code steps schedulers, or changes weights, or attributes
         of the operator or the model."""
-        parts, contents = self._parts, Contents({id(each) for each in _registered(self._parts)})
+        # With the default `train_batch`, the next batch may be read in it, which may change the data set.
+        parts, own_batch = self._parts, bool(self._operator._overrides("train_batch"))
+        contents = Contents({id(each) for each in _registered(self._parts)}, data_sets=own_batch)
         own = {name: value for name, value in vars(self._operator).items() if name not in self._own_names}
         attributes = {name: contents.of(value) for name, value in own.items() if value is not self}
         attributes["config"] = contents.of(self._operator.config)
+        attributes["train_loader.dataset"] = contents.of(getattr(parts.train_loader, "dataset", None), DEEPEST)
         for number, model in enumerate(() if parts.shards_made else parts.models):
-            attributes |= {f"{_name(number)}.{name}": content_version(each) for name, each in model.named_parameters()}
+            named = model.named_parameters()
+            attributes |= {f"{_name(number)}.{name}": contents.of_tensor(each) for name, each in named}
         if self._decides:
             attributes |= _numbers(parts.models)
         elif self._operator.world_rank == 0:  # whose buffers other ranks get
             still = [(name, getattr(module, name, None)) for module, name in self._buffers.still]
-            attributes |= {
-                f"model...{name}": (id(each), content_version(each)) for name, each in still if each is not None
-            }
+            attributes |= {f"model...{name}": contents.of_tensor(each) for name, each in still if each is not None}
+        contents.read()
         return [steps_of(each) for each in parts.schedulers], attributes
 
     def interfered(self, found: NotExact) -> None:
@@ -299,6 +306,10 @@ def _of_all(mode: BatchMode) -> list[BatchMode]:
 FIRST_STEP = (
     "%d of %d workers made the first step of this run, each with its batch size, because it shows whether the batch of all workers can be "
     "kept. It had another number of samples, so the run will have other results than one with all of them. From now on, the batch is kept"
+)
+OWN_LOOP = refused(
+    "train_epoch has a loop of its own, or gives the default one another iterator, which would get pieces of batches",
+    NOT_HARMFUL,
 )
 MAKES_STEPS = refused(
     "a LightningModule makes its steps itself", "pass ElasticConfig(batch='global'), which needs more memory"
@@ -409,10 +420,21 @@ def _registered(parts: Parts) -> Iterator[Any]:
 
 class Contents:
     """Says what is different after a change of a value, as far as that can be seen quickly: of
-    large objects, a part is looked at."""
+    large objects, a part is looked at. What it has returned is complete after `read`."""
 
-    def __init__(self, known: set[int]) -> None:
-        self._known, self._left = known, MOST_LOOKED_AT
+    def __init__(self, known: set[int], *, data_sets: bool) -> None:
+        self._known, self._left, self._data_sets = known, MOST_LOOKED_AT, data_sets
+        self._tensors: list[tuple[torch.Tensor, list[int]]] = []
+
+    def of_tensor(self, tensor: torch.Tensor) -> Any:
+        found = [content_version(tensor)]
+        self._tensors.append((tensor, found))
+        return id(tensor), found
+
+    def read(self) -> None:
+        sums = sums_of([each for each, _ in self._tensors])
+        for (_, found), each in zip(self._tensors, sums, strict=True):
+            found.append(each)
 
     def of(self, value: Any, depth: int = 0) -> Any:
         self._left -= 1
@@ -421,26 +443,29 @@ class Contents:
         if id(value) in self._known or isinstance(value, NOT_LOOKED_AT) or depth > DEEPEST or self._left < 0:
             return id(value)
         if isinstance(value, torch.Tensor):
-            return id(value), content_version(value)
+            return self.of_tensor(value)
+        if isinstance(value, Dataset):
+            if not self._data_sets:
+                return id(value)
+            depth = DEEPEST  # its own attributes, and not all its samples
         if isinstance(value, nn.Module):
             tensors = (each for _, each in (*value.named_parameters(), *value.named_buffers()))
-            own = tuple((id(each), content_version(each)) for each in tensors if id(each) not in self._known)
+            own = tuple(self.of_tensor(each) for each in tensors if id(each) not in self._known)
             return id(value), own, tuple(_numbers([value]).items())
         if isinstance(value, Iterator) and not hasattr(value, "__dict__"):
             return object()  # a generator, or one of itertools: nothing shows whether it has advanced
         if hasattr(value, "__array__") and hasattr(value, "tobytes"):
             return id(value), hash(value.tobytes()) if value.nbytes < LARGEST_ARRAY else None
-        if isinstance(value, Mapping):
-            inner: Any = value.items()
-        elif isinstance(value, (list, tuple, set, frozenset, deque)):
-            inner = enumerate(value)
-        elif hasattr(value, "__dict__"):
-            inner = vars(value).items()
-        else:
-            return id(value)
-        size = len(value) if hasattr(value, "__len__") else 0
-        looked_at = inner if size <= self._left else ()
-        return id(value), size, tuple((key, self.of(each, depth + 1)) for key, each in looked_at)
+        held = value if isinstance(value, (Mapping, list, tuple, set, frozenset, deque)) else _attributes(value)
+        inner = held.items() if isinstance(held, Mapping) else enumerate(held)
+        looked_at = inner if len(held) <= self._left else ()
+        return id(value), len(held), tuple((key, self.of(each, depth + 1)) for key, each in looked_at)
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    slots = (each for kind in type(value).__mro__ for each in vars(kind).get("__slots__", ()))
+    own = {each: getattr(value, each) for each in slots if not each.startswith("_") and hasattr(value, each)}
+    return {**getattr(value, "__dict__", {}), **own}
 
 
 def _numbers(models: Sequence[nn.Module]) -> dict[str, Any]:

@@ -297,8 +297,9 @@ def run_after_backward(call: Callable[[], None]) -> None:
 
 
 def content_version(tensor: torch.Tensor) -> int:
-    """Return how often the content of a tensor's memory has been changed in place."""
-    return tensor._version
+    """Return how often the content of a tensor's memory has been changed in place. In inference
+    mode, nobody counts that."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def multiply_all(tensors: list[torch.Tensor], factor: float) -> None:

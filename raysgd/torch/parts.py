@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from inspect import signature
@@ -28,6 +28,28 @@ from raysgd.training.operator_base import RegisteredParts
 
 LARGE = 1 << 20  # bytes of a buffer that is sent by itself, so that not all need memory a second time
 PREFIX = {"train": "train_", "validation": "val_", "test": "test_"}
+
+
+MOST_SUMMED = 1 << 16  # elements of a tensor
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by their size
+
+
+def sums_of(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Return a number for each tensor that changes with its elements, also if `tensor.data` is
+    changed, which torch does not count. Of a large tensor, some elements are looked at."""
+    found: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
+    for place, each in enumerate(tensors):
+        own: Any = each.to_local() if hasattr(each, "to_local") else each
+        usual = type(own) in (torch.Tensor, nn.Parameter) and own.layout is torch.strided and not own.is_meta
+        if usual and own.numel() and not (own.is_complex() or own.is_quantized or own.is_neg()):
+            flat = own.detach().reshape(-1)
+            some = flat[:: flat.numel() // MOST_SUMMED + 1].view(INTEGERS[own.element_size()])
+            found.setdefault(own.device, []).append((place, some.sum(dtype=torch.int64)))
+    sums = [0] * len(tensors)
+    for pairs in found.values():  # read together, because each reading waits for the device
+        for (place, _), value in zip(pairs, torch.stack([each for _, each in pairs]).tolist(), strict=True):
+            sums[place] = value
+    return sums
 
 
 @dataclass
@@ -67,10 +89,11 @@ class Parts(RegisteredParts):
         Apex, copies of them."""
         return [tensor for each in optimizers for tensor in self.precision.parameters(each)]
 
-    def gradient_versions(self) -> list[int]:
+    def gradient_versions(self) -> list[tuple[int, int]]:
         """Return numbers that change when a gradient is changed in place, or replaced."""
-        tensors = self.stepped_by(*self.optimizers)
-        return [-1 if each.grad is None else content_version(each.grad) for each in tensors]
+        found = [each.grad for each in self.stepped_by(*self.optimizers)]
+        sums = iter(sums_of([each for each in found if each is not None]))
+        return [(-1, -1) if each is None else (content_version(each), next(sums)) for each in found]
 
     def rewrap(self) -> None:
         """Reset what wraps the models, because a new generation is up."""

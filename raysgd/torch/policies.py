@@ -7,6 +7,7 @@ here, or in a file of its own, and a line there.
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -23,8 +24,14 @@ from raysgd.torch.schedules import steps_of
 from raysgd.training.feed import Feed
 from raysgd.training.step import Policy, Step
 
+logger = logging.getLogger("raysgd")
+
 CLIPS = "changes gradients between the backward pass and the step: clip with TrainingOptions(clip_norm=...)"
 STATES = (torch.Tensor, list, int, float, type(None))  # of what an update of a metric changes
+CHANGED_AGAIN = (
+    "train_epoch was called again for the rest of its epoch, because the workers have changed, and it has changed settings of the "
+    "optimizer, such as the learning rate, again before its loop. Unless this is meant, compute them from epoch_idx"
+)
 STEPS_SCHEDULE = (
     "steps its scheduler: pass scheduler_step_freq='batch' or 'step', so that the trainer steps it after the last piece"
 )
@@ -60,6 +67,12 @@ class Weigh(Policy):
     def begin(self, step: Step) -> None:
         if step.current.weight != self._weight:
             self._set(step.current.weight)
+
+    def weighted(self, step: Step, loss: torch.Tensor) -> torch.Tensor:
+        if self._hooks and self._parts.shards is None:  # they come after hooks that user code has added since
+            self._set(1.0)
+            self._set(step.current.weight)
+        return loss
 
     def rest(self) -> None:
         self._set(1.0)
@@ -162,16 +175,28 @@ class Accumulate(Policy):
 
 class KeepSettings(Policy):
     """Restores the settings of optimizers, such as the learning rate, in a step that is undone.
-    User code or a schedule may have changed them, on some ranks only, and its batches come
-    again."""
+    User code or a schedule may have changed them, on some ranks only, and its batches come again.
+    Warns of a `train_epoch` that changes them when it is called again for the rest of an epoch."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._before: list[dict[str, Any]] = []
+        self._call, self._warns = -1, True  # which call of `train` has begun, and whether this process is to warn
+        self._entered: list[dict[str, Any]] | None = None  # the settings when `train_epoch` was called again
+
+    def on_epoch(self, feed: Feed) -> None:
+        position, first = feed.position, feed.rank_info.world_rank == 0
+        again = position.call == self._call or position.call_batches > 0
+        self._call, self._entered = position.call, settings_of(self._parts) if again and first and self._warns else None
 
     def begin(self, step: Step) -> None:
         if step.place == 0:
             self._before = settings_of(self._parts)
+        if self._entered is not None:
+            if self._entered != self._before:
+                logger.warning(CHANGED_AGAIN)
+                self._warns = False
+            self._entered = None
 
     def on_step(self, step: Step) -> None:
         before, self._before = self._before, []
@@ -238,7 +263,7 @@ class Pieces(Policy):
         self._tests = False  # whether this piece does it
         self._step = Step()
         self._schedules: list[Any] = []  # how many steps each had made before the first piece
-        self._seen: list[int] = []  # the versions of the gradients after a backward pass
+        self._seen: list[tuple[int, int]] = []  # the versions of the gradients after a backward pass
         self._arrived = False  # whether the step has gradients
         # In this piece: gradients were cleared, have arrived, a step was asked for, and a backward pass is running.
         self._cleared = self._here = self._awaited = self._in_backward = False

@@ -122,7 +122,7 @@ class NoFeed:
     stopped = False
 
     def __init__(self, policies: Policies = NO_POLICIES) -> None:
-        self.position, self.step = Position(), Step(policies=policies)
+        self.position, self.step, self.batches = Position(), Step(policies=policies), None
 
 
 class Feed:
@@ -141,6 +141,7 @@ class Feed:
     seed        called before and after an epoch begins: `seed(epoch)`, and then `seed(epoch, rank)`
     call, name  what the loop is for, and what its data is called
 
+    batches      what the operator's loop iterates over
     step         the newest step
     looked_at    whether the next step counts as unusual, whatever it is
     stopped      whether the loop was ended by MembershipChange, with batches left
@@ -172,6 +173,7 @@ class Feed:
         self.training = call == "train"
         self._reader: Reader | None = None  # of the running epoch
         self.step = Step()
+        self.batches: Any = None
         self.failure: BaseException | None = None  # of the data
         self.stopped = self.epoch_ended = False
         self.waited_s = 0.0

@@ -153,6 +153,7 @@ class OperatorBase:
         self._meter, feed, batch_idx = AverageMeterCollection(), self._feed, 0
         named = "batch_info" in signature(self.train_batch).parameters
         schedule = self._begin_epoch()
+        unchanged = iterator is feed.batches  # one of a subclass may repeat, merge, keep or leave out batches
         for batch in iterator:
             step, batch_idx = feed.step, max(batch_idx, feed.position.call_batches)  # also after a change of the group
             place = {"piece": step.piece, "last_piece": step.current.whole}
@@ -165,7 +166,7 @@ class OperatorBase:
                 if schedule is not None:
                     schedule.end(failed=True)  # a peer failed, or the user's code raised an error
                 raise
-            for policy in step.policies.trained:
+            for policy in step.policies.trained if unchanged else ():
                 policy(step)
             if schedule is not None:
                 schedule.end()

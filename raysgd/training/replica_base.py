@@ -204,7 +204,7 @@ class ReplicaBase(ABC):
             self.take_snapshot()
         unwinds = type(operator).train_epoch is not self.operator_class.train_epoch
         feed = self._make_feed(source, "train", num_steps, pause_at=pause_at)
-        batches = self._batches(feed, unwinds=unwinds)
+        batches = feed.batches = self._batches(feed, unwinds=unwinds)
         result: Any = {}  # if the workers are about to change
         given, named = self._epoch_arguments(batches, info, num_steps)
         with self._running_epoch(feed):

@@ -96,7 +96,8 @@ class Policy:
         """Called after each step of an optimizer, and after the user's hooks on it."""
 
     def trained(self, step: Step) -> None:
-        """Called by the default loop when `train_batch` has returned."""
+        """Called by the default loop when `train_batch` has returned, unless a user's loop gives it
+        the batches."""
 
 
 class Policies:

@@ -28,16 +28,12 @@ def digits() -> Any:
     return names["Digits"]
 
 
-def dying(kind: Any) -> Any:
+def dying(kind: Any, workers: int = 2) -> Any:
     """Return a class whose last rank kills itself in step 3, if `info` asks for it."""
 
     class Dying(kind):  # type: ignore[misc, valid-type]
         def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-            if (
-                batch_info.get("dies")
-                and batch_info["global_step"] == 3
-                and self.world_rank == 1 == self.world_size - 1
-            ):
+            if batch_info.get("dies") and batch_info["global_step"] == 3 and self.world_rank == workers - 1:
                 os.kill(os.getpid(), signal.SIGKILL)
             return super().train_batch(batch, batch_info)
 
@@ -47,20 +43,22 @@ def dying(kind: Any) -> Any:
 Found = tuple[torch.Tensor, list[torch.Tensor], dict[str, Any]]
 
 
-def without_and_with_a_death(kind: Any, *, validates: bool = False, **given: Any) -> tuple[Found, Found, str | None]:
+def without_and_with_a_death(
+    kind: Any, *, workers: int = 2, validates: bool = False, **given: Any
+) -> tuple[Found, Found, str | None]:
     """Train from the same state without and with the death of a worker. Return the weights, buffers and results of a validation of
     both, and the batch mode."""
     found: list[Found] = []
     elastic = ElasticConfig(grow=False)
     with TorchTrainer(
-        training_operator_cls=dying(kind), num_workers=2, use_gpu=False, elastic=elastic, **given
+        training_operator_cls=dying(kind, workers), num_workers=workers, use_gpu=False, elastic=elastic, **given
     ) as trainer:
         begin = trainer.state_dict()
         for dies in (False, True):
             trainer.load_state_dict(begin)
             trainer.train(info={"dies": dies})
             trainer.train()
-            assert trainer.world_size == 2 - dies
+            assert trainer.world_size == workers - dies
             model = trainer.get_model()
             weights = nn.utils.parameters_to_vector(model.parameters()).detach()
             found.append((weights, [*model.buffers()], trainer.validate() if validates else {}))
@@ -121,12 +119,30 @@ class Contrasting(Curve):
         return {"num_samples": len(batch[0])}
 
 
+class LaterContrasting(Curve):
+    """Begins to compare them when the first worker fails."""
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        mean = self.model(batch[0]).detach().mean()
+        if dist.is_initialized() and batch_info["global_step"] >= 3:
+            dist.all_reduce(mean)
+        return super().train_batch(batch, batch_info)
+
+
 class Measured(Curve):
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         result = super().train_batch(batch, batch_info)
         if dist.is_initialized():
             dist.all_reduce(result["train_loss"])
         return result
+
+
+class Skipping(Curve):
+    """Leaves out each third batch, by its own count."""
+
+    def train_epoch(self, iterator: Any, info: Any = None, num_steps: Any = None, epoch_idx: int = 0) -> dict[str, Any]:
+        kept = (batch for number, batch in enumerate(iterator) if number % 3 != 2)
+        return super().train_epoch(kept, info, num_steps, epoch_idx)
 
 
 class Together(Curve):
@@ -145,10 +161,17 @@ class Together(Curve):
 
 
 @pytest.mark.parametrize(
-    ("kind", "mode"), [(Contrasting, "per_worker"), (Together, "per_worker"), (Measured, "global")]
+    ("kind", "workers", "mode"),
+    [
+        (Contrasting, 2, "per_worker"),
+        (Together, 2, "per_worker"),
+        (Skipping, 2, "per_worker"),
+        (LaterContrasting, 3, "per_worker"),
+        (Measured, 2, "global"),
+    ],
 )
-def test_a_loss_of_all_workers_is_per_worker(kind: type[Curve], mode: str) -> None:
-    assert without_and_with_a_death(kind, **ARGUMENTS)[2] == mode
+def test_what_other_workers_or_its_own_count_change_is_per_worker(kind: type[Curve], workers: int, mode: str) -> None:
+    assert without_and_with_a_death(kind, workers=workers, **ARGUMENTS)[2] == mode
 
 
 class Lines(logging.Handler):

@@ -3,6 +3,7 @@
 import copy
 import itertools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils.data import Dataset
 
 from raysgd import ElasticConfig, TorchTrainer, TrainingOptions
 from raysgd.torch import TrainingOperator
@@ -210,7 +212,18 @@ class Losing(Curve):
         return loss
 
 
-@pytest.mark.parametrize("kind", [Warm, Numbered, Hooked, Losing])
+class Clamping(Curve):
+    """Clamps gradients as they arrive, with hooks of this batch only."""
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        hooks = [each.register_hook(lambda gradient: gradient.clamp(-0.05, 0.05)) for each in self.model.parameters()]
+        result = super().train_batch(batch, batch_info)
+        for each in hooks:
+            each.remove()
+        return result
+
+
+@pytest.mark.parametrize("kind", [Warm, Numbered, Hooked, Losing, Clamping])
 @pytest.mark.parametrize("faults", [ONE, TWO])
 def test_code_that_computes_with_a_batch_as_each_worker_has_it(
     kind: type[Curve], faults: Any, caplog: pytest.LogCaptureFixture
@@ -287,6 +300,41 @@ def test_buffers_that_begin_to_change_later_get_their_batch_again(caplog: pytest
     assert mine.mode == "per_worker" and mine.reasons[1] == "batch" and len(said(caplog)) == 1
 
 
+class Holding(Curve):
+    """Has attributes at which one cannot look in the usual way, and data that counts what is read."""
+
+    class Unsized:
+        def __len__(self) -> int:
+            raise TypeError("it has no length")
+
+    class Counting(Dataset[Any]):
+        def __init__(self, data: Any) -> None:
+            self.data, self.read = data, 0
+
+        def __len__(self) -> int:
+            return len(self.data)
+
+        def __getitem__(self, index: int) -> Any:
+            self.read += 1
+            return self.data[index]
+
+    def setup(self, config: dict[str, Any]) -> None:
+        super().setup(config)
+        self.unsized = self.Unsized()
+        with torch.inference_mode():
+            self.inferred = torch.ones(2)
+
+    def loader(self, data: Any, config: dict[str, Any]) -> Any:
+        self.counting = self.Counting(data)
+        return super().loader(self.counting, config)
+
+
+def test_a_look_at_attributes_changes_nothing() -> None:
+    mine = Outcome(Holding, *ONE)
+    mine.assert_equals(Outcome(Holding))
+    assert mine.mode == "global"
+
+
 # -- what cannot be exact ------------------------------------------------------------------------------
 
 
@@ -309,6 +357,55 @@ class Averaging(Curve):
         result = super().train_batch(batch, batch_info)
         self.ema.update_parameters(self.unwrapped())
         return result
+
+
+class AveragingData(Averaging):
+    """Changes `.data`, which torch does not count."""
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        result = Curve.train_batch(self, batch, batch_info)
+        for mine, other in zip(self.ema.parameters(), self.model.parameters(), strict=False):
+            mine.data.mul_(0.9).add_(other.data, alpha=0.1)
+        return result
+
+
+class Slotted(Curve):
+    @dataclass(slots=True)
+    class Seen:
+        batches: int = 0
+
+    def setup(self, config: dict[str, Any]) -> None:
+        super().setup(config)
+        self.seen = self.Seen()
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        self.seen.batches += 1
+        return super().train_batch(batch, batch_info)
+
+
+class Harder(Curve):
+    """Changes the data set, which the next batch or piece shows."""
+
+    class Scaled(Dataset[Any]):
+        scale = 1.0
+
+        def __init__(self, data: Any) -> None:
+            self.data = data
+
+        def __len__(self) -> int:
+            return len(self.data)
+
+        def __getitem__(self, index: int) -> Any:
+            x, y = self.data[index]
+            return x * self.scale, y
+
+    def loader(self, data: Any, config: dict[str, Any]) -> Any:
+        self.data = self.Scaled(data)
+        return super().loader(self.data, config)
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        self.data.scale = 1 + batch_info["global_step"] / 10
+        return super().train_batch(batch, batch_info)
 
 
 class Calls(nn.Tanh):
@@ -394,6 +491,14 @@ class Looping(Curve):
         return {"train_loss": float(sum(losses)) / max(len(losses), 1)}
 
 
+class Skipping(Curve):
+    """Leaves out each third batch, by its own count."""
+
+    def train_epoch(self, iterator: Any, info: Any = None, num_steps: Any = None, epoch_idx: int = 0) -> dict[str, Any]:
+        kept = (batch for number, batch in enumerate(iterator) if number % 3 != 2)
+        return super().train_epoch(kept, info, num_steps, epoch_idx)
+
+
 class Resizing(Curve):
     def resized(self, old_world_size: int, new_world_size: int) -> None:
         """Does nothing, which no check can know."""
@@ -411,12 +516,16 @@ REFUSED: dict[str, tuple[type[Curve], dict[str, Any], str]] = {
     "a counter": (Counting, {}, "changes self.seen"),
     "a counter in the model": (CountingModel, {}, "changes self.model.1.calls"),
     "an average": (Averaging, {}, "changes self.ema"),
+    "an average in .data": (AveragingData, {}, "changes self.ema"),
+    "slots": (Slotted, {}, "changes self.seen"),
+    "the data set": (Harder, {}, "changes self.data"),
     "a registered average": (Following, {}, "changes self.models[1].0.weight"),
     "a counter in the loss": (Annealed, {}, "changes self.criterion"),
     "a counter in the config": (Configured, {}, "changes self.config"),
     "the number of workers": (Scaled, {}, "reads self.world_size"),
     "an iterator": (Unlabelled, {}, "changes self.more"),
     "a loop": (Looping, {}, "a loop of its own"),
+    "an iterator for the default loop": (Skipping, {}, "gives the default one another iterator"),
     "resized": (Resizing, {}, "resized() of the operator"),
     "an iterable": (Streaming, {}, "not divided by index"),
     "gradients of ranks": (Curve, {"options": TrainingOptions(gradients="ranks")}, "gradients='ranks'"),
@@ -478,6 +587,21 @@ def clear(operator: Any) -> None:
     operator.optimizer.zero_grad()
 
 
+def clamp_data(operator: Any) -> None:
+    for each in operator.model.parameters():
+        each.grad.data.clamp_(-0.01, 0.01)
+
+
+def replace(operator: Any) -> None:
+    for each in operator.model.parameters():
+        each.grad = each.grad / 2
+
+
+def decay(operator: Any) -> None:
+    for each in operator.model.parameters():
+        each.data.mul_(0.9)
+
+
 def step(operator: Any) -> None:
     operator.optimizer.step()
 
@@ -501,7 +625,18 @@ def count(operator: Any) -> None:
         ("early", clear, 1),
         *[
             ("late", *each)
-            for each in ((clip, 1), (clip, 2), (clear, 1), (step, 1), (schedule, 1), (schedule, 2), (count, 1))
+            for each in (
+                (clip, 1),
+                (clip, 2),
+                (clamp_data, 1),
+                (replace, 1),
+                (decay, 1),
+                (clear, 1),
+                (step, 1),
+                (schedule, 1),
+                (schedule, 2),
+                (count, 1),
+            )
         ],
     ],
 )
@@ -514,6 +649,51 @@ def test_code_that_interferes_after_all_gets_its_batch_again(
     mine = Outcome(kind, *faults, **given)
     assert mine.mode == "per_worker" and mine.reasons[1] == "batch" and len(said(caplog)) == 1
     assert sum(each["num_samples"] for each in mine.results) == 2 * CONFIG["rows"]
+
+
+class LaterOwn(Curve):
+    """From the second epoch on, it has a loop of its own, or another iterator."""
+
+    def train_epoch(self, iterator: Any, info: Any = None, num_steps: Any = None, epoch_idx: int = 0) -> dict[str, Any]:
+        if epoch_idx == 0:
+            return super().train_epoch(iterator, info, num_steps, epoch_idx)
+        return self.later(iterator, info, num_steps, epoch_idx)
+
+    def later(self, iterator: Any, *given: Any) -> dict[str, Any]:
+        for batch in iterator:
+            self.train_batch(batch, {})
+        return {"train_loss": 0.0}
+
+
+class LaterCut(LaterOwn):
+    def later(self, iterator: Any, *given: Any) -> dict[str, Any]:
+        return TrainingOperator.train_epoch(self, itertools.islice(iterator, 4), *given)
+
+
+@pytest.mark.parametrize("kind", [LaterOwn, LaterCut])
+def test_a_loop_that_is_the_users_after_all_gets_its_batch_again(kind: Any, caplog: pytest.LogCaptureFixture) -> None:
+    mine = Outcome(kind, Fault("kill", "forward", rank=1, step=7), scheduler_step_freq="manual")
+    assert mine.mode == "per_worker" and mine.reasons[1] == "batch" and len(said(caplog)) == 1
+
+
+class Cooling(Curve):
+    """Changes its learning rate before its loop."""
+
+    by_epoch = False
+
+    def train_epoch(self, iterator: Any, info: Any = None, num_steps: Any = None, epoch_idx: int = 0) -> dict[str, Any]:
+        for group in self.optimizer.param_groups:
+            group["lr"] = 0.2 * 0.5**epoch_idx if self.by_epoch else 0.5 * group["lr"]
+        return super().train_epoch(iterator, info, num_steps, epoch_idx)
+
+
+@pytest.mark.parametrize("step", [1, 3])
+@pytest.mark.parametrize("by_epoch", [False, True])
+def test_a_rate_that_a_repeated_train_epoch_changes_again_is_said(by_epoch: bool, step: int, caplog: Any) -> None:
+    kind, given = type("Cools", (Cooling,), {"by_epoch": by_epoch}), {"scheduler_step_freq": "manual"}
+    mine, other = Outcome(kind, Fault("kill", "forward", rank=1, step=step), **given), Outcome(kind, **given)
+    assert (mine.rates == other.rates) is by_epoch
+    assert sum("was called again for the rest of its epoch" in each for each in caplog.messages) == (not by_epoch)
 
 
 @pytest.mark.parametrize("batch", ["auto", "per_worker"])
