@@ -160,11 +160,11 @@ def once() -> dict[str, Any]:
         return facts(of)
 
 
-def save() -> dict[str, Any]:
-    with trainer(LargeOperator) as of:
+def beside() -> dict[str, Any]:
+    """Train with workers that need none of the CPUs."""
+    with trainer(num_cpus_per_worker=0, resources_per_worker={"side": 1}) as of:
         of.train()
-        seconds = timed(lambda: of.save("/tmp/large.pt"))
-        return {"save_s": seconds, "bytes": os.path.getsize("/tmp/large.pt"), **facts(of)}
+        return facts(of)
 
 
 def files() -> dict[str, Any]:
@@ -196,15 +196,16 @@ def files() -> dict[str, Any]:
         return {**found, "refused": refused, "files": sorted(os.listdir("/tmp")), **facts(of)}
 
 
-def grow() -> dict[str, Any]:
-    """Let a worker join another one. Its set-up may take 20 s at most."""
+def slow() -> dict[str, Any]:
+    """Let a worker join another one. Its set-up may take 20 s at most. Then save."""
     with trainer(LargeOperator, timeout_s=20) as of:
         of.resize(1)
         of.train()
         of.resize(2)
         of.train()
         large = of.apply_all_operators(lambda operator: float(operator.large.sum()))
-        return {"large": large, **facts(of)}
+        seconds = timed(lambda: of.save("/tmp/large.pt"))
+        return {"large": large, "save_s": seconds, "bytes": os.path.getsize("/tmp/large.pt"), **facts(of)}
 
 
 def epochs() -> dict[str, Any]:
@@ -428,7 +429,7 @@ def functions() -> dict[str, Any]:
     }
 
 
-PARTS = (once, save, files, grow, epochs, storm, wait, moments, drain, two, sharded)
+PARTS = (once, beside, files, slow, epochs, storm, wait, moments, drain, two, sharded)
 PARTS += (tensorflow, horovod, loaders, large_loaders, functions)
 
 if __name__ == "__main__":

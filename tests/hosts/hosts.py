@@ -24,6 +24,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -34,6 +35,7 @@ COMMANDS = ("ip", "tc", "unshare", "nsenter", "mount")
 GCS_PORT = 6379
 READY = "Ray runtime started."
 OBJECT_STORE_BYTES = 200_000_000
+SIDE = "side"  # a resource that each node has once, for a worker beside the one that has the CPU
 
 # Each host's own mounts. What it shares with the machine is bound to a second place first, because it may be in /tmp.
 MOUNTS = """
@@ -164,16 +166,24 @@ class Host:
     def call(self, *command: str) -> str:
         return _checked([*self.entering(), *command])
 
-    def start_ray(
+    def start_ray(self, *, cpus: int = 1, **how: Any) -> None:
+        """Start this host's Ray node, as `begin_ray` does, and return when it runs."""
+        self.wait_for_ray(self.begin_ray(cpus=cpus, **how))
+
+    def begin_ray(
         self, *, head: Host | None = None, cpus: int = 1, python: Sequence[str] = (sys.executable,), **environment: str
-    ) -> None:
-        """Start this host's Ray node, and return when it runs. Without `head`, it is the head."""
+    ) -> subprocess.Popen[str]:
+        """Begin to start this host's Ray node. Without `head`, it is the head."""
         where = ["--head", f"--port={GCS_PORT}", "--include-dashboard=false"]
         if head is not None:
             where = [f"--address={head.address}:{GCS_PORT}"]
         ray = [*python, "-m", "ray.scripts.scripts", "start", "--block", f"--num-cpus={cpus}"]
         memory = f"--object-store-memory={OBJECT_STORE_BYTES}"
-        process = self.start(*ray, *where, memory, f"--node-ip-address={self.address}", **environment)
+        resources = f'--resources={{"{SIDE}": 1}}'
+        return self.start(*ray, *where, memory, resources, f"--node-ip-address={self.address}", **environment)
+
+    def wait_for_ray(self, process: subprocess.Popen[str]) -> None:
+        """Return when the Ray node runs that this process starts."""
         lines = []
         assert process.stdout is not None
         for line in process.stdout:
@@ -315,6 +325,7 @@ class Hosts:
             "RAY_AUTH_TOKEN": secrets.token_hex(32),
             "RAY_DEDUP_LOGS": "0",
             "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_raylet_start_wait_time_s": "120",  # on a busy machine, several starts at once take long
         }
         self._running: list[subprocess.Popen[str]] = []
         self.all: list[Host] = []
@@ -361,11 +372,12 @@ class Hosts:
                 host.set_names({each.name: each.address for each in self.all})
 
     def start_ray(self, *, head_cpus: int = 1, cpus: int = 1) -> None:
-        """Start a Ray node on each host, one after another. The first host has the head."""
+        """Start a Ray node on each host. The first host has the head."""
         first, *others = self.all
         first.start_ray(cpus=head_cpus)
-        for host in others:
-            host.start_ray(head=first, cpus=cpus)
+        begun = [(host, host.begin_ray(head=first, cpus=cpus)) for host in others]
+        for host, process in begun:
+            host.wait_for_ray(process)
 
     def close(self) -> None:
         for host in self.all:
@@ -382,6 +394,7 @@ class Script:
 
     def __init__(self, host: Host, path: Path, *arguments: str, limit_s: float, **environment: str) -> None:
         self._host, self._path, self._limit_s = host, path, limit_s
+        self._named = " ".join([str(path), *arguments])
         self._lines: list[str] = []
         self._process = host.start(sys.executable, str(path), *arguments, **environment)
         self._late = False
@@ -427,7 +440,7 @@ class Script:
         self._kill()
 
     def _kill(self) -> None:
-        for each in self._host.processes(str(self._path)):
+        for each in self._host.processes(self._named):
             with contextlib.suppress(psutil.NoSuchProcess):
                 each.kill()
 
