@@ -107,7 +107,7 @@ def signal_during_forks(operator: Any) -> int:
     for _ in range(50):
         pid = os.fork()
         if pid == 0:
-            time.sleep(1)
+            time.sleep(60)
             os._exit(0)
         os.kill(pid, signal.SIGTERM)
         _, status = os.waitpid(pid, 0)

@@ -98,7 +98,7 @@ def killed_again_and_again(folder: str, elsewhere: str, every: str, *, kills: in
 
 @pytest.mark.more
 def test_three_kills(ray_cluster: None, tmp_path: Path) -> None:
-    killed_again_and_again(f"{tmp_path}/killed", f"{tmp_path}/undisturbed", "7", kills=3, epochs=10)
+    killed_again_and_again(f"{tmp_path}/killed", f"{tmp_path}/undisturbed", "7", kills=3, epochs=14)
 
 
 @pytest.mark.nightly

@@ -151,17 +151,25 @@ def test_a_thread_of_the_function_can_report() -> None:
 # -- stopping and resuming ----------------------------------------------------------------------------
 
 
+def interrupted_once_begun(worker: Worker) -> Callable[[], None]:
+    """Return what a function calls when it has begun. The worker is interrupted then."""
+    begun = threading.Event()
+    threading.Thread(target=lambda: begun.wait(60) and worker.interrupt()).start()
+    return begun.set
+
+
 def test_an_interrupt_stops_a_function_that_makes_no_raysgd_calls_and_catches_exceptions() -> None:
+    worker = Worker()
+    say_begun, began = interrupted_once_begun(worker), time.monotonic()
+
     def function() -> str:
         try:
+            say_begun()
             time.sleep(30)
         except Exception:
             return "swallowed"
         return "slept"
 
-    worker = Worker()
-    threading.Timer(0.1, worker.interrupt).start()
-    began = time.monotonic()
     outcome = worker.run(function)
     assert isinstance(outcome, Interrupted)
     assert not outcome.asked
@@ -169,14 +177,16 @@ def test_an_interrupt_stops_a_function_that_makes_no_raysgd_calls_and_catches_ex
 
 
 def test_an_interrupt_that_the_function_catches_is_raised_again_at_the_next_report() -> None:
+    worker = Worker()
+    say_begun = interrupted_once_begun(worker)
+
     def function() -> None:
         try:
+            say_begun()
             time.sleep(30)
         except BaseException:
             train.report(a=1)
 
-    worker = Worker()
-    threading.Timer(0.1, worker.interrupt).start()
     assert isinstance(worker.run(function), Interrupted)
     assert worker.messages == []
 
