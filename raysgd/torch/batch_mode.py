@@ -233,6 +233,8 @@ class KeepBatch(Policy):
         if seen is not None:
             divided = isinstance(feed.source, PlannedSource) and feed.source.divides
             decided = decide(seen._replace(divided=divided))
+            if divided and type(feed.source.loader).__iter__ is not DataLoader.__iter__:
+                decided = OWN_ITERATION
         if self._asked == GLOBAL:
             decided = BatchMode(GLOBAL, in_parts=self._buffers.are_moving)
         merged, short = agreed([before, decided]), feed.rank_info.world_size != self._usual
@@ -310,6 +312,9 @@ FIRST_STEP = (
 OWN_LOOP = refused(
     "train_epoch has a loop of its own, or gives the default one another iterator, which would get pieces of batches",
     NOT_HARMFUL,
+)
+OWN_ITERATION = refused(
+    "the DataLoader's class has an __iter__ of its own, which would get pieces of batches", NOT_HARMFUL
 )
 MAKES_STEPS = refused(
     "a LightningModule makes its steps itself", "pass ElasticConfig(batch='global'), which needs more memory"

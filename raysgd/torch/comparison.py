@@ -89,7 +89,7 @@ def _plain(value: Any) -> Any:
 def _read(parameters: Mapping[str, Any], turn: int) -> dict[str, Products]:
     """Read the parameters, or a part of them. The results are sent to the CPU together, because
     each transfer waits for the device."""
-    flat = {_place(name, each): _values(each.detach()) for name, each in parameters.items() if not is_lazy(each)}
+    flat = {_place(name, each): elements_of(each.detach()) for name, each in parameters.items() if not is_lazy(each)}
     share = share_of(sum(each.numel() * each.element_size() for each in flat.values()))
     found: dict[torch.device, list[torch.Tensor]] = {}
     counts: dict[str, int] = {}
@@ -118,7 +118,7 @@ def _place(name: str, parameter: Any) -> str:
     return f"{name}, shard {', '.join(str(number) for number, placement in place if placement.is_shard())}"
 
 
-def _values(tensor: Any) -> torch.Tensor:
+def elements_of(tensor: Any) -> torch.Tensor:
     """Return the elements of this rank in memory order. Dense tensors are not copied."""
     real: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     real = torch.view_as_real(real) if real.is_complex() else real

@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from raysgd.errors import ConfigError, shown
 from raysgd.torch import wrapping
 from raysgd.torch.averages import Averages
+from raysgd.torch.comparison import elements_of
 from raysgd.torch.foreign import content_version
 from raysgd.torch.fsdp import Shards
 from raysgd.torch.options import TrainingOptions
@@ -39,11 +40,13 @@ def sums_of(tensors: Sequence[torch.Tensor]) -> list[int]:
     changed, which torch does not count. Of a large tensor, some elements are looked at."""
     found: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
     for place, each in enumerate(tensors):
-        own: Any = each.to_local() if hasattr(each, "to_local") else each
-        usual = type(own) in (torch.Tensor, nn.Parameter) and own.layout is torch.strided and not own.is_meta
-        if usual and own.numel() and not (own.is_complex() or own.is_quantized or own.is_neg()):
-            flat = own.detach().reshape(-1)
-            some = flat[:: flat.numel() // MOST_SUMMED + 1].view(INTEGERS[own.element_size()])
+        own: Any = each.detach()
+        own = own.to_local() if hasattr(own, "to_local") else own
+        usual = type(own) is torch.Tensor and own.layout is torch.strided and own.numel()
+        if usual and not (own.is_meta or own.is_quantized or own.is_neg() or own.is_conj()):
+            # An expanded dimension repeats its elements.
+            flat = elements_of(own[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in own.stride())])
+            some = flat[:: flat.numel() // MOST_SUMMED + 1].view(INTEGERS[flat.element_size()])
             found.setdefault(own.device, []).append((place, some.sum(dtype=torch.int64)))
     sums = [0] * len(tensors)
     for pairs in found.values():  # read together, because each reading waits for the device

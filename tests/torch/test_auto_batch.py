@@ -11,10 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 from raysgd import ElasticConfig, TorchTrainer, TrainingOptions
 from raysgd.torch import TrainingOperator
+from raysgd.torch.parts import sums_of
 from tests.local.group import Cluster, Fault
 from tests.local.runs import train, weights_of
 from tests.replicas import torch_rank
@@ -335,6 +336,25 @@ def test_a_look_at_attributes_changes_nothing() -> None:
     assert mine.mode == "global"
 
 
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.int8, torch.bool]
+)
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3, 4, 4), (300, 300)])
+def test_a_sum_changes_with_the_elements(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    for tensor in (torch.zeros(shape).to(dtype), torch.zeros(shape).to(dtype).transpose(0, -1) if shape else None):
+        if tensor is not None:
+            before = sums_of([tensor, tensor])
+            tensor.data.add_(torch.ones((), dtype=dtype))
+            assert before[0] == before[1] != sums_of([tensor])[0]
+
+
+def test_other_tensors_have_a_sum_too() -> None:
+    numbers = torch.randn(2, dtype=torch.complex64)
+    expanded, sparse = torch.ones(1).expand(1 << 40), torch.eye(3).to_sparse()
+    others = [torch.ones(3, device="meta"), torch.empty(0), sparse, numbers.conj(), numbers.conj().imag]
+    assert sums_of([expanded, *others]) == [sums_of([torch.ones(1)])[0], 0, 0, 0, 0, 0]
+
+
 # -- what cannot be exact ------------------------------------------------------------------------------
 
 
@@ -509,6 +529,17 @@ class Streaming(Curve):
         return [data[start : start + 3] for start in range(0, 12, 3)]
 
 
+class Numbering(Curve):
+    """Has a loader that scales each batch by its number."""
+
+    class Loader(DataLoader[Any]):
+        def __iter__(self) -> Any:
+            return ((x / (1 + number), y) for number, (x, y) in enumerate(super().__iter__()))
+
+    def loader(self, data: Any, config: dict[str, Any]) -> Any:
+        return self.Loader(data, batch_size=config["batch"])
+
+
 REFUSED: dict[str, tuple[type[Curve], dict[str, Any], str]] = {
     "a direct step": (Direct, {}, "calls optimizer.step() itself"),
     "a direct zero_grad": (Clearing, {}, "calls self.backward(), self.step()"),
@@ -528,6 +559,7 @@ REFUSED: dict[str, tuple[type[Curve], dict[str, Any], str]] = {
     "an iterator for the default loop": (Skipping, {}, "gives the default one another iterator"),
     "resized": (Resizing, {}, "resized() of the operator"),
     "an iterable": (Streaming, {}, "not divided by index"),
+    "a loader's own loop": (Numbering, {}, "an __iter__ of its own"),
     "gradients of ranks": (Curve, {"options": TrainingOptions(gradients="ranks")}, "gradients='ranks'"),
     "lr": (Curve, {"elastic": {"lr": "linear"}}, "lr='linear'"),
 }
