@@ -1,15 +1,18 @@
 """The watchdog of one call asks for stacks, kills the ranks that block the others, and waits for late answers."""
 
 import weakref
+from collections.abc import Callable
 from threading import Event
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
 from raysgd.core.outcomes import CollectivePlace
 from raysgd.core.progress import Progress, report_interval_s
+from raysgd.core.protocols import Call
+from raysgd.engine.call import FanOut
 from raysgd.engine.watchdog import ExtraCalls, Watchdog, ask
-from raysgd.errors import NotActiveError
 from raysgd.workers.events import CallEnded
 from tests.fake_group import FakeGroup, MessageReceived, Ok, PartReceived, StackReport, reporting
 
@@ -50,13 +53,24 @@ def test_answers_to_another_request_are_not_taken() -> None:
     assert table.take_answers(StackReport, mine) == []
 
 
-def test_the_answer_to_a_call_that_was_cancelled_is_noted_and_not_kept() -> None:
+def asks(table: Any) -> None:
+    ask(table, table.members(), "run", {}, limit_s=LIMIT_S)
+
+
+def fans_out(table: Any) -> None:
+    FanOut(table, MagicMock(), MagicMock(), lambda job: False, MagicMock()).run(Call(print))
+
+
+@pytest.mark.parametrize("wait", [asks, fans_out])
+def test_the_answer_to_a_call_that_ctrl_c_has_ended_is_noted_and_not_kept(
+    wait: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     group = FakeGroup(names="ab", run=None)
-    table = group.table(lambda: 1000.0)
-    workers = table.launch(2)
-    table.cancel(NotActiveError("cancelled"))
-    with pytest.raises(NotActiveError):
-        ask(table, workers, "run", {}, limit_s=LIMIT_S)
+    table = group.table()
+    table.enter_group(table.launch(2))
+    with monkeypatch.context() as during, pytest.raises(KeyboardInterrupt):
+        during.setattr(group, "poll", MagicMock(side_effect=KeyboardInterrupt))
+        wait(table)
     value = Event()
     group.events += [CallEnded("b", 2, Ok(value, Progress(step=3)))]
     kept = weakref.ref(value)

@@ -49,10 +49,8 @@ def ask(
             if limit.tick(calls.running):
                 calls.trouble()  # ranks that only wait for the late ones fail then, too
             table.pump(LOOK_S)
-    finally:
-        table.forget(
-            calls.running.values()
-        )  # after an error (Ctrl-C, a cancelled call): nothing waits for them any more
+    finally:  # after an error (Ctrl-C, a cancelled call), nothing waits for these any more
+        table.forget(calls.running.values())
 
 
 class TimeLimit:
