@@ -165,14 +165,25 @@ class _InAutocast:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self._precision.autocast():
-            return mapped(_to_float32, self._forward(*args, **kwargs))
+            return _in_float32(self._forward(*args, **kwargs))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _InAutocast:
         return _InAutocast(copy.deepcopy(self._forward, memo), self._precision)
 
 
+def _in_float32(output: Any) -> Any:
+    """Convert a model's output, so that the loss is computed in full precision. Its class stays:
+    the items of a `ModelOutput` of transformers are its attributes, too."""
+    converted = mapped(_to_float32, output)
+    if not isinstance(output, dict) or type(output) is type(converted):
+        return converted
+    kept = copy.copy(output)
+    for key, value in converted.items():
+        kept[key] = value
+    return kept
+
+
 def _to_float32(value: Any, *_: Any) -> Any:
-    """Convert a model's output, so that the loss is computed in full precision."""
     is_half = isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16)
     return value.float() if is_half else value
 

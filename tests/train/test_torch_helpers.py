@@ -5,7 +5,7 @@ import functools
 import json
 import random
 import types
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -143,6 +143,29 @@ def test_mixed_precision() -> None:
     assert output == weights == torch.float32
     assert moved
     assert names == ["0.weight", "0.bias", "1.weight", "1.bias"]
+
+
+class Output(OrderedDict[str, Any]):
+    """Its items are attributes, too, as in outputs of the models of transformers."""
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value)
+        super().__setattr__(key, value)
+
+
+def test_an_output_in_mixed_precision_keeps_its_class() -> None:
+    class Model(nn.Linear):
+        def forward(self, rows: torch.Tensor) -> Any:
+            output = Output()
+            output["logits"] = super().forward(rows)
+            return output
+
+    def function() -> tuple[Any, ...]:
+        train.torch.accelerate(amp=True)
+        output = train.torch.prepare_model(Model(4, 1))(torch.ones(2, 4))
+        return type(output), output.logits.dtype, output["logits"].dtype
+
+    assert in_function(function) == (Output, torch.float32, torch.float32)
 
 
 class OwnWrapper(DistributedDataParallel):
