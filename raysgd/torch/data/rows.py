@@ -11,6 +11,7 @@ import numpy
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, Subset, SubsetRandomSampler
 
+from raysgd.errors import counted
 from raysgd.torch.data.sampling import has_own_batches
 
 MOST_ELEMENTS = 1024  # of each tensor of a batch
@@ -41,7 +42,10 @@ class LoaderRows:
     @property
     def for_ranks(self) -> str:
         """Return what must be equal on all ranks, in words; an empty string if nothing is known."""
-        known = {f"{self.units} rows": self.units is not None, f"the indices {self.indices}": bool(self.indices)}
+        known = {
+            counted(self.units or 0, "row"): self.units is not None,
+            f"the indices {self.indices}": bool(self.indices),
+        }
         return " with ".join(name for name, is_known in known.items() if is_known)
 
 
