@@ -39,14 +39,14 @@ class RowsCheck:
         self._said[worker] = said
         found = []
         for other in self._said.values():
+            if other[0] == rank or (other[1] == partial.rows and not (other[2] and partial.first)):
+                continue  # so that a report of one of a thousand ranks costs little
             (low, ours, first), (high, theirs, second) = sorted((said, other), key=lambda each: each[0])
             differ = {loader for loader in ours if ours[loader] != theirs.get(loader, ours[loader])}
             same = {loader for loader in first if first[loader] == second.get(loader)}
-            for loader in sorted((differ | same) - self._warned) if low != high else ():
+            for loader in sorted((differ | same) - self._warned):
                 self._warned.add(loader)
-                text, rows = (
-                    OTHER if loader in differ else SAME,
-                    {"ours": ours.get(loader), "theirs": theirs.get(loader)},
-                )
+                text = OTHER if loader in differ else SAME
+                rows = {"ours": ours.get(loader), "theirs": theirs.get(loader)}
                 found.append(text.format(loader=loader, low=low, high=high, **rows))
         return found
