@@ -110,6 +110,7 @@ class BackendExecutor(RunCheckpoints):
         self._group: WorkerGroup | None = None
         self._hooks_group: WorkerGroup | None = None  # for the backend's hooks, which a worker failure does not end
         self._recoveries_before = 0
+        self._rounds_before: list[int] = []  # for each recovery
         self._numbers = itertools.count(1)
         self._run: FunctionRun | None = None
         self._thread: threading.Thread | None = None
@@ -132,6 +133,7 @@ class BackendExecutor(RunCheckpoints):
         ensure_cluster(self._resources)
         hang_s = self._elastic.hang_timeout_s
         limits = limits_for(collective_s=min(self._config.collective_timeout_s, 0.9 * hang_s), hang_s=hang_s)
+        self._rounds_before = []
         backend = self._config.make_backend(
             host=driver_address(),
             use_gpu=self._resources.gpus > 0,
@@ -149,6 +151,7 @@ class BackendExecutor(RunCheckpoints):
             elastic=self._elastic,
             limits=limits,
             on_report=self._on_report,
+            on_recovery=self._on_recovery,
         )
         engine.start()
         self._engine = engine
@@ -205,8 +208,12 @@ class BackendExecutor(RunCheckpoints):
 
     @property
     def recoveries_of_run(self) -> list[Recovery]:
-        """Return the recoveries since the newest run began."""
-        return self.recoveries[self._recoveries_before :]
+        """Return the recoveries since the newest run began, each with the number of rounds before
+        it as its step."""
+        counted = [
+            replace(each, step=rounds) for each, rounds in zip(self.recoveries, self._rounds_before, strict=False)
+        ]
+        return counted[self._recoveries_before :]
 
     @property
     def world_size(self) -> int:
@@ -408,6 +415,9 @@ class BackendExecutor(RunCheckpoints):
             acknowledge()
         else:
             self._run.receive(message, body, acknowledge)
+
+    def _on_recovery(self, recovery: Recovery) -> None:
+        self._rounds_before.append(0 if self._run is None else self._run.reports)
 
     # -- checkpoints ----------------------------------------------------------------------------------
 

@@ -32,7 +32,7 @@ class TrainingIterator:
         """`record` gets every complete round, before the callbacks do, even at a stop."""
         self._executor, self._callbacks, self._record = executor, callbacks or CallbackList([]), record
         self._finished = False
-        self._rounds = self._recoveries = self._step = 0
+        self._rounds = self._recoveries = 0
         self._results: list[Any] | None = None
 
     def __iter__(self) -> Iterator[list[dict[str, Any]]]:
@@ -104,11 +104,10 @@ class TrainingIterator:
         rows = [{name: plain(value) for name, value in row.items()} for row in visible]
         first = rows[0] if rows else {}
         epoch = first.get("epoch")
-        self._step = int(_finite(first.get("_training_iteration"), self._rounds))
         result = CallResult(
             kind="report",
             epoch=epoch if isinstance(epoch, int) else None,
-            step=self._step,
+            step=int(_finite(first.get("_training_iteration"), self._rounds)),
             metrics=first,
             by_worker=rows,
             world_size=len(rows),
@@ -123,7 +122,7 @@ class TrainingIterator:
         if self._executor.is_started:
             for recovery in self._executor.recoveries_of_run[self._recoveries :]:
                 self._recoveries += 1
-                self._callbacks.recovery(replace(recovery, step=self._step))
+                self._callbacks.recovery(recovery)
             self._callbacks.raise_stop()
 
     def is_finished(self) -> bool:

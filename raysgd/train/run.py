@@ -182,7 +182,7 @@ class FunctionRun:
         self._options = options or RunOptions()
         self._detailed = flag_from_environment(DETAILED)
         self._attempt = 0
-        self._reports = self._closed = 0  # rounds
+        self.reports = self._closed = 0  # rounds: those with metrics, and all
         self._rounds = Rounds(0)
         self._complete: queue.SimpleQueue[RoundResult | None] = queue.SimpleQueue()
         self._writer = BackgroundWriter(fail)
@@ -202,7 +202,7 @@ class FunctionRun:
         return Attempt(
             run=self.number,
             number=self._attempt,
-            reports=self._reports,
+            reports=self.reports,
             metadata=dict(self._options.metadata),
             trial=dict(self._options.trial),
             shards=tuple(shards),
@@ -222,7 +222,7 @@ class FunctionRun:
             payload = bytes(memoryview(body)[split:]) if message.has_checkpoint else None
             ahead = self._rounds.reports_of(message.rank)
             number = self._closed + len(ahead) + 1
-            report = self._reports + sum(each.kind == "report" for each in ahead) + 1 if message.kind == "report" else 0
+            report = self.reports + sum(each.kind == "report" for each in ahead) + 1 if message.kind == "report" else 0
             waiting = Waiting(number, report, acknowledge)
             complete = self._rounds.add(Report(message.rank, message.kind, metrics, payload))
             if complete is not None:
@@ -270,7 +270,7 @@ class FunctionRun:
             with self._lock:
                 self._unstored += 1
         if round_[0].kind == "report":
-            self._reports += 1
+            self.reports += 1
             result = RoundResult([report.metrics for report in round_], self.manager.latest_id, complete)
         self._closed += 1
         settle = partial(self._settle, number, payload, round_[0].metrics, result)
@@ -304,7 +304,7 @@ class FunctionRun:
 
     def keeps_ranks_waiting(self) -> bool:
         """Return whether ranks wait for the user or for the storage."""
-        return bool(self._waiting) and (self._reports - self._fetched >= self._ahead or self._unstored > 0)
+        return bool(self._waiting) and (self.reports - self._fetched >= self._ahead or self._unstored > 0)
 
     # -- the user's thread ----------------------------------------------------------------------------
 

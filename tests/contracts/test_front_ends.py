@@ -9,38 +9,44 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from raysgd import train
-from raysgd.callbacks import Callback
+from raysgd.callbacks import Callback, CallResult
 from raysgd.train import Checkpoint, DataParallelTrainer, RunConfig, ScalingConfig, Trainer
 from tests.callbacks.recording import Heard
-from tests.faults import once
+from tests.faults import once, until
 
-DEADLINE_S = 60.0
 STEPS, KILLED_AFTER = 4, 1
 Seen = tuple[list[dict[str, Any]], dict[str, Any]]
 
 
+def all_exist(files: list[Path]) -> bool:
+    return all(file.exists() for file in files)
+
+
 def learn(config: dict[str, Any]) -> None:
-    """Report steps, each with its checkpoint. Rank 1 is killed once, right after a report."""
+    """Report steps, each with its checkpoint. Rank 1 is killed once, when both ranks have reported a step."""
     folder, rank, size = Path(config["folder"]), train.world_rank(), train.world_size()
     found = train.load_checkpoint()
     first = 0 if found is None else found["step"] + 1
+    (folder / f"first-{first}").touch()
     for step in range(first, STEPS):
         if step == config["raises_at"]:
             raise ZeroDivisionError("an error of the function")
         train.report({"step": step, "first": first}, checkpoint=Checkpoint.from_dict({"step": step}))
-        if step == KILLED_AFTER and rank == 1 and once(folder / "killed"):
-            os.kill(os.getpid(), signal.SIGKILL)
-        (folder / f"{size}-{step}-{rank}").touch()
-        deadline = time.monotonic() + DEADLINE_S
-        while not all((folder / f"{size}-{step}-{each}").exists() for each in range(size)):  # as in a collective call
-            assert time.monotonic() < deadline
+        killed = step == KILLED_AFTER and rank == 1 and once(folder / "killed")
+        if not killed:
+            (folder / f"{size}-{step}-{rank}").touch()
+        others = [folder / f"{size}-{step}-{each}" for each in range(1 if killed else size)]
+        for _ in until(partial(all_exist, others)):  # as in a collective call
             time.sleep(0.01)
+        if killed:
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def with_an_iterator(config: dict[str, Any], folder: Path) -> Seen:
@@ -57,9 +63,20 @@ def trainer_of(config: dict[str, Any], folder: Path, *callbacks: Callback) -> Da
     return DataParallelTrainer(learn, train_loop_config=config, scaling_config=scaling, run_config=run_config)
 
 
+class Late(Callback):
+    """Returns from the first result when the function runs again, so all that happened until then is seen later."""
+
+    def __init__(self, folder: str) -> None:
+        self.again = Path(folder, f"first-{KILLED_AFTER + 1}")
+
+    def on_result(self, result: CallResult) -> None:
+        for _ in until(self.again.exists):
+            time.sleep(0.01)
+
+
 def with_fit(config: dict[str, Any], folder: Path) -> Seen:
     heard = Heard()
-    result = trainer_of(config, folder, heard).fit()
+    result = trainer_of(config, folder, heard, Late(config["folder"])).fit()
     assert result.checkpoint is not None
     failure, *_ = heard.named("recovery")
     assert (failure.reason, failure.step) == ("worker death", KILLED_AFTER + 1), "over the reports, like the results"
