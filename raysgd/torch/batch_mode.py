@@ -10,7 +10,7 @@ from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import is_tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
@@ -268,7 +268,8 @@ class KeepBatch(Policy):
             named = model.named_parameters()
             attributes |= {f"{_name(number)}.{name}": contents.of_tensor(each) for name, each in named}
         if self._decides:
-            attributes |= _numbers(parts.models)
+            held = dict(_held(parts.models)).items()
+            attributes |= {name: Held(contents.of(each)) if is_tensor(each) else each for name, each in held}
         elif self._operator.world_rank == 0:  # whose buffers other ranks get
             still = [(name, getattr(module, name, None)) for module, name in self._buffers.still]
             attributes |= {f"model...{name}": contents.of_tensor(each) for name, each in still if each is not None}
@@ -456,7 +457,7 @@ class Contents:
         if isinstance(value, nn.Module):
             tensors = (each for _, each in (*value.named_parameters(), *value.named_buffers()))
             own = tuple(self.of_tensor(each) for each in tensors if id(each) not in self._known)
-            return id(value), own, tuple(_numbers([value]).items())
+            return id(value), own, tuple((name, self.of(each, depth)) for name, each in _held([value]))
         if isinstance(value, Iterator) and not hasattr(value, "__dict__"):
             return object()  # a generator, or one of itertools: nothing shows whether it has advanced
         if hasattr(value, "__array__") and hasattr(value, "tobytes"):
@@ -473,16 +474,23 @@ def _attributes(value: Any) -> dict[str, Any]:
     return {**getattr(value, "__dict__", {}), **own}
 
 
-def _numbers(models: Sequence[nn.Module]) -> dict[str, Any]:
-    """Return the numbers that modules hold besides tensors, such as a count of their calls.
-    Libraries set flags and private attributes of their own in the first call."""
-    return {
-        f"{_name(number)}.{path}.{name}".replace("..", "."): value
-        for number, model in enumerate(models)
-        for path, module in model.named_modules()
-        for name, value in vars(module).items()
-        if type(value) in (int, float) and not name.startswith("_")
-    }
+class Held(tuple[Any, ...]):
+    """What a tensor was that a registered model holds. If there was none, that is no change: models
+    store such tensors in their first call."""
+
+
+def _held(models: Sequence[nn.Module]) -> Iterator[tuple[str, Any]]:
+    """Yield the numbers and tensors that modules hold besides parameters and buffers, such as a
+    count of their calls. Libraries set flags and private attributes of their own in the first call,
+    and a metric is meant to change."""
+    for number, model in enumerate(models):
+        for path, module in model.named_modules():
+            if any(each.__module__.startswith("torchmetrics.") for each in type(module).__mro__):
+                continue
+            for name, value in vars(module).items():
+                computed = isinstance(value, torch.Tensor) and value.grad_fn is not None  # in this forward pass
+                if type(value) in (int, float, torch.Tensor) and not (computed or name.startswith("_")):
+                    yield f"{_name(number)}.{path}.{name}".replace("..", "."), value
 
 
 def _name(number: int) -> str:
@@ -490,5 +498,7 @@ def _name(number: int) -> str:
 
 
 def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[str, ...]:
+    created = {name: each for name, each in after.items() if isinstance(each, Held)}
+    before = {**created, **before}
     # In tuples, a NaN is equal to itself.
     return tuple(name for name in {**before, **after} if (before.get(name, MISSING),) != (after.get(name, MISSING),))

@@ -442,6 +442,39 @@ class CountingModel(Curve):
         return super().register(models=models, **parts)
 
 
+class Moved(nn.Tanh):
+    """Follows a mean that it keeps in a tensor that is no buffer. Another one it makes in its first call."""
+
+    follows = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = torch.zeros(5).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "zeros"):
+            self.zeros = torch.zeros_like(self.mean)
+        if self.training and self.follows:
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return super().forward(x - self.mean + self.zeros)
+
+
+class MovedModel(Curve):
+    follows = True
+
+    def register(self, *, models: Any, **parts: Any) -> Any:
+        models[1] = Moved()
+        models[1].follows = self.follows
+        return super().register(models=models, **parts)
+
+
+def test_a_tensor_that_a_model_makes_in_its_first_call_changes_nothing() -> None:
+    kind = type("Still", (MovedModel,), {"follows": False})
+    mine = Outcome(kind, *ONE)
+    mine.assert_equals(Outcome(kind))
+    assert mine.mode == "global"
+
+
 class Following(Curve):
     """A second registered model follows the weights of the first one, by hand."""
 
@@ -546,6 +579,7 @@ REFUSED: dict[str, tuple[type[Curve], dict[str, Any], str]] = {
     "a scheduler": (StepsItsSchedule, {"scheduler_step_freq": "manual"}, "steps a scheduler"),
     "a counter": (Counting, {}, "changes self.seen"),
     "a counter in the model": (CountingModel, {}, "changes self.model.1.calls"),
+    "a tensor in the model": (MovedModel, {}, "changes self.model.1.mean"),
     "an average": (Averaging, {}, "changes self.ema"),
     "an average in .data": (AveragingData, {}, "changes self.ema"),
     "slots": (Slotted, {}, "changes self.seen"),
