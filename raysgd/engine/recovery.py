@@ -80,7 +80,8 @@ class RecoveryLog:
             if recovery.reason in ("preemption", "shrink"):
                 change = f"{ranked(recovery.removed_ranks)} left, "
             elif recovery.reason == "growth":
-                change = f"{counted(after - before, 'new worker')} joined, "
+                joined = counted(after - before, "new worker") if after > before else "no new worker"
+                change = f"{joined} joined, "
             logger.warning(
                 "%s: %straining continues with %s (%d before), %s, %s redone, after %.2f s",
                 recovery.reason,

@@ -18,9 +18,10 @@ import pytest
 
 from raysgd import ElasticConfig
 from raysgd.config import WorkerResources
+from raysgd.core.policy import Observation
 from raysgd.core.progress import Progress
 from raysgd.core.ranks import SingleWorkerBackend
-from raysgd.engine.recovery import RecoveryLoop, _Case
+from raysgd.engine.recovery import RecoveryLog, RecoveryLoop, _Case
 from raysgd.workers.events import Event, WorkerStarted
 from raysgd.workers.foreign import DeathFilter, hide_deaths_of
 from raysgd.workers.processes import LocalProcess
@@ -191,3 +192,9 @@ def test_waiting_for_new_workers_is_logged_once(caplog: pytest.LogCaptureFixture
     for _ in range(3):
         loop._wait(0.0, seen, case)
     assert caplog.messages == ["waiting for 4 new workers to start, which need 4 CPU (0 free)"]
+
+
+def test_a_growth_in_which_no_worker_could_join(caplog: pytest.LogCaptureFixture) -> None:
+    log = RecoveryLog(lambda recovery: None)
+    log.record(Observation("broken", reason="growth"), Progress(), ranks=(), before=2, after=2, seconds=20.2)
+    assert "growth: no new worker joined, training continues with 2 workers (2 before), in place" in caplog.text
