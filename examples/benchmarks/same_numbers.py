@@ -3,8 +3,8 @@
     python examples/benchmarks/same_numbers.py --only gpt resnet
 
 The programs are those of examples/programs, with small sizes, on two workers. By hand, they are loops with
-DistributedDataParallel (that of the GPT is started by torchrun), Lightning's Trainer, or Keras' `fit` in one process. No time
-is measured.
+DistributedDataParallel (that of the GPT is started by torchrun), Lightning's Trainer, or Keras' `fit` in one process. The seconds
+of an epoch by hand and with raysgd are from the last step of one epoch to that of the next, so a validation is in them.
 """
 
 import argparse
@@ -15,21 +15,24 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import ray
-from report import claim_stdout, emit
+from report import claim_stdout, emit, spread
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT))
 from tests.forked_workers import ForkServer  # noqa: E402
-from tests.programs.killing import Kills, Program, flat  # noqa: E402
+from tests.programs.killing import Kills, Program, flat, note_steps, steps, with_hook  # noqa: E402
 
-COLUMNS = ("program", "figure", "by_hand", "raysgd", "three_kills", "started_again", "lines", "lines_by_hand")
+COLUMNS = ("program", "figure", "by_hand", "raysgd", "three_kills", "started_again")
+COLUMNS += ("by_hand_s", "raysgd_s", "lines", "lines_by_hand")
 FIGURES = {
     "gpt": "val_loss",
     "resnet": "val_loss",
@@ -45,30 +48,47 @@ KILLS = (("step", 1), ("between", 1), ("validation", 1))
 
 def row(name: str, epochs: int) -> dict[str, Any]:
     """Run one program in the four ways."""
-    found = {}
+    found, times = {}, {}
     for way in ("by_hand", "raysgd", "three_kills", "started_again"):
         with tempfile.TemporaryDirectory() as folder:
             print(f"--- {name}, {way}", file=sys.stderr, flush=True)
             found[way] = run(way, Program(name, Path(folder), epochs=epochs, **SIZES.get(name, {})))
+            if way in ("by_hand", "raysgd"):
+                times[way] = steps(Path(folder))
     figure, (_, original) = FIGURES[name], found["by_hand"]
     curves = {way: [each[figure] for each in history if figure in each] for way, (history, _) in found.items()}
-    shown = {"by_hand": f"{curves['by_hand'][-1]:.7f}"}
+    shown: dict[str, Any] = {"by_hand": f"{curves['by_hand'][-1]:.7f}"}
     for way in ("raysgd", "three_kills", "started_again"):
         shown[way] = f"{curves[way][-1]:.7f}, {distance(found[way][1], original)}"
+    per_epoch, rest = divmod(len(times["by_hand"]), epochs)
+    if rest:
+        raise RuntimeError(f"{name}: {len(times['by_hand'])} steps in {epochs} epochs")
+    shown |= {f"{way}_s": spread(seconds(times[way], per_epoch, epochs)) for way in times}
     kills = [number * epochs // 4 for number in (1, 2, 3)]
     return {"program": name, "figure": figure, **shown, **lines(name), "killed_in": kills, "curves": curves}
 
 
+def seconds(times: Sequence[float], per_epoch: int, epochs: int) -> list[float]:
+    """Return how long each epoch but the first took: from the last step of one to the last step of the next."""
+    ends = times[::-per_epoch][:epochs]
+    return [later - earlier for later, earlier in pairwise(ends)]
+
+
 def run(way: str, program: Program) -> Any:
+    noting = partial(note_steps, program.folder, "keras" if program.trainer == "TFTrainer" else "torch")
     if way == "by_hand" and program.name == "keras_convnet":
+        from keras.callbacks import CallbackList
+
         test = import_module("tests.programs.test_keras_convnet")
-        with patch.multiple(test, EPOCHS=program.given["epochs"]):
+        restored = patch.multiple(CallbackList, on_train_batch_end=CallbackList.on_train_batch_end)
+        with restored, patch.multiple(test, EPOCHS=program.given["epochs"]):
+            noting()
             figures, weights = test.by_fit()
         return figures, [weights]
     if way == "by_hand":
-        return program.run_under_torchrun() if program.name == "gpt" else program.run_by_hand()
+        return program.run_under_torchrun() if program.name == "gpt" else program.run_by_hand(noting)
     if way == "raysgd":
-        return program.run()
+        return program.run(trainer=with_hook(getattr(program.module, program.trainer), noting))
     epochs = program.given["epochs"]
     if way == "started_again":
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_ADDRESS": ray.get_runtime_context().gcs_address}

@@ -16,6 +16,7 @@ import kill_curve
 import processes
 import recovery
 import rerun
+import same_numbers
 import traces
 import workloads
 
@@ -92,6 +93,11 @@ def test_a_process_notes_its_steps(tmp_path: Path) -> None:
         (os.getpid(), 2, 0),
         (os.getpid(), 1, 1),
     ]
+
+
+def test_an_epoch_lasts_from_last_step_to_last_step() -> None:
+    """The first epoch, which can have more steps in raysgd's looks at the code, is left out."""
+    assert same_numbers.seconds([0.0, 1.0, 2.0, 3.0, 5.0, 6.0, 9.0], per_epoch=2, epochs=3) == [4.0, 3.0]
 
 
 def test_the_page_is_filled() -> None:

@@ -1,4 +1,4 @@
-"""Run a program of `examples/programs` while its workers are killed, or so that a killed script continues.
+"""Run a program of `examples/programs` while its workers are killed, or so that a killed script continues. Note when it steps.
 
     python -m tests.programs.killing gpt FOLDER {}     makes checkpoints there, and continues from them
 
@@ -12,8 +12,10 @@ import gc
 import json
 import os
 import signal
+import struct
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -33,11 +35,12 @@ from raysgd.callbacks import Callback
 from raysgd.callbacks.base import Run
 from tests.programs import by_hand
 
-__all__ = ["Kills", "Program", "flat", "without_dropout"]
+__all__ = ["Kills", "Program", "flat", "note_steps", "steps", "with_hook", "without_dropout"]
 
 LATER = 3  # steps, or calls of modules or Keras' callbacks in a validation, until a worker obeys
 NEEDS = {"text_classifier": "transformers", "keras_convnet": "tensorflow", "lightning_manual": "lightning"}
 RETURNED = "returned.pt"
+TIME = struct.Struct("d")
 Results = tuple[
     list[dict[str, Any]], list[Any]
 ]  # of each call of train and validate; the state or the weights of each model
@@ -106,8 +109,9 @@ class Program:
         return returned(self.folder)
 
     def be_a_rank(self) -> None:
-        """Run the loop in this process, which torchrun has started."""
+        """Run the loop in this process, which torchrun has started. Note its steps."""
         torch.set_num_threads(1)
+        note_steps(self.folder, "torch")
         dist.init_process_group("gloo")
         rank = dist.get_rank()
         rows, weights = self._loop(rank, **self._of_loop())
@@ -212,22 +216,50 @@ def obey(folder: str, framework: str, before: Callable[[], None] | None) -> None
                 os.kill(os.getpid(), signal.SIGKILL)
             path.write_text(str(left - 1))
 
-    if framework == "torch":
-        register_optimizer_step_post_hook(lambda *_: look("step"))
-        register_module_forward_hook(lambda *_: None if torch.is_grad_enabled() else look("validation"))
-        return
-    from keras.callbacks import CallbackList
-
-    for name, point in (("on_train_batch_end", "step"), ("on_test_batch_begin", "validation")):
-        setattr(CallbackList, name, followed(getattr(CallbackList, name), partial(look, point)))
+    call_at("step", framework, partial(look, "step"))
+    call_at("validation", framework, partial(look, "validation"))
 
 
-def followed(function: Callable[..., Any], then: Callable[[], None]) -> Callable[..., Any]:
+def call_at(point: str, framework: str, function: Callable[[], object]) -> None:
+    """Call this in each step of this process, or at each module or batch of its validations."""
+    if framework == "keras":
+        from keras.callbacks import CallbackList
+
+        name = {"step": "on_train_batch_end", "validation": "on_test_batch_begin"}[point]
+        setattr(CallbackList, name, followed(getattr(CallbackList, name), function))
+    elif point == "step":
+        register_optimizer_step_post_hook(lambda *_: function())
+    else:
+        register_module_forward_hook(lambda *_: None if torch.is_grad_enabled() else function())
+
+
+def followed(function: Callable[..., Any], then: Callable[[], object]) -> Callable[..., Any]:
     def both(*arguments: Any, **named: Any) -> None:
         function(*arguments, **named)
         then()
 
     return both
+
+
+def with_hook(base: Any, hook: Callable[[], None]) -> Any:
+    """Return a subclass of this trainer whose workers call this first."""
+
+    class Hooked(base):  # type: ignore[misc]
+        def __init__(self, *creators: Any, **given: Any) -> None:
+            super().__init__(*creators, **{**given, "initialization_hook": hook})
+
+    return Hooked
+
+
+def note_steps(folder: Path, framework: str) -> None:
+    """Append the time of each step of this process to a file of its own."""
+    file = os.open(folder / f"{os.getpid()}.steps", os.O_CREAT | os.O_WRONLY)
+    call_at("step", framework, lambda: os.write(file, TIME.pack(time.monotonic())))
+
+
+def steps(folder: Path) -> list[float]:
+    """Return when one of the processes made its steps."""
+    return [moment for (moment,) in TIME.iter_unpack(min(folder.glob("*.steps")).read_bytes())]
 
 
 # -- scripts ------------------------------------------------------------------------------------------
