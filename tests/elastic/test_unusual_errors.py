@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from raysgd.torch import TorchTrainer
 from raysgd.train import DataParallelTrainer, Result, RunConfig, ScalingConfig, Trainer, WorkerGroup
+from tests.faults import until
 from tests.torch.small import Line, Numbers, Recording, inline
 
 pytestmark = pytest.mark.elastic
@@ -159,10 +160,23 @@ def test_unusual_errors_in_a_validation_and_in_functions_for_operators(trainer: 
     assert trainer.validate()["num_samples"] == 400
 
 
-def test_ctrl_c_has_no_rank(trainer: TorchTrainer) -> None:
-    threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
+def test_ctrl_c_has_no_rank(trainer: TorchTrainer, tmp_path: Path) -> None:
+    begun, pressed = tmp_path / "begun", tmp_path / "pressed"
+
+    def work(operator: Any) -> None:
+        begun.touch()
+        for _ in until(pressed.exists):
+            time.sleep(0.05)
+
+    def press() -> None:
+        for _ in until(begun.exists):
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGINT)
+        pressed.touch()
+
+    threading.Thread(target=press).start()
     with pytest.raises(KeyboardInterrupt) as caught:
-        trainer.apply_all_operators(lambda operator: time.sleep(4))
+        trainer.apply_all_operators(work)
     assert not hasattr(caught.value, "raysgd_rank")
     assert trainer.train(num_steps=1)["batch_count"] == 1
 
