@@ -188,6 +188,7 @@ def chaos(*, faults: int, seed: int, minutes: float = 60.0) -> dict[str, Any]:
         "raised": found.get("raised", 0),
         "recoveries": dict(Counter(each["reason"] for each in recoveries)),
         "in_place": sum(each["in_place"] for each in recoveries),
+        "from_a_snapshot": [each for each in recoveries if not each["in_place"]],
         "batches_redone": sum(each["batches_redone"] for each in recoveries),
         "longest_recovery_s": round(max((each["seconds"] for each in recoveries), default=0.0), 1),
         "seconds": round(time.monotonic() - began),

@@ -41,6 +41,13 @@ def announced(script: Script, hosts: Hosts, what: str) -> list[Host]:
     return [next(host for host in hosts.all if host.address == address) for address in addresses]
 
 
+def until_complete(script: Script, hosts: Hosts, epoch: int) -> tuple[int, list[Host]]:
+    """Wait for an epoch, this one or a later one, that begins with two workers. Return its number, and their hosts."""
+    while len(workers := announced(script, hosts, f"epoch {epoch}")) < 2:
+        epoch += 1
+    return epoch, workers
+
+
 def end_epochs(hosts: Hosts, script: Script) -> dict[str, Any]:
     hosts[0].call("touch", "/tmp/last")
     return found_by(script)
@@ -95,20 +102,23 @@ def test_the_other_host_continues_alone(make: Callable[..., Hosts]) -> None:
 
 
 def test_a_host_is_plugged_in_again(make: Callable[..., Hosts]) -> None:
-    """After 5 s all continue as if nothing had happened. After 15 s of `hang_timeout_s=20` its worker has failed."""
-    hosts = make(3)
+    """After 5 s all continue as if nothing had happened. After 15 s and 25 s of `hang_timeout_s=20` its worker has failed, and a new
+    one joins."""
+    hosts, epoch = make(3), 0
     with begin(hosts[0], "epochs") as script:
-        for epoch, seconds in ((1, 5), (2, 15)):
-            victim = announced(script, hosts, f"epoch {epoch}")[1]
+        for seconds in (5, 15, 25):
+            epoch, workers = until_complete(script, hosts, epoch + 1)
             time.sleep(ENOUGH_S)
-            with victim.unplugged():
+            with workers[1].unplugged():
                 time.sleep(seconds)
-        announced(script, hosts, "epoch 3")
+        until_complete(script, hosts, epoch + 1)
         found = end_epochs(hosts, script)
-    assert found["lost_and_doubled"] == [[0, 0]] * 4
+    assert set(map(tuple, found["lost_and_doubled"])) == {(0, 0)}
     assert found["at"][1] == found["at"][0] and found["seconds"][1] > 5
-    first, *_ = found["recoveries"]
-    assert first["epoch"] == 3 and first["in_place"] and first["batches_redone"] == 0, "counted from 1"
+    recoveries = found["recoveries"]
+    assert recoveries[0]["epoch"] == 3, "counted from 1: nothing failed in the 5 s"
+    assert [each["world_size_after"] for each in recoveries] == [1, 2, 1, 2]
+    assert all(each["in_place"] and each["batches_redone"] == 0 for each in recoveries)
     assert len(set(found["weights"])) == 1
     print(found["at"], found["seconds"], found["recoveries"])
 
@@ -121,9 +131,7 @@ def test_a_host_is_killed_and_another_one_joins(make: Callable[..., Hosts]) -> N
         victim.kill()
         announced(script, hosts, "epoch 2")
         hosts.add().start_ray(head=hosts[0])
-        epoch = 3
-        while len(announced(script, hosts, f"epoch {epoch}")) < 2:
-            epoch += 1
+        until_complete(script, hosts, 3)
         found = end_epochs(hosts, script)
     assert set(map(tuple, found["lost_and_doubled"])) == {(0, 0)}
     lost, growth = found["recoveries"]
@@ -144,9 +152,7 @@ def test_the_script_and_a_worker_are_on_the_head(make: Callable[..., Hosts]) -> 
         other.boot()
         hosts.name_all()
         other.start_ray(head=head)
-        epoch = 3
-        while len(announced(script, hosts, f"epoch {epoch}")) < 2:
-            epoch += 1
+        until_complete(script, hosts, 3)
         found = end_epochs(hosts, script)
     assert set(map(tuple, found["lost_and_doubled"])) == {(0, 0)}
     lost, growth = found["recoveries"]
