@@ -4,6 +4,7 @@
       ConfigError (ValueError)            a wrong argument: what was passed, what is allowed, what to do
         MissingPartError (RuntimeError)   an operator needs a part that `setup` did not register or set
       NotActiveError (RuntimeError)       a call on a trainer that was shut down
+        SupersededError                   another script has taken over this trainer's workers
       ResourceError (TimeoutError)        the cluster has no room for the workers
       ClusterError (ConnectionError)      Ray no longer answers
       CheckpointError (RuntimeError)      a file or state that cannot be loaded, and why
@@ -45,6 +46,11 @@ class MissingPartError(ConfigError, RuntimeError):
 
 class NotActiveError(RaysgdError, RuntimeError):
     """The trainer was shut down, or its workers ended and cannot be replaced."""
+
+
+class SupersededError(NotActiveError):
+    """Raised by all calls of a trainer with a name once another script has taken over its
+    workers."""
 
 
 class ResourceError(RaysgdError, TimeoutError):

@@ -18,7 +18,7 @@ from raysgd.errors import counted
 OUT_OF_STEP = "out of step"
 UNREACHABLE = "unreachable"  # a worker that could not connect to the driver
 # The reasons of planned changes, which are not failures.
-PLANNED = ("growth", "shrink", "preemption", "restart", "batch")
+PLANNED = ("growth", "shrink", "preemption", "restart", "batch", "takeover")
 # The parts of a recovery, usually in this order.
 PHASES = ("stop", "wait", "leave", "state", "setup", "join")
 # A preempted machine usually has at least this long: the grace period of Google Cloud, and by default of Kubernetes.
@@ -35,7 +35,8 @@ class Recovery:
 
     reason          "worker death", "node failure", "hang", "divergence", "network", "data loader"
                     or "out of step"; for a planned change, "preemption", "growth", "shrink" or
-                    "restart"; "batch" for a batch that is trained again in one piece on each worker
+                    "restart"; "batch" for a batch that is trained again in one piece on each
+                    worker; "takeover" by a script that was started again
     removed_ranks   the ranks that failed, or that left in a planned change
     world_size_before, world_size_after  how many workers there were and are
     in_place        True if survivors continued with their state, False if training continued from a
