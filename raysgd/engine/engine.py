@@ -36,7 +36,7 @@ from raysgd.engine.comparison import Comparison
 from raysgd.engine.failure import check_can_fit, held_error, older_state_error, out_of_step_error, raise_user_error
 from raysgd.engine.generation import Generation
 from raysgd.engine.membership import Membership
-from raysgd.engine.recovery import RecoveryLog, RecoveryLoop
+from raysgd.engine.recovery import RecoveryLog, RecoveryLoop, StateLost
 from raysgd.engine.replacements import Replacements
 from raysgd.engine.watchdog import ask
 from raysgd.engine.worker_table import During, OnReport, Phase, WorkerInfo, WorkerTable
@@ -75,6 +75,7 @@ class Engine:
         elastic: ElasticConfig,
         limits: Limits,
         sharded: ShardedState | None = None,
+        term: int = 0,
         on_progress: Callable[[WorkerInfo], None] = lambda info: None,
         on_recovery: Callable[[Recovery], None] = lambda recovery: None,
         on_wait: Callable[[str], None] = lambda what: None,
@@ -91,7 +92,7 @@ class Engine:
         self._log = RecoveryLog(self._cancellable(on_recovery), self._cancellable(on_wait))
         packed = _packed(group, factory, hook)
         self._generation = generation = Generation(
-            table, backend, limits, factory=packed[0], hook=packed[1], sharded=sharded
+            table, backend, limits, factory=packed[0], hook=packed[1], sharded=sharded, term=term
         )
         self._replacements = replacements = Replacements(table, generation, spares=elastic.hot_spares)
         self._membership = membership = Membership(
@@ -105,6 +106,8 @@ class Engine:
         self.active, self._ended, self._reached = True, False, Progress()
         self._call_lock = CallLock()
         self._calls = 0
+        self.trained = 0  # the number of the newest call that trains and has returned
+        self._interrupted: int | None = None  # the number of the one in which an earlier driver has ended
         self._running: RunningCall | None = None
         self._snapshot_is_stale = True
         # Calls that ended after the newest snapshot, and how.
@@ -126,6 +129,35 @@ class Engine:
             self.stop(force=True)
             raise
 
+    def attach(self, *, trained: int | None, recoveries: Sequence[Recovery] = ()) -> bool:
+        """Take over the workers of an earlier driver of this trainer, which had this number
+        `trained` and these recoveries. Return False if none has the state of the training, or if it
+        had committed nothing (None): then all are ended, and `start` follows. If a call was
+        training, the next one that trains continues it."""
+        self.living.add(self)
+        since, workers = self._table.clock(), self._table.adopt()
+        if trained is None:
+            for worker in workers:
+                self._table.dismiss(worker)
+        if trained is None or not self._generation.gather(workers, self._membership.target):
+            return False
+        found = {worker: self._table[worker].progress for worker in self._table.members()}
+        newest = max(progress.call for progress in found.values())
+        if self.keeps_snapshots and self._backend.in_place:  # for the case that all fail before the next one
+            self._generation.rescue_state(most_advanced(found), newest)
+        self._interrupted = newest if newest > trained else None
+        self._calls, self.trained, self._log.recoveries = max(newest, trained), trained, list(recoveries)
+        detail = f"another script has left {counted(len(workers), 'worker')}"
+        seen = Observation("broken", reason="takeover", detail=detail)
+        call = RunningCall(self._calls, -1, len(recoveries), starts_over=False)
+        try:
+            with self._table.during("recovery"):
+                self._recovery.recover(seen, call, since=since, world=self.world_size)
+        except StateLost:
+            self._log.recoveries = []
+            return False
+        return True
+
     def _check_not_held(self) -> None:
         """Raise an error at once if idle engines of this process hold what the first workers need.
         Their hot spares are given up for it."""
@@ -141,9 +173,10 @@ class Engine:
             sizes = {engine: counted(size, "worker") for engine, size in others.items()}
             raise held_error(self.group, self._least, sizes)
 
-    def stop(self, *, force: bool = False) -> None:
+    def stop(self, *, force: bool = False, leave: bool = False) -> None:
         """End every worker. If Ctrl-C interrupted an earlier call of `stop`, finish what it began.
-        A call that is running in another thread ends with an error."""
+        A call that is running in another thread ends with an error. With `leave`, the workers
+        become orphans instead, of a trainer with a name."""
         if self._ended:
             return
         unfinished = self._end_call_elsewhere()
@@ -152,15 +185,15 @@ class Engine:
         else:
             force = True
         try:
-            if not force and self._generation.up:
+            if not (force or leave) and self._generation.up:
                 ask(self._table, self._table.members(), "close", {}, limit_s=CLOSE_S)
         except (ClusterError, NotActiveError) as error:
             logger.warning("ending the workers without closing their replicas first: %s", error)
         finally:
             try:
-                self._end_group()
+                self._end_group(leave=leave)
             except KeyboardInterrupt:  # a worker that stayed would keep its resources
-                self._end_group()
+                self._end_group(leave=leave)
                 raise
 
         if (claim := self._call_lock.held_here()) is not None:
@@ -180,12 +213,12 @@ class Engine:
 
         return call
 
-    def _end_group(self) -> None:
+    def _end_group(self, *, leave: bool) -> None:
         try:
             try:
                 self._backend.plan([])
             finally:
-                self.group.stop()
+                self.group.leave() if leave else self.group.stop()
         except Exception:
             self._ended = True
             raise
@@ -341,6 +374,7 @@ class Engine:
             self._calls += 1
             running = self._ready_call(max_failures=job.max_failures)
             if job.again == "resume":
+                running, self._interrupted = replace(running, number=self._interrupted or running.number), None
                 if self._is_change_due():
                     self._restore(Observation("paused"), running)
                 least = self._membership.least
@@ -353,6 +387,7 @@ class Engine:
                 parts = self._run(job, running)
             finally:
                 self._running = outer
+            self.trained = running.number if job.again == "resume" else self.trained
             if job.redo and self._keeps_snapshots:
                 self._finished[running.number] = job, self.progress
             return parts

@@ -15,17 +15,18 @@ from contextlib import closing
 from typing import Any
 
 from raysgd.config import Limits
+from raysgd.core.lease import GENERATIONS, LEASE_S
 from raysgd.core.messages import Interrupt
 from raysgd.core.outcomes import Failed, Interrupted, Ok, Outcome, WorkerFailed
 from raysgd.core.policy import UNREACHABLE
 from raysgd.core.progress import most_advanced
 from raysgd.core.protocols import Call, ProcessGroupBackend
-from raysgd.core.ranks import RankInfo, assign_ranks
+from raysgd.core.ranks import RankInfo, assign_ranks, order_found
 from raysgd.core.shard_copies import ShardedState, covered, layout, newest_complete
 from raysgd.core.snapshot import Snapshot
 from raysgd.engine.failure import no_room_error, raise_user_error, unfinished_error, warn_no_room
 from raysgd.engine.watchdog import ask
-from raysgd.engine.worker_table import Stage, WorkerInfo, WorkerTable
+from raysgd.engine.worker_table import LOOK_S, Stage, WorkerInfo, WorkerTable
 from raysgd.errors import WorkerStartError, counted
 from raysgd.workers.worker_group import TransferProtocol
 
@@ -50,11 +51,12 @@ class Generation:
         factory: Any,
         hook: Any,
         sharded: ShardedState | None = None,
+        term: int = 0,
     ) -> None:
         self._table, self._backend, self.limits = table, backend, limits
         self._factory, self._hook, self._sharded = factory, hook, sharded
         self._shards: dict[str, tuple[int, int]] = {}  # of each worker: its number, and how many there are
-        self.number = 0
+        self.number = term * GENERATIONS
         self.up = False  # whether the ranks can run collectives, as far as the driver knows
         self._has_formed = False
         self._seconds: dict[str, float] = {}
@@ -145,6 +147,24 @@ class Generation:
                 logger.warning("%s still starting after %.0f s", processes, waited)
         return True
 
+    def gather(self, workers: Sequence[str], target: int) -> bool:
+        """Make members of the workers that an earlier driver has left. Return False if none of them
+        has the training's state: then all are dismissed."""
+        deadline = self._table.clock() + LEASE_S + self.limits.hang_s  # they may still hear of the other driver
+        infos = [self._table[worker] for worker in workers]
+        while self._table.clock() < deadline and any(i.stage < Stage.UP and i.ended is None for i in infos):
+            self._table.pump(LOOK_S)
+        up = [info.worker for info in infos if info.stage >= Stage.UP and info.ended is None]
+        outcomes = self._ask(up, "attach", {}, self.limits.hang_s)
+        found = {w: each.value for w, each in outcomes.items() if isinstance(each, Ok) and each.value is not None}
+        members = order_found(found, target)
+        for worker in workers:
+            if worker not in members:
+                self._table.dismiss(worker)
+        self._table.enter_group(members)
+        self._has_formed = bool(members)
+        return self._has_formed
+
     def warm_up_arguments(self) -> dict[str, Any]:
         """Return what a replacement needs to be set up in a generation of its own."""
         return {"hook": self._hook, "factory": self._factory, "rank_info": RankInfo(solo=True), "settings": {}}
@@ -155,6 +175,7 @@ class Generation:
         """Try once to form a generation of these workers, in this order. New ones load `state`, if
         there is one. Raise the error of the user's set-up."""
         self.up = False
+        self._table.group.check()
         self.up = self._form(workers, state)
         return self.up
 

@@ -28,6 +28,10 @@ logger = logging.getLogger("raysgd")
 LOOK_S = 0.25
 
 
+class StateLost(Exception):
+    """No worker has the state of the training, in a call in which it may not start over."""
+
+
 class RecoveryLog:
     """Owns the list of recoveries. A reason in PLANNED is a planned change, which does not count as
     a failure. `on_wait` is called with what a recovery waits for."""
@@ -138,6 +142,8 @@ class RecoveryLoop:
             if case.seen.leaving and not self._let_leave(case):
                 continue
             survivors = self._survivors(case)
+            if not (survivors or call.starts_over or self._table.snapshots.latest()):
+                raise StateLost
             now = self._situation(case, survivors)
             pause = policy.backoff(case.waits, self._elastic.backoff_s, self._elastic.backoff_max_s, self._jitter())
             decision = policy.decide(now, wait_s=pause)

@@ -209,7 +209,13 @@ class WorkerTable:
         return [info for info in list(self._workers.values()) if info.ended is not None]
 
     def launch(self, count: int) -> list[str]:
-        workers = self.group.launch(count)
+        return self._expect_starts(self.group.launch(count))
+
+    def adopt(self) -> list[str]:
+        """Return the workers that an earlier driver has left, whose connections follow."""
+        return self._expect_starts(self.group.adopt())
+
+    def _expect_starts(self, workers: list[str]) -> list[str]:
         now = self.clock()
         self._workers |= {worker: WorkerInfo(worker, since=now, moved_at=now) for worker in workers}
         return workers

@@ -151,4 +151,5 @@ class Position:
             expected=self.call_expected,
             finished=self.call_done,
             phase=phase,
+            call=self.call,
         )

@@ -16,6 +16,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -27,6 +28,7 @@ from raysgd.constants import BATCH_COUNT, NUM_SAMPLES
 from raysgd.core import messages
 from raysgd.core.connection import SEND_S, Connection, ControlAddress, connect
 from raysgd.core.hang import place_of
+from raysgd.core.lease import DriverWatch
 from raysgd.core.metrics import SKIPPED, Measured
 from raysgd.core.progress import Control, Progress
 from raysgd.core.snapshot import guarded_part
@@ -57,29 +59,46 @@ class ControlClient:
         node: str,
         abort: Callable[[], None],
         dismissed: Callable[[], None] = lambda: None,
+        *,
+        orphan_s: float = 0.0,
     ) -> None:
-        self._address, self._worker = address, worker
+        self._worker, self._node, self._orphan_s = worker, node, orphan_s
         self._abort, self._dismissed = abort, dismissed
-        self._send_lock = threading.Lock()
-        self._connection = _connected(address, messages.Hello(worker, node, os.getpid()))
-        self._connection.socket.settimeout(SEND_S)
+        self._send_lock, self._call_lock = threading.Lock(), threading.Lock()
         self._bulk: Connection | None = None
         self._bulk_lock = threading.Lock()
         os.register_at_fork(after_in_child=self._forget_connections)
-        self._writable = selectors.DefaultSelector()
-        self._writable.register(self._connection.socket, selectors.EVENT_WRITE)
         self.control = Control(self._publish)
         self.control.upload, self.control.deliver = self.upload, self.deliver
-        self.control.giving, self.control.take = partial(Giving, address, worker), partial(take, address, worker)
         self.on_end: Callable[[], None] = lambda: None
+        self.holds_state: Callable[[], bool] = lambda: False
+        self.on_driver_ended: Callable[[], None] = lambda: None
         self.generation = -1
-        self.call = -1
-        self._call_lock = threading.Lock()
-        # What the driver asks the main thread to do.
-        self.calls: queue.SimpleQueue[messages.PerformCall | messages.FreeMainThread] = queue.SimpleQueue()
         self._main = threading.main_thread().ident or 0
         self._open, self._forked = True, False
-        threading.Thread(target=self._listen, name="raysgd-control", daemon=True).start()
+        self.connect(address)
+
+    def connect(self, address: ControlAddress) -> None:
+        """Connect to the driver, and leave the one before. For the main thread, between two
+        calls."""
+        connection = _connected(address, messages.Hello(self._worker, self._node, os.getpid()))
+        connection.socket.settimeout(SEND_S)
+        writable = selectors.DefaultSelector()
+        writable.register(connection.socket, selectors.EVENT_WRITE)
+        with self._send_lock, self._bulk_lock:
+            before, bulk, self._bulk = getattr(self, "_connection", None), self._bulk, None
+            self._address, self._connection, self._writable = address, connection, writable
+            self.watch, self.call = DriverWatch(self._orphan_s, time.monotonic()), -1
+            # What the driver asks the main thread to do.
+            self.calls: queue.SimpleQueue[messages.PerformCall | messages.FreeMainThread] = queue.SimpleQueue()
+        self.control.giving = partial(Giving, address, self._worker)
+        self.control.take = partial(take, address, self._worker)
+        for each in (before, bulk):
+            if each is not None:
+                each.close()
+        threading.Thread(target=self._listen, args=(connection, self.watch), name="raysgd-control", daemon=True).start()
+        if self.control.notice:
+            self.notice()
 
     def begin(self, call: int) -> None:
         """Begin a call. Requests for earlier calls no longer apply. Requests for this one apply
@@ -159,25 +178,33 @@ class ControlClient:
                 self._connection.send(message)
         except OSError:
             if self._open:
-                self._driver_gone()
+                self.watch.has_ended = True
+                self._look(self.watch)  # the control thread notices it, too
 
-    def _listen(self) -> None:
+    def _listen(self, connection: Connection, watch: DriverWatch) -> None:
         incoming = selectors.DefaultSelector()
-        incoming.register(self._connection.socket, selectors.EVENT_READ)
-        while self._open:
+        incoming.register(connection.socket, selectors.EVENT_READ)
+        while self._open and self.watch is watch:
             if not incoming.select(HEARTBEAT_S):
                 self._send(messages.Alive())
+                self._look(watch)
                 continue
             try:
-                message, _ = self._connection.receive()
+                message, _ = connection.receive()
             except Exception as error:
                 logger.info("the control connection to the driver has ended: %s", error)
-                self._driver_gone()
-                return
+                break
+            watch.heard(time.monotonic())
             try:
                 self._handle(message)
             except Exception:  # without this thread, the driver would treat the process as stopped
                 logger.exception("%s could not be carried out", type(message).__name__)
+        if self._open and self.watch is watch:
+            watch.has_ended = True
+            self.on_driver_ended()
+        while self._open and self.watch is watch:
+            self._look(watch)
+            time.sleep(LOOK_S)
 
     def _handle(self, message: messages.Message) -> None:
         if isinstance(message, messages.PerformCall | messages.FreeMainThread):
@@ -211,10 +238,25 @@ class ControlClient:
         frame = sys._current_frames().get(self._main)
         return [f"{f.filename}:{f.lineno} {f.name}" for f in reversed(traceback.extract_stack(frame))][:DEEPEST]
 
-    def _driver_gone(self) -> None:
-        if self._open:
-            self.on_end()
-            os._exit(DRIVER_GONE)  # the driver has ended, and the main thread may be stuck in a collective
+    def _look(self, watch: DriverWatch) -> None:
+        """Do what is due for a worker whose driver has ended, or does not answer."""
+        due = watch.look(self._clock(), holds_state=self.holds_state())
+        if self.watch is not watch:
+            return
+        if due == "stop":
+            self.control.interrupt()
+            self.calls.put(messages.FreeMainThread())
+        elif due == "leave":
+            self._abort()
+        elif due == "end":
+            self._end()
+
+    def _clock(self) -> float:
+        return time.monotonic()
+
+    def _end(self) -> None:
+        self.on_end()
+        os._exit(DRIVER_GONE)  # the main thread may be stuck in a collective
 
 
 def _connected(address: ControlAddress, hello: messages.Hello) -> Connection:

@@ -47,6 +47,12 @@ class InlineGroup:
         self._events.append(WorkerStarted(self._worker, platform.node(), os.getpid()))
         return [self._worker]
 
+    def adopt(self) -> list[str]:
+        return []
+
+    def check(self) -> None:
+        """Do nothing, because this worker ends with its driver."""
+
     def submit(self, worker: str, verb: str, arguments: dict[str, Any], *, generation: int = 0) -> int:
         self._calls += 1
         outcome = self._host.perform(verb, arguments)
@@ -106,6 +112,9 @@ class InlineGroup:
 
     def releasing(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
+
+    def leave(self) -> None:
+        self.stop()
 
     def stop(self) -> None:
         if self._launched:

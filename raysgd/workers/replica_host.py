@@ -18,7 +18,7 @@ from raysgd.core.hang import place_of
 from raysgd.core.outcomes import Failed, Interrupted, Ok, Outcome
 from raysgd.core.progress import Control, Progress
 from raysgd.core.protocols import Call, ProcessGroupBackend, Replica, ReplicaFactory
-from raysgd.core.ranks import RankInfo
+from raysgd.core.ranks import Held, RankInfo
 from raysgd.core.snapshot import guarded_part
 from raysgd.errors import described, shown, text_of
 from raysgd.workers.calls import Blob, PickledObject, unpickled
@@ -56,6 +56,8 @@ class ReplicaHost:
         self._replica: Replica | None = None
         self._rank: int | None = None
         self._lacks_state = False  # see `Progress`
+        self._rank_info = RankInfo()  # in the newest generation that this worker has joined
+        self.holds_state = False  # whether the replica has the training's state, and not its own initial one
         self._joining_calls = 0
         control.collectives = self._collectives
 
@@ -119,6 +121,7 @@ class ReplicaHost:
             return method
         if self._replica is None:
             raise RuntimeError("this worker hosts no replica yet")
+        self.holds_state = True
         return self._replica.run
 
     def _sendable(self, value: Any) -> Any:
@@ -143,6 +146,7 @@ class ReplicaHost:
         self._rank = None if rank_info.solo else rank_info.world_rank
         self._joining_calls = 0
         self._backend.join(rank_info, settings)
+        self._rank_info = self._rank_info if rank_info.solo else rank_info
         self._control.set_rank(rank_info.world_rank, rank_info.world_size)
         if self._replica is not None:
             self._replica.joined(rank_info)
@@ -153,7 +157,7 @@ class ReplicaHost:
         return self._backend.offer()
 
     def _build(self, factory: ReplicaFactory, rank_info: RankInfo) -> None:
-        self._replica = factory(rank_info, self._control)
+        self._replica, self.holds_state = factory(rank_info, self._control), False
 
     def _warm(
         self, hook: Callable[[], Any] | None, factory: ReplicaFactory, rank_info: RankInfo, settings: dict[str, Any]
@@ -168,6 +172,11 @@ class ReplicaHost:
     def _leave(self) -> None:
         self._backend.leave()
 
+    def _attach(self) -> Held | None:
+        """Leave the group of a driver that has ended. Return what the next one finds here."""
+        self._backend.leave()
+        return None if self._replica is None else Held(self._rank_info, self.holds_state)
+
     def _state(self, transfer: str) -> Interrupted | None:
         """Give the state to those that take it. Without a transfer, only help to gather it."""
         assert self._replica is not None
@@ -180,8 +189,9 @@ class ReplicaHost:
         taken = []
         if (ended := self._moved(lambda: taken.append(self._control.take(transfer)))) is not None:
             return ended  # then it has what it had before
+        self.holds_state = False
         self._replica.load(taken[0])
-        self._lacks_state = False
+        self.holds_state, self._lacks_state = True, False
         return None
 
     def _moved(self, move: Callable[[], Any]) -> Interrupted | None:
@@ -197,7 +207,7 @@ class ReplicaHost:
             if self._replica is not None:
                 self._replica.close()
         finally:
-            self._replica = None
+            self._replica, self.holds_state = None, False
             self._backend.leave()
 
 

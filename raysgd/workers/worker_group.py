@@ -47,6 +47,14 @@ class WorkerGroupProtocol(Protocol):
     def launch(self, count: int) -> list[str]:
         """Start workers, and return their names at once. `WorkerStarted` follows for each."""
 
+    def adopt(self) -> list[str]:
+        """Return the names of the workers that a driver of this trainer has left, and let them
+        connect to this one. `WorkerStarted` or `WorkerEnded` follows for each."""
+
+    def check(self) -> None:
+        """Raise `SupersededError` if another driver has taken over the workers. `poll`, and what
+        starts or ends a process, checks it, too."""
+
     def submit(self, worker: str, verb: str, arguments: dict[str, Any], *, generation: int = 0) -> int:
         """Start a call and return its number, which its `CallEnded` event also has."""
 
@@ -95,6 +103,9 @@ class WorkerGroupProtocol(Protocol):
 
     def releasing(self) -> AbstractContextManager[None]:
         """Wait, on exit, until the resources of workers that were dismissed meanwhile are free."""
+
+    def leave(self) -> None:
+        """Let the workers be orphans, which the next driver takes over."""
 
     def stop(self) -> None:
         """End all workers, and return when those of this machine have ended."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -38,7 +39,7 @@ class Checker:
         self.newest, self._formed_at = 0, 0.0
         self.loads = 0
         self.applied_steps = 0
-        self.told: set[str] = set()
+        self.told: set[Any] = set()
         self.redone = 0
         self.least = 0
         self.differing: dict[str, float] = {}
@@ -50,7 +51,7 @@ class Checker:
         self._discarded: list[tuple[str, int]] = []
         self._members: Sequence[Any] = ()
         self._trained: dict[int, int | None] = {}
-        self._called: set[tuple[str, int]] = set()
+        self._called: set[tuple[str, int, int]] = set()
         self._thrown: dict[int, tuple[UserError, Any, int]] = {}
 
     def fail(self, text: str) -> None:
@@ -82,25 +83,76 @@ class Checker:
         members = self.engine.world_size
         if recovery.world_size_after != members:
             self.fail(f"{recovery} names {recovery.world_size_after} workers, and there are {members}")
-        if recovery.reason not in PLANNED and self.schedule.calm:
+        stopped = "suspend" in {kind for kind, _ in self.schedule.struck}  # then its workers had left their group
+        if recovery.reason not in PLANNED and self.schedule.calm and not (stopped and recovery.reason == "network"):
             self.fail(f"{recovery.reason} in phase '{self.schedule.phase}', although no fault can be its cause")
         if recovery.reason == "preemption" and not self.schedule.announced:
             self.fail(f"{recovery}, although no machine was to be stopped")
         least = min(self._plan.min_workers, self.engine.target)
         self._short = recovery.reason not in PLANNED and members < least  # then the call ends with an error
 
+    # -- drivers --------------------------------------------------------------------------------------
+
+    def acts(self, group: Any) -> None:
+        """Check that a driver that forms a generation, or starts or ends a process, is the newest one."""
+        if group.keeper is not None and group.term != group.keeper.term:
+            self.fail(f"the driver of term {group.term} acts in term {group.keeper.term}")
+
+    def granted(self, driver: Any, drivers: Sequence[Any]) -> None:
+        """Check that a driver that becomes one takes over from none that lives."""
+        for other in drivers:
+            lives = other is not driver and other.group.term and other.running and not other.group.superseded
+            if lives and other.resumed_at <= self.schedule.now - 5.0:
+                self.fail(f"term {driver.group.term} begins, and the driver of term {other.group.term} lives")
+        before = max(drivers, key=lambda each: each.group.term if each is not driver else -1)
+        since = max(driver.began_at, before.died_at or math.inf)
+        if self.schedule.calm and self.schedule.now > since + 6.0 and self.holders(driver.group):
+            self.fail(f"term {driver.group.term} begins {self.schedule.now - since:.1f} s after the last one has ended")
+        if self.truth and not self.holders(driver.group):
+            self.state_is_lost()
+
+    def holders(self, group: Any) -> list[str]:
+        """Return the workers that have the state of the training."""
+        have = [w for w in group.workers.values() if w.alive and w.replica is not None and w.host.holds_state]
+        return [w.name for w in have if w.replica.loads == self.loads and w.replica.steps == self.truth]
+
+    def state_is_lost(self) -> None:
+        """Note that no process has the state of the training any more."""
+        self._discarded, self.least = [], 0
+        self.schedule._disturbed(0.0, harmful=True)
+
+    def begins_again(self) -> None:
+        """Note that a script begins with the first line."""
+        self.redone += len(self.truth)
+        self.truth, self.loads, self.least, self._discarded, self._trained = [], 0, 0, [], {}
+
+    def orphan_ends(self, worker: Any) -> None:
+        if worker._group.stopped_at() is not None:  # its driver will find that it has failed
+            self.schedule._disturbed(0.0, harmful=True)
+        if self._plan.orphan_s and worker.host.holds_state:
+            since = worker.client.watch.since
+            if since is None or worker.clock() < since + self._plan.orphan_s:
+                self.fail(f"{worker.name} ends itself too early")
+            if self.holders(worker._group) in ([], [worker.name]):
+                self.state_is_lost()
+
+    def adopted(self, worker: Any) -> None:
+        if worker.term > worker._group.keeper.term:
+            self.fail(f"{worker.name} is adopted in term {worker.term}, which was never granted")
+
     # -- preemption -----------------------------------------------------------------------------------
 
     def told_of_preemption(self, worker: Any, deadline_s: float | None) -> None:
-        if worker.name in self.told:
+        if (worker.name, worker.term) in self.told:
             self.fail(f"{worker.name} was told of its preemption twice")
         if not (worker.client.control.notice if deadline_s is None else worker.node.draining):
             self.fail(f"{worker.name} was told that it is stopped in {deadline_s} s, which is not true")
-        self.told.add(worker.name)
+        self.told |= {worker.name, (worker.name, worker.term)}
 
     def leaves_too_late(self, worker: Any, announced_at: float) -> None:
         """Check that a member whose machine is stopped now, which was announced, could not have left before."""
         trained = self.schedule.phase == "train" and self.schedule.call_began <= announced_at
+        trained = trained and not {"die", "suspend"} & {kind for kind, _ in self.schedule.struck}
         if trained and self.schedule.calm and worker in self._members:
             self.fail(f"{worker.name} was still a member when its machine was stopped, which was announced")
 
@@ -290,9 +342,9 @@ class Checker:
 
     def called_function(self, worker: Any, number: int) -> None:
         """Note that a worker runs a user's function that must not run twice."""
-        if (worker.name, number) in self._called:
+        if (worker.name, worker.term, number) in self._called:
             self.fail(f"{worker.name} ran a function twice in one call")
-        self._called.add((worker.name, number))
+        self._called.add((worker.name, worker.term, number))
 
     def thrown(self, error: UserError, worker: Any, recoveries: int) -> None:
         """Note an error of the user's code on a worker; `worker` is None if it need not end the call."""

@@ -8,12 +8,14 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+from greenlet import GreenletExit
+
 from raysgd.core.outcomes import DataLoaderFailure
 from raysgd.core.policy import LEAVE_BEFORE_S
 from tests.simulation.checker import Checker
 from tests.simulation.group import CallDidNotEnd, Node, SimGroup, Worker
 from tests.simulation.network import DRIVER
-from tests.simulation.plan import HARMLESS, Fault, Plan
+from tests.simulation.plan import HARMLESS, ON_DRIVER, ON_SCRIPT, Fault, Plan
 from tests.simulation.replica import UserError
 from tests.simulation.world import World
 
@@ -58,6 +60,7 @@ class Schedule:
         self.first_call = 0
         self.struck: Counter[tuple[str, str]] = Counter()
         self.slowest_s = 0.0
+        self.drivers: Any = None  # of a trainer with a name
 
     @property
     def now(self) -> float:
@@ -80,11 +83,16 @@ class Schedule:
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
         """Return a context in which the driver is in this phase."""
-        self._phases.append(phase)
+        phases = self._phases
+        phases.append(phase)
         try:
             yield
         finally:
-            self._phases.pop()
+            phases.pop()
+
+    def turn(self, phases: list[str]) -> None:
+        """Note that another driver runs now, which is in these phases."""
+        self._phases = phases
 
     def watch(self, engine: Any) -> None:
         """Let faults reach an engine that was made with `during`."""
@@ -104,6 +112,8 @@ class Schedule:
 
     def driver_waits(self) -> None:
         """Inject what is due, now that the driver waits for an event. Raise an error if it has waited for too long."""
+        if self.drivers is not None and self.drivers.closed:
+            raise GreenletExit
         waited_s = self._world.now - max(self.call_began, self.over_at)
         self.slowest_s = max(self.slowest_s, waited_s - self.work_s)
         if waited_s > SETTLE_S + self.work_s:
@@ -111,10 +121,15 @@ class Schedule:
         at = f"in {self.phase}"
         for fault in self._due(at) if at in self._waiting else ():
             alive = [each for each in self.group.workers.values() if each.alive]
-            if fault.kind in ("ctrl-c", "cancel", "callback", "pause", "jump"):
+            if fault.kind in ON_DRIVER or fault.kind in ON_SCRIPT:
                 self._hit_driver(fault)
             elif alive:
                 self._hit(alive[fault.pick % len(alive)], fault)
+
+    def driver_sends(self, what: str) -> None:
+        """Inject what is due, now that the driver sends something."""
+        for fault in self._due(what) if what in self._waiting else ():
+            self._hit_script(fault)
 
     def on_progress(self, info: Any) -> None:
         """Be the user's callback, which may raise an error."""
@@ -144,7 +159,29 @@ class Schedule:
         if harmful:
             self.harmful_until = max(self.harmful_until, self.over_at + CAUSE_S)
 
+    def _hit_script(self, fault: Fault) -> None:
+        """End or stop the driver's process, which other processes notice, and start another script."""
+        drivers, driver = self.drivers, self.drivers.newest
+        if driver is None:
+            return
+        self._count(fault, "the script", fault.seconds)
+        if fault.kind == "die":
+            driver.die()
+            drivers.start_after(fault.seconds)
+        elif fault.kind == "rival":
+            drivers.start_after(fault.seconds / 10)
+        else:
+            self._disturbed(fault.seconds, harmful=False)
+            driver.stop()
+            self._world.at(fault.seconds, driver.resume)
+            if fault.pick % 2:
+                drivers.start_after(fault.pick / 10)
+        drivers.park()
+
     def _hit_driver(self, fault: Fault) -> None:
+        if fault.kind in ON_SCRIPT:
+            self._hit_script(fault)
+            return
         lasts_s = fault.seconds if fault.kind == "pause" else 0.0
         self._count(fault, "the driver", lasts_s)
         if fault.kind == "ctrl-c":
@@ -155,11 +192,14 @@ class Schedule:
         elif fault.kind == "callback":
             self._callback = UserError(f"planned in a callback, in {self.phase}")
         elif fault.kind == "pause":
-            self._world.run(fault.seconds, lambda: False)
+            self.group.wait(fault.seconds, lambda: False)
         else:
             self._world.jump(fault.seconds)
 
     def _hit(self, worker: Worker, fault: Fault) -> None:
+        if fault.kind in ON_SCRIPT:
+            self._hit_script(fault)
+            return
         if fault.kind == "raise":
             self._count(fault, worker.name)
             error = UserError(f"planned at '{fault.at}' on {worker.name}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -12,9 +13,11 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+from raysgd.core.lease import LEASE_S, RENEW_EVERY_S, WITNESSED_S, DriverWatch
 from raysgd.core.messages import Message, PreemptionNotice, ProgressReport, SnapshotUpload
 from raysgd.core.outcomes import Outcome
 from raysgd.core.progress import Control, Progress
+from raysgd.errors import SupersededError
 from raysgd.workers.control_client import ControlClient
 from raysgd.workers.events import CallEnded, Event, MessageReceived, WorkerEnded, WorkerStarted
 from raysgd.workers.replica_host import ReplicaHost
@@ -56,6 +59,7 @@ class SimClient(ControlClient):
         self.generation = self.call = -1
         self._call_lock = threading.Lock()
         self.control = Control(self._publish, clock=worker.clock, changed=Condition(worker))  # type: ignore[arg-type]
+        self.calls: Any = SimpleNamespace(put=lambda message: worker.free())
 
     def receive(self, message: Message) -> None:
         worker, before = self._worker_process, self.control.interrupted
@@ -70,6 +74,12 @@ class SimClient(ControlClient):
 
     def _send(self, message: Message) -> None:
         self._worker_process.send(message)
+
+    def _end(self) -> None:
+        self._worker_process.end_orphan()
+
+    def _clock(self) -> float:
+        return self._worker_process.clock()
 
     def _publish(self, progress: Progress, partial: dict[str, Any] | None) -> None:
         self._send(ProgressReport(self.call, progress, partial))  # without `brief`, because all metrics are numbers
@@ -100,6 +110,10 @@ class Worker(Process):
         self.client = SimClient(self)
         self.client.control.giving, self.client.control.take = self.giving, self.take
         self.host = ReplicaHost(self.backend, self.client.control, remote=False)
+        self.client.holds_state = lambda: self.host.holds_state
+        self.client.watch = DriverWatch(plan.orphan_s, self.world.now)
+        self.term = group.term
+        self._adopters: list[SimGroup] = []
         self.replica: SimReplica | None = None
         self.slow = 1.0
         self.loses = False  # whether what it sends without waiting for an answer gets lost
@@ -137,9 +151,15 @@ class Worker(Process):
     def _main(self) -> None:
         self._group.current[self.world.current()] = self
         self.point("process start")
+        if not self._group.enlists(self):
+            self.die("its driver is not the driver any more")
+            self.point("process start")
         self._to_driver.send(partial(self._group.emit, WorkerStarted(self.name, self.node.name, 1)))
         while True:
             while not self._calls:
+                if self._adopters and self.client.watch.since is not None:
+                    self._adopted_by(self._adopters.pop(0))
+                    continue
                 self._idle = Wake(self)
                 self._idle.wait()
             call, generation, verb, arguments = self._calls.popleft()
@@ -150,6 +170,76 @@ class Worker(Process):
             outcome = self.host.perform(verb, arguments)
             self.point(f"{verb} ended")
             self._replies.send(partial(self._group.emit, CallEnded(self.name, call, outcome)))
+
+    # -- without a driver -----------------------------------------------------------------------------
+
+    def driver_ended(self) -> None:
+        """See the end of the driver's connection."""
+        if self.alive and not self.client.watch.has_ended:
+            self.client.watch.has_ended = True
+            self._calls.clear()
+            if self._plan.orphan_s:
+                self.at(self.world.between(0.001, 0.02), partial(self._witness, self._group))
+            self._look(self.client.watch)
+
+    def driver_stopped(self) -> None:
+        """Hear nothing more of the driver."""
+        self.at(LEASE_S, partial(self._look, self.client.watch))
+
+    def _look(self, watch: DriverWatch) -> None:
+        """Be the control thread, which looks now and then at when it has last heard of the driver."""
+        if watch is not self.client.watch:
+            return
+        stopped_at = self._group.stopped_at()
+        if not watch.has_ended and stopped_at is None:
+            watch.heard(self.clock())
+            return
+        if stopped_at is not None and not watch.has_ended:
+            watch.heard_at = stopped_at + self.ahead_s
+        self.client._look(watch)
+        if self.alive and watch.since is not None:
+            self.strike("orphan")
+        if self.alive:
+            self.at(0.5, partial(self._look, watch))
+
+    def _witness(self, group: SimGroup) -> None:
+        group.keeper.witness(group.term, self.world.now)
+
+    def end_orphan(self) -> None:
+        self.checker.orphan_ends(self)
+        self.die("no driver has come")
+
+    def free(self) -> None:
+        """Let the main task look at what it is asked for."""
+        if self._idle is not None:
+            self._idle()
+
+    def ask_to_adopt(self, group: SimGroup) -> None:
+        if self.alive:
+            self._adopters.append(group)
+            self.free()
+        else:
+            group.emit(WorkerEnded(self.name, "Ray reports that the actor died"))
+
+    def _adopted_by(self, group: SimGroup) -> None:
+        """Connect to another driver, and leave the one before."""
+        self.point("adopt")
+        if group.term <= self.term or group.gone or not group.enlists(self):
+            return
+        before, self._group, self.term = self._group, group, group.term
+        before.emit(WorkerEnded(self.name, "another driver has taken it over", "takeover"))
+        self.client.watch = DriverWatch(self._plan.orphan_s, self.clock())
+        self.client.call, self.lost = -1, False
+        if self.announced_at is not None:  # its driver does not know since when
+            self.announced_at, self.leave_by = self.world.now, math.inf
+        self.world.note("%s is adopted in term %d", self.name, self.term)
+        self.checker.adopted(self)
+        self._to_driver.send(partial(group.emit, WorkerStarted(self.name, self.node.name, 1)))
+        if self.client.control.notice:
+            self.client.notice()
+        if group.stopped_at() is not None:
+            self.driver_stopped()
+        self.point("adopted")
 
     def die(self, why: str = "its process ended", *, silently: bool = False) -> None:
         """End the process. With `silently`, its machine vanishes, so that its peers do not notice."""
@@ -166,6 +256,8 @@ class Worker(Process):
         event = WorkerEnded(self.name, why, "network" if silently else "worker death")
         self._to_driver.send(partial(self._group.emit, event), at_least_s=notice_s)
         late = WorkerEnded(self.name, "Ray reports that the actor died")
+        for adopter in self._adopters:
+            self.world.at(self.world.between(0.05, 3.0), partial(adopter.emit, late))
         self.world.at(self.world.between(0.05, 3.0), partial(self._group.emit, late))
         self.world.at(self.world.between(0.0, 0.3), lambda: self.node.workers.pop(self, None))
 
@@ -174,7 +266,7 @@ class Worker(Process):
         if self.alive and not self.lost:
             self.lost = True
             self._group.emit(WorkerEnded(self.name, why, reason))
-            self.at(dies_in_s, lambda: self.die("the driver has gone"))
+            self.at(dies_in_s, self.driver_ended)
 
     def formed(self, group: ProcessGroup) -> None:
         self.checker.formed(self, group)
@@ -197,16 +289,17 @@ class Worker(Process):
     # -- messages -------------------------------------------------------------------------------------
 
     def send(self, message: Message) -> None:
-        self._to_driver.send(lambda: self.lost or self._group.emit(MessageReceived(self.name, message)))
+        group = self._group
+        self._to_driver.send(lambda: self.lost or group.emit(MessageReceived(self.name, message)))
 
     def upload(self, message: SnapshotUpload, body: bytes, *, wait_s: float = 0.0) -> None:
         """Send a snapshot on a connection of its own, and wait for up to `wait_s` until it has arrived. It arrives
         completely or not at all, and later than other messages."""
-        received, wake = MessageReceived(self.name, message, body), Wake(self)
+        received, wake, group = MessageReceived(self.name, message, body), Wake(self), self._group
 
         def arrive() -> None:
-            if self.alive:
-                self._group.emit(received)
+            if self.alive and not group.gone:
+                group.emit(received)
                 wake()
 
         if not self.loses:
@@ -250,14 +343,14 @@ class Worker(Process):
         transfer.check(state)
         return bytearray(state)
 
-    def deliver(self, message: Message) -> None:
-        self._from_driver.send(lambda: self.at(0.0, lambda: self.client.receive(message)))
+    def deliver(self, message: Message, group: SimGroup) -> None:
+        self._from_driver.send(lambda: self.at(0.0, lambda: group is self._group and self.client.receive(message)))
 
-    def ask(self, call: int, generation: int, verb: str, arguments: dict[str, Any]) -> None:
+    def ask(self, call: int, generation: int, verb: str, arguments: dict[str, Any], group: SimGroup) -> None:
         def arrive() -> None:
-            self._calls.append((call, generation, verb, arguments))
-            if self._idle is not None:
-                self._idle()
+            if group is self._group and not self.client.watch.has_ended:
+                self._calls.append((call, generation, verb, arguments))
+                self.free()
 
         self._requests.send(lambda: self.at(0.0, arrive))
 
@@ -301,16 +394,22 @@ class SimGroup:
     elastic = True
     worker_class = Worker
 
-    def __init__(self, world: World, plan: Any, checker: Any, schedule: Any) -> None:
+    def __init__(self, world: World, plan: Any, checker: Any, schedule: Any, before: SimGroup | None = None) -> None:
+        """`before` is the group of the driver before this one, in the same cluster."""
         self.world, self.plan, self.checker, self.strike = world, plan, checker, schedule.strike
         self._schedule = schedule
-        self.network = Network(world)
         self.listener: Callable[[Event], None] = lambda event: None
-        self.nodes = [Node(f"node{number}", slots) for number, slots in enumerate(plan.nodes)]
-        self.workers: dict[str, Worker] = {}
-        self.current: dict[Any, Worker] = {}  # the worker of each task
+        self.network = Network(world) if before is None else before.network
+        self.nodes = [Node(f"node{n}", slots) for n, slots in enumerate(plan.nodes)] if before is None else before.nodes
+        self.workers: dict[str, Worker] = {} if before is None else before.workers
+        self.current: dict[Any, Worker] = {} if before is None else before.current  # the worker of each task
+        self._names = itertools.count(1) if before is None else before._names
+        self.keeper: Any = None if before is None else before.keeper
+        self.driver: Any = None
+        self.term = 0
+        self.gone = False  # whether the driver's process has ended
+        self.superseded, self.renewed_at = False, world.now
         self.unreachable_s = plan.limits.unreachable_s
-        self._names = itertools.count(1)
         self.last_call = 0
         self._events: list[Event] = []
         self._known: dict[str, None] = {}
@@ -318,9 +417,76 @@ class SimGroup:
         self._pending: list[str] = []
         self._transfers: dict[str, SimTransfer] = {}
 
+    # -- one of several drivers -----------------------------------------------------------------------
+
+    def wait(self, seconds: float, enough: Callable[[], bool]) -> None:
+        """Let time pass for the driver."""
+        if self.driver is None:
+            self.world.run(seconds, enough)
+        else:
+            self.driver.wait(seconds, enough)
+
+    def stopped_at(self) -> float | None:
+        """Return since when the driver's process is stopped."""
+        return None if self.driver is None else self.driver.stopped_at
+
+    def connected(self) -> list[Worker]:
+        return [worker for worker in self.workers.values() if worker._group is self and worker.alive]
+
+    def driver_ended(self) -> None:
+        """End all connections of the driver, whose process has ended, or which has let its workers go."""
+        self.gone = True
+        for worker in self.connected():
+            blocked_s = self.network.wait_s(worker.node.name, DRIVER)
+            worker.at(blocked_s + self.world.between(0.0, 0.005), worker.driver_ended)
+        for transfer in self._transfers.values():
+            self.world.at(self.world.between(0.0, 0.005), transfer.close)
+
+    def driver_stopped(self) -> None:
+        for worker in self.connected():
+            worker.driver_stopped()
+
+    def enlists(self, worker: Worker) -> bool:
+        """Return whether a process that starts finds its driver."""
+        return not self.gone and (self.keeper is None or self.keeper.enlist(self.term, worker.name, self.world.now))
+
+    def renew(self) -> None:
+        """Raise an error if this driver's term is over."""
+        sent = self.world.clock()
+        if self.superseded or not self.driver.call(lambda: self.keeper.renew(self.term, self.world.now)):
+            self.superseded = True
+            raise SupersededError("another script has taken over the workers of this trainer")
+        self.renewed_at = sent
+
+    def renew_often(self) -> None:
+        """Be the thread that renews the lease."""
+        if self.gone or self.superseded or self.driver.over:
+            return
+        if self.driver.stopped_at is None:
+            if self.keeper.renew(self.term, self.world.now):
+                self.renewed_at = self.world.clock()
+            else:
+                self.superseded = True
+        self.world.at(RENEW_EVERY_S, self.renew_often)
+
+    def check(self) -> None:
+        if self.superseded or (self.term and self.world.clock() - self.renewed_at > WITNESSED_S):
+            self.renew()
+        self.checker.acts(self)
+
+    def adopt(self) -> list[str]:
+        names = [name for name in self.keeper.workers if self.workers[name].alive]
+        self._known.update(dict.fromkeys(names))
+        for name in names:
+            worker = self.workers[name]
+            blocked_s = self.network.wait_s(worker.node.name, DRIVER)
+            self.world.at(blocked_s + self.world.between(0.001, 0.05), partial(worker.ask_to_adopt, self))
+        return names
+
     # -- workers --------------------------------------------------------------------------------------
 
     def launch(self, count: int) -> list[str]:
+        self.check()
         names = [f"w{next(self._names)}" for _ in range(count)]
         self._known.update(dict.fromkeys(names))
         for name in names:
@@ -352,14 +518,17 @@ class SimGroup:
             call,
             generation,
         )
+        self._schedule.driver_sends("submit")
         if worker in self.workers:
-            self.workers[worker].ask(call, generation, verb, arguments)
+            self.workers[worker].ask(call, generation, verb, arguments, self)
         return call
 
     def poll(self, timeout: float) -> list[Event]:
         self._schedule.driver_waits()
-        self.world.run(timeout, self._has_events)
+        self.wait(timeout, self._has_events)
         self.checker.raise_found()
+        if self.superseded:
+            self.renew()
         events, self._events = self._events, []
         return [event for event in events if self._is_news(event)]
 
@@ -385,7 +554,8 @@ class SimGroup:
         if worker not in self.workers or worker in self._gone:
             return False
         self.world.note("%s <- %s", worker, message)
-        self.workers[worker].deliver(message)
+        self._schedule.driver_sends("send")
+        self.workers[worker].deliver(message, self)
         return True
 
     def silent_for(self, worker: str) -> float:
@@ -405,6 +575,7 @@ class SimGroup:
             self.world.at(self.unreachable_s, give_up)
 
     def kill(self, worker: str) -> None:
+        self.check()
         self.world.note("kill %s", worker)
         if worker in self.workers:
             process = self.workers[worker]
@@ -420,6 +591,7 @@ class SimGroup:
         self._end(worker)
 
     def _end(self, worker: str) -> None:
+        self.check()
         process = self.workers.get(worker)
         if process is not None and process.alive:
             self.checker.dismissed(process)
@@ -438,7 +610,7 @@ class SimGroup:
         yield
         ended = [self.workers[name] for name in self.workers if name in held and name not in self._known]
         self._schedule.driver_waits()
-        self.world.run(2.5, lambda: not any(worker in worker.node.workers for worker in ended))
+        self.wait(2.5, lambda: not any(worker in worker.node.workers for worker in ended))
 
     def transfer(self) -> SimTransfer:
         name = f"transfer {len(self._transfers)}"
@@ -464,7 +636,13 @@ class SimGroup:
     def pack(self, value: Any) -> Any:
         return value
 
+    def leave(self) -> None:
+        self.driver_ended()
+
     def stop(self) -> None:
+        if self.superseded:
+            self.driver_ended()
+            return
         for worker in list(self._known):
             self.dismiss(worker)
 

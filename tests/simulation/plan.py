@@ -12,7 +12,7 @@ from typing import Any
 
 from raysgd.config import ElasticConfig, Limits
 
-__all__ = ["HARMLESS", "KINDS", "PHASES", "Fault", "Plan", "plan_for"]
+__all__ = ["HARMLESS", "KINDS", "PHASES", "Fault", "Plan", "named_plan_for", "plan_for"]
 
 # Moments in a worker at which a fault can be injected. Where the user's code runs, it can also raise an error.
 RUNNING = ("data", "forward", "reduced", "applied", "message")
@@ -28,6 +28,7 @@ FORMING = (
     "state ended",
     "load ended",
 )
+TAKING_OVER = ("orphan", "orphan", "adopt", "adopted", "attach", "attach ended")
 STARTING = ("process start", "warm", "warm ended", "prepare", "build", "build ended")
 OTHER = ("validate", "save", "restore", "function", "run", "run ended", "noticed", "close", "close ended")
 USERS = (
@@ -71,9 +72,11 @@ BRIEF = {"agreement", "resize", "remove", "load", "save", "apply", "idle", "chan
 ON_WORKERS = (*["kill"] * 3, "stop", "freeze", "slow", "skew", "disconnect", "reset", "notice", "lose", "corrupt")
 ON_NODES = ("node", "cut", "partition", "split", "drain", "add")
 ON_DRIVER = ("ctrl-c", "ctrl-c", "cancel", "callback", "pause", "jump")
-KINDS = tuple(dict.fromkeys((*ON_WORKERS, *ON_NODES, "raise", "loader", *ON_DRIVER)))
+ON_SCRIPT = ("die", "die", "die", "suspend", "rival")  # only of a trainer with a name
+SENDING = ("submit", "send", "keeper")
+KINDS = tuple(dict.fromkeys((*ON_WORKERS, *ON_NODES, "raise", "loader", *ON_DRIVER, *ON_SCRIPT)))
 # Faults that alone need no recovery: planned changes, and errors that end a call.
-HARMLESS = {"add", "drain", "notice", "raise", "ctrl-c", "cancel", "callback"}
+HARMLESS = {"add", "drain", "notice", "raise", "ctrl-c", "cancel", "callback", "die", "suspend", "rival"}
 
 
 class Printed:
@@ -104,6 +107,8 @@ class Fault(Printed):
     ctrl-c, cancel        the call is interrupted; another thread cancels it
     callback              the user's callback raises an error
     pause, jump           the driver does nothing for a while; its clock jumps
+    die, suspend          its process ends, and the script is started again; it is stopped, and another script may be started
+    rival                 another script is started while it runs
     """
 
     kind: str
@@ -118,8 +123,9 @@ class Fault(Printed):
 class Plan(Printed):
     """Everything that decides a run. `seed` decides the delays, `later` when nodes are added and how large they are,
     `late` how many of the messages arrive up to half a second late, and `script` the calls of the user's script, such as
-    "train" (an epoch), "train 7" and "resize 2". `compare` is when the driver compares the ranks' weights and evicts those that
-    differ ("call", a number of steps, or None), and `retries` how many failures a call may survive."""
+    "train" (an epoch), "train 7" and "resize 2". With `orphan_s`, the trainer has a name. `compare` is when the
+    driver compares the ranks' weights and evicts those that differ ("call", a number of steps, or None), and `retries` how many
+    failures a call may survive."""
 
     seed: int = 0
     ranks: int = 2
@@ -137,6 +143,7 @@ class Plan(Printed):
     snapshot_every: Any = "epoch"
     compare: Any = None
     retries: int = -1
+    orphan_s: float = 0.0
     script: tuple[str, ...] = ("train",)
     faults: tuple[Fault, ...] = ()
 
@@ -269,3 +276,26 @@ def _fault(draw: random.Random, evict: bool) -> Fault:
         pick=pick,
         seconds=draw.choice([0.05, 1.0, 4.0, 8.0, 25.0]),
     )
+
+
+def named_plan_for(seed: int) -> Plan:
+    """Draw a plan of a trainer with a name, whose script ends, is stopped, or is started twice."""
+    draw = random.Random(f"named plan {seed}")
+    plan = plan_for(seed)
+    faults = list(plan.faults[: draw.choice([0, 0, 1, 2, 3])])
+    for _ in range(draw.choice([1, 1, 2, 2, 3, 4])):
+        kind, count = draw.choice(ON_SCRIPT), min(draw.randint(1, 50), draw.randint(1, 50))
+        at = draw.choice(
+            [*SENDING, *SENDING, *RUNNING, *["in train"] * 3, *(f"in {phase}" for phase in PHASES), *FORMING]
+        )
+        if at.removeprefix("in ") in BRIEF:
+            count = min(count, draw.randint(1, 6))
+        seconds = draw.choice([0.05, 1.0, 4.0, 8.0, 25.0])
+        if kind == "suspend":
+            seconds = draw.choice([1.0, round(draw.uniform(29.0, 34.0), 2), 40.0, 70.0])
+        faults.append(Fault(kind, at, count, pick=draw.randrange(64), seconds=seconds))
+    for _ in range(draw.choice([0, 0, 1, 2])):
+        kind, others = draw.choice([*ON_WORKERS[:-1], "node", "cut", "partition"]), draw.choice([0, 0, 1, 16])
+        faults.append(Fault(kind, draw.choice(TAKING_OVER), draw.randint(1, 8), others, draw.randrange(64), 8.0))
+    draw.shuffle(faults)
+    return replace(plan, faults=tuple(faults), orphan_s=draw.choice([5.0, 20.0, 60.0, 600.0]), compare=None)

@@ -1,0 +1,198 @@
+"""Break what keeps a training alive without its driver, in named ways. The simulation must detect each of them.
+
+`python -m tests.simulation.driver_mutants` counts how many seeds each one needs."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from raysgd.core.lease import DriverWatch, Grant, Lease
+from raysgd.core.ranks import Held
+from raysgd.engine import generation
+from raysgd.engine.engine import Engine
+from raysgd.engine.generation import Generation
+from raysgd.workers.control_client import ControlClient
+from raysgd.workers.replica_host import ReplicaHost
+from tests.simulation.group import SimGroup
+from tests.simulation.seeds import simulate
+
+__all__ = ["MUTANTS", "seeds_needed"]
+
+Patch = pytest.MonkeyPatch
+MUTANTS: dict[str, Callable[[Patch], None]] = {}
+
+
+def mutant(breaks: Callable[[Patch], None]) -> Callable[[Patch], None]:
+    MUTANTS[breaks.__name__] = breaks
+    return breaks
+
+
+def seeds_needed(name: str, most: int, *, step: int = 10) -> int | None:
+    """Return within how many seeds the simulation detects a mutant, None if it does not."""
+    with pytest.MonkeyPatch.context() as patch:
+        MUTANTS[name](patch)
+        for first in range(0, most, step):
+            if simulate(first, min(step, most - first), named=True).failed:
+                return first + step
+    return None
+
+
+# -- one driver ---------------------------------------------------------------------------------------
+
+
+@mutant
+def grant_a_lease_that_holds(patch: Patch) -> None:
+    original = Lease.take
+
+    def take(self: Lease, now: float) -> Grant:
+        self.until = -math.inf
+        return original(self, now)
+
+    patch.setattr(Lease, "take", take)
+
+
+@mutant
+def let_a_script_wait_although_the_last_one_has_ended(patch: Patch) -> None:
+    patch.setattr(Lease, "witness", lambda self, term, now: None)
+
+
+@mutant
+def renew_a_term_that_is_over(patch: Patch) -> None:
+    patch.setattr(Lease, "renew", lambda self, term, now: True)
+
+
+@mutant
+def act_without_renewing_after_a_stop(patch: Patch) -> None:
+    def check(self: SimGroup) -> None:
+        if self.superseded:
+            self.renew()
+        self.checker.acts(self)
+
+    patch.setattr(SimGroup, "check", check)
+
+
+@mutant
+def forget_the_workers(patch: Patch) -> None:
+    patch.setattr(Lease, "enlist", lambda self, term, worker, now: term == self.term)
+
+
+@mutant
+def count_generations_from_one_again(patch: Patch) -> None:
+    patch.setattr(generation, "GENERATIONS", 0)
+
+
+@mutant
+def keep_no_record(patch: Patch) -> None:
+    patch.setattr(Lease, "commit", lambda self, term, record, now: self.renew(term, now))
+
+
+# -- orphans ------------------------------------------------------------------------------------------
+
+
+@mutant
+def wait_for_a_driver_for_ever(patch: Patch) -> None:
+    original = DriverWatch.look
+
+    def look(self: DriverWatch, now: float, *, holds_state: bool) -> Any:
+        due = original(self, now, holds_state=holds_state)
+        return "" if due == "end" and self.since != now and self.orphan_s else due
+
+    patch.setattr(DriverWatch, "look", look)
+
+
+@mutant
+def end_with_the_driver(patch: Patch) -> None:
+    original = DriverWatch.look
+
+    def look(self: DriverWatch, now: float, *, holds_state: bool) -> Any:
+        return original(self, now, holds_state=False)
+
+    patch.setattr(DriverWatch, "look", look)
+
+
+@mutant
+def never_notice_a_silent_driver(patch: Patch) -> None:
+    original = DriverWatch.look
+
+    def look(self: DriverWatch, now: float, *, holds_state: bool) -> Any:
+        return original(self, now, holds_state=holds_state) if self.has_ended else ""
+
+    patch.setattr(DriverWatch, "look", look)
+
+
+@mutant
+def wait_for_peers_that_have_stopped(patch: Patch) -> None:
+    """Orphans stay in their process group for good."""
+    original = ControlClient._look
+
+    def look(self: ControlClient, watch: DriverWatch) -> None:
+        watch.lingers = False
+        original(self, watch)
+        watch.lingers = False
+
+    patch.setattr(ControlClient, "_look", look)
+
+
+# -- the takeover -------------------------------------------------------------------------------------
+
+
+@mutant
+def begin_again_with_new_workers(patch: Patch) -> None:
+    original = Generation.gather
+
+    def gather(self: Generation, workers: Sequence[str], target: int) -> bool:
+        for worker in workers:
+            self._table.dismiss(worker)
+        return original(self, [], target)
+
+    patch.setattr(Generation, "gather", gather)
+
+
+@mutant
+def take_a_state_of_any_generation(patch: Patch) -> None:
+    original = generation.order_found
+
+    def order_found(found: Mapping[str, Held], target: int) -> Any:
+        same = {
+            worker: replace(held, rank_info=replace(held.rank_info, generation=1)) for worker, held in found.items()
+        }
+        return original(same, target)
+
+    patch.setattr(generation, "order_found", order_found)
+
+
+@mutant
+def hold_a_state_that_is_being_loaded(patch: Patch) -> None:
+    patch.setattr(
+        ReplicaHost,
+        "holds_state",
+        property(lambda self: self._replica is not None, lambda self, value: None),
+        raising=False,
+    )
+
+
+@mutant
+def forget_which_call_was_running(patch: Patch) -> None:
+    original = Engine.attach
+
+    def attach(self: Engine, *, trained: int, recoveries: Any) -> bool:
+        return original(self, trained=trained + 1, recoveries=recoveries)
+
+    patch.setattr(Engine, "attach", attach)
+
+
+@mutant
+def forget_earlier_recoveries(patch: Patch) -> None:
+    original = Engine.attach
+    patch.setattr(Engine, "attach", lambda self, *, trained, recoveries: original(self, trained=trained, recoveries=[]))
+
+
+if __name__ == "__main__":
+    for each in sys.argv[1:] or MUTANTS:
+        print(f"{seeds_needed(each, 2000)}  {each}", flush=True)

@@ -1,0 +1,121 @@
+"""Trainers with a name in virtual time: their script ends, is stopped, or is started twice, among other faults."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from tests.simulation.driver_mutants import MUTANTS, seeds_needed
+from tests.simulation.plan import Fault, Plan, named_plan_for
+from tests.simulation.scenario import run
+from tests.tiers import NIGHTLY
+
+SEEDS = 20_000 if NIGHTLY else 400
+
+# Shortened schedules that broke a guarantee once, by what was wrong.
+FOUND = {
+    "ranks that had begun other calls were given the number of one of them": Plan(
+        seed=2701,
+        ranks=3,
+        nodes=(3, 1),
+        samples=1,
+        step_s=0.3,
+        orphan_s=20.0,
+        script=("train 8",),
+        faults=(Fault("die", "data", count=7), Fault("ctrl-c", "in train", count=8)),
+    ),
+    "a preempted worker did not tell the next driver": Plan(
+        seed=2148,
+        ranks=1,
+        nodes=(3, 2, 1),
+        samples=1,
+        step_s=0.3,
+        late=0.1,
+        orphan_s=20.0,
+        faults=(Fault("drain", "in start", count=3), Fault("die", "send")),
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    logger = logging.getLogger("raysgd")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    yield
+    logger.setLevel(level)
+
+
+@pytest.mark.timeout(3600 if NIGHTLY else 300)
+def test_schedules_of_faults_break_no_guarantee() -> None:
+    """`python -m tests.simulation --named --seed 17` prints all events of one."""
+    takeovers = 0
+    for seed in range(SEEDS):
+        plan = named_plan_for(seed)
+        result = run(plan)
+        if result.error is not None:
+            raise AssertionError(f"seed {seed}, {plan}: {result.error}") from result.error
+        takeovers += sum(each.reason == "takeover" for each in result.recoveries)
+    assert takeovers > SEEDS / 10
+
+
+@pytest.mark.parametrize("plan", FOUND.values(), ids=FOUND)
+def test_what_was_found_once_stays_fixed(plan: Plan) -> None:
+    result = run(plan)
+    assert result.error is None and result.struck
+
+
+def test_training_continues_in_the_middle_of_the_epoch() -> None:
+    faults = (Fault("die", "applied", count=20),)
+    result = run(Plan(ranks=3, nodes=(3,), samples=60, orphan_s=20.0, script=("train", "train"), faults=faults))
+    assert result.error is None and result.redone == 0
+    assert [(each.reason, each.world_size_after, each.batches_redone) for each in result.recoveries] == [
+        ("takeover", 3, 0)
+    ]
+
+
+@pytest.mark.parametrize(("seconds", "lives"), [(4.0, True), (25.0, False)])
+def test_orphans_wait_for_as_long_as_they_were_told_to(seconds: float, lives: bool) -> None:
+    faults = (Fault("die", "applied", count=20, seconds=seconds),)
+    result = run(Plan(ranks=3, nodes=(3,), samples=60, orphan_s=5.0, script=("train",), faults=faults))
+    assert result.error is None and (result.redone == 0) is lives
+    assert [each.reason for each in result.recoveries] == ["takeover"] * lives
+
+
+def test_a_driver_that_was_stopped_continues_if_nobody_has_taken_over() -> None:
+    faults = (Fault("suspend", "applied", count=20, seconds=60.0),)
+    result = run(Plan(ranks=3, nodes=(3,), samples=60, orphan_s=90.0, script=("train",), faults=faults))
+    assert result.error is None and result.redone == 0
+    assert "takeover" not in [each.reason for each in result.recoveries]
+
+
+def test_the_driver_that_returns_finds_that_another_one_has_its_workers() -> None:
+    faults = (Fault("suspend", "applied", count=20, pick=1, seconds=40.0),)
+    result = run(
+        Plan(ranks=3, nodes=(3,), samples=60, step_s=0.3, orphan_s=90.0, script=("train",) * 3, faults=faults),
+        tracing=True,
+    )
+    assert result.error is None and result.redone == 0 and [each.reason for each in result.recoveries] == ["takeover"]
+    assert any("another script has taken over" in line for line in result.trace)
+
+
+def test_a_second_script_is_refused_while_the_first_one_runs() -> None:
+    faults = (Fault("rival", "applied", count=5),)
+    result = run(
+        Plan(ranks=2, samples=60, step_s=0.3, orphan_s=20.0, script=("train",) * 2, faults=faults), tracing=True
+    )
+    assert result.error is None and not result.recoveries
+    assert any("gives up" in line for line in result.trace)
+
+
+@pytest.mark.parametrize("name", ["grant_a_lease_that_holds", "renew_a_term_that_is_over", "end_with_the_driver"])
+def test_a_broken_takeover_is_detected(name: str) -> None:
+    assert seeds_needed(name, 200)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", MUTANTS)
+def test_each_broken_takeover_is_detected(name: str) -> None:
+    assert seeds_needed(name, 10_000)
