@@ -28,7 +28,7 @@ LAYERS = {
     "3": "engine",
     "4": "torch/trainer torch/setup torch/strategies torch/checkpoint/sharded tf/trainer train/trainer train/executor "
     "train/iterator train/worker_group train/fit/run train/fit/trainer train/fit/frameworks "
-    "training/call_runner training/trainer_base training/loads training/saves tune",
+    "training/call_runner training/named training/trainer_base training/loads training/saves tune",
     "5a": "__init__ callbacks/__init__ torch/__init__ tf/__init__ train/__init__ horovod/__init__ data/__init__ "
     "train/torch train/tensorflow train/horovod",
     "5b": "operators cli compat",
@@ -59,12 +59,14 @@ SIBLINGS = {
         "torch/strategies",
         "training/call_runner",
         "training/loads",
+        "training/named",
         "training/saves",
         "training/trainer_base",
     },
     "torch/checkpoint/sharded": {"training/loads", "training/saves"},
     "tf/trainer": {"training/call_runner", "training/loads", "training/saves", "training/trainer_base"},
-    "training/trainer_base": {"training/call_runner", "training/saves"},
+    "training/call_runner": {"training/named"},
+    "training/trainer_base": {"training/call_runner", "training/named", "training/saves"},
 }
 
 # Where each package of other projects may be imported.

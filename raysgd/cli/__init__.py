@@ -6,7 +6,7 @@ import inspect
 
 import click
 
-from raysgd.cli import doctor, drill, info
+from raysgd.cli import doctor, drill, end, info
 from raysgd.version import __version__
 
 __all__ = ["main"]
@@ -27,5 +27,5 @@ def main() -> None:
     """Tools for trainings with raysgd."""
 
 
-for each in (doctor, drill, info):
+for each in (doctor, drill, end, info):
     main.add_command(each.command)

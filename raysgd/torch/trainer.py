@@ -29,6 +29,7 @@ from raysgd.training.arguments import check_call, check_common, refuse_unknown
 from raysgd.training.auto_checkpoint import AutoCheckpoint
 from raysgd.training.call_runner import CallRunner, exclusive
 from raysgd.training.loops import opened_folder
+from raysgd.training.named import checked_name
 from raysgd.training.trainer_base import TrainerBase, described_run, limits_of, make_engine
 
 logger = logging.getLogger("raysgd")
@@ -78,6 +79,9 @@ class TorchTrainer(TrainerBase):
         checkpoints              an `AutoCheckpoint`: makes checkpoints in the loop over `epochs()`, and in `fit()`
         resume                   "auto": load the newest of them, and continue the loop where the script was killed
 
+        name                     lets the workers outlive this script, so that the next one with this name takes them over
+        orphan_s                 how many seconds they wait for it
+
         use_local                no effect; RaySGD ran the first worker in this process
         serialize_data_creation  no effect; pass it to `TrainingOperator.from_creators`
     """
@@ -109,6 +113,8 @@ class TorchTrainer(TrainerBase):
         logdir: str | os.PathLike[str] | None = None,
         checkpoints: AutoCheckpoint | None = None,
         resume: Literal["auto"] | None = None,
+        name: str | None = None,
+        orphan_s: float = 600.0,
         use_local: bool = False,
         serialize_data_creation: bool = False,
         **unknown: NoReturn,
@@ -125,7 +131,7 @@ class TorchTrainer(TrainerBase):
         resources, self.use_gpu = setup.worker_resources(num_cpus_per_worker, use_gpu, resources_per_worker)
         options.check_with(num_workers=num_workers, use_gpu=self.use_gpu, elastic=elastic)
         strategy = choose_strategy(backend, options, horovod_args, use_gpu=self.use_gpu)
-        remote = setup.needs_processes(use_ray, num_workers, resources)
+        remote = setup.needs_processes(use_ray or name is not None, num_workers, resources)
         settings = TorchSettings(
             num_workers=num_workers,
             distributed=num_workers > 1,
@@ -146,8 +152,9 @@ class TorchTrainer(TrainerBase):
         calls, limits = CallRunner(callbacks, run, bar=use_tqdm), limits_of(timeout_s, elastic)
         self._factory = setup.replica_factory(training_operator_cls, worker_config, settings, calls.on_workers)
         make_backend = partial(strategy.make_backend, join_s=limits.join_s, collective_s=limits.collective_s)
+        named = checked_name(name, orphan_s, sharded=strategy.sharded is not None)
         engine = make_engine(
-            self._factory, calls, resources, elastic, limits, initialization_hook, make_backend, strategy.sharded
+            self._factory, calls, resources, elastic, limits, initialization_hook, make_backend, strategy.sharded, named
         )
         self._compares = options.parallel is not None
         self._loads = ShardedLoads(engine, partial(states.parse, trusted=False), packing.packed)

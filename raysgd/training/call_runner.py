@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar, cast
 
 from raysgd.callbacks.base import CallResult, Kind, Run, Underway
@@ -22,7 +23,8 @@ from raysgd.core.rows import RowsCheck
 from raysgd.engine.call import Job, PartialResults
 from raysgd.engine.engine import Engine
 from raysgd.engine.worker_table import WorkerInfo
-from raysgd.errors import check_arguments, counted
+from raysgd.errors import check_arguments
+from raysgd.training.named import NamedRun
 from raysgd.workers.tracebacks import fold_frames
 
 logger = logging.getLogger("raysgd")
@@ -60,6 +62,7 @@ class CallRunner:
         self._kind: Kind | None = None
         self._failed = False
         self._open = False
+        self.named: NamedRun | None = None
 
     @property
     def on_workers(self) -> list[Any]:
@@ -108,10 +111,12 @@ class CallRunner:
         try:
             self._callbacks.start(self.run)
             self._callbacks.raise_stop()
-            engine.start()
+            (engine.start if self.named is None else partial(self.named.start, engine))()
+            if self.named is not None and self.named.attached:
+                self.resume(self.named.before.get("rows", ()))
         except BaseException as error:
             self._fail(error)
-            engine.stop(force=True)
+            engine.stop(force=True, leave=self.named is not None)
             self.end()
             fold_frames(error)
             raise
@@ -120,6 +125,8 @@ class CallRunner:
         """Run the job. Return one dict for all workers, and a list with each worker's own results,
         generation by generation: dicts, or the objects that the operator returned in place of
         them."""
+        if self.named is not None and (found := self.named.recorded(kind)) is not None:
+            return found
         began, self._kind, self._failed = time.monotonic(), kind, False
         self._rows.begin()
         try:
@@ -134,12 +141,15 @@ class CallRunner:
             self._kind = None
             result |= self._callbacks.result(self._result(engine, kind, result, rows, parts, time.monotonic() - began))
             self._callbacks.raise_stop()
+            each = _returned(kind, parts) or rows
+            if self.named is not None:
+                self.named.commit(kind, result, each, engine, self.history)
         except BaseException as error:
             self._fail(error)
             raise
         finally:
             self._kind = None
-        return result, _returned(kind, parts) or rows
+        return result, each
 
     def end(self) -> None:
         """Call the callbacks after the workers have ended. A second call does nothing."""

@@ -43,6 +43,8 @@ class EpochLoops:
                path
     stop       returns whether a callback wants the loop to end, once
     scheduled  returns whether the operator has registered schedulers
+    begun      is called with the number of the loop and its epochs that are done when a body
+               begins, and returns how many rows the history has of it already
     """
 
     def __init__(
@@ -55,11 +57,12 @@ class EpochLoops:
         start: Callable[[str], Callable[[], Any]],
         stop: Callable[[], bool],
         scheduled: Callable[[], bool],
+        begun: Callable[[int, int], int] = lambda loop, done: 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._folder, self._history = folder, history
         self._step, self._start, self._stop, self._clock = step, start, stop, clock
-        self._workers, self._scheduled = workers, scheduled
+        self._workers, self._scheduled, self._begun = workers, scheduled, begun
         self._loop, self._done, self._count = 0, 0, 0
         self._resumed: SavedPlace | None = None
         self._record: dict[str, Any] = {}  # of that checkpoint
@@ -78,6 +81,15 @@ class EpochLoops:
     def resumed(self) -> SavedPlace | None:
         """Return the checkpoint from which this trainer has resumed."""
         return self._resumed
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Return the loop in which this trainer has resumed, and how many of its epochs were done."""
+        return (0, 0) if self._resumed is None else (self._resumed.loop, self._resumed.done)
+
+    def attach(self, loop: int, done: int) -> None:
+        """Continue where another script has left this trainer's workers."""
+        self._resumed = SavedPlace(loop, done, self._step())
 
     def resume(self, load: Callable[[str], None]) -> dict[str, Any] | None:
         """Load the newest checkpoint that is not damaged, if there is any. Return its record."""
@@ -129,7 +141,8 @@ class EpochLoops:
         if saved is not None and number == saved.loop:
             self._warn_of_old_schedule(count)
         for epoch in range(done + 1, count + 1):
-            self._done, self._calls, self._rows_before = epoch - 1, 0, len(self._history)
+            self._done, self._calls = epoch - 1, 0
+            self._rows_before = len(self._history) - self._begun(number, epoch - 1)
             try:
                 yield epoch
                 rows_before = self._rows_before

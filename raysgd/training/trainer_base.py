@@ -3,6 +3,7 @@ Driver."""
 
 from __future__ import annotations
 
+import atexit
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
@@ -25,6 +26,7 @@ from raysgd.training.arguments import check_call
 from raysgd.training.auto_checkpoint import CheckpointFolder
 from raysgd.training.call_runner import CallRunner, exclusive
 from raysgd.training.loops import EpochLoops
+from raysgd.training.named import NamedRun, ended_by_itself
 from raysgd.training.operator_base import OperatorBase
 from raysgd.training.replica_base import (
     OperatorReplicaFactory,
@@ -73,9 +75,32 @@ class TrainerBase(ABC):
             start=self._start_save,
             stop=calls.take_stop,
             scheduled=self._has_schedulers,
+            begun=self._begin_body,
         )
         calls.start(engine)
-        self._begin(resume=resume)
+        if calls.named is not None:
+            atexit.register(self._at_exit)
+        if self.attached:
+            assert calls.named is not None
+            self._validations, self._tests = calls.named.counts
+            self._loops.attach(*calls.named.place)
+        self._begin(resume=resume and not self.attached)
+        if calls.named is not None and not self.attached:
+            calls.named.begin(self._loops.place, engine, calls.history)
+
+    def _begin_body(self, loop: int, done: int) -> int:
+        counts = (self._validations, self._tests)
+        return 0 if self._calls.named is None else self._calls.named.begin_body(loop, done, counts)
+
+    def _at_exit(self) -> None:
+        """End the workers of a trainer with a name, unless the script ends by an error."""
+        if self._engine.active:
+            self._stop(force=True, leave=not ended_by_itself())
+
+    @property
+    def attached(self) -> bool:
+        """Return whether this trainer has taken over the workers of a script that has ended."""
+        return self._calls.named is not None and self._calls.named.attached
 
     def _begin(self, *, resume: bool) -> None:
         """Load the newest automatic checkpoint, if there is one and it is wanted."""
@@ -89,7 +114,7 @@ class TrainerBase(ABC):
                 self._calls.resume(record["history"])
         except BaseException as error:
             self._calls.exited(error)
-            self.shutdown(force=True)
+            self._stop(force=True, leave=self.attached)
             raise
 
     # -- the loop -------------------------------------------------------------------------------------
@@ -359,13 +384,19 @@ class TrainerBase(ABC):
     def shutdown(self, force: bool = False) -> None:
         """End the workers, after saves in the background; with `force`, at once. A second call does
         nothing; any other call afterwards raises an error."""
+        self._stop(force=force)
+
+    def _stop(self, *, force: bool, leave: bool = False) -> None:
+        """End the workers; with `leave`, let them wait for the next script."""
+        if self._calls.named is not None:
+            atexit.unregister(self._at_exit)
         try:
             self._loops.close(force=force)
             if not force:
                 self._saves.finish()
         finally:  # Ctrl-C may end the wait for the saves
             try:
-                self._engine.stop(force=force)
+                self._engine.stop(force=force, leave=leave)
                 self._saves.abandon()
             finally:
                 self._calls.end()
@@ -379,7 +410,8 @@ class TrainerBase(ABC):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._calls.exited(error)
-        self.shutdown(force=kind is not None)
+        leave = self._calls.named is not None and kind is not None and not issubclass(kind, SystemExit)
+        self._stop(force=kind is not None, leave=leave)
 
 
 def described_run(trainer: type, operator_cls: Any, config: Mapping[str, Any], num_workers: int, logdir: Any) -> Run:
@@ -400,9 +432,11 @@ def make_engine(
     hook: Callable[[], Any] | None,
     make_backend: Callable[..., ProcessGroupBackend],
     sharded: ShardedState | None = None,
+    named: tuple[str, float] | None = None,
 ) -> Engine:
     """Return the engine, which starts its workers with the first call. If there can be several,
-    connect to Ray, or start it. `make_backend` gets the driver's address as `host`."""
+    connect to Ray, or start it. `make_backend` gets the driver's address as `host`. `named` is the
+    trainer's name, if it has one, and how long its workers then wait for the next script."""
     settings = factory.settings
     if elastic.hot_spares and settings.threads is None:
         raise ConfigError(
@@ -420,7 +454,9 @@ def make_engine(
     if settings.threads is not None:  # of a process of its own
         from raysgd.workers.ray_group import RayGroup
 
-        group = RayGroup(backend, resources, unreachable_s=limits.unreachable_s)
+        calls.named = None if named is None else NamedRun.of(named, factory, resources)
+        tenure = None if calls.named is None else calls.named.tenure
+        group = RayGroup(backend, resources, unreachable_s=limits.unreachable_s, tenure=tenure)
     return Engine(
         group,
         backend,
@@ -431,6 +467,7 @@ def make_engine(
         elastic=elastic,
         limits=limits,
         sharded=sharded if settings.distributed else None,
+        term=0 if calls.named is None else calls.named.tenure.term,
         on_progress=calls.on_progress,
         on_recovery=calls.on_recovery,
         on_wait=calls.on_wait,

@@ -12,18 +12,20 @@ import sys
 import tempfile
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from raysgd.core.connection import ControlAddress
 from raysgd.core.messages import PerformCall
-from raysgd.core.outcomes import Failed, Ok, Outcome
+from raysgd.core.outcomes import Failed, Interrupted, Ok, Outcome
 from raysgd.core.protocols import ProcessGroupBackend
 from raysgd.errors import described
 from raysgd.storage.durable import own_folder, private_place
 from raysgd.workers.calls import packed_outcome, unpickled
 from raysgd.workers.control_client import ControlClient
+from raysgd.workers.keeper import WorkerTenure
 from raysgd.workers.replica_host import ReplicaHost
 from raysgd.workers.user_code import UserCode, add_to_path, install
 
@@ -38,12 +40,21 @@ class WorkerActor:
     """One worker process. Its methods run one at a time on the main thread, which data loaders,
     signal handlers and user code require; so `max_concurrency` must be 1."""
 
-    def __init__(self, worker: str, address: ControlAddress, backend: ProcessGroupBackend) -> None:
+    def __init__(
+        self, worker: str, address: ControlAddress, backend: ProcessGroupBackend, tenure: WorkerTenure | None = None
+    ) -> None:
         import ray
 
+        if tenure is not None and not tenure.enlist(worker):
+            os._exit(0)  # another driver has taken over since this process was launched
         node = ray.get_runtime_context().get_node_id()
-        self._client = ControlClient(address, worker, node, backend.abort, _leave)
+        self._worker, self._tenure = worker, tenure
+        self._term, orphan_s = (0, 0.0) if tenure is None else (tenure.term, tenure.orphan_s)
+        self._client = ControlClient(address, worker, node, backend.abort, _leave, orphan_s=orphan_s)
         self._host = ReplicaHost(backend, self._client.control)
+        self._client.holds_state = lambda: self._host.holds_state
+        if tenure is not None:
+            self._client.on_driver_ended = lambda: tenure.witness(self._term)
         signal.signal(signal.SIGTERM, self._on_sigterm)
         _use_the_assigned_threads()
         _keep_freed_memory()
@@ -59,10 +70,21 @@ class WorkerActor:
     def add_to_path(self, folders: list[str], first: int) -> None:
         add_to_path(folders, first)
 
-    def serve(self) -> tuple[int, Outcome] | None:
+    def adopt(self, address: ControlAddress, term: int) -> None:
+        """Leave the driver, and connect to the one of a newer term."""
+        assert self._tenure is not None
+        tenure = replace(self._tenure, term=term)
+        if term <= self._term or not tenure.enlist(self._worker):
+            raise RuntimeError(f"a worker of term {self._term} cannot be taken over in term {term}")
+        self._client.connect(address)
+        self._term = term
+
+    def serve(self, term: int = 0) -> tuple[int, Outcome] | None:
         """Perform calls from the control connection. Return the number and the outcome of one whose
         answer is large, or None after a call was submitted to Ray; the driver calls this again."""
-        while isinstance(message := self._client.calls.get(), PerformCall):
+        while term == self._term and isinstance(message := self._client.calls.get(), PerformCall):
+            if self._client.watch.has_ended:
+                continue  # nobody would get the answer
             outcome = self._host.perform(*self._begin(message))
             packed = packed_outcome(outcome)
             if packed is None:
@@ -70,10 +92,12 @@ class WorkerActor:
             self._client.answer(message.call, packed)
         return None
 
-    def perform(self, message: PerformCall, others: dict[str, Any]) -> tuple[int, Outcome]:
+    def perform(self, message: PerformCall, others: dict[str, Any], term: int = 0) -> tuple[int, Outcome]:
         """Perform a call that was submitted to Ray: only Ray can send its other arguments."""
         import ray
 
+        if term != self._term or self._client.watch.has_ended:
+            return message.call, Interrupted(None, "the driver has left this worker")
         given = {name: ray.get(each) if isinstance(each, ray.ObjectRef) else each for name, each in others.items()}
         verb, arguments = self._begin(message)
         return message.call, self._host.perform(verb, {**arguments, **given})

@@ -20,6 +20,7 @@ from typing import Any
 from raysgd.config import control_ports
 from raysgd.core import frames, messages
 from raysgd.core.connection import Connection, ControlAddress, as_timeout, detect_unreachable
+from raysgd.core.lease import LEASE_S
 from raysgd.core.network import listen
 from raysgd.errors import described
 from raysgd.workers.events import Event, MessageReceived, PartReceived, WorkerEnded, WorkerStarted
@@ -38,6 +39,7 @@ UNADMITTED_AT_MOST = 128
 ACCEPT_PAUSE_S = 1.0
 CLOSE_S = 2.0
 PART_EVERY_S = 1.0
+GREET_S = LEASE_S / 4
 NO_RESOURCES = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 RECEIVED_AT_ONCE = 1 << 16
 SEND_BUFFER = 1 << 18  # for several calls, because nothing waits for a worker to read them
@@ -89,6 +91,7 @@ class ControlServer:
         self.expected_workers = 0
         self._events = events
         self._workers: dict[str, _Peer] = {}
+        self._greeted_at = 0.0
         self._unadmitted: dict[_Peer, None] = {}  # the oldest first
         self._outgoing: deque[tuple[_Peer, messages.Message]] = deque()
         self._handed_over: set[socket.socket] = set()
@@ -144,8 +147,16 @@ class ControlServer:
     def end_transfer(self, name: str) -> None:
         self._expected.pop(name, None)
 
-    def close(self) -> None:
-        for worker in list(self._workers):
+    def greet(self) -> None:
+        """Let the workers know now and then that this process runs."""
+        if time.monotonic() - self._greeted_at > GREET_S:
+            self._greeted_at = time.monotonic()
+            for worker in list(self._workers):
+                self.send(worker, messages.Alive())
+
+    def close(self, *, dismiss: bool = True) -> None:
+        """End all connections. With `dismiss`, the workers end, too."""
+        for worker in list(self._workers) if dismiss else ():
             self.disconnect(worker)
         with contextlib.suppress(RuntimeError):  # it was closed before
             self._loop.call_soon_threadsafe(self._loop.stop)

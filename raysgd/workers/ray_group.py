@@ -33,6 +33,7 @@ from raysgd.workers.control_server import ControlServer
 from raysgd.workers.events import CallEnded, Event, MessageReceived, WorkerEnded, WorkerStarted
 from raysgd.workers.foreign import draining_nodes, hide_deaths_of
 from raysgd.workers.gcs import GcsQuery, gcs_limit_s, require_ray
+from raysgd.workers.keeper import Tenure
 from raysgd.workers.processes import LocalProcess, end_all
 from raysgd.workers.serialization import RayReferenceFound, dumps_without_references, pack
 from raysgd.workers.transfer import Transfer
@@ -74,13 +75,18 @@ class RayGroup:
     elastic = True
 
     def __init__(
-        self, backend: ProcessGroupBackend, resources: WorkerResources, *, unreachable_s: float = 60.0
+        self,
+        backend: ProcessGroupBackend,
+        resources: WorkerResources,
+        *,
+        unreachable_s: float = 60.0,
+        tenure: Tenure | None = None,
     ) -> None:
         import ray
 
         cluster.ensure_cluster(resources)
         self.listener: Callable[[Event], None] = lambda event: None
-        self._backend, self._resources = backend, resources
+        self._backend, self._resources, self._tenure = backend, resources, tenure
         self._handles: dict[str, _Handle] = {}
         self._calls = itertools.count(1)
         # The newest arguments, and the form in which they are sent.
@@ -104,14 +110,18 @@ class RayGroup:
             self._events, ray.util.get_node_ip_address(), node=self._here
         )  # last, as it starts a thread
         self.control.unreachable_s = unreachable_s
+        if tenure is not None:
+            tenure.on_renewed = self.control.greet
 
     # -- members --------------------------------------------------------------------------------------
 
     def launch(self, count: int) -> list[str]:
         """Ask Ray for `count` processes. Each one that starts is a `WorkerStarted` event.
 
-        The actors have no names, because Ray's client would wait for the GCS to register them."""
+        The actors of a trainer without a name have none, because Ray's client would wait for the
+        GCS to register them."""
         require_ray(self._session)
+        self.check()
         self.control.expected_workers = len(self._handles) + count
         allow_connections(self.control.expected_workers, each=CONNECTIONS)
         address, environment = self.control.address_for_workers(), cluster.forking_environment() or None
@@ -126,12 +136,32 @@ class RayGroup:
                 max_restarts=0,
                 max_task_retries=0,
                 runtime_env=environment,
-            ).remote(worker, address, self._backend)
+                **({} if self._tenure is None else self._tenure.options(worker)),
+            ).remote(worker, address, self._backend, None if self._tenure is None else self._tenure.for_workers())
             self._handles[worker] = _Handle(actor)
             # This call fails if the process ends before it has connected, which nothing else would report.
             actor.__ray_ready__.remote().future().add_done_callback(partial(self._up, worker))
             workers.append(worker)
         return workers
+
+    def check(self) -> None:
+        if self._tenure is not None:
+            self._tenure.check()
+
+    def adopt(self) -> list[str]:
+        """Let the workers that another driver has left connect to this one, each when it has ended
+        what it does."""
+        found = {} if self._tenure is None else self._tenure.left_workers()
+        self.control.expected_workers = len(found)
+        for worker, actor in found.items():
+            self._handles[worker] = _Handle(actor)
+            taken = actor.adopt.remote(self.control.address_for_workers(), self._term)
+            taken.future().add_done_callback(partial(self._up, worker))
+        return list(found)
+
+    @property
+    def _term(self) -> int:
+        return 0 if self._tenure is None else self._tenure.term
 
     def submit(self, worker: str, verb: str, arguments: dict[str, Any], *, generation: int = 0) -> int:
         """Start one call. It ends with a `CallEnded` event, which has the number returned here, or
@@ -148,7 +178,9 @@ class RayGroup:
         if len(packed) < SMALL and not others:
             self.control.send(worker, message)
             return call
-        handle.actor.perform.remote(message, others).future().add_done_callback(partial(self._done, worker, call))
+        handle.actor.perform.remote(message, others, self._term).future().add_done_callback(
+            partial(self._done, worker, call)
+        )
         self.control.send(worker, FreeMainThread())
         return call
 
@@ -156,7 +188,7 @@ class RayGroup:
         """Let the worker's main thread perform the calls that arrive on its control connection."""
         handle = self._handles.get(worker)
         if handle is not None and not handle.ended:
-            handle.actor.serve.remote().future().add_done_callback(partial(self._served, worker))
+            handle.actor.serve.remote(self._term).future().add_done_callback(partial(self._served, worker))
 
     def _packed(self, verb: str, arguments: dict[str, Any]) -> tuple[bytes, dict[str, Any]]:
         """Return the verb with its arguments as bytes, and the arguments that only Ray can send.
@@ -217,6 +249,8 @@ class RayGroup:
     def poll(self, timeout: float) -> list[Event]:
         """Return what has happened, and wait up to `timeout` for the first event. An error here (no
         room for a dealer, Ctrl-C) loses at most the event that it belongs to."""
+        if self._tenure is not None and self._tenure.superseded:
+            self.check()
         with contextlib.suppress(queue.Empty):
             self._arrived.append(self._events.get(timeout=timeout if not self._arrived else 0.0))
             while True:
@@ -312,6 +346,7 @@ class RayGroup:
         handle = self._handles.get(worker)
         if handle is None:
             return
+        self.check()
         if handle.process is not None:
             handle.process.kill()
         elif handle.pid:
@@ -322,6 +357,7 @@ class RayGroup:
 
     def _end(self, worker: str) -> None:
         """End a worker that has failed, so that it cannot come back."""
+        self.check()
         self.control.disconnect(worker)
         self._end_actor(self._handles[worker].actor)
 
@@ -337,6 +373,7 @@ class RayGroup:
         handle = self._handles.get(worker)
         if handle is None:
             return
+        self.check()
         self.control.disconnect(worker)
         self._end_actor(handle.actor)
         self._leaving = [process for process in self._leaving if not process.ended]
@@ -357,7 +394,17 @@ class RayGroup:
         if room is not None and ended:
             cluster.wait_for_room(self._resources, room + len(ended), ended)
 
+    def leave(self) -> None:
+        """Let the workers be orphans, which the next driver of this trainer takes over."""
+        self._handles = {}
+        self.control.close(dismiss=False)
+        if self._tenure is not None:
+            self._tenure.stop(end=False)
+
     def stop(self) -> None:
+        if self._tenure is not None and self._tenure.superseded:
+            self.leave()
+            return
         with self.releasing():
             for worker in list(self._handles):
                 self.dismiss(worker)
@@ -368,6 +415,8 @@ class RayGroup:
         leaving, self._leaving = self._leaving, []
         for process in end_all(leaving, patience_s=LEAVE_S):
             logger.warning("worker process %d did not end within %g s: killed it", process.pid, LEAVE_S)
+        if self._tenure is not None:
+            self._tenure.stop(end=True)
 
     # -- the cluster ----------------------------------------------------------------------------------
 

@@ -1,0 +1,22 @@
+"""End a trainer whose script has ended: `raysgd end NAME`. Both."""
+
+from __future__ import annotations
+
+import click
+
+from raysgd.errors import RaysgdError
+from raysgd.workers.cluster import join_running
+from raysgd.workers.keeper import end_trainer
+
+
+@click.command("end")
+@click.argument("name")
+def command(name: str) -> None:
+    """End the workers of the trainer NAME, which wait for its script to be started again."""
+    try:
+        if not join_running():
+            raise click.ClickException("no Ray cluster is running here: set RAY_ADDRESS to one")
+        ended = end_trainer(name)
+    except RaysgdError as error:
+        raise click.ClickException(str(error)) from error
+    click.echo(f"ended {ended} workers of the trainer {name}")
