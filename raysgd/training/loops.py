@@ -84,7 +84,8 @@ class EpochLoops:
 
     @property
     def place(self) -> tuple[int, int]:
-        """Return the loop in which this trainer has resumed, and how many of its epochs were done."""
+        """Return the loop in which this trainer has resumed, and how many of its epochs were
+        done."""
         return (0, 0) if self._resumed is None else (self._resumed.loop, self._resumed.done)
 
     def attach(self, loop: int, done: int) -> None:

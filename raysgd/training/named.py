@@ -111,13 +111,14 @@ class NamedRun:
         return result, each
 
     def begin(self, place: tuple[int, int], engine: Engine, history: History) -> None:
-        """Store that training begins, or where it has resumed. Without this, nobody takes it over."""
+        """Store that training begins, or where it has resumed. Without this, nobody takes it
+        over."""
         self._place = place
         self._commit(engine, history)
 
     def commit(self, kind: str, result: Any, each: Any, engine: Engine, history: History) -> None:
-        """Store what a call has measured, before it returns. Raise SupersededError if another script
-        has taken over."""
+        """Store what a call has measured, before it returns. Raise SupersededError if another
+        script has taken over."""
         self._body.append((kind, result, each))
         self._commit(engine, history)
 

@@ -166,8 +166,8 @@ class Tenure:
 
 
 def end_trainer(name: str) -> int:
-    """End the workers of a trainer, and its keeper. Return how many there were. Raise ConfigError if
-    there is no such trainer."""
+    """End the workers of a trainer, and its keeper. Return how many there were. Raise ConfigError
+    if there is no such trainer."""
     import ray
 
     try:
@@ -216,7 +216,8 @@ class WorkerTenure:
         return bool(ray.get(self._keeper().perform.remote("enlist", self.term, worker), timeout=ANSWER_S))
 
     def witness(self, term: int) -> None:
-        """Say that this term's driver has ended its connection. Without Ray, nobody needs to know."""
+        """Say that this term's driver has ended its connection. Without Ray, nobody needs to
+        know."""
         try:
             self._keeper().perform.remote("witness", term)
         except Exception as error:
