@@ -129,11 +129,13 @@ class Engine:
             self.stop(force=True)
             raise
 
-    def attach(self, *, trained: int | None, recoveries: Sequence[Recovery] = ()) -> bool:
+    def attach(
+        self, *, trained: int | None, reached: Progress | None = None, recoveries: Sequence[Recovery] = ()
+    ) -> bool:
         """Take over the workers of an earlier driver of this trainer, which had this number
-        `trained` and these recoveries. Return False if none has the state of the training, or if it
-        had committed nothing (None): then all are ended, and `start` follows. If a call was
-        training, the next one that trains continues it."""
+        `trained` and these recoveries, and had `reached` this. Return False if none has that state
+        or a later one, or if it had committed nothing (None): then all are ended, and `start`
+        follows. If a call was training, the next one that trains continues it."""
         self.living.add(self)
         since, workers = self._table.clock(), self._table.adopt()
         if trained is None:
@@ -142,6 +144,10 @@ class Engine:
         if trained is None or not self._generation.gather(workers, self._membership.target):
             return False
         found = {worker: self._table[worker].progress for worker in self._table.members()}
+        if _place(found[most_advanced(found)]) < _place(reached or Progress()):  # all had failed before
+            for worker in found:
+                self._table.dismiss(worker)
+            return False
         newest = max(progress.call for progress in found.values())
         if self.keeps_snapshots and self._backend.in_place:  # for the case that all fail before the next one
             self._generation.rescue_state(most_advanced(found), newest)

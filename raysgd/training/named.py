@@ -53,7 +53,11 @@ class NamedRun:
         if self.tenure.term > 1:
             self._check_equal()
             before = self.before
-            self.attached = engine.attach(trained=before.get("trained"), recoveries=before.get("recoveries", ()))
+            self.attached = engine.attach(
+                trained=before.get("trained"),
+                reached=before.get("reached"),
+                recoveries=before.get("recoveries", ()),
+            )
         if not self.attached:
             self.before = {}
             self.tenure.commit(b"")  # before there are workers that would not fit it
@@ -126,6 +130,7 @@ class NamedRun:
         record = {
             "settings": self._settings,
             "trained": engine.trained,
+            "reached": engine.progress,
             "recoveries": engine.recoveries,
             "rows": history.rows,
             "place": self._place,

@@ -6,6 +6,7 @@ lease for as long as orphans wait."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -184,15 +185,20 @@ def end_trainer(name: str) -> int:
 
 
 def _left_workers(keeper: Any, name: str) -> dict[str, Any]:
-    """Return the handles of a trainer's workers that have not ended, by their names."""
+    """Return the handles of a trainer's workers that have not ended, by their names. End those that
+    were still starting."""
     import ray
 
-    found = {}
-    for worker in ray.get(keeper.workers.remote(), timeout=ANSWER_S):
-        try:
-            found[worker] = ray.get_actor(worker_name(name, worker), namespace=NAMESPACE)
-        except ValueError:
-            logger.debug("worker %s has ended", worker)
+    found, prefix = {}, worker_name(name, "")
+    started = ray.get(keeper.workers.remote(), timeout=ANSWER_S)
+    for each in ray.util.list_named_actors(all_namespaces=True):
+        worker = each["name"].removeprefix(prefix)
+        if each["namespace"] != NAMESPACE or worker == each["name"]:
+            continue
+        with contextlib.suppress(ValueError):  # it has ended since then
+            found[worker] = ray.get_actor(each["name"], namespace=NAMESPACE)
+            if worker not in started:
+                ray.kill(found.pop(worker))
     return found
 
 

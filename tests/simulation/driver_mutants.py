@@ -181,8 +181,8 @@ def hold_a_state_that_is_being_loaded(patch: Patch) -> None:
 def forget_which_call_was_running(patch: Patch) -> None:
     original = Engine.attach
 
-    def attach(self: Engine, *, trained: int, recoveries: Any) -> bool:
-        return original(self, trained=trained + 1, recoveries=recoveries)
+    def attach(self: Engine, *, trained: int, **given: Any) -> bool:
+        return original(self, trained=trained + 1, **given)
 
     patch.setattr(Engine, "attach", attach)
 
@@ -190,7 +190,7 @@ def forget_which_call_was_running(patch: Patch) -> None:
 @mutant
 def forget_earlier_recoveries(patch: Patch) -> None:
     original = Engine.attach
-    patch.setattr(Engine, "attach", lambda self, *, trained, recoveries: original(self, trained=trained, recoveries=[]))
+    patch.setattr(Engine, "attach", lambda self, *, recoveries, **given: original(self, recoveries=[], **given))
 
 
 if __name__ == "__main__":

@@ -219,7 +219,13 @@ class NamedScript(Script):
         self.checker, self.schedule, self.group = first.checker, first.schedule, driver.group
         self._over = False
         record = self._take_lease()
-        self._line, self._trained, self._recoveries, target = record or (0, None, [], self.plan.ranks)
+        self._line, self._trained, self._recoveries, target, self._reached = record or (
+            0,
+            None,
+            [],
+            self.plan.ranks,
+            None,
+        )
         self.engine = self._new_engine(target)
         driver.script = self
         self.schedule.group = self.group
@@ -261,7 +267,7 @@ class NamedScript(Script):
     def run(self) -> None:
         self.schedule.begin_call()
         if self.group.term > 1:
-            if not self.engine.attach(trained=self._trained, recoveries=self._recoveries):
+            if not self.engine.attach(trained=self._trained, reached=self._reached, recoveries=self._recoveries):
                 self._begin_again()
             elif len(self.engine.recoveries) != len(self._recoveries) + 1:
                 raise Violation(f"after a takeover, the recoveries are {self.engine.recoveries}")
@@ -292,7 +298,7 @@ class NamedScript(Script):
             raise SupersededError("another script has taken over")
 
     def _commit(self) -> None:
-        place = self._line, self.engine.trained, self.engine.recoveries, self.engine.target
+        place = self._line, self.engine.trained, self.engine.recoveries, self.engine.target, self.engine.progress
         record, keeper, term = pickle.dumps(place), self.drivers.keeper, self.group.term
         if not self.driver.call(lambda: keeper.commit(term, record, self.world.now)):
             raise SupersededError("another script has committed")

@@ -476,6 +476,9 @@ class SimGroup:
 
     def adopt(self) -> list[str]:
         names = [name for name in self.keeper.workers if self.workers[name].alive]
+        for worker in self.workers.values():
+            if worker.name not in self.keeper.workers and worker.alive:
+                self._reach(worker, 0.05, "its driver is not the driver any more")
         self._known.update(dict.fromkeys(names))
         for name in names:
             worker = self.workers[name]
