@@ -244,9 +244,11 @@ class FanOut:
         logger.warning("%s: asking %s to stop at the next batch", what, counted(len(self._workers), "worker"))
         self._generation.end()
         self._generation.interrupt(self._workers)
-        deadline = self._table.clock() + CTRL_C_S
-        while self._calls.running and self._table.clock() < deadline:
+        waited_s = 0.0  # for answers: this process may also be stopped while it sends
+        while self._calls.running and waited_s < CTRL_C_S:
+            began = self._table.clock()
             self._table.pump(TICK_S)
+            waited_s += self._table.clock() - began
             self._calls.collect(self._seen)
         for worker in list(self._calls.running):
             self._table.kill(worker, "worker death", "it did not stop in time when the call was interrupted")
