@@ -1,20 +1,19 @@
-"""Who is the driver of a trainer with a name, when workers are orphans, and which of them hold the training."""
+"""Who is the driver of a trainer with a name, and when its workers are orphans."""
 
 from __future__ import annotations
 
 import pytest
 
 from raysgd.core.lease import LEASE_S, LINGER_S, WITNESSED_S, DriverWatch, Grant, Lease
-from raysgd.core.ranks import Held, RankInfo, order_found
 
 
 def test_a_lease_has_one_term_at_a_time() -> None:
     lease = Lease()
     assert lease.take(100.0) == Grant(1) and lease.enlist(1, "w0", 100.0)
     assert lease.take(110.0) == Grant(0, wait_s=LEASE_S - 10)
-    assert lease.renew(1, 120.0) and lease.take(140.0).wait_s == LEASE_S - 20
+    assert lease.renew(1, None, 120.0) and lease.take(140.0).wait_s == LEASE_S - 20
     assert lease.take(120.0 + LEASE_S) == Grant(2)
-    assert not lease.renew(1, 150.0) and not lease.commit(1, b"late", 150.0) and not lease.enlist(1, "w1", 0.0)
+    assert not lease.renew(1, b"late", 150.0) and not lease.enlist(1, "w1", 0.0)
     assert lease.record == b"" and lease.workers == ["w0"]
 
 
@@ -22,31 +21,31 @@ def test_a_driver_that_was_stopped_continues_if_nobody_has_taken_over() -> None:
     lease = Lease()
     lease.take(0.0)
     lease.enlist(1, "w1", 0.0)
-    assert lease.renew(1, 10 * LEASE_S) and not lease.take(10 * LEASE_S + 1).term
+    assert lease.renew(1, None, 10 * LEASE_S) and not lease.take(10 * LEASE_S + 1).term
 
 
 def test_the_next_driver_gets_the_record_and_the_workers() -> None:
     lease = Lease()
     lease.take(0.0)
-    assert lease.enlist(1, "w1", 0.0) and lease.commit(1, b"first", 1.0) and lease.commit(1, b"second", 2.0)
-    lease.release(1)
-    assert lease.take(3.0) == Grant(2, b"second") and lease.workers == ["w1"]
+    assert lease.enlist(1, "w1", 0.0) and lease.renew(1, b"first", 1.0) and lease.renew(1, b"second", 2.0)
+    assert lease.renew(1, None, 3.0) and lease.take(3.0 + LEASE_S) == Grant(2, b"second")
+    assert lease.workers == ["w1"]
 
 
 def test_a_driver_that_nobody_would_miss_has_a_short_lease() -> None:
     lease = Lease()
     lease.take(0.0)
-    assert lease.renew(1, 1.0) and lease.take(1.0 + WITNESSED_S).term == 2
+    assert lease.renew(1, None, 1.0) and lease.take(1.0 + WITNESSED_S).term == 2
 
 
 @pytest.mark.parametrize("lives", [True, False])
 def test_a_worker_that_saw_its_driver_end_shortens_the_wait(lives: bool) -> None:
     lease = Lease()
     lease.take(0.0)
-    assert lease.enlist(1, "w1", 0.0) and lease.renew(1, 4.0)
+    assert lease.enlist(1, "w1", 0.0) and lease.renew(1, None, 4.0)
     lease.witness(1, 5.0)
     if lives:
-        lease.renew(1, 6.0)
+        lease.renew(1, None, 6.0)
     assert bool(lease.take(5.0 + WITNESSED_S).term) is not lives
     lease.witness(0, 0.0)  # one of a term that is over changes nothing
     assert lease.until >= 5.0 + WITNESSED_S
@@ -74,20 +73,3 @@ def test_a_worker_without_a_state_or_a_name_ends_with_its_driver() -> None:
     assert acts(DriverWatch(20.0, 0.0, has_ended=True), until=1.0, holds_state=False)[0] == (0.0, "end")
     assert acts(DriverWatch(0.0, 0.0, has_ended=True), until=1.0)[0] == (0.0, "end")
     assert acts(DriverWatch(0.0, 0.0), until=10 * LEASE_S) == [], "and its driver need not say that it lives"
-
-
-def held(rank: int, generation: int, *, holds_state: bool = True) -> Held:
-    return Held(RankInfo(world_rank=rank, generation=generation), holds_state)
-
-
-def test_the_newest_generation_has_the_training() -> None:
-    found = {"a": held(1, 7), "b": held(0, 7), "left out": held(0, 6), "new": held(2, 7, holds_state=False)}
-    assert order_found(found, 4) == ["b", "a", "new"]
-    assert order_found(found, 1) == ["b", "a"], "all that hold it continue"
-
-
-def test_the_newest_generation_counts_only_if_it_has_a_state() -> None:
-    """The driver ended while new workers joined that had not taken the state yet."""
-    found = {"a": held(0, 6), "new": held(0, 7, holds_state=False)}
-    assert order_found(found, 2) == ["a", "new"]
-    assert order_found({"new": found["new"]}, 2) == []

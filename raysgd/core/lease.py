@@ -46,21 +46,17 @@ class Lease:
         if now < self.until:
             return Grant(0, wait_s=self.until - now)
         self.term += 1
-        self.renew(self.term, now)
+        self.renew(self.term, None, now)
         return Grant(self.term, self.record)
 
-    def renew(self, term: int, now: float) -> bool:
+    def renew(self, term: int, record: bytes | None, now: float) -> bool:
         """Return whether this term is the newest one, also after its lease has ended. Then it holds
-        again: shortly, as long as no worker would see the end of this driver."""
-        if term == self.term:
-            self.until = now + (LEASE_S if self.witnessed == term else WITNESSED_S)
-        return term == self.term
-
-    def commit(self, term: int, record: bytes, now: float) -> bool:
-        """Store a record, if this term is the newest one."""
-        if not self.renew(term, now):
+        again: shortly, as long as no worker would see the end of this driver. Store the record, if
+        there is one."""
+        if term != self.term:
             return False
-        self.record = record
+        self.until = now + (LEASE_S if self.witnessed == term else WITNESSED_S)
+        self.record = self.record if record is None else record
         return True
 
     def enlist(self, term: int, worker: str, now: float) -> bool:
@@ -76,11 +72,6 @@ class Lease:
         """Note that a worker has seen its driver's connection end. If that lives, it renews."""
         if term == self.term:
             self.until = min(self.until, now + WITNESSED_S)
-
-    def release(self, term: int) -> None:
-        """End the lease, because its driver has ended."""
-        if term == self.term:
-            self.until = -math.inf
 
 
 @dataclass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,26 +21,6 @@ class RankInfo:
     generation: int = 0
     solo: bool = False
     local: bool = False
-
-
-@dataclass(frozen=True)
-class Held:
-    """What a driver finds in a worker of an earlier one: its rank in the newest generation that it
-    has joined, and whether it has the training's state."""
-
-    rank_info: RankInfo
-    holds_state: bool
-
-
-def order_found(found: Mapping[str, Held], target: int) -> list[str]:
-    """Return the workers of the next generation, in rank order: those that hold the training's
-    state, which are of the newest generation, and those without a state in free places. An earlier
-    generation may have been continued without its workers, so they are left out."""
-    newest = max((held.rank_info.generation for held in found.values() if held.holds_state), default=None)
-    ranked = sorted(found, key=lambda worker: found[worker].rank_info.world_rank)
-    holders = [w for w in ranked if found[w].holds_state and found[w].rank_info.generation == newest]
-    others = [worker for worker in ranked if not found[worker].holds_state]
-    return holders + others[: max(target - len(holders), 0)] if holders else []
 
 
 def assign_ranks(nodes: Sequence[str], *, generation: int = 0, local: bool = False) -> list[RankInfo]:

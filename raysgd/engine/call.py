@@ -62,13 +62,11 @@ class Job:
 
 @dataclass(frozen=True)
 class RunningCall:
-    """The call that the engine is in, how many recoveries there were before it, and whether
-    training may start over in it."""
+    """The call that the engine is in, and how many recoveries there were before it."""
 
     number: int
     max_failures: int
     recoveries_before: int
-    starts_over: bool = True
 
 
 @dataclass(frozen=True)

@@ -138,16 +138,13 @@ class Engine:
         follows. If a call was training, the next one that trains continues it."""
         self.living.add(self)
         since, workers = self._table.clock(), self._table.adopt()
-        if trained is None:
+        if trained is not None:
+            self._generation.gather(workers)
+        if trained is None or _place(self.progress) < _place(reached or Progress()) or not self.world_size:
             for worker in workers:
                 self._table.dismiss(worker)
-        if trained is None or not self._generation.gather(workers, self._membership.target):
             return False
         found = {worker: self._table[worker].progress for worker in self._table.members()}
-        if _place(found[most_advanced(found)]) < _place(reached or Progress()):  # all had failed before
-            for worker in found:
-                self._table.dismiss(worker)
-            return False
         newest = max(progress.call for progress in found.values())
         if self.keeps_snapshots and self._backend.in_place:  # for the case that all fail before the next one
             self._generation.rescue_state(most_advanced(found), newest)
@@ -155,7 +152,7 @@ class Engine:
         self._calls, self.trained, self._log.recoveries = max(newest, trained), trained, list(recoveries)
         detail = f"another script has left {counted(len(workers), 'worker')}"
         seen = Observation("broken", reason="takeover", detail=detail)
-        call = RunningCall(self._calls, -1, len(recoveries), starts_over=False)
+        call = RunningCall(self._calls, -1, len(recoveries))
         try:
             with self._table.during("recovery"):
                 self._recovery.recover(seen, call, since=since, world=self.world_size)

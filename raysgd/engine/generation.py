@@ -21,7 +21,7 @@ from raysgd.core.outcomes import Failed, Interrupted, Ok, Outcome, WorkerFailed
 from raysgd.core.policy import UNREACHABLE
 from raysgd.core.progress import most_advanced
 from raysgd.core.protocols import Call, ProcessGroupBackend
-from raysgd.core.ranks import RankInfo, assign_ranks, order_found
+from raysgd.core.ranks import RankInfo, assign_ranks
 from raysgd.core.shard_copies import ShardedState, covered, layout, newest_complete
 from raysgd.core.snapshot import Snapshot
 from raysgd.engine.failure import no_room_error, raise_user_error, unfinished_error, warn_no_room
@@ -147,9 +147,10 @@ class Generation:
                 logger.warning("%s still starting after %.0f s", processes, waited)
         return True
 
-    def gather(self, workers: Sequence[str], target: int) -> bool:
-        """Make members of the workers that an earlier driver has left. Return False if none of them
-        has the training's state: then all are dismissed."""
+    def gather(self, workers: Sequence[str]) -> None:
+        """Make members of the workers that an earlier driver has left: of those of the newest
+        generation that have the training's state, which an earlier one may have been continued
+        without. Dismiss the others."""
         deadline = self._table.clock() + LEASE_S + self.limits.hang_s  # they may still hear of the other driver
         infos = [self._table[worker] for worker in workers]
         while self._table.clock() < deadline and any(i.stage < Stage.UP and i.ended is None for i in infos):
@@ -157,13 +158,14 @@ class Generation:
         up = [info.worker for info in infos if info.stage >= Stage.UP and info.ended is None]
         outcomes = self._ask(up, "attach", {}, self.limits.hang_s)
         found = {w: each.value for w, each in outcomes.items() if isinstance(each, Ok) and each.value is not None}
-        members = order_found(found, target)
+        newest = max((rank_info.generation for rank_info in found.values()), default=0)
+        ranked = sorted(found, key=lambda worker: found[worker].world_rank)
+        members = [worker for worker in ranked if found[worker].generation == newest]
         for worker in workers:
             if worker not in members:
                 self._table.dismiss(worker)
         self._table.enter_group(members)
         self._has_formed = bool(members)
-        return self._has_formed
 
     def warm_up_arguments(self) -> dict[str, Any]:
         """Return what a replacement needs to be set up in a generation of its own."""

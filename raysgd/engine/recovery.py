@@ -29,7 +29,7 @@ LOOK_S = 0.25
 
 
 class StateLost(Exception):
-    """No worker has the state of the training, in a call in which it may not start over."""
+    """All workers have failed in a takeover: what follows is not this recovery's to decide."""
 
 
 class RecoveryLog:
@@ -142,7 +142,7 @@ class RecoveryLoop:
             if case.seen.leaving and not self._let_leave(case):
                 continue
             survivors = self._survivors(case)
-            if not (survivors or call.starts_over or self._table.snapshots.latest()):
+            if seen.reason == "takeover" and not survivors and self._table.snapshots.latest() is None:
                 raise StateLost
             now = self._situation(case, survivors)
             pause = policy.backoff(case.waits, self._elastic.backoff_s, self._elastic.backoff_max_s, self._jitter())

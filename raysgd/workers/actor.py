@@ -34,6 +34,7 @@ M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3  # options of glibc's
 KEPT_BYTES, GROWTH_BYTES, LARGEST_KEPT_BYTES = 256 << 20, 16 << 20, 32 << 20
 # The driver makes Ray end a worker that it dismissed, which takes milliseconds, unless Ray is no longer running.
 LEAVE_S = 3.0
+WITNESS_S = 1.0
 
 
 class WorkerActor:
@@ -54,7 +55,7 @@ class WorkerActor:
         self._host = ReplicaHost(backend, self._client.control)
         self._client.holds_state = lambda: self._host.holds_state
         if tenure is not None:
-            self._client.on_driver_ended = lambda: tenure.witness(self._term)
+            self._client.on_driver_ended = self._driver_ended
         signal.signal(signal.SIGTERM, self._on_sigterm)
         _use_the_assigned_threads()
         _keep_freed_memory()
@@ -78,6 +79,13 @@ class WorkerActor:
             raise RuntimeError(f"a worker of term {self._term} cannot be taken over in term {term}")
         self._client.connect(address)
         self._term = term
+
+    def _driver_ended(self) -> None:
+        """Tell the keeper of the lease. If Ray does not answer, continue without."""
+        assert self._tenure is not None
+        told = threading.Thread(target=self._tenure.witness, args=(self._term,), daemon=True)
+        told.start()
+        told.join(timeout=WITNESS_S)
 
     def serve(self, term: int = 0) -> tuple[int, Outcome] | None:
         """Perform calls from the control connection. Return the number and the outcome of one whose

@@ -177,34 +177,33 @@ class ControlClient:
             with self._send_lock:
                 self._connection.send(message)
         except OSError:
-            if self._open:
-                self.watch.has_ended = True
-                self._look(self.watch)  # the control thread notices it, too
+            with contextlib.suppress(OSError):  # the control thread notices the end of it
+                self._connection.socket.shutdown(socket.SHUT_RDWR)
 
     def _listen(self, connection: Connection, watch: DriverWatch) -> None:
         incoming = selectors.DefaultSelector()
         incoming.register(connection.socket, selectors.EVENT_READ)
         while self._open and self.watch is watch:
+            self._look(watch)
+            if watch.has_ended:
+                time.sleep(LOOK_S)
+                continue
             if not incoming.select(HEARTBEAT_S):
                 self._send(messages.Alive())
-                self._look(watch)
                 continue
             try:
                 message, _ = connection.receive()
             except Exception as error:
                 logger.info("the control connection to the driver has ended: %s", error)
-                break
+                if self._open and self.watch is watch:
+                    self.on_driver_ended()
+                watch.has_ended = True
+                continue
             watch.heard(time.monotonic())
             try:
                 self._handle(message)
             except Exception:  # without this thread, the driver would treat the process as stopped
                 logger.exception("%s could not be carried out", type(message).__name__)
-        if self._open and self.watch is watch:
-            watch.has_ended = True
-            self.on_driver_ended()
-        while self._open and self.watch is watch:
-            self._look(watch)
-            time.sleep(LOOK_S)
 
     def _handle(self, message: messages.Message) -> None:
         if isinstance(message, messages.PerformCall | messages.FreeMainThread):

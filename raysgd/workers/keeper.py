@@ -46,9 +46,9 @@ class KeeperActor:
         self._orphan_s = orphan_s
         threading.Thread(target=self._end_if_abandoned, daemon=True).start()
 
-    def perform(self, method: str, *given: Any, timed: bool = True) -> Any:
-        """Call a method of the lease, with the time if it needs that."""
-        return getattr(self._lease, method)(*given, *([boot_time()] if timed else []))
+    def perform(self, method: str, *given: Any) -> Any:
+        """Call a method of the lease."""
+        return getattr(self._lease, method)(*given, boot_time())
 
     def workers(self) -> list[str]:
         return list(self._lease.workers)
@@ -98,11 +98,11 @@ class Tenure:
                 )
             time.sleep(0.2)
 
-    def _ask(self, method: str, *given: Any, timed: bool = True) -> Any:
+    def _ask(self, method: str, *given: Any) -> Any:
         import ray
 
         try:
-            return ray.get(self._keeper.perform.remote(method, *given, timed=timed), timeout=ANSWER_S)
+            return ray.get(self._keeper.perform.remote(method, *given), timeout=ANSWER_S)
         except Exception as error:
             raise ClusterError(
                 f"the actor that keeps the lease of the trainer {self.name!r} has failed: {error}"
@@ -117,9 +117,9 @@ class Tenure:
             except Exception as error:  # `check` raises it where it matters
                 logger.debug("the lease was not renewed: %s", error)
 
-    def _renew(self) -> None:
+    def _renew(self, record: bytes | None = None) -> None:
         sent = boot_time()
-        if self._superseded or not self._ask("renew", self.term):
+        if self._superseded or not self._ask("renew", self.term, record):
             self._superseded = True
             raise SupersededError(
                 f"another script has taken over the workers of the trainer {self.name!r}: this one cannot use them any more"
@@ -138,16 +138,14 @@ class Tenure:
     def for_workers(self) -> WorkerTenure:
         return WorkerTenure(self.name, self.term, self.orphan_s)
 
-    def check(self, *, now: bool = False) -> None:
-        """Raise SupersededError if another driver has taken over. With `now`, ask in any case."""
-        if now or self._superseded or boot_time() - self._renewed_at > WITNESSED_S:
+    def check(self) -> None:
+        """Raise SupersededError if another driver has taken over."""
+        if self._superseded or boot_time() - self._renewed_at > WITNESSED_S:
             self._renew()
 
     def commit(self, record: bytes) -> None:
         """Store what the next driver needs, before the call that it is about returns."""
-        if not self._ask("commit", self.term, record):
-            self._superseded = True
-            self.check()
+        self._renew(record)
 
     def left_workers(self) -> dict[str, Any]:
         """Return the handles of the workers that are left, by their names."""
@@ -158,12 +156,8 @@ class Tenure:
         import ray
 
         self._over.set()
-        if self._superseded or not ray.is_initialized():
-            return
-        if end:
+        if end and not self._superseded and ray.is_initialized():
             ray.kill(self._keeper)
-        else:
-            self._ask("release", self.term, timed=False)
 
 
 def end_trainer(name: str) -> int:

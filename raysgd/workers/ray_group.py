@@ -87,6 +87,7 @@ class RayGroup:
         cluster.ensure_cluster(resources)
         self.listener: Callable[[Event], None] = lambda event: None
         self._backend, self._resources, self._tenure = backend, resources, tenure
+        self._term = 0 if tenure is None else tenure.term
         self._handles: dict[str, _Handle] = {}
         self._calls = itertools.count(1)
         # The newest arguments, and the form in which they are sent.
@@ -158,10 +159,6 @@ class RayGroup:
             taken = actor.adopt.remote(self.control.address_for_workers(), self._term)
             taken.future().add_done_callback(partial(self._up, worker))
         return list(found)
-
-    @property
-    def _term(self) -> int:
-        return 0 if self._tenure is None else self._tenure.term
 
     def submit(self, worker: str, verb: str, arguments: dict[str, Any], *, generation: int = 0) -> int:
         """Start one call. It ends with a `CallEnded` event, which has the number returned here, or

@@ -18,7 +18,7 @@ from raysgd.core.hang import place_of
 from raysgd.core.outcomes import Failed, Interrupted, Ok, Outcome
 from raysgd.core.progress import Control, Progress
 from raysgd.core.protocols import Call, ProcessGroupBackend, Replica, ReplicaFactory
-from raysgd.core.ranks import Held, RankInfo
+from raysgd.core.ranks import RankInfo
 from raysgd.core.snapshot import guarded_part
 from raysgd.errors import described, shown, text_of
 from raysgd.workers.calls import Blob, PickledObject, unpickled
@@ -57,7 +57,6 @@ class ReplicaHost:
         self._rank: int | None = None
         self._lacks_state = False  # see `Progress`
         self._rank_info = RankInfo()  # in the newest generation that this worker has joined
-        self.holds_state = False  # whether the replica has the training's state, and not its own initial one
         self._joining_calls = 0
         control.collectives = self._collectives
 
@@ -75,6 +74,11 @@ class ReplicaHost:
         if isinstance(value, Interrupted):
             return value
         return Ok(value, self._progress, self._collectives() if verb == "run" else -1)
+
+    @property
+    def holds_state(self) -> bool:
+        """Return whether the replica has the training's state, and not its own initial one."""
+        return self._replica is not None and not self._lacks_state
 
     def _collectives(self) -> int:
         """Return the number of collective calls since this rank joined its generation, or -1. For
@@ -121,7 +125,7 @@ class ReplicaHost:
             return method
         if self._replica is None:
             raise RuntimeError("this worker hosts no replica yet")
-        self.holds_state = True
+        self._lacks_state = False  # all ranks begin with the same
         return self._replica.run
 
     def _sendable(self, value: Any) -> Any:
@@ -157,7 +161,7 @@ class ReplicaHost:
         return self._backend.offer()
 
     def _build(self, factory: ReplicaFactory, rank_info: RankInfo) -> None:
-        self._replica, self.holds_state = factory(rank_info, self._control), False
+        self._replica, self._lacks_state = factory(rank_info, self._control), True
 
     def _warm(
         self, hook: Callable[[], Any] | None, factory: ReplicaFactory, rank_info: RankInfo, settings: dict[str, Any]
@@ -167,15 +171,15 @@ class ReplicaHost:
         self._join(rank_info, settings)
         self._build(factory, rank_info)
         self._backend.leave()
-        self._lacks_state = True
 
     def _leave(self) -> None:
         self._backend.leave()
 
-    def _attach(self) -> Held | None:
-        """Leave the group of a driver that has ended. Return what the next one finds here."""
+    def _attach(self) -> RankInfo | None:
+        """Leave the group of a driver that has ended. If this worker has the training's state, return
+        its rank in the newest generation that it has joined."""
         self._backend.leave()
-        return None if self._replica is None else Held(self._rank_info, self.holds_state)
+        return self._rank_info if self.holds_state else None
 
     def _state(self, transfer: str) -> Interrupted | None:
         """Give the state to those that take it. Without a transfer, only help to gather it."""
@@ -189,9 +193,8 @@ class ReplicaHost:
         taken = []
         if (ended := self._moved(lambda: taken.append(self._control.take(transfer)))) is not None:
             return ended  # then it has what it had before
-        self.holds_state = False
         self._replica.load(taken[0])
-        self.holds_state, self._lacks_state = True, False
+        self._lacks_state = False
         return None
 
     def _moved(self, move: Callable[[], Any]) -> Interrupted | None:
@@ -207,7 +210,7 @@ class ReplicaHost:
             if self._replica is not None:
                 self._replica.close()
         finally:
-            self._replica, self.holds_state = None, False
+            self._replica = None
             self._backend.leave()
 
 

@@ -6,14 +6,14 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from raysgd.core.lease import DriverWatch, Grant, Lease
-from raysgd.core.ranks import Held
+from raysgd.core.ranks import RankInfo
 from raysgd.engine import generation
 from raysgd.engine.engine import Engine
 from raysgd.engine.generation import Generation
@@ -64,7 +64,7 @@ def let_a_script_wait_although_the_last_one_has_ended(patch: Patch) -> None:
 
 @mutant
 def renew_a_term_that_is_over(patch: Patch) -> None:
-    patch.setattr(Lease, "renew", lambda self, term, now: True)
+    patch.setattr(Lease, "renew", lambda self, term, record, now: True)
 
 
 @mutant
@@ -89,7 +89,8 @@ def count_generations_from_one_again(patch: Patch) -> None:
 
 @mutant
 def keep_no_record(patch: Patch) -> None:
-    patch.setattr(Lease, "commit", lambda self, term, record, now: self.renew(term, now))
+    original = Lease.renew
+    patch.setattr(Lease, "renew", lambda self, term, record, now: original(self, term, None, now))
 
 
 # -- orphans ------------------------------------------------------------------------------------------
@@ -146,35 +147,23 @@ def wait_for_peers_that_have_stopped(patch: Patch) -> None:
 def begin_again_with_new_workers(patch: Patch) -> None:
     original = Generation.gather
 
-    def gather(self: Generation, workers: Sequence[str], target: int) -> bool:
+    def gather(self: Generation, workers: Sequence[str]) -> None:
         for worker in workers:
             self._table.dismiss(worker)
-        return original(self, [], target)
+        original(self, [])
 
     patch.setattr(Generation, "gather", gather)
 
 
 @mutant
 def take_a_state_of_any_generation(patch: Patch) -> None:
-    original = generation.order_found
+    original = ReplicaHost._attach
 
-    def order_found(found: Mapping[str, Held], target: int) -> Any:
-        same = {
-            worker: replace(held, rank_info=replace(held.rank_info, generation=1)) for worker, held in found.items()
-        }
-        return original(same, target)
+    def attach(self: ReplicaHost) -> RankInfo | None:
+        found = original(self)
+        return None if found is None else replace(found, generation=1)
 
-    patch.setattr(generation, "order_found", order_found)
-
-
-@mutant
-def hold_a_state_that_is_being_loaded(patch: Patch) -> None:
-    patch.setattr(
-        ReplicaHost,
-        "holds_state",
-        property(lambda self: self._replica is not None, lambda self, value: None),
-        raising=False,
-    )
+    patch.setattr(ReplicaHost, "_attach", attach)
 
 
 @mutant

@@ -30,6 +30,7 @@ __all__ = ["run_named"]
 logger = logging.getLogger("raysgd")
 
 RIVAL_TRIES = 5
+TAKEOVER_S = 5.0  # for a step, a set-up or a validation to end, and to form a generation
 
 
 class Driver(Process):
@@ -135,7 +136,7 @@ class Drivers:
         first.group.keeper = self.keeper
         self.all: list[Driver] = []
         self.saved: Any = None
-        self.ended = False  # whether a script has come to its end
+        self.ended = False  # whether a script has come to its end, or is never started again
         self._start(first.group)
 
     @property
@@ -267,10 +268,7 @@ class NamedScript(Script):
     def run(self) -> None:
         self.schedule.begin_call()
         if self.group.term > 1:
-            if not self.engine.attach(trained=self._trained, reached=self._reached, recoveries=self._recoveries):
-                self._begin_again()
-            elif len(self.engine.recoveries) != len(self._recoveries) + 1:
-                raise Violation(f"after a takeover, the recoveries are {self.engine.recoveries}")
+            self._take_over()
             self.checker.ended()
         if self.group.term == 1 or not self.engine.world_size:
             try:
@@ -288,25 +286,34 @@ class NamedScript(Script):
             self._commit()
         self._end()
 
+    def _take_over(self) -> None:
+        began = self.world.now
+        if not self.engine.attach(trained=self._trained, reached=self._reached, recoveries=self._recoveries):
+            self._begin_again()
+        elif len(self.engine.recoveries) != len(self._recoveries) + 1:
+            raise Violation(f"after a takeover, the recoveries are {self.engine.recoveries}")
+        took_s = self.world.now - max(began, self.driver.resumed_at)
+        if self.schedule.calm and took_s > TAKEOVER_S:
+            raise Violation(f"a takeover took {took_s:.1f} s")
+
     def _begin_again(self) -> None:
         holders = self.checker.holders(self.group)
         if holders and self.schedule.calm:
             raise Violation(f"training begins again, and {holders} have its state")
         self.checker.begins_again()
         self._line = 0
-        if not self.driver.call(lambda: self.drivers.keeper.commit(self.group.term, b"", self.world.now)):
+        if not self.driver.call(lambda: self.drivers.keeper.renew(self.group.term, b"", self.world.now)):
             raise SupersededError("another script has taken over")
 
     def _commit(self) -> None:
         place = self._line, self.engine.trained, self.engine.recoveries, self.engine.target, self.engine.progress
         record, keeper, term = pickle.dumps(place), self.drivers.keeper, self.group.term
-        if not self.driver.call(lambda: keeper.commit(term, record, self.world.now)):
+        if not self.driver.call(lambda: keeper.renew(term, record, self.world.now)):
             raise SupersededError("another script has committed")
 
     def _end(self) -> None:
         self.schedule.begin_call()
         self._shut_down()
-        self.drivers.keeper.release(self.group.term)
         self.drivers.ended = True
 
     def _shut_down(self) -> None:

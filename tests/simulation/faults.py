@@ -168,6 +168,9 @@ class Schedule:
         if fault.kind == "die":
             driver.die()
             drivers.start_after(fault.seconds)
+        elif fault.kind == "abandon":
+            driver.die()
+            drivers.ended = True
         elif fault.kind == "rival":
             drivers.start_after(fault.seconds / 10)
         else:

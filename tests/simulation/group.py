@@ -229,7 +229,7 @@ class Worker(Process):
         before, self._group, self.term = self._group, group, group.term
         before.emit(WorkerEnded(self.name, "another driver has taken it over", "takeover"))
         self.client.watch = DriverWatch(self._plan.orphan_s, self.clock())
-        self.client.call, self.lost = -1, False
+        self.client.call, self.lost, self.given_up = -1, False, False
         if self.announced_at is not None:  # its driver does not know since when
             self.announced_at, self.leave_by = self.world.now, math.inf
         self.world.note("%s is adopted in term %d", self.name, self.term)
@@ -453,7 +453,7 @@ class SimGroup:
     def renew(self) -> None:
         """Raise an error if this driver's term is over."""
         sent = self.world.clock()
-        if self.superseded or not self.driver.call(lambda: self.keeper.renew(self.term, self.world.now)):
+        if self.superseded or not self.driver.call(lambda: self.keeper.renew(self.term, None, self.world.now)):
             self.superseded = True
             raise SupersededError("another script has taken over the workers of this trainer")
         self.renewed_at = sent
@@ -463,7 +463,7 @@ class SimGroup:
         if self.gone or self.superseded or self.driver.over:
             return
         if self.driver.stopped_at is None:
-            if self.keeper.renew(self.term, self.world.now):
+            if self.keeper.renew(self.term, None, self.world.now):
                 self.renewed_at = self.world.clock()
             else:
                 self.superseded = True
@@ -602,9 +602,14 @@ class SimGroup:
             self._reach(process, 0.05, "dismissed")
 
     def _reach(self, process: Worker, slowest_s: float, why: str) -> None:
-        """End a process, as soon as the driver can reach its machine."""
+        """End a process, as soon as the driver can reach its machine, if it lives until then."""
         blocked_s = self.network.wait_s(process.node.name, DRIVER)
-        self.world.at(blocked_s + self.world.between(0.0005, slowest_s), lambda: process.die(why))
+
+        def end() -> None:
+            if not (blocked_s and self.gone):
+                process.die(why)
+
+        self.world.at(blocked_s + self.world.between(0.0005, slowest_s), end)
 
     @contextlib.contextmanager
     def releasing(self) -> Iterator[None]:

@@ -72,11 +72,11 @@ BRIEF = {"agreement", "resize", "remove", "load", "save", "apply", "idle", "chan
 ON_WORKERS = (*["kill"] * 3, "stop", "freeze", "slow", "skew", "disconnect", "reset", "notice", "lose", "corrupt")
 ON_NODES = ("node", "cut", "partition", "split", "drain", "add")
 ON_DRIVER = ("ctrl-c", "ctrl-c", "cancel", "callback", "pause", "jump")
-ON_SCRIPT = ("die", "die", "die", "suspend", "rival")  # only of a trainer with a name
+ON_SCRIPT = ("die", "die", "die", "suspend", "rival", "abandon")  # only of a trainer with a name
 SENDING = ("submit", "send", "keeper")
 KINDS = tuple(dict.fromkeys((*ON_WORKERS, *ON_NODES, "raise", "loader", *ON_DRIVER, *ON_SCRIPT)))
 # Faults that alone need no recovery: planned changes, and errors that end a call.
-HARMLESS = {"add", "drain", "notice", "raise", "ctrl-c", "cancel", "callback", "die", "suspend", "rival"}
+HARMLESS = {"add", "drain", "notice", "raise", "ctrl-c", "cancel", "callback", *ON_SCRIPT}
 
 
 class Printed:
@@ -108,7 +108,7 @@ class Fault(Printed):
     callback              the user's callback raises an error
     pause, jump           the driver does nothing for a while; its clock jumps
     die, suspend          its process ends, and the script is started again; it is stopped, and another script may be started
-    rival                 another script is started while it runs
+    rival, abandon        another script is started while it runs; it ends, and is never started again
     """
 
     kind: str
@@ -284,7 +284,7 @@ def named_plan_for(seed: int) -> Plan:
     plan = plan_for(seed)
     faults = list(plan.faults[: draw.choice([0, 0, 1, 2, 3])])
     for _ in range(draw.choice([1, 1, 2, 2, 3, 4])):
-        kind, count = draw.choice(ON_SCRIPT), min(draw.randint(1, 50), draw.randint(1, 50))
+        kind, count = draw.choice(ON_SCRIPT[:-1]), min(draw.randint(1, 50), draw.randint(1, 50))
         at = draw.choice(
             [*SENDING, *SENDING, *RUNNING, *["in train"] * 3, *(f"in {phase}" for phase in PHASES), *FORMING]
         )
@@ -298,4 +298,7 @@ def named_plan_for(seed: int) -> Plan:
         kind, others = draw.choice([*ON_WORKERS[:-1], "node", "cut", "partition"]), draw.choice([0, 0, 1, 16])
         faults.append(Fault(kind, draw.choice(TAKING_OVER), draw.randint(1, 8), others, draw.randrange(64), 8.0))
     draw.shuffle(faults)
-    return replace(plan, faults=tuple(faults), orphan_s=draw.choice([5.0, 20.0, 60.0, 600.0]), compare=None)
+    orphan_s = draw.choice([5.0, 20.0, 60.0, 600.0])
+    if draw.random() < 0.1:
+        faults.append(Fault("abandon", draw.choice([*SENDING, *RUNNING, "in train"]), draw.randint(1, 50)))
+    return replace(plan, faults=tuple(faults), orphan_s=orphan_s, compare=None)
