@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from raysgd.core.progress import Progress
+from raysgd.core.ranks import RankInfo
 
 DATA_LOADER, BATCH = "data loader", "batch"
 
@@ -106,3 +107,17 @@ class NotExact(BaseException):
 
 
 Outcome = Ok | Failed | Interrupted | WorkerFailed
+
+
+@dataclass(frozen=True)
+class Left:
+    """What a worker has for the next driver, when its own has ended.
+
+    rank_info  in the newest generation that it has joined
+    call       the number of the newest call that trained
+    parts      how each part of that call has ended here, after the number of its generation
+    """
+
+    rank_info: RankInfo
+    call: int
+    parts: list[tuple[int, Outcome]]

@@ -51,10 +51,12 @@ class ProcessGroupBackend(Protocol):
 class Call:
     """What a trainer asks of each replica: a method of the replica's class, or a function that
     takes the replica first, and the other arguments. The trainer makes it, and `Replica.run`
-    unpacks it; the method is pickled by reference."""
+    unpacks it; the method is pickled by reference. `part_of` is the number of the engine's call
+    that trains, of which this is a part."""
 
     method: Callable[..., Any]
     arguments: Mapping[str, Any] = field(default_factory=dict)
+    part_of: int = -1
 
     @property
     def name(self) -> str:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from raysgd.constants import BATCH_COUNT, NUM_SAMPLES
-from raysgd.core.outcomes import Failed, Interrupted, Ok, Outcome
+from raysgd.core.outcomes import Failed, Interrupted, Left, Ok, Outcome
 from raysgd.core.protocols import Call
 from raysgd.core.snapshot import Snapshot
 from raysgd.engine.boundary import Boundary
@@ -17,6 +18,7 @@ from raysgd.engine.generation import Generation
 from raysgd.engine.watchdog import ExtraCalls, Watchdog
 from raysgd.engine.worker_table import WorkerTable
 from raysgd.errors import DivergenceError, counted
+from raysgd.workers.calls import with_value
 
 logger = logging.getLogger("raysgd")
 
@@ -107,6 +109,17 @@ def partial_results_since(snapshot: Snapshot, parts: Sequence[PartialResults], *
     is_empty = not any(map(snapshot.partial.metrics.get, (BATCH_COUNT, NUM_SAMPLES)))
     before = [part for part in parts[:-1] if part.end < taken_at or (is_empty and part.end == taken_at)]
     return [*before, PartialResults((Ok(snapshot.partial, snapshot.progress),))]
+
+
+def partial_results_left(ranks: Iterable[Left], *, call: int) -> list[PartialResults]:
+    """Return what these ranks have measured in a call whose driver has ended, part by part."""
+    parts: dict[tuple[int, int], list[Outcome]] = {}
+    for left in ranks:
+        made = Counter[int]()
+        for generation, outcome in left.parts if left.call == call else ():
+            made[generation] += 1
+            parts.setdefault((generation, made[generation]), []).append(with_value(outcome))
+    return [PartialResults(tuple(parts[key]), key[0]) for key in sorted(parts)]
 
 
 class FanOut:

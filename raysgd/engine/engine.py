@@ -30,7 +30,15 @@ from raysgd.core.progress import Progress, most_advanced
 from raysgd.core.protocols import Call, ProcessGroupBackend
 from raysgd.core.shard_copies import ShardedState
 from raysgd.core.snapshot import Snapshot
-from raysgd.engine.call import CTRL_C_S, FanOut, Job, PartialResults, RunningCall, partial_results_since
+from raysgd.engine.call import (
+    CTRL_C_S,
+    FanOut,
+    Job,
+    PartialResults,
+    RunningCall,
+    partial_results_left,
+    partial_results_since,
+)
 from raysgd.engine.call_lock import CallLock, Claim
 from raysgd.engine.comparison import Comparison
 from raysgd.engine.failure import check_can_fit, held_error, older_state_error, out_of_step_error, raise_user_error
@@ -105,9 +113,10 @@ class Engine:
         self._keeps_snapshots = elastic.snapshot_every is not None
         self.active, self._ended, self._reached = True, False, Progress()
         self._call_lock = CallLock()
-        self._calls = 0
+        self._calls, self._named = 0, term > 0
         self.trained = 0  # the number of the newest call that trains and has returned
-        self._interrupted: int | None = None  # the number of the one in which an earlier driver has ended
+        # The call that trains in which an earlier driver has ended, and what was measured in it.
+        self._interrupted: tuple[int, list[PartialResults]] | None = None
         self._running: RunningCall | None = None
         self._snapshot_is_stale = True
         # Calls that ended after the newest snapshot, and how.
@@ -138,8 +147,7 @@ class Engine:
         follows. If a call was training, the next one that trains continues it."""
         self.living.add(self)
         since, workers = self._table.clock(), self._table.adopt()
-        if trained is not None:
-            self._generation.gather(workers)
+        left = [] if trained is None else self._generation.gather(workers)
         if trained is None or _place(self.progress) < _place(reached or Progress()) or not self.world_size:
             for worker in workers:
                 self._table.dismiss(worker)
@@ -148,7 +156,7 @@ class Engine:
         newest = max(progress.call for progress in found.values())
         if self.keeps_snapshots and self._backend.in_place:  # for the case that all fail before the next one
             self._generation.rescue_state(most_advanced(found), newest)
-        self._interrupted = newest if newest > trained else None
+        self._interrupted = (newest, partial_results_left(left, call=newest)) if newest > trained else None
         self._calls, self.trained, self._log.recoveries = max(newest, trained), trained, list(recoveries)
         detail = f"another script has left {counted(len(workers), 'worker')}"
         seen = Observation("broken", reason="takeover", detail=detail)
@@ -376,8 +384,11 @@ class Engine:
         with self.claim(f"the call {job.call.name!r}"):
             self._calls += 1
             running = self._ready_call(max_failures=job.max_failures)
+            parts: list[PartialResults] = []
             if job.again == "resume":
-                running, self._interrupted = replace(running, number=self._interrupted or running.number), None
+                if self._interrupted is not None:
+                    (number, parts), self._interrupted = self._interrupted, None
+                    running = replace(running, number=number)
                 if self._is_change_due():
                     self._restore(Observation("paused"), running)
                 least = self._membership.least
@@ -387,7 +398,7 @@ class Engine:
                     self._restore(Observation("broken", reason="restart", detail=detail), running)
             outer, self._running = self._running, running
             try:
-                parts = self._run(job, running)
+                parts = self._run(job, running, parts)
             finally:
                 self._running = outer
             self.trained = running.number if job.again == "resume" else self.trained
@@ -395,10 +406,11 @@ class Engine:
                 self._finished[running.number] = job, self.progress
             return parts
 
-    def _run(self, job: Job, running: RunningCall) -> list[PartialResults]:
-        """Run a job, or run one that had ended again, under its number."""
+    def _run(self, job: Job, running: RunningCall, left: Sequence[PartialResults] = ()) -> list[PartialResults]:
+        """Run a job, run one that had ended again, under its number, or continue one of which these
+        parts are `left`."""
         self._run_again(running)
-        parts: list[PartialResults] = []
+        parts = [part.until(self.progress.step) for part in left]
         began, began_at = self.progress, self._table.clock()
         network_at: Progress | None = None  # where the newest network fault was, with all workers alive
         hung: list[Any] = []  # where code hung, as often as it hung there in a row
@@ -504,7 +516,8 @@ class Engine:
             newest = self._table.snapshots.latest()
             in_a_file = newest is not None and callable(newest.data)  # which could change
             more |= {"call": running.number, "snapshot_first": self._snapshot_is_stale or in_a_file}
-        return replace(job.call, arguments={**job.call.arguments, **more})
+        part_of = running.number if self._named and job.again == "resume" else -1
+        return replace(job.call, arguments={**job.call.arguments, **more}, part_of=part_of)
 
     def _is_own_pause(self, job: Job, parts: list[PartialResults], running: RunningCall) -> bool:
         """Let the job use a pause. Return whether only it wanted one: no member changes."""

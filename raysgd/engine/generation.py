@@ -17,7 +17,7 @@ from typing import Any
 from raysgd.config import Limits
 from raysgd.core.lease import GENERATIONS, LEASE_S
 from raysgd.core.messages import Interrupt
-from raysgd.core.outcomes import Failed, Interrupted, Ok, Outcome, WorkerFailed
+from raysgd.core.outcomes import Failed, Interrupted, Left, Ok, Outcome, WorkerFailed
 from raysgd.core.policy import UNREACHABLE
 from raysgd.core.progress import most_advanced
 from raysgd.core.protocols import Call, ProcessGroupBackend
@@ -147,10 +147,10 @@ class Generation:
                 logger.warning("%s still starting after %.0f s", processes, waited)
         return True
 
-    def gather(self, workers: Sequence[str]) -> None:
+    def gather(self, workers: Sequence[str]) -> list[Left]:
         """Make members of the workers that an earlier driver has left: of those of the newest
         generation that have the training's state, which an earlier one may have been continued
-        without. Dismiss the others."""
+        without. Dismiss the others. Return what the members have, in rank order."""
         deadline = self._table.clock() + LEASE_S + self.limits.hang_s  # they may still hear of the other driver
         infos = [self._table[worker] for worker in workers]
         while self._table.clock() < deadline and any(i.stage < Stage.UP and i.ended is None for i in infos):
@@ -158,14 +158,15 @@ class Generation:
         up = [info.worker for info in infos if info.stage >= Stage.UP and info.ended is None]
         outcomes = self._ask(up, "attach", {}, self.limits.hang_s)
         found = {w: each.value for w, each in outcomes.items() if isinstance(each, Ok) and each.value is not None}
-        newest = max((rank_info.generation for rank_info in found.values()), default=0)
-        ranked = sorted(found, key=lambda worker: found[worker].world_rank)
-        members = [worker for worker in ranked if found[worker].generation == newest]
+        newest = max((left.rank_info.generation for left in found.values()), default=0)
+        members = [worker for worker, left in found.items() if left.rank_info.generation == newest]
+        members.sort(key=lambda worker: found[worker].rank_info.world_rank)
         for worker in workers:
             if worker not in members:
                 self._table.dismiss(worker)
         self._table.enter_group(members)
         self._has_formed = bool(members)
+        return [found[worker] for worker in members]
 
     def warm_up_arguments(self) -> dict[str, Any]:
         """Return what a replacement needs to be set up in a generation of its own."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from raysgd.core.hang import place_of
-from raysgd.core.outcomes import Failed, Interrupted, Ok, Outcome
+from raysgd.core.outcomes import Failed, Interrupted, Left, Ok, Outcome
 from raysgd.core.progress import Control, Progress
 from raysgd.core.protocols import Call, ProcessGroupBackend, Replica, ReplicaFactory
 from raysgd.core.ranks import RankInfo
@@ -57,10 +57,18 @@ class ReplicaHost:
         self._rank: int | None = None
         self._lacks_state = False  # see `Progress`
         self._rank_info = RankInfo()  # in the newest generation that this worker has joined
+        self._measured: tuple[int, list[tuple[int, Outcome]]] = (-1, [])
         self._joining_calls = 0
         control.collectives = self._collectives
 
     def perform(self, verb: str, arguments: dict[str, Any]) -> Outcome:
+        outcome, call = self._outcome(verb, arguments), arguments.get("call")
+        if isinstance(call, Call) and call.part_of >= 0:
+            before = self._measured[1] if call.part_of == self._measured[0] else []
+            self._measured = call.part_of, [*before, (self._rank_info.generation, outcome)]
+        return outcome
+
+    def _outcome(self, verb: str, arguments: dict[str, Any]) -> Outcome:
         try:
             value = self._method(verb)(**{name: _opened(value) for name, value in arguments.items()})
             if verb == "run":
@@ -175,11 +183,11 @@ class ReplicaHost:
     def _leave(self) -> None:
         self._backend.leave()
 
-    def _attach(self) -> RankInfo | None:
-        """Leave the group of a driver that has ended. If this worker has the training's state, return
-        its rank in the newest generation that it has joined."""
+    def _attach(self) -> Left | None:
+        """Leave the group of a driver that has ended. Return what the next one continues with, if
+        this worker has the training's state."""
         self._backend.leave()
-        return self._rank_info if self.holds_state else None
+        return Left(self._rank_info, *self._measured) if self.holds_state else None
 
     def _state(self, transfer: str) -> Interrupted | None:
         """Give the state to those that take it. Without a transfer, only help to gather it."""

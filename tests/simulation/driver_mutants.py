@@ -14,7 +14,7 @@ import pytest
 
 from raysgd.core.lease import DriverWatch, Grant, Lease
 from raysgd.core.ranks import RankInfo
-from raysgd.engine import generation
+from raysgd.engine import engine, generation
 from raysgd.engine.engine import Engine
 from raysgd.engine.generation import Generation
 from raysgd.workers.control_client import ControlClient
@@ -174,6 +174,11 @@ def forget_which_call_was_running(patch: Patch) -> None:
         return original(self, trained=trained + 1, **given)
 
     patch.setattr(Engine, "attach", attach)
+
+
+@mutant
+def forget_what_was_measured_before(patch: Patch) -> None:
+    patch.setattr(engine, "partial_results_left", lambda left, call: [])
 
 
 @mutant
