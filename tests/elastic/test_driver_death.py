@@ -29,7 +29,8 @@ SCRIPT = textwrap.dedent(
             model = nn.Linear(1, 1)
             nn.init.zeros_(model.weight), nn.init.zeros_(model.bias)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-            self.register(models=model, optimizers=optimizer, criterion=nn.MSELoss())
+            registered = self.register(models=model, optimizers=optimizer, criterion=nn.MSELoss())
+            self.model, self.optimizer, self.criterion = registered
             data = TensorDataset(x, 2 * x + 5)
             self.register_data(
                 train_loader=DataLoader(data, batch_size=8, shuffle=False),
@@ -48,7 +49,7 @@ SCRIPT = textwrap.dedent(
         trainer.train()
         trainer.validate()
     model = trainer.get_model()
-    rows = [(row["kind"], row["epoch"], row["step"]) for row in trainer.history]
+    rows = [(row["kind"], row["epoch"], row["step"], row["num_samples"]) for row in trainer.history]
     recoveries = [(each.reason, each.batches_redone) for each in trainer.recoveries]
     trainer.shutdown()
     print(json.dumps([trainer.attached, model.weight.item(), model.bias.item(), rows, recoveries]))
@@ -87,5 +88,5 @@ def run(background: Background, kind: str, step: int) -> list[Any]:
 def test_a_script_that_is_killed_continues_in_the_same_batch(outcome: Any, kind: str, step: int) -> None:
     attached, *weights, rows, recoveries = outcome()
     assert attached and weights == pytest.approx(undisturbed(), abs=1e-6)
-    assert rows == [[kind, epoch, 30 * epoch] for epoch in (1, 2, 3) for kind in ("train", "validate")]
+    assert rows == [[kind, epoch, 30 * epoch, 480] for epoch in (1, 2, 3) for kind in ("train", "validate")]
     assert recoveries == [["takeover", 0]]
