@@ -152,7 +152,7 @@ class Checker:
     def leaves_too_late(self, worker: Any, announced_at: float) -> None:
         """Check that a member whose machine is stopped now, which was announced, could not have left before."""
         trained = self.schedule.phase == "train" and self.schedule.call_began <= announced_at
-        trained = trained and not {"die", "suspend"} & {kind for kind, _ in self.schedule.struck}
+        trained = trained and not {"die", "suspend", "abandon"} & {kind for kind, _ in self.schedule.struck}
         if trained and self.schedule.calm and worker in self._members:
             self.fail(f"{worker.name} was still a member when its machine was stopped, which was announced")
 
