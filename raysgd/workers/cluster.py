@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from raysgd.config import FUNCTION_START_LIMIT, START_LIMIT, WorkerResources
 from raysgd.errors import ClusterError, ConfigError, ResourceError, described
-from raysgd.workers import foreign
+from raysgd.workers import foreign, lasting_cluster
 from raysgd.workers.fork_server import command_to_fork, start_fork_server
 from raysgd.workers.gcs import GcsQuery, ask, require_ray
 
@@ -50,30 +50,36 @@ NOT_STARTED = (
 )
 
 
-def ensure_cluster(resources: WorkerResources | None = None) -> None:
-    """Connect to the cluster that RAY_ADDRESS names or that runs here, or start one; log which.
-    Raise ResourceError instead of starting one without the GPUs that a worker needs."""
+def ensure_cluster(resources: WorkerResources | None = None, *, lasting: bool = False) -> None:
+    """Connect to the cluster that RAY_ADDRESS names or that runs here, or start one; log which. One
+    that is `lasting` outlives this script. Raise ResourceError instead of starting one without the
+    GPUs that a worker needs."""
     import ray
 
     if ray.is_initialized():
         if ray.util.client.ray.is_connected():
             raise ConfigError(f"this script is connected through Ray Client (ray://), {THROUGH_CLIENT}")
+        if lasting and foreign.started_here():
+            raise ConfigError(
+                "name= needs a cluster that outlives this script, and the one that it has started ends with it: create the trainer "
+                "with the name first, which starts another, or call ray.init(address=...) with that of a running cluster"
+            )
         return
     gpus = resources.gpus if resources is not None else 0
     if threading.current_thread() is threading.main_thread():
-        _connect(gpus)
+        _connect(gpus, lasting=lasting)
     else:
-        _connect_on_permanent_thread(gpus)
+        _connect_on_permanent_thread(gpus, lasting=lasting)
 
 
-def _connect_on_permanent_thread(gpus: float) -> None:
+def _connect_on_permanent_thread(gpus: float, *, lasting: bool) -> None:
     """Connect on a thread that never ends: what Ray starts ends with the thread that started it."""
     error: list[BaseException] = []
     connected = threading.Event()
 
     def connect() -> None:
         try:
-            _connect(gpus)
+            _connect(gpus, lasting=lasting)
         except BaseException as raised:  # raised again in the thread that needs the cluster
             error.append(raised)
             return
@@ -87,7 +93,7 @@ def _connect_on_permanent_thread(gpus: float) -> None:
         raise error[0]
 
 
-def _connect(gpus: float) -> None:
+def _connect(gpus: float, *, lasting: bool) -> None:
     import ray
 
     given = _given_address()
@@ -101,6 +107,9 @@ def _connect(gpus: float) -> None:
             f"each worker needs {gpus:g} GPU, this machine has {present}, and no Ray cluster is running here: pass use_gpu=False, or "
             "name a cluster with GPUs in the environment variable RAY_ADDRESS"
         )
+    if lasting:
+        _join_lasting(start=True)
+        return
     # Without the dashboard Ray starts in half the time. Users who want the dashboard call ray.init() first.
     interpreter = start_fork_server() or sys.executable
     try:
@@ -111,6 +120,30 @@ def _connect(gpus: float) -> None:
     _launchers[require_ray()] = ""
     cpus = ray.cluster_resources().get("CPU", 0)
     logger.warning("no Ray cluster is running here: started a local one with %g CPUs for this script", cpus)
+
+
+def _join_lasting(*, start: bool) -> str:
+    """Join the cluster of this machine that outlives scripts, or start it. Return its address."""
+    import ray
+
+    with lasting_cluster.locked() as folder:
+        found = lasting_cluster.address()
+        if not (found or start):
+            return ""
+        try:
+            address = found or lasting_cluster.start(folder)
+            foreign.use_token_if_available()
+            ray.init(address=address, logging_level=logging.WARNING)
+        except Exception as error:
+            raise ClusterError(f"Ray did not start on this machine: {described(error)}. {NOT_STARTED}") from error
+    _launchers[require_ray()] = ""
+    if not found:
+        logger.warning(
+            "no Ray cluster is running here: started one with %g CPUs, which ends when no script uses it and no trainer with a "
+            "name waits in it",
+            ray.cluster_resources().get("CPU", 0),
+        )
+    return address
 
 
 def forking_environment() -> dict[str, Any]:
@@ -143,7 +176,7 @@ def join_running() -> str:
     given = _given_address()
     found = _running_here() if given in ("", "auto") else given
     if found == "local":
-        return ""
+        return _join_lasting(start=False)
     _join(found, given != found)
     return found
 
@@ -307,8 +340,11 @@ def can_grow() -> bool:
     """Return whether nodes may be added. A cluster that this process joined may have an autoscaler,
     which nothing announces. To its own, only the user adds nodes, who has then set a limit for
     that."""
+    import ray
+
     announced = any(os.environ.get(name) for name in (START_LIMIT, FUNCTION_START_LIMIT))
-    return announced or not foreign.started_here()
+    own = foreign.started_here() or ray.get_runtime_context().gcs_address == lasting_cluster.address()
+    return announced or not own
 
 
 def within(limit_s: float, call: Callable[[], T]) -> T | None:

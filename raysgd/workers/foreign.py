@@ -175,6 +175,15 @@ def started_here() -> bool:
     return _global_node is not None and bool(_global_node.is_head())
 
 
+def other_scripts() -> int:
+    """Return how many other drivers are connected to this one's cluster. This waits for the GCS."""
+    import ray
+    from ray._private.state import jobs
+
+    own = ray.get_runtime_context().get_job_id()
+    return sum(not job["IsDead"] and job["JobID"] != own for job in jobs())
+
+
 def is_exit_of_actor(error: BaseException) -> bool:
     """Return whether `ray.actor.exit_actor()` raised this error, which ends the actor's process.
     `sys.exit()` raises the same type, without Ray's message."""

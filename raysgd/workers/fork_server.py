@@ -30,7 +30,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from raysgd.config import flag_from_environment
@@ -96,12 +96,12 @@ if not is_forked():
 """
 
 
-def start_fork_server() -> str:
-    """Start a process that imports what workers need of the frameworks that this process has
-    imported, and then forks. It ends with this one. Return the script that Ray has to start instead
-    of an interpreter; "" if workers cannot be forked here: without Linux, and with GPUs, because a
-    process that was forked cannot use CUDA if an import of its parent has."""
-    modules = [replica for framework, replica in REPLICAS.items() if framework in sys.modules]
+def start_fork_server(frameworks: Iterable[str] = ()) -> str:
+    """Start a process that imports what workers need of these frameworks, or of those that this
+    process has imported, and then forks. It ends with this one. Return the script that Ray has to
+    start instead of an interpreter; "" if workers cannot be forked here: without Linux, and with
+    GPUs, because a process that was forked cannot use CUDA if an import of its parent has."""
+    modules = [REPLICAS[framework] for framework in frameworks or REPLICAS if frameworks or framework in sys.modules]
     allowed = flag_from_environment(FORK_WORKERS, default=True)
     if not (allowed and modules and sys.platform == "linux") or any(map(glob.glob, GPUS)):
         return ""
