@@ -26,6 +26,7 @@ from raysgd.errors import RaysgdError, counted
 from raysgd.torch.interfaces import interface_towards
 from raysgd.version import page
 from raysgd.workers.cluster import actors_on_nodes, ask_nodes, driver_address, join_running
+from raysgd.workers.keeper import trainers
 
 # Each is imported in a process of its own, because an import can end its process. It prints how many GPUs it sees.
 IMPORTS = {
@@ -157,6 +158,11 @@ def examine(folders: Sequence[str] = ()) -> Iterator[Finding]:
     problems += [*judge(machines, metadata.requires("raysgd") or []), *(try_ports(machines, nodes) if cluster else ())]
     problems += [each for folder in folders for each in try_folder(folder, nodes)]
     every = list(machines.values())
+    named = (
+        {name: f"waits {s:.0f} s for its script" if s else "its script runs" for name, s in trainers().items()}
+        if cluster
+        else {}
+    )
     uses = ", ".join(f"{each['address']} ({each['interface']})" for each in every)
     for check, text in {
         "cluster": f"{cluster}: {counted(len(every), 'node')}" if cluster else "none: only this machine is checked",
@@ -166,6 +172,7 @@ def examine(folders: Sequence[str] = ()) -> Iterator[Finding]:
         "ports": f"gloo uses {uses}" if cluster else "",
         "open files": f"{min((each['open_files'] for each in every), default=0):,}",
         "/dev/shm": f"{min((each['shared_free'] for each in every), default=0) >> 20:,} MiB free",
+        "trainers": ", ".join(f"{name} ({text})" for name, text in named.items()),
         "folder": f"{', '.join(folders)}: each node reads what the others write" if folders else "",
     }.items():
         found = [each for each in problems if each.check == check]

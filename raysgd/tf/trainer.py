@@ -25,6 +25,7 @@ from raysgd.training.auto_checkpoint import AutoCheckpoint
 from raysgd.training.call_runner import CallRunner, exclusive
 from raysgd.training.loads import Loads
 from raysgd.training.loops import opened_folder
+from raysgd.training.named import ORPHAN_S, checked_name
 from raysgd.training.replica_base import OperatorReplicaFactory
 from raysgd.training.settings import ReplicaSettings
 from raysgd.training.trainer_base import TrainerBase, described_run, limits_of, make_engine
@@ -75,6 +76,9 @@ class TFTrainer(TrainerBase):
         checkpoints            an `AutoCheckpoint`: makes checkpoints in the loop over `epochs()`, and in `fit()`
         resume                 "auto": load the newest of them, and continue the loop where the script was killed
 
+        name                   lets the workers outlive this script, so that the next one with this name takes them over
+        orphan_s               how many seconds they wait for it
+
     What `TrainingOptions` sets for a `TorchTrainer` is set in Keras: clipping and accumulation on
     the optimizer, mixed precision by Keras' dtype policy.
     """
@@ -102,6 +106,8 @@ class TFTrainer(TrainerBase):
         logdir: str | os.PathLike[str] | None = None,
         checkpoints: AutoCheckpoint | None = None,
         resume: Literal["auto"] | None = None,
+        name: str | None = None,
+        orphan_s: float = ORPHAN_S,
         **unknown: NoReturn,
     ) -> None:
         refuse_unknown(TFTrainer, unknown, {"elastic": ElasticConfig})
@@ -113,7 +119,7 @@ class TFTrainer(TrainerBase):
         self.config = check_config(config, number)
         check_flags(use_gpu=use_gpu)
         resources = WorkerResources.parse(num_cpus_per_worker, use_gpu, resources_per_worker, gpu_asked=use_gpu or None)
-        remote, elastic = needs_ray(use_ray, number, resources), elastic or ElasticConfig()
+        remote, elastic = needs_ray(use_ray or name is not None, number, resources), elastic or ElasticConfig()
         refuse_rates(elastic, OF_ALL_WORKERS)
         fit, evaluate = checked_fit_config(self.config, FIT), checked_fit_config(self.config, EVALUATE)
         run = described_run(TFTrainer, operator_cls, self.config, number, logdir)
@@ -137,7 +143,10 @@ class TFTrainer(TrainerBase):
         make_backend = partial(
             TensorFlowBackend, join_s=limits.join_s, threads=settings.threads, use_gpu=settings.use_gpu
         )
-        engine = make_engine(self._factory, calls, resources, elastic, limits, initialization_hook, make_backend)
+        named = checked_name(name, orphan_s, use_ray)
+        engine = make_engine(
+            self._factory, calls, resources, elastic, limits, initialization_hook, make_backend, named=named
+        )
         self._loads = Loads(engine, lambda file: states.parse(file.read()), states.packed)
         super().__init__(engine, calls, number, folder, resume=resume is not None)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
@@ -29,6 +29,10 @@ OTHER_ROWS = (
     "the checkpoint was saved with other rows in the {}: the data is divided by other indices now, so rows that were trained on can be "
     "in the validation. Divide it in the same way in each run, for example with random_split(..., "
     "generator=torch.Generator().manual_seed(0))"
+)
+NOT_NAMED = (
+    "a trainer with name= cannot read a Ray Dataset: the process that reads it ends with the script. Leave out the name, or pass a "
+    "DataLoader or a raysgd.data.ShardedStream"
 )
 # The trainer's arguments that are settings objects.
 GROUPS = {"options": TrainingOptions, "elastic": ElasticConfig}
@@ -126,7 +130,12 @@ def check_predicted(data: Any, batch_size: Any) -> None:
         )
 
 
-def opened(dataset: Any, group: Any) -> Any:
+def no_rows(*_: Any) -> NoReturn:
+    """Refuse a Ray Dataset that a worker has made."""
+    raise ConfigError(NOT_NAMED)
+
+
+def opened(dataset: Any, group: Any, *, named: bool) -> Any:
     """Return what `train(dataset=...)` sends to the workers. The rows of a Ray Dataset are read on
     the driver, and workers get a way to them."""
     if dataset is None or (not RayData.is_given_as(dataset) and hasattr(dataset, "set_num_shards")):
@@ -136,6 +145,8 @@ def opened(dataset: Any, group: Any) -> Any:
             f"dataset must be a raysgd.data.Dataset or a Ray Dataset, got {shown(dataset)}: pass one of these, or register "
             "loaders and other iterables in setup with self.register_data(train_loader=...)"
         )
+    if named:
+        no_rows()
     data = RayData.of(dataset)
     return replace(data, dataset=group.rows(data.dataset))
 

@@ -29,7 +29,7 @@ from raysgd.training.arguments import check_call, check_common, refuse_unknown
 from raysgd.training.auto_checkpoint import AutoCheckpoint
 from raysgd.training.call_runner import CallRunner, exclusive
 from raysgd.training.loops import opened_folder
-from raysgd.training.named import checked_name
+from raysgd.training.named import ORPHAN_S, checked_name
 from raysgd.training.trainer_base import TrainerBase, described_run, limits_of, make_engine
 
 logger = logging.getLogger("raysgd")
@@ -114,7 +114,7 @@ class TorchTrainer(TrainerBase):
         checkpoints: AutoCheckpoint | None = None,
         resume: Literal["auto"] | None = None,
         name: str | None = None,
-        orphan_s: float = 600.0,
+        orphan_s: float = ORPHAN_S,
         use_local: bool = False,
         serialize_data_creation: bool = False,
         **unknown: NoReturn,
@@ -146,13 +146,13 @@ class TorchTrainer(TrainerBase):
             scheduler_step_freq=scheduler_step_freq,
             elastic=elastic,
             snapshot_every=elastic.snapshot_every,
-            rows=SharedRowReaders(uuid4().hex[:8]) if remote else local_row_reader,
+            rows=setup.no_rows if name else SharedRowReaders(uuid4().hex[:8]) if remote else local_row_reader,
         )
         run = described_run(TorchTrainer, training_operator_cls, self.config, num_workers, logdir)
         calls, limits = CallRunner(callbacks, run, bar=use_tqdm), limits_of(timeout_s, elastic)
         self._factory = setup.replica_factory(training_operator_cls, worker_config, settings, calls.on_workers)
         make_backend = partial(strategy.make_backend, join_s=limits.join_s, collective_s=limits.collective_s)
-        named = checked_name(name, orphan_s, sharded=strategy.sharded is not None)
+        named = checked_name(name, orphan_s, use_ray, sharded=strategy.sharded is not None)
         engine = make_engine(
             self._factory, calls, resources, elastic, limits, initialization_hook, make_backend, strategy.sharded, named
         )
@@ -184,7 +184,7 @@ class TorchTrainer(TrainerBase):
         """
         check_call(num_steps, max_retries, info)
         check_flags(profile=profile, reduce_results=reduce_results)
-        data = self._engine.pack(setup.opened(dataset, self._engine.group))
+        data = self._engine.pack(setup.opened(dataset, self._engine.group, named=self._calls.named is not None))
         job = self._train_job(num_steps, profile, info, max_retries, dataset=data, reduced=reduce_results)
         result, each = self._calls.measure(self._engine, "train", job)
         return result if reduce_results else each

@@ -7,18 +7,22 @@ import logging
 import pickle
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Set
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from raysgd.callbacks.history import History
-from raysgd.config import WorkerResources, at_least
+from raysgd.config import at_least
 from raysgd.engine.engine import Engine
-from raysgd.errors import ConfigError, shown
+from raysgd.errors import ConfigError, counted, shown
 from raysgd.training.replica_base import OperatorReplicaFactory
-from raysgd.workers.cluster import ensure_cluster
 from raysgd.workers.keeper import Tenure
+from raysgd.workers.serialization import dumps
 
 logger = logging.getLogger("raysgd")
+
+ORPHAN_S = 600.0
+MOST_SHOWN = 80  # characters of a setting in an error
 
 
 class NamedRun:
@@ -28,59 +32,74 @@ class NamedRun:
     body of a loop over `epochs()`, a script that is started again gets what had returned there, in
     order, and continues with the call that was running. Bodies that make other calls, because the
     code was changed, get nothing from it.
-
-    settings  what must be the same in both scripts
     """
 
-    @classmethod
-    def of(cls, named: tuple[str, float], factory: OperatorReplicaFactory, resources: WorkerResources) -> NamedRun:
-        """Take the lease of a trainer. Raise TrainerBusyError if another script has it."""
-        ensure_cluster(resources)
-        own = {"operator": factory.operator_cls.__name__, "config": dict(factory.config)}
-        return cls(Tenure(*named), own | {"num_workers": factory.settings.num_workers})
-
-    def __init__(self, tenure: Tenure, settings: Mapping[str, Any]) -> None:
-        self.tenure, self._settings = tenure, dict(settings)
+    def __init__(self, tenure: Tenure, factory: OperatorReplicaFactory) -> None:
+        self.tenure, self._settings = tenure, dict(_settings(factory, tenure.orphan_s))
         self.before: dict[str, Any] = pickle.loads(tenure.record) if tenure.record else {}
         self.attached = False
         self._body: list[tuple[str, Any, Any]] = []  # the calls of this body that have returned
         self._replayed: list[tuple[str, Any, Any]] = []  # those of the last script that this one has not made yet
         self._place: tuple[int, int] = (0, 0)  # the loop, and its epochs that are done
         self._counts: tuple[int, int] = (0, 0)
+        self._warned = False
 
     def start(self, engine: Engine) -> None:
         """Take over the workers of the last script, or start workers if there are none."""
-        if self.tenure.term > 1:
-            self._check_equal()
-            before = self.before
-            self.attached = engine.attach(
-                trained=before.get("trained"),
-                reached=before.get("reached"),
-                recoveries=before.get("recoveries", ()),
-            )
+        name, before = self.tenure.name, self.before
+        if before:
+            self._check_equal(before["settings"])
+        self.attached = engine.attach(
+            trained=before.get("trained"), reached=before.get("reached"), recoveries=before.get("recoveries", ())
+        )
         if not self.attached:
+            if before:
+                logger.warning(
+                    "the workers that the last script with the trainer %r has left have ended: starting new ones", name
+                )
             self.before = {}
             self.tenure.commit(b"")  # before there are workers that would not fit it
             engine.start()
             return
-        self._place, self._counts = self.before["place"], self.before["counts"]
+        self._place, self._counts = before["place"], before["counts"]
         logger.warning(
-            "attached to %d workers of the trainer %r, in epoch %d after %d batches: a loop over trainer.epochs() continues "
-            "there, and any other loop begins again",
-            engine.world_size,
-            self.tenure.name,
+            "attached to the %s of the trainer %r, in epoch %d after batch %d: training continues there, with the code of this "
+            "script",
+            counted(engine.world_size, "worker"),
+            name,
             engine.progress.epoch,
             engine.progress.step,
         )
 
-    def _check_equal(self) -> None:
-        for name, value in self._settings.items():
-            had = self.before.get("settings", self._settings).get(name)
-            if had != value:
-                raise ConfigError(
-                    f"the trainer {self.tenure.name!r} has workers that were started with {name}={shown(had)}, and this script has "
-                    f"{name}={shown(value)}: use the same, choose another name, or end them with `raysgd end {self.tenure.name}`"
-                )
+    def _check_equal(self, had: Mapping[str, str]) -> None:
+        names = [name for name in {**had, **self._settings} if had.get(name) != self._settings.get(name)]
+        if names:
+            this, last = (
+                ", ".join(f"{name}={(of.get(name) or 'nothing')[:MOST_SHOWN]}" for name in names)
+                for of in (self._settings, had)
+            )
+            raise ConfigError(
+                f"this script has {this}, and the workers of the trainer {self.tenure.name!r}, which wait for it, were started with "
+                f"{last}: use that, choose another name, or end them with `raysgd end {self.tenure.name}`"
+            )
+
+    def leave(self) -> None:
+        """Say what becomes of the workers, because the script has ended by an error."""
+        logger.warning(
+            "the workers of the trainer %r keep its state for %g s: run the script again to continue, or end them with "
+            "`raysgd end %s`",
+            *(self.tenure.name, self.tenure.orphan_s, self.tenure.name),
+        )
+
+    def warn_of_plain_loop(self, epochs: int) -> None:
+        """Warn, once, of a call of `train` that no loop over `epochs()` makes."""
+        if self.attached and epochs and not self._warned:
+            self._warned = True
+            logger.warning(
+                "this script calls train() outside of a loop over trainer.epochs(n), and so repeats epochs: %d were trained before "
+                "it was started again. Write `for epoch in trainer.epochs(n):`, which continues with the one that was running",
+                epochs,
+            )
 
     # -- the loop -------------------------------------------------------------------------------------
 
@@ -137,19 +156,44 @@ class NamedRun:
             "counts": self._counts,
             "body": self._body,
         }
-        self.tenure.commit(pickle.dumps(record))
+        self.tenure.commit(dumps(record))
 
 
-def checked_name(name: Any, orphan_s: Any, *, sharded: bool) -> tuple[str, float] | None:
+def checked_name(name: Any, orphan_s: Any, use_ray: bool | None, *, sharded: bool = False) -> tuple[str, float] | None:
     """Return the trainer's name and how long its workers wait, None without a name."""
-    if name is None:
+    if name is None and orphan_s == ORPHAN_S:
         return None
     if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name):
         raise ConfigError(f"name must be a text of letters, digits, '.', '-' and '_', got {name!r}")
     if sharded:
-        raise ConfigError("name= is not possible with a sharded model: nobody has tried whether its shards survive")
+        raise ConfigError("name= is not possible with a sharded model: leave it out, or use parallel='ddp'")
+    if use_ray is False:
+        raise ConfigError("name= needs a worker that is a process of its own: leave out use_ray=False")
     at_least("orphan_s", orphan_s, 1)
     return name, float(orphan_s)
+
+
+def _settings(factory: OperatorReplicaFactory, orphan_s: float) -> Iterator[tuple[str, str]]:
+    """Yield what must be the same in the next script, as names and texts."""
+    yield "training_operator_cls", factory.operator_cls.__name__
+    yield from _texts("orphan_s", orphan_s)
+    yield from _texts("config", factory.config)
+    for each in fields(factory.settings):
+        if each.name not in ("rows", "use_tqdm"):
+            yield from _texts(each.name, getattr(factory.settings, each.name))
+
+
+def _texts(name: str, value: Any) -> Iterator[tuple[str, str]]:
+    """Yield the parts of a setting, without what differs in each process."""
+    if isinstance(value, Mapping) or (is_dataclass(value) and not isinstance(value, type)):
+        parts = (
+            value if isinstance(value, Mapping) else {each.name: getattr(value, each.name) for each in fields(value)}
+        )
+        for part, each in parts.items():
+            yield from _texts(f"{name}[{part!r}]" if parts is value else f"{name}.{part}", each)
+    else:
+        ordered = sorted(value, key=repr) if isinstance(value, Set) else value
+        yield name, re.sub(r" at 0x\w+", "", shown(ordered, 1 << 16))
 
 
 def ended_by_itself() -> bool:

@@ -38,6 +38,7 @@ from raysgd.training.replica_base import (
 )
 from raysgd.training.saves import SaveHandle, Saves
 from raysgd.workers.inline_group import InlineGroup
+from raysgd.workers.keeper import Tenure
 
 # What a call measured: epoch, batch_count, num_samples, and the metrics that the operator returned.
 Metrics = dict[str, Any]
@@ -222,6 +223,8 @@ class TrainerBase(ABC):
         self._saves.raise_failed()
         self._loops.begin_call(num_steps)
         arguments["epochs"] = self._loops.epochs
+        if self._calls.named is not None and self._loops.epochs is None:
+            self._calls.named.warn_of_plain_loop(self._engine.progress.epoch)
         return Job(
             Call(ReplicaBase.train, arguments),
             again="resume",
@@ -390,6 +393,8 @@ class TrainerBase(ABC):
         """End the workers; with `leave`, let them wait for the next script."""
         if self._calls.named is not None:
             atexit.unregister(self._at_exit)
+            if leave and self._engine.active:
+                self._calls.named.leave()
         try:
             self._loops.close(force=force)
             if not force:
@@ -445,16 +450,16 @@ def make_engine(
         )
     listens = factory.operator_cls.on_preemption_notice is not OperatorBase.on_preemption_notice
     backend: ProcessGroupBackend = SingleWorkerBackend()
-    if settings.distributed:
+    if settings.distributed or named is not None:
         from raysgd.workers.cluster import driver_address, ensure_cluster
 
-        ensure_cluster(resources)
-        backend = make_backend(host=driver_address())
+        ensure_cluster(resources, lasting=named is not None)
+        backend = make_backend(host=driver_address()) if settings.distributed else backend
     group: Any = InlineGroup(backend)
     if settings.threads is not None:  # of a process of its own
         from raysgd.workers.ray_group import RayGroup
 
-        calls.named = None if named is None else NamedRun.of(named, factory, resources)
+        calls.named = None if named is None else NamedRun(Tenure(*named), factory)
         tenure = None if calls.named is None else calls.named.tenure
         group = RayGroup(backend, resources, unreachable_s=limits.unreachable_s, tenure=tenure)
     return Engine(

@@ -41,9 +41,9 @@ def boot_time() -> float:
 class KeeperActor:
     """Owns the lease of one trainer. Its calls are performed one at a time."""
 
-    def __init__(self, orphan_s: float) -> None:
-        self._lease = Lease(until=boot_time())
-        self._orphan_s = orphan_s
+    def __init__(self, orphan_s: float, lease: Lease) -> None:
+        self._lease, self._orphan_s = lease, orphan_s
+        lease.until = boot_time()
         threading.Thread(target=self._end_if_abandoned, daemon=True).start()
 
     def perform(self, method: str, *given: Any) -> Any:
@@ -53,6 +53,11 @@ class KeeperActor:
     def workers(self) -> list[str]:
         return list(self._lease.workers)
 
+    def waits_s(self) -> float:
+        """Return for how long the workers wait for a script; 0 if it runs."""
+        left = self._lease.until - boot_time()
+        return 0.0 if left > 0 else max(left + self._orphan_s, 0.1)
+
     def _end_if_abandoned(self) -> None:
         while boot_time() < self._lease.until + self._orphan_s + PATIENCE_S:
             time.sleep(RENEW_EVERY_S)
@@ -60,27 +65,35 @@ class KeeperActor:
 
 
 class Tenure:
-    """Owns this driver's term, and the thread that renews its lease. `record` is what the driver
-    before has committed, b"" if there was none."""
+    """Owns this driver's term, and the thread that renews its lease. `record` is what the newest
+    driver has committed, b"" if there was none."""
 
     def __init__(self, name: str, orphan_s: float) -> None:
+        self.name, self.orphan_s = name, orphan_s
+        self._over, self._superseded = threading.Event(), False
+        self.on_renewed: Callable[[], None] = lambda: None
+        self._renewed_at = boot_time()
+        self._launched: list[str] = []  # workers
+        # Terms grow also if a keeper fails, and nobody is left who knows the newest one.
+        self.term, self.record = int(time.time()), b""
+        self._keeper = self._make_keeper()
+        self.term, self.record = self._take()
+        threading.Thread(target=self._renew_often, name="raysgd-lease", daemon=True).start()
+
+    def _make_keeper(self) -> Any:
+        """Return the trainer's keeper. If there is none, it begins with what this driver knows."""
         import ray
 
-        self.name, self.orphan_s = name, orphan_s
-        actor: Any = ray.remote(KeeperActor)
-        self._keeper = actor.options(
-            name=keeper_name(name),
+        lease = Lease(self.term, self.record, self._launched, witnessed=self.term if self._launched else 0)
+        keeper: Any = ray.remote(KeeperActor).options(
+            name=keeper_name(self.name),
             namespace=NAMESPACE,
             lifetime="detached",
             get_if_exists=True,
             num_cpus=0,
             resources=HEAD,
-        ).remote(orphan_s)
-        self._over, self._superseded = threading.Event(), False
-        self.on_renewed: Callable[[], None] = lambda: None
-        self._renewed_at = boot_time()
-        self.term, self.record = self._take()
-        threading.Thread(target=self._renew_often, name="raysgd-lease", daemon=True).start()
+        )
+        return keeper.remote(self.orphan_s, lease)
 
     def _take(self) -> tuple[int, bytes]:
         """Wait a few seconds for a driver that has just ended. Raise TrainerBusyError if it has
@@ -93,20 +106,30 @@ class Tenure:
                 return grant.term, grant.record
             if boot_time() > until:
                 raise TrainerBusyError(
-                    f"another script is the driver of the trainer {self.name!r}. If it has ended, or was stopped, its lease ends "
-                    f"in {grant.wait_s:.0f} s: try again then, or choose another name"
+                    f"the trainer {self.name!r} has a driver: another script, or an object of this one. End that, or choose another "
+                    f"name. If it was stopped, or its machine has failed, its lease ends in {grant.wait_s:.0f} s: try again then"
                 )
             time.sleep(0.2)
 
     def _ask(self, method: str, *given: Any) -> Any:
         import ray
 
-        try:
-            return ray.get(self._keeper.perform.remote(method, *given), timeout=ANSWER_S)
-        except Exception as error:
+        for attempt in (1, 2):
+            try:
+                return ray.get(self._keeper.perform.remote(method, *given), timeout=ANSWER_S)
+            except ray.exceptions.RayActorError as error:
+                if attempt == 1 and not self._over.is_set():
+                    logger.warning(
+                        "the process that keeps the lease of the trainer %r has failed: starting another", self.name
+                    )
+                    self._keeper = self._make_keeper()
+                    continue
+                failure: Exception = error
+            except Exception as error:
+                failure = error
             raise ClusterError(
-                f"the actor that keeps the lease of the trainer {self.name!r} has failed: {error}"
-            ) from error
+                f"the process that keeps the lease of the trainer {self.name!r} does not answer: {failure}"
+            ) from failure
 
     def _renew_often(self) -> None:
         while not self._over.wait(RENEW_EVERY_S):
@@ -122,7 +145,8 @@ class Tenure:
         if self._superseded or not self._ask("renew", self.term, record):
             self._superseded = True
             raise SupersededError(
-                f"another script has taken over the workers of the trainer {self.name!r}: this one cannot use them any more"
+                f"another script, or `raysgd end`, has taken over the workers of the trainer {self.name!r}: this one cannot use "
+                "them any more"
             )
         self._renewed_at = sent
         self.on_renewed()
@@ -133,6 +157,7 @@ class Tenure:
 
     def options(self, worker: str) -> dict[str, Any]:
         """Return the options of the actor that is this worker."""
+        self._launched.append(worker)
         return {"name": worker_name(self.name, worker), "namespace": NAMESPACE, "lifetime": "detached"}
 
     def for_workers(self) -> WorkerTenure:
@@ -145,11 +170,23 @@ class Tenure:
 
     def commit(self, record: bytes) -> None:
         """Store what the next driver needs, before the call that it is about returns."""
+        self.record = record
         self._renew(record)
 
     def left_workers(self) -> dict[str, Any]:
-        """Return the handles of the workers that are left, by their names."""
-        return _left_workers(self._keeper, self.name)
+        """Return the handles of the workers that are left and have not ended, by their names. End
+        those that were still starting."""
+        import ray
+
+        found, prefix = {}, worker_name(self.name, "")
+        started = ray.get(self._keeper.workers.remote(), timeout=ANSWER_S)
+        for each in [each for each in _actors() if each.startswith(prefix)]:
+            worker = each.removeprefix(prefix)
+            with contextlib.suppress(ValueError):  # it has ended since then
+                found[worker] = ray.get_actor(each, namespace=NAMESPACE)
+                if worker not in started:
+                    ray.kill(found.pop(worker))
+        return found
 
     def stop(self, *, end: bool) -> None:
         """Renew no longer. With `end`, the trainer has ended, and so does its keeper."""
@@ -161,39 +198,38 @@ class Tenure:
 
 
 def end_trainer(name: str) -> int:
-    """End the workers of a trainer, and its keeper. Return how many there were. Raise ConfigError
-    if there is no such trainer."""
+    """End the workers of a trainer whose script has ended, and its keeper. Return how many there
+    were. Raise ConfigError if there is no such trainer, TrainerBusyError if its script runs."""
     import ray
 
-    try:
-        keeper = ray.get_actor(keeper_name(name), namespace=NAMESPACE)
-    except ValueError:
-        found = [each["name"] for each in ray.util.list_named_actors(all_namespaces=True)]
-        names = sorted(each.removeprefix("raysgd:") for each in found if each.count(":") == 1 and "raysgd:" in each)
-        raise ConfigError(f"there is no trainer {name!r} in this cluster: its trainers are {names}") from None
-    workers = _left_workers(keeper, name)
-    ray.kill(keeper)
+    if name not in (found := trainers()):
+        raise ConfigError(f"there is no trainer {name!r} in this cluster: its trainers are {sorted(found)}")
+    tenure = Tenure(name, 0.0)
+    workers = tenure.left_workers()
     for worker in workers.values():
         ray.kill(worker)
+    tenure.stop(end=True)
     return len(workers)
 
 
-def _left_workers(keeper: Any, name: str) -> dict[str, Any]:
-    """Return the handles of a trainer's workers that have not ended, by their names. End those that
-    were still starting."""
+def trainers() -> dict[str, float]:
+    """Return for how many seconds the workers of each trainer with a name still wait for its
+    script; 0 if that runs."""
     import ray
 
-    found, prefix = {}, worker_name(name, "")
-    started = ray.get(keeper.workers.remote(), timeout=ANSWER_S)
-    for each in ray.util.list_named_actors(all_namespaces=True):
-        worker = each["name"].removeprefix(prefix)
-        if each["namespace"] != NAMESPACE or worker == each["name"]:
-            continue
-        with contextlib.suppress(ValueError):  # it has ended since then
-            found[worker] = ray.get_actor(each["name"], namespace=NAMESPACE)
-            if worker not in started:
-                ray.kill(found.pop(worker))
+    found: dict[str, float] = {}
+    for each in [each for each in _actors() if each.count(":") == 1]:
+        with contextlib.suppress(ValueError, ray.exceptions.RayActorError):  # it has ended since then
+            keeper: Any = ray.get_actor(each, namespace=NAMESPACE)
+            found[each.removeprefix(keeper_name(""))] = ray.get(keeper.waits_s.remote(), timeout=ANSWER_S)
     return found
+
+
+def _actors() -> list[str]:
+    import ray
+
+    found = ray.util.list_named_actors(all_namespaces=True)
+    return [each["name"] for each in found if each["namespace"] == NAMESPACE]
 
 
 @dataclass(frozen=True)
