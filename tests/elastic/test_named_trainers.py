@@ -1,0 +1,318 @@
+"""What a user sees of a trainer with a name whose script ends at any moment, or whose notebook's kernel does."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import tempfile
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch import nn
+
+from tests.background import Background
+from tests.tiers import NIGHTLY
+
+# The phases of the script's life in which it is killed. In "recovery", a worker has just been killed.
+PHASES = ("train", "recovery", "save", "validate", "resize", "between", "start")
+COMMAND = "from raysgd.cli import main; main()"
+OPERATOR = textwrap.dedent(
+    """
+    import json, os, signal, sys, threading, time
+    import torch
+    from torch import nn
+    from torch.utils.data import DataLoader, TensorDataset
+    from raysgd.callbacks import Callback
+    from raysgd.torch import TorchTrainer, TrainingOperator
+
+    class Line(TrainingOperator):
+        def setup(self, config):
+            x = torch.linspace(-1, 1, 480).unsqueeze(1)
+            model = nn.Linear(1, config.get("outputs", 1))
+            nn.init.zeros_(model.weight), nn.init.zeros_(model.bias)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+            self.register(models=model, optimizers=optimizer, criterion=nn.MSELoss())
+            data = TensorDataset(x, 2 * x + 5)
+            self.register_data(
+                train_loader=DataLoader(data, batch_size=8, shuffle=False),
+                validation_loader=DataLoader(data, batch_size=8),
+            )
+
+        def train_batch(self, batch, info):
+            time.sleep(0.01)
+            return super().train_batch(batch, info)
+    """
+)
+SCRIPT = OPERATOR + textwrap.dedent(
+    """
+    name, workers, phase, seconds, config = json.loads(sys.argv[1])
+
+    def enter(this):
+        if this == phase:
+            threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
+
+    class Late(Callback):  # kills in the second epoch
+        def on_progress(self, now):
+            if now.kind == "train" and now.progress.epoch == 2 and phase in ("train", "recovery"):
+                if phase == "recovery":
+                    os.kill(victim, signal.SIGKILL)
+                enter(phase)
+
+    enter("start")
+    trainer = TorchTrainer(
+        training_operator_cls=Line, num_workers=workers, use_gpu=False, config=config, name=name, orphan_s=60,
+        callbacks=[Late()],
+    )
+    victim = trainer.apply_all_workers(os.getpid)[-1]
+    for epoch in trainer.epochs(3):
+        trainer.train()
+        enter("validate")
+        trainer.validate()
+        enter("save")
+        trainer.save("line.pt")
+        if epoch == 2 and workers > 2:
+            enter("resize")
+            trainer.resize(2)
+            trainer.resize(3)
+        enter("between")
+        time.sleep(1.0 if phase == "between" else 0.0)
+    model = trainer.get_model()
+    rows = [(row["kind"], row["epoch"], row["step"]) for row in trainer.history]
+    recoveries = [(each.reason, each.batches_redone) for each in trainer.recoveries]
+    trainer.shutdown()
+    print(json.dumps([trainer.attached, model.weight.item(), model.bias.item(), rows, recoveries]))
+    """
+)
+
+
+def undisturbed(batch: int) -> tuple[float, float]:
+    x = torch.linspace(-1, 1, 480).unsqueeze(1)
+    model = nn.Linear(1, 1)
+    nn.init.zeros_(model.weight), nn.init.zeros_(model.bias)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for part in list(x.split(batch)) * 3:
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(part), 2 * part + 5).backward()
+        optimizer.step()
+    return model.weight.item(), model.bias.item()
+
+
+def written(background: Background, script: str = SCRIPT) -> Path:
+    folder = background.folder()
+    (folder / "script.py").write_text(script, encoding="utf-8")
+    return folder
+
+
+def killed_and_again(background: Background, seed: int) -> tuple[str, float, list[Any]]:
+    """Kill the script in a random moment, and run it again."""
+    draw = random.Random(seed)
+    phase, seconds = PHASES[seed % len(PHASES)], draw.uniform(0.0, 0.6)
+    folder, name = written(background), f"line-{seed}"
+    given = json.dumps([name, 3, phase, seconds * (8 if phase == "start" else 1), {}])
+    first = background.run("script.py", given, connected=True, folder=folder)
+    if first.returncode == 0:  # it was faster
+        return phase, seconds, json.loads(first.stdout.splitlines()[-1])
+    assert first.returncode == -signal.SIGKILL, first.stderr
+    again = background.run("script.py", json.dumps([name, 3, "", 0, {}]), connected=True, folder=folder)
+    assert again.returncode == 0, again.stderr
+    return phase, seconds, json.loads(again.stdout.splitlines()[-1])
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("seed", range(50 if NIGHTLY else 3))
+@pytest.mark.script(run=killed_and_again)
+def test_a_script_that_is_killed_at_any_moment_continues(outcome: Any, seed: int) -> None:
+    phase, seconds, (attached, *weights, rows, recoveries) = outcome()
+    print(f"killed {seconds:.2f} s after the beginning of {phase!r}: attached={attached}, {recoveries}")
+    assert weights == pytest.approx(undisturbed(24), abs=1e-5)
+    assert rows == [[kind, epoch, 20 * epoch] for epoch in (1, 2, 3) for kind in ("train", "validate")]
+    assert all(redone == 0 for _, redone in recoveries)
+    assert attached or phase == "start"
+
+
+# -- a cluster of its own -----------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def own_place() -> Iterator[dict[str, str]]:
+    """Yield an environment in which no cluster is found. Its folder is short, because paths of sockets are limited."""
+    folder = tempfile.mkdtemp(prefix="rg-", dir="/tmp")
+    try:
+        yield {"RAY_ADDRESS": "", "RAY_TMPDIR": folder, "TMPDIR": folder}
+    finally:
+        for process in of(folder):
+            process.kill()
+        shutil.rmtree(folder)
+
+
+def of(folder: str) -> list[psutil.Process]:
+    """Return the processes that use this folder."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get("RAY_TMPDIR") == folder and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+def left(folder: str, within_s: float) -> list[str]:
+    """Return what is left there of processes, and of files that are not Ray's own."""
+    until = time.monotonic() + within_s
+    while True:
+        files = [each for each in os.listdir(folder) if not each.startswith(("ray", "session"))]
+        processes = [" ".join(process.cmdline()[:3]) for process in of(folder)]
+        if not (files or processes) or time.monotonic() > until:
+            return files + processes
+        time.sleep(0.2)
+
+
+def without_a_cluster(background: Background) -> dict[str, Any]:
+    with own_place() as environment:
+        place, folder = environment["RAY_TMPDIR"], written(background)
+        killed, again = (json.dumps(["line", 2, phase, 0.1, {}]) for phase in ("train", ""))
+        first = background.run("script.py", killed, folder=folder, **environment)
+        listed = background.run("-c", COMMAND, "doctor", folder=folder, **environment)
+        second = background.run("script.py", again, folder=folder, **environment)
+        left_after = left(place, 20.0)
+        third = background.run("script.py", killed, folder=folder, **environment)
+        ended = background.run("-c", COMMAND, "end", "line", folder=folder, **environment)
+        left_last = left(place, 20.0)
+    return locals()
+
+
+@pytest.mark.more
+@pytest.mark.script(run=without_a_cluster)
+def test_a_cluster_that_raysgd_starts_outlives_the_script_and_nothing_else(outcome: Any) -> None:
+    seen = outcome()
+    assert seen["first"].returncode == -signal.SIGKILL
+    assert "which ends when no script uses it" in seen["first"].stderr
+    assert "line (waits" in seen["listed"].stdout
+    assert "attached to the 2 workers of the trainer 'line'" in seen["second"].stderr, seen["second"].stderr
+    attached, *weights, rows, recoveries = json.loads(seen["second"].stdout.splitlines()[-1])
+    assert attached and weights == pytest.approx(undisturbed(16), abs=1e-6)
+    assert recoveries == [["takeover", 0]]
+    assert seen["left_after"] == []
+    assert seen["ended"].stdout == "ended 2 workers of the trainer line\n"
+    assert seen["left_last"] == []
+
+
+# -- another script with this name --------------------------------------------------------------------
+
+LOOP = """
+trainer = TorchTrainer(
+    training_operator_cls=Line, num_workers=2, use_gpu=False, config={CONFIG}, name={NAME!r}, orphan_s=60, callbacks=[Killer()]
+)
+for epoch in {EPOCHS}:
+    trainer.train()
+    trainer.validate()
+rows = [(row["kind"], row["epoch"], row["step"], row.get("version")) for row in trainer.history]
+recoveries = [(each.reason, each.batches_redone) for each in trainer.recoveries]
+weight = trainer.get_model().weight.item()
+trainer.shutdown()
+print(json.dumps([trainer.attached, weight, rows, recoveries]))
+"""
+KILLER = """
+class Killer(Callback):
+    def on_progress(self, now):
+        if now.progress.step >= 45 and now.kind == "train" and {ENDS}:
+            os.kill(os.getpid(), signal.SIGKILL)
+"""
+EDITED = """
+class Line(Line):
+    def validate(self, iterator, info):
+        return {**super().validate(iterator, info), "version": 2}
+"""
+
+
+def cells(
+    name: str, *, ends: bool, config: str = "{}", epochs: str = "trainer.epochs(3)", edited: str = ""
+) -> list[str]:
+    killer = KILLER.replace("{ENDS}", str(ends))
+    return [OPERATOR + edited, killer, LOOP.replace("{CONFIG}", config).format(NAME=name, EPOCHS=epochs)]
+
+
+def others(background: Background) -> dict[str, Any]:
+    """Kill a script, and run others with the name of its trainer."""
+
+    def run(**given: Any) -> subprocess.CompletedProcess[str]:
+        folder = written(background, "\n".join(cells("others", **given)))
+        return background.run("script.py", connected=True, folder=folder)
+
+    killed = run(ends=True)
+    learning = run(ends=False, config="{'lr': 1}")
+    broken = run(ends=False, edited=EDITED.replace("return", "return raised +").replace("class", "unknown\nclass"))
+    shaped = run(ends=False, edited=EDITED + "    def setup(self, config):\n        super().setup({'outputs': 2})\n")
+    in_setup = run(ends=False, edited=EDITED + "    def setup(self, config):\n        raise OSError('no data')\n")
+    plain = run(ends=False, edited=EDITED, epochs="range(2)")
+    return locals()
+
+
+@pytest.mark.more
+@pytest.mark.script(run=others)
+def test_another_script_with_this_name_must_fit_and_its_code_is_taken(outcome: Any) -> None:
+    seen = outcome()
+    assert seen["killed"].returncode == -signal.SIGKILL
+    assert "this script has config['lr']=1, and the workers of the trainer 'others'" in seen["learning"].stderr
+    assert "NameError" in seen["broken"].stderr
+    assert "size mismatch for weight" in seen["shaped"].stderr
+    assert "no data" in seen["in_setup"].stderr
+    assert "keep its state for 60 s" in seen["in_setup"].stderr
+    assert "calls train() outside of a loop over trainer.epochs(n)" in seen["plain"].stderr
+    attached, _, rows, recoveries = json.loads(seen["plain"].stdout.splitlines()[-1])
+    assert attached and recoveries == [["takeover", 0]]
+    assert [row[:3] for row in rows] == [
+        ["train", 1, 30],
+        ["validate", 1, 30],
+        *([k, e, 30 * e] for e in (2, 3) for k in ("train", "validate")),
+    ]
+    assert [row[3] for row in rows if row[0] == "validate"] == [None, 2, 2]
+
+
+NOTEBOOK = """
+import json, sys
+import nbclient, nbformat
+
+def run(cells):
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(each) for each in cells])
+    nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3").execute()
+    return json.loads(notebook.cells[-1].outputs[-1].text.splitlines()[-1])
+
+first, again = json.load(sys.stdin)
+try:
+    run(first)
+except nbclient.exceptions.DeadKernelError:
+    print(json.dumps(run(again)))
+"""
+
+
+def notebook(background: Background) -> list[Any]:
+    both = json.dumps([cells("notebook", ends=True), cells("notebook", ends=False, edited=EDITED)])
+    script = NOTEBOOK.replace("json.load(sys.stdin)", f"json.loads({both!r})")
+    done = background.run("script.py", connected=True, folder=written(background, script))
+    assert done.returncode == 0, done.stderr
+    found: list[Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.more
+@pytest.mark.script(run=notebook)
+def test_cells_that_are_run_again_after_the_kernel_was_killed_continue(outcome: Any) -> None:
+    pytest.importorskip("nbclient")
+    attached, weight, rows, recoveries = outcome()
+    assert attached and recoveries == [["takeover", 0]]
+    assert weight == pytest.approx(undisturbed(16)[0], abs=1e-6)
+    assert [row[:3] for row in rows] == [
+        [kind, epoch, 30 * epoch] for epoch in (1, 2, 3) for kind in ("train", "validate")
+    ]
+    assert [row[3] for row in rows if row[0] == "validate"] == [None, 2, 2]
