@@ -81,8 +81,9 @@ class Replica(Protocol):
     def state(self) -> bytes:
         """Worker: return everything that another process needs to continue from here."""
 
-    def load(self, data: bytes) -> None:
-        """Worker: take the state of another replica."""
+    def load(self, data: bytes, *, other_code: bool = False) -> None:
+        """Worker: take the state of another replica. One of `other_code` need not fit: raise an
+        error then, before anything is changed."""
 
     def close(self) -> None:
         """Worker: release files, threads and loaders."""

@@ -35,7 +35,7 @@ logger = logging.getLogger("raysgd")
 ATTEMPTS, MOST_CAUSES = 3, 8
 SLOW_S = 15.0
 # The phase of a recovery (`PHASES` of raysgd.core.policy) to which each question to the workers belongs.
-PHASE_OF = {"leave": "leave", "prepare": "setup", "build": "setup", "offer": "join", "join": "join"}
+PHASE_OF = {"leave": "leave", "prepare": "setup", "build": "setup", "attach": "setup", "offer": "join", "join": "join"}
 
 
 class Generation:
@@ -156,7 +156,10 @@ class Generation:
         while self._table.clock() < deadline and any(i.stage < Stage.UP and i.ended is None for i in infos):
             self._table.pump(LOOK_S)
         up = [info.worker for info in infos if info.stage >= Stage.UP and info.ended is None]
-        outcomes = self._ask(up, "attach", {}, self.limits.hang_s)
+        outcomes = self._ask(up, "attach", {"factory": self._factory}, self.limits.setup_s)
+        for worker, outcome in outcomes.items():
+            if isinstance(outcome, Failed):  # the new code's: the state is kept
+                raise_user_error(outcome, self._table[worker])
         found = {w: each.value for w, each in outcomes.items() if isinstance(each, Ok) and each.value is not None}
         newest = max((left.rank_info.generation for left in found.values()), default=0)
         members = [worker for worker, left in found.items() if left.rank_info.generation == newest]

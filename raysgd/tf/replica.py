@@ -182,7 +182,7 @@ class TFReplica(ReplicaBase):
     def _dump(self, state: dict[str, Any]) -> memoryview:
         return states.packed(state)
 
-    def load(self, data: Any) -> None:
+    def load(self, data: Any, *, other_code: bool = False) -> None:
         """Load the state of another replica of this trainer, in a new process of a group that may
         have another size."""
         state, self.half_loaded = states.unpack(data), True  # until all of it is loaded

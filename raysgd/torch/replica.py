@@ -19,6 +19,7 @@ from raysgd.core.progress import Control
 from raysgd.core.ranks import RankInfo
 from raysgd.core.shard_copies import HeldSnapshot, ShardedState
 from raysgd.core.snapshot import Snapshot
+from raysgd.errors import CheckpointError, ConfigError
 from raysgd.storage.seen import SeenFile
 from raysgd.torch.checkpoint import packing, states
 from raysgd.torch.checkpoint.checks import check_fits
@@ -286,13 +287,21 @@ class TorchReplica(ReplicaBase):
         written = states.unchanging(state, in_shards=self.in_shards) if later else state
         return lambda file: states.write(written, file)
 
-    def load(self, data: Any) -> None:
-        """Load the state of another replica of this trainer. It is trusted, and it fits. Shards are
-        made of it in the next generation."""
+    def load(self, data: Any, *, other_code: bool = False) -> None:
+        """Load the state of another replica of this trainer. It is trusted, and it fits, unless
+        that had `other_code`. Shards are made of it in the next generation."""
         if self._resharding is not None:
             self._give(data)
-        else:
-            self._take(packing.unpack(data))
+            return
+        state = packing.unpack(data)
+        if other_code:
+            try:
+                self.check(state)
+            except CheckpointError as error:
+                raise ConfigError(
+                    f"the state of the last script (here: the checkpoint) does not fit the code of this one: {error}"
+                ) from error
+        self._take(state)
 
     def _take(self, state: dict[str, Any]) -> None:
         self.half_loaded = True  # an error may follow, and this rank must not pass on what it has then

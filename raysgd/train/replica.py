@@ -207,7 +207,7 @@ class FunctionReplica:
         packed = self._codec.dumps((self._run_number, self._steps, self._commit.content))
         return GUARDED.pack(GUARDED.size + len(packed)) + packed
 
-    def load(self, data: bytes) -> None:
+    def load(self, data: bytes, *, other_code: bool = False) -> None:
         self._run_number, self._steps, self._commit.content = pickle.loads(memoryview(data)[GUARDED.size :])
 
     def close(self) -> None:

@@ -5,6 +5,7 @@ The worker can be a Ray actor or the driver's own process.
 
 from __future__ import annotations
 
+import gc
 import logging
 import pickle
 import sys
@@ -56,6 +57,7 @@ class ReplicaHost:
         self._replica: Replica | None = None
         self._rank: int | None = None
         self._lacks_state = False  # see `Progress`
+        self._kept: Any = None  # the training's state, while no replica has it
         self._rank_info = RankInfo()  # in the newest generation that this worker has joined
         self._measured: tuple[int, list[tuple[int, Outcome]]] = (-1, [])
         self._joining_calls = 0
@@ -86,7 +88,7 @@ class ReplicaHost:
     @property
     def holds_state(self) -> bool:
         """Return whether the replica has the training's state, and not its own initial one."""
-        return self._replica is not None and not self._lacks_state
+        return self._kept is not None or (self._replica is not None and not self._lacks_state)
 
     def _collectives(self) -> int:
         """Return the number of collective calls since this rank joined its generation, or -1. For
@@ -183,11 +185,27 @@ class ReplicaHost:
     def _leave(self) -> None:
         self._backend.leave()
 
-    def _attach(self) -> Left | None:
+    def _attach(self, factory: ReplicaFactory) -> Left | None:
         """Leave the group of a driver that has ended. Return what the next one continues with, if
-        this worker has the training's state."""
+        this worker has the training's state: then a replica of the next one's code gets it."""
         self._backend.leave()
+        if self.holds_state and self._backend.in_place:
+            self._replace(factory)
         return Left(self._rank_info, *self._measured) if self.holds_state else None
+
+    def _replace(self, factory: ReplicaFactory) -> None:
+        """Replace the replica. If the new code raises an error, the state is kept for the next
+        driver."""
+        if self._replica is not None:
+            self._kept = self._replica.state()
+            self._replica.close()
+            self._replica = None
+            gc.collect()  # the new one needs the memory of its model
+        self._warm(None, factory, RankInfo(solo=True), {})
+        assert self._replica is not None
+        replica, self._replica = self._replica, None
+        replica.load(self._kept, other_code=True)
+        self._replica, self._kept, self._lacks_state = replica, None, False
 
     def _state(self, transfer: str) -> Interrupted | None:
         """Give the state to those that take it. Without a transfer, only help to gather it."""

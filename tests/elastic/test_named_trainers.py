@@ -199,7 +199,7 @@ def test_a_cluster_that_raysgd_starts_outlives_the_script_and_nothing_else(outco
     assert "which ends when no script uses it" in seen["first"].stderr
     assert "line (waits" in seen["listed"].stdout
     assert "attached to the 2 workers of the trainer 'line'" in seen["second"].stderr, seen["second"].stderr
-    attached, *weights, rows, recoveries = json.loads(seen["second"].stdout.splitlines()[-1])
+    attached, *weights, _, recoveries = json.loads(seen["second"].stdout.splitlines()[-1])
     assert attached and weights == pytest.approx(undisturbed(16), abs=1e-6)
     assert recoveries == [["takeover", 0]]
     assert seen["left_after"] == []
@@ -239,7 +239,7 @@ def cells(
     name: str, *, ends: bool, config: str = "{}", epochs: str = "trainer.epochs(3)", edited: str = ""
 ) -> list[str]:
     killer = KILLER.replace("{ENDS}", str(ends))
-    return [OPERATOR + edited, killer, LOOP.replace("{CONFIG}", config).format(NAME=name, EPOCHS=epochs)]
+    return [OPERATOR + edited, killer, LOOP.format(CONFIG=config, NAME=name, EPOCHS=epochs)]
 
 
 def others(background: Background) -> dict[str, Any]:

@@ -30,7 +30,7 @@ __all__ = ["run_named"]
 logger = logging.getLogger("raysgd")
 
 RIVAL_TRIES = 5
-TAKEOVER_S = 5.0  # for a step, a set-up or a validation to end, and to form a generation
+TAKEOVER_S = 6.0  # for a step, a set-up or a validation to end, the new set-up, and to form a generation
 
 
 class Driver(Process):

@@ -235,7 +235,7 @@ class SimReplica:
         state = (self._position.as_dict(), self.steps, self.weights, self.damaged, self.initial, self.half_loaded)
         return pickle.dumps(state)
 
-    def load(self, data: Any) -> None:
+    def load(self, data: Any, *, other_code: bool = False) -> None:
         position, steps, *_ = pickle.loads(data)
         loads = -1 if self.half_loaded else self._position.loads
         self._worker.checker.takes(self._worker, self.steps, loads, steps, position["loads"])
