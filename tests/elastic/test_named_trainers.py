@@ -167,10 +167,10 @@ def of(folder: str) -> list[psutil.Process]:
 
 
 def left(folder: str, within_s: float) -> list[str]:
-    """Return what is left there of processes, and of files that are not Ray's own."""
+    """Return what is left there of processes, and of files that are not Ray's or torch's own."""
     until = time.monotonic() + within_s
     while True:
-        files = [each for each in os.listdir(folder) if not each.startswith(("ray", "session"))]
+        files = [each for each in os.listdir(folder) if each != "ray" and not each.startswith("torchinductor")]
         processes = [" ".join(process.cmdline()[:3]) for process in of(folder)]
         if not (files or processes) or time.monotonic() > until:
             return files + processes
@@ -205,6 +205,36 @@ def test_a_cluster_that_raysgd_starts_outlives_the_script_and_nothing_else(outco
     assert seen["left_after"] == []
     assert seen["ended"].stdout == "ended 2 workers of the trainer line\n"
     assert seen["left_last"] == []
+
+
+ABANDONED = OPERATOR + textwrap.dedent(
+    """
+    for number in range(int(sys.argv[1])):
+        trainer = TorchTrainer(
+            training_operator_cls=Line, num_workers=1, num_cpus_per_worker=0.05, use_gpu=False, name=f"line{number}", orphan_s=5
+        )
+        trainer.train(num_steps=2)
+    os.kill(os.getpid(), signal.SIGKILL)
+    """
+)
+
+
+def abandoned(background: Background, lost: bool) -> list[str]:
+    with own_place() as environment:
+        place, count = environment["RAY_TMPDIR"], str(20 if NIGHTLY else 2)
+        ended = background.run("script.py", count, folder=written(background, ABANDONED), **environment)
+        assert ended.returncode == -signal.SIGKILL, ended.stderr
+        assert any("WorkerActor" in each for each in left(place, 0.0))
+        if lost:
+            next(each for each in of(place) if each.name() == "gcs_server").kill()
+        return left(place, 120.0)
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("lost", [False, True], ids=["", "without Ray's control service"])
+@pytest.mark.script(run=abandoned)
+def test_nothing_is_left_of_abandoned_trainers(outcome: Any, lost: bool) -> None:
+    assert outcome() == []
 
 
 # -- another script with this name --------------------------------------------------------------------
@@ -277,6 +307,41 @@ def test_another_script_with_this_name_must_fit_and_its_code_is_taken(outcome: A
         *([k, e, 30 * e] for e in (2, 3) for k in ("train", "validate")),
     ]
     assert [row[3] for row in rows if row[0] == "validate"] == [None, 2, 2]
+
+
+FAILING_KEEPER = """
+import ray
+
+class Killer(Killer):
+    keeper = None
+    def on_progress(self, now):
+        if now.progress.step >= 20 and self.keeper is None:
+            self.keeper = ray.get_actor("raysgd:keeper", namespace="raysgd")
+            ray.kill(self.keeper)
+        super().on_progress(now)
+"""
+
+
+def without_its_keeper(background: Background) -> list[Any]:
+    operator, killer, loop = cells("keeper", ends=True)
+    folder = written(background, "\n".join([operator, killer, FAILING_KEEPER, loop]))
+    ended = background.run("script.py", connected=True, folder=folder)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    assert "the process that keeps the lease of the trainer 'keeper' has failed: starting another" in ended.stderr
+    again = background.run(
+        "script.py", connected=True, folder=written(background, "\n".join(cells("keeper", ends=False)))
+    )
+    assert again.returncode == 0, again.stderr
+    found: list[Any] = json.loads(again.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.more
+@pytest.mark.script(run=without_its_keeper)
+def test_a_keeper_that_fails_is_replaced(outcome: Any) -> None:
+    attached, weight, _, recoveries = outcome()
+    assert attached and recoveries == [["takeover", 0]]
+    assert weight == pytest.approx(undisturbed(16)[0], abs=1e-6)
 
 
 NOTEBOOK = """
