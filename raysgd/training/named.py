@@ -36,7 +36,7 @@ class NamedRun:
 
     def __init__(self, tenure: Tenure, factory: OperatorReplicaFactory) -> None:
         self.tenure, self._settings = tenure, dict(_settings(factory, tenure.orphan_s))
-        self.before: dict[str, Any] = pickle.loads(tenure.record) if tenure.record else {}
+        self.before: dict[str, Any] = {}  # what the last script has committed
         self.attached = False
         self._body: list[tuple[str, Any, Any]] = []  # the calls of this body that have returned
         self._replayed: list[tuple[str, Any, Any]] = []  # those of the last script that this one has not made yet
@@ -46,7 +46,7 @@ class NamedRun:
 
     def start(self, engine: Engine) -> None:
         """Take over the workers of the last script, or start workers if there are none."""
-        name, before = self.tenure.name, self.before
+        name, before = self.tenure.name, pickle.loads(self.tenure.record) if self.tenure.record else {}
         if before:
             self._check_equal(before["settings"])
         self.attached = engine.attach(
@@ -57,11 +57,10 @@ class NamedRun:
                 logger.warning(
                     "the workers that the last script with the trainer %r has left have ended: starting new ones", name
                 )
-            self.before = {}
             self.tenure.commit(b"")  # before there are workers that would not fit it
             engine.start()
             return
-        self._place, self._counts = before["place"], before["counts"]
+        self.before, self._place, self._counts = before, before["place"], before["counts"]
         logger.warning(
             "attached to the %s of the trainer %r, in epoch %d after batch %d: training continues there, with the code of this "
             "script",

@@ -459,6 +459,9 @@ def make_engine(
     if settings.threads is not None:  # of a process of its own
         from raysgd.workers.ray_group import RayGroup
 
+        for engine in list(Engine.living):  # a notebook's cell is run again
+            if named is not None and getattr(engine.group, "trainer", None) == named[0]:
+                engine.stop(force=True, leave=True)
         calls.named = None if named is None else NamedRun(Tenure(*named), factory)
         tenure = None if calls.named is None else calls.named.tenure
         group = RayGroup(backend, resources, unreachable_s=limits.unreachable_s, tenure=tenure)

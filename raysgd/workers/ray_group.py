@@ -88,6 +88,7 @@ class RayGroup:
         self.listener: Callable[[Event], None] = lambda event: None
         self._backend, self._resources, self._tenure = backend, resources, tenure
         self._term = 0 if tenure is None else tenure.term
+        self.trainer = None if tenure is None else tenure.name
         self._handles: dict[str, _Handle] = {}
         self._calls = itertools.count(1)
         # The newest arguments, and the form in which they are sent.

@@ -96,12 +96,12 @@ SCRIPT = OPERATOR + textwrap.dedent(
 )
 
 
-def undisturbed(batch: int) -> tuple[float, float]:
+def undisturbed(batch: int, epochs: int = 3) -> tuple[float, float]:
     x = torch.linspace(-1, 1, 480).unsqueeze(1)
     model = nn.Linear(1, 1)
     nn.init.zeros_(model.weight), nn.init.zeros_(model.bias)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    for part in list(x.split(batch)) * 3:
+    for part in list(x.split(batch)) * epochs:
         optimizer.zero_grad()
         nn.functional.mse_loss(model(part), 2 * part + 5).backward()
         optimizer.step()
@@ -342,6 +342,37 @@ def test_a_keeper_that_fails_is_replaced(outcome: Any) -> None:
     attached, weight, _, recoveries = outcome()
     assert attached and recoveries == [["takeover", 0]]
     assert weight == pytest.approx(undisturbed(16)[0], abs=1e-6)
+
+
+TWICE = """
+def make():
+    return TorchTrainer(training_operator_cls=Line, num_workers=2, use_gpu=False, name="twice", orphan_s=60)
+
+old = make()
+old.train(num_steps=10)
+trainer = make()
+for _ in trainer.epochs(1):
+    trainer.train()
+weight = trainer.get_model().weight.item()
+try:
+    old.train()
+except RuntimeError as error:
+    print(json.dumps([trainer.attached, weight, type(error).__name__, trainer.history.rows[-1]["step"]]))
+trainer.shutdown()
+"""
+
+
+def twice(background: Background) -> list[Any]:
+    done = background.run("script.py", connected=True, folder=written(background, OPERATOR + TWICE))
+    assert done.returncode == 0, done.stderr
+    found: list[Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.more
+@pytest.mark.script(run=twice)
+def test_a_cell_that_creates_the_trainer_can_be_run_again_in_the_same_kernel(outcome: Any) -> None:
+    assert outcome() == [True, pytest.approx(undisturbed(16, epochs=1)[0], abs=1e-6), "NotActiveError", 30]
 
 
 NOTEBOOK = """
