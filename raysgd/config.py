@@ -15,6 +15,7 @@ from raysgd.errors import ConfigError, suggesting_fields
 JOIN_AT_MOST_S = 60.0
 START_LIMIT, FUNCTION_START_LIMIT = "SGD_PLACEMENT_GROUP_TIMEOUT_S", "TRAIN_PLACEMENT_GROUP_TIMEOUT_S"
 UNREACHABLE_AT_MOST_S = 60.0
+ORPHAN_S = 600.0  # how long the workers of a trainer with a name wait for a script
 CONTROL_PORT, FIRST_PORT, LAST_PORT = "RAYSGD_CONTROL_PORT", 1024, 65535
 SILENT_AT_LEAST_S = 10.0  # an import can block all threads of its process for a while
 

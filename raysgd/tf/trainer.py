@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from raysgd.callbacks.base import Callback
 from raysgd.callbacks.monitors import Throughput, measures_in
-from raysgd.config import ElasticConfig, WorkerResources, at_least, check_flags, refuse_rates
+from raysgd.config import ORPHAN_S, ElasticConfig, WorkerResources, at_least, check_flags, refuse_rates
 from raysgd.errors import ConfigError, shown
 from raysgd.tf import states
 from raysgd.tf.compiled import EVALUATE, FIT, checked_fit_config, operator_from_creators
@@ -25,7 +25,6 @@ from raysgd.training.auto_checkpoint import AutoCheckpoint
 from raysgd.training.call_runner import CallRunner, exclusive
 from raysgd.training.loads import Loads
 from raysgd.training.loops import opened_folder
-from raysgd.training.named import ORPHAN_S, checked_name
 from raysgd.training.replica_base import OperatorReplicaFactory
 from raysgd.training.settings import ReplicaSettings
 from raysgd.training.trainer_base import TrainerBase, described_run, limits_of, make_engine
@@ -119,7 +118,7 @@ class TFTrainer(TrainerBase):
         self.config = check_config(config, number)
         check_flags(use_gpu=use_gpu)
         resources = WorkerResources.parse(num_cpus_per_worker, use_gpu, resources_per_worker, gpu_asked=use_gpu or None)
-        remote, elastic = needs_ray(use_ray or name is not None, number, resources), elastic or ElasticConfig()
+        remote, elastic = needs_ray(use_ray, number, resources, elsewhere=name is not None), elastic or ElasticConfig()
         refuse_rates(elastic, OF_ALL_WORKERS)
         fit, evaluate = checked_fit_config(self.config, FIT), checked_fit_config(self.config, EVALUATE)
         run = described_run(TFTrainer, operator_cls, self.config, number, logdir)
@@ -143,10 +142,8 @@ class TFTrainer(TrainerBase):
         make_backend = partial(
             TensorFlowBackend, join_s=limits.join_s, threads=settings.threads, use_gpu=settings.use_gpu
         )
-        named = checked_name(name, orphan_s, use_ray)
-        engine = make_engine(
-            self._factory, calls, resources, elastic, limits, initialization_hook, make_backend, named=named
-        )
+        others = initialization_hook, make_backend, None, name, orphan_s
+        engine = make_engine(self._factory, calls, resources, elastic, limits, *others)
         self._loads = Loads(engine, lambda file: states.parse(file.read()), states.packed)
         super().__init__(engine, calls, number, folder, resume=resume is not None)
 

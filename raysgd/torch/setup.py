@@ -151,7 +151,7 @@ def opened(dataset: Any, group: Any, *, named: bool) -> Any:
     return replace(data, dataset=group.rows(data.dataset))
 
 
-def needs_processes(use_ray: bool | None, num_workers: int, resources: WorkerResources) -> bool:
+def needs_processes(use_ray: bool | None, num_workers: int, resources: WorkerResources, *, named: bool) -> bool:
     """Return whether the workers are processes of Ray. A GPU may be on another machine."""
     missing_gpu = resources.gpus > 0 and not torch.cuda.is_available()
-    return needs_ray(use_ray, num_workers, resources, elsewhere=missing_gpu)
+    return needs_ray(use_ray, num_workers, resources, elsewhere=missing_gpu or named)

@@ -12,7 +12,7 @@ from uuid import uuid4
 import torch
 
 from raysgd.callbacks.base import Callback
-from raysgd.config import ElasticConfig, check_flags
+from raysgd.config import ORPHAN_S, ElasticConfig, check_flags
 from raysgd.core.protocols import Call
 from raysgd.engine.call import Job
 from raysgd.errors import CheckpointError, ConfigError, suggesting
@@ -29,7 +29,6 @@ from raysgd.training.arguments import check_call, check_common, refuse_unknown
 from raysgd.training.auto_checkpoint import AutoCheckpoint
 from raysgd.training.call_runner import CallRunner, exclusive
 from raysgd.training.loops import opened_folder
-from raysgd.training.named import ORPHAN_S, checked_name
 from raysgd.training.trainer_base import TrainerBase, described_run, limits_of, make_engine
 
 logger = logging.getLogger("raysgd")
@@ -131,7 +130,7 @@ class TorchTrainer(TrainerBase):
         resources, self.use_gpu = setup.worker_resources(num_cpus_per_worker, use_gpu, resources_per_worker)
         options.check_with(num_workers=num_workers, use_gpu=self.use_gpu, elastic=elastic)
         strategy = choose_strategy(backend, options, horovod_args, use_gpu=self.use_gpu)
-        remote = setup.needs_processes(use_ray or name is not None, num_workers, resources)
+        remote = setup.needs_processes(use_ray, num_workers, resources, named=name is not None)
         settings = TorchSettings(
             num_workers=num_workers,
             distributed=num_workers > 1,
@@ -152,10 +151,8 @@ class TorchTrainer(TrainerBase):
         calls, limits = CallRunner(callbacks, run, bar=use_tqdm), limits_of(timeout_s, elastic)
         self._factory = setup.replica_factory(training_operator_cls, worker_config, settings, calls.on_workers)
         make_backend = partial(strategy.make_backend, join_s=limits.join_s, collective_s=limits.collective_s)
-        named = checked_name(name, orphan_s, use_ray, sharded=strategy.sharded is not None)
-        engine = make_engine(
-            self._factory, calls, resources, elastic, limits, initialization_hook, make_backend, strategy.sharded, named
-        )
+        others = initialization_hook, make_backend, strategy.sharded, name, orphan_s
+        engine = make_engine(self._factory, calls, resources, elastic, limits, *others)
         self._compares = options.parallel is not None
         self._loads = ShardedLoads(engine, partial(states.parse, trusted=False), packing.packed)
         super().__init__(engine, calls, num_workers, folder, resume=resume is not None)

@@ -167,12 +167,12 @@ def check_config(config: Any, num_workers: int) -> dict[str, Any]:
 def needs_ray(use_ray: bool | None, num_workers: int, resources: WorkerResources, *, elsewhere: bool = False) -> bool:
     """Return whether workers are Ray actors. One worker runs in this process, unless the user asks
     for Ray, or it needs resources that only the cluster may have (`elsewhere`: its GPU is not in
-    this machine)."""
+    this machine, or it outlives this process)."""
     if num_workers > 1 or resources.custom or elsewhere:
         if use_ray is False:
             raise ConfigError(
-                "use_ray=False is possible with num_workers=1 only, without custom resources, and with a GPU only if this "
-                "machine has one"
+                "use_ray=False is possible with num_workers=1 only, without name= and custom resources, and with a GPU only if "
+                "this machine has one"
             )
         return True
     return bool(use_ray)

@@ -12,7 +12,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from raysgd.callbacks.history import History
-from raysgd.config import at_least
+from raysgd.config import ORPHAN_S, at_least
 from raysgd.engine.engine import Engine
 from raysgd.errors import ConfigError, counted, shown
 from raysgd.training.replica_base import OperatorReplicaFactory
@@ -21,7 +21,6 @@ from raysgd.workers.serialization import dumps
 
 logger = logging.getLogger("raysgd")
 
-ORPHAN_S = 600.0
 MOST_SHOWN = 80  # characters of a setting in an error
 
 
@@ -158,7 +157,7 @@ class NamedRun:
         self.tenure.commit(dumps(record))
 
 
-def checked_name(name: Any, orphan_s: Any, use_ray: bool | None, *, sharded: bool = False) -> tuple[str, float] | None:
+def checked_name(name: Any, orphan_s: Any, *, sharded: bool) -> tuple[str, float] | None:
     """Return the trainer's name and how long its workers wait, None without a name."""
     if name is None and orphan_s == ORPHAN_S:
         return None
@@ -166,8 +165,6 @@ def checked_name(name: Any, orphan_s: Any, use_ray: bool | None, *, sharded: boo
         raise ConfigError(f"name must be a text of letters, digits, '.', '-' and '_', got {name!r}")
     if sharded:
         raise ConfigError("name= is not possible with a sharded model: leave it out, or use parallel='ddp'")
-    if use_ray is False:
-        raise ConfigError("name= needs a worker that is a process of its own: leave out use_ray=False")
     at_least("orphan_s", orphan_s, 1)
     return name, float(orphan_s)
 

@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar
 from raysgd.callbacks.base import Run
 from raysgd.callbacks.folder import folder_to_be
 from raysgd.callbacks.history import History
-from raysgd.config import ElasticConfig, Limits, WorkerResources, at_least, check_flags, start_limit_s
+from raysgd.config import ORPHAN_S, ElasticConfig, Limits, WorkerResources, at_least, check_flags, start_limit_s
 from raysgd.core.policy import Recovery
 from raysgd.core.protocols import Call, ProcessGroupBackend
 from raysgd.core.ranks import SingleWorkerBackend
@@ -26,7 +26,7 @@ from raysgd.training.arguments import check_call
 from raysgd.training.auto_checkpoint import CheckpointFolder
 from raysgd.training.call_runner import CallRunner, exclusive
 from raysgd.training.loops import EpochLoops
-from raysgd.training.named import NamedRun, ended_by_itself
+from raysgd.training.named import NamedRun, checked_name, ended_by_itself
 from raysgd.training.operator_base import OperatorBase
 from raysgd.training.replica_base import (
     OperatorReplicaFactory,
@@ -437,11 +437,12 @@ def make_engine(
     hook: Callable[[], Any] | None,
     make_backend: Callable[..., ProcessGroupBackend],
     sharded: ShardedState | None = None,
-    named: tuple[str, float] | None = None,
+    name: str | None = None,
+    orphan_s: float = ORPHAN_S,
 ) -> Engine:
     """Return the engine, which starts its workers with the first call. If there can be several,
-    connect to Ray, or start it. `make_backend` gets the driver's address as `host`. `named` is the
-    trainer's name, if it has one, and how long its workers then wait for the next script."""
+    connect to Ray, or start it. `make_backend` gets the driver's address as `host`."""
+    named = checked_name(name, orphan_s, sharded=sharded is not None)
     settings = factory.settings
     if elastic.hot_spares and settings.threads is None:
         raise ConfigError(
