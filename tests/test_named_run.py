@@ -1,0 +1,72 @@
+"""What must be the same in two scripts with one trainer, without a process."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from raysgd.config import ElasticConfig
+from raysgd.errors import ConfigError
+from raysgd.training.named import NamedRun
+from raysgd.training.replica_base import OperatorReplicaFactory, ReplicaBase
+from raysgd.training.settings import ReplicaSettings
+
+
+class Tenure:
+    name, orphan_s, term = "digits", 60.0, 1
+
+    def __init__(self, record: bytes = b"") -> None:
+        self.record = record
+
+    def commit(self, record: bytes) -> None:
+        self.record = record
+
+
+ENGINE: Any = SimpleNamespace(
+    attach=lambda **given: bool(given["recoveries"]) or given["trained"] is not None,
+    trained=1,
+    progress=SimpleNamespace(epoch=2, step=7),
+    recoveries=[],
+    world_size=2,
+    start=lambda: None,
+)
+CONFIG = {"lr": 0.1, "model": {"sizes": [1, 2]}, "loss": object(), "kinds": {"a", "b", "c"}}
+
+
+def run(record: bytes, config: dict[str, Any] = CONFIG, kind: str = "Digits", **settings: Any) -> NamedRun:
+    operator: Any = type(kind, (), {})
+    factory = OperatorReplicaFactory(ReplicaBase, operator, config, ReplicaSettings(**{"num_workers": 2, **settings}))
+    tenure: Any = Tenure(record)
+    named = NamedRun(tenure, factory)
+    named.start(ENGINE)
+    named.begin((0, 0), ENGINE, SimpleNamespace(rows=[]))  # type: ignore[arg-type]
+    return named
+
+
+def test_the_same_script_attaches_also_if_its_objects_are_at_other_addresses() -> None:
+    record = run(b"").tenure.record
+    again = run(record, {**CONFIG, "loss": object(), "kinds": {"c", "b", "a"}})
+    assert again.attached
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        (
+            {"config": {**CONFIG, "lr": 0.2}},
+            "this script has config['lr']=0.2, and the workers of the trainer 'digits'",
+        ),
+        ({"config": {**CONFIG, "model": {"sizes": [3]}}}, r"started with config['model']['sizes']=[1, 2]: use that"),
+        ({"config": {}}, "this script has config['lr']=nothing"),
+        ({"kind": "Letters"}, "training_operator_cls=Letters"),
+        ({"num_workers": 3}, "num_workers=3"),
+        ({"elastic": ElasticConfig(min_workers=2)}, "elastic.min_workers=2"),
+    ],
+)
+def test_what_differs_is_named(changed: dict[str, Any], text: str) -> None:
+    record = run(b"").tenure.record
+    with pytest.raises(ConfigError) as raised:
+        run(record, **changed)
+    assert text in str(raised.value) and "raysgd end digits" in str(raised.value)
