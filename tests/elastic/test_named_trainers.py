@@ -42,7 +42,9 @@ OPERATOR = textwrap.dedent(
             model = nn.Linear(1, config.get("outputs", 1))
             nn.init.zeros_(model.weight), nn.init.zeros_(model.bias)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-            self.register(models=model, optimizers=optimizer, criterion=nn.MSELoss())
+            self.model, self.optimizer, self.criterion = self.register(
+                models=model, optimizers=optimizer, criterion=nn.MSELoss()
+            )
             data = TensorDataset(x, 2 * x + 5)
             self.register_data(
                 train_loader=DataLoader(data, batch_size=8, shuffle=False),
