@@ -76,7 +76,8 @@ def test_a_worker_says_whether_it_has_the_state_of_its_group() -> None:
     assert lacks_state("warm", hook=None, rank_info=alone, settings={}, **factory) == (Ok, True)
     assert lacks_state("join", **joined) == (Ok, False), "because the ranks have agreed on one"
     host = ReplicaHost(SingleWorkerBackend(), control)
-    assert lacks_state("build", rank_info=RankInfo(world_size=2), **factory) == (Ok, False), "that of rank 0"
+    assert lacks_state("build", rank_info=RankInfo(world_size=2), **factory) == (Ok, True), "until a call"
+    assert lacks_state("run", call=Call(Loads.run, {"value": 1})) == (Ok, False), "with which all ranks begin alike"
 
 
 def test_an_answer_is_pickled_only_once() -> None:
