@@ -23,6 +23,7 @@ logger = logging.getLogger("raysgd")
 NAMESPACE = "raysgd"
 HEAD = {"node:__internal_head__": 0.001}
 ANSWER_S = 30.0
+RENEWALS = 3  # at most, before an act
 
 
 def keeper_name(name: str) -> str:
@@ -165,8 +166,9 @@ class Tenure:
 
     def check(self) -> None:
         """Raise SupersededError if another driver has taken over."""
-        if self._superseded or boot_time() - self._renewed_at > WITNESSED_S:
-            self._renew()
+        for _ in range(RENEWALS):  # this process may be stopped while it asks
+            if self._superseded or boot_time() - self._renewed_at > WITNESSED_S:
+                self._renew()
 
     def commit(self, record: bytes) -> None:
         """Store what the next driver needs, before the call that it is about returns."""

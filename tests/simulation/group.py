@@ -20,6 +20,7 @@ from raysgd.core.progress import Control, Progress
 from raysgd.errors import SupersededError
 from raysgd.workers.control_client import ControlClient
 from raysgd.workers.events import CallEnded, Event, MessageReceived, WorkerEnded, WorkerStarted
+from raysgd.workers.keeper import RENEWALS
 from raysgd.workers.replica_host import ReplicaHost
 from tests.simulation.network import DRIVER, Link, Network, ProcessGroup, SimBackend
 from tests.simulation.replica import SimReplica
@@ -470,8 +471,9 @@ class SimGroup:
         self.world.at(RENEW_EVERY_S, self.renew_often)
 
     def check(self) -> None:
-        if self.superseded or (self.term and self.world.clock() - self.renewed_at > WITNESSED_S):
-            self.renew()
+        for _ in range(RENEWALS):
+            if self.superseded or (self.term and self.world.clock() - self.renewed_at > WITNESSED_S):
+                self.renew()
         self.checker.acts(self)
 
     def adopt(self) -> list[str]:
