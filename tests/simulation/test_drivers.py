@@ -87,6 +87,20 @@ FOUND = {
         script=("train",),
         faults=(Fault("suspend", "send", count=4, pick=2, seconds=33.34), Fault("ctrl-c", "in train", count=7)),
     ),
+    "a driver that was stopped while it renewed its lease ended a worker of its successor": Plan(
+        seed=222970,
+        ranks=6,
+        nodes=(3, 1, 2),
+        samples=1,
+        step_s=0.3,
+        late=0.1,
+        orphan_s=600.0,
+        script=(),
+        faults=(
+            Fault("suspend", "submit", count=17, seconds=40.0),
+            Fault("suspend", "keeper", count=2, pick=35, seconds=40.0),
+        ),
+    ),
     "all workers failed after a takeover, before there was a snapshot": Plan(
         seed=50871,
         ranks=3,
