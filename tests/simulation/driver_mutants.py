@@ -182,6 +182,28 @@ def forget_what_was_measured_before(patch: Patch) -> None:
 
 
 @mutant
+def keep_the_record_of_a_training_that_is_lost(patch: Patch) -> None:
+    original = Lease.renew
+
+    def renew(self: Lease, term: int, record: bytes | None, now: float) -> bool:
+        return original(self, term, record or None, now)
+
+    patch.setattr(Lease, "renew", renew)
+
+
+@mutant
+def take_no_snapshot_in_a_takeover(patch: Patch) -> None:
+    original = Engine.attach
+
+    def attach(self: Engine, **given: Any) -> bool:
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(Generation, "rescue_state", lambda self, worker, call: True)
+            return original(self, **given)
+
+    patch.setattr(Engine, "attach", attach)
+
+
+@mutant
 def forget_earlier_recoveries(patch: Patch) -> None:
     original = Engine.attach
     patch.setattr(Engine, "attach", lambda self, *, recoveries, **given: original(self, recoveries=[], **given))
