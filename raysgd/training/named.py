@@ -83,11 +83,12 @@ class NamedRun:
 
     def leave(self) -> None:
         """Say what becomes of the workers, because the script has ended by an error."""
-        logger.warning(
-            "the workers of the trainer %r keep its state for %g s: run the script again to continue, or end them with "
-            "`raysgd end %s`",
-            *(self.tenure.name, self.tenure.orphan_s, self.tenure.name),
-        )
+        if not self.tenure.superseded:
+            logger.warning(
+                "the workers of the trainer %r keep its state for %g s: run the script again to continue, or end them with "
+                "`raysgd end %s`",
+                *(self.tenure.name, self.tenure.orphan_s, self.tenure.name),
+            )
 
     def warn_of_plain_loop(self, epochs: int) -> None:
         """Warn, once, of a call of `train` that no loop over `epochs()` makes."""
