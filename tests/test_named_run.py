@@ -9,7 +9,7 @@ import pytest
 
 from raysgd.config import ElasticConfig
 from raysgd.errors import ConfigError
-from raysgd.training.named import NamedRun
+from raysgd.training.named import NamedRun, checked_name
 from raysgd.training.replica_base import OperatorReplicaFactory, ReplicaBase
 from raysgd.training.settings import ReplicaSettings
 
@@ -70,3 +70,17 @@ def test_what_differs_is_named(changed: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError) as raised:
         run(record, **changed)
     assert text in str(raised.value) and "raysgd end digits" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "orphan_s", "sharded", "text"),
+    [
+        ("two words", 60, False, "name must be a text of letters, digits"),
+        (None, 60, False, "name must be a text of letters, digits"),  # orphan_s would have no effect
+        ("digits", 0, False, "orphan_s must be"),
+        ("digits", 60, True, "name= is not possible with a sharded model"),
+    ],
+)
+def test_a_name_that_cannot_be_used_is_refused(name: Any, orphan_s: float, sharded: bool, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        checked_name(name, orphan_s, sharded=sharded)
