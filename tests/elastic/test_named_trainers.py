@@ -73,7 +73,7 @@ SCRIPT = OPERATOR + textwrap.dedent(
 
     enter("start")
     trainer = TorchTrainer(
-        training_operator_cls=Line, num_workers=workers, use_gpu=False, config=config, name=name, orphan_s=60,
+        training_operator_cls=Line, num_workers=workers, use_gpu=False, config=config, name=name, orphan_s=600,
         callbacks=[Late()],
     )
     victim = trainer.apply_all_workers(os.getpid)[-1]
@@ -243,7 +243,7 @@ def test_nothing_is_left_of_abandoned_trainers(outcome: Any, lost: bool) -> None
 
 LOOP = """
 trainer = TorchTrainer(
-    training_operator_cls=Line, num_workers=2, use_gpu=False, config={CONFIG}, name={NAME!r}, orphan_s=60, callbacks=[Killer()]
+    training_operator_cls=Line, num_workers=2, use_gpu=False, config={CONFIG}, name={NAME!r}, orphan_s=600, callbacks=[Killer()]
 )
 for epoch in {EPOCHS}:
     trainer.train()
@@ -299,7 +299,7 @@ def test_another_script_with_this_name_must_fit_and_its_code_is_taken(outcome: A
     assert "NameError" in seen["broken"].stderr
     assert "size mismatch for weight" in seen["shaped"].stderr
     assert "no data" in seen["in_setup"].stderr
-    assert "keep its state for 60 s" in seen["in_setup"].stderr
+    assert "keep its state for 600 s" in seen["in_setup"].stderr
     assert "calls train() outside of a loop over trainer.epochs(n)" in seen["plain"].stderr
     attached, _, rows, recoveries = json.loads(seen["plain"].stdout.splitlines()[-1])
     assert attached and recoveries == [["takeover", 0]]
@@ -348,7 +348,7 @@ def test_a_keeper_that_fails_is_replaced(outcome: Any) -> None:
 
 TWICE = """
 def make():
-    return TorchTrainer(training_operator_cls=Line, num_workers=2, use_gpu=False, name="twice", orphan_s=60)
+    return TorchTrainer(training_operator_cls=Line, num_workers=2, use_gpu=False, name="twice", orphan_s=600)
 
 old = make()
 old.train(num_steps=10)
