@@ -77,7 +77,7 @@ def run(background: Background, kind: str, step: int) -> list[Any]:
     assert ended.returncode == -signal.SIGKILL, ended.stderr
     again = background.run("script.py", f"line-{kind}", "never", "0", connected=True, folder=folder)
     assert again.returncode == 0, again.stderr
-    assert "attached to 2 workers" in again.stderr
+    assert "attached to the 2 workers" in again.stderr
     found: list[Any] = json.loads(again.stdout.splitlines()[-1])
     return found
 

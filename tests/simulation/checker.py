@@ -133,6 +133,7 @@ class Checker:
             since = worker.client.watch.since
             if since is None or worker.clock() < since + self._plan.orphan_s:
                 self.fail(f"{worker.name} ends itself too early")
+            self.schedule._disturbed(0.0, harmful=True)  # what it had measured is lost
             if self.holders(worker._group) in ([], [worker.name]):
                 self.state_is_lost()
 

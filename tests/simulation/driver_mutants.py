@@ -197,7 +197,7 @@ def take_no_snapshot_in_a_takeover(patch: Patch) -> None:
 
     def attach(self: Engine, **given: Any) -> bool:
         with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(Generation, "rescue_state", lambda self, worker, call: True)
+            inner.setattr(Engine, "keeps_snapshots", False)
             return original(self, **given)
 
     patch.setattr(Engine, "attach", attach)

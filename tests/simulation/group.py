@@ -66,6 +66,7 @@ class SimClient(ControlClient):
         worker, before = self._worker_process, self.control.interrupted
         worker.strike("message")
         if worker.alive:
+            self.watch.heard(worker.clock())
             self._handle(message)
             worker.checker.received(worker, message, interrupted=self.control.interrupted and not before)
 
@@ -350,6 +351,7 @@ class Worker(Process):
     def ask(self, call: int, generation: int, verb: str, arguments: dict[str, Any], group: SimGroup) -> None:
         def arrive() -> None:
             if group is self._group and not self.client.watch.has_ended:
+                self.client.watch.heard(self.clock())
                 self._calls.append((call, generation, verb, arguments))
                 self.free()
 
