@@ -135,6 +135,8 @@ def _join_lasting(*, start: bool) -> str:
             foreign.use_token_if_available()
             ray.init(address=address, logging_level=logging.WARNING)
         except Exception as error:
+            if found:
+                raise ClusterError(_not_joined(found, True, f"failed ({described(error)})")) from error
             raise ClusterError(f"Ray did not start on this machine: {described(error)}. {NOT_STARTED}") from error
     _launchers[require_ray()] = ""
     if not found:
