@@ -72,8 +72,11 @@ SCRIPT = OPERATOR + textwrap.dedent(
             threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
 
     class Late(Callback):  # kills in the second epoch
+        seen = False
+
         def on_progress(self, now):
-            if now.kind == "train" and now.progress.epoch == 2 and phase in ("train", "recovery"):
+            if now.kind == "train" and now.progress.epoch == 2 and phase in ("train", "recovery") and not self.seen:
+                self.seen = True
                 if phase == "recovery":
                     os.kill(victim, signal.SIGKILL)
                 enter(phase)
