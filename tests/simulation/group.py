@@ -193,7 +193,7 @@ class Worker(Process):
         if watch is not self.client.watch:
             return
         stopped_at = self._group.stopped_at()
-        if not watch.has_ended and stopped_at is None:
+        if not watch.has_ended and stopped_at is None and not self._group.superseded:  # then it says that it lives
             watch.heard(self.clock())
             return
         if stopped_at is not None and not watch.has_ended:
