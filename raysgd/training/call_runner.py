@@ -23,7 +23,7 @@ from raysgd.core.rows import RowsCheck
 from raysgd.engine.call import Job, PartialResults
 from raysgd.engine.engine import Engine
 from raysgd.engine.worker_table import WorkerInfo
-from raysgd.errors import check_arguments
+from raysgd.errors import check_arguments, counted
 from raysgd.training.named import NamedRun
 from raysgd.workers.tracebacks import fold_frames
 
