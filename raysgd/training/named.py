@@ -48,9 +48,12 @@ class NamedRun:
         name, before = self.tenure.name, pickle.loads(self.tenure.record) if self.tenure.record else {}
         if before:
             self._check_equal(before["settings"])
-        self.attached = engine.attach(
-            trained=before.get("trained"), reached=before.get("reached"), recoveries=before.get("recoveries", ())
-        )
+        found = {each: before.get(each) for each in ("trained", "reached")}
+        try:
+            self.attached = engine.attach(**found, recoveries=before.get("recoveries", ()))
+        except BaseException:
+            self.leave()
+            raise
         if not self.attached:
             if before:
                 logger.warning(

@@ -253,7 +253,8 @@ def test_nothing_is_left_of_abandoned_trainers(outcome: Any, lost: bool) -> None
 
 LOOP = """
 trainer = TorchTrainer(
-    training_operator_cls=Line, num_workers=2, use_gpu=False, config={CONFIG}, name={NAME!r}, orphan_s=600, callbacks=[Killer()]
+    training_operator_cls=Line, num_workers=2, use_gpu=False, config={CONFIG}, name={NAME!r}, orphan_s=600, callbacks=[Killer()],
+    {MORE}
 )
 for epoch in {EPOCHS}:
     trainer.train()
@@ -278,10 +279,17 @@ class Line(Line):
 
 
 def cells(
-    name: str, *, ends: bool, config: str = "{}", epochs: str = "trainer.epochs(3)", edited: str = ""
+    name: str,
+    *,
+    ends: bool,
+    config: str = "{}",
+    epochs: str = "trainer.epochs(3)",
+    edited: str = "",
+    operator: str = OPERATOR,
+    more: str = "",
 ) -> list[str]:
     killer = KILLER.replace("{ENDS}", str(ends))
-    return [OPERATOR + edited, killer, LOOP.format(CONFIG=config, NAME=name, EPOCHS=epochs)]
+    return [operator + edited, killer, LOOP.format(CONFIG=config, NAME=name, EPOCHS=epochs, MORE=more)]
 
 
 def others(background: Background) -> dict[str, Any]:
@@ -307,7 +315,7 @@ def test_another_script_with_this_name_must_fit_and_its_code_is_taken(outcome: A
     assert seen["killed"].returncode == -signal.SIGKILL
     assert "this script has config['lr']=1, and the workers of the trainer 'others'" in seen["learning"].stderr
     assert "NameError" in seen["broken"].stderr
-    assert "size mismatch for weight" in seen["shaped"].stderr
+    assert "model 0: weight has shape (2, 1) here and (1, 1)" in seen["shaped"].stderr
     assert "no data" in seen["in_setup"].stderr
     assert "keep its state for 600 s" in seen["in_setup"].stderr
     assert "calls train() outside of a loop over trainer.epochs(n)" in seen["plain"].stderr
@@ -354,6 +362,60 @@ def test_a_keeper_that_fails_is_replaced(outcome: Any) -> None:
     attached, weight, _, recoveries = outcome()
     assert attached and recoveries == [["takeover", 0]]
     assert weight == pytest.approx(undisturbed(16)[0], abs=1e-6)
+
+
+# With the same names, so that the rest of the script is the same.
+IN_TENSORFLOW = """
+import json, os, signal, sys, time
+import numpy as np
+import tensorflow as tf
+from raysgd.callbacks import Callback
+from raysgd.tf import TFTrainer, TrainingOperator
+
+class Line(TrainingOperator):
+    def setup(self, config):
+        x = np.linspace(-1, 1, 480, dtype="float32")[:, None]
+        dense = tf.keras.layers.Dense(1, kernel_initializer="zeros")
+        self.model, self.optimizer, self.criterion = self.register(
+            models=tf.keras.Sequential([tf.keras.Input((1,)), dense]),
+            optimizers=tf.keras.optimizers.SGD(0.05),
+            criterion=tf.keras.losses.MeanSquaredError(),
+        )[:3]
+        data = tf.data.Dataset.from_tensor_slices((x, 2 * x + 5)).batch(16)
+        self.register_data(train_dataset=data, validation_dataset=data)
+
+class Model:
+    def __init__(self, model):
+        self.weight = model.get_weights()[0]
+
+def TorchTrainer(**given):
+    class Trainer(TFTrainer):
+        def get_model(self):
+            return Model(super().get_model())
+    return Trainer(**given)
+"""
+OTHERS = {"horovod": {"more": "backend='horovod'"}, "tensorflow": {"operator": IN_TENSORFLOW}}
+
+
+def with_another(background: Background, framework: str) -> list[Any]:
+    for ends in (True, False):
+        script = "\n".join(cells(framework, ends=ends, **OTHERS[framework]))
+        done = background.run("script.py", connected=True, folder=written(background, script))
+        assert done.returncode == (-signal.SIGKILL if ends else 0), done.stderr
+    found: list[Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("framework", [pytest.param("horovod", marks=pytest.mark.horovod), "tensorflow"])
+@pytest.mark.script(run=with_another)
+def test_horovod_and_tensorflow_continue_too(outcome: Any, framework: str) -> None:
+    attached, weight, rows, recoveries = outcome()
+    assert attached and recoveries == [["takeover", 0]]
+    assert weight == pytest.approx(undisturbed(16)[0], abs=1e-5)
+    assert [row[:3] for row in rows] == [
+        [kind, epoch, 30 * epoch] for epoch in (1, 2, 3) for kind in ("train", "validate")
+    ]
 
 
 TWICE = """
