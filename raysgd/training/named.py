@@ -69,7 +69,7 @@ class NamedRun:
             counted(engine.world_size, "worker"),
             name,
             engine.progress.epoch,
-            engine.progress.step,
+            engine.progress.batches,
         )
 
     def _check_equal(self, had: Mapping[str, str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import textwrap
 from pathlib import Path
@@ -77,7 +78,8 @@ def run(background: Background, kind: str, step: int) -> list[Any]:
     assert ended.returncode == -signal.SIGKILL, ended.stderr
     again = background.run("script.py", f"line-{kind}", "never", "0", connected=True, folder=folder)
     assert again.returncode == 0, again.stderr
-    assert "attached to the 2 workers" in again.stderr
+    place = re.search(r"attached to the 2 workers of the trainer .*, in epoch 2 after batch (\d+)", again.stderr)
+    assert place and 15 <= int(place[1]) <= 30, again.stderr
     found: list[Any] = json.loads(again.stdout.splitlines()[-1])
     return found
 
