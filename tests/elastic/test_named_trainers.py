@@ -164,17 +164,18 @@ def own_place() -> Iterator[dict[str, str]]:
         yield {"RAY_ADDRESS": "", "RAY_TMPDIR": folder, "TMPDIR": folder}
     finally:
         for process in of(folder):
-            process.kill()
+            with contextlib.suppress(psutil.Error):
+                process.kill()
         shutil.rmtree(folder)
 
 
-def of(folder: str) -> list[psutil.Process]:
-    """Return the processes that use this folder."""
-    found = []
+def of(folder: str) -> dict[psutil.Process, str]:
+    """Return the processes that use this folder, with their commands."""
+    found = {}
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if process.environ().get("RAY_TMPDIR") == folder and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
+                found[process] = " ".join(process.cmdline()[:3])
     return found
 
 
@@ -183,7 +184,7 @@ def left(folder: str, within_s: float) -> list[str]:
     until = time.monotonic() + within_s
     while True:
         files = [each for each in os.listdir(folder) if each != "ray" and not each.startswith("torchinductor")]
-        processes = [" ".join(process.cmdline()[:3]) for process in of(folder)]
+        processes = list(of(folder).values())
         if not (files or processes) or time.monotonic() > until:
             return files + processes
         time.sleep(0.2)
@@ -238,7 +239,7 @@ def abandoned(background: Background, lost: bool) -> list[str]:
         assert ended.returncode == -signal.SIGKILL, ended.stderr
         assert any("WorkerActor" in each for each in left(place, 0.0))
         if lost:
-            next(each for each in of(place) if each.name() == "gcs_server").kill()
+            next(each for each, command in of(place).items() if "gcs_server" in command).kill()
         return left(place, 120.0)
 
 
