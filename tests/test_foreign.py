@@ -271,6 +271,7 @@ def test_ray_has_the_names(ray_cluster: None, tmp_path: Path, monkeypatch: pytes
     (node,) = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
     assert "CPU" in ray_foreign.free_resources_by_node()[node] or ray_foreign.free_resources_by_node()[node]
     assert ray_foreign.draining_nodes() == {}
+    assert ray_foreign.other_scripts() >= 0
     with pytest.raises(SystemExit) as exited:
         ray.actor.raise_sys_exit_with_custom_error_message("as exit_actor() raises it")
     assert ray_foreign.is_exit_of_actor(exited.value) and not ray_foreign.is_exit_of_actor(SystemExit(0))
