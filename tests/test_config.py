@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from raysgd import ConfigError, ElasticConfig
-from raysgd.config import CONTROL_PORT, Limits, WorkerResources, control_ports
+from raysgd.config import Limits, WorkerResources
+from raysgd.environment import CONTROL_PORT, control_ports
 
 
 @pytest.mark.parametrize(

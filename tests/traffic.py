@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
+from raysgd.core.authenticated_frames import CODE_BYTES, DRIVER, HEAD_BYTES, NUMBER_BYTES, PREFIX, PROOF_BYTES, WORKER
 from raysgd.core.connection import ControlAddress
-from raysgd.core.frames import CODE_BYTES, DRIVER, HEAD_BYTES, NUMBER_BYTES, PREFIX, PROOF_BYTES, WORKER
 from raysgd.workers.events import Event, MessageReceived
 
 __all__ = ["Events", "Passed", "Runs", "Tap", "note", "units"]

@@ -21,7 +21,7 @@ FILES = sorted([*LIBRARY, *(ROOT / "operators").rglob("*.py")])
 # The longest entry that matches a file decides its layer. The __init__ files of packages collect names for users, so no
 # file of a lower layer may import them.
 LAYERS = {
-    "0": "errors config constants version core",
+    "0": "errors config environment constants version core",
     "1a": "storage callbacks data ray_data/columns",
     "1b": "torch tf horovod train training",
     "2": "workers ray_data callbacks/ray_metrics",
@@ -36,7 +36,7 @@ LAYERS = {
 LAYER_OF = {unit: layer for layer, units in LAYERS.items() for unit in units.split()}
 
 # Which imports are allowed within one layer, apart from those within one entry. All of layer 0 may import SHARED.
-SHARED = {"errors", "config", "constants", "version"}
+SHARED = {"errors", "config", "environment", "constants", "version"}
 SIBLINGS = {
     "callbacks": {"storage"},
     "data": {"ray_data/columns"},

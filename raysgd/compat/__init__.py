@@ -16,7 +16,7 @@ BACKENDS = "Backend BackendConfig BackendExecutor"
 ERRORS = "InactiveWorkerGroupError TrainBackendError TrainingWorkerError"
 CONFIGS = "Checkpoint CheckpointConfig FailureConfig Result RunConfig ScalingConfig"
 SESSION = {
-    "raysgd.train.functions": "get_checkpoint get_context get_dataset_shard load_checkpoint local_rank save_checkpoint world_rank "
+    "raysgd.train.session_functions": "get_checkpoint get_context get_dataset_shard load_checkpoint local_rank save_checkpoint world_rank "
     "world_size",
     "raysgd.train.run_session": "TrainingResultType",
     "raysgd.compat.session": "get_experiment_name get_local_rank get_local_world_size get_metadata get_node_rank get_trial_dir "
@@ -59,7 +59,7 @@ MODULES: dict[str, dict[str, str]] = {
     },
     "raysgd.train.constants": {
         "raysgd.callbacks.base": "PYTORCH_PROFILER_KEY=TRACES",
-        "raysgd.config": "TRAIN_PLACEMENT_GROUP_TIMEOUT_S_ENV=FUNCTION_START_LIMIT",
+        "raysgd.environment": "TRAIN_PLACEMENT_GROUP_TIMEOUT_S_ENV=FUNCTION_START_LIMIT",
         "raysgd.ray_data.datasets": "TRAIN_DATASET_KEY=DEFAULT_NAME",
         "raysgd.train.run": "ENABLE_DETAILED_AUTOFILLED_METRICS_ENV=DETAILED",
         "raysgd.train.settings": "TIMESTAMP",
@@ -89,7 +89,7 @@ MODULES: dict[str, dict[str, str]] = {
     "raysgd.train.tensorflow.tensorflow_trainer": {"raysgd.train.tensorflow": "TensorflowTrainer"},
     "raysgd.train.torch.config": {"raysgd.train": "TorchConfig"},
     "raysgd.train.torch.torch_trainer": {"raysgd.train.torch": "TorchTrainer"},
-    "raysgd.train.context": {"raysgd.train.functions": "TrainContext"},
+    "raysgd.train.context": {"raysgd.train.session_functions": "TrainContext"},
     "raysgd.train.data_parallel_trainer": {"raysgd.train": "DataParallelTrainer"},
 }
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from raysgd.callbacks.base import TRACES
 from raysgd.callbacks.folder import RESULTS
-from raysgd.config import seconds_from_environment
+from raysgd.environment import seconds_from_environment
 from raysgd.train.settings import TIMESTAMP
 
 DATE, HOSTNAME, NODE_IP, PID = "_date", "_hostname", "_node_ip", "_pid"

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from raysgd.train import functions
+from raysgd.train import session_functions
 from raysgd.train.checkpoint import Checkpoint
-from raysgd.train.functions import TrainContext, get_context
+from raysgd.train.session_functions import TrainContext, get_context
 
 Result = TypeVar("Result")
 
 
 def report(metrics: Mapping[str, Any] | None = None, *, checkpoint: Checkpoint | None = None, **values: Any) -> None:
     """Report metrics, and a checkpoint if there is one: `train.report`."""
-    functions.report(metrics, checkpoint, **values)
+    session_functions.report(metrics, checkpoint, **values)
 
 
 def _of_context(method: Callable[[TrainContext], Result]) -> Callable[[], Result]:

@@ -1,7 +1,7 @@
 """Connect to the driver, and send and receive messages and bodies over a socket in blocking mode.
 Both.
 
-`frames` describes what is sent."""
+`authenticated_frames` describes what is sent."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from raysgd.core import frames
+from raysgd.core import authenticated_frames as frames
 from raysgd.core.messages import Message
 
 logger = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ import resource
 import socket
 from collections.abc import Iterable
 
-from raysgd.config import CONTROL_PORT
+from raysgd.environment import CONTROL_PORT
 from raysgd.errors import ConfigError, ResourceError, counted
 
 LOOPBACK = "127.0.0.1"

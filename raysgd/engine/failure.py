@@ -7,11 +7,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from raysgd.config import START_LIMIT
 from raysgd.core.outcomes import DATA_LOADER, Failed
 from raysgd.core.policy import Recovery
 from raysgd.core.progress import Progress
 from raysgd.engine.worker_table import WorkerInfo
+from raysgd.environment import START_LIMIT
 from raysgd.errors import (
     CheckpointError,
     HangError,

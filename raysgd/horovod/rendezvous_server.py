@@ -11,8 +11,8 @@ import threading
 from collections.abc import Mapping
 from http import HTTPStatus
 
-from raysgd.config import control_ports
 from raysgd.core.network import LOOPBACK, listen
+from raysgd.environment import control_ports
 
 logger = logging.getLogger("raysgd")
 

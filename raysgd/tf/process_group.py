@@ -12,7 +12,7 @@ from raysgd.core.ranks import RankInfo
 from raysgd.errors import causes_of
 from raysgd.tf import foreign
 from raysgd.tf.channel import Channel
-from raysgd.tf.ports import HeldPortBackend, NoFreePortError
+from raysgd.tf.cluster_config import HeldPortBackend, NoFreePortError
 
 logger = logging.getLogger("raysgd")
 

@@ -30,9 +30,9 @@ from raysgd.torch.data.rows import LoaderRows
 from raysgd.torch.data.sampling import is_planned, random_sources
 from raysgd.torch.foreign import content_version
 from raysgd.torch.fsdp import gathered
-from raysgd.torch.loop_schedule import check_plan, restore_plan
 from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.resharding import Resharding
+from raysgd.torch.schedule_stepping import check_plan, restore_plan
 from raysgd.torch.settings import TorchSettings
 from raysgd.training.feed import Source
 from raysgd.training.operator_base import each_loader

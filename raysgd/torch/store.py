@@ -17,9 +17,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from raysgd.config import control_ports
 from raysgd.core.network import LOOPBACK, listen
 from raysgd.core.ranks import RankInfo
+from raysgd.environment import control_ports
 
 logger = logging.getLogger("raysgd")
 

@@ -26,7 +26,7 @@ from raysgd.train.errors import (
     TrainingWorkerError,
 )
 from raysgd.train.fit.result import Result
-from raysgd.train.functions import (
+from raysgd.train.session_functions import (
     get_checkpoint,
     get_context,
     get_dataset_shard,

@@ -14,8 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from raysgd.config import flag_from_environment
 from raysgd.core.messages import FunctionReport
+from raysgd.environment import flag_from_environment
 from raysgd.errors import ConfigError, ranked
 from raysgd.storage.locations import place
 from raysgd.storage.remote import Uri

@@ -6,8 +6,8 @@ from typing import Any
 
 from raysgd.core.ranks import RankInfo
 from raysgd.errors import causes_of
+from raysgd.tf.cluster_config import HeldPortBackend, NoFreePortError
 from raysgd.tf.foreign import abort_collectives
-from raysgd.tf.ports import HeldPortBackend, NoFreePortError
 
 # One of these is in the text of TensorFlow's errors when a peer has failed.
 PEER_ERRORS = ("Collective", "CoordinationService", "/job:worker", "RecvBuf")

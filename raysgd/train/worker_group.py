@@ -9,20 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from raysgd.config import (
-    FUNCTION_START_LIMIT,
-    ElasticConfig,
-    Limits,
-    WorkerResources,
-    at_least,
-    seconds_from_environment,
-    start_limit_s,
-)
+from raysgd.config import ElasticConfig, Limits, WorkerResources, at_least
 from raysgd.core.network import own_address
 from raysgd.core.protocols import Call
 from raysgd.core.ranks import SingleWorkerBackend
 from raysgd.engine.call import Job
 from raysgd.engine.engine import Engine
+from raysgd.environment import FUNCTION_START_LIMIT, seconds_from_environment, start_limit_s
 from raysgd.errors import ConfigError, TrainingFailedError
 from raysgd.torch.devices import visible_gpus
 from raysgd.train.errors import InactiveWorkerGroupError, TrainingWorkerError

@@ -14,13 +14,14 @@ from typing import Any, Literal, TypeVar
 from raysgd.callbacks.base import Run
 from raysgd.callbacks.folder import folder_to_be
 from raysgd.callbacks.history import History
-from raysgd.config import ORPHAN_S, ElasticConfig, Limits, WorkerResources, at_least, check_flags, start_limit_s
+from raysgd.config import ORPHAN_S, ElasticConfig, Limits, WorkerResources, at_least, check_flags
 from raysgd.core.policy import Recovery
 from raysgd.core.protocols import Call, ProcessGroupBackend
 from raysgd.core.ranks import SingleWorkerBackend
 from raysgd.core.shard_copies import ShardedState
 from raysgd.engine.call import Job
 from raysgd.engine.engine import Engine
+from raysgd.environment import start_limit_s
 from raysgd.errors import ConfigError, suggesting
 from raysgd.training.arguments import check_call
 from raysgd.training.auto_checkpoint import CheckpointFolder

@@ -11,11 +11,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from raysgd.config import FUNCTION_START_LIMIT, START_LIMIT, WorkerResources
+from raysgd.config import WorkerResources
+from raysgd.environment import FUNCTION_START_LIMIT, START_LIMIT
 from raysgd.errors import ClusterError, ConfigError, ResourceError, described
 from raysgd.workers import foreign, lasting_cluster
+from raysgd.workers.control_service import GcsQuery, ask, require_ray
 from raysgd.workers.fork_server import command_to_fork, start_fork_server
-from raysgd.workers.gcs import GcsQuery, ask, require_ray
 
 logger = logging.getLogger("raysgd")
 

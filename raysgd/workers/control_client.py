@@ -23,7 +23,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from raysgd.config import CONTROL_PORT
 from raysgd.constants import BATCH_COUNT, NUM_SAMPLES
 from raysgd.core import messages
 from raysgd.core.connection import SEND_S, Connection, ControlAddress, connect
@@ -32,6 +31,7 @@ from raysgd.core.lease import DriverWatch
 from raysgd.core.metrics import SKIPPED, Measured
 from raysgd.core.progress import Control, Progress
 from raysgd.core.snapshot import guarded_part
+from raysgd.environment import CONTROL_PORT
 from raysgd.workers.transfer import Giving, take
 
 logger = logging.getLogger(__name__)

@@ -17,11 +17,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from raysgd.config import control_ports
-from raysgd.core import frames, messages
+from raysgd.core import authenticated_frames as frames
+from raysgd.core import messages
 from raysgd.core.connection import Connection, ControlAddress, as_timeout, detect_unreachable
 from raysgd.core.lease import LEASE_S
 from raysgd.core.network import listen
+from raysgd.environment import control_ports
 from raysgd.errors import described
 from raysgd.workers.events import Event, MessageReceived, PartReceived, WorkerEnded, WorkerStarted
 

@@ -33,7 +33,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from raysgd.config import flag_from_environment
+from raysgd.environment import flag_from_environment
 from raysgd.errors import described
 from raysgd.storage.durable import own_folder
 from raysgd.workers.processes import LocalProcess

@@ -16,12 +16,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from raysgd.config import WorkerResources, flag_from_environment
+from raysgd.config import WorkerResources
 from raysgd.core.messages import FreeMainThread, KillProcess, Message, PerformCall, PreemptionNotice, StartDealer
 from raysgd.core.network import allow_connections
 from raysgd.core.outcomes import Failed, Outcome
 from raysgd.core.policy import OUT_OF_STEP, UNREACHABLE
 from raysgd.core.protocols import ProcessGroupBackend
+from raysgd.environment import flag_from_environment
 from raysgd.errors import NotActiveError
 from raysgd.ray_data.reader import DEALER, RemoteDealer, RowReader, start_dealer
 from raysgd.ray_data.splits import no_room_for_data
@@ -30,9 +31,9 @@ from raysgd.workers.actor import WorkerActor
 from raysgd.workers.calls import SMALL, Blob, opened, with_value
 from raysgd.workers.control_client import CANNOT_CONNECT
 from raysgd.workers.control_server import ControlServer
+from raysgd.workers.control_service import GcsQuery, gcs_limit_s, require_ray
 from raysgd.workers.events import CallEnded, Event, MessageReceived, WorkerEnded, WorkerStarted
 from raysgd.workers.foreign import draining_nodes, hide_deaths_of
-from raysgd.workers.gcs import GcsQuery, gcs_limit_s, require_ray
 from raysgd.workers.keeper import Tenure
 from raysgd.workers.processes import LocalProcess, end_all
 from raysgd.workers.serialization import RayReferenceFound, dumps_without_references, pack

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar, cast
 
-from raysgd.config import flag_from_environment
+from raysgd.environment import flag_from_environment
 from raysgd.errors import RaysgdError, RemoteTraceback, counted
 
 F = TypeVar("F", bound=Callable[..., Any])

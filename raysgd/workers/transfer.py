@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, InvalidStateError
 from typing import TYPE_CHECKING, Any
 
+from raysgd.core.authenticated_frames import Sizes
 from raysgd.core.connection import PIECE, Body, Connection, ControlAddress, connect, make_room
-from raysgd.core.frames import Sizes
 from raysgd.core.messages import GiveState, Open, Received, State, TakeState
 from raysgd.core.snapshot import guarded_part
 

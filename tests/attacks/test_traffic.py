@@ -17,8 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from raysgd.core.connection import ControlAddress, connect
-from raysgd.core.frames import (
+from raysgd.core.authenticated_frames import (
     CODE_BYTES,
     DRIVER,
     HEAD_BYTES,
@@ -32,6 +31,7 @@ from raysgd.core.frames import (
     new_number,
     proof,
 )
+from raysgd.core.connection import ControlAddress, connect
 from raysgd.core.messages import (
     Alive,
     CallAnswer,

@@ -22,8 +22,17 @@ import numpy as np
 import pytest
 
 from raysgd.core import connection
+from raysgd.core.authenticated_frames import (
+    DRIVER,
+    KEY_BYTES,
+    NUMBER_BYTES,
+    PROOF_BYTES,
+    WORKER,
+    Session,
+    new_number,
+    proof,
+)
 from raysgd.core.connection import Connection, ControlAddress, connect, make_room
-from raysgd.core.frames import DRIVER, KEY_BYTES, NUMBER_BYTES, PROOF_BYTES, WORKER, Session, new_number, proof
 from raysgd.core.messages import (
     Alive,
     BoundaryAnswer,

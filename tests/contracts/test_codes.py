@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from raysgd.core.frames import (
+from raysgd.core.authenticated_frames import (
     CODE_BYTES,
     DRIVER,
     HEAD_BYTES,

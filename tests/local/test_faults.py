@@ -382,11 +382,11 @@ MUTANTS: dict[str, tuple[str, Callable[[Any], Any]]] = {
         lambda original: lambda self, *, failed: self.closing,
     ),
     "a schedule forgets the batch that an error ends": (
-        "raysgd.torch.loop_schedule.LoopSchedule.end",
+        "raysgd.torch.schedule_stepping.LoopSchedule.end",
         lambda original: lambda self, *, failed=False: None if failed else original(self),
     ),
     "unequal shares weigh the same": (
-        "raysgd.torch.policies.Weigh._weighted",
+        "raysgd.torch.step_options.Weigh._weighted",
         lambda original: lambda self, gradient: gradient,
     ),
     "calls do not finish those before them": (

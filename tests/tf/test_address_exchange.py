@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from raysgd.core.ranks import assign_ranks
-from raysgd.tf.ports import HeldPort
+from raysgd.tf.cluster_config import HeldPort
 from raysgd.train.tensorflow_function import TensorflowFunctionBackend
 from tests.attacks.attackers import listening
 

@@ -4,7 +4,7 @@ import pytest
 
 tf = pytest.importorskip("tensorflow")
 
-from raysgd.tf.ports import NoFreePortError  # noqa: E402
+from raysgd.tf.cluster_config import NoFreePortError  # noqa: E402
 from raysgd.tf.process_group import TensorFlowBackend  # noqa: E402
 
 

@@ -20,7 +20,7 @@ from raysgd.torch.lightning.logging import LoggedValues
 from raysgd.torch.lightning.schedulers import KEYS, Schedules, read_configuration
 from raysgd.torch.lightning.trainer_stub import StepServices, TrainerStub
 from raysgd.torch.operator import TrainingOperator
-from raysgd.torch.policies import samples_in
+from raysgd.torch.step_options import samples_in
 from raysgd.training.feed import NoFeed
 
 

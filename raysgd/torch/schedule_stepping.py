@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from raysgd.constants import SCHEDULER_STEP_EPOCH, SCHEDULER_STEP_STEP, STEPPED_BY_TRAINER
 from raysgd.core.sampling_plan import StepPlan
-from raysgd.torch.policies import STEPS_SCHEDULE, refusal
 from raysgd.torch.schedules import has_length_in_code, step_in_order, stepped_twice, steps_of
+from raysgd.torch.step_options import STEPS_SCHEDULE, refusal
 from raysgd.training.operator_base import Schedule
 from raysgd.training.position import Position
 

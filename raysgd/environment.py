@@ -1,0 +1,52 @@
+"""What environment variables set: read here, and checked. Both."""
+
+from __future__ import annotations
+
+import os
+import re
+
+from raysgd.errors import ConfigError
+
+START_LIMIT, FUNCTION_START_LIMIT = "SGD_PLACEMENT_GROUP_TIMEOUT_S", "TRAIN_PLACEMENT_GROUP_TIMEOUT_S"
+CONTROL_PORT, FIRST_PORT, LAST_PORT = "RAYSGD_CONTROL_PORT", 1024, 65535
+
+
+def seconds_from_environment(name: str, default: int) -> int:
+    """Return the seconds that an environment variable sets, or the default."""
+    text = os.environ.get(name, "").strip()
+    if not text:
+        return default
+    if not (text.isascii() and text.isdecimal() and len(text) < 10 and int(text) > 0):
+        raise ConfigError(
+            f"the environment variable {name} is {text!r}; it must be a whole number of seconds above 0. "
+            f"Correct it, or unset it for the default of {default}."
+        )
+    return int(text)
+
+
+def control_ports() -> range | None:
+    """Return the ports on which the driver may listen; None: the system chooses."""
+    text = os.environ.get(CONTROL_PORT, "").strip()
+    if not text:
+        return None
+    found = re.fullmatch(r"(\d{1,5})(?:-(\d{1,5}))?", text, re.ASCII)
+    first, last = (int(found[1]), int(found[2] or found[1])) if found is not None else (0, 0)
+    if not FIRST_PORT <= first <= last <= LAST_PORT:
+        raise ConfigError(
+            f"the environment variable {CONTROL_PORT} is {text!r}; it must be a port or a range of ports from {FIRST_PORT} to "
+            f"{LAST_PORT}, such as 7000 or 7000-7020. Correct it, or unset it so that the system chooses."
+        )
+    return range(first, last + 1)
+
+
+def flag_from_environment(name: str, *, default: bool = False) -> bool:
+    """Return whether an environment variable switches something on, or the default."""
+    text = os.environ.get(name, "").strip().lower()
+    if text not in ("", "0", "1", "false", "true"):
+        raise ConfigError(f"the environment variable {name} is {text!r}; it must be 0 or 1. Correct it, or unset it.")
+    return text in ("1", "true") if text else default
+
+
+def start_limit_s() -> float:
+    """Return how long the start of workers may wait for room in the cluster."""
+    return float(seconds_from_environment(START_LIMIT, 100))
