@@ -49,6 +49,7 @@ class Checker:
         self._short = False  # whether there are fewer workers than training needs
         self._began: dict[int, int] = {}
         self._discarded: list[tuple[str, int]] = []
+        self._outdated: set[str] = set()  # the workers with a state of a training that was given up
         self._members: Sequence[Any] = ()
         self._trained: dict[int, int | None] = {}
         self._called: set[tuple[str, int, int]] = set()
@@ -110,6 +111,7 @@ class Checker:
             self.fail(f"term {driver.group.term} begins {self.schedule.now - since:.1f} s after the last one has ended")
         if self.truth and not self.holders(driver.group):
             self.state_is_lost()
+        self._short = False  # its call has ended with it
 
     def holders(self, group: Any) -> list[str]:
         """Return the workers that have the state of the training."""
@@ -121,8 +123,9 @@ class Checker:
         self._discarded, self.least = [], 0
         self.schedule._disturbed(0.0, harmful=True)
 
-    def begins_again(self) -> None:
-        """Note that a script begins with the first line."""
+    def begins_again(self, group: Any) -> None:
+        """Note that a script begins with the first line. Workers that it cannot reach keep the training before."""
+        self._outdated |= {worker.name for worker in group.workers.values() if worker.replica is not None}
         self.redone += len(self.truth)
         self.truth, self.loads, self.least, self._discarded, self._trained = [], 0, 0, [], {}
 
@@ -270,7 +273,7 @@ class Checker:
         """Note that the driver ends a worker that is alive."""
         replica = worker.replica
         ended = worker.stopped_at is not None or worker.given_up or worker.lost
-        if replica is None or ended or replica.loads != self.loads:
+        if replica is None or ended or replica.loads != self.loads or worker.name in self._outdated:
             return
         others = [each.replica.steps for each in self._members if each is not worker and each.replica is not None]
         if all(len(steps) < len(replica.steps) for steps in others):  # otherwise the change was planned

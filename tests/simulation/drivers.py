@@ -301,7 +301,7 @@ class NamedScript(Script):
         holders = self.checker.holders(self.group)
         if holders and self.schedule.calm:
             raise Violation(f"training begins again, and {holders} have its state")
-        self.checker.begins_again()
+        self.checker.begins_again(self.group)
         self._line = 0
         if not self.driver.call(lambda: self.drivers.keeper.renew(self.group.term, b"", self.world.now)):
             raise SupersededError("another script has taken over")
