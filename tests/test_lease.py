@@ -51,6 +51,14 @@ def test_a_worker_that_saw_its_driver_end_shortens_the_wait(lives: bool) -> None
     assert lease.until >= 5.0 + WITNESSED_S
 
 
+def test_a_worker_that_starts_after_its_drivers_end_keeps_nobody_waiting() -> None:
+    lease = Lease(until=0.0)
+    assert lease.take(0.0).term == 1 and lease.enlist(1, "w1", 0.0) and lease.renew(1, None, 4.0)
+    lease.witness(1, 5.0)
+    assert lease.enlist(1, "w2", 6.0) and lease.until == 5.0 + WITNESSED_S
+    assert lease.renew(1, None, 7.0) and lease.enlist(1, "w3", 8.0) and lease.until == 8.0 + LEASE_S
+
+
 def acts(watch: DriverWatch, *, until: float, holds_state: bool = True) -> list[tuple[float, str]]:
     """Return what a worker does, and when, that looks twice a second."""
     seen = [(now / 2, watch.look(now / 2, holds_state=holds_state)) for now in range(int(2 * until))]

@@ -27,7 +27,7 @@ class Tenure:
 ENGINE: Any = SimpleNamespace(
     attach=lambda **given: bool(given["recoveries"]) or given["trained"] is not None,
     trained=1,
-    progress=SimpleNamespace(epoch=2, step=7),
+    progress=SimpleNamespace(epoch=2, batches=7),
     recoveries=[],
     world_size=2,
     start=lambda: None,

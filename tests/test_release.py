@@ -14,7 +14,7 @@ def test_nothing_is_missing_of_a_version_with_a_dated_heading() -> None:
 @pytest.mark.parametrize(
     ("version", "changelog", "tags", "status", "said"),
     [
-        ("1.2", DATED, "", "", "no version such as"),
+        ("1.2", DATED, "", "", "is not a version such as"),
         ("1.2.4", DATED, "", "", "the first heading is not '## 1.2.4 (DATE)'"),
         ("1.2.3", DATED.replace("2027-01-02", "not yet released"), "", "", "has no date"),
         ("1.2.3", DATED, "v1.2.3", "", "the tag v1.2.3 exists"),

@@ -40,6 +40,7 @@ class Lease:
     workers: list[str] = field(default_factory=list)
     until: float = -math.inf
     witnessed: int = 0  # the newest term whose driver has workers, which see its end
+    seen_to_end: bool = False  # a worker has seen its end, and it has not renewed since then
 
     def take(self, now: float) -> Grant:
         """Answer a driver that wants to begin, or to take over."""
@@ -55,23 +56,26 @@ class Lease:
         there is one."""
         if term != self.term:
             return False
-        self.until = now + (LEASE_S if self.witnessed == term else WITNESSED_S)
+        self.until, self.seen_to_end = now + (LEASE_S if self.witnessed == term else WITNESSED_S), False
         self.record = self.record if record is None else record
         return True
 
     def enlist(self, term: int, worker: str, now: float) -> bool:
         """Note a worker that is about to connect to the driver of this term, and would not miss it
-        for a whole lease. Return False if that is not the driver any more."""
+        for a whole lease. Return False if that is not the driver any more. A worker that starts
+        after its driver's end does not make the lease longer."""
         if term != self.term:
             return False
-        self.witnessed, self.until = term, max(self.until, now + LEASE_S)
+        self.witnessed = term
+        if not self.seen_to_end:
+            self.until = max(self.until, now + LEASE_S)
         self.workers += [worker] if worker not in self.workers else []
         return True
 
     def witness(self, term: int, now: float) -> None:
         """Note that a worker has seen its driver's connection end. If that lives, it renews."""
         if term == self.term:
-            self.until = min(self.until, now + WITNESSED_S)
+            self.until, self.seen_to_end = min(self.until, now + WITNESSED_S), True
 
 
 @dataclass

@@ -51,7 +51,12 @@ class WorkerActor:
         node = ray.get_runtime_context().get_node_id()
         self._worker, self._tenure = worker, tenure
         self._term, orphan_s = (0, 0.0) if tenure is None else (tenure.term, tenure.orphan_s)
-        self._client = ControlClient(address, worker, node, backend.abort, _leave, orphan_s=orphan_s)
+        try:
+            self._client = ControlClient(address, worker, node, backend.abort, _leave, orphan_s=orphan_s)
+        except OSError:
+            if tenure is not None:
+                self._driver_ended()
+            raise
         self._host = ReplicaHost(backend, self._client.control)
         self._client.holds_state = lambda: self._host.holds_state
         if tenure is not None:

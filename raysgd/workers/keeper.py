@@ -256,7 +256,9 @@ class WorkerTenure:
     def witness(self, term: int) -> None:
         """Say that this term's driver has ended its connection. Without Ray, nobody needs to
         know."""
+        import ray
+
         try:
-            self._keeper().perform.remote("witness", term)
+            ray.get(self._keeper().perform.remote("witness", term), timeout=ANSWER_S)
         except Exception as error:
             logger.debug("the keeper of the lease was not told of the driver's end: %s", error)

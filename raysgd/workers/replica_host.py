@@ -64,13 +64,6 @@ class ReplicaHost:
         control.collectives = self._collectives
 
     def perform(self, verb: str, arguments: dict[str, Any]) -> Outcome:
-        outcome, call = self._outcome(verb, arguments), arguments.get("call")
-        if isinstance(call, Call) and call.part_of >= 0:
-            before = self._measured[1] if call.part_of == self._measured[0] else []
-            self._measured = call.part_of, [*before, (self._rank_info.generation, outcome)]
-        return outcome
-
-    def _outcome(self, verb: str, arguments: dict[str, Any]) -> Outcome:
         try:
             value = self._method(verb)(**{name: _opened(value) for name, value in arguments.items()})
             if verb == "run":
@@ -80,10 +73,18 @@ class ReplicaHost:
                 raise  # Ray ends this process, which is a worker failure
             if isinstance(error, KeyboardInterrupt) and not self._remote:
                 raise  # Ctrl-C: this process is the driver
-            return self._outcome_of(error, _called(verb, arguments))
+            return self._noted(self._outcome_of(error, _called(verb, arguments)), arguments)
         if isinstance(value, Interrupted):
-            return value
-        return Ok(value, self._progress, self._collectives() if verb == "run" else -1)
+            return self._noted(value, arguments)
+        return self._noted(Ok(value, self._progress, self._collectives() if verb == "run" else -1), arguments)
+
+    def _noted(self, outcome: Outcome, arguments: dict[str, Any]) -> Outcome:
+        """Keep how a part of a training call has ended, for a driver that takes over."""
+        call = arguments.get("call")
+        if isinstance(call, Call) and call.part_of >= 0:
+            before = self._measured[1] if call.part_of == self._measured[0] else []
+            self._measured = call.part_of, [*before, (self._rank_info.generation, outcome)]
+        return outcome
 
     @property
     def holds_state(self) -> bool:

@@ -24,6 +24,7 @@ from torch import nn
 from tests.background import Background
 from tests.tiers import NIGHTLY
 
+ROOT = Path(__file__).resolve().parents[2]
 # The phases of the script's life in which it is killed. In "recovery", a worker has just been killed.
 PHASES = ("train", "recovery", "save", "validate", "resize", "between", "start")
 # What `raysgd doctor` shows, without its other checks.
@@ -158,10 +159,11 @@ def test_a_script_that_is_killed_at_any_moment_continues(outcome: Any, seed: int
 
 @contextlib.contextmanager
 def own_place() -> Iterator[dict[str, str]]:
-    """Yield an environment in which no cluster is found. Its folder is short, because paths of sockets are limited."""
+    """Yield an environment in which no cluster is found. Its folder is short, because paths of sockets are limited. It
+    keeps Ray from using the tests' own forks, whose environment does not name the folder."""
     folder = tempfile.mkdtemp(prefix="rg-", dir="/tmp")
     try:
-        yield {"RAY_ADDRESS": "", "RAY_TMPDIR": folder, "TMPDIR": folder}
+        yield {"RAY_ADDRESS": "", "RAY_TMPDIR": folder, "TMPDIR": folder, "PYTHONPATH": str(ROOT)}
     finally:
         for process in of(folder):
             with contextlib.suppress(psutil.Error):

@@ -21,7 +21,7 @@ import pytest
 from greenlet import getcurrent
 
 from raysgd import train
-from raysgd.core.policy import PLANNED
+from raysgd.core.policy import PLANNED, Recovery
 from raysgd.engine.engine import Engine
 from raysgd.errors import ResourceError, WorkerStartError
 from raysgd.train import Checkpoint, CheckpointConfig, TrainingWorkerError, executor, replica, run_session
@@ -385,7 +385,13 @@ class FunctionScript:
         def engine(*given: Any, **settings: Any) -> Engine:
             world, schedule = self.world, self.schedule
             seams: dict[str, Any] = {"clock": world.clock, "jitter": world.random.random, "during": schedule.during}
-            schedule.watch(made := Engine(*given, **settings, **seams, on_recovery=self.checker.recovered))
+            on_recovery = settings.pop("on_recovery")
+
+            def recovered(recovery: Recovery) -> None:
+                on_recovery(recovery)
+                self.checker.recovered(recovery)
+
+            schedule.watch(made := Engine(*given, **settings, **seams, on_recovery=recovered))
             return made
 
         def thread(target: Callable[[], None], **_: Any) -> Any:
