@@ -416,8 +416,10 @@ class TrainerBase(ABC):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._calls.exited(error)
-        leave = self._calls.named is not None and kind is not None and not issubclass(kind, SystemExit)
-        self._stop(force=kind is not None, leave=leave)
+        if self._calls.named is not None and kind is not None and not issubclass(kind, SystemExit):
+            self._stop(force=True, leave=True)
+        else:
+            self.shutdown(force=kind is not None)
 
 
 def described_run(trainer: type, operator_cls: Any, config: Mapping[str, Any], num_workers: int, logdir: Any) -> Run:

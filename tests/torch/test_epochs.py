@@ -176,3 +176,18 @@ def test_training_continues_from_a_checkpoint_of_any_call(calls: int, tmp_path: 
         trainer.load(path)
         result = trainer.train()
         assert (result["epoch"], result["num_samples"] > 0) == (calls + 1, True)
+
+
+def test_leaving_a_with_block_calls_the_shutdown_of_a_subclass() -> None:
+    forced: list[bool] = []
+
+    class Own(TorchTrainer):
+        def shutdown(self, force: bool = False) -> None:
+            forced.append(force)
+            super().shutdown(force)
+
+    with Own(training_operator_cls=Line, use_gpu=False):
+        pass
+    with pytest.raises(KeyError), Own(training_operator_cls=Line, use_gpu=False):
+        raise KeyError
+    assert forced == [False, True]
