@@ -64,7 +64,7 @@ def describe(driver: str) -> Facts:
         "address": addresses[0] if addresses else f"no address of {interface}",  # at which gloo listens
         "interface": interface,
         "chosen": bool(os.environ.get(INTERFACE)),
-        "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[1] % (1 << 63),  # -1 is no limit
+        "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[1] % (1 << 63),  # -1: unlimited
         "shared_free": shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else LEAST_SHARED,
     }
 

@@ -32,8 +32,8 @@ class Grant(NamedTuple):
 
 @dataclass
 class Lease:
-    """Owns who drives one trainer: the newest term, until when nobody else may have it, what its
-    drivers have committed (the record), and the names of all workers that they have started."""
+    """Owns who drives one trainer: the newest term, until when no other driver may have it, what
+    its drivers have committed (the record), and the names of all workers that they have started."""
 
     term: int = 0
     record: bytes = b""
@@ -96,7 +96,7 @@ class DriverWatch:
 
     def look(self, now: float, *, holds_state: bool) -> Literal["", "stop", "leave", "end"]:
         """Return what the worker must do: nothing, "stop" at the next batch boundary, "leave" the
-        process group, so that whoever waits for it stops too, or "end" itself."""
+        process group, so that ranks that wait for it stop too, or "end" itself."""
         if not self.has_ended and (not self.orphan_s or now - self.heard_at < LEASE_S):
             return ""
         if self.has_ended and not (holds_state and self.orphan_s):

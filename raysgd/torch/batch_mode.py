@@ -475,8 +475,8 @@ def _attributes(value: Any) -> dict[str, Any]:
 
 
 class Held(tuple[Any, ...]):
-    """What a tensor was that a registered model holds. If there was none, that is no change: models
-    store such tensors in their first call."""
+    """What a tensor was that a registered model holds. Nothing has changed if there was none:
+    models store such tensors in their first call."""
 
 
 def _held(models: Sequence[nn.Module]) -> Iterator[tuple[str, Any]]:

@@ -298,7 +298,7 @@ def run_after_backward(call: Callable[[], None]) -> None:
 
 def content_version(tensor: torch.Tensor) -> int:
     """Return how often the content of a tensor's memory has been changed in place. In inference
-    mode, nobody counts that."""
+    mode, that is not counted."""
     return 0 if tensor.is_inference() else tensor._version
 
 

@@ -136,7 +136,7 @@ class NamedRun:
         return result, each
 
     def begin(self, place: tuple[int, int], engine: Engine, history: History) -> None:
-        """Store that training begins, or where it has resumed. Without this, nobody takes it
+        """Store that training begins, or where it has resumed. Without this, no script takes it
         over."""
         self._place = place
         self._commit(engine, history)

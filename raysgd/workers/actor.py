@@ -88,16 +88,16 @@ class WorkerActor:
     def _driver_ended(self) -> None:
         """Tell the keeper of the lease. If Ray does not answer, continue without."""
         assert self._tenure is not None
-        told = threading.Thread(target=self._tenure.witness, args=(self._term,), daemon=True)
-        told.start()
-        told.join(timeout=WITNESS_S)
+        thread = threading.Thread(target=self._tenure.witness, args=(self._term,), daemon=True)
+        thread.start()
+        thread.join(timeout=WITNESS_S)
 
     def serve(self, term: int = 0) -> tuple[int, Outcome] | None:
         """Perform calls from the control connection. Return the number and the outcome of one whose
         answer is large, or None after a call was submitted to Ray; the driver calls this again."""
         while term == self._term and isinstance(message := self._client.calls.get(), PerformCall):
             if self._client.watch.has_ended:
-                continue  # nobody would get the answer
+                continue  # no driver would get the answer
             outcome = self._host.perform(*self._begin(message))
             packed = packed_outcome(outcome)
             if packed is None:

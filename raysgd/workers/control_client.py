@@ -184,7 +184,7 @@ class ControlClient:
         incoming = selectors.DefaultSelector()
         incoming.register(connection.socket, selectors.EVENT_READ)
         while self._open and self.watch is watch:
-            self._look(watch)
+            self.look(watch)
             if watch.has_ended:
                 time.sleep(LOOK_S)
                 continue
@@ -237,7 +237,7 @@ class ControlClient:
         frame = sys._current_frames().get(self._main)
         return [f"{f.filename}:{f.lineno} {f.name}" for f in reversed(traceback.extract_stack(frame))][:DEEPEST]
 
-    def _look(self, watch: DriverWatch) -> None:
+    def look(self, watch: DriverWatch) -> None:
         """Do what is due for a worker whose driver has ended, or does not answer."""
         due = watch.look(self._clock(), holds_state=self.holds_state())
         if self.watch is not watch:

@@ -1,8 +1,8 @@
 """Keep the lease of a trainer with a name in an actor, and hold it for this driver. Both.
 
 The actor is the only part of a trainer that knows who its driver is. It reserves nothing, and runs
-on the head node, without which a cluster ends anyway. It ends itself when nobody has renewed the
-lease for as long as orphans wait."""
+on the head node, without which a cluster ends anyway. It ends itself when the lease was not renewed
+for as long as orphans wait."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Tenure:
         self.on_renewed: Callable[[], None] = lambda: None
         self._renewed_at = boot_time()
         self._launched: list[str] = []  # workers
-        # Terms grow also if a keeper fails, and nobody is left who knows the newest one.
+        # Terms grow also if a keeper fails, and with it the number of the newest one is lost.
         self.term, self.record = int(time.time()), b""
         self._keeper = self._make_keeper()
         self.term, self.record = self._take()
@@ -201,11 +201,13 @@ class Tenure:
 
 def end_trainer(name: str) -> int:
     """End the workers of a trainer whose script has ended, and its keeper. Return how many there
-    were. Raise ConfigError if there is no such trainer, TrainerBusyError if its script runs."""
+    were. Raise ConfigError if no trainer has this name, TrainerBusyError if its script runs."""
     import ray
 
     if name not in (found := trainers()):
-        raise ConfigError(f"there is no trainer {name!r} in this cluster: its trainers are {sorted(found)}")
+        raise ConfigError(
+            f"no trainer of this cluster is called {name!r}: its trainers with a name are {sorted(found)}"
+        )
     tenure = Tenure(name, 0.0)
     workers = tenure.left_workers()
     for worker in workers.values():
@@ -254,11 +256,10 @@ class WorkerTenure:
         return bool(ray.get(self._keeper().perform.remote("enlist", self.term, worker), timeout=ANSWER_S))
 
     def witness(self, term: int) -> None:
-        """Say that this term's driver has ended its connection. Without Ray, nobody needs to
-        know."""
+        """Say that this term's driver has ended its connection. Without Ray, there is no keeper."""
         import ray
 
         try:
             ray.get(self._keeper().perform.remote("witness", term), timeout=ANSWER_S)
         except Exception as error:
-            logger.debug("the keeper of the lease was not told of the driver's end: %s", error)
+            logger.debug("the driver's end was not reported to the keeper of the lease: %s", error)

@@ -104,7 +104,7 @@ def main(folder: str, *frameworks: str) -> None:
 
 
 def _end(place: Path) -> bool:
-    """Let nobody find the cluster any more, unless somebody uses it now."""
+    """Hide the cluster from other scripts, unless one uses it now."""
     with locked():
         if _is_used():
             return False
@@ -118,6 +118,6 @@ def _is_used() -> bool:
 
     try:
         return bool(ask(foreign.other_scripts) or ask(lambda: ray.util.list_named_actors(all_namespaces=True)))
-    except ClusterError as error:  # nobody can use it any more
+    except ClusterError as error:  # no script can use it any more
         logger.warning("the cluster ends: %s", error)
         return False

@@ -84,7 +84,7 @@ def test_a_hang_in_setup_of_one_rank(ray_cluster: None, tmp_path: Path) -> None:
 def test_a_hang_in_setup_that_holds_the_interpreter(ray_cluster: None, tmp_path: Path) -> None:
     text = start(tmp_path, 60.0, training_operator_cls=Stuck, config={"wait": holds_the_interpreter})
     assert "rank 1 on node " in text and "has not answered" in text and "interpreter lock" in text, text
-    assert "more time, increase ElasticConfig(hang_timeout_s=...)" in text, f"timeout_s is no limit of this: {text}"
+    assert "more time, increase ElasticConfig(hang_timeout_s=...)" in text, f"timeout_s does not limit this: {text}"
     assert noted(tmp_path, "rank1") == 1
 
 

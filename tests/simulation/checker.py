@@ -121,7 +121,7 @@ class Checker:
     def state_is_lost(self) -> None:
         """Note that no process has the state of the training any more."""
         self._discarded, self.least = [], 0
-        self.schedule._disturbed(0.0, harmful=True)
+        self.schedule.disturbed(0.0, harmful=True)
 
     def begins_again(self, group: Any) -> None:
         """Note that a script begins with the first line. Workers that it cannot reach keep the training before."""
@@ -130,18 +130,18 @@ class Checker:
         self.truth, self.loads, self.least, self._discarded, self._trained = [], 0, 0, [], {}
 
     def orphan_ends(self, worker: Any) -> None:
-        if worker._group.stopped_at() is not None:  # its driver will find that it has failed
-            self.schedule._disturbed(0.0, harmful=True)
+        if worker.group.stopped_at() is not None:  # its driver will find that it has failed
+            self.schedule.disturbed(0.0, harmful=True)
         if self._plan.orphan_s and worker.host.holds_state:
             since = worker.client.watch.since
             if since is None or worker.clock() < since + self._plan.orphan_s:
                 self.fail(f"{worker.name} ends itself too early")
-            self.schedule._disturbed(0.0, harmful=True)  # what it had measured is lost
-            if self.holders(worker._group) in ([], [worker.name]):
+            self.schedule.disturbed(0.0, harmful=True)  # what it had measured is lost
+            if self.holders(worker.group) in ([], [worker.name]):
                 self.state_is_lost()
 
     def adopted(self, worker: Any) -> None:
-        if worker.term > worker._group.keeper.term:
+        if worker.term > worker.group.keeper.term:
             self.fail(f"{worker.name} is adopted in term {worker.term}, which was never granted")
 
     # -- preemption -----------------------------------------------------------------------------------

@@ -130,14 +130,14 @@ def never_notice_a_silent_driver(patch: Patch) -> None:
 @mutant
 def wait_for_peers_that_have_stopped(patch: Patch) -> None:
     """Orphans stay in their process group for good."""
-    original = ControlClient._look
+    original = ControlClient.look
 
     def look(self: ControlClient, watch: DriverWatch) -> None:
         watch.lingers = False
         original(self, watch)
         watch.lingers = False
 
-    patch.setattr(ControlClient, "_look", look)
+    patch.setattr(ControlClient, "look", look)
 
 
 # -- the takeover -------------------------------------------------------------------------------------

@@ -152,9 +152,9 @@ class Schedule:
     def _count(self, fault: Fault, victim: str, lasts_s: float = 0.0) -> None:
         self.struck[fault.kind, self.phase] += 1
         self._world.note("FAULT %s of %s, %s (in %s)", fault.kind, victim, fault.at, self.phase)
-        self._disturbed(lasts_s, harmful=fault.kind not in HARMLESS)
+        self.disturbed(lasts_s, harmful=fault.kind not in HARMLESS)
 
-    def _disturbed(self, lasts_s: float, *, harmful: bool) -> None:
+    def disturbed(self, lasts_s: float, *, harmful: bool) -> None:
         self.over_at = max(self.over_at, self._world.now + lasts_s)
         if harmful:
             self.harmful_until = max(self.harmful_until, self.over_at + CAUSE_S)
@@ -174,7 +174,7 @@ class Schedule:
         elif fault.kind == "rival":
             drivers.start_after(fault.seconds / 10)
         else:
-            self._disturbed(fault.seconds, harmful=False)
+            self.disturbed(fault.seconds, harmful=False)
             driver.stop()
             self._world.at(fault.seconds, driver.resume)
             if fault.pick % 2:
@@ -297,7 +297,7 @@ class Schedule:
         def leave() -> None:
             if worker.alive and not worker.given_up:
                 self._checker.leaves_too_late(worker, announced_at)
-                self._disturbed(0.0, harmful=True)
+                self.disturbed(0.0, harmful=True)
             end()
 
         self._world.at(after_s, leave)

@@ -96,7 +96,7 @@ class Worker(Process):
 
     def __init__(self, group: SimGroup, name: str, node: Node) -> None:
         super().__init__(group.world)
-        self._group, self.name, self.node, self.checker = group, name, node, group.checker
+        self.group, self.name, self.node, self.checker = group, name, node, group.checker
         self.number = int(name[1:])
         plan = self._plan = group.plan
         self.ahead_s = 0.0
@@ -146,17 +146,17 @@ class Worker(Process):
         """Return when the driver last received a heartbeat."""
         if self.began_at is None:
             return self.world.now
-        ends = [self.world.now, self.stopped_at, self.died_at, self._group.network.blocked_at(self.node.name, DRIVER)]
+        ends = [self.world.now, self.stopped_at, self.died_at, self.group.network.blocked_at(self.node.name, DRIVER)]
         until = min(each for each in ends if each is not None)
         return max(self.began_at, until - (until - self.began_at) % HEARTBEAT_S)
 
     def _main(self) -> None:
-        self._group.current[self.world.current()] = self
+        self.group.current[self.world.current()] = self
         self.point("process start")
-        if not self._group.enlists(self):
+        if not self.group.enlists(self):
             self.die("its driver is not the driver any more")
             self.point("process start")
-        self._to_driver.send(partial(self._group.emit, WorkerStarted(self.name, self.node.name, 1)))
+        self._to_driver.send(partial(self.group.emit, WorkerStarted(self.name, self.node.name, 1)))
         while True:
             while not self._calls:
                 if self._adopters and self.client.watch.since is not None:
@@ -171,7 +171,7 @@ class Worker(Process):
             self.point(verb)
             outcome = self.host.perform(verb, arguments)
             self.point(f"{verb} ended")
-            self._replies.send(partial(self._group.emit, CallEnded(self.name, call, outcome)))
+            self._replies.send(partial(self.group.emit, CallEnded(self.name, call, outcome)))
 
     # -- without a driver -----------------------------------------------------------------------------
 
@@ -181,7 +181,7 @@ class Worker(Process):
             self.client.watch.has_ended = True
             self._calls.clear()
             if self._plan.orphan_s:
-                self.at(self.world.between(0.001, 0.02), partial(self._witness, self._group))
+                self.at(self.world.between(0.001, 0.02), partial(self._witness, self.group))
             self._look(self.client.watch)
 
     def driver_stopped(self) -> None:
@@ -192,13 +192,13 @@ class Worker(Process):
         """Be the control thread, which looks now and then at when it has last heard of the driver."""
         if watch is not self.client.watch:
             return
-        stopped_at = self._group.stopped_at()
-        if not watch.has_ended and stopped_at is None and not self._group.superseded:  # then it says that it lives
+        stopped_at = self.group.stopped_at()
+        if not watch.has_ended and stopped_at is None and not self.group.superseded:  # then it says that it lives
             watch.heard(self.clock())
             return
         if stopped_at is not None and not watch.has_ended:
             watch.heard_at = stopped_at + self.ahead_s
-        self.client._look(watch)
+        self.client.look(watch)
         if self.alive and watch.since is not None:
             self.strike("orphan")
         if self.alive:
@@ -228,7 +228,7 @@ class Worker(Process):
         self.point("adopt")
         if group.term <= self.term or group.gone or not group.enlists(self):
             return
-        before, self._group, self.term = self._group, group, group.term
+        before, self.group, self.term = self.group, group, group.term
         before.emit(WorkerEnded(self.name, "another driver has taken it over", "takeover"))
         self.client.watch = DriverWatch(self._plan.orphan_s, self.clock())
         self.client.call, self.lost, self.given_up = -1, False, False
@@ -253,21 +253,21 @@ class Worker(Process):
         if group is not None:
             self.world.at(self.world.between(0.0, 0.002), lambda: group.leave(self, silently=silently))
         if not silently:  # otherwise the driver ends it when it has noticed
-            self._group.giver_died(self)
+            self.group.giver_died(self)
         notice_s = self.world.between(0.5, 2.0) if silently else 0.0
         event = WorkerEnded(self.name, why, "network" if silently else "worker death")
-        self._to_driver.send(partial(self._group.emit, event), at_least_s=notice_s)
+        self._to_driver.send(partial(self.group.emit, event), at_least_s=notice_s)
         late = WorkerEnded(self.name, "Ray reports that the actor died")
         for adopter in self._adopters:
             self.world.at(self.world.between(0.05, 3.0), partial(adopter.emit, late))
-        self.world.at(self.world.between(0.05, 3.0), partial(self._group.emit, late))
+        self.world.at(self.world.between(0.05, 3.0), partial(self.group.emit, late))
         self.world.at(self.world.between(0.0, 0.3), lambda: self.node.workers.pop(self, None))
 
     def lose_connection(self, why: str, reason: str, *, dies_in_s: float) -> None:
         """End the control connection: the driver sees it now, and the process later, when it ends itself."""
         if self.alive and not self.lost:
             self.lost = True
-            self._group.emit(WorkerEnded(self.name, why, reason))
+            self.group.emit(WorkerEnded(self.name, why, reason))
             self.at(dies_in_s, self.driver_ended)
 
     def formed(self, group: ProcessGroup) -> None:
@@ -275,7 +275,7 @@ class Worker(Process):
         self.point("formed")
 
     def strike(self, name: str) -> None:
-        self._group.strike(self, name)
+        self.group.strike(self, name)
 
     def point(self, name: str) -> None:
         """Let the schedule inject a fault into this worker."""
@@ -291,13 +291,13 @@ class Worker(Process):
     # -- messages -------------------------------------------------------------------------------------
 
     def send(self, message: Message) -> None:
-        group = self._group
+        group = self.group
         self._to_driver.send(lambda: self.lost or group.emit(MessageReceived(self.name, message)))
 
     def upload(self, message: SnapshotUpload, body: bytes, *, wait_s: float = 0.0) -> None:
         """Send a snapshot on a connection of its own, and wait for up to `wait_s` until it has arrived. It arrives
         completely or not at all, and later than other messages."""
-        received, wake, group = MessageReceived(self.name, message, body), Wake(self), self._group
+        received, wake, group = MessageReceived(self.name, message, body), Wake(self), self.group
 
         def arrive() -> None:
             if self.alive and not group.gone:
@@ -318,7 +318,7 @@ class Worker(Process):
     def _give(self, name: str, state: Any = b"", *, guarded: int = 0, report: dict[str, Any] | None = None) -> None:
         """Send a state to the driver, and wait until it has arrived. Like `take`, raise an error if the transfer ends first. A
         report comes from a thread that is not simulated, and needs no time."""
-        transfer = self._group.transfer_of(name)
+        transfer = self.group.transfer_of(name)
         if report is not None:
             transfer.data = bytes(state)
             transfer.given.set_result(report)
@@ -332,7 +332,7 @@ class Worker(Process):
 
     def take(self, name: str) -> Any:
         """Return a state when it has arrived at the driver, and from there here."""
-        transfer = self._group.transfer_of(name)
+        transfer = self.group.transfer_of(name)
         while transfer.data is None and not transfer.closed:
             wake = Wake(self)
             transfer.ends.append(wake)
@@ -346,11 +346,11 @@ class Worker(Process):
         return bytearray(state)
 
     def deliver(self, message: Message, group: SimGroup) -> None:
-        self._from_driver.send(lambda: self.at(0.0, lambda: group is self._group and self.client.receive(message)))
+        self._from_driver.send(lambda: self.at(0.0, lambda: group is self.group and self.client.receive(message)))
 
     def ask(self, call: int, generation: int, verb: str, arguments: dict[str, Any], group: SimGroup) -> None:
         def arrive() -> None:
-            if group is self._group and not self.client.watch.has_ended:
+            if group is self.group and not self.client.watch.has_ended:
                 self.client.watch.heard(self.clock())
                 self._calls.append((call, generation, verb, arguments))
                 self.free()
@@ -434,7 +434,7 @@ class SimGroup:
         return None if self.driver is None else self.driver.stopped_at
 
     def connected(self) -> list[Worker]:
-        return [worker for worker in self.workers.values() if worker._group is self and worker.alive]
+        return [worker for worker in self.workers.values() if worker.group is self and worker.alive]
 
     def driver_ended(self) -> None:
         """End all connections of the driver, whose process has ended, or which has let its workers go."""

@@ -260,7 +260,7 @@ def call_every_failure_in_a_change_a_preemption(patch: Patch) -> None:
 
 @mutant
 def leave_processes_behind(patch: Patch) -> None:
-    patch.setattr(Engine, "_end_group", lambda self: None)
+    patch.setattr(Engine, "_end_group", lambda self, **_: None)
 
 
 # -- the boundary, and preemption ---------------------------------------------------------------------

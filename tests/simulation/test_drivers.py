@@ -73,7 +73,7 @@ FOUND = {
             Fault("kill", "in save", count=2, others=16, pick=23, seconds=4.0),
         ),
     ),
-    "workers that had stopped were killed by a driver that had been stopped while it told them to": Plan(
+    "workers that had stopped were killed by a driver that had been stopped in the middle of that order": Plan(
         seed=74438,
         ranks=3,
         nodes=(3,),

@@ -443,7 +443,7 @@ class CountingModel(Curve):
 
 
 class Moved(nn.Tanh):
-    """Follows a mean that it keeps in a tensor that is no buffer. Another one it makes in its first call."""
+    """Follows a mean that it keeps in a tensor that is not a buffer. Another one it makes in its first call."""
 
     follows = True
 
