@@ -76,7 +76,7 @@ def test_what_differs_is_named(changed: dict[str, Any], text: str) -> None:
     ("name", "orphan_s", "sharded", "text"),
     [
         ("two words", 60, False, "name must be a text of letters, digits"),
-        (None, 60, False, "name must be a text of letters, digits"),  # orphan_s would have no effect
+        (None, 60, False, "orphan_s=60 has no effect without name="),
         ("digits", 0, False, "orphan_s must be"),
         ("digits", 60, True, "name= is not possible with a sharded model"),
     ],

@@ -165,6 +165,8 @@ def checked_name(name: Any, orphan_s: Any, *, sharded: bool) -> tuple[str, float
     """Return the trainer's name and how long its workers wait, None without a name."""
     if name is None and orphan_s == ORPHAN_S:
         return None
+    if name is None:
+        raise ConfigError(f"orphan_s={orphan_s!r} has no effect without name=: pass one, or leave orphan_s out")
     if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name):
         raise ConfigError(f"name must be a text of letters, digits, '.', '-' and '_', got {name!r}")
     if sharded:
