@@ -75,7 +75,7 @@ _HOMES = {
 }
 
 if not any(isinstance(finder, OldModules) for finder in sys.meta_path):
-    sys.meta_path.append(OldModules("raysgd.compat"))
+    sys.meta_path.append(OldModules("raysgd.compat.import_paths"))
 
 
 def __getattr__(name: str) -> Any:

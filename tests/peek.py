@@ -60,8 +60,8 @@ def assume_notice(patch: Any, seconds: float) -> None:
 
 def differences(operators: list[Any]) -> list[Any]:
     """Compare operators of TensorFlow, as if they were those of the ranks."""
-    from raysgd.core.comparison import compare
-    from raysgd.tf.comparison import summary_of
+    from raysgd.core.rank_comparison import compare
+    from raysgd.tf.rank_comparison import summary_of
 
     return compare({rank: summary_of(parts_of(each), 0).as_text() for rank, each in enumerate(operators)})
 

@@ -13,13 +13,13 @@ import torch
 from torch import nn
 
 from raysgd import ElasticConfig, TrainingOptions
-from raysgd.core.comparison import Summary, compare, describe
+from raysgd.core.rank_comparison import Summary, compare, describe
 from raysgd.engine.call import FanOut
-from raysgd.engine.comparison import Comparison
+from raysgd.engine.rank_comparison import Comparison
 from raysgd.errors import ConfigError, DivergenceError
-from raysgd.torch.comparison import summary_of
-from raysgd.training import comparison
-from raysgd.training.comparison import BLOCK, window
+from raysgd.torch.rank_comparison import summary_of
+from raysgd.training import rank_comparison
+from raysgd.training.rank_comparison import BLOCK, window
 
 
 def operator(model: nn.Module, *, lr: Any = 0.1, **attributes: Any) -> Any:
@@ -196,8 +196,8 @@ def test_every_element_is_read_after_enough_turns() -> None:
 
 
 def test_a_part_of_a_large_model_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(comparison, "ALL_BYTES", 64 * BLOCK)
-    monkeypatch.setattr(comparison, "SOME_BYTES", 32 * BLOCK)
+    monkeypatch.setattr(rank_comparison, "ALL_BYTES", 64 * BLOCK)
+    monkeypatch.setattr(rank_comparison, "SOME_BYTES", 32 * BLOCK)
     model = nn.Linear(BLOCK, 32, bias=False)  # four times SOME_BYTES
     other = changed(lambda model: model.weight[31].neg_(), model)
     turns = [found(operator(model), operator(other), turn=turn) for turn in range(4)]

@@ -34,7 +34,8 @@ def test_importing_raysgd_loads_nothing_heavy() -> None:
 
 
 def test_trainers_load_no_old_names_and_star_imports_no_tensorflow() -> None:
-    """Old modules are created from a table in `raysgd.compat`. A star gives the names for PyTorch; TFTrainer is imported by its
+    """Old modules are created from a table in `raysgd.compat.import_paths`. A star gives the names for PyTorch; TFTrainer is
+    imported by its
     name."""
     code = "import sys, raysgd, raysgd.train\nraysgd.TorchTrainer, raysgd.train.Trainer\n"
     code += "print([name for name in sys.modules if name.startswith('raysgd.compat')])\n"

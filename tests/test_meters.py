@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from raysgd.core.meters import AverageMeter, AverageMeterCollection
+from raysgd.core.average_meters import AverageMeter, AverageMeterCollection
 
 
 class DeviceTensor:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raysgd.core.meters import AverageMeterCollection
+from raysgd.core.average_meters import AverageMeterCollection
 from raysgd.core.metrics import for_all_ranks, merge_parts, merge_ranks, plain
 
 NAN = float("nan")

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from raysgd.compat import MODULES
+from raysgd.compat.import_paths import MODULES
 from tools.public_api import FILE, PACKAGES, listed
 
 

@@ -72,7 +72,7 @@ SIBLINGS = {
 # Where each package of other projects may be imported.
 HOMES = {
     "ray": {"workers", "ray_data", "callbacks/ray_metrics", "tune", "compat"},
-    "torch": {"torch", "horovod", "train", "operators", "compat/for_torch", "storage/values"},
+    "torch": {"torch", "horovod", "train", "operators", "compat/torch_functions", "storage/values"},
     "tensorflow": {"tf", "horovod", "train", "operators"},
     "keras": {"tf", "operators"},
     "horovod": {"horovod"},

@@ -20,7 +20,7 @@ from typing import Any
 import click
 from packaging.requirements import Requirement
 
-from raysgd.cli.findings import Finding, show
+from raysgd.cli.printing import Finding, show
 from raysgd.core.network import own_address
 from raysgd.errors import RaysgdError, counted
 from raysgd.torch.interfaces import interface_towards

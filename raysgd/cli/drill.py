@@ -17,7 +17,7 @@ from typing import Any
 import click
 
 from raysgd.callbacks.base import Callback, Run, Underway
-from raysgd.cli.findings import Finding, show
+from raysgd.cli.printing import Finding, show
 from raysgd.config import ElasticConfig, at_least
 from raysgd.core.policy import Recovery
 from raysgd.errors import ConfigError, counted, described

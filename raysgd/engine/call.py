@@ -13,8 +13,8 @@ from raysgd.core.outcomes import Failed, Interrupted, Left, Ok, Outcome
 from raysgd.core.protocols import Call
 from raysgd.core.snapshot import Snapshot
 from raysgd.engine.boundary import Boundary
-from raysgd.engine.comparison import Comparison
 from raysgd.engine.generation import Generation
+from raysgd.engine.rank_comparison import Comparison
 from raysgd.engine.watchdog import ExtraCalls, Watchdog
 from raysgd.engine.worker_table import WorkerTable
 from raysgd.errors import DivergenceError, counted

@@ -40,10 +40,10 @@ from raysgd.engine.call import (
     partial_results_since,
 )
 from raysgd.engine.call_lock import CallLock, Claim
-from raysgd.engine.comparison import Comparison
 from raysgd.engine.failure import check_can_fit, held_error, older_state_error, out_of_step_error, raise_user_error
 from raysgd.engine.generation import Generation
 from raysgd.engine.membership import Membership
+from raysgd.engine.rank_comparison import Comparison
 from raysgd.engine.recovery import RecoveryLog, RecoveryLoop, StateLost
 from raysgd.engine.replacements import Replacements
 from raysgd.engine.watchdog import ask

@@ -16,7 +16,7 @@ from raysgd.core.ranks import RankInfo
 from raysgd.core.read_ahead import ReadAhead
 from raysgd.errors import ResourceError
 from raysgd.ray_data.dealer import Dealer, PartRequest, RankRows
-from raysgd.workers import control_service
+from raysgd.workers import ray_control_service
 
 logger = logging.getLogger("raysgd")
 
@@ -169,4 +169,6 @@ def start_dealer(name: str, packed: bytes) -> Any:
 
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     actor: Any = ray.remote(Dealer)
-    return control_service.ask(lambda: actor.options(name=name, num_cpus=0, scheduling_strategy=here).remote(packed))
+    return ray_control_service.ask(
+        lambda: actor.options(name=name, num_cpus=0, scheduling_strategy=here).remote(packed)
+    )

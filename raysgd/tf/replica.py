@@ -12,20 +12,20 @@ import numpy as np
 import tensorflow as tf
 
 from raysgd.core.batch_mode import GLOBAL, PER_WORKER, refused
-from raysgd.core.comparison import Summary
 from raysgd.core.metrics import Measured
 from raysgd.core.outcomes import Interrupted
 from raysgd.core.progress import Control
+from raysgd.core.rank_comparison import Summary
 from raysgd.core.ranks import RankInfo
 from raysgd.errors import shown
 from raysgd.storage.seen import SeenFile
 from raysgd.tf import states
 from raysgd.tf.channel import Channel
-from raysgd.tf.comparison import summary_of
 from raysgd.tf.data import OwnSource, SharedSource, make_source
 from raysgd.tf.operator import TrainingOperator
 from raysgd.tf.parts import as_tensor, assign, rows_in, seed_states
 from raysgd.tf.process_group import prepare_runtime
+from raysgd.tf.rank_comparison import summary_of
 from raysgd.training.feed import Source
 from raysgd.training.operator_base import log_change
 from raysgd.training.position import Position

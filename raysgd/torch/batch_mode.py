@@ -30,10 +30,10 @@ from raysgd.torch.buffers import KeepBuffers
 from raysgd.torch.data.sampling import Division
 from raysgd.torch.data.sources import PlannedSource
 from raysgd.torch.foreign import content_version, is_compiled, run_after_backward
-from raysgd.torch.guard import gathered_objects
 from raysgd.torch.parts import Parts, sums_of
 from raysgd.torch.schedules import steps_of
 from raysgd.torch.settings import TorchSettings
+from raysgd.torch.skipped_steps import gathered_objects
 from raysgd.torch.step_options import refusal, settings_of
 from raysgd.training.feed import Feed
 from raysgd.training.operator_base import log_change

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from raysgd.core.meters import AverageMeterCollection
+from raysgd.core.average_meters import AverageMeterCollection
 from raysgd.core.metrics import SECONDS
 from raysgd.errors import ConfigError
 from raysgd.torch.foreign import exposed_communication_s, measure_communication, was_skipped

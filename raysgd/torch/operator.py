@@ -27,7 +27,6 @@ from raysgd.torch.buffers import KeepBuffers
 from raysgd.torch.data.sample_seeds import seeded_for
 from raysgd.torch.data.sampling import batches_per_epoch, is_planned, planned_epoch, unit_size
 from raysgd.torch.fsdp import Shards, shard_layers
-from raysgd.torch.guard import LeaveOut
 from raysgd.torch.monitor import Communication, GradientNorm, Monitor
 from raysgd.torch.parts import Parts, check_parts, check_steps_alone, move
 from raysgd.torch.precision import make_precision
@@ -35,6 +34,7 @@ from raysgd.torch.profiling import Profiler
 from raysgd.torch.schedule_stepping import LoopSchedule
 from raysgd.torch.schedules import MadeFor, why_too_short
 from raysgd.torch.settings import TorchSettings
+from raysgd.torch.skipped_steps import LeaveOut
 from raysgd.torch.step_options import (
     Accumulate,
     Clip,

@@ -19,11 +19,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from raysgd.errors import ConfigError, shown
 from raysgd.torch import wrapping
 from raysgd.torch.averages import Averages
-from raysgd.torch.comparison import elements_of
 from raysgd.torch.foreign import content_version
 from raysgd.torch.fsdp import Shards
 from raysgd.torch.options import TrainingOptions
 from raysgd.torch.precision import Precision
+from raysgd.torch.rank_comparison import elements_of
 from raysgd.torch.wrapping import Exchange, ModelCalls
 from raysgd.training.operator_base import RegisteredParts
 

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from raysgd.core.comparison import Summary
 from raysgd.core.messages import SnapshotUpload
 from raysgd.core.metrics import SECONDS, SKIPPED, Measured
 from raysgd.core.outcomes import NotExact
 from raysgd.core.progress import Control
+from raysgd.core.rank_comparison import Summary
 from raysgd.core.ranks import RankInfo
 from raysgd.core.shard_copies import HeldSnapshot, ShardedState
 from raysgd.core.snapshot import Snapshot
@@ -23,7 +23,6 @@ from raysgd.errors import CheckpointError, ConfigError
 from raysgd.storage.seen import SeenFile
 from raysgd.torch.checkpoint import packing, states
 from raysgd.torch.checkpoint.checks import check_fits
-from raysgd.torch.comparison import summary_of
 from raysgd.torch.data.opening import Opener
 from raysgd.torch.data.prefetch import make_carrier
 from raysgd.torch.data.rows import LoaderRows
@@ -31,6 +30,7 @@ from raysgd.torch.data.sampling import is_planned, random_sources
 from raysgd.torch.foreign import content_version
 from raysgd.torch.fsdp import gathered
 from raysgd.torch.operator import TrainingOperator
+from raysgd.torch.rank_comparison import summary_of
 from raysgd.torch.resharding import Resharding
 from raysgd.torch.schedule_stepping import check_plan, restore_plan
 from raysgd.torch.settings import TorchSettings

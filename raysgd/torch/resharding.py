@@ -30,8 +30,8 @@ from raysgd.core.tree import mapped
 from raysgd.errors import ConfigError
 from raysgd.torch.checkpoint import packing, states
 from raysgd.torch.foreign import without_step_pre_hooks
-from raysgd.torch.guard import gathered_objects
 from raysgd.torch.operator import TrainingOperator
+from raysgd.torch.skipped_steps import gathered_objects
 
 PARTS = ("models", "optimizers", "averages")
 Path = tuple[Any, ...]

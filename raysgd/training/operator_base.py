@@ -13,8 +13,8 @@ from typing import Any, Protocol
 
 from raysgd.config import at_least
 from raysgd.constants import NUM_SAMPLES
+from raysgd.core.average_meters import AverageMeterCollection
 from raysgd.core.batch_mode import BatchMode, notice
-from raysgd.core.meters import AverageMeterCollection
 from raysgd.core.metrics import OWN_NAMES, refuse_own_names
 from raysgd.core.ranks import RankInfo
 from raysgd.core.sampling_plan import optimizer_steps

@@ -15,9 +15,8 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, ClassVar, Literal, cast
 
-from raysgd.core.comparison import Summary
+from raysgd.core.average_meters import AverageMeterCollection
 from raysgd.core.messages import SnapshotUpload
-from raysgd.core.meters import AverageMeterCollection
 from raysgd.core.metrics import (
     COUNTED,
     OWN_NAMES,
@@ -31,6 +30,7 @@ from raysgd.core.metrics import (
 from raysgd.core.outcomes import DataLoaderFailure, Interrupted, NotExact
 from raysgd.core.progress import Control, Progress
 from raysgd.core.protocols import Call
+from raysgd.core.rank_comparison import Summary
 from raysgd.core.ranks import RankInfo
 from raysgd.errors import ConfigError, TrainingFailedError, shown
 from raysgd.training.feed import Feed, MembershipChange, NoFeed, Source

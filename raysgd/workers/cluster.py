@@ -15,8 +15,8 @@ from raysgd.config import WorkerResources
 from raysgd.environment import FUNCTION_START_LIMIT, START_LIMIT
 from raysgd.errors import ClusterError, ConfigError, ResourceError, described
 from raysgd.workers import foreign, lasting_cluster
-from raysgd.workers.control_service import GcsQuery, ask, require_ray
 from raysgd.workers.fork_server import command_to_fork, start_fork_server
+from raysgd.workers.ray_control_service import GcsQuery, ask, require_ray
 
 logger = logging.getLogger("raysgd")
 

@@ -21,8 +21,8 @@ from pathlib import Path
 from raysgd.errors import ClusterError, described
 from raysgd.storage.durable import open_locked, private_folder, private_place
 from raysgd.workers import foreign
-from raysgd.workers.control_service import ask
 from raysgd.workers.fork_server import IN_BACKGROUND, PARENT_OF_RAYSGD, REPLICAS, start_fork_server
+from raysgd.workers.ray_control_service import ask
 
 logger = logging.getLogger("raysgd")
 

@@ -31,11 +31,11 @@ from raysgd.workers.actor import WorkerActor
 from raysgd.workers.calls import SMALL, Blob, opened, with_value
 from raysgd.workers.control_client import CANNOT_CONNECT
 from raysgd.workers.control_server import ControlServer
-from raysgd.workers.control_service import GcsQuery, gcs_limit_s, require_ray
 from raysgd.workers.events import CallEnded, Event, MessageReceived, WorkerEnded, WorkerStarted
 from raysgd.workers.foreign import draining_nodes, hide_deaths_of
 from raysgd.workers.keeper import Tenure
 from raysgd.workers.processes import LocalProcess, end_all
+from raysgd.workers.ray_control_service import GcsQuery, gcs_limit_s, require_ray
 from raysgd.workers.serialization import RayReferenceFound, dumps_without_references, pack
 from raysgd.workers.transfer import Transfer
 from raysgd.workers.user_code import UserCode, pack_modules, user_folders

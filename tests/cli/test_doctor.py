@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from raysgd.cli.doctor import FEWEST_FILES, LEAST_SHARED, judge, try_folder, try_import, try_ports
-from raysgd.cli.findings import Finding
+from raysgd.cli.printing import Finding
 from raysgd.workers.cluster import Runner
 
 REQUIRED = metadata.requires("raysgd") or []

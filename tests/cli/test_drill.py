@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from raysgd import Recovery
 from raysgd.cli import main
 from raysgd.cli.drill import Trained, compare, load_operator, trainer_arguments
-from raysgd.cli.findings import show
+from raysgd.cli.printing import show
 from raysgd.errors import ConfigError
 from tests.cli import drilled as operators
 

@@ -18,7 +18,7 @@ from raysgd.core.policy import PLANNED, Observation
 from raysgd.core.progress import Control, Progress
 from raysgd.core.sampling_plan import RankPart, SamplingPlan
 from raysgd.core.snapshot import Snapshot, SnapshotStore
-from raysgd.engine import boundary, comparison, engine, generation, membership, recovery, watchdog
+from raysgd.engine import boundary, engine, generation, membership, rank_comparison, recovery, watchdog
 from raysgd.engine.engine import Engine
 from raysgd.engine.generation import Generation
 from raysgd.engine.membership import Membership
@@ -488,8 +488,8 @@ def evict_the_majority(patch: Patch) -> None:
     def compare(texts: Any) -> Any:
         return [replace(each, outliers=texts.keys() - each.outliers) for each in original(texts) if each.outliers]
 
-    original = comparison.compare
-    patch.setattr(comparison, "compare", compare)
+    original = rank_comparison.compare
+    patch.setattr(rank_comparison, "compare", compare)
 
 
 @mutant

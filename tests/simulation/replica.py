@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from raysgd.core.comparison import Summary
+from raysgd.core.average_meters import AverageMeterCollection
 from raysgd.core.messages import SnapshotUpload
-from raysgd.core.meters import AverageMeterCollection
 from raysgd.core.metrics import Measured, for_all_ranks
 from raysgd.core.outcomes import DataLoaderFailure, Interrupted
 from raysgd.core.progress import Control, Progress
 from raysgd.core.protocols import Call
+from raysgd.core.rank_comparison import Summary
 from raysgd.core.ranks import RankInfo
 from raysgd.core.sampling_plan import SamplingPlan
 from raysgd.errors import CheckpointError, TrainingFailedError

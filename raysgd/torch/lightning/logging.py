@@ -11,7 +11,7 @@ from torch import nn
 
 from raysgd.constants import NUM_SAMPLES
 from raysgd.errors import ConfigError
-from raysgd.torch.guard import gathered_objects
+from raysgd.torch.skipped_steps import gathered_objects
 
 
 class LoggedValues:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from raysgd.constants import NUM_SAMPLES
-from raysgd.core.meters import AverageMeterCollection
+from raysgd.core.average_meters import AverageMeterCollection
 from raysgd.errors import CheckpointError, ConfigError
 from raysgd.torch.lightning import module as modules
 from raysgd.torch.lightning.logging import LoggedValues

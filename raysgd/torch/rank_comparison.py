@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from raysgd.core.comparison import Summary
-from raysgd.training.comparison import BLOCK, Products, direction, numbers, share_of, window
+from raysgd.core.rank_comparison import Summary
+from raysgd.training.rank_comparison import BLOCK, Products, direction, numbers, share_of, window
 
 MOST_ENTRIES = 64  # of the operator's lists and dictionaries in which modules are looked for
 # Parameters up to the first size are sent to the CPU as they are; up to the second one they are read in shorter blocks, because the

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 
 from raysgd.config import ElasticConfig
-from raysgd.core.comparison import compare, describe
+from raysgd.core.rank_comparison import compare, describe
 from raysgd.errors import DivergenceError
 
 logger = logging.getLogger("raysgd")

@@ -6,9 +6,9 @@ from numbers import Real
 
 import numpy as np
 
-from raysgd.core.comparison import Summary
+from raysgd.core.rank_comparison import Summary
 from raysgd.tf.parts import KerasParts, as_tensor
-from raysgd.training.comparison import BLOCK, Products, direction, numbers, share_of, window
+from raysgd.training.rank_comparison import BLOCK, Products, direction, numbers, share_of, window
 
 
 def summary_of(parts: KerasParts, turn: int) -> Summary:
