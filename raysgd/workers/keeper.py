@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from raysgd.core.lease import PATIENCE_S, RENEW_EVERY_S, WITNESSED_S, Lease
+from raysgd.core.lease import LEASE_S, PATIENCE_S, RENEW_EVERY_S, WITNESSED_S, Lease
 from raysgd.errors import ClusterError, ConfigError, SupersededError, TrainerBusyError
 
 logger = logging.getLogger("raysgd")
@@ -119,6 +119,10 @@ class Tenure:
             try:
                 return ray.get(self._keeper.perform.remote(method, *given), timeout=ANSWER_S)
             except ray.exceptions.RayActorError as error:
+                if boot_time() - self._renewed_at > LEASE_S:
+                    raise self._lost(
+                        "its lease ended while it was stopped, and so has the process that kept it"
+                    ) from error
                 if attempt == 1 and not self._over.is_set():
                     logger.warning(
                         "the process that keeps the lease of the trainer %r has failed: starting another", self.name
@@ -144,13 +148,13 @@ class Tenure:
     def _renew(self, record: bytes | None = None) -> None:
         sent = boot_time()
         if self._superseded or not self._ask("renew", self.term, record):
-            self._superseded = True
-            raise SupersededError(
-                f"another script, or `raysgd end`, has taken over the workers of the trainer {self.name!r}: this one cannot use "
-                "them any more"
-            )
+            raise self._lost("another script, or `raysgd end`, has taken them over")
         self._renewed_at = sent
         self.on_renewed()
+
+    def _lost(self, why: str) -> SupersededError:
+        self._superseded = True
+        return SupersededError(f"this script cannot use the workers of the trainer {self.name!r} any more: {why}")
 
     @property
     def superseded(self) -> bool:

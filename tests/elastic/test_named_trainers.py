@@ -271,7 +271,7 @@ print(json.dumps([trainer.attached, weight, rows, recoveries]))
 KILLER = """
 class Killer(Callback):
     def on_progress(self, now):
-        if now.progress.step >= 45 and now.kind == "train" and {ENDS}:
+        if now.progress.step >= {STEP} and now.kind == "train" and {ENDS}:
             os.kill(os.getpid(), signal.SIGKILL)
 """
 EDITED = """
@@ -290,8 +290,9 @@ def cells(
     edited: str = "",
     operator: str = OPERATOR,
     more: str = "",
+    step: int = 45,
 ) -> list[str]:
-    killer = KILLER.replace("{ENDS}", str(ends))
+    killer = KILLER.format(ENDS=ends, STEP=step)
     return [operator + edited, killer, LOOP.format(CONFIG=config, NAME=name, EPOCHS=epochs, MORE=more)]
 
 
@@ -400,9 +401,9 @@ def TorchTrainer(**given):
 OTHERS = {"horovod": {"more": "backend='horovod'"}, "tensorflow": {"operator": IN_TENSORFLOW}}
 
 
-def with_another(background: Background, framework: str) -> list[Any]:
+def with_another(background: Background, framework: str, step: int) -> list[Any]:
     for ends in (True, False):
-        script = "\n".join(cells(framework, ends=ends, **OTHERS[framework]))
+        script = "\n".join(cells(f"{framework}{step}", ends=ends, step=step, **OTHERS[framework]))
         done = background.run("script.py", connected=True, folder=written(background, script))
         assert done.returncode == (-signal.SIGKILL if ends else 0), done.stderr
     found: list[Any] = json.loads(done.stdout.splitlines()[-1])
@@ -411,14 +412,71 @@ def with_another(background: Background, framework: str) -> list[Any]:
 
 @pytest.mark.more
 @pytest.mark.parametrize("framework", [pytest.param("horovod", marks=pytest.mark.horovod), "tensorflow"])
+@pytest.mark.parametrize("step", [45, *((2, 30, 60, 80) if NIGHTLY else ())])
 @pytest.mark.script(run=with_another)
-def test_horovod_and_tensorflow_continue_too(outcome: Any, framework: str) -> None:
+def test_horovod_and_tensorflow_continue_too(outcome: Any, framework: str, step: int) -> None:
     attached, weight, rows, recoveries = outcome()
     assert attached and recoveries == [["takeover", 0]]
     assert weight == pytest.approx(undisturbed(16)[0], abs=1e-5)
     assert [row[:3] for row in rows] == [
         [kind, epoch, 30 * epoch] for epoch in (1, 2, 3) for kind in ("train", "validate")
     ]
+
+
+# Stop a script for longer than its lease, and let it continue, after another one has taken over or not.
+STOPPED = """
+import json, os, signal, subprocess, sys, time
+
+first = subprocess.Popen([sys.executable, "stopped.py"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+while os.waitpid(first.pid, os.WNOHANG | os.WUNTRACED)[0] == 0:
+    time.sleep(0.1)
+time.sleep(35)
+again = subprocess.run([sys.executable, "again.py"], capture_output=True, text=True) if sys.argv[1] == "True" else None
+os.kill(first.pid, signal.SIGCONT)
+out, err = first.communicate()
+print(json.dumps([again and [again.stdout, again.stderr], [out, err]]))
+"""
+
+
+def stopped(background: Background, taken_over: bool) -> list[Any]:
+    name = f"stopped-{taken_over}"
+    operator, killer, loop = cells(name, ends=True)
+    folder = written(background, STOPPED)
+    stopper = killer.replace("os.kill(os.getpid(), signal.SIGKILL)", "self.stop()") + STOP
+    (folder / "stopped.py").write_text("\n".join([operator, stopper, loop]), encoding="utf-8")
+    (folder / "again.py").write_text("\n".join(cells(name, ends=False)), encoding="utf-8")
+    done = background.run("script.py", str(taken_over), connected=True, folder=folder)
+    assert done.returncode == 0, done.stderr
+    found: list[Any] = json.loads(done.stdout)
+    return found
+
+
+STOP = """
+    stopped = False
+
+    def stop(self):
+        if not self.stopped:
+            self.stopped = True
+            os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("taken_over", [False, True])
+@pytest.mark.script(run=stopped)
+def test_a_script_that_was_stopped_for_longer_than_its_lease(outcome: Any, taken_over: bool) -> None:
+    """It continues, unless another script has taken its workers over: then its calls raise an error."""
+    again, (printed, logged) = outcome()
+    if taken_over:
+        assert "SupersededError" in logged, logged
+        printed, logged = again
+    attached, weight, rows, recoveries = json.loads(printed.splitlines()[-1])
+    assert attached is taken_over, logged
+    assert weight == pytest.approx(undisturbed(16)[0], abs=1e-6)
+    assert [row[:3] for row in rows] == [
+        [kind, epoch, 30 * epoch] for epoch in (1, 2, 3) for kind in ("train", "validate")
+    ]
+    assert all(redone == 0 for _, redone in recoveries), recoveries
 
 
 TWICE = """
