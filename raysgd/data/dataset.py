@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from itertools import islice
-from typing import Any, NoReturn
+from copy import copy
+from dataclasses import dataclass
+from itertools import islice, tee
+from typing import Any
 
 from raysgd.config import at_least
 
@@ -53,22 +54,24 @@ class Dataset:
         _check_callable("transform", transform)
         if max_concurrency < 0:
             raise ValueError(f"max_concurrency must be 0 (unlimited) or more, got {max_concurrency!r}")
-        self._data = _repeatable(data)
+        if not isinstance(data, Iterable) and not callable(data) and not hasattr(data, "__getitem__"):
+            raise TypeError(
+                f"data must be an iterable, or a function that returns one, got {data!r:.200}: pass a list, or a function that "
+                "yields the items"
+            )
+        # An iterator can be read only once: each pass reads a copy of this one, and all copies share the items.
+        self._data: Any = tee(data, 1)[0] if isinstance(data, Iterator) else data
         at_least("batch_size", batch_size, 1, whole=True)
         self.batch_size = batch_size
         self.download_func = download_func
         self.max_concurrency = max_concurrency
         self.transform = transform
-        self._num_shards = 1
-
-    @property
-    def num_shards(self) -> int:
-        return self._num_shards
+        self.num_shards = 1
 
     def set_num_shards(self, num_shards: int) -> None:
         """Set the number of shards for later calls of `get_shard`."""
         at_least("num_shards", num_shards, 1, whole=True)
-        self._num_shards = num_shards
+        self.num_shards = num_shards
 
     def get_shard(self, i: int, *, start: int = 0) -> Shard:
         """Return shard `i` of the stream, an iterable of batches.
@@ -77,20 +80,36 @@ class Dataset:
         The samples after them are divided among the current number of shards, whatever that number
         was before.
         """
-        if not 0 <= i < self._num_shards:
+        if not 0 <= i < self.num_shards:
             raise AssertionError(
-                f"there is no shard {i}: there are {self._num_shards}, counted from 0. Call set_num_shards() first to have more"
+                f"there is no shard {i}: there are {self.num_shards}, counted from 0. Call set_num_shards() first to have more"
             )
-        return Shard(self, index=i, num_shards=self._num_shards, start=start)
+        return Shard(self, index=i, num_shards=self.num_shards, start=start)
 
     def items(self) -> Iterator[Any]:
         """Yield the items of `data`, pass after pass, until a pass has none."""
         found = True
         while found:
             found = False
-            for item in _one_pass(self._data):
+            for item in self._one_pass():
                 found = True
                 yield item
+
+    def _one_pass(self) -> Iterable[Any]:
+        data = self._data
+        if isinstance(data, Iterable):
+            return copy(data) if isinstance(data, Iterator) else data
+        if callable(data):
+            return data()  # type: ignore[no-any-return]
+        return map(data.__getitem__, range(len(data)))  # samples by index, as in torch's datasets
+
+    def __getstate__(self) -> dict[str, Any]:
+        if isinstance(self._data, Iterator):
+            raise TypeError(
+                "a Dataset whose data is an iterator cannot be sent to another process: pass a list, or the function that creates "
+                "the iterator"
+            )
+        return vars(self)
 
     def prepare(self, item: Any) -> Pair:
         """Return the pair (x, y) for an item. Several threads may call this."""
@@ -105,6 +124,7 @@ class Dataset:
         return pair[0], pair[1]
 
 
+@dataclass(frozen=True)
 class Shard:
     """One worker's part of a Dataset: yields lists of `batch_size` pairs (x, y).
 
@@ -112,11 +132,10 @@ class Shard:
     begins with the first.
     """
 
-    def __init__(self, dataset: Dataset, *, index: int, num_shards: int, start: int = 0) -> None:
-        self.dataset = dataset
-        self.index = index
-        self.num_shards = num_shards
-        self.start = start
+    dataset: Dataset
+    index: int
+    num_shards: int
+    start: int = 0
 
     def __iter__(self) -> Iterator[list[Pair]]:
         dataset = self.dataset
@@ -124,25 +143,6 @@ class Shard:
         if dataset.download_func is None or dataset.max_concurrency == 1:
             return _batches_in_turn(items, dataset)
         return _batches_by_threads(items, dataset)
-
-
-def _repeatable(data: Any) -> Any:
-    if isinstance(data, Iterator):  # it can be read only once, and all shards share it
-        return _Remembered(data)
-    if not isinstance(data, Iterable) and not callable(data) and not hasattr(data, "__getitem__"):
-        raise TypeError(
-            f"data must be an iterable, or a function that returns one, got {data!r:.200}: pass a list, or a function that "
-            "yields the items"
-        )
-    return data
-
-
-def _one_pass(data: Any) -> Iterable[Any]:
-    if isinstance(data, Iterable):
-        return data
-    if callable(data):
-        return data()  # type: ignore[no-any-return]
-    return map(data.__getitem__, range(len(data)))  # samples by index, as in torch's datasets
 
 
 def _batches_in_turn(items: Iterator[Any], dataset: Dataset) -> Iterator[list[Pair]]:
@@ -165,34 +165,6 @@ def _batches_by_threads(items: Iterator[Any], dataset: Dataset) -> Iterator[list
             batch = following
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
-
-
-class _Remembered:
-    """Keeps the items of an iterator, so that several readers can iterate over them."""
-
-    def __init__(self, source: Iterator[Any]) -> None:
-        self._source = source
-        self._seen: list[Any] = []
-        self._lock = threading.Lock()
-
-    def __iter__(self) -> Iterator[Any]:
-        position = 0
-        while True:
-            with self._lock:
-                if position == len(self._seen):
-                    try:
-                        self._seen.append(next(self._source))
-                    except StopIteration:
-                        return
-                item = self._seen[position]
-            yield item
-            position += 1
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError(
-            f"a Dataset whose data is a {type(self._source).__name__} cannot be sent to another process: pass a list, or the "
-            "function that creates the iterator"
-        )
 
 
 def _check_callable(name: str, value: Any) -> None:

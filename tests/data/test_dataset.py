@@ -211,5 +211,5 @@ def test_a_shard_can_be_pickled_if_its_data_can(data):
 
 
 def test_a_dataset_of_a_generator_cannot_be_pickled():
-    with pytest.raises(TypeError, match=r"whose data is a generator cannot be sent.*pass a list"):
+    with pytest.raises(TypeError, match=r"whose data is an iterator cannot be sent.*pass a list"):
         pickle.dumps(Dataset(ten_pairs()))
