@@ -12,7 +12,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -263,16 +263,13 @@ class RayGroup:
 
     def _explained(self, event: Event) -> Event:
         """Return the event with a cause that this machine knows: gloo's message about data of an
-        unexpected size, or how the system has ended the process."""
+        unexpected size."""
         if not isinstance(event, WorkerEnded) or event.reason != "worker death":
             return event
         handle = self._handles[event.worker]
-        text = cluster.stderr_tail(handle.pid) if handle.node == self._here else ""
-        found = MISMATCH.search(text)
+        found = MISMATCH.search(cluster.stderr_tail(handle.pid)) if handle.node == self._here else None
         if found is None:
-            how = handle.process.how_it_ended() if handle.process is not None else ""
-            hint = ", which the kernel sends for example when memory runs out" if how.endswith("SIGKILL") else ""
-            return replace(event, cause=f"its process {how}{hint}") if how else event
+            return event
         return WorkerEnded(event.worker, f"its process was ended by gloo ({found['what']})", OUT_OF_STEP)
 
     def _note(self, event: Event) -> bool:
