@@ -10,15 +10,17 @@ decided surely is "per_worker".
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from raysgd.errors import counted
 
 GLOBAL, PER_WORKER = "global", "per_worker"
-ONCE = ("zero_grad", "backward", "step")
+ONCE = ["zero_grad", "backward", "step"]
 LINES = (
     "write in train_batch\n    self.zero_grad()\n    self.backward(loss)\n    self.step()\nonce each and in this order"
 )
+SCHEDULERS = "pass scheduler_step_freq='batch' or 'step', so that the trainer steps it after the last piece"
 NOT_HARMFUL = "pass ElasticConfig(batch='global') if that does no harm"
 
 
@@ -50,7 +52,8 @@ def refused(reason: str, advice: str) -> BatchMode:
     return BatchMode(PER_WORKER, reason, advice)
 
 
-class FirstStep(NamedTuple):
+@dataclass
+class FirstStep:
     """What a rank has seen in a step.
 
     calls      for each of its batches, which of the operator's helpers were called, in this order
@@ -63,7 +66,7 @@ class FirstStep(NamedTuple):
     together   whether `train_batch` has made collective calls of its own before the backward pass
     """
 
-    calls: tuple[tuple[str, ...], ...]
+    calls: list[list[str]] = field(default_factory=list)
     direct: bool = False
     scheduled: bool = False
     changed: tuple[str, ...] = ()
@@ -83,9 +86,7 @@ def decide(seen: FirstStep) -> BatchMode:
     if seen.direct:
         return refused("train_batch calls optimizer.step() itself", LINES)
     if seen.scheduled:
-        return refused(
-            "train_batch steps a scheduler", "pass scheduler_step_freq='batch' or 'step', so that the trainer steps it"
-        )
+        return refused("train_batch steps a scheduler", SCHEDULERS)
     unusual = next((calls for calls in seen.calls if calls != ONCE), None)
     if unusual is not None:
         done = ", ".join(f"self.{call}()" for call in unusual) or "none of the operator's helpers"

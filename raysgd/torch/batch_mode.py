@@ -7,7 +7,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import is_tensor, nn
@@ -18,6 +18,7 @@ from raysgd.core.batch_mode import (
     GLOBAL,
     LINES,
     NOT_HARMFUL,
+    SCHEDULERS,
     BatchMode,
     FirstStep,
     agreed,
@@ -26,6 +27,7 @@ from raysgd.core.batch_mode import (
 )
 from raysgd.core.outcomes import NotExact
 from raysgd.core.ranks import RankInfo
+from raysgd.errors import ConfigError
 from raysgd.torch.buffers import KeepBuffers
 from raysgd.torch.data.sampling import Division
 from raysgd.torch.data.sources import PlannedSource
@@ -34,7 +36,7 @@ from raysgd.torch.parts import Parts, sums_of
 from raysgd.torch.schedules import steps_of
 from raysgd.torch.settings import TorchSettings
 from raysgd.torch.skipped_steps import gathered_objects
-from raysgd.torch.step_options import refusal, settings_of
+from raysgd.torch.step_options import settings_of
 from raysgd.training.feed import Feed
 from raysgd.training.operator_base import log_change
 from raysgd.training.position import Position
@@ -44,7 +46,9 @@ logger = logging.getLogger("raysgd")
 
 STATIC_GRAPH = "DDP's static_graph exchanges gradients in each backward pass", "leave static_graph out"
 MOST_LOOKED_AT, DEEPEST, LARGEST_ARRAY = 10_000, 3, 1 << 20
+CHANGES_GRADIENTS = "changes gradients between the backward pass and the step"
 CLIPS = "clip with TrainingOptions(clip_norm=...)"
+HELPERS = "call self.zero_grad(), self.backward(loss) and self.step(optimizer) instead of torch's methods"
 RATES = "compute them from batch_info['global_step'] before the backward pass, or register a scheduler"
 MISSING = object()
 PLAIN = (int, float, complex, str, bytes, bool, type(None))
@@ -62,8 +66,10 @@ NOT_LOOKED_AT = (
 
 class KeepBatch(Policy):
     """Owns the mode, which is part of the position: all ranks decide from the first step that they
-    commit, and agree whenever a process group has formed. With "auto", it looks at what user code
-    does in this step, and in later ones that come in pieces; with "global", `Pieces` checks them.
+    commit, and agree whenever a process group has formed. It looks at what user code does in this
+    step, and in later ones that come in pieces: nothing but backward passes may change gradients
+    between two pieces, and there is one step, after the last one. With "auto", another mode follows
+    from what is not exact; with "global", which looks at less, it is an error.
 
     What it looks at are the attributes that user code adds to an `operator`, and the `parts`. `why`
     is what the operator's class has against pieces.
@@ -77,15 +83,23 @@ class KeepBatch(Policy):
         self._operator, self._parts, self._buffers = operator, parts, buffers
         self._usual, self._asked = settings.num_workers, settings.elastic.batch
         self._why = (why or _why_not(settings)) if self._asked == "auto" else None
+        self._strict = self._asked == GLOBAL and settings.options.accumulate == 1
+        self.option = "ElasticConfig(batch='global')" if self._strict else ""
         self.position = Position()
         self._own_names = {*vars(operator)}  # of attributes that are not the user's
         self._feed: Feed | None = None
         self._decides = False  # in the running step
-        self._seen: FirstStep | None = None  # what was seen of it
-        self._look: Look | None = None  # at the running `train_batch`
-        self._was_trained = False  # whether the default loop has trained the newest piece
-        self._versions: list[tuple[int, int]] | None = None  # of the gradients, after the backward pass of a piece
-        self._settings_used: list[Any] | None = None  # of parameter groups, in the steps that the pieces asked for
+        self._watches = False  # the running batch or piece
+        self._was_trained = False  # whether the default loop has trained it
+        self._calls: list[str] = []  # of the operator's helpers, in it
+        self._seen = FirstStep()
+        self._before: tuple[list[Any], dict[str, Any]] | None = None  # what the last look at it has shown
+        self._own_calls: OwnCalls | None = None
+        # Since the first piece of a batch: the gradients' versions after the backward pass, the settings of parameter groups
+        # in the steps that the pieces asked for, and how many steps each schedule had made.
+        self._versions: list[tuple[int, int]] | None = None
+        self._settings_used: list[Any] | None = None
+        self._schedules: list[Any] = []
 
     @property
     def mode(self) -> BatchMode:
@@ -119,124 +133,162 @@ class KeepBatch(Policy):
     # -- the first step, and pieces -------------------------------------------------------------------
 
     def on_epoch(self, feed: Feed) -> None:
-        self._feed, self._seen = feed, None
+        self._feed = feed
         self._decides = feed.looked_at = (
             self._asked != "per_worker" and self._why is None and not self.mode.tested and self.position.parked is None
         )
 
     def rest(self) -> None:
         self._end_look()
-        self._feed, self._decides, self._versions = None, False, None
+        self._feed, self._decides, self._watches, self._versions = None, False, False, None
 
     def _end_look(self) -> None:
-        if self._look is not None:
-            self._look.close()
-            self._look = None
+        self._end_counting()
+        self._before = None
+
+    def _end_counting(self) -> None:
+        """Count no further collective calls, because `train_batch` has ended, or its backward pass
+        begins, which exchanges gradients."""
+        if self._own_calls is not None:
+            self._seen.together |= self._own_calls.ended() > 0
+            self._own_calls = None
 
     def begin(self, step: Step) -> None:
-        piece, feed = not step.current.whole, self._feed
-        if step.piece > 0 and not self._was_trained and self._asked == "auto":
-            raise NotExact(*OWN_LOOP[1:3])
-        self._was_trained = False
-        self._end_look()  # a user's own loop has not called `trained`
-        self._versions = self._versions if step.piece > 0 else None
-        if self._asked == "auto" and (self._decides or piece):
-            parts, own_calls = self._parts, None
-            if feed is not None:
-                own_calls = OwnCalls(feed.collectives, parts.wrapped, sharded=parts.shards_made)
-            self._look, self._operator._sized = Look(*self._now(), own_calls), False
+        piece, auto = not step.current.whole, self._asked == "auto"
         if step.piece == 0:
-            self._settings_used = None
+            self._versions = self._settings_used = None
+            self._schedules = self._schedules_now()
+        elif auto and not self._was_trained:
+            raise NotExact(*OWN_LOOP[1:3])
+        else:
+            self._check_schedules()
+        self._end_look()  # a user's own loop has not called `trained`
+        self._was_trained, self._calls = False, []
+        self._watches = self._decides or piece or (self._strict and step.piece > 0)
+        if auto and self._watches:
+            if not self._decides or step.place == 0:
+                self._seen = FirstStep()
+            self._seen.calls.append(self._calls)
+            self._before, self._operator._sized = self._now(), False
+            assert self._feed is not None
+            self._own_calls = OwnCalls(self._feed.collectives, self._parts.wrapped, sharded=self._parts.shards_made)
 
     def trained(self, step: Step) -> None:
-        """Raise NotExact if `train_batch` has done something in a piece that it ought to do once in
-        a batch."""
+        """Refuse what `train_batch` has done in a piece that it ought to do once in a batch."""
         self._was_trained = True
-        if self._look is None:
+        self._check_schedules()
+        if self._before is None:
             return
         if not step.current.whole:
             self._check_settings()
-        self._look.see(*self._now())
-        seen = self._look.added_to(self._seen or FirstStep(()))
+        self._see()
         self._end_look()
-        if self._decides:
-            self._seen = seen
-        elif not (found := decide(seen)).keeps_batch:
+        if not self._decides and not (found := decide(self._seen)).keeps_batch:
             raise NotExact(found.reason, found.advice)
 
+    def _see(self) -> None:
+        """Note what user code has done since the last look."""
+        if self._before is not None:
+            (schedules, attributes), self._before = self._before, self._now()
+            self._seen.scheduled |= schedules != self._before[0]
+            self._seen.changed = self._seen.changed or _changed(attributes, self._before[1])
+
     def cleared(self, step: Step) -> None:
-        if self._look is not None:
-            self._look.calls.append("zero_grad")
+        self._calls.append("zero_grad")
 
     def weighted(self, step: Step, loss: torch.Tensor) -> torch.Tensor:
-        if self._look is not None:
-            self._look.calls.append("backward")
-            self._look.close()
-            self._look.sized |= self._operator._sized
-        if not (step.closing and self._parts.options.accumulate > 1):  # where a shorter window multiplies its gradients
+        first, strict = "backward" not in self._calls, self._strict and self._watches
+        if strict and "step" in self._calls:
+            self._refuse(
+                "makes a step and then computes gradients with the new weights", "step after all backward passes"
+            )
+        if strict and self._decides and "zero_grad" not in self._calls:
+            self._refuse("does not clear its gradients with self.zero_grad() before the backward pass", HELPERS)
+        self._calls.append("backward")
+        self._end_counting()
+        self._seen.sized |= self._operator._sized
+        if first and not (step.closing and self._parts.options.accumulate > 1):  # a shorter window multiplies gradients
             self._check_unchanged("clears or changes gradients between two pieces of a batch", LINES)
         self._versions = None
-        if not step.current.whole and self._look is not None and loss.requires_grad:
+        if self._watches and (strict or not step.current.whole) and loss.requires_grad:
             loss.register_hook(lambda _: run_after_backward(lambda: run_after_backward(self._note_versions)))
         return loss
 
     def awaits(self, step: Step, optimizer: Any) -> None:
-        if self._look is not None:
-            self._look.calls.append("step")
-        self._check_unchanged("changes gradients between the backward pass and the step", CLIPS)
+        self._note_step()
+        self._check_unchanged(CHANGES_GRADIENTS, CLIPS)
         if not step.current.whole:
             self._check_settings()
+
+    def check(self, step: Step, optimizer: Any) -> None:
+        self._note_step()
+        if self._strict and not self._parts.exchange.at_the_step:
+            self._check_unchanged(CHANGES_GRADIENTS, CLIPS)
+        if step.piece > 0:
+            self._check_settings()
+        self._see()
+
+    def _note_step(self) -> None:
+        if self._strict and self._decides and "backward" not in self._calls:
+            self._refuse("makes a step without self.backward(loss)", HELPERS)
+        self._calls.append("step")
 
     def _check_settings(self) -> None:
         """Refuse code that changes learning rates after the step of a piece, or again in each."""
         now = settings_of(self._parts)
         if self._settings_used is not None and self._settings_used != now:
-            found = "changes settings of its optimizer, such as the learning rate, in each piece of a batch"
-            raise NotExact(f"train_batch {found}", RATES) if self._asked == "auto" else refusal(f"{found}: {RATES}")
+            self._refuse(
+                "changes settings of its optimizer, such as the learning rate, in each piece of a batch", RATES
+            )
         self._settings_used = now
+
+    def _check_schedules(self) -> None:
+        if self._strict and self._watches and self._schedules != self._schedules_now():
+            self._refuse("steps its scheduler", SCHEDULERS)
+
+    def _schedules_now(self) -> list[Any]:
+        return [steps_of(each) for each in self._parts.schedulers]
 
     def _check_unchanged(self, found: str, advice: str) -> None:
         if self._versions is not None and self._parts.gradient_versions() != self._versions:
-            raise NotExact(f"train_batch {found}", advice)
+            self._refuse(found, advice)
 
     def _note_versions(self) -> None:
         """Note what changes with the gradients, after the exchange, which ends in such a call,
         too."""
         self._versions = self._parts.gradient_versions()
 
-    def check(self, step: Step, optimizer: Any) -> None:
-        if step.piece > 0:
-            self._check_settings()
-        if self._look is not None:
-            self._look.calls.append("step")
-            self._look.see(*self._now())
+    def _refuse(self, found: str, advice: str) -> NoReturn:
+        if self._asked == "auto":
+            raise NotExact(f"train_batch {found}", advice)
+        raise ConfigError(
+            "ElasticConfig(batch='global') lets each worker process its batch in several pieces when there are fewer workers, with one "
+            f"step after the last of them, and train_batch {found}: {advice}, or use batch='per_worker'"
+        )
 
     def stepped(self, step: Step, optimizer: Any) -> None:
-        if self._look is not None:  # the user's hooks may change what they do once in a batch
-            self._look.schedules, self._look.attributes = self._now()
+        if self._before is not None:  # the user's hooks may change what they do once in a batch
+            self._before = self._now()
 
     def direct(self, step: Step, optimizer: Any) -> None:
-        if self._look is not None:
-            self._look.direct = True
+        self._seen.direct = True
         if self._asked == "auto" and not all(each.whole for each in step.drawn):
             raise NotExact("train_batch calls optimizer.step() itself", LINES)
 
     def on_step(self, step: Step) -> None:
         """Decide, when the first step is committed."""
-        seen, self._seen = self._seen, None
         if not self._decides or step.outcome == "undone":
             return
-        feed, before = self._feed, self.mode
+        feed, before, decided = self._feed, self.mode, OWN_LOOP
         assert feed is not None
         self._decides = feed.looked_at = False
-        decided = OWN_LOOP
-        if seen is not None:
-            divided = isinstance(feed.source, PlannedSource) and feed.source.divides
-            decided = decide(seen._replace(divided=divided))
-            if divided and type(feed.source.loader).__iter__ is not DataLoader.__iter__:
-                decided = OWN_ITERATION
         if self._asked == GLOBAL:
             decided = BatchMode(GLOBAL, in_parts=self._buffers.are_moving)
+        elif self._was_trained:
+            self._seen.divided = isinstance(feed.source, PlannedSource) and feed.source.divides
+            decided = decide(self._seen)
+            if self._seen.divided and type(feed.source.loader).__iter__ is not DataLoader.__iter__:
+                decided = OWN_ITERATION
         merged, short = agreed([before, decided]), feed.rank_info.world_size != self._usual
         self._set((agreed(_of_all(merged)) if short else merged)._replace(tested=True, logged=self._known.logged))
         if short:
@@ -274,7 +326,7 @@ class KeepBatch(Policy):
             still = [(name, getattr(module, name, None)) for module, name in self._buffers.still]
             attributes |= {f"model...{name}": contents.of_tensor(each) for name, each in still if each is not None}
         contents.read()
-        return [steps_of(each) for each in parts.schedulers], attributes
+        return self._schedules_now(), attributes
 
     def interfered(self, found: NotExact) -> None:
         """Keep each worker's batch from now on, because user code does not allow pieces after
@@ -343,47 +395,12 @@ def _why_not(settings: TorchSettings) -> BatchMode | None:
     return None
 
 
-class Look:
-    """What one call of `train_batch` does: the operator's helpers that it calls, and whether it
-    steps an optimizer or a scheduler without them, or changes `attributes`."""
-
-    def __init__(self, schedules: list[Any], attributes: dict[str, Any], own_calls: OwnCalls | None) -> None:
-        self.schedules, self.attributes, self._own_calls = schedules, attributes, own_calls
-        self.calls: list[str] = []
-        self.direct = self.sized = self._scheduled = False
-        self._changed: tuple[str, ...] = ()
-
-    def see(self, schedules: list[Any], attributes: dict[str, Any]) -> None:
-        """Note what user code has done since the last look."""
-        self._scheduled, self.schedules = self._scheduled or schedules != self.schedules, schedules
-        self._changed, self.attributes = self._changed or _changed(self.attributes, attributes), attributes
-
-    def added_to(self, earlier: FirstStep) -> FirstStep:
-        """Return what was seen in the step until now."""
-        own = self._own_calls
-        return FirstStep(
-            calls=(*earlier.calls, tuple(self.calls)),
-            direct=earlier.direct or self.direct,
-            scheduled=earlier.scheduled or self._scheduled,
-            changed=earlier.changed or self._changed,
-            sized=earlier.sized or self.sized,
-            together=earlier.together or (own is not None and own.made > 0),
-        )
-
-    def close(self) -> None:
-        """Count no further collective calls, because the call has ended, or a backward pass begins,
-        which exchanges gradients."""
-        if self._own_calls is not None:
-            self._own_calls.close()
-
-
 class OwnCalls:
-    """Counts the collective calls that are not made by DDP or FSDP, from now until it is stopped.
+    """Counts the collective calls that are not made by DDP or FSDP, from now until it is ended.
     `count` returns those of all code."""
 
     def __init__(self, count: Callable[[], int], models: Sequence[nn.Module], *, sharded: bool) -> None:
-        self._count, self._began, self._models, self.made = count, count(), 0, 0
-        self._entered = 0
+        self._count, self._began, self._models, self._entered = count, count(), 0, 0
         self._hooks: list[Any] = []
         for each in models:
             if not (sharded or isinstance(each, DistributedDataParallel)):
@@ -401,12 +418,12 @@ class OwnCalls:
     def _leave(self, *_: Any) -> None:
         self._models += self._count() - self._entered
 
-    def close(self) -> None:
-        """Stop. It can be called again."""
-        if self._hooks:
-            self.made = self._count() - self._began - self._models
-        while self._hooks:
-            self._hooks.pop().remove()
+    def ended(self) -> int:
+        """Stop, and return how many calls were made."""
+        made = self._count() - self._began - self._models if self._hooks else 0
+        for each in self._hooks:
+            each.remove()
+        return made
 
 
 # -- attributes -------------------------------------------------------------------------------------------

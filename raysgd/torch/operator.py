@@ -41,7 +41,6 @@ from raysgd.torch.step_options import (
     Hold,
     KeepMetrics,
     KeepSettings,
-    Pieces,
     Rates,
     ReadAhead,
     Weigh,
@@ -132,7 +131,6 @@ class TrainingOperator(Stepping):
             (settings.distributed, buffers),
             (settings.distributed or accumulates, KeepSettings(parts)),
             (in_pieces, self._keep_batch),
-            (in_pieces and not accumulates and settings.elastic.batch == "global", Pieces(parts)),
             (exact, Weigh(parts)),
             ("train" in parts.metrics, KeepMetrics(parts)),
             (self._leave_out.on, self._leave_out),
@@ -405,8 +403,8 @@ class TrainingOperator(Stepping):
     def _begin_epoch(self) -> Schedule | None:
         for model in self._parts.wrapped:
             model.train()
-        schedule = LoopSchedule(self)
-        return schedule if schedule.watched else None
+        scheduler, steps = self._own_scheduler(), self.scheduler_step_freq in STEPPED_BY_TRAINER
+        return LoopSchedule(self, scheduler) if steps and scheduler is not None else None
 
     def _epoch_info(self, num_steps: int | None) -> Mapping[str, Any]:
         return {NUM_STEPS: num_steps, USE_FP16: self.use_fp16}

@@ -6,10 +6,9 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from raysgd.constants import SCHEDULER_STEP_EPOCH, SCHEDULER_STEP_STEP, STEPPED_BY_TRAINER
+from raysgd.constants import SCHEDULER_STEP_EPOCH, SCHEDULER_STEP_STEP
 from raysgd.core.sampling_plan import StepPlan
 from raysgd.torch.schedules import has_length_in_code, step_in_order, stepped_twice, steps_of
-from raysgd.torch.step_options import STEPS_SCHEDULE, refusal
 from raysgd.training.operator_base import Schedule
 from raysgd.training.position import Position
 
@@ -26,16 +25,12 @@ PLAN_CHANGED = (
 
 
 class LoopSchedule(Schedule):
-    """Steps the schedule of one loop, and checks that user code does not do that, too."""
+    """Steps the scheduler of one loop, and checks that user code does not do that, too."""
 
-    def __init__(self, operator: TrainingOperator) -> None:
-        self._operator, self._scheduler = operator, operator._own_scheduler()
-        self._steps_it = self._scheduler is not None and operator.scheduler_step_freq in STEPPED_BY_TRAINER
+    def __init__(self, operator: TrainingOperator, scheduler: Any) -> None:
+        self._operator, self._scheduler = operator, scheduler
         self._per_epoch = operator.scheduler_step_freq == SCHEDULER_STEP_EPOCH
-        # Those that only this loop may step.
-        asked = operator._in_pieces and operator._settings.elastic.batch == "global"
-        self.watched = [self._scheduler] if self._steps_it else operator._parts.schedulers if asked else []
-        self._steps = [steps_of(each) for each in self.watched]
+        self._steps = steps_of(scheduler)
 
     def end(self, *, failed: bool = False) -> None:
         operator, step = self._operator, self._operator._feed.step
@@ -43,20 +38,19 @@ class LoopSchedule(Schedule):
             if step.outcome == "applied":  # so the batch counts
                 self._step()
             return
-        if [steps_of(each) for each in self.watched] != self._steps:
-            name, freq = type(operator).__name__, str(operator.scheduler_step_freq)
-            raise stepped_twice(name, self._scheduler, freq) if self._steps_it else refusal(STEPS_SCHEDULE)
+        if steps_of(self._scheduler) != self._steps:
+            raise stepped_twice(type(operator).__name__, self._scheduler, str(operator.scheduler_step_freq))
         if step.current.whole:
             self._step()
-            self._steps = [steps_of(each) for each in self.watched]
+            self._steps = steps_of(self._scheduler)
 
     def end_epoch(self) -> None:
         self._step(ended=True)
-        if self._steps_it and self._per_epoch and self._operator._feed.epoch_ended:
+        if self._per_epoch and self._operator._feed.epoch_ended:
             step_in_order(self._scheduler)
 
     def _step(self, *, ended: bool = False) -> None:
-        if self._steps_it and not self._per_epoch:
+        if not self._per_epoch:
             for _ in range(due_steps(self._operator, ended=ended)):
                 if not self._operator._keeps_rate(self._scheduler):
                     step_in_order(self._scheduler)

@@ -20,20 +20,15 @@ from raysgd.torch.data.sources import PlannedSource
 from raysgd.torch.foreign import multiply_all, run_after_backward
 from raysgd.torch.options import TrainingOptions
 from raysgd.torch.parts import Parts
-from raysgd.torch.schedules import steps_of
 from raysgd.training.feed import Feed
 from raysgd.training.step import Policy, Step
 
 logger = logging.getLogger("raysgd")
 
-CLIPS = "changes gradients between the backward pass and the step: clip with TrainingOptions(clip_norm=...)"
 STATES = (torch.Tensor, list, int, float, type(None))  # of what an update of a metric changes
 CHANGED_AGAIN = (
     "train_epoch was called again for the rest of its epoch, because the workers have changed, and it has changed settings of the "
     "optimizer, such as the learning rate, again before its loop. Unless this is meant, compute them from epoch_idx"
-)
-STEPS_SCHEDULE = (
-    "steps its scheduler: pass scheduler_step_freq='batch' or 'step', so that the trainer steps it after the last piece"
 )
 
 
@@ -80,9 +75,20 @@ class Weigh(Policy):
     def _set(self, weight: float) -> None:
         self._weight = weight
         if weight != 1.0 and not self._hooks:
-            self._hooks = hook_gradients(self._parts, self._weighted)
+            self._hook()
         while weight == 1.0 and self._hooks:
             self._hooks.pop().remove()
+
+    def _hook(self) -> None:
+        shards, models = self._parts.shards, self._parts.models
+        found = shards.full_parameters() if shards else [p for model in models for p in model.parameters()]
+        for each in {id(parameter): parameter for parameter in found}.values():
+            if each.is_floating_point() or each.is_complex():
+                # A tensor takes a hook only while it requires a gradient, and user code may unfreeze it before its backward pass.
+                trained = each.requires_grad
+                each.requires_grad_(True)
+                self._hooks.append(each.register_hook(self._weighted))
+                each.requires_grad_(trained)
 
     def _weighted(self, gradient: torch.Tensor) -> torch.Tensor:
         return gradient * self._weight
@@ -248,90 +254,6 @@ class KeepMetrics(Policy):
                 vars(own).update((name, each) for name, each in vars(kept).items() if isinstance(each, STATES))
 
 
-class Pieces(Policy):
-    """Refuses code that is not fit for batches in pieces, for users who have asked for them:
-    nothing but backward passes may change the gradients between two pieces, and there is one step,
-    after the last one. The first batch of a run is checked, too, before a worker is lost."""
-
-    option = "ElasticConfig(batch='global')"
-    in_usual_steps = False
-
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
-        self._hooks: list[Any] = []
-        self._untested = True  # whether the code was not tested yet
-        self._tests = False  # whether this piece does it
-        self._step = Step()
-        self._schedules: list[Any] = []  # how many steps each had made before the first piece
-        self._seen: list[tuple[int, int]] = []  # the versions of the gradients after a backward pass
-        self._arrived = False  # whether the step has gradients
-        # In this piece: gradients were cleared, have arrived, a step was asked for, and a backward pass is running.
-        self._cleared = self._here = self._awaited = self._in_backward = False
-
-    def begin(self, step: Step) -> None:
-        again, in_pieces = step.place > 0, step.place > 0 or not step.closing
-        schedules = [steps_of(each) for each in self._parts.schedulers] if in_pieces else []
-        if again and schedules != self._schedules:
-            raise refusal(STEPS_SCHEDULE)
-        self._schedules, self._step, self._arrived = schedules, step, self._arrived and again
-        self._tests, self._untested = self._untested, False
-        self._cleared = self._here = self._awaited = self._in_backward = False
-        if not (in_pieces or self._tests):
-            self.rest()
-        elif not self._hooks:
-            self._hooks = hook_gradients(self._parts, self._arrives)
-
-    def rest(self) -> None:
-        self._in_backward = False
-        while self._hooks:
-            self._hooks.pop().remove()
-
-    def cleared(self, step: Step) -> None:
-        self._cleared = True
-
-    def _arrives(self, gradient: torch.Tensor) -> None:
-        if not self._in_backward:
-            self._backward_begins()
-
-    def _backward_begins(self) -> None:
-        step = self._step
-        if self._awaited or step.outcome != "open":
-            raise refusal(
-                "makes a step and then computes gradients with the new weights: step after all backward passes"
-            )
-        if self._tests and not self._cleared:
-            raise refusal(
-                "does not clear its gradients with self.zero_grad() before the backward pass: call self.zero_grad(), "
-                "self.backward(loss) and self.step(optimizer) instead of torch's"
-            )
-        if step.place > 0 and not self._here:
-            self._check_unchanged(
-                "clears or changes gradients between two batches: let the optimizer's zero_grad clear them"
-            )
-        self._arrived = self._here = self._in_backward = True
-        run_after_backward(self._backward_ended)
-
-    def _backward_ended(self) -> None:
-        self._in_backward = False
-        run_after_backward(self._note_versions)  # after the exchange of gradients, which ends in such a call, too
-
-    def _note_versions(self) -> None:
-        self._seen = self._parts.gradient_versions()
-
-    def _check_unchanged(self, found: str) -> None:
-        if self._arrived and self._step.outcome == "open" and self._parts.gradient_versions() != self._seen:
-            raise refusal(found)
-
-    def awaits(self, step: Step, optimizer: Any) -> None:
-        if self._hooks:
-            self._check_unchanged(CLIPS)
-            self._awaited = True
-
-    def check(self, step: Step, optimizer: Any) -> None:
-        if self._hooks and not self._parts.exchange.at_the_step:
-            self._check_unchanged(CLIPS)
-
-
 class ReadAhead(Policy):
     """Reads the next batch while the ranks exchange gradients, on the CPU and if no processes read
     the data. Then no code of the user may run between a backward pass and the next batch: it could
@@ -367,29 +289,6 @@ class ReadAhead(Policy):
         if self._feed is not None:
             with torch.enable_grad():  # as in the loop
                 self._feed.read_ahead()
-
-
-def hook_gradients(parts: Parts, function: Callable[[torch.Tensor], Any]) -> list[Any]:
-    """Call a function with each gradient that arrives at a parameter, whose result replaces it.
-    Return what removes these hooks."""
-    shards, hooks = parts.shards, []
-    found = shards.full_parameters() if shards else [p for model in parts.models for p in model.parameters()]
-    for each in {id(parameter): parameter for parameter in found}.values():
-        if each.is_floating_point() or each.is_complex():
-            # A tensor takes a hook only while it requires a gradient, and user code may unfreeze it before its backward pass.
-            trained = each.requires_grad
-            each.requires_grad_(True)
-            hooks.append(each.register_hook(function))
-            each.requires_grad_(trained)
-    return hooks
-
-
-def refusal(found: str) -> ConfigError:
-    """Return the error about an operator whose batches cannot come in pieces."""
-    return ConfigError(
-        "ElasticConfig(batch='global') lets each worker process its batch in several pieces when there are fewer workers, with one "
-        f"step after the last of them, and this operator {found}, or use batch='per_worker'"
-    )
 
 
 def samples_in(batch: Any) -> int:

@@ -151,11 +151,19 @@ class StepsItsSchedule(Curve):
         return result
 
 
+class RunsItsOwnBackward(Curve):
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        self.zero_grad()
+        self.criterion(self.model(batch[0]), batch[1]).backward()
+        self.step()
+        return {}
+
+
 REFUSED = [
     (StepsTwice, "makes a step and then computes gradients"),
     (Clips, r"changes gradients between.*clip_norm"),
     (ClearsTheModel, r"does not clear its gradients with self\.zero_grad\(\)"),
-    (Direct, r"call self\.zero_grad\(\), self\.backward\(loss\) and self\.step\(optimizer\)"),
+    (RunsItsOwnBackward, r"call self\.zero_grad\(\), self\.backward\(loss\) and self\.step\(optimizer\)"),
     (StepsItsSchedule, "steps its scheduler"),
 ]
 
@@ -169,10 +177,27 @@ def test_batches_that_cannot_be_divided_are_refused_before_a_worker_is_lost(kind
     train(kind, {"rows": 8, "batch": 2}, [(None, 2)], **more)
 
 
-def test_a_closure_is_refused_before_a_worker_is_lost() -> None:
+@pytest.mark.parametrize(
+    ("kind", "says"), [(Direct, r"calls optimizer\.step\(\) itself"), (Closure, "passes a closure")]
+)
+def test_a_direct_step_is_refused_before_a_worker_is_lost(kind: type[Curve], says: str) -> None:
     for ranks in (1, 2):
-        with pytest.raises(ConfigError, match=r"batch='global'\) acts in self.step\(\), .*passes a closure"):
-            train(Closure, {"rows": 8, "batch": 2}, [(None, ranks)], num_workers=2, batch="global")
+        with pytest.raises(ConfigError, match=rf"batch='global'\) acts in self.step\(\), .*{says}"):
+            train(kind, {"rows": 8, "batch": 2}, [(None, ranks)], num_workers=2, batch="global")
+
+
+def test_a_loop_that_steps_a_scheduler_after_a_piece_is_an_error() -> None:
+    class Loops(Curve):
+        def train_epoch(self, iterator: Any, *given: Any, **named: Any) -> dict[str, Any]:
+            for batch in iterator:
+                self.train_batch(batch, {})
+                self.schedule.step()
+            return {}
+
+    more: dict[str, Any] = {"num_workers": 2, "scheduler_step_freq": "manual", "batch": "global"}
+    train(Loops, {"rows": 8, "batch": 2}, [(None, 2)], **more)
+    with pytest.raises(ConfigError, match=r"several pieces.*steps its scheduler"):
+        train(Loops, {"rows": 8, "batch": 2}, [(None, 1)], **more)
 
 
 def test_gradients_that_are_cleared_between_two_pieces_are_an_error() -> None:
