@@ -1,8 +1,9 @@
-"""All private names of torch that raysgd uses. Worker.
+"""All private names of torch and Lightning that raysgd uses. Worker.
 
-Checked with torch 2.10, 2.13 and 2.15. `tests/test_foreign.py` (and `tests/speed/test_fsdp.py`)
-call every function here, and name the first private name that a new version of torch no longer has.
-Names in a checkpoint's pickle are not among them, because they are part of the file format.
+Checked with torch 2.10, 2.13 and 2.15. `tests/test_foreign.py` (and `tests/speed/test_fsdp.py`,
+`tests/lightning`) call every function here, and name the first private name that a new version no
+longer has. Names in a checkpoint's pickle are not among them, because they are part of the file
+format.
 """
 
 from __future__ import annotations
@@ -352,3 +353,19 @@ def exposed_communication_s(wrapper: Any) -> float:
     data = wrapper._get_ddp_logging_data()
     waited = data.get("backward_comm_time", 0) - data.get("backward_compute_comm_overlap_time", 0)
     return float(max(waited, 0)) / 1e9
+
+
+# -- Lightning ----------------------------------------------------------------------------------------
+
+
+def configured_optimizers(core: Any, module: Any, configured: Any) -> tuple[list[Any], list[Any]]:
+    """Return the optimizers and the `LRSchedulerConfig` of each scheduler in what a module's
+    `configure_optimizers` has returned. `core` is Lightning's module `core.optimizer`."""
+    optimizers, schedulers, monitor = core._configure_optimizers(configured)
+    if module.automatic_optimization:
+        schedules = core._configure_schedulers_automatic_opt(schedulers, monitor)
+    else:
+        schedules = core._configure_schedulers_manual_opt(schedulers)
+    core._validate_multiple_optimizers_support(optimizers, module)
+    core._validate_scheduler_api(schedules, module)
+    return optimizers, schedules

@@ -75,11 +75,9 @@ def lightning_base(module_cls: Any) -> type:
     return each
 
 
-def optimizer_wrapper(base: type) -> Callable[[Any], Any]:
-    """Return LightningOptimizer of the package that the module's class comes from."""
-    root = base.__module__.rsplit(".core", 1)[0]
-    wrapper: Callable[[Any], Any] = import_module(f"{root}.core.optimizer").LightningOptimizer
-    return wrapper
+def optimizers_of(base: type) -> Any:
+    """Return the module `core.optimizer` of the package that the module's class comes from."""
+    return import_module(f"{base.__module__.rsplit('.core', 1)[0]}.core.optimizer")
 
 
 def construct(module_cls: type, config: Mapping[str, Any]) -> Any:

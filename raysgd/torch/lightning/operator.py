@@ -14,10 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from raysgd.constants import NUM_SAMPLES
 from raysgd.core.average_meters import AverageMeterCollection
-from raysgd.errors import CheckpointError, ConfigError
+from raysgd.errors import ConfigError
 from raysgd.torch.lightning import module as modules
 from raysgd.torch.lightning.logging import LoggedValues
-from raysgd.torch.lightning.schedulers import KEYS, Schedules, read_configuration
+from raysgd.torch.lightning.schedulers import Schedules, read_configuration
 from raysgd.torch.lightning.trainer_stub import StepServices, TrainerStub
 from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.step_options import samples_in
@@ -67,9 +67,8 @@ class LightningOperator(TrainingOperator):
         module.setup("fit")
         module.configure_model()
         module.to(self.device)
-        optimizers, schedules = read_configuration(
-            module.configure_optimizers(), automatic=module.automatic_optimization
-        )
+        core = modules.optimizers_of(self._base)
+        optimizers, schedules = read_configuration(module, core)
         self._schedules = Schedules(module, schedules, self.device)
         ddp_args = {**self.ddp_args, **self._settings.options.ddp_args}
         self.register(models=module, optimizers=optimizers, ddp_args=ddp_args)
@@ -77,7 +76,7 @@ class LightningOperator(TrainingOperator):
         self._parts.schedulers = [schedule.scheduler for schedule in schedules]
         if self._parts.train_loader is None:
             self._register_loaders()
-        self._attach_stub(optimizers)
+        self._attach_stub(optimizers, core)
         module.on_fit_start()
 
     def _register_loaders(self) -> None:
@@ -104,16 +103,13 @@ class LightningOperator(TrainingOperator):
             given = modules.one_loader(getattr(self.module, name)(), f"{type(self.module).__name__}.{name}")
         return given
 
-    def _attach_stub(self, optimizers: list[Any]) -> None:
+    def _attach_stub(self, optimizers: list[Any], core: Any) -> None:
         module, wrapped = self.module, self._parts.wrapped[0]
         self._logged = LoggedValues(module)
         self._ddp = wrapped if isinstance(wrapped, DistributedDataParallel) else None
         average = self._ddp is not None and not module.automatic_optimization
-        services = StepServices(
-            module, self._parts.precision, optimizers, modules.optimizer_wrapper(self._base), average=average
-        )
-        self._services = services
-        self._stub.attach(services, optimizers, self._schedules.all)
+        self._services = StepServices(module, self._parts.precision, optimizers, core, average=average)
+        self._stub.attach(self._services, optimizers, self._schedules.all)
         self._indexed = modules.takes_index(module.training_step), modules.takes_index(module.validation_step)
 
     def _configure_ddp(
@@ -143,10 +139,7 @@ class LightningOperator(TrainingOperator):
     @property
     def scheduler_dicts(self) -> list[dict[str, Any]]:
         """Return when each scheduler steps, with the keys of Lightning's `lr_scheduler` dicts."""
-        return [
-            {**{name: getattr(each, name, None) for name in KEYS}, "reduce_on_plateau": each.plateau}
-            for each in self._schedules.all
-        ]
+        return [dict(vars(each)) for each in self._schedules.all]
 
     # -- training -------------------------------------------------------------------------------------
 
@@ -346,30 +339,19 @@ class LightningOperator(TrainingOperator):
             "epoch": self._epoch,
             "batch_idx": self._batch_idx,
             "open": self._open,
-            "due": [schedule.due for schedule in self._schedules.all],
+            "due": [*self._schedules.due],
             "module": own,
         }
 
     def load_state_dict(self, state_dict: Any) -> None:
         if not state_dict:
             return
-        _check_state(state_dict, schedules=len(self._schedules.all))
         if state_dict["epoch"] != self._epoch:
             self._announced = None  # this process has not called on_train_epoch_start for that epoch
         self._epoch, self._batch_idx, self._open = (state_dict[name] for name in ("epoch", "batch_idx", "open"))
         self._stub.current_epoch = max(self._epoch, 0)
-        for schedule, due in zip(self._schedules.all, state_dict["due"], strict=True):
-            schedule.due = due
+        self._schedules.due = [*state_dict["due"]]
         self.module.on_load_checkpoint(state_dict["module"])
-
-
-def _check_state(state: Any, *, schedules: int) -> None:
-    """Raise CheckpointError unless `state_dict` can return this; the module checks its own."""
-    kinds = {"epoch": int, "batch_idx": int, "open": bool, "due": list, "module": dict}
-    if not isinstance(state, dict) or not all(type(state.get(name)) is kind for name, kind in kinds.items()):
-        raise CheckpointError("the operator's state is not that of a LightningModule")
-    if state["epoch"] < -1 or state["batch_idx"] < 0 or [type(due) for due in state["due"]] != [bool] * schedules:
-        raise CheckpointError("the operator's state has counters or schedules that do not fit this LightningModule")
 
 
 class _TrainingStep(nn.Module):

@@ -11,7 +11,6 @@ from torch import nn
 
 from raysgd.core.ranks import RankInfo
 from raysgd.errors import ConfigError
-from raysgd.torch.lightning.schedulers import Schedule
 from raysgd.torch.options import TrainingOptions
 from raysgd.torch.precision import Precision
 
@@ -28,13 +27,13 @@ class StepServices:
         module: Any,
         precision: Precision,
         optimizers: list[Any],
-        wrap: Callable[[Any], Any],
+        core: Any,
         *,
         average: bool,
     ) -> None:
         self.lightning_module = module
         self._precision, self._average = precision, average
-        self._lightning_optimizers = [wrap(optimizer) for optimizer in optimizers]
+        self._lightning_optimizers = [core.LightningOptimizer(each) for each in optimizers]
         for wrapped in self._lightning_optimizers:
             wrapped._strategy = self
 
@@ -116,10 +115,10 @@ class TrainerStub:
         self.loggers: list[Any] = []
         self.callbacks: list[Any] = []
         self.optimizers: list[Any] = []
-        self.lr_scheduler_configs: list[Schedule] = []
+        self.lr_scheduler_configs: list[Any] = []
         self.callback_metrics: dict[str, Any] = {}
 
-    def attach(self, services: StepServices, optimizers: list[Any], schedules: list[Schedule]) -> None:
+    def attach(self, services: StepServices, optimizers: list[Any], schedules: list[Any]) -> None:
         self.strategy = self.precision_plugin = services
         self.optimizers, self.lr_scheduler_configs = optimizers, schedules
 
