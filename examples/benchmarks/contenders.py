@@ -55,7 +55,7 @@ class CollatingOperator(BenchmarkOperator):
 
     def setup(self, config):
         super().setup(config)
-        loader = self._get_train_loader()
+        loader = self._parts.train_loader
         self.register_data(
             train_loader=DataLoader(
                 loader.dataset,

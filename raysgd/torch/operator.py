@@ -621,35 +621,6 @@ class TrainingOperator(Stepping):
     def _amp_scaler(self) -> Any:
         return getattr(self._parts.precision, "scaler", None)
 
-    # -- RaySGD's names for the parts -----------------------------------------------------------------
-
-    def _given(self, name: str) -> Any:
-        value = getattr(self._parts, name)
-        if value is None or (isinstance(value, list) and not value):
-            call = "register_data" if "loader" in name else "register"
-            raise MissingPartError(
-                f"{type(self).__name__} has no {name.replace('_', ' ')}: pass it to self.{call}(...) in setup"
-            )
-        return value
-
-    def _get_models(self) -> Any:
-        return self._given("wrapped")
-
-    def _get_optimizers(self) -> Any:
-        return self._given("optimizers")
-
-    def _get_schedulers(self) -> Any:
-        return self._given("schedulers")
-
-    def _get_criterion(self) -> Any:
-        return self._given("criterion")
-
-    def _get_train_loader(self) -> Any:
-        return self._given("train_loader")
-
-    def _get_validation_loader(self) -> Any:
-        return self._given("validation_loader")
-
     # -- other ways to describe a model ---------------------------------------------------------------
 
     @classmethod

@@ -137,14 +137,6 @@ class Measured(Curve):
         return result
 
 
-class Skipping(Curve):
-    """Leaves out each third batch, by its own count."""
-
-    def train_epoch(self, iterator: Any, info: Any = None, num_steps: Any = None, epoch_idx: int = 0) -> dict[str, Any]:
-        kept = (batch for number, batch in enumerate(iterator) if number % 3 != 2)
-        return super().train_epoch(kept, info, num_steps, epoch_idx)
-
-
 class Together(Curve):
     """Its model subtracts the mean over all workers, as SyncBatchNorm does, and its buffer is exchanged by DDP itself."""
 
@@ -165,12 +157,11 @@ class Together(Curve):
     [
         (Contrasting, 2, "per_worker"),
         (Together, 2, "per_worker"),
-        (Skipping, 2, "per_worker"),
         (LaterContrasting, 3, "per_worker"),
         (Measured, 2, "global"),
     ],
 )
-def test_what_other_workers_or_its_own_count_change_is_per_worker(kind: type[Curve], workers: int, mode: str) -> None:
+def test_what_other_workers_change_is_per_worker(kind: type[Curve], workers: int, mode: str) -> None:
     assert without_and_with_a_death(kind, workers=workers, **ARGUMENTS)[2] == mode
 
 

@@ -14,6 +14,7 @@ from raysgd import NotActiveError
 from raysgd.torch import TorchTrainer
 from raysgd.utils import BATCH_SIZE
 from tests.class_api.operators import Classes, Net, OwnError
+from tests.peek import parts_of
 from tests.torch.small import weights
 
 OWN_CONFIG: dict[str, Any] = {BATCH_SIZE: 17}
@@ -84,7 +85,7 @@ def test_an_epoch_and_a_validation_which_uses_every_sample_once(trainer: TorchTr
     assert set(first.pop("profile")) == {"mean_train_epoch_s", "mean_fwd_s", "mean_grad_s", "mean_apply_s"}
     operator = trainer.get_local_operator()
     assert torch.equal(nn.utils.parameters_to_vector(operator.model.parameters()), weights(trainer))
-    expected, val = operator.validate(operator._get_validation_loader()), trainer.validate()
+    expected, val = operator.validate(parts_of(operator).validation_loader), trainer.validate()
     assert val["val_loss"] == pytest.approx(expected["val_loss"], rel=1e-5)
     assert val["val_accuracy"] == pytest.approx(expected["val_accuracy"], rel=1e-6)
     assert list(first) == ["epoch", "batch_count", "num_samples", "train_loss", "last_train_loss"]

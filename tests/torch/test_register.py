@@ -124,18 +124,6 @@ def test_register_data_refuses_objects_that_cannot_be_iterated() -> None:
             Bare({"body": lambda operator, name=name: operator.register_data(**{name: 7})})
 
 
-def test_old_names_name_the_missing_part() -> None:
-    operator = Bare()
-    for name in ("models", "optimizers", "schedulers", "criterion"):
-        with pytest.raises(ConfigError, match=r"Bare has no .*: pass it to self\.register\("):
-            getattr(operator, f"_get_{name}")()
-        with pytest.raises(RuntimeError):  # as in RaySGD
-            getattr(operator, f"_get_{name}")()
-    for name in ("train_loader", "validation_loader"):
-        with pytest.raises(ConfigError, match=r"self\.register_data"):
-            getattr(operator, f"_get_{name}")()
-
-
 def test_properties_of_a_single_worker() -> None:
     operator = Line({"lr": 0.5})
     assert (operator.world_rank, operator.local_rank, operator.world_size) == (0, 0, 1)
@@ -144,4 +132,3 @@ def test_properties_of_a_single_worker() -> None:
     assert (operator.use_gpu, operator.use_fp16, operator.use_tqdm) == (False, False, False)
     assert operator.config == {"lr": 0.5}
     assert operator._is_distributed is False
-    assert operator._get_models() == [operator.model]
