@@ -39,19 +39,17 @@ def check_fits(operator: TrainingOperator, state: dict[str, Any]) -> None:
 def _check_parts(operator: TrainingOperator, state: dict[str, Any]) -> None:
     parts = operator._parts
     for name in ("models", "optimizers", "schedulers"):
-        saved_parts, registered = state.get(name) or [], len(getattr(parts, name))
-        if not isinstance(saved_parts, (list, tuple)):
-            raise CheckpointError(f"the checkpoint's {name} must be a list, got a {type(saved_parts).__name__}")
-        if registered != len(saved_parts):
-            raise CheckpointError(
-                f"the checkpoint has {len(saved_parts)} {name}, and this operator registers {registered}"
-            )
-    for number, (model, saved) in enumerate(zip(parts.models, state["models"], strict=True)):
-        _check_model(number, model.state_dict(), saved)
-    for number, (optimizer, saved) in enumerate(zip(parts.optimizers, state["optimizers"], strict=True)):
-        _check_optimizer(number, optimizer, saved)
-    for number, (scheduler, saved) in enumerate(zip(parts.schedulers, state.get("schedulers") or [], strict=True)):
-        _check_scheduler(number, scheduler, saved)
+        saved, registered = len(state.get(name) or ()), len(getattr(parts, name))
+        if saved != registered:
+            raise CheckpointError(f"the checkpoint has {saved} {name}, and this operator registers {registered}")
+    for number, (model, of_model) in enumerate(zip(parts.models, state["models"], strict=True)):
+        _check_model(number, model.state_dict(), of_model)
+    for number, (optimizer, of_optimizer) in enumerate(zip(parts.optimizers, state["optimizers"], strict=True)):
+        _check_optimizer(number, optimizer, of_optimizer)
+    for number, (scheduler, of_scheduler) in enumerate(
+        zip(parts.schedulers, state.get("schedulers") or [], strict=True)
+    ):
+        _check_scheduler(number, scheduler, of_scheduler)
     if parts.averages.on:
         _check_averages(parts.models, state.get("averages"))
 

@@ -17,7 +17,7 @@ import torch
 
 from raysgd.core.tree import mapped
 from raysgd.errors import CheckpointError, described
-from raysgd.storage.seen import SeenFile, UnseenError, opened
+from raysgd.storage.seen import SeenFile, opened
 from raysgd.torch import foreign
 from raysgd.torch.checkpoint import packing
 from raysgd.torch.fsdp import placed, placed_optimizer
@@ -111,12 +111,17 @@ def dump_given(state: Any) -> memoryview:
 def parse(source: Any, *, trusted: bool) -> dict[str, Any]:
     """Return the state in a file, or in its bytes; code in them runs only if they are trusted.
     Raise CheckpointError if they are not a checkpoint."""
+    return _loaded(source if hasattr(source, "read") else opened(source), trusted=trusted)
+
+
+def _loaded(file: Any, *, trusted: bool, kept: type[Exception] = CheckpointError, **how: Any) -> dict[str, Any]:
+    """Return the state in a file. Translate all errors but those `kept`."""
     try:
-        file = source if hasattr(source, "read") else opened(source)
-        state = torch.load(file, map_location="cpu", weights_only=not trusted)
+        return shaped(torch.load(file, map_location="cpu", weights_only=not trusted, **how))
+    except (CheckpointError, kept):
+        raise
     except Exception as error:
         raise _unreadable(error, trusted=trusted) from error
-    return shaped(state)
 
 
 def _unreadable(error: Exception, *, trusted: bool) -> CheckpointError:
@@ -139,30 +144,15 @@ def read(file: SeenFile, *, trusted: bool, map_models: bool) -> dict[str, Any]:
     with file.opened() as content:
         # The path of the open file, because the name in the folder could be given to another file.
         path = f"{OPEN_FILES}/{content.fileno()}"
-        mapped: dict[str, Any] = {"f": path, "mmap": True} if map_models and os.path.exists(path) else {"f": content}
-        try:
-            state = shaped(torch.load(**mapped, map_location="cpu", weights_only=not trusted))
-        except CheckpointError:
-            raise
-        except OSError as error:
-            raise UnseenError(f"{file.path} cannot be read here ({error})") from error
-        except Exception as error:
-            raise _unreadable(error, trusted=trusted) from error
-    return (
-        {name: value if name == "models" else copied(value) for name, value in state.items()}
-        if "mmap" in mapped
-        else state
-    )
+        if not (map_models and os.path.exists(path)):
+            return _loaded(content, trusted=trusted, kept=OSError)
+        state = _loaded(path, trusted=trusted, kept=OSError, mmap=True)
+        return {name: value if name == "models" else copied(value) for name, value in state.items()}
 
 
 def peek(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the state in a verified file, whose tensors stay there. It runs no code."""
-    try:
-        return shaped(torch.load(path, map_location="cpu", weights_only=True, mmap=True))
-    except CheckpointError:
-        raise
-    except Exception as error:
-        raise _unreadable(error, trusted=True) from error
+    return _loaded(path, trusted=False, mmap=True)
 
 
 def foreign_types(path: str | os.PathLike[str]) -> list[str]:
@@ -182,19 +172,13 @@ def shaped(state: Any) -> dict[str, Any]:
     listed = isinstance(optimizers, list)
     if not listed or not all(isinstance(part, Mapping) for part in [*state["models"], *optimizers]):
         raise CheckpointError(f"{NOT_OURS}: its models or optimizers are not state dictionaries")
-    kind, version = state.get("format", FORMAT), state.get("version", VERSION)
-    if not isinstance(kind, str) or kind != FORMAT:
-        raise CheckpointError(f"this checkpoint's format is {kind!r:.80}; a TorchTrainer reads {FORMAT!r}")
-    if type(version) is not int or version < 1:
-        raise CheckpointError(f"this checkpoint's format version is {version!r:.80}, which is not a version")
-    if version > VERSION:
-        raise CheckpointError(f"this checkpoint was written by a newer raysgd (format version {version})")
+    if state.get("format", FORMAT) != FORMAT:
+        raise CheckpointError(f"this checkpoint's format is {state['format']!r:.80}; a TorchTrainer reads {FORMAT!r}")
+    if state.get("version", VERSION) not in range(1, VERSION + 1):
+        raise CheckpointError(
+            f"this checkpoint was written by a newer raysgd (format version {state['version']!r:.80})"
+        )
     return state
-
-
-def scaler_of(state: dict[str, Any], key: str) -> Any:
-    """Return the gradient scaler's saved state, which RaySGD v1 named differently."""
-    return state.get(key) or state.get("amp")
 
 
 def completed(saved: Any, optimizer: Any) -> Any:
@@ -236,7 +220,7 @@ def restore_rest(operator: TrainingOperator, state: dict[str, Any]) -> None:
         optimizer.load_state_dict(placed_optimizer(completed(saved, optimizer), optimizer))
     for scheduler, saved in zip(parts.schedulers, state.get("schedulers") or [], strict=True):
         scheduler.load_state_dict(saved)
-    scaler = scaler_of(state, precision.key)
+    scaler = state.get(precision.key) or state.get("amp")  # RaySGD v1's name
     if precision.key and scaler:
         precision.load(scaler)
     parts.averages.load(state.get("averages"))
