@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import nn
@@ -17,36 +16,25 @@ from raysgd.torch.operator import TrainingOperator
 Creator = Callable[..., Any]
 
 
-@dataclass(frozen=True)
-class Creators:
-    """The user's functions."""
-
-    model: Creator
-    optimizer: Creator
-    data: Creator | None = None
-    loss: Creator | None = None
-    scheduler: Creator | None = None
-    one_at_a_time: bool = True
-
-
 class CreatorOperator(TrainingOperator):
     """Calls the creators of data, model, optimizer, scheduler and loss; registers the results."""
 
-    creators: ClassVar[Creators]
+    creators: ClassVar[dict[str, Creator]]  # the user's functions
+    one_at_a_time: ClassVar[bool]
 
     def setup(self, config: dict[str, Any]) -> None:
         creators = self.creators
-        if creators.data is not None:
-            with _one_at_a_time() if creators.one_at_a_time else contextlib.nullcontext():
-                train, validation = _loaders(creators.data(config))
+        if "data_creator" in creators:
+            with _one_at_a_time() if self.one_at_a_time else contextlib.nullcontext():
+                train, validation = _loaders(creators["data_creator"](config))
             self.register_data(train_loader=train, validation_loader=validation)
-        models = creators.model(config)
-        optimizers = creators.optimizer(models, config)
+        models = creators["model_creator"](config)
+        optimizers = creators["optimizer_creator"](models, config)
         parts: dict[str, Any] = {"models": models, "optimizers": optimizers}
-        if creators.scheduler is not None:
-            parts["schedulers"] = creators.scheduler(optimizers, config)
-        if creators.loss is not None:
-            parts["criterion"] = _loss(creators.loss, config)
+        if "scheduler_creator" in creators:
+            parts["schedulers"] = creators["scheduler_creator"](optimizers, config)
+        if "loss_creator" in creators:
+            parts["criterion"] = _loss(creators["loss_creator"], config)
         self.register(**parts)
 
     @property
@@ -91,19 +79,14 @@ def operator_from_creators(
 ) -> type[CreatorOperator]:
     """Return a subclass of `CreatorOperator` with these functions. With `serialize_data_creation`,
     the workers of one machine call `data_creator` one after the other."""
-    needed = {"model_creator": model_creator, "optimizer_creator": optimizer_creator}
-    optional = {
-        "data_creator": data_creator,
-        "loss_creator": loss_creator,
-        "scheduler_creator": scheduler_creator,
-    }
-    for name, given in {**needed, **{k: v for k, v in optional.items() if v is not None}}.items():
+    creators = {"model_creator": model_creator, "optimizer_creator": optimizer_creator}
+    optional = {"data_creator": data_creator, "loss_creator": loss_creator, "scheduler_creator": scheduler_creator}
+    creators |= {name: given for name, given in optional.items() if given is not None}
+    for name, given in creators.items():
         if not callable(given):
             raise ConfigError(f"{name} must be a function that takes the config, got {given!r}")
-    creators = Creators(
-        model_creator, optimizer_creator, data_creator, loss_creator, scheduler_creator, serialize_data_creation
-    )
-    return type("CustomCreatorOperator", (CreatorOperator,), {"creators": creators})
+    own = {"creators": creators, "one_at_a_time": serialize_data_creation}
+    return type("CustomCreatorOperator", (CreatorOperator,), own)
 
 
 def _loaders(made: Any) -> tuple[Any, Any]:
