@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -248,16 +249,20 @@ class Picker:
         self._order: Order = range(0)
         self._plan = SamplingPlan(total=0, step_size=1, world_size=1)
         self._rank = self._offset = 0
+        self._taken: deque[tuple[int, RankPart]] = deque()
 
-    def follow(self, order: Order, plan: SamplingPlan, rank: int, offset: int) -> None:
+    def follow(self, order: Order, plan: SamplingPlan, rank: int, offset: int) -> deque[tuple[int, RankPart]]:
+        """Replace the plan. Return where the loader's next pass will add, for each batch that it
+        begins to read, the offset after its step, and this rank's part or piece of it."""
         if self.tensors and isinstance(order, range):
             order = torch.arange(order.start, order.stop, order.step)
         elif self.tensors and isinstance(order, torch.Tensor) and len(order) and int(order.min()) < 0:
             order = order.tolist()
         self._order, self._plan, self._rank, self._offset = order, plan, rank, offset
+        self._taken = deque()  # a loader's thread may still add to the one before
+        return self._taken
 
-    def steps(self) -> Iterator[tuple[int, RankPart]]:
-        """Yield the offset after each step, and this rank's part or its pieces, if it has any."""
+    def _parts(self) -> Iterator[tuple[int, RankPart]]:
         offset, size, total, own = self._offset, self._plan.step_size, self._plan.total, self._own_batches
         for part in self._plan.parts_of(self._rank, offset):
             after = offset + size if offset + size < total else total
@@ -278,14 +283,13 @@ class Picker:
         return part._replace(rows=rows, weight=weight)
 
     def __len__(self) -> int:
-        return sum(1 for _ in self.steps())
+        return sum(1 for _ in self._parts())
 
     def __iter__(self) -> Iterator[Any]:
-        order, tensors = self._order, self.tensors and isinstance(self._order, torch.Tensor)
+        order, taken, tensors = self._order, self._taken, self.tensors and isinstance(self._order, torch.Tensor)
         read = _identity if tensors else _listed if isinstance(order, torch.Tensor) else list
-        for part in self._plan.parts_of(self._rank, self._offset):
-            if part.stop <= part.start:
-                continue
+        for after, part in self._parts():
+            taken.append((after, part))
             units: Any = read(order[part.start : part.stop])
             if self._own_batches:
                 units = [index for batch in units for index in batch]

@@ -160,19 +160,17 @@ class PlannedSource(BatchSource):
         if self._seed != torch.initial_seed():
             self._seed = torch.initial_seed()
             self._twin.generator.manual_seed(self._seed)  # the processes of the loader get their seeds from it
-        self._picker.follow(self.order, self._plan(rank_info), rank_info.world_rank, offset)
+        taken = self._picker.follow(self.order, self._plan(rank_info), rank_info.world_rank, offset)
         try:
-            live = LoaderIterator(self._twin)
-            for after, part in self._picker.steps():
-                try:
-                    batch = next(live)
-                except StopIteration as error:
-                    raise RuntimeError(ENDED_EARLY) from error
+            for batch in LoaderIterator(self._twin):
+                if not taken:
+                    raise RuntimeError("a DataLoader yields more batches than its sampler: its class must not add any")
+                after, part = taken.popleft()
                 assert self._open is not None
                 self._open = (self._open[0], after, self._open[2])
                 yield Drawn(batch, after, part.fresh, part.rows, part.weight, part.whole, (part.start, part.stop))
-            if next(live, END) is not END:  # which also ends the loader's processes
-                raise RuntimeError("a DataLoader yields more batches than its sampler: its class must not add any")
+            if taken:
+                raise RuntimeError(ENDED_EARLY)
         except (Exception, DataLoaderFailure):
             self._open = None  # a generator that raised has no more batches, but the epoch has
             raise
