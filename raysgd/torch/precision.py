@@ -224,22 +224,17 @@ class Apex(Precision):
 def find_apex() -> Any:
     """Return Apex's amp module. Raise an ImportError that says what is installed instead."""
     try:
-        apex = importlib.import_module("apex")
+        return importlib.import_module("apex.amp")
     except ImportError as error:
         found = "no package named apex is installed"
-        if error.name != "apex":  # PyPI's apex, which has another purpose, or one that was built for another torch
-            found = f"the installed apex cannot be imported ({error}): it is another package, or was built for another torch"
+        if error.name != "apex":
+            found = (
+                f"the installed apex cannot be used ({error}): it is the other package of that name, on PyPI, or an Apex without "
+                "amp, which was removed in 2025, or it was built for another torch"
+            )
         raise ImportError(
             f"precision='apex' needs NVIDIA Apex, but {found}. NVIDIA Apex is not on PyPI: build a release that still has "
             "apex.amp (25.02 or older) from NVIDIA's sources, or use precision='fp16', which needs only torch"
-        ) from error
-    try:
-        return importlib.import_module("apex.amp")
-    except ImportError as error:
-        kind = "an Apex without amp (it was removed in 2025)" if hasattr(apex, "optimizers") else "another package"
-        raise ImportError(
-            f"precision='apex' needs apex.amp, but the apex at {getattr(apex, '__file__', '?')} is {kind}. Install NVIDIA "
-            "Apex 25.02 or older from its sources, or use precision='fp16', which needs only torch"
         ) from error
 
 

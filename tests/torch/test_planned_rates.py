@@ -162,17 +162,6 @@ def test_a_checkpoint_continues_on_another_number_of_workers(kind: Any, workers:
     assert operator.optimizer.param_groups[0]["lr"] == expected[-1]
 
 
-def test_a_checkpoint_without_a_plan_continues_where_it_is() -> None:
-    replica = run([(10, 2)])
-    state = replica.checkpoint()
-    for name in ("plan", "planned"):
-        del state["position"][name]
-    resumed = replica_of(1).resume(state)
-    for call in range(100, 100 + EPOCHS - 1):
-        resumed.train(call)
-    assert resumed.operator.scheduler.last_epoch == 21
-
-
 def test_schedules_of_epochs_and_of_a_number_of_steps_do_not_change() -> None:
     by_epoch = replica_of(1, freq="epoch")
     for call in range(EPOCHS):

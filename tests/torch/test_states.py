@@ -267,16 +267,6 @@ def test_get_model_is_a_copy_in_eval_mode_whichever_call_came_before() -> None:
             assert float(trainer.get_model().weight.detach().max()) < 100, "it is a copy"
 
 
-def test_a_counter_that_a_state_lacks_has_its_default() -> None:
-    with inline(Line) as trainer:
-        trainer.train()
-        trainer.validate()
-        complete = trainer.state_dict()
-        lacking = {key: value for key, value in complete["validation_began"].items() if key != "applied"}
-        trainer.load_state_dict({**complete, "validation_began": lacking})
-        assert trainer.state_dict()["validation_began"] == {**lacking, "applied": 0}
-
-
 @pytest.mark.parametrize("own", [False, True], ids=["copies", "own load_state_dict"])
 def test_a_state_that_is_read_from_a_file_does_not_need_the_file_later(tmp_path: Path, own: bool) -> None:
     class Subject(Line):
