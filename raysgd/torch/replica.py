@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from raysgd.core.messages import SnapshotUpload
 from raysgd.core.metrics import SECONDS, SKIPPED, Measured
@@ -34,6 +33,7 @@ from raysgd.torch.rank_comparison import summary_of
 from raysgd.torch.resharding import Resharding
 from raysgd.torch.schedule_stepping import check_plan, restore_plan
 from raysgd.torch.settings import TorchSettings
+from raysgd.torch.skipped_steps import gathered_objects
 from raysgd.training.feed import Source
 from raysgd.training.operator_base import each_loader
 from raysgd.training.replica_base import Phase, ReplicaBase
@@ -211,30 +211,28 @@ class TorchReplica(ReplicaBase):
         """Return whether the state is divided among the ranks."""
         return self.operator._parts.shards is not None
 
-    def full_state(self, *, raw: bool = False) -> dict[str, Any]:
+    def full_state(self, *, raw: bool = False, for_peers: bool = False) -> dict[str, Any]:
         """Return the operator's state and the position, which share memory with the live tensors.
         Shards are gathered on rank 0; with `raw`, they stay shards."""
         state = states.gather(self.operator)
         if self.in_shards and not raw:
             sharded = [name for name in ("models", "optimizers", "averages") if name in state]
             state |= {name: gathered(state[name], keep=self.rank == 0) for name in sharded}
-        return state | self._loop_state()
+        return state | self._loop_state(for_peers=for_peers)
 
-    def _loop_state(self) -> dict[str, Any]:
-        """Return where this replica is in its data."""
-        loaders = {"loader": self._sources["train"].state()} if "train" in self._sources else {}
+    def _loop_state(self, *, for_peers: bool) -> dict[str, Any]:
+        """Return where this replica is in its data; `for_peers` also what a peer needs to repeat an
+        interrupted validation. A checkpoint does not contain that, because calls of an earlier
+        trainer are never repeated."""
+        names = {"train": "loader", "validation": "validation_loader"} if for_peers else {"train": "loader"}
+        open_now = {name: self._sources[phase] for phase, name in names.items() if phase in self._sources}
+        loaders = {name: each.state_for_peers() if for_peers else each.state() for name, each in open_now.items()}
         known = self.rows_of(*self.data_names)
         rows = {name: [each.units, each.indices] for name, each in known.items() if each.indices}
         return {**self._positions(), **loaders, **({"rows": rows} if rows else {})}
 
     def _state_for_peers(self) -> dict[str, Any]:
-        """Return the full state, and what a peer needs to repeat an interrupted validation. A
-        checkpoint does not contain that, because calls of an earlier trainer are never repeated."""
-        return self.full_state() | self._loader_states_for_peers()
-
-    def _loader_states_for_peers(self) -> dict[str, Any]:
-        names = {"train": "loader", "validation": "validation_loader"}
-        return {name: self._sources[phase].state_for_peers() for phase, name in names.items() if phase in self._sources}
+        return self.full_state(for_peers=True)
 
     def _packed_copy(self, state: dict[str, Any]) -> Sequence[Any]:
         return packing.pack(state, copy=True)
@@ -365,10 +363,7 @@ class TorchReplica(ReplicaBase):
         self._position.plan = self._position.plan or None  # a script that resumes a run gets a warning of its own
 
     def all_succeeded(self, here: bool) -> bool:
-        found: list[Any] = [here] * self._rank_info.world_size
-        if len(found) > 1:
-            dist.all_gather_object(found, here)
-        return all(found)
+        return all(gathered_objects(here))
 
     # -- membership -----------------------------------------------------------------------------------
 
@@ -400,8 +395,7 @@ class TorchReplica(ReplicaBase):
 
     def _unsharded_state(self) -> dict[str, Any]:
         """Return what a peer needs besides shards."""
-        state = states.gather(self.operator) | self._loop_state() | self._loader_states_for_peers()
-        state["half_loaded"] = self.half_loaded
+        state = states.gather(self.operator) | self._loop_state(for_peers=True) | {"half_loaded": self.half_loaded}
         return {name: value for name, value in state.items() if name not in ("models", "optimizers", "averages")}
 
     def close(self) -> None:
