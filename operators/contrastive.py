@@ -19,10 +19,9 @@ import torch
 from torch import distributed, nn
 from torch.distributed.nn.functional import all_gather
 from torch.nn.functional import cross_entropy, normalize, pad
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
-from raysgd.constants import BATCH_SIZE
-from raysgd.torch import TrainingOperator
+from raysgd.operators.recipe import Recipe
 
 try:
     from transformers import CLIPConfig, CLIPModel
@@ -32,7 +31,7 @@ except ImportError as error:
 __all__ = ["Captioned", "ContrastiveOperator"]
 
 
-class ContrastiveOperator(TrainingOperator):
+class ContrastiveOperator(Recipe):
     """Trains an image encoder and a text encoder so that an image is nearest to its own text, as in CLIP.
 
     The negatives of a sample are the other samples of the step on *all* workers. Gradients flow through the gathered
@@ -56,23 +55,10 @@ class ContrastiveOperator(TrainingOperator):
     def setup(self, config: Mapping[str, Any]) -> None:
         self.bare = self.make_model(config)
         self.model, self.optimizer = self.register(models=self.bare, optimizers=self.make_optimizer(self.bare, config))
-        train_data, validation_data = self.make_data(config)
-        size = config.get(BATCH_SIZE, config.get("batch_size", 32))
-        self.register_data(
-            train_loader=DataLoader(train_data, batch_size=size, shuffle=True, drop_last=True),
-            validation_loader=None if validation_data is None else DataLoader(validation_data, batch_size=size),
-        )
+        self.register_data(**self.make_loaders(config, *self.make_data(config), whole_batches=True))
 
-    def make_data(self, config: Mapping[str, Any]) -> tuple[Any, Any]:
-        """Return the training and the validation dataset. The second may be None."""
-        train_data, validation_data = config.get("train_data"), config.get("validation_data")
-        if train_data is None:
-            train_data = Captioned(960, seed=1)
-            validation_data = Captioned(96, seed=2) if validation_data is None else validation_data
-        return (
-            train_data() if callable(train_data) else train_data,
-            validation_data() if callable(validation_data) else validation_data,
-        )
+    def default_data(self, config: Mapping[str, Any]) -> tuple[Any, Any]:
+        return Captioned(960, seed=1), Captioned(96, seed=2)
 
     def make_model(self, config: Mapping[str, Any]) -> Any:
         given = config.get("model")

@@ -22,12 +22,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.functional import interpolate, mse_loss, silu
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
-from raysgd.constants import BATCH_SIZE
 from raysgd.data import SampleSeeds
 from raysgd.operators.image_classification import digits_data
-from raysgd.torch import TrainingOperator
+from raysgd.operators.recipe import Recipe
 
 try:
     from torchmetrics import MetricCollection
@@ -38,7 +37,7 @@ except ImportError as error:
 __all__ = ["DiffusionOperator", "SmallUNet"]
 
 
-class DiffusionOperator(TrainingOperator):
+class DiffusionOperator(Recipe):
     """Learns to turn noise into images like those of the data.
 
     A noisy image of time t is `cos(pi t / 2) * image + sin(pi t / 2) * noise` (the cosine schedule), and the model predicts
@@ -63,6 +62,8 @@ class DiffusionOperator(TrainingOperator):
     - `lr` (0.002), `batch_size` per worker (32; a global `BATCH_SIZE` overrides it)
     """
 
+    default_lr = 2e-3
+
     def setup(self, config: Mapping[str, Any]) -> None:
         self.sampling_steps: int = config.get("sampling_steps", 20)
         train_data, validation_data = self.make_data(config)
@@ -73,32 +74,17 @@ class DiffusionOperator(TrainingOperator):
         # It adds up the features and their products over batches and workers; a mean of the workers' distances is another number.
         distance = MetricCollection({"val_frechet_distance": FrechetInceptionDistance(feature=features)})
         self.distance = self.register_metrics(validation=distance)["val_frechet_distance"]
-        size, seed = config.get(BATCH_SIZE, config.get("batch_size", 32)), config.get("seed", 0)
+        seed = config.get("seed", 0)
         held_out = None if validation_data is None else Noised(validation_data, seed=seed)
-        self.register_data(
-            train_loader=DataLoader(SampleSeeds(Noised(train_data), seed=seed), batch_size=size, shuffle=True),
-            validation_loader=None if held_out is None else DataLoader(held_out, batch_size=size),
-        )
+        self.register_data(**self.make_loaders(config, SampleSeeds(Noised(train_data), seed=seed), held_out))
 
-    def make_data(self, config: Mapping[str, Any]) -> tuple[Any, Any]:
-        """Return the training and the validation dataset. The second may be None."""
-        train_data, validation_data = config.get("train_data"), config.get("validation_data")
-        if train_data is None:
-            train_data, digits = ([2 * image - 1 for image in part.tensors[0]] for part in digits_data())
-            validation_data = digits if validation_data is None else validation_data
-        return (
-            train_data() if callable(train_data) else train_data,
-            validation_data() if callable(validation_data) else validation_data,
-        )
+    def default_data(self, config: Mapping[str, Any]) -> tuple[Any, Any]:
+        train_data, validation_data = ([2 * image - 1 for image in part.tensors[0]] for part in digits_data())
+        return train_data, validation_data
 
     def make_model(self, config: Mapping[str, Any], channels: int) -> nn.Module:
         model: nn.Module = config["model"]() if "model" in config else SmallUNet(channels)
         return model
-
-    def make_optimizer(self, model: nn.Module, config: Mapping[str, Any]) -> torch.optim.Optimizer:
-        make = config.get("optimizer", torch.optim.AdamW)
-        optimizer: torch.optim.Optimizer = make(model.parameters(), lr=config.get("lr", 2e-3))
-        return optimizer
 
     def train_batch(self, batch: Any, batch_info: Mapping[str, Any]) -> dict[str, Any]:
         loss = self.loss(*batch)

@@ -20,11 +20,10 @@ from typing import Any
 
 import torch
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
-from raysgd.constants import BATCH_SIZE
 from raysgd.operators.language_model import markov_tokens
-from raysgd.torch import TrainingOperator
+from raysgd.operators.recipe import Recipe
 
 try:
     from peft import LoraConfig, get_peft_model
@@ -42,7 +41,7 @@ __all__ = ["FineTuningOperator", "markov_documents", "packed"]
 NO_LABEL = -100  # the label of tokens that are not to be predicted, in transformers as in torch
 
 
-class FineTuningOperator(TrainingOperator):
+class FineTuningOperator(Recipe):
     """Trains a causal language model on documents that are packed into blocks without padding. A sample is a block.
 
     Training reports `train_loss` (nats per predicted token). Validation reports `val_loss`, `val_perplexity`,
@@ -64,15 +63,12 @@ class FineTuningOperator(TrainingOperator):
       `BATCH_SIZE` overrides it)
     """
 
+    default_batch_size = 8
+
     def setup(self, config: Mapping[str, Any]) -> None:
         model = self.make_model(config)
         optimizer = self.make_optimizer(model, config)
-        train_data, validation_data = self.make_data(config)
-        size = config.get(BATCH_SIZE, config.get("batch_size", 8))
-        self.register_data(
-            train_loader=DataLoader(train_data, batch_size=size, shuffle=True),
-            validation_loader=None if validation_data is None else DataLoader(validation_data, batch_size=size),
-        )
+        self.register_data(**self.make_loaders(config, *self.make_data(config)))
         self.bare = model
         if "epochs" in config:
             self.model, self.optimizer, self.scheduler = self.register(
@@ -106,19 +102,19 @@ class FineTuningOperator(TrainingOperator):
         warmup = round(config.get("warmup", 0.05) * steps)
         return get_scheduler(config.get("schedule", "cosine"), optimizer, warmup, steps)
 
+    def default_data(self, config: Mapping[str, Any]) -> tuple[Any, Any]:
+        documents = markov_documents()
+        return documents[80:], documents[:80]
+
     def make_data(self, config: Mapping[str, Any]) -> tuple[Any, Any]:
         """Return the blocks for training and for validation. The second may be None."""
-        train_data, validation_data = config.get("train_data"), config.get("validation_data")
-        if train_data is None:
-            documents = markov_documents()
-            train_data, validation_data = documents[80:], validation_data or documents[:80]
+        train_data, validation_data = super().make_data(config)
         tokenizer = config.get("tokenizer")
         tokenizer = AutoTokenizer.from_pretrained(tokenizer) if isinstance(tokenizer, str) else tokenizer
         end = config.get("end", getattr(tokenizer, "eos_token_id", None))
 
         def blocks(documents: Any) -> TensorDataset:
-            tokens = [as_tokens(each, tokenizer) for each in (documents() if callable(documents) else documents)]
-            return packed(tokens, config.get("block_size", 64), end)
+            return packed([as_tokens(each, tokenizer) for each in documents], config.get("block_size", 64), end)
 
         return blocks(train_data), None if validation_data is None else blocks(validation_data)
 

@@ -17,15 +17,14 @@ from typing import Any
 
 import torch
 from torch import distributed, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
-from raysgd.constants import BATCH_SIZE
-from raysgd.torch import TrainingOperator
+from raysgd.operators.recipe import Recipe
 
 __all__ = ["ForecastingOperator", "SeriesWindows", "quantile_loss", "seasonal_series"]
 
 
-class ForecastingOperator(TrainingOperator):
+class ForecastingOperator(Recipe):
     """Forecasts quantiles of the next `horizon` values of a series from the last `history` values. A sample is such a window.
 
     Training reports `train_loss` (the mean quantile loss, of scaled values). Validation forecasts the end of each series, which
@@ -48,6 +47,9 @@ class ForecastingOperator(TrainingOperator):
     - `lr` (0.003), `batch_size` per worker (64; a global `BATCH_SIZE` overrides it)
     """
 
+    default_batch_size = 64
+    default_lr = 3e-3
+
     def setup(self, config: Mapping[str, Any]) -> None:
         self.quantiles = self.to_device(torch.tensor(config.get("quantiles", (0.1, 0.5, 0.9))))
         self.median = int((self.quantiles - 0.5).abs().argmin())
@@ -64,12 +66,7 @@ class ForecastingOperator(TrainingOperator):
             )
         model = self.make_model(config)
         self.model, self.optimizer = self.register(models=model, optimizers=self.make_optimizer(model, config))
-        train_data, validation_data = self.make_data(config)
-        size = config.get(BATCH_SIZE, config.get("batch_size", 64))
-        self.register_data(
-            train_loader=DataLoader(train_data, batch_size=size, shuffle=True),
-            validation_loader=DataLoader(validation_data, batch_size=size),
-        )
+        self.register_data(**self.make_loaders(config, *self.make_data(config)))
 
     def make_data(self, config: Mapping[str, Any]) -> tuple[Any, Any]:
         """Return the windows for training and for validation. What a window of the validation forecasts is in no other one."""
@@ -94,11 +91,6 @@ class ForecastingOperator(TrainingOperator):
             nn.Linear(128, shape[0] * shape[1]),
             nn.Unflatten(1, shape),
         )
-
-    def make_optimizer(self, model: nn.Module, config: Mapping[str, Any]) -> torch.optim.Optimizer:
-        make = config.get("optimizer", torch.optim.AdamW)
-        optimizer: torch.optim.Optimizer = make(model.parameters(), lr=config.get("lr", 3e-3))
-        return optimizer
 
     def forecast(self, past: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the quantiles (n, horizon, quantiles) of scaled values, with the level and the scale of each window. Scaling lets one

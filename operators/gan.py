@@ -18,16 +18,15 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
-from raysgd.constants import BATCH_SIZE
 from raysgd.operators.image_classification import digits_data
-from raysgd.torch import TrainingOperator
+from raysgd.operators.recipe import Recipe
 
 __all__ = ["GANOperator", "digit_images"]
 
 
-class GANOperator(TrainingOperator):
+class GANOperator(Recipe):
     """Trains a generator, which turns noise into images, and a discriminator, which distinguishes them from real images.
 
     Training reports `loss_d` and `loss_g`, and the mean probability that the discriminator gives real and generated
@@ -43,6 +42,8 @@ class GANOperator(TrainingOperator):
     - `latent_size` (32), `lr` (0.0002), `batch_size` per worker (64; a global `BATCH_SIZE` overrides it)
     """
 
+    default_batch_size = 64
+
     def setup(self, config: Mapping[str, Any]) -> None:
         self.latent_size: int = config.get("latent_size", 32)
         train_data, validation_data = self.make_data(config)
@@ -51,22 +52,10 @@ class GANOperator(TrainingOperator):
         (self.generator, self.discriminator), (self.optimizer_g, self.optimizer_d) = self.register(
             models=models, optimizers=optimizers
         )
-        size = config.get(BATCH_SIZE, config.get("batch_size", 64))
-        self.register_data(
-            train_loader=DataLoader(train_data, batch_size=size, shuffle=True),
-            validation_loader=None if validation_data is None else DataLoader(validation_data, batch_size=size),
-        )
+        self.register_data(**self.make_loaders(config, train_data, validation_data))
 
-    def make_data(self, config: Mapping[str, Any]) -> tuple[Any, Any]:
-        """Return the training and the validation dataset. The second may be None."""
-        train_data, validation_data = config.get("train_data"), config.get("validation_data")
-        if train_data is None:
-            train_data, digits = digit_images()
-            validation_data = digits if validation_data is None else validation_data
-        return (
-            train_data() if callable(train_data) else train_data,
-            validation_data() if callable(validation_data) else validation_data,
-        )
+    def default_data(self, config: Mapping[str, Any]) -> tuple[Any, Any]:
+        return digit_images()
 
     def make_models(self, config: Mapping[str, Any], train_data: Any) -> tuple[nn.Module, nn.Module]:
         """Return the generator and the discriminator."""

@@ -28,17 +28,16 @@ import torch
 from torch import nn
 from torch.nn.functional import one_hot
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
-from raysgd.constants import BATCH_SIZE
 from raysgd.data import SampleSeeds
 from raysgd.errors import ConfigError
-from raysgd.torch import TrainingOperator
+from raysgd.operators.recipe import Recipe
 
 __all__ = ["ImageClassificationOperator", "SmallConvNet", "digits_data", "topk_accuracy"]
 
 
-class ImageClassificationOperator(TrainingOperator):
+class ImageClassificationOperator(Recipe):
     """Classifies images. Training and validation report loss and accuracy, and validation also top-5 accuracy.
 
     Everything in `config` is optional. For what a setting cannot express, override a `make_` method:
@@ -63,14 +62,7 @@ class ImageClassificationOperator(TrainingOperator):
     def setup(self, config: Mapping[str, Any]) -> None:
         self.classes: int = config.get("classes", 10)
         self.mixup = config.get("mixup", 0)
-        train_data, validation_data = self.make_data(config)
-        batch_size = config.get(BATCH_SIZE, config.get("batch_size", 32))
-        options = {"batch_size": batch_size, **config.get("loader", {})}
-        self.register_data(
-            train_loader=DataLoader(train_data, shuffle=True, **options),
-            validation_loader=None if validation_data is None else DataLoader(validation_data, **options),
-        )
-
+        self.register_data(**self.make_loaders(config, *self.make_data(config), **config.get("loader", {})))
         model = self.make_model(config)
         optimizer = self.make_optimizer(model, config)
         parts: dict[str, Any] = {"models": model, "optimizers": optimizer, "criterion": self.make_criterion(config)}
@@ -81,14 +73,11 @@ class ImageClassificationOperator(TrainingOperator):
             registered = self.register(**parts, schedulers=scheduler)
             self.model, self.optimizer, self.criterion, self.scheduler = registered
 
+    def default_data(self, config: Mapping[str, Any]) -> tuple[Any, Any]:
+        return digits_data()
+
     def make_data(self, config: Mapping[str, Any]) -> tuple[Any, Any]:
-        """Return the training and the validation dataset. The second may be None."""
-        train_data, validation_data = config.get("train_data"), config.get("validation_data")
-        if train_data is None:
-            train_data, digits = digits_data()
-            validation_data = digits if validation_data is None else validation_data
-        train_data = train_data() if callable(train_data) else train_data
-        validation_data = validation_data() if callable(validation_data) else validation_data
+        train_data, validation_data = super().make_data(config)
         if "train_transform" in config:
             train_data = SampleSeeds(Transformed(train_data, config["train_transform"]), seed=config.get("seed", 0))
         if "validation_transform" in config and validation_data is not None:

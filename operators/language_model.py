@@ -18,17 +18,16 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
-from raysgd.constants import BATCH_SIZE
-from raysgd.torch import TrainingOperator
+from raysgd.operators.recipe import Recipe
 
 __all__ = ["GPT", "LanguageModelOperator", "TokenBlocks", "markov_tokens"]
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-class LanguageModelOperator(TrainingOperator):
+class LanguageModelOperator(Recipe):
     """Learns next-token prediction from batches `(tokens, the same tokens shifted by one)`. One sample is a block of tokens.
 
     Training reports `train_loss` (nats per token). Validation reports `val_loss`, `val_perplexity` and `val_tokens`, over
@@ -44,26 +43,23 @@ class LanguageModelOperator(TrainingOperator):
     - `lr` (0.003), `batch_size` per worker (16; a global `BATCH_SIZE` overrides it)
     """
 
+    default_batch_size = 16
+    default_lr = 3e-3
+
     def setup(self, config: Mapping[str, Any]) -> None:
         model = self.make_model(config)
         optimizer = self.make_optimizer(model, config)
         self.model, self.optimizer = self.register(models=model, optimizers=optimizer)
-        train_data, validation_data = self.make_data(config)
-        size = config.get(BATCH_SIZE, config.get("batch_size", 16))
-        self.register_data(
-            train_loader=DataLoader(train_data, batch_size=size, shuffle=True),
-            validation_loader=None if validation_data is None else DataLoader(validation_data, batch_size=size),
-        )
+        self.register_data(**self.make_loaders(config, *self.make_data(config)))
+
+    def default_data(self, config: Mapping[str, Any]) -> tuple[Any, Any]:
+        tokens = markov_tokens(vocabulary=config.get("vocabulary", 64))
+        return tokens[: -len(tokens) // 5], tokens[-len(tokens) // 5 :]
 
     def make_data(self, config: Mapping[str, Any]) -> tuple[Any, Any]:
-        """Return the training and the validation dataset. The second may be None."""
-        train_data, validation_data = config.get("train_data"), config.get("validation_data")
-        if train_data is None:
-            tokens = markov_tokens(vocabulary=config.get("vocabulary", 64))
-            train_data, held_out = tokens[: -len(tokens) // 5], tokens[-len(tokens) // 5 :]
-            validation_data = held_out if validation_data is None else validation_data
         block_size = config.get("block_size", 32)
-        return as_blocks(train_data, block_size), as_blocks(validation_data, block_size)
+        train_data, validation_data = (as_blocks(each, block_size) for each in super().make_data(config))
+        return train_data, validation_data
 
     def make_model(self, config: Mapping[str, Any]) -> nn.Module:
         if "model" in config:
@@ -76,11 +72,6 @@ class LanguageModelOperator(TrainingOperator):
             heads=config.get("heads", 4),
             layers=config.get("layers", 2),
         )
-
-    def make_optimizer(self, model: nn.Module, config: Mapping[str, Any]) -> torch.optim.Optimizer:
-        make = config.get("optimizer", torch.optim.AdamW)
-        optimizer: torch.optim.Optimizer = make(model.parameters(), lr=config.get("lr", 3e-3))
-        return optimizer
 
     def train_batch(self, batch: Pair, batch_info: Mapping[str, Any]) -> dict[str, Any]:
         tokens, following = batch
@@ -182,7 +173,6 @@ class TokenBlocks(Dataset[Pair]):
 
 def as_blocks(data: Any, block_size: int) -> Any:
     """Return the user's data as a dataset of pairs, or None."""
-    data = data() if callable(data) else data
     return TokenBlocks(data, block_size) if isinstance(data, torch.Tensor) else data
 
 

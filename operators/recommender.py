@@ -17,10 +17,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
-from raysgd.constants import BATCH_SIZE
-from raysgd.torch import TrainingOperator
+from raysgd.operators.recipe import Recipe
 
 try:
     from torchmetrics import MeanMetric, MetricCollection
@@ -31,7 +30,7 @@ except ImportError as error:
 __all__ = ["FactorizationNet", "RecommenderOperator", "generated_clicks"]
 
 
-class RecommenderOperator(TrainingOperator):
+class RecommenderOperator(Recipe):
     """Learns the probability of a click from batches `(categories, numbers, clicked)`: integers (n, columns), real numbers
     (n, columns), and 0 or 1 for each row.
 
@@ -49,29 +48,18 @@ class RecommenderOperator(TrainingOperator):
     - `lr` (0.01), `weight_decay` (0.01), `batch_size` per worker (256; a global `BATCH_SIZE` overrides it)
     """
 
+    default_batch_size = 256
+
     def setup(self, config: Mapping[str, Any]) -> None:
         model = self.make_model(config)
         self.model, self.optimizer, self.criterion = self.register(
             models=model, optimizers=self.make_optimizer(model, config), criterion=nn.BCEWithLogitsLoss()
         )
         self.scores = self.register_metrics(validation=self.make_metrics())
-        train_data, validation_data = self.make_data(config)
-        size = config.get(BATCH_SIZE, config.get("batch_size", 256))
-        self.register_data(
-            train_loader=DataLoader(train_data, batch_size=size, shuffle=True),
-            validation_loader=None if validation_data is None else DataLoader(validation_data, batch_size=size),
-        )
+        self.register_data(**self.make_loaders(config, *self.make_data(config)))
 
-    def make_data(self, config: Mapping[str, Any]) -> tuple[Any, Any]:
-        """Return the training and the validation dataset. The second may be None."""
-        train_data, validation_data = config.get("train_data"), config.get("validation_data")
-        if train_data is None:
-            train_data, generated = generated_clicks()
-            validation_data = generated if validation_data is None else validation_data
-        return (
-            train_data() if callable(train_data) else train_data,
-            validation_data() if callable(validation_data) else validation_data,
-        )
+    def default_data(self, config: Mapping[str, Any]) -> tuple[Any, Any]:
+        return generated_clicks()
 
     def make_model(self, config: Mapping[str, Any]) -> nn.Module:
         if "model" in config:

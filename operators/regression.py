@@ -18,13 +18,12 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from raysgd.constants import BATCH_SIZE
-from raysgd.torch import TrainingOperator
+from raysgd.operators.recipe import Recipe
 
 __all__ = ["RegressionOperator", "SameShapeMSELoss", "linear_data"]
 
 
-class RegressionOperator(TrainingOperator):
+class RegressionOperator(Recipe):
     """Fits by least squares on batches `(*features, target)`. Validation reports MSE, MAE and R².
 
     Everything in `config` is optional. For what a setting cannot express, override a `make_` method:
@@ -36,32 +35,22 @@ class RegressionOperator(TrainingOperator):
     - `lr` (0.05), `batch_size` per worker (32; a global `BATCH_SIZE` overrides it)
     """
 
+    default_optimizer = torch.optim.SGD
+    default_lr = 0.05
+
     def setup(self, config: Mapping[str, Any]) -> None:
         train_data, validation_data = self.make_data(config)
         model = self.make_model(config, train_data)
         self.model, self.optimizer, self.criterion = self.register(
             models=model, optimizers=self.make_optimizer(model, config), criterion=self.make_criterion(config)
         )
-        batch_size = config.get(BATCH_SIZE, config.get("batch_size", 32))
-        validation_loader: DataLoader[Any] | None = None
+        loaders = self.make_loaders(config, train_data, validation_data)
         if validation_data is not None:
-            validation_loader = DataLoader(validation_data, batch_size=batch_size)
-            self.target_variance = self.to_device(self.measure_variance(validation_loader))
-        self.register_data(
-            train_loader=DataLoader(train_data, batch_size=batch_size, shuffle=True),
-            validation_loader=validation_loader,
-        )
+            self.target_variance = self.to_device(self.measure_variance(loaders["validation_loader"]))
+        self.register_data(**loaders)
 
-    def make_data(self, config: Mapping[str, Any]) -> tuple[Any, Any]:
-        """Return the training and the validation dataset. The second may be None."""
-        train_data, validation_data = config.get("train_data"), config.get("validation_data")
-        if train_data is None:
-            train_data, generated = linear_data()
-            validation_data = generated if validation_data is None else validation_data
-        return (
-            train_data() if callable(train_data) else train_data,
-            validation_data() if callable(validation_data) else validation_data,
-        )
+    def default_data(self, config: Mapping[str, Any]) -> tuple[Any, Any]:
+        return linear_data()
 
     def make_model(self, config: Mapping[str, Any], train_data: Any) -> nn.Module:
         if "model" in config:
@@ -69,11 +58,6 @@ class RegressionOperator(TrainingOperator):
             return model
         features, target = train_data[0]
         return nn.Linear(features.numel(), target.numel())
-
-    def make_optimizer(self, model: nn.Module, config: Mapping[str, Any]) -> torch.optim.Optimizer:
-        make = config.get("optimizer", torch.optim.SGD)
-        optimizer: torch.optim.Optimizer = make(model.parameters(), lr=config.get("lr", 0.05))
-        return optimizer
 
     def make_criterion(self, config: Mapping[str, Any]) -> nn.Module:
         return SameShapeMSELoss()

@@ -18,10 +18,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.functional import interpolate
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
-from raysgd.constants import BATCH_SIZE
-from raysgd.torch import TrainingOperator
+from raysgd.operators.recipe import Recipe
 
 try:
     from torchmetrics import MeanMetric, MetricCollection
@@ -38,7 +37,7 @@ __all__ = ["IGNORED", "SegmentationOperator", "Shapes"]
 IGNORED = 255  # the class of pixels that count neither for the loss nor for the metrics
 
 
-class SegmentationOperator(TrainingOperator):
+class SegmentationOperator(Recipe):
     """Learns the class of each pixel from batches `(images, masks)`. Pixels whose mask is 255 are ignored.
 
     Training reports `train_loss`. Validation reports `val_loss`, `val_pixel_accuracy`, the IoU of each class (`val_iou_0`, ...)
@@ -57,6 +56,9 @@ class SegmentationOperator(TrainingOperator):
     - `lr` (0.006), `batch_size` per worker (16; a global `BATCH_SIZE` overrides it)
     """
 
+    default_batch_size = 16
+    default_lr = 6e-3
+
     def setup(self, config: Mapping[str, Any]) -> None:
         self.classes: int = config.get("classes", 3)
         self.ignored: int = config.get("ignored", IGNORED)
@@ -65,23 +67,10 @@ class SegmentationOperator(TrainingOperator):
             models=model, optimizers=self.make_optimizer(model, config), criterion=self.make_criterion(config)
         )
         self.scores = self.register_metrics(validation=self.make_metrics())
-        train_data, validation_data = self.make_data(config)
-        size = config.get(BATCH_SIZE, config.get("batch_size", 16))
-        self.register_data(
-            train_loader=DataLoader(train_data, batch_size=size, shuffle=True),
-            validation_loader=None if validation_data is None else DataLoader(validation_data, batch_size=size),
-        )
+        self.register_data(**self.make_loaders(config, *self.make_data(config)))
 
-    def make_data(self, config: Mapping[str, Any]) -> tuple[Any, Any]:
-        """Return the training and the validation dataset. The second may be None."""
-        train_data, validation_data = config.get("train_data"), config.get("validation_data")
-        if train_data is None:
-            train_data = Shapes(256, seed=1)
-            validation_data = Shapes(64, seed=2) if validation_data is None else validation_data
-        return (
-            train_data() if callable(train_data) else train_data,
-            validation_data() if callable(validation_data) else validation_data,
-        )
+    def default_data(self, config: Mapping[str, Any]) -> tuple[Any, Any]:
+        return Shapes(256, seed=1), Shapes(64, seed=2)
 
     def make_model(self, config: Mapping[str, Any]) -> nn.Module:
         if "model" in config:
@@ -99,11 +88,6 @@ class SegmentationOperator(TrainingOperator):
         )
         small: nn.Module = SegformerForSemanticSegmentation(settings)
         return small
-
-    def make_optimizer(self, model: nn.Module, config: Mapping[str, Any]) -> torch.optim.Optimizer:
-        make = config.get("optimizer", torch.optim.AdamW)
-        optimizer: torch.optim.Optimizer = make(model.parameters(), lr=config.get("lr", 6e-3))
-        return optimizer
 
     def make_criterion(self, config: Mapping[str, Any]) -> nn.Module:
         return nn.CrossEntropyLoss(ignore_index=self.ignored)

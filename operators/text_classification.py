@@ -20,10 +20,8 @@ from typing import Any
 
 import torch
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader
 
-from raysgd.constants import BATCH_SIZE
-from raysgd.torch import TrainingOperator
+from raysgd.operators.recipe import Recipe
 
 try:
     from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
@@ -49,7 +47,7 @@ except ImportError as error:
 __all__ = ["TextClassificationOperator", "opinions", "train_tokenizer"]
 
 
-class TextClassificationOperator(TrainingOperator):
+class TextClassificationOperator(Recipe):
     """Classifies texts, or pairs of texts, as in GLUE's tasks.
 
     Training reports `train_loss` and `train_accuracy`. Validation reports `val_loss`, `val_accuracy`, `val_f1` and `val_mcc`
@@ -75,11 +73,7 @@ class TextClassificationOperator(TrainingOperator):
         train_data, validation_data = self.make_data(config)
         self.tokenizer = self.make_tokenizer(config, train_data)
         self.max_length: int = config.get("max_length", 128)
-        options = {"batch_size": config.get(BATCH_SIZE, config.get("batch_size", 32)), "collate_fn": self.collate}
-        self.register_data(
-            train_loader=DataLoader(train_data, shuffle=True, **options),
-            validation_loader=None if validation_data is None else DataLoader(validation_data, **options),
-        )
+        self.register_data(**self.make_loaders(config, train_data, validation_data, collate_fn=self.collate))
         model = self.make_model(config)
         optimizer = self.make_optimizer(model, config)
         if "epochs" in config:
@@ -90,16 +84,9 @@ class TextClassificationOperator(TrainingOperator):
             self.model, self.optimizer = self.register(models=model, optimizers=optimizer)
         self.scores = self.register_metrics(validation=self.make_metrics())
 
-    def make_data(self, config: Mapping[str, Any]) -> tuple[Any, Any]:
-        """Return the training and the validation texts. The second may be None."""
-        train_data, validation_data = config.get("train_data"), config.get("validation_data")
-        if train_data is None:
-            rows = opinions()
-            train_data, validation_data = rows[200:], validation_data or rows[:200]
-        return (
-            train_data() if callable(train_data) else train_data,
-            validation_data() if callable(validation_data) else validation_data,
-        )
+    def default_data(self, config: Mapping[str, Any]) -> tuple[Any, Any]:
+        rows = opinions()
+        return rows[200:], rows[:200]
 
     def make_tokenizer(self, config: Mapping[str, Any], train_data: Any) -> Any:
         given = config.get("tokenizer")
