@@ -3,7 +3,6 @@ Worker."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,30 +20,27 @@ class Monitor:
     """Owns the measurements of one part of a call of `train`. `measures` are those that callbacks
     want (`Measure`)."""
 
-    def __init__(self, measures: frozenset[str] = frozenset()) -> None:
-        self._measures = measures
-        self.needs_gradients = "grad_norm" in measures
-        self._optimizers: list[Any] = []
+    def __init__(self, measures: frozenset[str], parts: Parts) -> None:
+        self._measures, self._parts = measures, parts
         self._rates: dict[str, Any] = {}
-        self.begin([])
+        self.begin()
 
-    def begin(self, wrapped: Sequence[Any]) -> None:
+    def begin(self) -> None:
         """Forget what was measured, because a part of a call begins. Let DDP measure."""
         self._meter = AverageMeterCollection()
         self._communication: float | None = None
-        for each in self._measured_wrappers(wrapped):
+        for each in self._measured_wrappers():
             measure_communication(each)
 
-    def watch(self, optimizers: Sequence[Any], *, clips_itself: bool) -> None:
-        """Measure the steps of these optimizers. `clips_itself` is whether the operator clips the
+    def watch(self, *, clips_itself: bool) -> None:
+        """Measure the steps of the optimizers. `clips_itself` is whether the operator clips the
         gradients itself."""
-        if clips_itself and self.needs_gradients:
+        if clips_itself and "grad_norm" in self._measures:
             raise ConfigError(
                 "GradientNormMonitor cannot see the gradients of a LightningModule before they are clipped: log "
                 "lightning.pytorch.utilities.grad_norm(self, 2) in its on_before_optimizer_step"
             )
-        self._optimizers = list(optimizers)
-        for optimizer in self._optimizers:
+        for optimizer in self._parts.optimizers:
             if hasattr(optimizer, "register_step_post_hook"):
                 if "lr" in self._measures:
                     optimizer.register_step_pre_hook(self._steps)
@@ -55,20 +51,21 @@ class Monitor:
                     f"{type(optimizer).__name__}, which has no register_step_post_hook: leave them out"
                 )
 
-    def see_gradients(self, optimizer: Any, parameters: Sequence[torch.Tensor], *, skips: bool) -> None:
-        """Measure the norm of the gradients, as they are before they are clipped. With `skips`, a
-        step with gradients that are not finite will be skipped."""
-        norm: Any = torch.nn.utils.get_total_norm([each.grad for each in parameters if each.grad is not None])
+    def see_gradients(self, optimizer: Any) -> None:
+        """Measure the norm of the gradients, as they are before they are clipped."""
+        parts = self._parts
+        found = [each.grad for each in parts.stepped_by(optimizer) if each.grad is not None]
+        norm: Any = torch.nn.utils.get_total_norm(found)
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-        if skips and not torch.isfinite(norm):
+        if parts.precision.key == "amp_native" and not torch.isfinite(norm):  # its scaler will skip the step
             return
-        number = f"_{self._optimizers.index(optimizer)}" if len(self._optimizers) > 1 else ""
+        number = f"_{parts.optimizers.index(optimizer)}" if len(parts.optimizers) > 1 else ""
         self._meter.update({f"grad_norm{number}": norm})
 
     def _steps(self, optimizer: Any, *_: Any) -> None:
         """Note the rates of a step before it: a user's hook may change them when the step has
         ended."""
-        groups = [group for each in self._optimizers for group in each.param_groups]
+        groups = [group for each in self._parts.optimizers for group in each.param_groups]
         self._rates = {
             f"lr_{number}" if len(groups) > 1 else "lr": group["lr"]
             for number, group in enumerate(groups)
@@ -79,13 +76,14 @@ class Monitor:
         if not was_skipped(optimizer):
             self._meter.update(self._rates)
 
-    def see_communication(self, wrapped: Sequence[Any]) -> None:
+    def see_communication(self) -> None:
         """Add the time that DDP measured in its newest step."""
-        for each in self._measured_wrappers(wrapped):
+        for each in self._measured_wrappers():
             self._communication = (self._communication or 0.0) + exposed_communication_s(each)
 
-    def _measured_wrappers(self, wrapped: Sequence[Any]) -> list[DistributedDataParallel]:
-        return [each for each in wrapped if isinstance(each, DistributedDataParallel) and "seconds" in self._measures]
+    def _measured_wrappers(self) -> list[DistributedDataParallel]:
+        wrapped = self._parts.wrapped if "seconds" in self._measures else []
+        return [each for each in wrapped if isinstance(each, DistributedDataParallel)]
 
     def measured(self) -> dict[str, Any]:
         """Return the metrics of this part of the call, and the seconds of communication if they are
@@ -100,12 +98,11 @@ class Monitor:
 class GradientNorm(Policy):
     """Lets the monitor see the gradients of each step, as they are before they are clipped."""
 
-    def __init__(self, monitor: Monitor, parts: Parts) -> None:
-        self._monitor, self._parts = monitor, parts
+    def __init__(self, monitor: Monitor) -> None:
+        self._monitor = monitor
 
     def gradients(self, step: Step, optimizer: Any) -> bool:
-        skips = self._parts.precision.key == "amp_native"
-        self._monitor.see_gradients(optimizer, self._parts.stepped_by(optimizer), skips=skips)
+        self._monitor.see_gradients(optimizer)
         return True
 
     def direct(self, step: Step, optimizer: Any) -> None:
@@ -121,9 +118,9 @@ class Communication(Policy):
     """Lets the monitor see how long each committed step has waited for the other ranks'
     gradients."""
 
-    def __init__(self, monitor: Monitor, parts: Parts) -> None:
-        self._monitor, self._parts = monitor, parts
+    def __init__(self, monitor: Monitor) -> None:
+        self._monitor = monitor
 
     def on_step(self, step: Step) -> None:
         if step.committed:
-            self._monitor.see_communication(self._parts.wrapped)
+            self._monitor.see_communication()

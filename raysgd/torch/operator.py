@@ -101,7 +101,7 @@ class TrainingOperator(Stepping):
             averages=Averages(settings.ema_decay),
             precision=make_precision(settings.options.precision or "fp32", self._device),
         )
-        self._monitor = Monitor(settings.measures)
+        self._monitor = Monitor(settings.measures, self._parts)
         rule, usual = settings.elastic.lr, settings.num_workers
         self._rates = None if rule is None else Rates(lambda: scaling(rule, self.world_size, usual))
         self._profiler = None if settings.profiler is None else Profiler(settings.profiler)
@@ -134,8 +134,8 @@ class TrainingOperator(Stepping):
             (exact, Weigh(parts)),
             ("train" in parts.metrics, KeepMetrics(parts)),
             (self._leave_out.on, self._leave_out),
-            ("grad_norm" in measures, GradientNorm(self._monitor, parts)),
-            ("seconds" in measures, Communication(self._monitor, parts)),
+            ("grad_norm" in measures, GradientNorm(self._monitor)),
+            ("seconds" in measures, Communication(self._monitor)),
             (accumulates, Accumulate(options, parts, exact=exact)),
             (accumulates or in_pieces, Hold(parts)),
             (clips, Clip(options, parts)),
@@ -324,7 +324,7 @@ class TrainingOperator(Stepping):
         if self._rates is not None:
             self._rates.watch(parts.optimizers)
         # After the hook that scales what it measures.
-        self._monitor.watch(parts.optimizers, clips_itself=self._has_own_steps)
+        self._monitor.watch(clips_itself=self._has_own_steps)
         parts.registered = True
         optional = [criterion, None if schedulers is None else parts.like(schedulers, parts.schedulers)]
         ready = [parts.like(models, parts.wrapped), parts.like(optimizers, parts.optimizers)]

@@ -191,7 +191,7 @@ class TorchReplica(ReplicaBase):
         self.operator._parts.precision.forget_skipped()
         self.operator._leave_out.skipped = 0
         self._phase = phase
-        self.operator._monitor.begin(self.operator._parts.wrapped)
+        self.operator._monitor.begin()
         self._partial_at, self._partial = time.monotonic() + PARTIAL_S, None
 
     def _add_metrics(self, report: dict[str, Any], phase: Phase) -> dict[str, Any]:
