@@ -67,6 +67,8 @@ class TorchReplica(ReplicaBase):
         if type(operator).train_epoch is TrainingOperator.train_epoch:
             operator._own_scheduler()  # raises ConfigError for what it cannot step
         self._described: dict[str, tuple[Any, LoaderRows]] = {}  # with the loaders
+        # The rank and the world size of the last script's replica in this process, if its random numbers continue.
+        self._continues_as: tuple[int, int] | None = None
         self.saved_rows: dict[str, list[Any]] = {}  # the part `rows` of the newest state that was loaded
         self._phase: Phase = "train"  # the running call's
         self._replaced: Any = None  # the source of the train_loader, while a load opens another one
@@ -227,7 +229,9 @@ class TorchReplica(ReplicaBase):
         return {**self._positions(), **loaders, **({"rows": rows} if rows else {})}
 
     def _state_for_peers(self) -> dict[str, Any]:
-        return self.full_state(for_peers=True)
+        """Return the full state, with the random state for the next script's replica in this
+        process."""
+        return {**self.full_state(for_peers=True), "drawn": [self.rank, states.random_state()]}
 
     def _packed_copy(self, state: dict[str, Any]) -> Sequence[Any]:
         return packing.pack(state, copy=True)
@@ -295,9 +299,14 @@ class TorchReplica(ReplicaBase):
                     f"the state of the last script (here: the checkpoint) does not fit the code of this one: {error}"
                 ) from error
         self._take(state)
+        if other_code:
+            rank, numbers = state["drawn"]
+            states.restore_random(numbers)
+            self._continues_as = rank, state["world_size"]
 
     def _take(self, state: dict[str, Any]) -> None:
         self.half_loaded = True  # an error may follow, and this rank must not pass on what it has then
+        self._continues_as = None
         self._adopt(state)
         if (position := state.get("validation_loader")) is not None:
             self._sources["validation"] = self._open_source(self.operator._parts.validation_loader, "validation")
@@ -371,7 +380,8 @@ class TorchReplica(ReplicaBase):
             if state is not None:
                 self._take(state)
         self._rank_info = self.operator._rank_info = rank_info
-        self._seed_rest_of_epoch()
+        if self._continues_as != (rank_info.world_rank, rank_info.world_size):
+            self._seed_rest_of_epoch()
         self.operator._parts.rewrap()
         self.operator._keep_batch.joined(rank_info)
         # A replacement worker has the state of the old group, and `resized` must change it on every rank.

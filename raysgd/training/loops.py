@@ -141,6 +141,13 @@ class EpochLoops:
             return  # it was ended by a callback, and the script was killed afterwards
         if saved is not None and number == saved.loop:
             self._warn_of_old_schedule(count)
+        if saved is not None and number < saved.loop:
+            logger.warning(
+                "loop %d over trainer.epochs() has no epochs left: training was in loop %d when the script ended. Each call of "
+                "trainer.epochs() begins a loop, also if a notebook's cell is run again",
+                number,
+                saved.loop,
+            )
         for epoch in range(done + 1, count + 1):
             self._done, self._calls = epoch - 1, 0
             self._rows_before = len(self._history) - self._begun(number, epoch - 1)

@@ -76,7 +76,7 @@ class NamedRun:
         names = [name for name in {**had, **self._settings} if had.get(name) != self._settings.get(name)]
         if names:
             this, last = (
-                ", ".join(f"{name}={(of.get(name) or 'nothing')[:MOST_SHOWN]}" for name in names)
+                ", ".join(f"{name}={(of.get(name) or '(not set)')[:MOST_SHOWN]}" for name in names)
                 for of in (self._settings, had)
             )
             raise ConfigError(
@@ -98,8 +98,8 @@ class NamedRun:
         if self.attached and epochs and not self._warned:
             self._warned = True
             logger.warning(
-                "this script calls train() outside of a loop over trainer.epochs(n), and so repeats epochs: %d were trained before "
-                "it was started again. Write `for epoch in trainer.epochs(n):`, which continues with the one that was running",
+                "this script calls train() outside of a loop over trainer.epochs(n), and so repeats epochs: the last script had "
+                "come to epoch %d. Write `for epoch in trainer.epochs(n):`, which continues with the one that was running",
                 epochs,
             )
 

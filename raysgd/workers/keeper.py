@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -79,6 +80,7 @@ class Tenure:
         self.term, self.record = int(time.time()), b""
         self._keeper = self._make_keeper()
         self.term, self.record = self._take()
+        _let_sigterm_kill()
         threading.Thread(target=self._renew_often, name="raysgd-lease", daemon=True).start()
 
     def _make_keeper(self) -> Any:
@@ -201,6 +203,14 @@ class Tenure:
         self._over.set()
         if end and not self._superseded and ray.is_initialized():
             ray.kill(self._keeper)
+
+
+def _let_sigterm_kill() -> None:
+    """Let SIGTERM end this script as SIGKILL does, so that its workers wait. Ray has made it a
+    `sys.exit()`, which ends them. A handler of the user's stays."""
+    made_by = getattr(signal.getsignal(signal.SIGTERM), "__module__", "") or ""
+    if made_by.startswith("ray.") and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def end_trainer(name: str) -> int:

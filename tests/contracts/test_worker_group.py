@@ -175,7 +175,10 @@ class InRay(Subject):
         return next(event.pid for event in self.starts if event.worker == worker)
 
     def ended(self, worker: str) -> bool:
-        return not psutil.pid_exists(self._pid(worker))
+        try:  # a process that has ended may not have been reaped yet
+            return psutil.Process(self._pid(worker)).status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return True
 
     def crash(self, worker: str) -> None:
         os.kill(self._pid(worker), signal.SIGKILL)

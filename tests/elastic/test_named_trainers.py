@@ -66,11 +66,11 @@ OPERATOR = textwrap.dedent(
 )
 SCRIPT = OPERATOR + textwrap.dedent(
     """
-    name, workers, phase, seconds, config = json.loads(sys.argv[1])
+    name, workers, phase, seconds, config, *ends_by = json.loads(sys.argv[1])
 
     def enter(this):
         if this == phase:
-            threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
+            threading.Timer(seconds, os.kill, (os.getpid(), *ends_by)).start()
 
     class Late(Callback):  # kills in the second epoch
         seen = False
@@ -128,15 +128,15 @@ def written(background: Background, script: str = SCRIPT) -> Path:
 
 
 def killed_and_again(background: Background, seed: int) -> tuple[str, float, list[Any]]:
-    """Kill the script in a random moment, and run it again."""
-    draw = random.Random(seed)
+    """Kill the script in a random moment, by SIGKILL or SIGTERM, and run it again."""
+    draw, ends_by = random.Random(seed), (signal.SIGKILL, signal.SIGTERM)[seed % 2]
     phase, seconds = PHASES[seed % len(PHASES)], draw.uniform(0.0, 0.6)
     folder, name = written(background), f"line-{seed}"
-    given = json.dumps([name, 3, phase, seconds * (8 if phase == "start" else 1), {}])
+    given = json.dumps([name, 3, phase, seconds * (8 if phase == "start" else 1), {}, ends_by])
     first = background.run("script.py", given, connected=True, folder=folder)
     if first.returncode == 0:  # it was faster
         return phase, seconds, json.loads(first.stdout.splitlines()[-1])
-    assert first.returncode == -signal.SIGKILL, first.stderr
+    assert first.returncode == -ends_by, first.stderr
     again = background.run("script.py", json.dumps([name, 3, "", 0, {}]), connected=True, folder=folder)
     assert again.returncode == 0, again.stderr
     return phase, seconds, json.loads(again.stdout.splitlines()[-1])
@@ -195,7 +195,7 @@ def left(folder: str, within_s: float) -> list[str]:
 def without_a_cluster(background: Background) -> dict[str, Any]:
     with own_place() as environment:
         place, folder = environment["RAY_TMPDIR"], written(background)
-        killed, again = (json.dumps(["line", 2, phase, 0.1, {}]) for phase in ("train", ""))
+        killed, again = (json.dumps(["line", 2, phase, 0.1, {}, signal.SIGKILL]) for phase in ("train", ""))
         first = background.run("script.py", killed, folder=folder, **environment)
         listed = background.run("-c", LISTED, folder=folder, **environment)
         second = background.run("script.py", again, folder=folder, **environment)
@@ -421,6 +421,36 @@ def test_horovod_and_tensorflow_continue_too(outcome: Any, framework: str, step:
     assert [row[:3] for row in rows] == [
         [kind, epoch, 30 * epoch] for epoch in (1, 2, 3) for kind in ("train", "validate")
     ]
+
+
+NOISY = """
+class Line(Line):
+    def train_batch(self, batch, info):
+        x, y = batch
+        return super().train_batch((x + 0.1 * torch.randn_like(x), y), info)
+"""
+
+
+def with_random_numbers(background: Background) -> dict[str, Any]:
+    def run(name: str, *, ends: bool) -> Any:
+        script = "\n".join(cells(name, ends=ends, edited=NOISY, more="seed=3"))
+        done = background.run("script.py", connected=True, folder=written(background, script))
+        assert done.returncode == (-signal.SIGKILL if ends else 0), done.stderr
+        return None if ends else json.loads(done.stdout.splitlines()[-1])
+
+    return {
+        "undisturbed": run("calm", ends=False),
+        "killed": run("noisy", ends=True),
+        "again": run("noisy", ends=False),
+    }
+
+
+@pytest.mark.more
+@pytest.mark.script(run=with_random_numbers)
+def test_the_random_numbers_of_the_workers_continue(outcome: Any) -> None:
+    seen = outcome()
+    (_, weight, *_), (attached, again, _, recoveries) = seen["undisturbed"], seen["again"]
+    assert attached and recoveries == [["takeover", 0]] and again == weight
 
 
 # Stop a script for longer than its lease, and let it continue, after another one has taken over or not.
