@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import socket
@@ -12,11 +13,6 @@ from pathlib import Path
 from raysgd.errors import CheckpointError, ConfigError
 from raysgd.storage import locations
 from raysgd.storage.locations import Place
-
-try:
-    import fcntl
-except ImportError:  # Windows, where only `check` finds another trainer
-    fcntl = None  # type: ignore[assignment]
 
 logger = logging.getLogger("raysgd")
 
@@ -43,16 +39,14 @@ class FolderClaim:
     def _lock(self, folder: Path) -> None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(folder / OWNER, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)
+            descriptor = os.open(folder / OWNER, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         except OSError as error:
             raise CheckpointError(f"{folder} cannot hold checkpoints: {error}") from error
         self._close = weakref.finalize(self, os.close, descriptor)
         self._close.atexit = False
-        if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=self._close)  # or else a fork that outlives this process keeps the lock
+        os.register_at_fork(after_in_child=self._close)  # or else a fork that outlives this process keeps the lock
         try:
-            if fcntl is not None:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             owner = os.read(descriptor, 1000).decode(errors="replace") or "another process"
             self._close()

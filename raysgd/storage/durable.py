@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import fcntl
 import hashlib
 import io
 import logging
@@ -17,11 +18,6 @@ import uuid
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-
-try:
-    import fcntl
-except ImportError:  # Windows, where drafts of killed processes are not removed
-    fcntl = None  # type: ignore[assignment]
 
 logger = logging.getLogger("raysgd")
 
@@ -202,8 +198,7 @@ def _not_private(folder: Path, found: str) -> str:
 def _locked(descriptor: int, path: Any) -> bool:
     """Lock what was just created. Return False if another process has deleted it already."""
     try:
-        if fcntl is not None:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
         return os.path.samestat(os.stat(path), os.fstat(descriptor))
     except FileNotFoundError:
         return False
@@ -223,7 +218,7 @@ def remove_abandoned(folder: Path, name: str) -> None:
 
 
 def _remove_unlocked(path: Path, *, older_than_s: float = 0.0) -> None:
-    if fcntl is None or not host_mark():
+    if not host_mark():
         return
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW if path.is_dir() else os.O_RDWR | os.O_NOFOLLOW)

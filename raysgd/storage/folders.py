@@ -81,7 +81,7 @@ def inside(folder: Path, name: str) -> Path:
 
 def _opened(path: Path) -> BinaryIO:
     """Open a regular file. A link or a FIFO in its place is an error, and not waited for."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | getattr(os, "O_NOFOLLOW", 0))
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
     file = os.fdopen(descriptor, "rb")
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         file.close()
