@@ -105,10 +105,6 @@ Grow = bool | Literal["epoch"]
 EXCLUDED: Exclusions = (
     ({"lr": bool, "batch": ("global",)}, "lr follows a batch that changes with the number of workers. Leave one out"),
     ({"hot_spares": bool, "grow": (False,)}, "with grow=False no worker is replaced. Leave one out"),
-    (
-        {"on_divergence": ("raise",), "compare_weights": (False,)},
-        "nothing is compared that it could act on. Leave one out",
-    ),
 )
 
 
@@ -133,11 +129,9 @@ class ElasticConfig:
                      "linear", "sqrt" or None (not at all)
     snapshot_every   how often to take the snapshot that new processes start from when no worker is
                      left: "epoch", a number of batches, seconds as a float, or None
-    compare_weights  whether the weights and the optimizers' settings of the ranks are compared:
-                     after the first call of `train()`, and after each call when a second of
-                     training has passed
-    on_divergence    what happens if they differ. "warn": log a warning; "raise": `train()` raises
-                     DivergenceError
+    on_divergence    what happens if the weights or the optimizers' settings of the ranks differ
+                     after a call of `train()` (compared at most once per second of training).
+                     "warn": log a warning; "raise": raise DivergenceError; None: do not compare
     hot_spares       additional workers that are set up and wait, and replace workers that fail or
                      leave
     """
@@ -152,8 +146,7 @@ class ElasticConfig:
     lr: Literal["linear", "sqrt"] | None = None
     snapshot_every: Literal["epoch"] | int | float | None = "epoch"
     hot_spares: int = 0
-    compare_weights: bool = True
-    on_divergence: Literal["warn", "raise"] = "warn"
+    on_divergence: Literal["warn", "raise"] | None = "warn"
 
     def __post_init__(self) -> None:
         for name, least in {"min_workers": 1, "max_attempts": 1, "hot_spares": 0}.items():
@@ -163,8 +156,7 @@ class ElasticConfig:
         above_0("hang_timeout_s", self.hang_timeout_s)
         one_of("batch", self.batch, "auto", "global", "per_worker")
         one_of("lr", self.lr, "linear", "sqrt", None)
-        one_of("on_divergence", self.on_divergence, "warn", "raise")
-        check_flags(compare_weights=self.compare_weights)
+        one_of("on_divergence", self.on_divergence, "warn", "raise", None)
         if not (isinstance(self.grow, bool) or self.grow == "epoch"):
             raise ConfigError(f"grow must be True, False or 'epoch', got {self.grow!r}")
         every = self.snapshot_every
@@ -177,9 +169,9 @@ class ElasticConfig:
 
 def refuse_comparison(elastic: ElasticConfig, why: str) -> None:
     """Raise ConfigError if the user asks for a comparison of weights that cannot be made."""
-    if elastic.on_divergence != "warn":
+    if elastic.on_divergence == "raise":
         raise ConfigError(
-            f"ElasticConfig(on_divergence={elastic.on_divergence!r}) compares the weights of the ranks, and {why}. Leave it out"
+            f"ElasticConfig(on_divergence='raise') compares the weights of the ranks, and {why}. Leave it out"
         )
 
 

@@ -20,7 +20,7 @@ CAUSES = (
     "Likely causes: train_batch calls the unwrapped model, as in self.model.module(x), and then no gradients are averaged (call "
     "self.model(x)); a module or an optimizer that trains is not passed to register(); or a setting, or other code, depends on the "
     "rank. get_model() and checkpoints have the weights of rank 0. If the ranks are meant to differ, pass "
-    "ElasticConfig(compare_weights=False)"
+    "ElasticConfig(on_divergence=None)"
 )
 
 

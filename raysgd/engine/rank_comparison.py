@@ -23,7 +23,7 @@ class Comparison:
     logged: each again when it is ten times as large, or was away."""
 
     def __init__(self, elastic: ElasticConfig) -> None:
-        self._compares, self._raises = elastic.compare_weights, elastic.on_divergence == "raise"
+        self._on_divergence = elastic.on_divergence
         self._trained_s, self._took_s = math.inf, 0.0  # so that the first call is compared
         self._logged: dict[tuple[str, str], float] = {}
         self.turn = 0  # how many comparisons there were
@@ -35,7 +35,7 @@ class Comparison:
     @property
     def is_due(self) -> bool:
         """Return whether the ranks should be compared now that a call has ended."""
-        return self._compares and self._trained_s >= max(TRAINED_S, self._took_s / LARGEST_SHARE)
+        return self._on_divergence is not None and self._trained_s >= max(TRAINED_S, self._took_s / LARGEST_SHARE)
 
     def took(self, seconds: float) -> None:
         """Note how long asking the ranks took. Once, it may be slow for another reason."""
@@ -47,7 +47,7 @@ class Comparison:
         """Compare what the ranks reported after a step. Log a difference, or raise DivergenceError,
         if that is what the user wants."""
         found = compare(texts)
-        if found and self._raises:
+        if found and self._on_divergence == "raise":
             raise DivergenceError(describe(found, step))
         sizes: dict[tuple[str, str], float] = {
             (each.kind, each.name if each.kind == "settings" else ""): each.size for each in found

@@ -157,8 +157,7 @@ class Plan(Printed):
             grow=self.grow,
             snapshot_every=self.snapshot_every,
             hot_spares=self.spares,
-            compare_weights=self.compare,
-            on_divergence="raise" if self.compare else "warn",
+            on_divergence="raise" if self.compare else None,
         )
 
     @cached_property
