@@ -294,7 +294,7 @@ class ReadAhead(Policy):
 def samples_in(batch: Any) -> int:
     """Return how many samples a batch has: the length of the first tensor in it, or 1 if there is
     none."""
-    return _length(batch) or 1
+    return (batch.shape[0] if isinstance(batch, torch.Tensor) and batch.dim() else _length(batch)) or 1
 
 
 def _length(part: Any) -> int | None:

@@ -262,15 +262,6 @@ class Picker:
         self._taken = deque()  # a loader's thread may still add to the one before
         return self._taken
 
-    def _parts(self) -> Iterator[tuple[int, RankPart]]:
-        offset, size, total, own = self._offset, self._plan.step_size, self._plan.total, self._own_batches
-        for part in self._plan.parts_of(self._rank, offset):
-            after = offset + size if offset + size < total else total
-            if part.stop > part.start:
-                yield after, self._in_samples(part, offset, after) if own else part
-            if part.whole:
-                offset = after
-
     def _in_samples(self, part: RankPart, offset: int, after: int) -> RankPart:
         """Return a part with the weight of its samples: batches can have different sizes."""
         try:
@@ -283,17 +274,22 @@ class Picker:
         return part._replace(rows=rows, weight=weight)
 
     def __len__(self) -> int:
-        return sum(1 for _ in self._parts())
+        return sum(part.stop > part.start for part in self._plan.parts_of(self._rank, self._offset))
 
     def __iter__(self) -> Iterator[Any]:
-        order, taken, tensors = self._order, self._taken, self.tensors and isinstance(self._order, torch.Tensor)
+        order, offset, own, taken = self._order, self._offset, self._own_batches, self._taken
+        size, total, tensors = self._plan.step_size, self._plan.total, self.tensors and isinstance(order, torch.Tensor)
         read = _identity if tensors else _listed if isinstance(order, torch.Tensor) else list
-        for after, part in self._parts():
-            taken.append((after, part))
-            units: Any = read(order[part.start : part.stop])
-            if self._own_batches:
-                units = [index for batch in units for index in batch]
-            yield units if self._batched else units[0]
+        for part in self._plan.parts_of(self._rank, offset):
+            after = offset + size if offset + size < total else total
+            if part.stop > part.start:
+                taken.append((after, self._in_samples(part, offset, after) if own else part))
+                units: Any = read(order[part.start : part.stop])
+                if own:
+                    units = [index for batch in units for index in batch]
+                yield units if self._batched else units[0]
+            if part.whole:
+                offset = after
 
 
 def following(loader: DataLoader[Any], picker: Picker) -> DataLoader[Any]:
