@@ -71,15 +71,15 @@ class KeepBatch(Policy):
     between two pieces, and there is one step, after the last one. With "auto", another mode follows
     from what is not exact; with "global", which looks at less, it is an error.
 
-    What it looks at are the attributes that user code adds to an `operator`, and the `parts`. `why`
+    What it looks at are the attributes that user code adds to an `operator`, and its parts. `why`
     is what the operator's class has against pieces.
     """
 
     in_usual_steps = False
 
-    def __init__(
-        self, operator: Any, parts: Parts, settings: TorchSettings, buffers: KeepBuffers, why: BatchMode | None
-    ) -> None:
+    def __init__(self, operator: Any, buffers: KeepBuffers, why: BatchMode | None) -> None:
+        parts: Parts = operator._parts
+        settings: TorchSettings = operator._settings
         self._operator, self._parts, self._buffers = operator, parts, buffers
         self._usual, self._asked = settings.num_workers, settings.elastic.batch
         self._why = (why or _why_not(settings)) if self._asked == "auto" else None
@@ -120,15 +120,15 @@ class KeepBatch(Policy):
         if self._asked == "auto" and self._why is None:
             self._why = refused(reason, advice)
 
-    def division(self, unit: int, *, in_pieces: bool = True) -> Division:
+    def division(self, unit: int) -> Division:
         """Return how a step is divided; `unit` is how many units one worker takes in it, and at
         most in a piece."""
-        mode = self.mode
+        mode, whole = self.mode, unit * self._usual
         if not mode.keeps_batch:
             return Division()
-        return Division(
-            unit * self._usual, unit if in_pieces else None, self._usual if mode.in_parts and in_pieces else None
-        )
+        if self._operator._has_own_steps:  # it gets its part in one piece
+            return Division(whole)
+        return Division(whole, unit, self._usual if mode.in_parts else None)
 
     # -- the first step, and pieces -------------------------------------------------------------------
 

@@ -113,7 +113,7 @@ class TrainingOperator(Stepping):
         self._leave_out = self._make_guard(settings)
         buffers, why = KeepBuffers(self._parts), MAKES_STEPS if self._has_own_steps else None
         why = RESIZES if why is None and self._overrides("resized") else why
-        self._keep_batch = KeepBatch(self, self._parts, settings, buffers, why)
+        self._keep_batch = KeepBatch(self, buffers, why)
         self.setup(self._config)
         self._policies = Policies(self._make_policies(settings, buffers))
         self._feed = NoFeed(self._policies)
@@ -136,9 +136,9 @@ class TrainingOperator(Stepping):
             (self._leave_out.on, self._leave_out),
             ("grad_norm" in measures, GradientNorm(self._monitor)),
             ("seconds" in measures, Communication(self._monitor)),
-            (accumulates, Accumulate(options, parts, exact=exact)),
+            (accumulates, Accumulate(parts, exact=exact)),
             (accumulates or in_pieces, Hold(parts)),
-            (clips, Clip(options, parts)),
+            (clips, Clip(parts)),
             (reads_ahead, ReadAhead(parts, self.timers)),
             (self._rates is not None, self._rates),
             (self._profiler is not None, self._profiler),
@@ -161,7 +161,7 @@ class TrainingOperator(Stepping):
             given = "precision='apex'" if options.precision == "apex" else "parallel=None"
             raise ConfigError(f"skip_step() cannot be combined with {given}: leave one of them out")
         rule = self.skip_step if own else None
-        return LeaveOut(options.on_nonfinite, rule, self._parts, self._device, exact=self._exact)
+        return LeaveOut(rule, self._parts, self._device, exact=self._exact)
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         """Train one step on one `batch`, `(*features, target)`: forward, loss, backward, optimizer.

@@ -102,15 +102,10 @@ class LeaveOut(Policy):
     steps that this call has left out."""
 
     def __init__(
-        self,
-        on_nonfinite: str | None,
-        rule: Callable[[dict[str, Any]], Any] | None,
-        parts: Parts,
-        device: torch.device,
-        *,
-        exact: bool,
+        self, rule: Callable[[dict[str, Any]], Any] | None, parts: Parts, device: torch.device, *, exact: bool
     ) -> None:
         self._exact = exact  # whether gradients are means over samples
+        on_nonfinite = parts.options.on_nonfinite
         self.on = on_nonfinite is not None or rule is not None
         self.option = "skip_step()" if on_nonfinite is None else f"on_nonfinite={on_nonfinite!r}"
         self._action, self._rule = on_nonfinite, rule

@@ -18,7 +18,6 @@ from raysgd.core.timers import Timers
 from raysgd.errors import ConfigError
 from raysgd.torch.data.sources import PlannedSource
 from raysgd.torch.foreign import multiply_all, run_after_backward
-from raysgd.torch.options import TrainingOptions
 from raysgd.torch.parts import Parts
 from raysgd.training.feed import Feed
 from raysgd.training.step import Policy, Step
@@ -35,8 +34,8 @@ CHANGED_AGAIN = (
 class Clip(Policy):
     """Clips gradients, with `clip_value` and `clip_norm`."""
 
-    def __init__(self, options: TrainingOptions, parts: Parts) -> None:
-        self._norm, self._value, self._parts = options.clip_norm, options.clip_value, parts
+    def __init__(self, parts: Parts) -> None:
+        self._norm, self._value, self._parts = parts.options.clip_norm, parts.options.clip_value, parts
         self.option = f"clip_value={self._value}" if self._norm is None else f"clip_norm={self._norm}"
 
     def gradients(self, step: Step, optimizer: Any) -> bool:
@@ -124,9 +123,9 @@ class Accumulate(Policy):
     """Makes the gradients of several batches those of one batch that holds them all, for a loss
     that is a mean over samples. The window is shorter at the end of an epoch or call."""
 
-    def __init__(self, options: TrainingOptions, parts: Parts, *, exact: bool) -> None:
-        self.option = f"accumulate={options.accumulate}"
-        self._size, self._parts, self._exact = options.accumulate, parts, exact
+    def __init__(self, parts: Parts, *, exact: bool) -> None:
+        self._size, self._parts, self._exact = parts.options.accumulate, parts, exact
+        self.option = f"accumulate={self._size}"
         self._schedules: list[Any] = []  # states of schedulers when the window began
         self.rest()
 

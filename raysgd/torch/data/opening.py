@@ -47,8 +47,8 @@ class Opener:
         if is_planned(loader) and (shared or not settings.distributed):
             if training and shared and self.operator.world_rank == 0:
                 _warn_without_shuffling(loader)
-            keep, pieces, unit = self.operator._keep_batch, self._in_pieces, unit_size(loader)
-            divide = (lambda: keep.division(unit, in_pieces=pieces)) if training else Division
+            keep, unit = self.operator._keep_batch, unit_size(loader)
+            divide = (lambda: keep.division(unit)) if training else Division
             asked = training and settings.elastic.batch == "global"
             return PlannedSource(loader, pad=training, division=divide, asked=asked)
         if training and has_state(loader):
