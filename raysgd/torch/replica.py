@@ -76,7 +76,8 @@ class TorchReplica(ReplicaBase):
         for optimizer in operator._parts.optimizers:
             if hasattr(optimizer, "register_step_post_hook"):
                 optimizer.register_step_post_hook(self._on_optimizer_step)
-        self._resharding = Resharding(operator, rank_info, settings.options.replicas) if self.in_shards else None
+        own = operator, rank_info, lambda: self.progress, self._unsharded_state
+        self._resharding = Resharding(*own) if self.in_shards else None
 
     @classmethod
     def prepare_process(cls, settings: TorchSettings) -> None:
@@ -250,7 +251,7 @@ class TorchReplica(ReplicaBase):
             return
         partial = self._of_all_ranks(partial)
         snapshot = Snapshot(b"", self.progress, self._position.call, partial)
-        self._resharding.keep_snapshot(snapshot, self._unsharded_state())
+        self._resharding.keep_snapshot(snapshot)
         if self.rank == 0:
             self._snapshots.send(SnapshotUpload(snapshot.progress, snapshot.call, partial), [])
 
@@ -376,7 +377,7 @@ class TorchReplica(ReplicaBase):
         old = self._rank_info
         self._cut_short()
         if self._resharding is not None:
-            state = self._resharding.rejoin(rank_info, lambda: self.progress, self._unsharded_state)
+            state = self._resharding.rejoin(rank_info)
             if state is not None:
                 self._take(state)
         self._rank_info = self.operator._rank_info = rank_info
@@ -395,7 +396,7 @@ class TorchReplica(ReplicaBase):
         """Give the ranks that stay the shards of all ranks, before the others leave. All ranks call
         this together."""
         assert self._resharding is not None
-        self._resharding.hand_over(self.rank, stay, self.progress)
+        self._resharding.hand_over(stay)
 
     def _unsharded_state(self) -> dict[str, Any]:
         """Return what a peer needs besides shards."""

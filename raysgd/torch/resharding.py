@@ -76,12 +76,20 @@ class Resharding:
     tells them. So if any rank has made it, each other one has made it, or can make it from what it
     has: no step is ever on some ranks only, and no copy of older weights is needed.
 
-    What a rank held before a change is kept until the change is complete on all ranks, which the
-    driver's next call tells.
+    `progress` returns this rank's, and `others` its state without what is sharded. What a rank held
+    before a change is kept until the change is complete on all ranks, which the driver's next call
+    tells.
     """
 
-    def __init__(self, operator: TrainingOperator, rank_info: RankInfo, replicas: int) -> None:
-        self._operator, self._replicas = operator, replicas
+    def __init__(
+        self,
+        operator: TrainingOperator,
+        rank_info: RankInfo,
+        progress: Callable[[], Progress],
+        others: Callable[[], dict[str, Any]],
+    ) -> None:
+        self._operator, self._replicas = operator, operator._parts.options.replicas
+        self._progress, self._others = progress, others
         self._live = (rank_info.generation, *self._place(rank_info))  # generation, index and number of the live shards
         self._earlier: HeldShards | None = None
         self._given: Any = None  # a full state, which all ranks have, or the name of a snapshot that they hold
@@ -133,9 +141,9 @@ class Resharding:
 
     # -- snapshots ------------------------------------------------------------------------------------
 
-    def keep_snapshot(self, snapshot: Snapshot, others: dict[str, Any]) -> None:
-        """Keep this rank's shard and a neighbour's, with the state that is not sharded, `others`.
-        All ranks call this together. The snapshot before is kept until all ranks have this one."""
+    def keep_snapshot(self, snapshot: Snapshot) -> None:
+        """Keep this rank's shard and a neighbour's, with the state that is not sharded. All ranks
+        call this together. The snapshot before is kept until all ranks have this one."""
         generation, index, count = self._live
         rank, ranks = dist.get_rank(), dist.get_world_size()
         self._nodes = self._nodes or gathered_objects(self._node)
@@ -148,7 +156,7 @@ class Resharding:
             distance = neighbour(self._nodes, count)
             source = (rank - distance) % ranks
             shards[source % count] = self._from_neighbour(tree, source, (rank + distance) % ranks, count)
-        content = states.copied({**others, **_without_content(tree)})
+        content = states.copied({**self._others(), **_without_content(tree)})
         snapshot = replace(snapshot, held=(generation, self._taken))
         self._kept.append(KeptSnapshot(snapshot, count, content, shards))
         self._agree("a snapshot")
@@ -199,32 +207,29 @@ class Resharding:
         """Let the next generation begin with this, which all its ranks are given."""
         self._given, self._earlier = data, None
 
-    def hand_over(self, rank: int, stay: Sequence[int], at: Progress) -> None:
+    def hand_over(self, stay: Sequence[int]) -> None:
         """Divide the shards among the ranks that stay, while all ranks are there. All call this."""
-        count = self._live[2]
+        count, rank = self._live[2], dist.get_rank()
         holders = {each: [each % count] for each in range(dist.get_world_size())}
         tree = _in_pieces(self._operator)
         outline = _broadcast(_without_content(tree), 0)
         targets = {each: index for index, each in enumerate(stay)}
         moved = self._moved(outline, {rank % count: _locals(tree)}, holders, count, targets, len(stay))
         if rank in stay:
-            copy = replace(self._copy(at), handed=True, count=len(stay), index=stay.index(rank))
+            copy = replace(self._copy(), handed=True, count=len(stay), index=stay.index(rank))
             self._earlier = HeldShards(copy, _replaced(tree, moved))
 
-    def rejoin(
-        self, rank_info: RankInfo, at: Callable[[], Progress], others: Callable[[], dict[str, Any]]
-    ) -> dict[str, Any] | None:
+    def rejoin(self, rank_info: RankInfo) -> dict[str, Any] | None:
         """Divide the newest state of which there is a copy of each shard among the ranks of a new
-        generation, or the full state that all ranks were given. `at` returns this rank's progress,
-        and `others` its state without what is sharded. Return the state that this rank must adopt,
-        None if it has it already. All ranks call this."""
-        shards = self._operator._parts.shards
+        generation, or the full state that all ranks were given. Return the state that this rank
+        must adopt, None if it has it already. All ranks call this."""
+        shards, rank = self._operator._parts.shards, rank_info.world_rank
         assert shards is not None
         if shards.made:
             shards.rest()
         self._node, self._nodes, self._taken = rank_info.node_rank, [], 0
-        held = self._held(at())
-        everything = gathered_objects((list(held), self._given is not None, at().order))
+        held = self._held()
+        everything = gathered_objects((list(held), self._given is not None, self._progress().order))
         if all(given for _, given, _ in everything):
             return (self._from_snapshot if isinstance(self._given, tuple) else self._from_full_state)(rank_info)
         agreement = agreed([copies for copies, *_ in everything])
@@ -233,42 +238,40 @@ class Resharding:
                 raise RuntimeError(f"no state has a copy of each shard: {[copies for copies, *_ in everything]}")
             self._live = (rank_info.generation, *self._place(rank_info))
             return None  # these are the first ranks
-        used = self._used(held, agreement, rank_info.world_rank, at)
+        used = self._used(held, agreement, rank) if rank in agreement.holders else None
         orders = [order for *_, order in everything]
         lead = max(agreement.holders.keys() - agreement.late, key=lambda rank: (orders[rank], -rank))
-        behind = used is None or rank_info.world_rank in agreement.late or orders[rank_info.world_rank] != orders[lead]
-        return self._divide(rank_info, agreement, used, lead, others, behind=behind)
+        behind = used is None or rank in agreement.late or orders[rank] != orders[lead]
+        mine = used.tree if used is not None else {}
+        state = _broadcast({**self._others(), **_without_content(mine)} if rank == lead else None, lead)
+        own = {} if used is None else {used.copy.index: _locals(mine)}
+        holders = {rank: [index] for rank, index in agreement.holders.items()}
+        state = self._divided(rank_info, state, state if behind else mine, own, holders, agreement.count)
+        self._earlier = used
+        if not behind:
+            self._operator._parts.averages.load(state.get("averages"))
+        return state if behind else None
 
-    def _copy(self, at: Progress) -> ShardCopy:
-        generation, index, count = self._live
+    def _copy(self) -> ShardCopy:
+        (generation, index, count), at = self._live, self._progress()
         return ShardCopy(generation, False, count, index, at.loads, at.applied, self._ready is not None)
 
-    def _held(self, at: Progress) -> dict[ShardCopy, HeldShards | None]:
+    def _held(self) -> dict[ShardCopy, HeldShards | None]:
         """Return what this rank holds; None stands for the live shards."""
         if self._given is not None or not self._operator._parts.shards_made:
             return {}
         earlier = {} if self._earlier is None else {self._earlier.copy: self._earlier}
-        return {self._copy(at): None, **earlier}
+        return {self._copy(): None, **earlier}
 
-    def _used(
-        self,
-        held: Mapping[ShardCopy, HeldShards | None],
-        agreement: Agreement,
-        rank: int,
-        at: Callable[[], Progress],
-    ) -> HeldShards | None:
+    def _used(self, held: Mapping[ShardCopy, HeldShards | None], agreement: Agreement, rank: int) -> HeldShards:
         """Return what this rank has of the state that all agreed on."""
-        if rank not in agreement.holders:
-            return None
-        found = next(
-            each for each in held if (each.generation, each.handed) == (agreement.generation, agreement.handed)
-        )
-        kept = held[found]
+        place = agreement.generation, agreement.handed
+        kept = held[next(each for each in held if (each.generation, each.handed) == place)]
         if kept is not None:
             return kept
         if rank in agreement.late:
             self._step_late()
-        return HeldShards(replace(self._copy(at()), ready=False), _in_pieces(self._operator))
+        return HeldShards(replace(self._copy(), ready=False), _in_pieces(self._operator))
 
     def _step_late(self) -> None:
         """Make the step for which this rank is ready. The hooks before it have run: they clipped
@@ -279,27 +282,6 @@ class Resharding:
             group.update(values)  # such as a learning rate that was scaled for this step
         with without_step_pre_hooks(optimizer):
             optimizer.step()
-
-    def _divide(
-        self,
-        rank_info: RankInfo,
-        agreement: Agreement,
-        used: HeldShards | None,
-        lead: int,
-        others: Callable[[], dict[str, Any]],
-        *,
-        behind: bool,
-    ) -> dict[str, Any] | None:
-        mine = used.tree if used is not None else {}
-        leads = rank_info.world_rank == lead
-        state = _broadcast({**others(), **_without_content(mine)} if leads else None, lead)
-        held = {} if used is None else {used.copy.index: _locals(mine)}
-        holders = {rank: [index] for rank, index in agreement.holders.items()}
-        state = self._divided(rank_info, state, state if behind else mine, held, holders, agreement.count)
-        self._earlier = used
-        if not behind:
-            self._operator._parts.averages.load(state.get("averages"))
-        return state if behind else None
 
     def _divided(
         self,
