@@ -235,7 +235,7 @@ class KeepBatch(Policy):
 
     def _check_settings(self) -> None:
         """Refuse code that changes learning rates after the step of a piece, or again in each."""
-        now = settings_of(self._parts)
+        now = settings_of(self._parts.optimizers)
         if self._settings_used is not None and self._settings_used != now:
             self._refuse(
                 "changes settings of its optimizer, such as the learning rate, in each piece of a batch", RATES

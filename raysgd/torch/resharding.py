@@ -32,6 +32,7 @@ from raysgd.torch.checkpoint import packing, states
 from raysgd.torch.foreign import without_step_pre_hooks
 from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.skipped_steps import gathered_objects
+from raysgd.torch.step_options import settings_of
 
 PARTS = ("models", "optimizers", "averages")
 Path = tuple[Any, ...]
@@ -123,10 +124,7 @@ class Resharding:
         ranks = dist.get_world_size() if dist.is_initialized() else 1
         if ranks == 1 or not self._operator._parts.shards_made:
             return
-        settings = [
-            {name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups
-        ]
-        self._ready = (optimizer, settings)
+        self._ready = (optimizer, settings_of([optimizer]))
         self._agree("a step")
 
     def _agree(self, on: str) -> None:

@@ -192,11 +192,12 @@ class KeepSettings(Policy):
     def on_epoch(self, feed: Feed) -> None:
         position, first = feed.position, feed.rank_info.world_rank == 0
         again = position.call == self._call or position.call_batches > 0
-        self._call, self._entered = position.call, settings_of(self._parts) if again and first and self._warns else None
+        self._call, looks = position.call, again and first and self._warns
+        self._entered = settings_of(self._parts.optimizers) if looks else None
 
     def begin(self, step: Step) -> None:
         if step.place == 0:
-            self._before = settings_of(self._parts)
+            self._before = settings_of(self._parts.optimizers)
         if self._entered is not None:
             if self._entered != self._before:
                 logger.warning(CHANGED_AGAIN)
@@ -215,10 +216,10 @@ class KeepSettings(Policy):
                         group[name] = value
 
 
-def settings_of(parts: Parts) -> list[dict[str, Any]]:
+def settings_of(optimizers: Sequence[Any]) -> list[dict[str, Any]]:
     """Return the settings of each parameter group. This runs once for each step."""
     found = []
-    for optimizer in parts.optimizers:
+    for optimizer in optimizers:
         for group in getattr(optimizer, "param_groups", ()):
             settings = {**group}
             del settings["params"]
