@@ -3,18 +3,21 @@
 import weakref
 from collections.abc import Callable
 from threading import Event
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
 
-from raysgd.core.outcomes import CollectivePlace
+from raysgd.core.outcomes import CollectivePlace, WorkerFailed
 from raysgd.core.progress import Progress, report_interval_s
 from raysgd.core.protocols import Call
 from raysgd.engine.call import FanOut
 from raysgd.engine.watchdog import ExtraCalls, Watchdog, ask
+from raysgd.engine.worker_table import WorkerTable
+from raysgd.workers.calls import SMALL, Blob
 from raysgd.workers.events import CallEnded
-from tests.fake_group import FakeGroup, MessageReceived, Ok, PartReceived, StackReport, reporting
+from tests.fake_group import FakeGroup, MessageReceived, Ok, PartReceived, StackReport, WorkerEnded, reporting
 
 LIMIT_S = 10.0
 
@@ -204,6 +207,60 @@ def test_a_transfer_that_moves_is_progress() -> None:
         table.pump(0)
         watchdog.tick(["a"])
     assert table["a"].moved_at == now[0] and group.killed == []
+
+
+class SlowNetwork(FakeGroup):
+    """Each worker has the arguments of a call after `takes_s`, in virtual time. They arrive bit by bit, at one of them until
+    its machine fails at `fails_at`."""
+
+    def __init__(self, takes_s: dict[str, float], fails_at: dict[str, float]) -> None:
+        super().__init__(names=takes_s)
+        self.now, self.log = 0.0, list[tuple[str, str, float]]()
+        self._takes_s, self._fails_at = takes_s, fails_at
+        self._under_way: dict[str, tuple[float, int]] = {}
+
+    def submit(self, worker: str, verb: str, arguments: dict[str, Any], *, generation: int = 0) -> int:
+        self.log.append((verb, worker, self.now))
+        takes_s = self._takes_s[worker] if arguments else 0.0
+        self._under_way[worker] = self.now + takes_s, next(self._calls)
+        return self._under_way[worker][1]
+
+    def poll(self, timeout: float) -> list[Any]:
+        self.now += timeout
+        events: list[Any] = []
+        for worker, (there_at, call) in list(self._under_way.items()):
+            if self.now >= min(there_at, self._fails_at.get(worker, there_at)):
+                del self._under_way[worker]
+                failed = there_at > self.now
+                events.append(WorkerEnded(worker, "unplugged") if failed else CallEnded(worker, call, Ok()))
+            else:
+                events.append(PartReceived(worker))
+        return events
+
+
+def slow_call(fails_at: dict[str, float]) -> tuple[SlowNetwork, FanOut]:
+    group = SlowNetwork({"a": 1.0, "b": 3 * LIMIT_S}, fails_at)
+    table = WorkerTable(group, clock=lambda: group.now)  # type: ignore[arg-type]
+    table.enter_group(table.launch(2))
+    limits = SimpleNamespace(hang_s=LIMIT_S)
+    job = SimpleNamespace(is_waiting=lambda: False, hurry_s=None)
+    fan_out = FanOut(table, MagicMock(limits=limits, number=1), job, lambda job: False, MagicMock(by_steps=0))  # type: ignore[arg-type]
+    fan_out.run(Call(print, {"state": Blob(bytes(SMALL))}))
+    return group, fan_out
+
+
+def test_all_ranks_begin_a_call_when_the_last_one_has_its_arguments() -> None:
+    """Otherwise the first one would wait for it in a collective call, which has a time limit. And the last one does not
+    hang."""
+    group, fan_out = slow_call({})
+    assert [worker for verb, worker, at in group.log if verb == "run" and at >= 3 * LIMIT_S] == ["a", "b"]
+    assert group.killed == [] and fan_out.outcomes == {"a": Ok(), "b": Ok()}
+
+
+def test_a_call_whose_arguments_do_not_reach_a_worker_has_failed() -> None:
+    group, fan_out = slow_call({"b": LIMIT_S})
+    assert "run" not in {verb for verb, _, _ in group.log}
+    assert isinstance(fan_out.outcomes["b"], WorkerFailed) and fan_out.outcomes["a"] == Ok()
 
 
 def extra_calls(*, done: int, **places: CollectivePlace) -> tuple[ExtraCalls, list[float]]:

@@ -44,11 +44,11 @@ class Open(Message):
     """A worker sends this to open another connection.
 
     Without a `transfer`, it is the bulk connection, which stays open: `SnapshotUpload`,
-    `FunctionReport` and `StartDealer` follow, and the driver answers each with `Received`. It is
-    opened before the first of them.
+    `FunctionReport`, `StartDealer` and large `CallAnswer` follow, and the driver answers each with
+    `Received`. It is opened before the first of them.
 
-    With the name of one, it gives or takes one state: `GiveState` or `TakeState` follows. The
-    driver closes it if that transfer has ended."""
+    With the name of one, it gives or takes one state, or takes an argument: `GiveState` or
+    `TakeState` follows. The driver closes it if that transfer has ended."""
 
     worker: str
     transfer: str = ""
@@ -104,10 +104,13 @@ class StackReport(Message):
 
 @dataclass(frozen=True)
 class CallAnswer(Message):
-    """A worker sends this when a call has ended: the pickled outcome. Ray sends large ones."""
+    """A worker sends this when a call has ended: the pickled outcome. What is large of it
+    (`workers.calls`) is the body, guarded, in parts of these `sizes`: then it is sent over the bulk
+    connection."""
 
     call: int
     outcome: bytes
+    sizes: tuple[int, ...] = ()
 
 
 # -- the control connection, from the driver ----------------------------------------------------------
@@ -115,16 +118,18 @@ class CallAnswer(Message):
 
 @dataclass(frozen=True)
 class PerformCall(Message):
-    """The driver asks for a call: the pickled verb and arguments. `CallAnswer` follows."""
+    """The driver asks for a call: the pickled verb and arguments. The worker takes what is large of
+    them (`workers.calls`) from these transfers. `CallAnswer` follows."""
 
     call: int
     generation: int
     packed: bytes
+    transfers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class FreeMainThread(Message):
-    """The driver has submitted a call to Ray. The worker's main thread performs it."""
+    """The driver has submitted a call by reference to Ray. The worker's main thread performs it."""
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,10 @@ from raysgd.core.protocols import Call
 from raysgd.core.snapshot import Snapshot
 from raysgd.engine.boundary import Boundary
 from raysgd.engine.generation import Generation
-from raysgd.engine.watchdog import ExtraCalls, Watchdog
+from raysgd.engine.watchdog import ExtraCalls, Watchdog, ask
 from raysgd.engine.worker_table import WorkerTable
 from raysgd.errors import counted
-from raysgd.workers.calls import with_value
+from raysgd.workers.calls import has_large, with_value
 
 logger = logging.getLogger("raysgd")
 
@@ -162,6 +162,10 @@ class FanOut:
         """Make the call. An error that is raised here (Ctrl-C, for example) ends it at a batch."""
         try:
             arguments = {"call": call}  # the same for all, because a group pickles it once
+            if has_large(call.arguments):
+                if not self._keep(arguments):
+                    return
+                arguments = {}
             for worker in self._workers:
                 self._table.begin_run(worker, call.name)
                 number = self._table.group.submit(worker, "run", arguments, generation=self._generation.number)
@@ -181,6 +185,18 @@ class FanOut:
             raise
         finally:
             self._table.forget(self._calls.running.values())
+
+    def _keep(self, arguments: Mapping[str, Any]) -> bool:
+        """Let all ranks have a large argument before any begins, which would wait for the others in
+        a collective call. Return False if one has failed, and so has the call."""
+        for worker in self._workers:
+            self._table.begin_run(worker, arguments["call"].name)
+        limit_s, number = self._generation.limits.hang_s, self._generation.number
+        outcomes = ask(self._table, self._workers, "keep", arguments, limit_s=limit_s, generation=number)
+        if all(isinstance(outcome, Ok) for outcome in outcomes.values()):
+            return True
+        self._calls.outcomes = outcomes
+        return False
 
     def _tick(self) -> None:
         running = list(self._calls.running)

@@ -436,7 +436,7 @@ class WorkerTable:
     def _message_received(self, info: WorkerInfo, message: messages.Message) -> None:
         if isinstance(message, messages.ProgressReport):
             if message.call < info.last_call or (message.call == info.last_call and info.busy is None):
-                return  # the call's answer arrived first, because a large one is sent through Ray
+                return  # the call's answer arrived first, because a large one comes over another connection
             if message.progress != info.progress:
                 info.moved_at = self.clock()
             info.progress, info.partial = message.progress, message.partial

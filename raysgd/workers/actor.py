@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 import os
-import pickle
 import shutil
 import signal
 import sys
@@ -19,11 +18,11 @@ from typing import Any
 
 from raysgd.core.connection import ControlAddress
 from raysgd.core.messages import PerformCall
-from raysgd.core.outcomes import Failed, Interrupted, Ok, Outcome
+from raysgd.core.outcomes import Failed, Ok, Outcome
 from raysgd.core.protocols import ProcessGroupBackend
 from raysgd.errors import described
 from raysgd.storage.durable import own_folder, private_place
-from raysgd.workers.calls import packed_outcome, unpickled
+from raysgd.workers.calls import from_parts, unpickled
 from raysgd.workers.control_client import ControlClient
 from raysgd.workers.keeper import WorkerTenure
 from raysgd.workers.replica_host import ReplicaHost
@@ -92,36 +91,25 @@ class WorkerActor:
         thread.start()
         thread.join(timeout=WITNESS_S)
 
-    def serve(self, term: int = 0) -> tuple[int, Outcome] | None:
-        """Perform calls from the control connection. Return the number and the outcome of one whose
-        answer is large, or None after a call was submitted to Ray; the driver calls this again."""
+    def serve(self, term: int = 0) -> None:
+        """Perform calls from the control connection, until one was submitted to Ray; the driver
+        calls this again."""
         while term == self._term and isinstance(message := self._client.calls.get(), PerformCall):
             if self._client.watch.has_ended:
                 continue  # no driver would get the answer
-            outcome = self._host.perform(*self._begin(message))
-            packed = packed_outcome(outcome)
-            if packed is None:
-                return message.call, outcome
-            self._client.answer(message.call, packed)
-        return None
+            outcome = self._perform(message)
+            if not self._client.watch.has_ended:
+                self._client.answer(message.call, outcome)
 
-    def perform(self, message: PerformCall, others: dict[str, Any], term: int = 0) -> tuple[int, Outcome]:
-        """Perform a call that was submitted to Ray: only Ray can send its other arguments."""
-        import ray
-
-        if term != self._term or self._client.watch.has_ended:
-            return message.call, Interrupted(None, "the driver has left this worker")
-        given = {name: ray.get(each) if isinstance(each, ray.ObjectRef) else each for name, each in others.items()}
-        verb, arguments = self._begin(message)
-        return message.call, self._host.perform(verb, {**arguments, **given})
-
-    def _begin(self, message: PerformCall) -> tuple[str, dict[str, Any]]:
-        """Begin a call. Return its verb and arguments."""
+    def _perform(self, message: PerformCall) -> Outcome:
         self._client.begin(message.call)
-        verb, arguments = pickle.loads(message.packed)
+        take, large = self._client.control.take, list[Any]()
+        if (ended := self._host.moved(lambda: large.extend(map(take, message.transfers)))) is not None:
+            return ended
+        verb, arguments = from_parts(message.packed, large)
         if verb in ("join", "warm"):
             self._client.generation = message.generation
-        return verb, arguments
+        return self._host.perform(verb, arguments)
 
     def value(self, verb: str, arguments: dict[str, Any]) -> Any:
         """Perform a call whose Ray reference the user holds. Return its value, or raise."""

@@ -1,12 +1,15 @@
 """Pickle the arguments and outcomes of calls, and unpickle them where they are needed. Both.
 
-Calls and answers go over the control connections. Ray, which would cost the driver several times as
-much for each worker, sends only large ones."""
+Calls and answers go over the control connections. What is large of them takes the way of a state,
+in parts, so that the driver sees it move, however slow the network is: a transfer to a worker, and
+its bulk connection from there."""
 
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate, pairwise
 from typing import Any
 
 from raysgd.core.messages import CallAnswer
@@ -14,19 +17,15 @@ from raysgd.core.outcomes import Failed, Interrupted, Ok, Outcome
 from raysgd.errors import described
 from raysgd.workers.events import CallEnded, Event, MessageReceived
 
-SMALL = 1 << 16  # bytes that are not worth a place in Ray's object store
+SMALL = 1 << 16  # bytes that do not delay what follows them on a control connection
 
 
 class Blob:
     """Bytes that are sent outside the pickle stream (as a `PickleBuffer`), so that a large state is
-    copied only once.
-
-    `ref` is where the group has put them in Ray's object store. It is not sent.
-    """
+    not copied."""
 
     def __init__(self, data: Any) -> None:
         self.data = data
-        self.ref: Any = None
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if int(protocol) >= 5:
@@ -45,27 +44,52 @@ def unpickled(value: Any) -> Any:
     return pickle.loads(value.data) if isinstance(value, PickledObject) else value
 
 
-def packed_outcome(outcome: Outcome) -> bytes | None:
-    """Return an outcome pickled, or None for a large one, which Ray copies less often."""
-    value = outcome.value if isinstance(outcome, Ok | Interrupted) else None
-    if isinstance(outcome, Failed):
-        from ray import cloudpickle
+def has_large(arguments: Mapping[str, Any]) -> bool:
+    return any(isinstance(each, Blob) and len(each) >= SMALL for each in arguments.values())
 
-        packed: bytes = cloudpickle.dumps(outcome)
-        return packed if len(packed) < SMALL else None
-    small = value is None or (isinstance(value, PickledObject) and len(value) < SMALL)
-    return pickle.dumps(outcome) if small else None
+
+def in_parts(value: Any, dumps: Callable[..., bytes]) -> tuple[bytes, list[memoryview]]:
+    """Return a value pickled, and what is large of it: the data of each `Blob`, which is not
+    copied, and before them the rest, if that is large, too."""
+    large: list[memoryview] = []
+
+    def stays(buffer: pickle.PickleBuffer) -> bool:
+        view = buffer.raw()
+        if view.nbytes >= SMALL:
+            large.append(view)
+        return view.nbytes < SMALL
+
+    packed = dumps(value, protocol=5, buffer_callback=stays)
+    return (packed, large) if len(packed) < SMALL else (b"", [memoryview(packed), *large])
+
+
+def from_parts(packed: bytes, large: Sequence[Any]) -> Any:
+    """Return the value that `in_parts` has pickled."""
+    first, *buffers = [packed, *large] if packed else large
+    return pickle.loads(first, buffers=buffers)
+
+
+def packed_outcome(outcome: Outcome) -> tuple[bytes, list[memoryview]]:
+    """Return an outcome in parts. cloudpickle, which takes longer, also pickles the user's
+    errors."""
+    if isinstance(outcome, Ok | Interrupted) and isinstance(outcome.value, Blob | None):
+        return in_parts(outcome, pickle.dumps)
+    from ray import cloudpickle
+
+    return in_parts(outcome, cloudpickle.dumps)
 
 
 def opened(event: Event) -> Event:
     """Return the end of the call that a `CallAnswer` reports, and other events as they are."""
     if not (isinstance(event, MessageReceived) and isinstance(event.message, CallAnswer)):
         return event
+    answer, body = event.message, memoryview(event.body)
     try:
-        outcome: Outcome = pickle.loads(event.message.outcome)
+        large = [body[begin:end] for begin, end in pairwise(accumulate(answer.sizes, initial=0))]
+        outcome: Outcome = from_parts(answer.outcome, large)
     except BaseException as error:  # the user's classes may raise anything
         outcome = Failed(error, described(error))
-    return CallEnded(event.worker, event.message.call, with_value(outcome))
+    return CallEnded(event.worker, answer.call, with_value(outcome))
 
 
 def with_value(outcome: Outcome) -> Outcome:

@@ -29,9 +29,11 @@ from raysgd.core.connection import SEND_S, Connection, ControlAddress, connect
 from raysgd.core.hang import place_of
 from raysgd.core.lease import DriverWatch
 from raysgd.core.metrics import SKIPPED, Measured
+from raysgd.core.outcomes import Outcome
 from raysgd.core.progress import Control, Progress
 from raysgd.core.snapshot import guarded_part
 from raysgd.environment import CONTROL_PORT
+from raysgd.workers.calls import packed_outcome
 from raysgd.workers.transfer import Giving, take
 
 logger = logging.getLogger(__name__)
@@ -107,8 +109,13 @@ class ControlClient:
             self.control.withdraw()
             self.call = call
 
-    def answer(self, call: int, outcome: bytes) -> None:
-        self._send(messages.CallAnswer(call, outcome))
+    def answer(self, call: int, outcome: Outcome) -> None:
+        packed, large = packed_outcome(outcome)
+        answer = messages.CallAnswer(call, packed, tuple(map(len, large)))
+        if large:
+            self._deliver(answer, *large, guarded=sum(answer.sizes))
+        else:
+            self._send(answer)
 
     def notice(self) -> None:
         """Report that this worker will be stopped soon."""

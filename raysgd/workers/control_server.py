@@ -44,6 +44,7 @@ GREET_S = LEASE_S / 4
 NO_RESOURCES = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 RECEIVED_AT_ONCE = 1 << 16
 SEND_BUFFER = 1 << 18  # for several calls, because nothing waits for a worker to read them
+BULK = messages.SnapshotUpload | messages.FunctionReport | messages.StartDealer | messages.CallAnswer
 Serve = Callable[[Connection, str], None]
 
 
@@ -362,9 +363,11 @@ class ControlServer:
     def _receive(self, connection: Connection, worker: str) -> None:
         while True:
             message, sizes = connection.receive()
-            if not isinstance(message, messages.SnapshotUpload | messages.FunctionReport | messages.StartDealer):
+            if not isinstance(message, BULK):
                 raise ValueError(f"{type(message).__name__} on a bulk connection")
-            body = connection.receive_body(sizes, self.noting(worker))
+            # The user gets an answer's content, and other bodies are kept.
+            room = bytearray(sizes.body) if isinstance(message, messages.CallAnswer) else None
+            body = connection.receive_body(sizes, self.noting(worker), room=room)
             acknowledge = partial(_acknowledge, connection)
             self._events.put(MessageReceived(worker, message, body, acknowledge))
             if not isinstance(message, messages.FunctionReport):

@@ -12,14 +12,14 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from raysgd.config import WorkerResources
 from raysgd.core.messages import FreeMainThread, KillProcess, Message, PerformCall, PreemptionNotice, StartDealer
 from raysgd.core.network import allow_connections
-from raysgd.core.outcomes import Failed, Outcome
+from raysgd.core.outcomes import Failed
 from raysgd.core.policy import OUT_OF_STEP, UNREACHABLE
 from raysgd.core.protocols import ProcessGroupBackend
 from raysgd.environment import flag_from_environment
@@ -28,7 +28,7 @@ from raysgd.ray_data.reader import DEALER, RemoteDealer, RowReader, start_dealer
 from raysgd.ray_data.splits import no_room_for_data
 from raysgd.workers import cluster
 from raysgd.workers.actor import WorkerActor
-from raysgd.workers.calls import SMALL, Blob, opened, with_value
+from raysgd.workers.calls import in_parts, opened
 from raysgd.workers.control_client import CANNOT_CONNECT
 from raysgd.workers.control_server import ControlServer
 from raysgd.workers.events import CallEnded, Event, MessageReceived, WorkerEnded, WorkerStarted
@@ -36,7 +36,7 @@ from raysgd.workers.foreign import draining_nodes, hide_deaths_of
 from raysgd.workers.keeper import Tenure
 from raysgd.workers.processes import LocalProcess, end_all
 from raysgd.workers.ray_control_service import GcsQuery, gcs_limit_s, require_ray
-from raysgd.workers.serialization import RayReferenceFound, dumps_without_references, pack
+from raysgd.workers.serialization import dumps, pack
 from raysgd.workers.transfer import Transfer
 from raysgd.workers.user_code import UserCode, pack_modules, user_folders
 
@@ -63,6 +63,7 @@ class _Handle:
     ended: bool = False
     serving: bool = False
     call: int = 0  # the newest
+    transfers: list[Transfer] = field(default_factory=list)  # of its large arguments
     process: LocalProcess | None = None
 
 
@@ -92,8 +93,7 @@ class RayGroup:
         self.trainer = None if tenure is None else tenure.name
         self._handles: dict[str, _Handle] = {}
         self._calls = itertools.count(1)
-        # The newest arguments, and the form in which they are sent.
-        self._newest: tuple[Any, bytes, dict[str, Any]] = (None, b"", {})
+        self._newest: tuple[Any, bytes] = (None, b"")  # arguments, and the form in which they are sent
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()  # reentrant, because a signal handler may use it
         self._arrived: deque[Event] = deque()
         self._ready: list[Event] = []
@@ -164,23 +164,20 @@ class RayGroup:
 
     def submit(self, worker: str, verb: str, arguments: dict[str, Any], *, generation: int = 0) -> int:
         """Start one call. It ends with a `CallEnded` event, which has the number returned here, or
-        a `WorkerEnded` event. Calls go over the control connection, and only those with large
-        arguments, or with references, through Ray."""
+        a `WorkerEnded` event."""
         require_ray(self._session)
         handle, call = self._handles[worker], next(self._calls)
         if not handle.serving:
             handle.serving = True
             self._serve(worker)
         handle.call = call
-        packed, others = self._packed(verb, arguments)
-        message = PerformCall(call, generation, packed)
-        if len(packed) < SMALL and not others:
-            self.control.send(worker, message)
-            return call
-        handle.actor.perform.remote(message, others, self._term).future().add_done_callback(
-            partial(self._done, worker, call)
-        )
-        self.control.send(worker, FreeMainThread())
+        packed, large = self._packed(verb, arguments)
+        self._end_transfers(handle)
+        for each in large:
+            handle.transfers.append(transfer := self.transfer())
+            transfer.fill(each, guarded=len(each))
+        names = tuple(each.name for each in handle.transfers)
+        self.control.send(worker, PerformCall(call, generation, packed, names))
         return call
 
     def _serve(self, worker: str) -> None:
@@ -189,20 +186,21 @@ class RayGroup:
         if handle is not None and not handle.ended:
             handle.actor.serve.remote(self._term).future().add_done_callback(partial(self._served, worker))
 
-    def _packed(self, verb: str, arguments: dict[str, Any]) -> tuple[bytes, dict[str, Any]]:
-        """Return the verb with its arguments as bytes, and the arguments that only Ray can send.
-        The engine passes the same dictionary for each rank, which is pickled once."""
-        of, newest, others = self._newest
+    def _packed(self, verb: str, arguments: dict[str, Any]) -> tuple[bytes, list[memoryview]]:
+        """Return the verb with its arguments, in parts. The engine passes the same dictionary for
+        each rank, which is pickled once, unless a part is large, which would be kept."""
+        of, newest = self._newest
         if of is not None and of[0] == verb and of[1] is arguments:
-            return newest, others
-        others = {name: self._shared(v) for name, v in arguments.items() if isinstance(v, Blob) and len(v) >= SMALL}
-        own = {name: value for name, value in arguments.items() if name not in others}
-        try:
-            packed = dumps_without_references((verb, own))
-        except RayReferenceFound:
-            packed, others = dumps_without_references((verb, {})), {**own, **others}
-        self._newest = ((verb, arguments), packed, others) if len(packed) < SMALL and not others else (None, b"", {})
-        return packed, others
+            return newest, []
+        packed, large = in_parts((verb, arguments), dumps)
+        self._newest = (None, b"") if large else ((verb, arguments), packed)
+        return packed, large
+
+    @staticmethod
+    def _end_transfers(handle: _Handle) -> None:
+        """End the transfers of a call that has ended, or that nobody waits for any more."""
+        while handle.transfers:
+            handle.transfers.pop().close()
 
     def reference(self, worker: str, verb: str, arguments: dict[str, Any]) -> Any:
         require_ray(self._session)
@@ -214,36 +212,20 @@ class RayGroup:
         """Return the user's object pickled, by value. TypeError: it cannot be pickled."""
         return pack(value)
 
-    @staticmethod
-    def _shared(blob: Blob) -> Any:
-        """Put large bytes into Ray's object store once, for all workers that they are sent to."""
-        import ray
-
-        if blob.ref is None:
-            blob.ref = ray.put(blob)
-        return blob.ref
-
     def _up(self, worker: str, done: Future[Any]) -> None:
         error = done.exception()
         if error is not None:
             cause = _first_line(error)
             self._events.put(WorkerEnded(worker, cause, UNREACHABLE if CANNOT_CONNECT in cause else "worker death"))
 
-    def _served(self, worker: str, done: Future[tuple[int, Outcome] | None]) -> None:
-        handle = self._handles.get(worker)
-        if done.exception() is not None or done.result() is not None:
-            self._done(worker, 0 if handle is None else handle.call, done)
-        if not isinstance(done.exception(), _deaths()):
-            self._serve(worker)
-
-    def _done(self, worker: str, call: int, done: Future[Any]) -> None:
-        error = done.exception()
-        if error is None:
-            self._events.put(CallEnded(worker, done.result()[0], with_value(done.result()[1])))
-        elif isinstance(error, _deaths()):
+    def _served(self, worker: str, done: Future[None]) -> None:
+        error, handle = done.exception(), self._handles.get(worker)
+        if isinstance(error, _deaths()):
             self._events.put(WorkerEnded(worker, _first_line(error)))
-        else:  # the outcome cannot be unpickled here, but the worker has not failed
-            self._events.put(CallEnded(worker, call, Failed(error, str(error))))
+            return
+        if error is not None:  # the arguments cannot be unpickled there, or the outcome cannot be sent
+            self._events.put(CallEnded(worker, 0 if handle is None else handle.call, Failed(error, str(error))))
+        self._serve(worker)
 
     def poll(self, timeout: float) -> list[Event]:
         """Return what has happened, and wait up to `timeout` for the first event. An error here (no
@@ -291,6 +273,8 @@ class RayGroup:
             self._provide_modules(event.worker, handle)
             if not flag_from_environment(RAY_MESSAGES):
                 hide_deaths_of(event.node, event.pid)
+        if isinstance(event, CallEnded) and event.call == handle.call:
+            self._end_transfers(handle)
         if isinstance(event, WorkerEnded):
             if handle.ended:
                 return False
@@ -354,6 +338,7 @@ class RayGroup:
     def _end(self, worker: str) -> None:
         """End a worker that has failed, so that it cannot come back."""
         self.check()
+        self._end_transfers(self._handles[worker])
         self.control.disconnect(worker)
         self._end_actor(self._handles[worker].actor)
 
@@ -370,6 +355,7 @@ class RayGroup:
         if handle is None:
             return
         self.check()
+        self._end_transfers(handle)
         self.control.disconnect(worker)
         self._end_actor(handle.actor)
         self._leaving = [process for process in self._leaving if not process.ended]

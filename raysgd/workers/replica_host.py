@@ -61,9 +61,14 @@ class ReplicaHost:
         self._rank_info = RankInfo()  # in the newest generation that this worker has joined
         self._measured: tuple[int, list[tuple[int, Outcome]]] = (-1, [])
         self._joining_calls = 0
+        self._given: dict[str, Any] = {}  # what the verb "run" gets if it comes next, and without arguments
         control.collectives = self._collectives
 
     def perform(self, verb: str, arguments: dict[str, Any]) -> Outcome:
+        given, self._given = self._given, {}
+        if verb == "run":
+            arguments = arguments or given
+        call = arguments["call"] if verb == "run" else None
         try:
             value = self._method(verb)(**{name: _opened(value) for name, value in arguments.items()})
             if verb == "run":
@@ -73,15 +78,14 @@ class ReplicaHost:
                 raise  # Ray ends this process, which is a worker failure
             if isinstance(error, KeyboardInterrupt) and not self._remote:
                 raise  # Ctrl-C: this process is the driver
-            return self._noted(self._outcome_of(error, _called(verb, arguments)), arguments)
+            return self._noted(self._outcome_of(error, _called(verb, arguments)), call)
         if isinstance(value, Interrupted):
-            return self._noted(value, arguments)
-        return self._noted(Ok(value, self._progress, self._collectives() if verb == "run" else -1), arguments)
+            return self._noted(value, call)
+        return self._noted(Ok(value, self._progress, self._collectives() if verb == "run" else -1), call)
 
-    def _noted(self, outcome: Outcome, arguments: dict[str, Any]) -> Outcome:
+    def _noted(self, outcome: Outcome, call: Call | None) -> Outcome:
         """Keep how a part of a training call has ended, for a driver that takes over."""
-        call = arguments.get("call")
-        if isinstance(call, Call) and call.part_of >= 0:
+        if call is not None and call.part_of >= 0:
             before = self._measured[1] if call.part_of == self._measured[0] else []
             self._measured = call.part_of, [*before, (self._rank_info.generation, outcome)]
         return outcome
@@ -150,6 +154,10 @@ class ReplicaHost:
 
     # -- verbs ----------------------------------------------------------------------------------------
 
+    def _keep(self, **arguments: Any) -> None:
+        """Keep the arguments of the next call."""
+        self._given = arguments
+
     def _prepare(self, hook: Callable[[], Any] | None, rank: int | None = None) -> None:
         self._rank = rank
         if hook is not None:
@@ -213,19 +221,20 @@ class ReplicaHost:
         assert self._replica is not None
         data = self._replica.state()
         guarded = guarded_part(data)
-        return self._moved(lambda: self._control.giving(transfer).send(data, guarded=guarded) if transfer else None)
+        return self.moved(lambda: self._control.giving(transfer).send(data, guarded=guarded) if transfer else None)
 
     def _load(self, transfer: str) -> Interrupted | None:
         assert self._replica is not None
         taken = []
-        if (ended := self._moved(lambda: taken.append(self._control.take(transfer)))) is not None:
+        if (ended := self.moved(lambda: taken.append(self._control.take(transfer)))) is not None:
             return ended  # then it has what it had before
         self._replica.load(taken[0])
         self._lacks_state = False
         return None
 
-    def _moved(self, move: Callable[[], Any]) -> Interrupted | None:
-        """Move a state. If the transfer ends early, another worker has failed, not this one."""
+    def moved(self, move: Callable[[], Any]) -> Interrupted | None:
+        """Move a state, or what a call needs. If the transfer ends early, another worker has
+        failed, not this one."""
         try:
             move()
         except OSError as error:

@@ -42,7 +42,7 @@ def pack(value: Any) -> PickledObject | None:
     while True:
         contained: set[str] = set()
         try:
-            return PickledObject(_dumps(value, contained=contained, imported=imported))
+            return PickledObject(dumps(value, contained=contained, imported=imported))
         except UNPICKLABLE as error:
             more = {name for name in contained if unpicklable_variable(sys.modules[name])}
             if not more:
@@ -87,24 +87,11 @@ def _culprit(value: Any) -> str:
     return f"the variable {variable} of the script is one that cannot be pickled. " if variable else ""
 
 
-def dumps(value: Any) -> bytes:
+def dumps(value: Any, protocol: int | None = None, buffer_callback: Any = None, **settings: Any) -> bytes:
     """Pickle with cloudpickle. All modules but the script are pickled by name, also those with a
     class of their own, as torch's config modules, which cloudpickle includes and cannot pickle."""
-    return _dumps(value)
-
-
-class RayReferenceFound(Exception):
-    """Raised for a value with a reference that Ray counts, which only Ray can pickle."""
-
-
-def dumps_without_references(value: Any) -> bytes:
-    """Pickle as `dumps` does. Raise RayReferenceFound for references to Ray's objects."""
-    return _dumps(value, refuses_references=True)
-
-
-def _dumps(value: Any, **settings: Any) -> bytes:
     buffer = io.BytesIO()
-    pickler = _pickler_class()(buffer)
+    pickler = _pickler_class()(buffer, protocol, buffer_callback)
     vars(pickler).update(settings)
     pickler.dump(value)
     return buffer.getvalue()
@@ -112,19 +99,15 @@ def _dumps(value: Any, **settings: Any) -> bytes:
 
 @lru_cache(maxsize=1)
 def _pickler_class() -> Any:
-    from ray import ObjectRef, cloudpickle
-    from ray.actor import ActorHandle
+    from ray import cloudpickle
 
     base: Any = cloudpickle.CloudPickler
 
     class Pickler(base):  # type: ignore[misc]
-        refuses_references = False
         contained: set[str] | None = None  # the modules that were pickled with their content, if any may be
         imported: Set[str] = frozenset()  # those that may not
 
         def reducer_override(self, obj: Any) -> Any:
-            if self.refuses_references and isinstance(obj, (ObjectRef, ActorHandle)):
-                raise RayReferenceFound
             if isinstance(obj, ModuleType) and type(obj) is not ModuleType:
                 return import_module, (obj.__name__,)
             if not isinstance(obj, (FunctionType, type, ModuleType, TypeVar)):

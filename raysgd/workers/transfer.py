@@ -4,7 +4,7 @@ it. Both.
 The driver passes each part on as soon as it has arrived, so that a state crosses the network once,
 and not twice, before its takers have it. What moves is reported, so that a slow network does not
 count as a hang. A checkpoint of a worker that does not see the script's files takes the same way,
-and so does what a worker reports of a save in the background."""
+and so do what a worker reports of a save in the background, and the large arguments of calls."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ class Transfer:
         self.given: Future[dict[str, Any] | None] = Future()
         self.name = server.expect_transfer(self._serve)
 
-    def fill(self, data: Any) -> None:
+    def fill(self, data: Any, *, guarded: int | None = None) -> None:
         with self._changed:
             self._data = memoryview(data).cast("B")
-            self._guarded = guarded_part(self._data)
+            self._guarded = guarded_part(self._data) if guarded is None else guarded
             self._size = self._filled = len(self._data)
             self._changed.notify_all()
 

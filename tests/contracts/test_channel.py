@@ -65,7 +65,7 @@ from raysgd.core.protocols import Call
 from raysgd.core.ranks import SingleWorkerBackend
 from raysgd.core.snapshot import GUARDED
 from raysgd.errors import ConfigError
-from raysgd.workers.calls import SMALL, Blob, PickledObject, opened, packed_outcome
+from raysgd.workers.calls import SMALL, Blob, PickledObject, from_parts, in_parts, opened
 from raysgd.workers.control_client import ControlClient, brief
 from raysgd.workers.control_server import UNADMITTED_AT_MOST, ControlServer
 from raysgd.workers.events import CallEnded, MessageReceived, PartReceived, WorkerEnded, WorkerStarted
@@ -318,12 +318,43 @@ def test_a_call_travels_over_a_control_connection_and_its_answer_back(channel: C
     channel.server.send("w", FreeMainThread())
     assert client.calls.get(timeout=10) == PerformCall(7, 2, b"x" * 60_000)
     assert client.calls.get(timeout=10) == FreeMainThread(), "the next call comes through Ray"
-    packed = packed_outcome(Ok(PickledObject(pickle.dumps([1, 2]))))
-    assert packed is not None
-    client.answer(7, packed)
+    client.answer(7, Ok(PickledObject(pickle.dumps([1, 2]))))
     assert opened(channel.next(MessageReceived)) == CallEnded("w", 7, Ok([1, 2]))
-    assert packed_outcome(Ok(PickledObject(bytes(SMALL)))) is None, "Ray sends large outcomes"
     channel.server.disconnect("w")
+
+
+class LargeError(Exception):
+    """An error that nearly no message could hold."""
+
+
+@pytest.mark.parametrize("size", [SMALL - 1000, SMALL, 3_000_000, connection.LARGE])
+def test_a_large_answer_travels_over_the_bulk_connection(channel: Channel, size: int) -> None:
+    """Also an error, or a value with large parts. The next answer is small again."""
+    client = channel.client()
+    content = random.Random(size).randbytes(size)
+    client.answer(1, Ok(PickledObject(pickle.dumps((content, [3])))))
+    assert opened(channel.next(MessageReceived)) == CallEnded("w", 1, Ok((content, [3])))
+    client.answer(2, Ok(Blob(memoryview(content))))
+    end = opened(channel.next(MessageReceived))
+    assert isinstance(end, CallEnded) and isinstance(end.outcome, Ok) and end.outcome.value.data == content
+    client.answer(3, Failed(LargeError(content)))
+    end = opened(channel.next(MessageReceived))
+    assert isinstance(end, CallEnded) and isinstance(end.outcome, Failed) and end.outcome.error.args == (content,)
+    client.answer(4, Ok())
+    assert opened(channel.next(MessageReceived)) == CallEnded("w", 4, Ok())
+    channel.server.disconnect("w")
+
+
+def test_nothing_large_is_copied_to_be_sent() -> None:
+    content = bytearray(SMALL)
+    packed, large = in_parts({"one": Blob(content), "other": Blob(content), "small": Blob(b"x")}, pickle.dumps)
+    assert len(packed) < 1000 and [each.obj for each in large] == [content, content] and large[0].obj is content
+    assert {name: bytes(each.data) for name, each in from_parts(packed, large).items()} == {
+        "one": bytes(SMALL),
+        "other": bytes(SMALL),
+        "small": b"x",
+    }
+    assert in_parts(bytes(SMALL), pickle.dumps)[0] == b"", "it is not in a message"
 
 
 def test_an_outcome_that_cannot_be_unpickled_is_a_failed_call() -> None:

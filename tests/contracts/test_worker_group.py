@@ -4,9 +4,11 @@ import os
 import platform
 import signal
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
+import numpy as np
 import psutil
 import pytest
 
@@ -18,9 +20,11 @@ from raysgd.core.progress import Control, Progress
 from raysgd.core.protocols import Call
 from raysgd.core.ranks import RankInfo, SingleWorkerBackend
 from raysgd.engine.worker_table import WorkerInfo
+from raysgd.workers.calls import Blob
 from raysgd.workers.events import CallEnded, Event, MessageReceived, WorkerEnded, WorkerStarted
 from raysgd.workers.inline_group import InlineGroup
 from raysgd.workers.ray_group import RayGroup
+from raysgd.workers.transfer import Transfer
 from raysgd.workers.worker_group import WorkerGroupProtocol
 from tests.simulation.checker import Checker
 from tests.simulation.faults import Schedule
@@ -276,12 +280,40 @@ def test_the_arguments_of_all_ranks_are_pickled_once(shared: Subject) -> None:
 
 
 @each("shared", PICKLED)
-def test_an_argument_that_contains_a_ray_reference(shared: Subject) -> None:
-    """Ray keeps the object until the worker has it, because Ray pickles the reference itself."""
-    import ray
+def test_large_arguments_and_answers_move_beside_the_messages(shared: Subject) -> None:
+    """The worker and the driver see them move. When the call has ended, the group does not keep them."""
+    content = np.random.default_rng(1).integers(0, 255, 5_000_000, dtype=np.uint8)
+    expected, kept = content.tobytes(), weakref.ref(content)
+    arguments = {"call": Call(Probe.give_back, {"value": Blob(content)})}
+    calls = {shared.group.submit(worker, "run", arguments): worker for worker in shared.workers}
+    ended = [event for event in shared.until(CallEnded, len(calls)) if isinstance(event, CallEnded)]
+    for event in ended:
+        assert calls[event.call] == event.worker and isinstance(event.outcome, Ok)
+        assert bytes(event.outcome.value.data) == expected
+    del content, arguments
+    assert kept() is None
+    outcome = shared.run(shared.workers[0], Probe.give_back, value=["x" * 100_000, Blob(b"y" * 100_000)])
+    assert isinstance(outcome, Ok) and outcome.value[0] == "x" * 100_000 and outcome.value[1].data == b"y" * 100_000
 
-    outcome = shared.run(shared.workers[0], Probe.give_back, value=[ray.put("content")])
-    assert isinstance(outcome, Ok) and ray.get(outcome.value) == ["content"]
+
+@each("shared", PICKLED)
+def test_a_worker_that_cannot_take_its_arguments_is_interrupted(
+    shared: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has what it had before, and the call can be repeated."""
+    with monkeypatch.context() as during:
+        during.setattr(Transfer, "fill", lambda transfer, data, *, guarded: transfer.close())
+        outcome = shared.run(shared.workers[0], Probe.give_back, value=Blob(bytes(100_000)))
+    assert isinstance(outcome, Interrupted) and outcome.progress.step == 3 and not outcome.asked
+    assert isinstance(shared.run(shared.workers[0], Probe.give_back, value=Blob(bytes(100_000))), Ok)
+
+
+@each("shared", ALL)
+def test_a_call_whose_arguments_are_sent_first(shared: Subject) -> None:
+    worker, call = shared.workers[0], Call(Probe.give_back, {"value": 5})
+    assert isinstance(shared.perform(worker, "keep", call=call), Ok)
+    outcome = shared.perform(worker, "run")
+    assert isinstance(outcome, Ok) and outcome.value == 5
 
 
 # -- workers start and end ----------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from raysgd.train.executor import BackendExecutor
 from raysgd.workers.events import MessageReceived
 from tests.simulation.checker import Checker, Violation
 from tests.simulation.faults import Cancelled, Schedule
-from tests.simulation.group import Node, SimGroup, Worker
+from tests.simulation.group import Large, Node, SimGroup, Worker
 from tests.simulation.network import Link, NetworkError, SimBackend
 from tests.simulation.plan import ON_NODES, ON_WORKERS, Fault, Plan
 from tests.simulation.replica import UserError
@@ -403,6 +403,7 @@ class FunctionScript:
             return self._queue
 
         patch.setattr(executor, "Engine", engine)
+        patch.setattr(executor, "Blob", Large)
         patch.setattr(executor, "RayGroup", lambda *_, **__: self.group)
         patch.setattr(executor, "ensure_cluster", lambda *_: None)
         patch.setattr(executor, "driver_address", lambda: "driver")

@@ -18,6 +18,7 @@ from raysgd.core.messages import Message, PreemptionNotice, ProgressReport, Snap
 from raysgd.core.outcomes import Outcome
 from raysgd.core.progress import Control, Progress
 from raysgd.errors import SupersededError
+from raysgd.workers.calls import SMALL, Blob
 from raysgd.workers.control_client import ControlClient
 from raysgd.workers.events import CallEnded, Event, MessageReceived, WorkerEnded, WorkerStarted
 from raysgd.workers.keeper import RENEWALS
@@ -26,11 +27,18 @@ from tests.simulation.network import DRIVER, Link, Network, ProcessGroup, SimBac
 from tests.simulation.replica import SimReplica
 from tests.simulation.world import Condition, Process, Wake, World
 
-__all__ = ["CallDidNotEnd", "Node", "SimGroup", "Worker"]
+__all__ = ["CallDidNotEnd", "Large", "Node", "SimGroup", "Worker"]
 
 HEARTBEAT_S = 1.0
 WAITING = ["/torch/distributed/distributed_c10d.py:1 all_reduce"]
 BUSY = ["script.py:1 train_batch"]
+
+
+class Large(Blob):
+    """Stands for an argument that is large."""
+
+    def __len__(self) -> int:
+        return SMALL
 
 
 class CallDidNotEnd(AssertionError):

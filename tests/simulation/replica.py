@@ -23,6 +23,7 @@ from raysgd.training.position import Position
 from raysgd.training.snapshots import LOADED_S
 from raysgd.training.step import Drawn
 from raysgd.training.step import Step as OptimizerStep
+from raysgd.workers.calls import Blob
 from tests.simulation.network import NetworkError
 
 __all__ = ["SimReplica", "Step", "UserError", "steps_of", "value_of", "weights_after"]
@@ -196,13 +197,13 @@ class SimReplica:
         self._worker.point("save")
         return self._state() if self._rank_info.world_rank == 0 else None
 
-    def restore(self, data: bytes, loads: int, refuses: int = -1) -> Refusal | None:
+    def restore(self, data: Blob, loads: int, refuses: int = -1) -> Refusal | None:
         """Load a checkpoint on all ranks, or on none, because the rank `refuses` does."""
         self._worker.compute()
         self._worker.point("restore")
         self._refuses = refuses >= 0 and refuses % self._rank_info.world_size == self._rank_info.world_rank
         replica: Any = self
-        return take_over(replica, lambda: {"content": data}, loads)
+        return take_over(replica, lambda: {"content": data.data}, loads)
 
     def notice_preemption(self, deadline_s: float | None) -> None:
         self._worker.checker.told_of_preemption(self._worker, deadline_s)

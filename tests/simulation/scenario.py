@@ -17,7 +17,7 @@ from raysgd.engine.engine import Engine
 from raysgd.errors import CheckpointError, ResourceError, TrainingFailedError, WorkerStartError
 from tests.simulation.checker import Checker, Violation
 from tests.simulation.faults import Cancelled, Schedule
-from tests.simulation.group import Node, SimGroup
+from tests.simulation.group import Large, Node, SimGroup
 from tests.simulation.network import SimBackend
 from tests.simulation.plan import Plan
 from tests.simulation.replica import SimReplica, Step, UserError, steps_of, value_of
@@ -262,7 +262,7 @@ class Script:
             with self.engine.state_replaced_by_hand(loads):
                 if refuses < 0:
                     self.checker.loaded(steps, loads)
-                values = self._call(SimReplica.restore, {"data": data, "loads": loads, "refuses": refuses})
+                values = self._call(SimReplica.restore, {"data": Large(data), "loads": loads, "refuses": refuses})
                 if any(values):
                     raise CheckpointError("a rank refuses")
         except CheckpointError:
