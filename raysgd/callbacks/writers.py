@@ -96,7 +96,7 @@ def recovery_text(recovery: Recovery) -> str:
     phases = ", ".join(f"{name} {took:.3g}" for name, took in recovery.phases.items())
     return (
         f"{recovery.reason}: {recovery.world_size_before} -> {counted(recovery.world_size_after, 'worker')}, {ranks}"
-        f"epoch {recovery.epoch}, batch {recovery.batch}, {'in place' if recovery.in_place else 'from a snapshot'}, "
+        f"epoch {recovery.epoch}, batch {recovery.batch}, {'in place' if recovery.in_place else 'not in place'}, "
         f"{counted(recovery.batches_redone, 'batch', 'batches')} redone, {recovery.seconds:.3g} s{f' ({phases})' if phases else ''}"
     )
 

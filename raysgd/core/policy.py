@@ -40,7 +40,7 @@ class Recovery:
     removed_ranks   the ranks that failed, or that left in a planned change
     world_size_before, world_size_after  how many workers there were and are
     in_place        True if survivors continued with their state, False if training continued from a
-                    snapshot
+                    snapshot, or with the state of a new worker
     batches_redone  how many committed batches were trained again
     seconds         how long the change took
     epoch, batch    where training was

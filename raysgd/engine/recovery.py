@@ -56,19 +56,20 @@ class RecoveryLog:
         after: int,
         seconds: float,
         redone: int = 0,
-        in_place: bool = True,
+        revived: Snapshot | None = None,
         phases: Mapping[str, float] = MappingProxyType({}),
         continues: bool = True,
     ) -> None:
         """Add a recovery to the list, and report it. Without `continues`, the call ends. `ranks`
-        have failed or left; the others are the fields of a `Recovery`."""
+        have failed or left; what is `revived` is the state of new workers, unless training
+        continues in place; the others are the fields of a `Recovery`."""
         measured = {name: round(phases.get(name, 0.0), 4) for name in policy.PHASES}
         recovery = policy.Recovery(
             seen.reason,
             tuple(sorted(ranks)),
             before,
             after,
-            in_place,
+            revived is None,
             redone,
             round(seconds, 4),
             epoch=at.epoch,
@@ -92,7 +93,7 @@ class RecoveryLog:
                 change,
                 counted(after, "worker"),
                 before,
-                "in place" if recovery.in_place else "from a snapshot",
+                _begins(revived),
                 counted(recovery.batches_redone, "batch", "batches"),
                 recovery.seconds,
             )
@@ -100,6 +101,14 @@ class RecoveryLog:
             left = f"{counted(after, 'worker is', 'workers are')} left ({before} before)"
             logger.error("%s: the call ends with an error; %s", recovery.reason, left)
         self._on_recovery(recovery)
+
+
+def _begins(revived: Snapshot | None) -> str:
+    """Return with which state training continues."""
+    if revived is None:
+        return "in place"
+    # Without one, it is the initial state of one of them, or what one has taken from a member that then failed.
+    return "from a snapshot" if revived.data or revived.held is not None else "with the state of a new worker"
 
 
 class RecoveryLoop:
@@ -383,7 +392,7 @@ class RecoveryLoop:
             after=len(self._table.members()),
             seconds=self._table.clock() - case.since,
             redone=max(case.furthest.step - base, 0),
-            in_place=case.revived is None,
+            revived=case.revived,
             phases={name: case.phases.get(name, 0.0) + took.get(name, 0.0) for name in policy.PHASES},
             continues=continues,
         )

@@ -390,9 +390,11 @@ def test_calls_are_run_again_if_a_spare_with_an_older_state_is_left(monkeypatch:
     assert result.error is None and sum("<- run train" in line for line in result.trace) == 6
 
 
-def test_new_workers_with_the_only_state_are_kept_if_they_cannot_connect(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_workers_with_the_only_state_are_kept_if_they_cannot_connect(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """They have taken it from a member that then failed, and the network between them fails once. Before, both were ended, and
-    training continued from the snapshot."""
+    training continued from the snapshot. The log says what happened."""
     original, calls = Generation._rendezvous, itertools.count(1)
 
     def rendezvous(self: Generation, workers: list[str]) -> bool:
@@ -407,6 +409,8 @@ def test_new_workers_with_the_only_state_are_kept_if_they_cannot_connect(monkeyp
     result = run(Plan(ranks=3, nodes=(3,), samples=200, step_s=0.3, script=("train",), faults=faults))
     assert result.error is None and next(calls) > 5
     assert [each.batches_redone for each in result.recoveries if each.reason == "worker death"] == [0, 0]
+    begins = [text for text in caplog.messages if "worker death: training continues" in text]
+    assert ["in place" in begins[0], "with the state of a new worker, 0 batches redone" in begins[1]] == [True, True]
 
 
 def test_a_shutdown_in_a_callback_ends_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
