@@ -6,7 +6,7 @@ The first of four hosts runs the script, and has no worker. A host that has fail
 each epoch, the samples that the weights have seen are compared with the data set, and the weights of the ranks with each
 other.
 
-Exit status 1: a sample was lost or used twice, weights differed, or training failed.
+Exit status 1: a sample was lost or used twice, weights differed, training failed, or not all faults could be injected.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ def main() -> None:
     args = parser.parse_args()
     row = chaos(faults=args.faults, seed=args.seed, minutes=args.minutes)
     print(json.dumps(row, indent=1))
-    sys.exit(bool(row["lost"] or row["doubled"] or row["differing"] or row["error"]))
+    sys.exit(bool(row["lost"] or row["doubled"] or row["differing"] or row["error"] or row["faults"] < args.faults))
 
 
 if __name__ == "__main__":
