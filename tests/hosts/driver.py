@@ -203,9 +203,32 @@ def slow() -> dict[str, Any]:
         of.train()
         of.resize(2)
         of.train()
-        large = of.apply_all_operators(lambda operator: float(operator.large.sum()))
+        large = of.apply_all_operators(large_sum)
         seconds = timed(lambda: of.save("/tmp/large.pt"))
         return {"large": large, "save_s": seconds, "bytes": os.path.getsize("/tmp/large.pt"), **facts(of)}
+
+
+def calls() -> dict[str, Any]:
+    """Pass 20 MB to the workers and back, in each way."""
+    content = bytes(range(256)) * 80_000
+    with trainer(LargeOperator) as of:
+        of.train()
+        of.save("/tmp/large.pt")
+        ways: dict[str, Callable[[], Any]] = {
+            "load": lambda: of.load("/tmp/large.pt"),
+            "load_state_dict": lambda: of.load_state_dict(of.state_dict()),
+            "a large function": lambda: of.apply_all_workers(lambda: len(content)),
+            "a large result": lambda: of.apply_all_workers(lambda: bytes(range(256)) * 80_000),
+        }
+        seconds, results = {}, {}
+        for name, way in ways.items():
+            seconds[name] = timed(lambda way=way, name=name: results.update({name: way()}))
+        found = {"sent": results["a large function"], "same": [each == content for each in results["a large result"]]}
+        return {**found, "seconds": seconds, "large": of.apply_all_operators(large_sum), **facts(of)}
+
+
+def large_sum(operator: Any) -> float:
+    return float(operator.large.sum())
 
 
 def epochs() -> dict[str, Any]:
@@ -274,7 +297,7 @@ def moments() -> dict[str, Any]:
         epoch()
         during("in a load", lambda: of.load("/tmp/large.pt"))
         loaded = weights(of)
-        large = of.apply_all_operators(lambda operator: float(operator.large.sum()))
+        large = of.apply_all_operators(large_sum)
         epoch()
         found = {"seconds": seconds, "recovered": recovered, "saved": saved, "loaded": loaded, "large": large}
         return {**found, "bytes": bytes_saved, **facts(of, LONG), "lost_and_doubled": counts}

@@ -168,17 +168,36 @@ def test_faults_at_random() -> None:
     assert found["faults"] == 8 and found["epochs"] > 1
 
 
-def test_a_network_loses_packets_and_a_host_stops_for_a_while(make: Callable[..., Hosts]) -> None:
-    hosts = make(3)
-    with begin(hosts[0], "epochs") as script, hosts[1].losing(0.05), hosts[2].losing(0.05):
-        announced(script, hosts, "epoch 1")
-        time.sleep(ENOUGH_S)
-        with hosts[2].paused():
-            time.sleep(5)
-        announced(script, hosts, "epoch 2")
-        found = end_epochs(hosts, script)
+def test_a_host_stops_for_a_while_in_an_epoch_in_a_save_and_in_a_load(make: Callable[..., Hosts]) -> None:
+    """And the network loses packets, so that the load takes longer than the limit of a hang. Nothing has failed."""
+    hosts = make(5)
+    with begin(hosts[0], "moments") as script, ExitStack() as network:
+        for host in hosts.all:
+            network.enter_context(host.rate(40))
+            network.enter_context(host.losing(0.05))
+        for moment in ("in an epoch", "in a save", "in a load"):
+            stopped = announced(script, hosts, moment)[0]
+            time.sleep(ENOUGH_S)
+            with stopped.paused():
+                time.sleep(5)
+        found = found_by(script)
     assert found["lost_and_doubled"] == [[0, 0]] * 3 and found["recoveries"] == []
-    assert found["seconds"][1] > 5 and len(set(found["weights"])) == 1
+    assert all(seconds > 5 for seconds in found["seconds"].values()), "it was stopped meanwhile"
+    assert found["bytes"] > 20_000_000 and len(found["hosts"]) == 4
+    assert found["loaded"] == found["saved"] and len(set(found["saved"])) == 1
+    print(found["seconds"])
+
+
+def test_large_arguments_and_answers_take_longer_than_a_hang(make: Callable[..., Hosts]) -> None:
+    """At 7 Mbit/s, 20 MB take 24 s, and the limit of a hang is 20 s. The worker on the script's host has them at once."""
+    hosts = make(2, start=False)
+    hosts.start_ray()
+    with hosts[0].rate(7), hosts[1].rate(7):
+        found = run(hosts[0], "calls")
+    assert found["recoveries"] == [] and all(seconds > 20 for seconds in found["seconds"].values()), found
+    assert found["sent"] == [20_480_000] * 2 and found["same"] == [True] * 2
+    assert len(found["large"]) == 2 and len(set(found["large"])) == 1
+    print(found["seconds"])
 
 
 def test_a_drained_host_is_left_without_a_loss(make: Callable[..., Hosts]) -> None:
