@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -13,8 +14,9 @@ from torch import nn
 
 from raysgd import ElasticConfig, TrainingOptions
 from raysgd.core.rank_comparison import Summary, compare, describe
+from raysgd.engine.call import FanOut
 from raysgd.engine.rank_comparison import Comparison
-from raysgd.errors import ConfigError
+from raysgd.errors import ConfigError, DivergenceError
 from raysgd.torch.rank_comparison import summary_of
 from raysgd.training import rank_comparison
 from raysgd.training.rank_comparison import BLOCK, window
@@ -61,6 +63,7 @@ def test_a_parameter_that_differs_on_one_of_three_ranks(change: Callable[[Any], 
     (difference,) = found(operator(model), operator(changed(change, model)), operator(copy.deepcopy(model)))
     assert (difference.kind, difference.name) == ("weights", "0.weight of self.model")
     assert difference.groups == ((0, 2), (1,))
+    assert difference.outliers == {1}
     assert difference.others == 0
 
 
@@ -68,6 +71,7 @@ def test_the_size_is_about_that_of_the_difference() -> None:
     model = net()
     (difference,) = found(operator(model), operator(changed(lambda model: model[0].weight.mul_(1.01), model)))
     assert 0.005 < difference.size < 0.02
+    assert difference.outliers is None  # two ranks have no majority
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.complex64])
@@ -234,20 +238,86 @@ def test_a_difference_is_logged_once_until_it_grows(caplog: pytest.LogCaptureFix
     for other in (1.01, 1.02, 1.09, 1.2, 1.3, 1.0, 1.01):
         caplog.clear()
         with caplog.at_level(logging.WARNING, "raysgd"):
-            made.judge(4, texts(1.0, other))
+            assert made.judge(4, texts(1.0, other)) == (frozenset(), "")
         logged.append(len(caplog.records))
     assert logged == [1, 0, 0, 1, 0, 0, 1]
+
+
+def test_nobody_is_evicted_for_a_setting() -> None:
+    """The replacement would have the same setting."""
+    given = texts(1.0, 1.1, 1.0) | {1: Summary({"w": [1.1, 1.0, 1e-4]}, {}, {"lr": 0.2}).as_text()}
+    with pytest.raises(DivergenceError, match="because replacement workers would run the same code"):
+        Comparison(ElasticConfig(on_divergence="evict")).judge(4, given)
+
+
+def test_the_reason_of_an_eviction_is_the_first_step_after_which_the_rank_differed() -> None:
+    """The summaries of several steps can arrive at once."""
+    killed: list[tuple[str, ...]] = []
+    table = MagicMock()
+    table.members.return_value = ["a", "b", "c"]
+    given = dict(zip("abc", texts(1.0, 2.0, 1.0).values(), strict=True))
+    table.take_summaries.return_value = [(step, given) for step in (4, 6)]
+    table.kill = lambda *arguments: killed.append(arguments)
+    evicting = Comparison(ElasticConfig(compare_weights=2, on_divergence="evict"))
+    fan_out = FanOut(table, MagicMock(), MagicMock(), lambda job: False, comparison=evicting)
+    assert fan_out.compare()
+    ((worker, reason, why),) = killed
+    assert (worker, reason) == ("b", "divergence")
+    assert why.startswith("its weights differ from those of most ranks after step 4: ")
+
+
+def test_several_ranks_are_evicted_in_rank_order() -> None:
+    """And not in the order of the hashes of their names, which each process draws again: a simulation could not be repeated."""
+    killed: list[str] = []
+    table = MagicMock()
+    names = [f"worker {rank}" for rank in range(9)]
+    table.members.return_value = names
+    table.kill = lambda worker, *why: killed.append(worker)
+    evicting = Comparison(ElasticConfig(compare_weights=2, on_divergence="evict"))
+    fan_out = FanOut(table, MagicMock(), MagicMock(), lambda job: False, comparison=evicting)
+    assert fan_out.judge(4, texts(1.0, 2.0, 1.0, 2.0, 1.0, 2.0, 1.0, 2.0, 1.0).values())
+    assert killed == names[1::2]
 
 
 # -- arguments ----------------------------------------------------------------------------------------
 
 
-def test_it_is_refused_where_it_cannot_be_done() -> None:
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (
+            {"compare_weights": 0},
+            "compare_weights must be 'call', a whole number of steps of at least 1, or None, got 0",
+        ),
+        ({"compare_weights": True}, "compare_weights must be .*got True"),
+        ({"on_divergence": "log"}, "on_divergence must be 'warn', 'raise' or 'evict', got 'log'"),
+        (
+            {"compare_weights": None, "on_divergence": "raise"},
+            "on_divergence='raise' and compare_weights=None cannot be combined: nothing is compared",
+        ),
+    ],
+)
+def test_arguments_are_checked(given: Any, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        ElasticConfig(**given)
+
+
+@pytest.mark.parametrize("asked", [{"compare_weights": 5}, {"on_divergence": "raise"}])
+def test_it_is_refused_where_it_cannot_be_done(asked: Any) -> None:
     from raysgd.train import Trainer
 
     with pytest.raises(ConfigError, match="and a training function owns its models, so nothing else knows them"):
-        Trainer(backend="torch", num_workers=1, elastic=ElasticConfig(on_divergence="raise"))
+        Trainer(backend="torch", num_workers=1, elastic=ElasticConfig(**asked))
     unwrapped = TrainingOptions().resolved(wrap_ddp=False)
     with pytest.raises(ConfigError, match="with parallel=None raysgd does not know whether they should be equal"):
-        unwrapped.check_with(num_workers=2, use_gpu=False, elastic=ElasticConfig(on_divergence="raise"))
-    unwrapped.check_with(num_workers=2, use_gpu=False, elastic=ElasticConfig(on_divergence=None))
+        unwrapped.check_with(num_workers=2, use_gpu=False, elastic=ElasticConfig(**asked))
+    unwrapped.check_with(num_workers=2, use_gpu=False, elastic=ElasticConfig(compare_weights=None))
+
+
+def test_no_rank_of_a_sharded_model_is_evicted() -> None:
+    options = TrainingOptions(parallel="fsdp")
+    options.check_with(num_workers=2, use_gpu=False, elastic=ElasticConfig(on_divergence="raise", compare_weights=3))
+    with pytest.raises(
+        ConfigError, match=r"parallel='fsdp' cannot be combined: .* each has its own shard: use 'warn' or 'raise'"
+    ):
+        options.check_with(num_workers=2, use_gpu=False, elastic=ElasticConfig(on_divergence="evict"))

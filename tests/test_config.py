@@ -23,7 +23,6 @@ from raysgd.environment import CONTROL_PORT, control_ports
         ("hang_timeout_s", None, "seconds"),
         ("grow", "always", "'epoch'"),
         ("batch", "local", "'global'"),
-        ("on_divergence", "log", "'raise'"),
         ("snapshot_every", 0, "None"),
         ("snapshot_every", "batch", "'epoch'"),
     ],

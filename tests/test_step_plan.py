@@ -61,3 +61,7 @@ def test_with_all_workers_it_is_one_step_for_each_window(
     assert sorted({0, *made}) == list(range(plan.steps + 1))
     if plan.window == 1:
         assert len(made) == plan.steps + plan.epochs  # the ends of epochs add none
+
+
+def test_after_the_planned_epochs_no_step_is_left() -> None:
+    assert plan_of(26, 4, 2, 3).steps_left(SamplingPlan(26, 4, 1), 5, 26) == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from raysgd.callbacks.base import Callback, CallResult, Run, Underway
+from raysgd.callbacks.csv_files import CSVCallback
 from raysgd.callbacks.early_stopping import EarlyStopping
 from raysgd.callbacks.history import History
 from raysgd.callbacks.json_files import JsonLinesCallback, JsonLoggerCallback
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "EMA",
+    "CSVCallback",
     "CallResult",
     "Callback",
     "EarlyStopping",

@@ -119,8 +119,7 @@ def notice(mode: BatchMode, workers: int, usual: int) -> str:
     """Return what the log says when `workers` of the `usual` number train, each with its batch."""
     train = "trains" if workers == 1 else "train"
     return (
-        f"{counted(workers, 'worker')} of {usual} {train} now, and each keeps its batch size, so a step has another number of samples, and "
-        "an epoch another number of steps, which a schedule that your code steps does not follow. The run will have other results than "
-        f"one without this change: {mode.reason}. To keep the batch of all workers, {mode.advice}; "
+        f"{counted(workers, 'worker')} of {usual} {train} now, and each keeps its batch size, so steps have another number of samples, and "
+        f"the run will have other results than one without this change: {mode.reason}. To keep the batch of all workers, {mode.advice}; "
         "or pass ElasticConfig(batch='per_worker'), which says that this is meant"
     )

@@ -33,6 +33,8 @@ class Progress:
     applied      optimizer steps since the start of training
     loads        how often the user has loaded a state
     call         the number of the running call that trains, or of the last one
+    summary      of the weights after `step`, if it was just made for a comparison with the other
+                 ranks: text of a `Summary`
     lacks_state  whether its weights are a new worker's own initial ones, and not the group's
     """
 
@@ -45,6 +47,7 @@ class Progress:
     applied: int = 0
     loads: int = 0
     call: int = -1
+    summary: str = ""
     lacks_state: bool = False
 
     @property

@@ -20,7 +20,7 @@ CAUSES = (
     "Likely causes: train_batch calls the unwrapped model, as in self.model.module(x), and then no gradients are averaged (call "
     "self.model(x)); a module or an optimizer that trains is not passed to register(); or a setting, or other code, depends on the "
     "rank. get_model() and checkpoints have the weights of rank 0. If the ranks are meant to differ, pass "
-    "ElasticConfig(on_divergence=None)"
+    "ElasticConfig(compare_weights=None)"
 )
 
 
@@ -55,6 +55,8 @@ class Difference:
     values    each group's value, of a setting
     size      by how much two groups differ, as a fraction of the value
     others    how many further entries of this kind differ
+    outliers  the ranks that differ from more than half of the ranks, in any entry; None if there is
+              no such majority in one
     """
 
     kind: Kind
@@ -63,6 +65,7 @@ class Difference:
     values: tuple[Any, ...]
     size: float
     others: int = 0
+    outliers: frozenset[int] | None = None
 
 
 def compare(texts: Mapping[int, str]) -> list[Difference]:
@@ -97,7 +100,9 @@ def _worst(kind: Kind, read: Sequence[tuple[Summary, list[int]]]) -> Difference 
     if not differing:
         return None
     worst = max(differing, key=lambda each: each.size)
-    return replace(worst, others=len(differing) - 1)
+    known = [each.outliers for each in differing if each.outliers is not None]
+    outliers = frozenset().union(*known) if len(known) == len(differing) else None
+    return replace(worst, others=len(differing) - 1, outliers=outliers)
 
 
 def _difference(
@@ -114,13 +119,15 @@ def _difference(
     if len(groups) == 1:
         return None
     groups.sort(key=lambda group: (-len(group[1]), min(group[1])))
-    (usual, _), *rest = groups
+    (usual, most), *rest = groups
+    others = [rank for _, ranks in rest for rank in ranks]
     return Difference(
         kind,
         name,
         tuple(tuple(sorted(ranks)) for _, ranks in groups),
         tuple(value for value, _ in groups) if kind == "settings" else (),
         max(distance(usual, value) for value, _ in rest),
+        outliers=frozenset(others) if len(most) > len(others) else None,
     )
 
 

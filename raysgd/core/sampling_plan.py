@@ -184,6 +184,11 @@ class StepPlan(NamedTuple):
     def of(cls, epoch: SamplingPlan, steps: int, epochs: int, window: int = 1) -> StepPlan:
         return cls(steps, epochs, epoch.world_size, epoch.total, epoch.step_size, epoch.drop_last, window)
 
+    @property
+    def epoch(self) -> SamplingPlan:
+        """Return how all workers divide an epoch."""
+        return SamplingPlan(self.units, self.step_size, self.workers, self.drop_last)
+
     def divides_like(self, other: StepPlan) -> bool:
         """Return whether the epochs of the other plan have the same steps."""
         return self[2:] == other[2:]
@@ -198,3 +203,8 @@ class StepPlan(NamedTuple):
         batches = self.units // self.step_size if self.drop_last else -(-self.units // self.step_size)
         each, begun = -(-batches // self.window), offset // self.step_size
         return (epoch - 1) * each + (each if offset >= self.units or begun >= batches else begun // self.window)
+
+    def steps_left(self, now: SamplingPlan, epoch: int, offset: int) -> int:
+        """Return how many steps the rest of the run has if `now` divides its epochs."""
+        rest, each = now.steps_left(offset), now.steps_left(0)
+        return -(-rest // self.window) + max(self.epochs - epoch, 0) * -(-each // self.window)

@@ -48,7 +48,7 @@ from raysgd.engine.recovery import RecoveryLog, RecoveryLoop, StateLost
 from raysgd.engine.replacements import Replacements
 from raysgd.engine.watchdog import ask
 from raysgd.engine.worker_table import During, OnReport, Phase, WorkerInfo, WorkerTable
-from raysgd.errors import ClusterError, DivergenceError, NotActiveError, counted
+from raysgd.errors import ClusterError, NotActiveError, counted
 from raysgd.workers.worker_group import WorkerGroupProtocol
 
 logger = logging.getLogger("raysgd")
@@ -405,7 +405,7 @@ class Engine:
         hung: list[Any] = []  # where code hung, as often as it hung there in a row
         while True:
             call = self._prepared(job, running)  # first, because `prepare` may itself call and change the workers
-            fan_out = FanOut(self._table, self._generation, job, self._wants_boundary)
+            fan_out = FanOut(self._table, self._generation, job, self._wants_boundary, comparison=self._comparison)
             fan_out.run(call)
             self._note_snapshot(running)
             outcomes = fan_out.outcomes
@@ -420,9 +420,10 @@ class Engine:
             part = PartialResults(tuple(outcomes.values()), self._generation.number)
             parts = [*parts, part] if job.again == "resume" else [part]
             if seen.kind == "done":
-                if job.compare is not None:
-                    self._compare_ranks(job.compare, self._table.clock() - began_at)
-                return parts
+                if job.again != "resume" or not self._evicts(job, fan_out, self._table.clock() - began_at):
+                    return parts
+                self._table.wait_for_killed()
+                continue  # which finds that workers have failed
             if seen.kind == "paused" and self._is_own_pause(job, parts, running):
                 continue
             revived = self._restore(seen, running, since=fan_out.troubled_at)
@@ -478,27 +479,24 @@ class Engine:
             parts = partial_results_since(revived, parts, call=running.number)
         return [part.until(self.progress.step) for part in parts]
 
-    def _compare_ranks(self, summarize: Call, seconds: float) -> None:
-        """Compare the ranks after a call of this length, if that is due. If a worker fails now, the
-        next call handles that."""
+    def _evicts(self, job: Job, fan_out: FanOut, seconds: float) -> bool:
+        """Compare the ranks after a call of this length. Return whether any was evicted. If a
+        worker fails now, the next call handles that."""
         comparison, members = self._comparison, self._table.members()
+        if comparison.by_steps:
+            return fan_out.compare()
         comparison.trained(seconds)
-        if len(members) == 1 or not comparison.is_due:
-            return
-        began, call = self._table.clock(), replace(summarize, arguments={"turn": comparison.turn})
+        if job.compare is None or len(members) == 1 or not comparison.is_due:
+            return False
+        began, call = self._table.clock(), replace(job.compare, arguments={"turn": comparison.turn})
         number, limit_s = self._generation.number, self.limits.hang_s
         outcomes = ask(self._table, members, "run", {"call": call}, limit_s=limit_s, generation=number)
         comparison.took(self._table.clock() - began)
         seen = classify(outcomes)
         if seen.kind == "user_error":
             self._raise_user_error(seen, outcomes)
-        if seen.kind == "done":
-            texts = [outcome.value for outcome in outcomes.values() if isinstance(outcome, Ok)]
-            try:
-                self._comparison.judge(self.progress.step, dict(enumerate(texts)))
-            except DivergenceError:
-                self._generation.end()  # the next call begins with rank 0's weights on all ranks
-                raise
+        texts = [outcome.value for outcome in outcomes.values() if isinstance(outcome, Ok)]
+        return seen.kind == "done" and fan_out.judge(self.progress.step, texts)
 
     def _prepared(self, job: Job, running: RunningCall) -> Call:
         """Return the call with the arguments that are only known when it is fanned out."""

@@ -19,7 +19,7 @@ from raysgd.constants import NUM_SAMPLES
 from raysgd.errors import ConfigError, shown
 from raysgd.tf import foreign
 from raysgd.tf.data import are_arrays
-from raysgd.tf.operator import TrainingOperator
+from raysgd.tf.operator import IN_PIECES, TrainingOperator
 from raysgd.tf.own_steps import OwnStep, average_applied, further_optimizers, own_step
 from raysgd.tf.parts import as_tensor, is_keras_2, one_row, refuse_sum, rows_in, running_statistics
 
@@ -73,6 +73,10 @@ class CompiledOperator(TrainingOperator):
         self._keras = importlib.import_module("tf_keras" if is_keras_2(model) else "keras")
         self._own_train: OwnStep | None = own_step(self._keras, model, "train_step")
         self._own_test: OwnStep | None = own_step(self._keras, model, "test_step")
+        if self._own_train is not None and self._pieces is not None:
+            raise ConfigError(
+                f"{IN_PIECES}, and {type(model).__name__} has a train_step of its own, which applies gradients at once: leave batch out"
+            )
         self._compared = False  # whether the ranks have compared their weights
         self.register(models=model, optimizers=model.optimizer)
         self.optimizer = self._parts.optimizers[0]
@@ -131,14 +135,16 @@ class CompiledOperator(TrainingOperator):
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         x, y, weight = self._weighted(*_unpacked(batch))
-        own, place = self._own_train, batch_info["batch_idx"]
-        self._fit_callbacks.on_train_batch_begin(place)
+        own, place, step = self._own_train, batch_info["batch_idx"], self._feed.step
+        if step.place == 0:
+            self._fit_callbacks.on_train_batch_begin(place)
         with self.timers.record("step"):
             if own is None:
                 loss = self._train_graph(x, y, weight, self._counts)
             else:
                 logs = own((x, y, weight) if self._class_weight() else batch, rows_in(x), counts=self._counts)
-        self._fit_callbacks.on_train_batch_end(place, {"loss": float(loss)} if own is None else logs)
+        if step.closing:
+            self._fit_callbacks.on_train_batch_end(place, {"loss": float(loss)} if own is None else logs)
         if own is not None:
             self._compare_weights()
         return {**({"train_loss": loss} if own is None else {}), NUM_SAMPLES: rows_in(x)}

@@ -30,14 +30,14 @@ from raysgd.training.step import Drawn
 class SharedSource:
     """Draws this rank's rows of every batch. Every row is used once per epoch, over any number of
     resizes. The epoch is read from `position`, because a new process can begin in the middle of an
-    epoch."""
+    epoch. With `workers`, no rank has more rows at once than if there were so many ranks."""
 
-    def __init__(self, loader: Any, position: Position, *, pad: bool) -> None:
+    def __init__(self, loader: Any, position: Position, *, pad: bool, workers: int | None = None) -> None:
         self.loader = loader
-        self._position, self._pad = position, pad
+        self._position, self._pad, self._workers = position, pad, workers
         self._passes = self._epoch = self._passed = 0
         self._live: Iterator[Any] | None = None
-        self._last: Drawn | None = None
+        self._last: list[Drawn] = []
 
     def begin(self, epoch: int, rank_info: RankInfo, shared: bool) -> None:
         """Do nothing: `batches` begins a new pass."""
@@ -45,11 +45,11 @@ class SharedSource:
     def batches(self, rank_info: RankInfo, offset: int) -> Iterator[Drawn]:
         """Return this rank's part of the rest, from the live iterator if that is there."""
         epoch = self._position.epoch
-        last, self._last = self._last, None
+        last, self._last = self._last, []
         continues = self._live is not None and self._epoch == epoch
-        if continues and last is not None and self._passed == last.offset == offset + 1:
+        if continues and last and self._passed == last[0].offset == offset + 1:
             self._last = last
-            yield last  # it was drawn before, but not committed
+            yield from last  # it was drawn before, but not committed
         elif not continues or self._passed != offset:
             self._live, self._epoch, self._passed = self._pass(epoch, offset), epoch, offset
         while self._live is not None:
@@ -58,9 +58,8 @@ class SharedSource:
                 self._live = None
                 return
             self._passed += 1
-            self._last = self._part_of(batch, rank_info, self._passed)
-            if self._last is not None:
-                yield self._last
+            self._last = list(self._part_of(batch, rank_info, self._passed))
+            yield from self._last
 
     def steps_left(self, rank_info: RankInfo, offset: int) -> int | None:
         return _length(self.loader, offset)
@@ -79,15 +78,18 @@ class SharedSource:
             return iter(self.loader.skip(offset).prefetch(tf.data.AUTOTUNE))
         return islice(iter(self.loader), offset, None)
 
-    def _part_of(self, batch: Any, rank_info: RankInfo, offset: int) -> Drawn | None:
-        """Return this rank's rows of a batch, None if it need not take part."""
+    def _part_of(self, batch: Any, rank_info: RankInfo, offset: int) -> Iterator[Drawn]:
+        """Yield this rank's rows of a batch, or their pieces; nothing if it need not take part."""
         rows, ranks = rows_in(batch), rank_info.world_size
-        if ranks == 1:
-            return Drawn(batch, offset, rows=rows)
-        part = SamplingPlan(rows, rows, ranks, pad=self._pad).parts(0)[rank_info.world_rank]
-        if part.stop == part.start:
-            return None
-        return Drawn(_cut(batch, part.start, part.stop), offset, part.fresh, rows, part.weight)
+        most = -(-rows // self._workers) if self._workers else None
+        if ranks == 1 and (most is None or rows < 2):
+            yield Drawn(batch, offset, rows=rows)
+            return
+        plan = SamplingPlan(total=rows, step_size=rows, world_size=ranks, pad=self._pad, most=most)
+        for part in plan.parts_of(rank_info.world_rank, 0):
+            if part.stop > part.start:
+                cut = _cut(batch, part.start, part.stop)
+                yield Drawn(cut, offset, part.fresh, rows, part.weight, part.whole)
 
 
 class OwnSource:
@@ -125,15 +127,22 @@ def make_source(
     channel: Channel,
     *,
     training: bool,
+    workers: int | None = None,
 ) -> SharedSource | OwnSource:
     """Return the source for a data set, by its own
-    `options.experimental_distribute.auto_shard_policy`."""
+    `options.experimental_distribute.auto_shard_policy`. With `workers`, no rank has more rows at
+    once than if there were so many ranks."""
     policies, policy = tf.data.experimental.AutoShardPolicy, _policy_of(data)
     if policy in (policies.AUTO, policies.DATA):
-        return SharedSource(data, position, pad=training)
+        return SharedSource(data, position, pad=training, workers=workers if training else None)
     if policy not in (policies.FILE, policies.OFF):
         raise ConfigError(
             f"the data set's auto_shard_policy is {policies(policy).name}: it must be AUTO, DATA, FILE or OFF"
+        )
+    if workers and training:
+        raise ConfigError(
+            f"ElasticConfig(batch='global') cannot divide a data set whose auto_shard_policy is {policies(policy).name}, because each "
+            "worker reads data of its own: use AUTO or DATA, or leave batch out"
         )
     own = _own_files(data, rank_info) if policy == policies.FILE else data
     return OwnSource(data, own, channel, together=training and rank_info.world_size > 1)

@@ -27,6 +27,8 @@ from raysgd.training.operator_base import OperatorBase, each_loader
 from raysgd.training.settings import ReplicaSettings
 from raysgd.training.step import Policies, Policy, Step
 
+IN_PIECES = "ElasticConfig(batch='global') lets a worker process its part of a batch in several pieces when there are fewer workers"
+
 
 class TrainingOperator(OperatorBase):
     """Defines Keras models and their data, and what to do with a batch, in an epoch and in a
@@ -65,9 +67,11 @@ class TrainingOperator(OperatorBase):
         self._fraction = tf.Variable(1.0, trainable=False)
         self._fraction_now = 1.0
         self._parts = KerasParts()
+        in_pieces = settings.elastic.batch == "global" and settings.num_workers > 1
+        self._pieces = Pieces(self) if in_pieces else None
         self._statistics: list[Any] = []
         self._part = Part(self)
-        self._policies = Policies([self._part])
+        self._policies = Policies([each for each in (self._part, self._pieces) if each is not None])
         self.setup(self._config)
         if self._parts.registered:
             self._complete()
@@ -143,8 +147,11 @@ class TrainingOperator(OperatorBase):
 
     def _step(self, tape: Any, loss: Any, model: Any, optimizer: Any) -> None:
         optimizer = self._only(self._parts.optimizers, "optimizer") if optimizer is None else optimizer
-        gradients, variables = self.gradients(tape, loss, model=model, optimizer=optimizer)
-        self.apply_gradients(gradients, variables, optimizer=optimizer)
+        gradients, variables = self._own_gradients(tape, loss, model, optimizer)
+        if self._pieces is not None:
+            self._pieces.step(gradients, variables, optimizer)
+        else:
+            self.apply_gradients(self._sum(gradients), variables, optimizer=optimizer)
 
     def gradients(
         self, tape: Any, loss: Any, *, model: Any = None, optimizer: Any = None
@@ -153,7 +160,16 @@ class TrainingOperator(OperatorBase):
         their variables. `tape`, `loss`, `model` and `optimizer` are those of `step`. This is the
         first half of `step`, if you want to clip or count gradients. Under mixed_float16 they are
         still scaled."""
+        if self._pieces is not None:
+            raise ConfigError(
+                f"{IN_PIECES}, and self.gradients() returns those of a whole batch: call self.step(tape, loss)"
+            )
         optimizer = self._only(self._parts.optimizers, "optimizer") if optimizer is None else optimizer
+        own, variables = self._own_gradients(tape, loss, model, optimizer)
+        return self._sum(own), variables
+
+    def _own_gradients(self, tape: Any, loss: Any, model: Any, optimizer: Any) -> tuple[list[Any], list[Any]]:
+        """Return this worker's part of the gradients, and their variables."""
         trained = self._parts.trained_by(optimizer) if model is None else list(model.trainable_variables)
         scale = _scale(optimizer, loss)
         found = tape.gradient(loss, trained, output_gradients=tf.cast(self._fraction, scale.dtype) * scale)
@@ -163,14 +179,14 @@ class TrainingOperator(OperatorBase):
                 "there are no gradients: the loss depends on none of the trainable variables of the model. Compute it inside "
                 "the tape from the model's output"
             )
-        own = [tf.convert_to_tensor(gradient) for gradient, _ in pairs]
-        return self._sum(own), [variable for _, variable in pairs]
+        return [tf.convert_to_tensor(gradient) for gradient, _ in pairs], [variable for _, variable in pairs]
 
     def _sum(self, gradients: list[Any]) -> list[Any]:
         """Sum the workers' parts of the gradients; average running statistics with them."""
         if self._channel.size == 1:
             return gradients
-        parts = [as_tensor(v) * tf.cast(self._fraction, v.dtype) for v in self._statistics]
+        fraction = self._fraction if self._pieces is None else self._pieces.share
+        parts = [as_tensor(v) * tf.cast(fraction, v.dtype) for v in self._statistics]
         arrived = self._channel.sum([*gradients, *parts])
         with tf.control_dependencies(arrived):
             for variable, mean in zip(self._statistics, arrived[len(gradients) :], strict=True):
@@ -297,6 +313,8 @@ class TrainingOperator(OperatorBase):
         """Create all variables that do not exist yet, and give all ranks rank 0's values."""
         self._build()
         self._statistics = running_statistics(self._parts.models)
+        if self._pieces is not None:
+            self._pieces.create([v for model in self._parts.models for v in model.trainable_variables])
         weights = [variable for model in self._parts.models for variable in model.weights]
         assign(weights, self._channel.broadcast(weights, source=self.world_rank == 0))
 
@@ -346,9 +364,10 @@ class Part(Policy):
     def begin(self, step: Step) -> None:
         operator = self._operator
         operator._set_fraction(step.current.weight / operator.world_size)
-        self._steps = operator._steps_made()
-        if operator.world_size > 1:
-            self._statistics = [tf.identity(as_tensor(v)) for v in operator._statistics]
+        if step.place == 0:
+            self._steps = operator._steps_made()
+            if operator.world_size > 1:
+                self._statistics = [tf.identity(as_tensor(v)) for v in operator._statistics]
 
     def was_made(self) -> bool:
         """Return whether an optimizer has stepped since the begin: Keras' have no hooks."""
@@ -357,6 +376,51 @@ class Part(Policy):
     def on_step(self, step: Step) -> None:
         if step.outcome == "undone" and self._operator.world_size > 1:
             assign(self._operator._statistics, self._statistics)
+
+
+class Pieces(Policy):
+    """Adds up the gradients of the pieces of a batch, and steps with the last one. Owns the sums,
+    which are variables, so that graph functions can use them."""
+
+    def __init__(self, operator: TrainingOperator) -> None:
+        self._operator = operator
+        self._closing = tf.Variable(True, trainable=False)
+        self.share = tf.Variable(1.0, trainable=False)  # this rank's part of the batch
+        self._share = 0.0
+        self._sums: dict[Any, Any] = {}
+        self._stepped: list[Any] = []  # graphs in which a step of this batch was traced
+
+    def create(self, variables: Sequence[Any]) -> None:
+        self._sums = {id(v): tf.Variable(tf.zeros(v.shape, v.dtype), trainable=False) for v in variables}
+
+    def begin(self, step: Step) -> None:
+        first = step.place == 0
+        if first:
+            assign([*self._sums.values()], [tf.zeros_like(each) for each in self._sums.values()])
+        self._share = self._operator._fraction_now + (0.0 if first else self._share)
+        self.share.assign(self._share)
+        self._closing.assign(step.closing)
+        self._stepped.clear()
+
+    def step(self, gradients: Sequence[Any], variables: Sequence[Any], optimizer: Any) -> None:
+        place = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+        if any(each is place for each in self._stepped):
+            raise ConfigError(
+                f"{IN_PIECES}, and this operator makes several steps in a batch, of which a later one may use weights that an "
+                "earlier one changed: make one step"
+            )
+        self._stepped.append(place)
+        sums = [self._sums[id(variable)] for variable in variables]
+        added = [total.assign_add(gradient) for total, gradient in zip(sums, gradients, strict=True)]
+
+        def apply() -> Any:
+            self._operator.apply_gradients(
+                self._operator._sum([tf.identity(total) for total in sums]), variables, optimizer=optimizer
+            )
+            return tf.constant(True)
+
+        with tf.control_dependencies([tf.convert_to_tensor(each) for each in added]):
+            tf.cond(self._closing, apply, lambda: tf.constant(False))
 
 
 def _scaling(optimizer: Any, model: Any) -> Any:

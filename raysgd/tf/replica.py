@@ -55,7 +55,7 @@ class TFReplica(ReplicaBase):
         self, operator: TrainingOperator, settings: ReplicaSettings, rank_info: RankInfo, control: Control
     ) -> None:
         super().__init__(operator, settings, rank_info, control)
-        self._workers = settings.num_workers
+        self._workers, self._asked = settings.num_workers, settings.elastic.batch
         self._prefix = "train_"
 
     @classmethod
@@ -71,7 +71,7 @@ class TFReplica(ReplicaBase):
 
     def _train_source(self, dataset: Any) -> Source:
         source = super()._train_source(dataset)
-        if isinstance(source, OwnSource):
+        if isinstance(source, OwnSource) and self._asked == "auto":
             log_change(OWN_DATA, self._position, self._rank_info, self._workers)
         return source
 
@@ -80,7 +80,8 @@ class TFReplica(ReplicaBase):
 
     def _open_source(self, data: Any, phase: str) -> Source:
         channel, training = self.operator._channel, phase == "train"
-        return make_source(data, self._position_in(phase), self._rank_info, channel, training=training)
+        workers = self._workers if self.operator._pieces is not None else None
+        return make_source(data, self._position_in(phase), self._rank_info, channel, training=training, workers=workers)
 
     def _steps_made(self) -> int | None:
         """Loss scaling leaves out steps, and does not count them."""

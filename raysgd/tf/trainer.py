@@ -119,7 +119,7 @@ class TFTrainer(TrainerBase):
         check_flags(use_gpu=use_gpu)
         resources = WorkerResources.parse(num_cpus_per_worker, use_gpu, resources_per_worker, gpu_asked=use_gpu or None)
         remote, elastic = needs_ray(use_ray, number, resources, elsewhere=name is not None), elastic or ElasticConfig()
-        _check_elastic(elastic)
+        refuse_rates(elastic, OF_ALL_WORKERS)
         fit, evaluate = checked_fit_config(self.config, FIT), checked_fit_config(self.config, EVALUATE)
         run = described_run(TFTrainer, operator_cls, self.config, number, logdir)
         calls = CallRunner(callbacks, run, bar=use_tqdm or bool(verbose or fit.get("verbose")))
@@ -288,14 +288,6 @@ def _resolve_num_workers(num_replicas: int | None, num_workers: int | None) -> i
             f"num_replicas={num_replicas} and num_workers={num_workers} mean the same, and differ: pass one"
         )
     return num_workers or num_replicas or 1
-
-
-def _check_elastic(elastic: ElasticConfig) -> None:
-    refuse_rates(elastic, OF_ALL_WORKERS)
-    if elastic.batch != "auto":
-        raise ConfigError(
-            f"ElasticConfig(batch={elastic.batch!r}) is for TorchTrainer: {OF_ALL_WORKERS}. Leave batch out"
-        )
 
 
 def _check_on_workers(wanted: list[Any]) -> None:

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from raysgd.constants import NUM_SAMPLES, NUM_STEPS, STEPPED_BY_TRAINER, USE_FP16
 from raysgd.core.ranks import RankInfo
-from raysgd.core.sampling_plan import StepPlan, optimizer_steps
+from raysgd.core.sampling_plan import SamplingPlan, StepPlan, optimizer_steps
 from raysgd.data.sharded_stream import ShardedStream
 from raysgd.errors import ConfigError, MissingPartError, shown, suggesting
 from raysgd.ray_data.columns import RayData
@@ -419,25 +419,24 @@ class TrainingOperator(Stepping):
         return self._settings.options.accumulate
 
     def _batches_per_epoch(self, workers: int) -> int | None:
-        loader = self._train_data("train_loader")
-        return None if RayData.is_given_as(loader) else batches_per_epoch(loader, workers, divided=self._is_divided)
+        loader, settings = self._train_data("train_loader"), self._settings
+        if RayData.is_given_as(loader):
+            return None
+        divided = settings.add_dist_sampler or not settings.distributed
+        return batches_per_epoch(loader, workers, divided=divided)
 
-    @property
-    def _is_divided(self) -> bool:
-        """Return whether raysgd divides the data, or one worker has all of it."""
-        return self._settings.add_dist_sampler or not self._settings.distributed
+    def _planned_epoch(self, workers: int) -> SamplingPlan | None:
+        """Return how these workers divide an epoch, None if not known, or always alike."""
+        loader, settings = self._parts.train_loader, self._settings
+        divided = settings.add_dist_sampler or not settings.distributed
+        if not divided or not is_planned(loader) or self._batches_per_epoch(workers) is None:
+            return None
+        return planned_epoch(loader, workers, step=self._keep_batch.division(unit_size(loader)).step)
 
     def _note_planned(self, steps: int, epochs: int, num_steps: int | None) -> None:
-        self._planned_steps, workers = steps, self._settings.num_workers
-        loader, known, plan = self._parts.train_loader, self._plan, None
-        if (
-            num_steps is None
-            and self._is_divided
-            and is_planned(loader)
-            and self._batches_per_epoch(workers) is not None
-        ):
-            epoch = planned_epoch(loader, workers, step=self._keep_batch.division(unit_size(loader)).step)
-            plan = StepPlan.of(epoch, steps, epochs, self._batches_per_step)
+        self._planned_steps = steps
+        epoch = self._planned_epoch(self._settings.num_workers) if num_steps is None else None
+        plan, known = None if epoch is None else StepPlan.of(epoch, steps, epochs, self._batches_per_step), self._plan
         # A call for the epochs of a warm-up leaves the plan of the complete run as it is.
         if plan is None or known is None or not plan.divides_like(known) or plan.epochs > known.epochs:
             self._plan = plan
@@ -508,6 +507,13 @@ class TrainingOperator(Stepping):
         if self.scheduler_step_freq in STEPPED_BY_TRAINER:
             check_steps_alone(own, self.scheduler_step_freq)
         return own
+
+    @property
+    def _steps_schedule(self) -> bool:
+        """Return whether the default loop steps a schedule, and not the user's code."""
+        own = type(self).train_epoch is not TrainingOperator.train_epoch
+        steps = self.scheduler_step_freq in STEPPED_BY_TRAINER
+        return steps and bool(self._parts.schedulers) and not own
 
     @property
     def _needs_criterion(self) -> list[str]:

@@ -31,7 +31,7 @@ from raysgd.torch.fsdp import gathered
 from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.rank_comparison import summary_of
 from raysgd.torch.resharding import Resharding
-from raysgd.torch.schedule_stepping import restore_plan
+from raysgd.torch.schedule_stepping import check_plan, restore_plan
 from raysgd.torch.settings import TorchSettings
 from raysgd.torch.skipped_steps import gathered_objects
 from raysgd.training.feed import Source
@@ -66,6 +66,7 @@ class TorchReplica(ReplicaBase):
         self._position.made_for = settings.num_workers, operator._planned_steps, False
         if type(operator).train_epoch is TrainingOperator.train_epoch:
             operator._own_scheduler()  # raises ConfigError for what it cannot step
+        self._divided = settings.add_dist_sampler or not settings.distributed
         self._described: dict[str, tuple[Any, LoaderRows]] = {}  # with the loaders
         # The rank and the world size of the last script's replica in this process, if its random numbers continue.
         self._continues_as: tuple[int, int] | None = None
@@ -93,7 +94,11 @@ class TorchReplica(ReplicaBase):
     # -- data -----------------------------------------------------------------------------------------
 
     def _train_source(self, dataset: Any) -> Source:
-        return super()._train_source(None) if dataset is None else self._opener.for_a_call(dataset, self._position)
+        registered = dataset is None
+        source = super()._train_source(None) if registered else self._opener.for_a_call(dataset, self._position)
+        if registered:
+            check_plan(self.operator, self._position, self._rank_info.world_size, warns=self.rank == 0)
+        return source
 
     def _open_source(self, data: Any, phase: str) -> Source:
         return self._opener.registered(data, self._position_in(phase), phase)
@@ -164,7 +169,7 @@ class TorchReplica(ReplicaBase):
         loaders = {name: loader for phase in phases for name, loader in self._loaders(phase).items()}
         for name, loader in loaders.items():
             if name not in self._described or self._described[name][0] is not loader:
-                rows = LoaderRows.of(loader) if self.operator._is_divided and is_planned(loader) else LoaderRows()
+                rows = LoaderRows.of(loader) if self._divided and is_planned(loader) else LoaderRows()
                 self._described[name] = loader, rows
         return {name: self._described[name][1] for name in loaders}
 
@@ -365,6 +370,7 @@ class TorchReplica(ReplicaBase):
         if self._replaced is not None:
             self._replaced.close()
         self.operator._keep_batch.loaded()
+        self._position.plan = self._position.plan or None  # a script that resumes a run gets a warning of its own
 
     def all_succeeded(self, here: bool) -> bool:
         return all(gathered_objects(here))

@@ -3,9 +3,10 @@ of `total_steps()`. Worker."""
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
-from raysgd.constants import SCHEDULER_STEP_EPOCH, SCHEDULER_STEP_STEP, STEPPED_BY_TRAINER
+from raysgd.constants import SCHEDULER_STEP_EPOCH, SCHEDULER_STEP_STEP
 from raysgd.core.sampling_plan import StepPlan
 from raysgd.torch.schedules import has_length_in_code, step_in_order, stepped_twice, steps_of
 from raysgd.training.operator_base import Schedule
@@ -13,6 +14,14 @@ from raysgd.training.position import Position
 
 if TYPE_CHECKING:
     from raysgd.torch.operator import TrainingOperator
+
+logger = logging.getLogger("raysgd")
+
+PLAN_CHANGED = (
+    "total_steps() planned %d optimizer steps with num_workers=%d. With %d from now on, this run makes %d, so a schedule that your code "
+    "steps does not end with the run. ElasticConfig(batch='global') keeps the number of steps when the workers change; with "
+    "scheduler_step_freq='step', the trainer steps the scheduler, and lets it follow the plan"
+)
 
 
 class LoopSchedule(Schedule):
@@ -68,6 +77,22 @@ def due_steps(operator: TrainingOperator, *, ended: bool) -> int:
     return due
 
 
+def check_plan(operator: TrainingOperator, position: Position, ranks: int, *, warns: bool) -> None:
+    """Warn once if the rest of the run does not have the steps that were planned, and user code
+    steps by them."""
+    plan = operator._plan
+    if plan is None or position.plan == () or operator._steps_schedule or position.planned:
+        return
+    now = operator._planned_epoch(ranks)
+    if now is None:
+        return
+    place = position.epoch, plan.units if position.ended else position.offset
+    rest, planned = (plan.steps_left(each, *place) for each in (now, plan.epoch))
+    position.plan = tuple(plan) if rest == planned else ()
+    if rest != planned and warns:
+        logger.warning(PLAN_CHANGED, plan.steps, plan.workers, now.world_size, plan.steps - planned + rest)
+
+
 def restore_plan(operator: TrainingOperator, position: Position) -> None:
     """Follow the plan for which a loaded schedule was made. A function of the user's code has the
     length that this run planned, so its step is changed to where this run's plan has processed the
@@ -75,8 +100,7 @@ def restore_plan(operator: TrainingOperator, position: Position) -> None:
     plan = operator._plan
     if not position.plan or plan is None or plan.divides_like(saved := StepPlan(*position.plan)):
         return
-    steps = position.planned and operator.scheduler_step_freq in STEPPED_BY_TRAINER
-    scheduler: Any = operator._own_scheduler() if steps else None
+    scheduler: Any = operator._own_scheduler() if position.planned and operator._steps_schedule else None
     if not has_length_in_code(scheduler):
         operator._plan = saved
         return

@@ -28,6 +28,22 @@ RECORD = ".json"  # written after the checkpoint: a checkpoint without its recor
 HISTORY = "raysgd-history.jsonl"
 LISTED = 3  # files in a message
 
+# Words in the names of metrics of which more is better.
+HIGHER_IS_BETTER = {
+    "acc",
+    "accuracy",
+    "auc",
+    "auroc",
+    "bleu",
+    "f1",
+    "hits",
+    "iou",
+    "map",
+    "precision",
+    "recall",
+    "score",
+}
+
 
 @suggesting_fields
 @dataclass(frozen=True, kw_only=True)
@@ -35,15 +51,14 @@ class AutoCheckpoint:
     """Makes checkpoints in the loop over `trainer.epochs()`, and in `trainer.fit()`, in the
     background.
 
-        checkpoints = AutoCheckpoint(path="runs/first", best="val_loss", mode="min")
-        TorchTrainer(..., checkpoints=checkpoints, resume="auto")
+        TorchTrainer(..., checkpoints=AutoCheckpoint(path="runs/first", best="val_loss"), resume="auto")
 
     path     the folder of the checkpoints: a path, or a URI such as "s3://bucket/run"
     every    "epoch": after each pass of the loop; a number of batches, or seconds as a float: also
              within an epoch
     keep     how many of the newest checkpoints stay; None: all
     best     the metric whose best checkpoint stays, too
-    mode     with `best`, "min" or "max": which values of this metric are better
+    mode     "min" or "max": which values of this metric are better
     trusted  resume="auto" may load objects of your own types, which can run code
              (`load(trusted=True)`)
     """
@@ -52,7 +67,7 @@ class AutoCheckpoint:
     every: Literal["epoch"] | int | float = "epoch"
     keep: int | None = 3
     best: str | None = None
-    mode: Literal["min", "max"] | None = None
+    mode: Literal["min", "max"] = "min"
     trusted: bool = False
 
     def __post_init__(self) -> None:
@@ -65,8 +80,16 @@ class AutoCheckpoint:
             at_least("keep", self.keep, 1, whole=True)
         if self.best is not None and not isinstance(self.best, str):
             raise ConfigError(f"best must be the name of a metric such as 'val_loss', or None, got {self.best!r}")
-        if self.best is not None:
-            one_of("mode", self.mode, "min", "max")
+        one_of("mode", self.mode, "min", "max")
+        if (
+            self.best is not None
+            and self.mode == "min"
+            and HIGHER_IS_BETTER & set(re.split(r"[^a-z0-9]+|_", self.best.lower()))
+        ):
+            logger.warning(
+                "AutoCheckpoint(best=%r) keeps the checkpoint with the lowest value: pass mode='max' for the highest",
+                self.best,
+            )
         if not isinstance(self.trusted, bool):
             raise ConfigError(f"trusted must be True or False, got {self.trusted!r}")
 

@@ -51,7 +51,8 @@ class Position:
     stream         the position in a data set passed to `train(dataset=...)`
     parked         the epoch's position while a call trains on such a data set
     left_out       batches in a row up to now whose step was left out (`LeaveOut`)
-    plan           the `StepPlan` that schedules follow, as a tuple
+    plan           the `StepPlan` that schedules follow, as a tuple; empty once a warning said that
+                   their plan does not hold
     planned        how many of its steps the schedules have made
     batch_mode     what was decided about the batch (`BatchMode`), as a tuple
     made_for       the workers and steps that the schedules were made for (`MadeFor`), as a tuple

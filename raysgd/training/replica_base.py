@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 import pickle
 import time
 from abc import ABC, abstractmethod
@@ -127,6 +128,7 @@ class ReplicaBase(ABC):
         self._sources: dict[str, Any] = {}
         self.half_loaded = False  # this state is a part of one and a part of another
         self._snapshots = Snapshotter(settings.snapshot_every, control)
+        self._compare_every, self._compare_at = settings.elastic.compare_every, math.inf
         self._seed_place("train", 0, self.rank)
 
     @classmethod
@@ -185,6 +187,7 @@ class ReplicaBase(ABC):
         done = not position.open_call(call)
         if new and (counts or (position.counted and num_steps is None)):
             position.count_call(num_steps or 1)
+        self._plan_comparison()
         if done:
             self.take_snapshot()  # the rank that was the first when the call ended may have failed before it sent its own
             return Measured({"epoch": position.users_epoch}, position.call_units)
@@ -258,13 +261,16 @@ class ReplicaBase(ABC):
             policy(step)
         if not counts:
             return
-        if self._control.due(last=last):
+        if (feed.training and position.step >= self._compare_at) or self._control.due(last=last):
             self._report(feed)
         if snapshots.within_epochs and feed.training and not last and snapshots.due_after_batch(position.step):
             self.take_snapshot(room_s=ROOM_S)
 
     def _report(self, feed: Feed) -> None:
+        """Report the progress, with a summary of the weights if that is due."""
         progress = replace(self._position.progress(feed.call), batches=feed.position.call_batches)
+        if feed.training and self._position.step >= self._compare_at:
+            progress = replace(progress, summary=self._summary_of_steps())
         self._control.report(progress, self._partial_to_report())
 
     def _epoch_arguments(self, batches: Iterator[Any], info: dict[str, Any] | None, num_steps: int | None) -> Any:
@@ -303,6 +309,19 @@ class ReplicaBase(ABC):
         elif position.call_batches and not skipped and made is not None and made == self._steps_before:
             optimizers = ", ".join(type(each).__name__ for each in self.operator._parts.optimizers)
             self.operator._warn_once(NO_STEP, optimizers, position.call_batches, self.how_to_step)
+
+    def _plan_comparison(self) -> None:
+        """Set the next step after which ranks report a summary, which is the same for all ranks
+        that are at the same step."""
+        every, self._compare_at = self._compare_every, math.inf
+        if every is not None and self._rank_info.world_size > 1:
+            self._compare_at = (self._position.step // every + 1) * every
+
+    def _summary_of_steps(self) -> str:
+        """Return the summary that is due, and plan the next one."""
+        assert self._compare_every is not None
+        self._plan_comparison()
+        return self.summarize(self._position.step // self._compare_every)
 
     def summarize(self, turn: int) -> str:
         """Return a summary of the weights, as text. Of a large model, each `turn` looks at other

@@ -1,5 +1,6 @@
 """What callbacks write is read back, where possible by the programs for which it is meant."""
 
+import csv
 import errno
 import io
 import json
@@ -13,6 +14,7 @@ from raysgd import ConfigError, Recovery, TorchTrainer
 from raysgd.callbacks import (
     Callback,
     CallResult,
+    CSVCallback,
     JsonLinesCallback,
     JsonLoggerCallback,
     MLflowCallback,
@@ -20,6 +22,7 @@ from raysgd.callbacks import (
     Run,
     TensorBoardCallback,
     WandbCallback,
+    csv_files,
     json_files,
 )
 from tests.callbacks.recording import Line, result
@@ -82,6 +85,25 @@ def test_json_is_strict(tmp_path: Path) -> None:
     assert (line["loss"], line["most"], line["inner"]) == ("NaN", "-Infinity", {"x": "Infinity", "1": [1, 2.5]})
     assert (line["grid"], line["path"], line["list"]) == ([[1, 2], [3, 4]], "a", [None, True, "x"])
     assert math.isnan(float(line["loss"]))
+
+
+def test_csv(tmp_path: Path) -> None:
+    returned = trained(CSVCallback(), folder=tmp_path)
+    with open(tmp_path / "train.csv", newline="") as file:
+        train = list(csv.DictReader(file))
+    assert [row["epoch"] for row in train] == ["1", "2"]
+    assert [float(row["train_loss"]) for row in train] == [returned[0]["train_loss"], returned[2]["train_loss"]]
+    with open(tmp_path / "validate.csv", newline="") as file:
+        assert [float(row["val_loss"]) for row in csv.DictReader(file)] == [returned[1]["val_loss"]]
+
+
+def test_a_metric_that_appears_later_is_a_new_column(tmp_path: Path) -> None:
+    first, later = result(metrics={"a": 1}), result(metrics={"b": {"c": "x, y"}})
+    run_callback(CSVCallback(tmp_path / "own"), tmp_path, first, later)
+    run_callback(CSVCallback(tmp_path / "own"), tmp_path, first)
+    with open(tmp_path / "own" / "train.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["a"], row["b/c"]) for row in rows] == [("1", ""), ("", "x, y"), ("1", "")]
 
 
 @pytest.mark.parametrize(("which", "ranks"), [(0, [0]), ([1], [1]), (None, [0, 1])])
@@ -151,6 +173,15 @@ def test_a_line_that_was_cut_off_is_not_continued(tmp_path: Path) -> None:
         run_callback(JsonLinesCallback(), tmp_path, result())
         lines = [json.loads(line)["kind"] for line in (tmp_path / "history.jsonl").read_text().splitlines()]
         assert lines == ["validate", *(["train"] if end.endswith("}") else []), "train"]
+    for cut in ('7,"half', "7"):
+        (tmp_path / "train.csv").write_text(f"step,text\r\n3,whole\r\n{cut}", newline="")
+        run_callback(CSVCallback(), tmp_path, result(metrics={"text": "a, b"}), result(step=8, metrics={"text": "c"}))
+        with open(tmp_path / "train.csv", newline="") as file:
+            assert [(row["step"], row["text"]) for row in csv.DictReader(file)] == [
+                ("3", "whole"),
+                ("4", "a, b"),
+                ("8", "c"),
+            ]
 
 
 class FullDisk(io.StringIO):
@@ -166,22 +197,43 @@ class FullDisk(io.StringIO):
         raise OSError(errno.ENOSPC, "No space left on device")
 
 
+@pytest.mark.parametrize(
+    ("callback", "module", "name"),
+    [(JsonLinesCallback, json_files, "history.jsonl"), (CSVCallback, csv_files, "train.csv")],
+)
 def test_a_line_that_did_not_fit_on_the_disk_does_not_take_the_next_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, callback: type[Any], module: Any, name: str
 ) -> None:
     def write(*steps: int) -> None:
         for step in steps:
-            writer.on_result(result(step=step, metrics={"text": "a\n"}))
+            writer.on_result(result(step=step, metrics={"text": 20 * "a\n"}))
 
-    writer = JsonLinesCallback()
+    writer = callback()
     writer.on_start(Run(trainer="TorchTrainer", name="Line", num_workers=2, config={}, folder=tmp_path))
     write(1, 2)
     with monkeypatch.context() as full, pytest.raises(OSError, match="No space left"):
-        full.setattr(json_files, "open", lambda path, *_, **__: FullDisk(path), raising=False)
+        full.setattr(module, "open", lambda path, *_, **__: FullDisk(path), raising=False)
         write(3)
     write(4, 5)
-    lines = (tmp_path / "history.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == [1, 2, 4, 5]
+    with open(tmp_path / name, newline="") as file:
+        rows = [json.loads(line) for line in file] if name.endswith("jsonl") else list(csv.DictReader(file))
+    assert [(int(row["step"]), row["text"]) for row in rows] == [(step, 20 * "a\n") for step in (1, 2, 4, 5)]
+
+
+def test_a_cell_that_was_cut_off_after_a_newline_is_not_continued(tmp_path: Path) -> None:
+    (tmp_path / "train.csv").write_text('step,text\r\n3,whole\r\n7,"two\r\n', newline="")
+    run_callback(CSVCallback(), tmp_path, result(metrics={"text": "a"}))
+    with open(tmp_path / "train.csv", newline="") as file:
+        assert [(row["step"], row["text"]) for row in csv.DictReader(file)] == [("3", "whole"), ("4", "a")]
+
+
+def test_csv_does_not_read_what_it_has_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    callback, reads = CSVCallback(), list[Path]()
+    read = csv_files._read
+    monkeypatch.setattr(csv_files, "_read", lambda path: reads.append(path) or read(path))  # type: ignore[func-returns-value]
+    run_callback(callback, tmp_path, *(result(step=step) for step in range(5)))
+    assert len((tmp_path / "train.csv").read_text().splitlines()) == 6
+    assert len(reads) == 1
 
 
 @pytest.mark.parametrize("kind", [TensorBoardCallback, MLflowCallback, WandbCallback])

@@ -152,6 +152,16 @@ def test_loops_that_were_complete_are_skipped(tmp_path: Path) -> None:
         assert torch.equal(weights(trainer), expected)
 
 
+def test_the_best_accuracy_is_not_the_lowest(caplog: pytest.LogCaptureFixture) -> None:
+    AutoCheckpoint(path="x", best="val_accuracy", mode="max")
+    for best in ("val_loss", "remap"):
+        AutoCheckpoint(path="x", best=best)
+    assert not caplog.messages
+    for number, best in enumerate(("val_accuracy", "val_F1"), 1):
+        AutoCheckpoint(path="x", best=best)
+        assert len(caplog.messages) == number and f"'{best}'" in caplog.messages[-1] and "mode='max'" in caplog.text
+
+
 def test_the_newest_and_the_best_stay(tmp_path: Path) -> None:
     scores = iter([5.0, 1.0, float("nan"), 3.0, 2.0, 4.0])
 
@@ -159,7 +169,7 @@ def test_the_newest_and_the_best_stay(tmp_path: Path) -> None:
         def validate(self, val_iterator: Any, info: Any = None) -> dict[str, Any]:
             return {**super().validate(val_iterator, info), "score": next(scores)}
 
-    settings = {"keep": 2, "best": "score", "mode": "min"}
+    settings = {"keep": 2, "best": "score"}
     (tmp_path / "notes.txt").write_text("the user's")
     with started(tmp_path, operator=Scored, settings=settings) as trainer:
         trainer.fit(6)
@@ -175,7 +185,7 @@ def test_the_newest_and_the_best_stay(tmp_path: Path) -> None:
 
 
 def test_a_better_score_is_saved_although_no_save_is_due(tmp_path: Path) -> None:
-    with started(tmp_path, every=1000, settings={"best": "val_loss", "mode": "min", "keep": 1}) as trainer:
+    with started(tmp_path, every=1000, settings={"best": "val_loss", "keep": 1}) as trainer:
         history = trainer.fit(3)
         best = min((row["val_loss"], row["step"]) for row in history.of("validate"))
         assert trainer.best_checkpoint is not None and f"step{best[1]:09}" in trainer.best_checkpoint
@@ -394,7 +404,7 @@ def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
         ({"every": True}, "every must be"),
         ({"keep": 0}, "keep must be a whole number of at least 1, got 0"),
         ({"best": 1}, "best must be the name of a metric"),
-        ({"best": "val_loss"}, "mode must be 'min' or 'max', got None"),
+        ({"mode": "low"}, "mode must be 'min' or 'max', got 'low'"),
         ({"path": ""}, "a checkpoint's place must be a path"),
         ({"trusted": 1}, "trusted must be True or False"),
     ]
@@ -419,7 +429,7 @@ def test_mistakes_that_would_lose_a_run_are_refused(tmp_path: Path) -> None:
         started(tmp_path, resume=None)
     with inline(Noisy, scheduler_step_freq="epoch") as other:
         pretrained = other.save(tmp_path / "pretrained.pt")
-    with started(tmp_path, settings={"best": "loss", "mode": "min"}) as trainer:
+    with started(tmp_path, settings={"best": "loss"}) as trainer:
         with pytest.raises(ConfigError, match=r"has resumed from .*, and load\(\) would replace that"):
             trainer.load(pretrained)
         with pytest.raises(ConfigError, match=r"AutoCheckpoint\(best='loss'\) was not measured: .*val_loss"):

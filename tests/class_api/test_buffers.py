@@ -93,7 +93,7 @@ def saved(path: Path) -> list[nn.Module]:
 def test_an_evaluation_is_that_of_the_model_that_is_saved(
     ray_cluster: None, tmp_path: Path, workers: int, settings: dict[str, Any]
 ) -> None:
-    automatic = AutoCheckpoint(path=tmp_path, best="val_loss", mode="min", keep=None)
+    automatic = AutoCheckpoint(path=tmp_path, best="val_loss", keep=None)
     arguments: dict[str, Any] = {"num_workers": workers, "use_gpu": False, "checkpoints": automatic, **settings}
     averaged = {"averaged": True} if "callbacks" in settings else {}
     with TorchTrainer(training_operator_cls=Normalized, **arguments) as trainer:

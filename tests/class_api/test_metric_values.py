@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from raysgd import ElasticConfig, train
-from raysgd.callbacks import JsonLinesCallback
+from raysgd.callbacks import CSVCallback, JsonLinesCallback
 from raysgd.torch import TorchTrainer
 from tests.replicas import FunctionRank
 from tests.tiers import NIGHTLY
@@ -185,7 +185,7 @@ def test_any_metrics_give_a_result_or_a_clear_error(metrics: Any, samples: Any, 
 
 def test_writers_accept_every_value_in_a_result(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
     """Callbacks get every value that was returned, and none of them may fail because of it."""
-    trainer = inline(Measuring, callbacks=[JsonLinesCallback()], logdir=tmp_path)
+    trainer = inline(Measuring, callbacks=[JsonLinesCallback(), CSVCallback()], logdir=tmp_path)
     operator: Any = trainer.get_local_operator()
     with caplog.at_level(logging.ERROR, logger="raysgd"), trainer:
         operator.metrics = {name: made() for name, (made, _) in KEPT.items()}

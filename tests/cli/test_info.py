@@ -70,7 +70,7 @@ def test_no_code_of_a_file_runs(tmp_path: Path) -> None:
 
 
 def test_folders(tmp_path: Path) -> None:
-    automatic = AutoCheckpoint(path=tmp_path / "runs", best="train_loss", mode="min")
+    automatic = AutoCheckpoint(path=tmp_path / "runs", best="train_loss")
     with inline(Noted, checkpoints=automatic) as trainer:
         trainer.fit(2)
         trainer.save(tmp_path / "shards", sharded=True)

@@ -52,7 +52,7 @@ def main() -> None:
         training_operator_cls=Digits,
         num_workers=2,
         use_gpu=False,
-        checkpoints=AutoCheckpoint(path=folder, every=every, best="val_loss", mode="min"),
+        checkpoints=AutoCheckpoint(path=folder, every=every, best="val_loss"),
         resume="auto",
         callbacks=[Saying()],
     ) as trainer:

@@ -108,7 +108,7 @@ def test_a_gan_is_per_worker(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_every_operator_is_here() -> None:
     names: Callable[[str], str] = lambda name: name.rpartition(".")[2]  # noqa: E731
-    here = {names(module) for module, _, _ in OPERATORS.values()} | {"gan", "contrastive", "resnet"}
+    here = {names(module) for module, _, _ in OPERATORS.values()} | {"gan", "contrastive", "resnet", "recipe"}
     package = import_module("raysgd.operators").__path__[0]
     from pathlib import Path
 

@@ -239,6 +239,11 @@ class Schedule:
         victim.loses = True
         self._world.at(min(seconds, LOSES_S), lambda: setattr(victim, "loses", False))
 
+    def _corrupt(self, victim: Worker, seconds: float) -> None:
+        if victim.replica is not None and self._plan.compare:
+            victim.replica.weights += 1 << 70
+            victim.replica.damaged = True
+
     def _disconnect(self, victim: Worker, seconds: float) -> None:
         victim.lose_connection("its control connection was reset", "worker death", dies_in_s=min(seconds, 2.0))
 

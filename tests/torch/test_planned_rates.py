@@ -48,7 +48,8 @@ KINDS = [cosine, one_cycle, in_sequence, chained, of_a_function]
 
 
 class Planned(Line):
-    """Keeps the learning rate of each batch, and which step planned for two workers has its first sample."""
+    """Keeps the learning rate of each batch, and which step planned for two workers has its first sample. Steps the schedule itself if
+    `config["own"]` is set."""
 
     def setup(self, config: dict[str, Any]) -> None:
         self.rates, self.places, self.batches = list[float](), list[int](), 0
@@ -69,8 +70,11 @@ class Planned(Line):
         self.rates.append(self.optimizer.param_groups[0]["lr"])
         row = round(float(batch[0][0, 0]) * 10)
         self.places.append(batch_info["epoch_idx"] * (self.planned // EPOCHS) + row // (2 * BATCH))
+        result = super().train_batch(batch, batch_info)
         self.batches += 1
-        return super().train_batch(batch, batch_info)
+        if self.config.get("own") and self.batches % self.config["accumulate"] == 0:
+            self.scheduler.step()  # type: ignore[union-attr]
+        return result
 
 
 def replica_of(present: int, workers: int = 2, freq: str = "batch", **config: Any) -> OperatorRank:
@@ -199,3 +203,59 @@ def test_a_schedule_of_steps_after_a_failure_within_a_window() -> None:
     places = [*first[:5], *first[3:], *others[0], *(each + 3 for each in others[0])]  # two batches are processed again
     assert operator.rates == [expected[place] for place in places]
     assert operator.scheduler.last_epoch == 9
+
+
+# -- schedules that user code steps -------------------------------------------------------------------
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    found = [each for each in caplog.messages if "total_steps() planned" in each]
+    caplog.clear()
+    return found
+
+
+def test_one_warning_when_the_plan_of_the_users_steps_no_longer_holds(caplog: pytest.LogCaptureFixture) -> None:
+    replica = replica_of(2, freq="manual", own=True)
+    replica.train(0)
+    replica.train(1, 3)
+    assert not warnings(caplog)
+    replica.rejoin(ranks=1)
+    replica.train(2)  # 10 steps were made, and 28 samples of this epoch and 52 of the last one are left
+    (warning,) = warnings(caplog)
+    assert "planned 21 optimizer steps with num_workers=2. With 1 from now on, this run makes 30" in warning
+    assert "ElasticConfig(batch='global')" in warning and "scheduler_step_freq='step'" in warning
+    other = replica_of(1, freq="manual", own=True)
+    other.load(replica.state())  # a replacement worker
+    for each in (replica, other):
+        each.rejoin(ranks=3)
+        each.train(3)
+        assert not warnings(caplog)
+
+
+def test_a_run_that_is_resumed_gets_a_warning_of_its_own(caplog: pytest.LogCaptureFixture) -> None:
+    replica = replica_of(2, freq="manual", own=True)
+    replica.train(0)
+    replica_of(2, freq="manual", own=True).resume(replica.checkpoint()).train(1)
+    assert not warnings(caplog)
+    replica_of(1, 1, freq="manual", own=True).resume(replica.checkpoint()).train(1)
+    (warning,) = warnings(caplog)
+    assert "planned 21 optimizer steps with num_workers=2. With 1 from now on, this run makes 33" in warning
+
+
+def test_a_window_of_batches_is_a_step(caplog: pytest.LogCaptureFixture) -> None:
+    replica = replica_of(2, freq="manual", own=True, accumulate=3)
+    replica.train(0)
+    assert not warnings(caplog)
+    replica.rejoin(ranks=1)
+    replica.train(1)
+    assert "planned 9 optimizer steps with num_workers=2. With 1 from now on, this run makes 13" in warnings(caplog)[0]
+
+
+def test_no_warning_where_the_plan_holds(caplog: pytest.LogCaptureFixture) -> None:
+    hows: list[dict[str, Any]] = [{"freq": "batch"}, {"freq": "epoch"}]
+    for how in (*hows, {"freq": "manual", "mode": "global"}, {"freq": "manual", "num_steps": 5}):
+        replica = replica_of(2, **how)
+        replica.train(0, how.get("num_steps"))
+        replica.rejoin(ranks=1)
+        replica.train(1, how.get("num_steps"))
+    assert not warnings(caplog)
