@@ -136,7 +136,7 @@ def killed_and_again(background: Background, seed: int) -> tuple[str, float, lis
     first = background.run("script.py", given, connected=True, folder=folder)
     if first.returncode == 0:  # it was faster
         return phase, seconds, json.loads(first.stdout.splitlines()[-1])
-    assert first.returncode == -ends_by, first.stderr
+    assert first.returncode == -ends_by or phase == "start", first.stderr  # Ray makes SIGTERM an exit until then
     again = background.run("script.py", json.dumps([name, 3, "", 0, {}]), connected=True, folder=folder)
     assert again.returncode == 0, again.stderr
     return phase, seconds, json.loads(again.stdout.splitlines()[-1])
