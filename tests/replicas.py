@@ -230,7 +230,7 @@ class FunctionRank(Rank):
 
     def committed(self) -> dict[str, Any]:
         """Return the values of the last commit of `train.elastic`."""
-        content: dict[str, Any] = self.replica._commit.content
+        content: dict[str, Any] = self.replica._commit.kept[0]
         return content
 
     def close(self) -> None:

@@ -16,9 +16,10 @@ from raysgd.train.run_session import OutsideSession, Session, current
 
 @dataclass
 class Commit:
-    """The last commit of one rank, which its replica owns. Replacement workers receive it."""
+    """The last commit of one rank, which its replica owns. Replacement workers receive it: its
+    content, and how many rounds of reports the run had before it."""
 
-    content: dict[str, Any] | None = None
+    kept: tuple[dict[str, Any] | None, int] = (None, 0)  # together, because a signal can come between two assignments
 
 
 def elastic(state: Mapping[str, Any]) -> ElasticState:
@@ -51,10 +52,12 @@ class ElasticState:
         self._commit: Commit = session.commit
         self._parts = {name: _unwrapped(part) for name, part in parts.items() if _has_state_dict(part)}
         self._values = {name: part for name, part in parts.items() if not _has_state_dict(part)}
-        if self._commit.content is not None:
+        content, reports = self._commit.kept
+        if content is not None:
             self.restore()
+            session.repeats_since(reports)
         else:
-            self._commit.content = self._copied()
+            self._keep()
 
     def __getitem__(self, name: str) -> Any:
         return self._values[name]
@@ -68,12 +71,15 @@ class ElasticState:
     def commit(self) -> None:
         """Commit the current state: training resumes from here after a failure, and new workers
         join here. Every rank must call it at the same places."""
-        self._commit.content = self._copied()
+        self._keep()
         self._session.at_boundary()
+
+    def _keep(self) -> None:
+        self._commit.kept = self._copied(), self._session.committed()
 
     def restore(self) -> None:
         """Restore the last commit, and discard what was done since then."""
-        content = self._commit.content
+        content, _ = self._commit.kept
         assert content is not None
         if set(content) != {*self._parts, *self._values}:
             raise ConfigError(
@@ -90,7 +96,8 @@ class ElasticState:
         this is not necessary, because the ranks have the same state then."""
         if self._session.rank_info.world_size > 1:
             first = self._session.rank_info.world_rank == 0
-            self._commit.content = pickle.loads(_from_rank_0(pickle.dumps(self._copied()) if first else None))
+            content = pickle.loads(_from_rank_0(pickle.dumps(self._copied()) if first else None))
+            self._commit.kept = content, self._session.committed()
             self.restore()
         self.commit()
 

@@ -103,7 +103,7 @@ class FunctionReplica:
         """Run the training function, and pickle its result: that may be the user's error."""
         if attempt.run != self._run_number:
             self._run_number = attempt.run
-            self._commit.content = None
+            self._commit.kept = None, 0
         session = Session(
             self._rank_info,
             self._control,
@@ -204,11 +204,11 @@ class FunctionReplica:
         """Return nothing: the driver already has the reports of a function."""
 
     def state(self) -> bytes:
-        packed = self._codec.dumps((self._run_number, self._steps, self._commit.content))
+        packed = self._codec.dumps((self._run_number, self._steps, self._commit.kept))
         return GUARDED.pack(GUARDED.size + len(packed)) + packed
 
     def load(self, data: bytes, *, other_code: bool = False) -> None:
-        self._run_number, self._steps, self._commit.content = pickle.loads(memoryview(data)[GUARDED.size :])
+        self._run_number, self._steps, self._commit.kept = pickle.loads(memoryview(data)[GUARDED.size :])
 
     def close(self) -> None:
         """Drop the user's object, whose `__del__` may release resources."""

@@ -103,6 +103,7 @@ class Session:
         self._payload = attempt.checkpoint
         self._unpacked: Checkpoint | None = None
         self._reports = attempt.reports
+        self._repeated = 0  # reports that follow, and that the driver has from before
         self._began = self._last = time.time()
 
     # -- reporting ------------------------------------------------------------------------------------
@@ -111,6 +112,10 @@ class Session:
         """Send metrics, and a checkpoint if there is one. Return when the driver has received them,
         and neither the user nor the storage is too many rounds behind."""
         check_metrics(metrics, of="train.report() cannot report this")
+        if self._repeated:
+            self._repeated -= 1
+            self._check_stop()
+            return
         self._reports += 1
         try:
             head = self._pickled({**self._autofilled(), **self._codec.encode(dict(metrics))})
@@ -119,6 +124,17 @@ class Session:
             self._reports -= 1  # a function may catch the error, and report something else
             raise
         self._send("report", head, payload)
+
+    def repeats_since(self, reports: int) -> None:
+        """Note that the function continues from where it had made so many reports. It makes those
+        again that it had made after that, before its next commit, and the driver has them."""
+        self._repeated = max(self.attempt.reports - reports, 0)
+
+    def committed(self) -> int:
+        """Return how many reports were made, because there is a commit: none is repeated after
+        it."""
+        self._repeated = 0
+        return self._reports
 
     def save_checkpoint(self, values: dict[str, Any]) -> None:
         self._send("checkpoint", self._pickled({}), self._packed(Checkpoint.from_dict(values)))

@@ -222,6 +222,44 @@ def test_another_run_begins_without_the_commits_of_the_one_before() -> None:
     assert [worker.run(function, run=run, number=number) for run, number in ((1, 1), (1, 2), (2, 1))] == [1, 2, 1]
 
 
+@pytest.mark.parametrize("replaced", [False, True])
+def test_what_was_reported_after_the_last_commit_is_not_reported_again(replaced: bool) -> None:
+    def function(until: int) -> None:
+        train.report(epoch=-1)
+        state = train.elastic({"epoch": 0, "batch": 0})
+        while state["epoch"] < until:
+            for _ in range(state["batch"], 2):
+                state["batch"] += 1
+                state.commit()
+            state["batch"], state["epoch"] = 0, state["epoch"] + 1
+            train.report(epoch=state["epoch"])
+
+    worker = again = Worker()
+    worker.run(function, 2)
+    reported = len(worker.messages)
+    if replaced:  # its state goes to a new process
+        again = Worker()
+        again.load(worker.state())
+        again.messages = worker.messages
+    again.run(function, 4, number=2, reports=reported)
+    assert [metrics["epoch"] for _, metrics, _ in again.messages] == [-1, 1, 2, -1, 3, 4]
+    assert [metrics["_training_iteration"] for _, metrics, _ in again.messages] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_report_after_the_next_commit_is_new() -> None:
+    def function(until: int) -> None:
+        state = train.elastic({"batch": 0})
+        while state["batch"] < until:
+            state["batch"] += 1
+            state.commit()
+            train.report(batch=state["batch"])
+
+    worker = Worker()
+    worker.run(function, 2)
+    worker.run(function, 3, number=2, reports=len(worker.messages))
+    assert [metrics["batch"] for _, metrics, _ in worker.messages] == [1, 2, 3]
+
+
 def test_a_commit_has_the_versions_of_a_models_modules() -> None:
     import torch
 
