@@ -9,12 +9,12 @@ from raysgd.core.lease import LEASE_S, LINGER_S, WITNESSED_S, DriverWatch, Grant
 
 def test_a_lease_has_one_term_at_a_time() -> None:
     lease = Lease()
-    assert lease.take(100.0) == Grant(1) and lease.enlist(1, "w0", 100.0)
-    assert lease.take(110.0) == Grant(0, wait_s=LEASE_S - 10)
+    assert lease.take(100.0) == Grant(1, {}) and lease.enlist(1, "w0", 100.0)
+    assert lease.take(110.0) == Grant(0, {}, LEASE_S - 10)
     assert lease.renew(1, None, 120.0) and lease.take(140.0).wait_s == LEASE_S - 20
-    assert lease.take(120.0 + LEASE_S) == Grant(2)
-    assert not lease.renew(1, b"late", 150.0) and not lease.enlist(1, "w1", 0.0)
-    assert lease.record == b"" and lease.workers == ["w0"]
+    assert lease.take(120.0 + LEASE_S) == Grant(2, {})
+    assert not lease.renew(1, {"": b"late"}, 150.0) and not lease.enlist(1, "w1", 0.0)
+    assert lease.record == {} and lease.workers == ["w0"]
 
 
 def test_a_driver_that_was_stopped_continues_if_nobody_has_taken_over() -> None:
@@ -27,8 +27,9 @@ def test_a_driver_that_was_stopped_continues_if_nobody_has_taken_over() -> None:
 def test_the_next_driver_gets_the_record_and_the_workers() -> None:
     lease = Lease()
     lease.take(0.0)
-    assert lease.enlist(1, "w1", 0.0) and lease.renew(1, b"first", 1.0) and lease.renew(1, b"second", 2.0)
-    assert lease.renew(1, None, 3.0) and lease.take(3.0 + LEASE_S) == Grant(2, b"second")
+    assert lease.enlist(1, "w1", 0.0) and lease.renew(1, {"a": b"1", "b": b"1"}, 1.0)
+    assert lease.renew(1, {"b": b"2"}, 2.0) and lease.renew(1, None, 3.0)
+    assert lease.take(3.0 + LEASE_S) == Grant(2, {"a": b"1", "b": b"2"})
     assert lease.workers == ["w1"]
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from raysgd.callbacks.history import History
 from raysgd.config import ElasticConfig
 from raysgd.errors import ConfigError
 from raysgd.training.named import NamedRun, checked_name
@@ -17,11 +18,11 @@ from raysgd.training.settings import ReplicaSettings
 class Tenure:
     name, orphan_s, term = "digits", 60.0, 1
 
-    def __init__(self, record: bytes = b"") -> None:
+    def __init__(self, record: dict[str, bytes]) -> None:
         self.record = record
 
-    def commit(self, record: bytes) -> None:
-        self.record = record
+    def commit(self, parts: dict[str, bytes]) -> None:
+        self.record = {**self.record, **parts}
 
 
 ENGINE: Any = SimpleNamespace(
@@ -35,18 +36,18 @@ ENGINE: Any = SimpleNamespace(
 CONFIG = {"lr": 0.1, "model": {"sizes": [1, 2]}, "loss": object(), "kinds": {"a", "b", "c"}}
 
 
-def run(record: bytes, config: dict[str, Any] = CONFIG, kind: str = "Digits", **settings: Any) -> NamedRun:
+def run(record: dict[str, bytes], config: dict[str, Any] = CONFIG, kind: str = "Digits", **settings: Any) -> NamedRun:
     operator: Any = type(kind, (), {})
     factory = OperatorReplicaFactory(ReplicaBase, operator, config, ReplicaSettings(**{"num_workers": 2, **settings}))
     tenure: Any = Tenure(record)
     named = NamedRun(tenure, factory)
     named.start(ENGINE)
-    named.begin((0, 0), ENGINE, SimpleNamespace(rows=[]))  # type: ignore[arg-type]
+    named.begin((0, 0), ENGINE, History())
     return named
 
 
 def test_the_same_script_attaches_also_if_its_objects_are_at_other_addresses() -> None:
-    record = run(b"").tenure.record
+    record = run({}).tenure.record
     again = run(record, {**CONFIG, "loss": object(), "kinds": {"c", "b", "a"}})
     assert again.attached
 
@@ -66,7 +67,7 @@ def test_the_same_script_attaches_also_if_its_objects_are_at_other_addresses() -
     ],
 )
 def test_what_differs_is_named(changed: dict[str, Any], text: str) -> None:
-    record = run(b"").tenure.record
+    record = run({}).tenure.record
     with pytest.raises(ConfigError) as raised:
         run(record, **changed)
     assert text in str(raised.value) and "raysgd end digits" in str(raised.value)

@@ -8,6 +8,7 @@ agree: a driver that was stopped for a while finds out that its term is over bef
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -26,17 +27,18 @@ class Grant(NamedTuple):
     wait."""
 
     term: int
-    record: bytes = b""
+    record: Mapping[str, bytes]
     wait_s: float = 0.0
 
 
 @dataclass
 class Lease:
     """Owns who drives one trainer: the newest term, until when no other driver may have it, what
-    its drivers have committed (the record), and the names of all workers that they have started."""
+    its drivers have committed (the record, in parts), and the names of all workers that they have
+    started."""
 
     term: int = 0
-    record: bytes = b""
+    record: dict[str, bytes] = field(default_factory=dict)
     workers: list[str] = field(default_factory=list)
     until: float = -math.inf
     witnessed: int = 0  # the newest term whose driver has workers, which see its end
@@ -45,19 +47,19 @@ class Lease:
     def take(self, now: float) -> Grant:
         """Answer a driver that wants to begin, or to take over."""
         if now < self.until:
-            return Grant(0, wait_s=self.until - now)
+            return Grant(0, {}, self.until - now)
         self.term += 1
         self.renew(self.term, None, now)
-        return Grant(self.term, self.record)
+        return Grant(self.term, dict(self.record))
 
-    def renew(self, term: int, record: bytes | None, now: float) -> bool:
+    def renew(self, term: int, parts: Mapping[str, bytes] | None, now: float) -> bool:
         """Return whether this term is the newest one, also after its lease has ended. Then it holds
-        again: shortly, as long as no worker would see the end of this driver. Store the record, if
-        there is one."""
+        again: shortly, as long as no worker would see the end of this driver. Store the parts of
+        the record that are new."""
         if term != self.term:
             return False
         self.until, self.seen_to_end = now + (LEASE_S if self.witnessed == term else WITNESSED_S), False
-        self.record = self.record if record is None else record
+        self.record.update(parts or {})
         return True
 
     def enlist(self, term: int, worker: str, now: float) -> bool:

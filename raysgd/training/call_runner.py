@@ -113,7 +113,7 @@ class CallRunner:
             self._callbacks.raise_stop()
             (engine.start if self.named is None else partial(self.named.start, engine))()
             if self.named is not None and self.named.attached:
-                self.resume(self.named.before.get("rows", ()))
+                self.resume(self.named.rows)
         except BaseException as error:
             self._fail(error)
             engine.stop(force=True, leave=self.named is not None)

@@ -7,7 +7,7 @@ import logging
 import pickle
 import re
 import sys
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -22,62 +22,81 @@ from raysgd.workers.serialization import dumps
 logger = logging.getLogger("raysgd")
 
 MOST_SHOWN = 80  # characters of a setting in an error
+STATE, ROW = "state", "row {}"  # the parts of the record
 
 
-class NamedRun:
-    """Owns what the driver of a trainer with a name commits, and what is left of the one before it.
+class Named:
+    """Owns what the driver of a trainer with a name commits, and what is left of the one before it:
+    `before`, {} if there is nothing, and the `rows` of the history."""
 
-    A call of `train`, `validate` or `test` returns when what it measured is in the record. In the
-    body of a loop over `epochs()`, a script that is started again gets what had returned there, in
-    order, and continues with the call that was running. Bodies that make other calls, because the
-    code was changed, get nothing from it.
-    """
-
-    def __init__(self, tenure: Tenure, factory: OperatorReplicaFactory) -> None:
-        self.tenure, self._settings = tenure, dict(_settings(factory, tenure.orphan_s))
-        self.before: dict[str, Any] = {}  # what the last script has committed
+    def __init__(self, tenure: Tenure, settings: Iterable[tuple[str, str]]) -> None:
+        self.tenure, self._settings = tenure, dict(settings)
+        self.before: dict[str, Any] = {}
+        self.rows: list[dict[str, Any]] = []
+        self._stored = 0  # rows in the record
         self.attached = False
-        self._body: list[tuple[str, Any, Any]] = []  # the calls of this body that have returned
-        self._replayed: list[tuple[str, Any, Any]] = []  # those of the last script that this one has not made yet
-        self._place: tuple[int, int] = (0, 0)  # the loop, and its epochs that are done
-        self._counts: tuple[int, int] = (0, 0)
-        self._warned = False
 
     def start(self, engine: Engine) -> None:
         """Take over the workers of the last script, or start workers if there are none."""
-        name, before = self.tenure.name, pickle.loads(self.tenure.record) if self.tenure.record else {}
-        if before:
-            self._check_equal(before["settings"])
-        found = {each: before.get(each) for each in ("trained", "reached")}
+        record = self.tenure.record
+        if record.get(STATE):
+            self.before = pickle.loads(record[STATE])
+            self.check_equal(self._settings, self.before["settings"])
+            self.rows = [pickle.loads(record[ROW.format(n)]) for n in range(self.before["rows"])]
+            self._stored = len(self.rows)
+        found = {each: self.before.get(each) for each in ("trained", "reached")}
         try:
-            self.attached = engine.attach(**found, recoveries=before.get("recoveries", ()))
+            self.attached = engine.attach(**found, recoveries=self.before.get("recoveries", ()))
         except BaseException:
             self.leave()
             raise
         if not self.attached:
-            if before:
+            if self.before:
                 logger.warning(
-                    "the workers that the last script with the trainer %r has left have ended: starting new ones", name
+                    "the workers that the last script with the trainer %r has left have ended: starting new ones",
+                    self.tenure.name,
                 )
-            self.tenure.commit(b"")  # before there are workers that would not fit it
+            self._begin_again()
             engine.start()
             return
-        self.before, self._place, self._counts = before, before["place"], before["counts"]
         logger.warning(
-            "attached to the %s of the trainer %r, in epoch %d after batch %d: training continues there, with the code of this "
-            "script",
+            "attached to the %s of the trainer %r, %s, with the code of this script",
             counted(engine.world_size, "worker"),
-            name,
-            engine.progress.epoch,
-            engine.progress.batches,
+            self.tenure.name,
+            self._continue(engine),
         )
 
-    def _check_equal(self, had: Mapping[str, str]) -> None:
-        names = [name for name in {**had, **self._settings} if had.get(name) != self._settings.get(name)]
+    def _begin_again(self) -> None:
+        """Called before there are workers that have nothing of the training."""
+
+    def _continue(self, engine: Engine) -> str:
+        """Continue where the last script has stopped. Return where that is, for the log."""
+        raise NotImplementedError
+
+    def _commit(
+        self, engine: Engine, history: History | None, parts: Mapping[str, bytes] | None = None, **state: Any
+    ) -> None:
+        """Store the state, other parts, and the rows of the history that are new, if it is given.
+        Raise SupersededError if another script has taken over."""
+        parts = dict(parts or {})
+        if history is not None:
+            first = max(self._stored - 1, 0)  # callbacks can have added an error to the newest one
+            parts |= {ROW.format(first + n): dumps(row) for n, row in enumerate(history[first:])}
+            self._stored = len(history)
+        state |= {
+            "settings": self._settings,
+            "trained": engine.trained,
+            "recoveries": engine.recoveries,
+            "rows": self._stored,
+        }
+        self.tenure.commit({**parts, STATE: dumps(state)})
+
+    def check_equal(self, this: Mapping[str, str], had: Mapping[str, str]) -> None:
+        """Raise ConfigError if what must be the same in two scripts is not."""
+        names = [name for name in {**had, **this} if had.get(name) != this.get(name)]
         if names:
             this, last = (
-                ", ".join(f"{name}={(of.get(name) or '(not set)')[:MOST_SHOWN]}" for name in names)
-                for of in (self._settings, had)
+                ", ".join(f"{name}={(of.get(name) or '(not set)')[:MOST_SHOWN]}" for name in names) for of in (this, had)
             )
             raise ConfigError(
                 f"this script has {this}, and the workers of the trainer {self.tenure.name!r}, which wait for it, were started with "
@@ -92,6 +111,33 @@ class NamedRun:
                 "`raysgd end %s`",
                 *(self.tenure.name, self.tenure.orphan_s, self.tenure.name),
             )
+
+
+class NamedRun(Named):
+    """Owns what the driver of an operator's trainer commits.
+
+    A call of `train`, `validate` or `test` returns when what it measured is in the record. In the
+    body of a loop over `epochs()`, a script that is started again gets what had returned there, in
+    order, and continues with the call that was running. Bodies that make other calls, because the
+    code was changed, get nothing from it.
+    """
+
+    def __init__(self, tenure: Tenure, factory: OperatorReplicaFactory) -> None:
+        super().__init__(tenure, _settings(factory, tenure.orphan_s))
+        self._body: list[tuple[str, Any, Any]] = []  # the calls of this body that have returned
+        self._replayed: list[tuple[str, Any, Any]] = []  # those of the last script that this one has not made yet
+        self._place: tuple[int, int] = (0, 0)  # the loop, and its epochs that are done
+        self._counts: tuple[int, int] = (0, 0)
+        self._warned = False
+
+    def _begin_again(self) -> None:
+        self.before, self.rows, self._stored = {}, [], 0
+        self.tenure.commit({STATE: b""})  # before there are workers that would not fit it
+
+    def _continue(self, engine: Engine) -> str:
+        self._place, self._counts = self.before["place"], self.before["counts"]
+        epoch, batches = engine.progress.epoch, engine.progress.batches
+        return f"in epoch {epoch} after batch {batches}: training continues there"
 
     def warn_of_plain_loop(self, epochs: int) -> None:
         """Warn, once, of a call of `train` that no loop over `epochs()` makes."""
@@ -139,26 +185,17 @@ class NamedRun:
         """Store that training begins, or where it has resumed. Without this, no script takes it
         over."""
         self._place = place
-        self._commit(engine, history)
+        self._commit_body(engine, history)
 
     def commit(self, kind: str, result: Any, each: Any, engine: Engine, history: History) -> None:
         """Store what a call has measured, before it returns. Raise SupersededError if another
         script has taken over."""
         self._body.append((kind, result, each))
-        self._commit(engine, history)
+        self._commit_body(engine, history)
 
-    def _commit(self, engine: Engine, history: History) -> None:
-        record = {
-            "settings": self._settings,
-            "trained": engine.trained,
-            "reached": engine.progress,
-            "recoveries": engine.recoveries,
-            "rows": history.rows,
-            "place": self._place,
-            "counts": self._counts,
-            "body": self._body,
-        }
-        self.tenure.commit(dumps(record))
+    def _commit_body(self, engine: Engine, history: History) -> None:
+        body = {"place": self._place, "counts": self._counts, "body": self._body}
+        self._commit(engine, history, reached=engine.progress, **body)
 
 
 def checked_name(name: Any, orphan_s: Any, *, sharded: bool) -> tuple[str, float] | None:
@@ -178,24 +215,33 @@ def checked_name(name: Any, orphan_s: Any, *, sharded: bool) -> tuple[str, float
 def _settings(factory: OperatorReplicaFactory, orphan_s: float) -> Iterator[tuple[str, str]]:
     """Yield what must be the same in the next script, as names and texts."""
     yield "training_operator_cls", factory.operator_cls.__name__
-    yield from _texts("orphan_s", orphan_s)
-    yield from _texts("config", factory.config)
+    yield from texts("orphan_s", orphan_s)
+    yield from texts("config", factory.config)
     for each in fields(factory.settings):
         if each.name not in ("rows", "use_tqdm"):
-            yield from _texts(each.name, getattr(factory.settings, each.name))
+            yield from texts(each.name, getattr(factory.settings, each.name))
 
 
-def _texts(name: str, value: Any) -> Iterator[tuple[str, str]]:
+def texts(name: str, value: Any) -> Iterator[tuple[str, str]]:
     """Yield the parts of a setting, without what differs in each process."""
     if isinstance(value, Mapping) or (is_dataclass(value) and not isinstance(value, type)):
         parts = (
             value if isinstance(value, Mapping) else {each.name: getattr(value, each.name) for each in fields(value)}
         )
         for part, each in parts.items():
-            yield from _texts(f"{name}[{part!r}]" if parts is value else f"{name}.{part}", each)
+            yield from texts(f"{name}[{part!r}]" if parts is value else f"{name}.{part}", each)
     else:
         ordered = sorted(value, key=repr) if isinstance(value, Set) else value
         yield name, re.sub(r" at 0x\w+", "", shown(ordered, 1 << 16))
+
+
+def new_tenure(name: str, orphan_s: float) -> Tenure:
+    """Become the driver of this trainer, also after another object of this process: a notebook's
+    cell is run again."""
+    for engine in list(Engine.living):
+        if getattr(engine.group, "trainer", None) == name:
+            engine.stop(force=True, leave=True)
+    return Tenure(name, orphan_s)
 
 
 def ended_by_itself() -> bool:

@@ -27,7 +27,7 @@ from raysgd.training.arguments import check_call
 from raysgd.training.auto_checkpoint import CheckpointFolder
 from raysgd.training.call_runner import CallRunner, exclusive
 from raysgd.training.loops import EpochLoops
-from raysgd.training.named import NamedRun, checked_name, ended_by_itself
+from raysgd.training.named import NamedRun, checked_name, ended_by_itself, new_tenure
 from raysgd.training.operator_base import OperatorBase
 from raysgd.training.replica_base import (
     OperatorReplicaFactory,
@@ -39,7 +39,6 @@ from raysgd.training.replica_base import (
 )
 from raysgd.training.saves import SaveHandle, Saves
 from raysgd.workers.inline_group import InlineGroup
-from raysgd.workers.keeper import Tenure
 
 # What a call measured: epoch, batch_count, num_samples, and the metrics that the operator returned.
 Metrics = dict[str, Any]
@@ -463,10 +462,7 @@ def make_engine(
     if settings.threads is not None:  # of a process of its own
         from raysgd.workers.ray_group import RayGroup
 
-        for engine in list(Engine.living):  # a notebook's cell is run again
-            if named is not None and getattr(engine.group, "trainer", None) == named[0]:
-                engine.stop(force=True, leave=True)
-        calls.named = None if named is None else NamedRun(Tenure(*named), factory)
+        calls.named = None if named is None else NamedRun(new_tenure(*named), factory)
         tenure = None if calls.named is None else calls.named.tenure
         group = RayGroup(backend, resources, unreachable_s=limits.unreachable_s, tenure=tenure)
     return Engine(

@@ -12,7 +12,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,7 +68,7 @@ class KeeperActor:
 
 class Tenure:
     """Owns this driver's term, and the thread that renews its lease. `record` is what the newest
-    driver has committed, b"" if there was none."""
+    driver has committed, in parts."""
 
     def __init__(self, name: str, orphan_s: float) -> None:
         self.name, self.orphan_s = name, orphan_s
@@ -77,7 +77,7 @@ class Tenure:
         self._renewed_at = boot_time()
         self._launched: list[str] = []  # workers
         # Terms grow also if a keeper fails, and with it the number of the newest one is lost.
-        self.term, self.record = int(time.time()), b""
+        self.term, self.record = int(time.time()), dict[str, bytes]()
         self._keeper = self._make_keeper()
         self.term, self.record = self._take()
         _let_sigterm_kill()
@@ -98,7 +98,7 @@ class Tenure:
         )
         return keeper.remote(self.orphan_s, lease)
 
-    def _take(self) -> tuple[int, bytes]:
+    def _take(self) -> tuple[int, dict[str, bytes]]:
         """Wait a few seconds for a driver that has just ended. Raise TrainerBusyError if it has
         not."""
         until = boot_time() + PATIENCE_S
@@ -106,7 +106,7 @@ class Tenure:
             self._renewed_at = boot_time()
             grant = self._ask("take")
             if grant.term:
-                return grant.term, grant.record
+                return grant.term, dict(grant.record)
             if boot_time() > until:
                 raise TrainerBusyError(
                     f"the trainer {self.name!r} has a driver: another script, or an object of this one. End that, or choose another "
@@ -147,9 +147,9 @@ class Tenure:
             except Exception as error:  # `check` raises it where it matters
                 logger.debug("the lease was not renewed: %s", error)
 
-    def _renew(self, record: bytes | None = None) -> None:
+    def _renew(self, parts: Mapping[str, bytes] | None = None) -> None:
         sent = boot_time()
-        if self._superseded or not self._ask("renew", self.term, record):
+        if self._superseded or not self._ask("renew", self.term, parts):
             raise self._lost("another script, or `raysgd end`, has taken them over")
         self._renewed_at = sent
         self.on_renewed()
@@ -176,10 +176,11 @@ class Tenure:
             if self._superseded or boot_time() - self._renewed_at > WITNESSED_S:
                 self._renew()
 
-    def commit(self, record: bytes) -> None:
-        """Store what the next driver needs, before the call that it is about returns."""
-        self.record = record
-        self._renew(record)
+    def commit(self, parts: Mapping[str, bytes]) -> None:
+        """Store what the next driver needs, before the call that it is about returns: the parts of
+        the record that have changed."""
+        self.record = {**self.record, **parts}
+        self._renew(parts)
 
     def left_workers(self) -> dict[str, Any]:
         """Return the handles of the workers that are left and have not ended, by their names. End

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -185,8 +185,8 @@ def forget_what_was_measured_before(patch: Patch) -> None:
 def keep_the_record_of_a_training_that_is_lost(patch: Patch) -> None:
     original = Lease.renew
 
-    def renew(self: Lease, term: int, record: bytes | None, now: float) -> bool:
-        return original(self, term, record or None, now)
+    def renew(self: Lease, term: int, parts: Mapping[str, bytes] | None, now: float) -> bool:
+        return original(self, term, parts if parts and all(parts.values()) else None, now)
 
     patch.setattr(Lease, "renew", renew)
 

@@ -256,7 +256,7 @@ class NamedScript(Script):
                 raise NotGranted
         self.group.renewed_at = sent
         self.group.renew_often()
-        return pickle.loads(grant.record) if grant.record else None
+        return pickle.loads(grant.record[""]) if grant.record.get("") else None
 
     def _granted(self, grant: Any) -> Any:
         if grant.term:
@@ -303,13 +303,13 @@ class NamedScript(Script):
             raise Violation(f"training begins again, and {holders} have its state")
         self.checker.begins_again(self.group)
         self._line = 0
-        if not self.driver.call(lambda: self.drivers.keeper.renew(self.group.term, b"", self.world.now)):
+        if not self.driver.call(lambda: self.drivers.keeper.renew(self.group.term, {"": b""}, self.world.now)):
             raise SupersededError("another script has taken over")
 
     def _commit(self) -> None:
         place = self._line, self.engine.trained, self.engine.recoveries, self.engine.target, self.engine.progress
         record, keeper, term = pickle.dumps(place), self.drivers.keeper, self.group.term
-        if not self.driver.call(lambda: keeper.renew(term, record, self.world.now)):
+        if not self.driver.call(lambda: keeper.renew(term, {"": record}, self.world.now)):
             raise SupersededError("another script has committed")
 
     def _end(self) -> None:
