@@ -641,12 +641,12 @@ def shutdown_all() -> None:
 
 
 def _packed(group: WorkerGroupProtocol, *values: Any) -> list[Any]:
-    """Return the user's objects in the form in which they are sent. If one cannot be pickled, stop
-    the group, because the engine does not exist yet."""
+    """Return the user's objects in the form in which they are sent. If one cannot be pickled, close
+    the group, because the engine does not exist yet. Workers of an earlier script wait again."""
     try:
         return [group.pack(value) for value in values]
     except BaseException:
-        group.stop()
+        group.leave()
         raise
 
 

@@ -308,6 +308,7 @@ def others(background: Background) -> dict[str, Any]:
     broken = run(ends=False, edited=EDITED.replace("return", "return raised +").replace("class", "unknown\nclass"))
     shaped = run(ends=False, edited=EDITED + "    def setup(self, config):\n        super().setup({'outputs': 2})\n")
     in_setup = run(ends=False, edited=EDITED + "    def setup(self, config):\n        raise OSError('no data')\n")
+    unpicklable = run(ends=False, more="initialization_hook=lambda lock=threading.Lock(): None")
     plain = run(ends=False, edited=EDITED, epochs="range(2)")
     return locals()
 
@@ -322,6 +323,7 @@ def test_another_script_with_this_name_must_fit_and_its_code_is_taken(outcome: A
     assert "model 0: weight has shape (2, 1) here and (1, 1)" in seen["shaped"].stderr
     assert "no data" in seen["in_setup"].stderr
     assert "keep its state for 600 s" in seen["in_setup"].stderr
+    assert "cannot pickle" in seen["unpicklable"].stderr
     assert "calls train() outside of a loop over trainer.epochs(n)" in seen["plain"].stderr
     attached, _, rows, recoveries = json.loads(seen["plain"].stdout.splitlines()[-1])
     assert attached and recoveries == [["takeover", 0]]
