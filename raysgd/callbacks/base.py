@@ -119,7 +119,8 @@ class Callback:
         """Called before the first worker starts (for functions: before each run) with the `run`."""
 
     def on_resume(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Called after an automatic checkpoint was loaded, with the `rows` of its history."""
+        """Called after an automatic checkpoint was loaded, or the run of a script that has ended
+        was taken over, with the `rows` of its history."""
 
     def on_progress(self, now: Underway) -> None:
         """Called a few times per second with the progress `now` of a worker. Not for functions."""

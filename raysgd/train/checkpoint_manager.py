@@ -6,7 +6,7 @@ import logging
 import math
 import queue
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,6 +59,7 @@ class CheckpointManager:
         self.latest_id = latest_id
         self.payload = initial
         self.stored: list[StoredCheckpoint] = []
+        self._surplus: list[Place] = []
 
     def check_storage(self) -> None:
         """Raise an error now, and not after an epoch, for a bucket that does not exist."""
@@ -95,6 +96,18 @@ class CheckpointManager:
                 locations.warn_without_checksums(place)
         self.latest_id = max([self.latest_id, *reported, *complete])
 
+    def continue_with(
+        self, directory: Place, latest_id: int, stored: Sequence[StoredCheckpoint], payload: bytes
+    ) -> None:
+        """Take over the checkpoints of a driver that has ended. The newest one is `payload`, if it
+        was not stored. What that driver had not recorded is deleted: it is made again."""
+        self.directory, self.latest_id, self.stored = directory, latest_id, list(stored)
+        found = [each for each in locations.names(self.directory) if each.startswith(PREFIX)]
+        self._surplus = [self.directory / name for name in {*found} - {each.path.name for each in stored}]
+        self.delete_surplus()
+        newest = next((each.path for each in stored if each.number == latest_id), None)
+        self.payload = payload or self.payload if newest is None else Checkpoint(newest).to_bytes()
+
     def register(self, payload: bytes) -> int:
         """Make a checkpoint the newest one, before storage can fail. Return its number."""
         self.latest_id += 1
@@ -102,7 +115,8 @@ class CheckpointManager:
         return self.latest_id
 
     def store(self, number: int, payload: bytes, metrics: dict[str, Any]) -> None:
-        """Write a checkpoint, if it is one of the best, and delete those that no longer are."""
+        """Write a checkpoint, if it is one of the best. `delete_surplus` deletes those that no
+        longer are."""
         keep = self.strategy.num_to_keep
         if keep == 0:
             return
@@ -113,9 +127,12 @@ class CheckpointManager:
         if new not in surplus:
             self._write(new.path, payload)
         self.stored = [each for each in [*self.stored, new] if each not in surplus]
-        for each in surplus:
-            if each is not new:
-                locations.delete(each.path)
+        self._surplus += [each.path for each in surplus if each is not new]
+
+    def delete_surplus(self) -> None:
+        while self._surplus:
+            locations.delete(self._surplus[-1])
+            self._surplus.pop()
 
     def place_of(self, number: int) -> Place:
         """Return where the checkpoint with this number is stored, if it is."""

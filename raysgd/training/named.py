@@ -74,7 +74,11 @@ class Named:
         raise NotImplementedError
 
     def _commit(
-        self, engine: Engine, history: History | None, parts: Mapping[str, bytes] | None = None, **state: Any
+        self,
+        engine: Engine,
+        history: History | None,
+        state: Mapping[str, Any],
+        parts: Mapping[str, bytes] | None = None,
     ) -> None:
         """Store the state, other parts, and the rows of the history that are new, if it is given.
         Raise SupersededError if another script has taken over."""
@@ -83,23 +87,19 @@ class Named:
             first = max(self._stored - 1, 0)  # callbacks can have added an error to the newest one
             parts |= {ROW.format(first + n): dumps(row) for n, row in enumerate(history[first:])}
             self._stored = len(history)
-        state |= {
-            "settings": self._settings,
-            "trained": engine.trained,
-            "recoveries": engine.recoveries,
-            "rows": self._stored,
-        }
-        self.tenure.commit({**parts, STATE: dumps(state)})
+        both = {"settings": self._settings, "trained": engine.trained, "recoveries": engine.recoveries}
+        self.tenure.commit({**parts, STATE: dumps({**state, **both, "rows": self._stored})})
 
     def check_equal(self, this: Mapping[str, str], had: Mapping[str, str]) -> None:
         """Raise ConfigError if what must be the same in two scripts is not."""
         names = [name for name in {**had, **this} if had.get(name) != this.get(name)]
         if names:
-            this, last = (
-                ", ".join(f"{name}={(of.get(name) or '(not set)')[:MOST_SHOWN]}" for name in names) for of in (this, had)
+            now, last = (
+                ", ".join(f"{name}={(of.get(name) or '(not set)')[:MOST_SHOWN]}" for name in names)
+                for of in (this, had)
             )
             raise ConfigError(
-                f"this script has {this}, and the workers of the trainer {self.tenure.name!r}, which wait for it, were started with "
+                f"this script has {now}, and the workers of the trainer {self.tenure.name!r}, which wait for it, were started with "
                 f"{last}: use that, choose another name, or end them with `raysgd end {self.tenure.name}`"
             )
 
@@ -195,7 +195,7 @@ class NamedRun(Named):
 
     def _commit_body(self, engine: Engine, history: History) -> None:
         body = {"place": self._place, "counts": self._counts, "body": self._body}
-        self._commit(engine, history, reached=engine.progress, **body)
+        self._commit(engine, history, {**body, "reached": engine.progress})
 
 
 def checked_name(name: Any, orphan_s: Any, *, sharded: bool) -> tuple[str, float] | None:
