@@ -250,6 +250,19 @@ def test_persistent_loader_processes_follow_a_new_plan() -> None:
     assert not any(process.is_alive() for process in processes)
 
 
+def test_loader_processes_end_before_those_of_the_next_division_start() -> None:
+    """Also if a traceback keeps the iterator. The new processes, which are forked, would have a copy of it, and torch would
+    print an error there when it is collected."""
+    source = begin(PlannedSource(DataLoader(WhichWorker(16), batch_size=2, num_workers=2, timeout=30), pad=True))
+    others = set(multiprocessing.active_children())
+    running = drawn(source)
+    offset = next(running).offset
+    before = set(multiprocessing.active_children()) - others
+    later = drawn(source, offset, rank=1, ranks=2, generation=1)
+    assert len(before) == 2 and not any(process.is_alive() for process in before)
+    assert list(later) and next(running, None) is None
+
+
 def test_the_position_in_an_epoch_is_kept_between_calls_and_restored_in_a_copy() -> None:
     make = LOADERS["shuffled"]
     torch.manual_seed(7)

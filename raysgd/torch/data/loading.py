@@ -68,6 +68,13 @@ class LoaderIterator:
     def __next__(self) -> Any:
         return self._guarded(next, self._live)
 
+    def close(self) -> None:
+        """End the processes, unless they persist to the next pass. Whoever keeps this object, such
+        as a traceback, would keep them, and a copy of torch's iterator in processes that are forked
+        later, which prints an error there when it is collected."""
+        if self._has_processes and self._live is not live_iterator(self._loader):
+            _clean_up(self._live)
+
     def _guarded(self, step: Callable[[Any], Any], of: Any) -> Any:
         if self._has_processes and lost_processes(self._live):
             raise self._failed(self._live)

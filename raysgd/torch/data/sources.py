@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import closing
 from itertools import islice
 from typing import Any
 
@@ -141,7 +142,7 @@ class PlannedSource(BatchSource):
             order = self.order if recipe == self._recipe else recipe.order()
         self._recipe = recipe if isinstance(recipe, Recipe) else None
         self.order = range(len(self.loader.sampler)) if order is None else order
-        self._open = None
+        self._drop()
         for source, saved in zip(random_sources(self.loader), state.get("generators", ()), strict=False):
             source.set_state(saved)
 
@@ -150,6 +151,7 @@ class PlannedSource(BatchSource):
         key = rank_info, self._division()
         if self._open is not None and self._open[:2] == (key, offset):
             return self._open[2]
+        self._drop()
         fresh = self._generate(rank_info, offset)
         self._open = (key, offset, fresh)
         return fresh
@@ -162,13 +164,16 @@ class PlannedSource(BatchSource):
             self._twin.generator.manual_seed(self._seed)  # the processes of the loader get their seeds from it
         taken = self._picker.follow(self.order, self._plan(rank_info), rank_info.world_rank, offset)
         try:
-            for batch in LoaderIterator(self._twin):
-                if not taken:
-                    raise RuntimeError("a DataLoader yields more batches than its sampler: its class must not add any")
-                after, part = taken.popleft()
-                assert self._open is not None
-                self._open = (self._open[0], after, self._open[2])
-                yield Drawn(batch, after, part.fresh, part.rows, part.weight, part.whole, (part.start, part.stop))
+            with closing(LoaderIterator(self._twin)) as live:
+                for batch in live:
+                    if not taken:
+                        raise RuntimeError(
+                            "a DataLoader yields more batches than its sampler: its class must not add any"
+                        )
+                    after, part = taken.popleft()
+                    assert self._open is not None
+                    self._open = (self._open[0], after, self._open[2])
+                    yield Drawn(batch, after, part.fresh, part.rows, part.weight, part.whole, (part.start, part.stop))
             if taken:
                 raise RuntimeError(ENDED_EARLY)
         except (Exception, DataLoaderFailure):
@@ -179,10 +184,14 @@ class PlannedSource(BatchSource):
     def close(self) -> None:
         """End the loader's processes. If only the garbage collector did it, torch would wait 5 s
         for each: their queues are collected first, so they would not be asked to end."""
+        self._drop()
+        end_processes(live_iterator(self._twin))  # they persist from one epoch to the next
+
+    def _drop(self) -> None:
+        """End an iterator that is not continued."""
         if self._open is not None:
             self._open[2].close()
             self._open = None
-        end_processes(live_iterator(self._twin))  # they persist from one epoch to the next
 
     def steps_left(self, rank_info: RankInfo, offset: int) -> int:
         return self._plan(rank_info).steps_left(offset)
