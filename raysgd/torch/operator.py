@@ -419,17 +419,18 @@ class TrainingOperator(Stepping):
         return self._settings.options.accumulate
 
     def _batches_per_epoch(self, workers: int) -> int | None:
-        loader, settings = self._train_data("train_loader"), self._settings
-        if RayData.is_given_as(loader):
-            return None
-        divided = settings.add_dist_sampler or not settings.distributed
-        return batches_per_epoch(loader, workers, divided=divided)
+        loader = self._train_data("train_loader")
+        return None if RayData.is_given_as(loader) else batches_per_epoch(loader, workers, divided=self._is_divided)
+
+    @property
+    def _is_divided(self) -> bool:
+        """Return whether raysgd divides the data, or one worker has all of it."""
+        return self._settings.add_dist_sampler or not self._settings.distributed
 
     def _planned_epoch(self, workers: int) -> SamplingPlan | None:
         """Return how these workers divide an epoch, None if not known, or always alike."""
-        loader, settings = self._parts.train_loader, self._settings
-        divided = settings.add_dist_sampler or not settings.distributed
-        if not divided or not is_planned(loader) or self._batches_per_epoch(workers) is None:
+        loader = self._parts.train_loader
+        if not self._is_divided or not is_planned(loader) or self._batches_per_epoch(workers) is None:
             return None
         return planned_epoch(loader, workers, step=self._keep_batch.division(unit_size(loader)).step)
 

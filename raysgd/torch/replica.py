@@ -66,7 +66,6 @@ class TorchReplica(ReplicaBase):
         self._position.made_for = settings.num_workers, operator._planned_steps, False
         if type(operator).train_epoch is TrainingOperator.train_epoch:
             operator._own_scheduler()  # raises ConfigError for what it cannot step
-        self._divided = settings.add_dist_sampler or not settings.distributed
         self._described: dict[str, tuple[Any, LoaderRows]] = {}  # with the loaders
         # The rank and the world size of the last script's replica in this process, if its random numbers continue.
         self._continues_as: tuple[int, int] | None = None
@@ -169,7 +168,7 @@ class TorchReplica(ReplicaBase):
         loaders = {name: loader for phase in phases for name, loader in self._loaders(phase).items()}
         for name, loader in loaders.items():
             if name not in self._described or self._described[name][0] is not loader:
-                rows = LoaderRows.of(loader) if self._divided and is_planned(loader) else LoaderRows()
+                rows = LoaderRows.of(loader) if self.operator._is_divided and is_planned(loader) else LoaderRows()
                 self._described[name] = loader, rows
         return {name: self._described[name][1] for name in loaders}
 
