@@ -61,7 +61,7 @@ def asks(table: Any) -> None:
 
 
 def fans_out(table: Any) -> None:
-    FanOut(table, MagicMock(), MagicMock(), lambda job: False).run(Call(print))
+    FanOut(table, MagicMock(), MagicMock(), lambda job: False, comparison=MagicMock()).run(Call(print))
 
 
 @pytest.mark.parametrize("wait", [asks, fans_out])
@@ -244,7 +244,7 @@ def slow_call(fails_at: dict[str, float]) -> tuple[SlowNetwork, FanOut]:
     table.enter_group(table.launch(2))
     limits = SimpleNamespace(hang_s=LIMIT_S)
     job = SimpleNamespace(is_waiting=lambda: False, hurry_s=None)
-    fan_out = FanOut(table, MagicMock(limits=limits, number=1), job, lambda job: False)  # type: ignore[arg-type]
+    fan_out = FanOut(table, MagicMock(limits=limits, number=1), job, lambda job: False, comparison=MagicMock())  # type: ignore[arg-type]
     fan_out.run(Call(print, {"state": Blob(bytes(SMALL))}))
     return group, fan_out
 
