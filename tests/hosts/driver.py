@@ -452,7 +452,7 @@ def functions() -> dict[str, Any]:
     }
 
 
-PARTS = (once, beside, files, slow, epochs, storm, wait, moments, drain, two, sharded)
+PARTS = (once, beside, files, slow, calls, epochs, storm, wait, moments, drain, two, sharded)
 PARTS += (tensorflow, horovod, loaders, large_loaders, functions)
 
 if __name__ == "__main__":
