@@ -31,7 +31,9 @@ from typing import Any
 __all__ = ["ATTACKS", "Report", "Storm", "listening", "note_ports"]
 
 PREFIX = struct.Struct(">IQQ")
-PROOF = bytes(64)  # a number and a proof, which is wrong
+# A number and a proof, which is wrong. Not zeros: gloo would take them for the number of a rank's first connection, and a group
+# that is being formed would fail to, and be formed again (docs/security.md says that gloo admits strangers).
+PROOF = b"n" * 64
 LOOK_S = 0.003
 CONNECT_S = 5.0
 PUSHED_AT_MOST = 64 << 20
