@@ -4,12 +4,15 @@ this process may open a connection for each of them. Both."""
 from __future__ import annotations
 
 import errno
+import logging
 import resource
 import socket
 from collections.abc import Iterable
 
 from raysgd.environment import CONTROL_PORT
 from raysgd.errors import ConfigError, ResourceError, counted
+
+logger = logging.getLogger("raysgd")
 
 LOOPBACK = "127.0.0.1"
 ANY_PORT = 9
@@ -39,9 +42,18 @@ def own_address() -> str:
         return LOOPBACK
 
 
-def listen(host: str, ports: Iterable[int] | None) -> socket.socket:
+def listen(what: str, host: str, ports: Iterable[int] | None) -> socket.socket:
     """Return a socket that listens on `host`, at the first of these ports that is free, or at one
-    that the system chooses. Raise OSError if this machine does not have that address."""
+    that the system chooses. If this machine does not have that address, because others reach it
+    through NAT, `what` listens on all addresses."""
+    try:
+        return _listen(host, ports)
+    except OSError as error:
+        logger.info("%s listens on all addresses, because %s cannot be bound: %s", what, host, error)
+        return _listen("0.0.0.0", ports)
+
+
+def _listen(host: str, ports: Iterable[int] | None) -> socket.socket:
     family, _, _, _, (address, *_) = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     for port in (0,) if ports is None else ports:
         try:

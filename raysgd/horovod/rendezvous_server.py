@@ -6,7 +6,6 @@ import asyncio
 import hmac
 import logging
 import secrets
-import socket
 import threading
 from collections.abc import Mapping
 from http import HTTPStatus
@@ -45,7 +44,7 @@ class RendezvousServer:
         self._entries: dict[str, dict[str, bytes]] = {}
         self._finished: dict[str, set[str]] = {}
         self._open: dict[asyncio.StreamWriter, None] = {}
-        self._listener = _listen(host)
+        self._listener = listen("Horovod's rendezvous server", host, None if host == LOOPBACK else control_ports())
         self.port: int = self._listener.getsockname()[1]
         self._loop = asyncio.new_event_loop()
         self._closed = self._loop.create_future()
@@ -141,11 +140,3 @@ def _length(head: list[str]) -> int | None:
     fields = [line.partition(":") for line in head[1:]]
     text = next((value.strip() for name, _, value in fields if name.strip().lower() == "content-length"), "0")
     return int(text) if text.isascii() and text.isdecimal() and len(text) <= 18 else None
-
-
-def _listen(host: str) -> socket.socket:
-    try:
-        return listen(host, None if host == LOOPBACK else control_ports())
-    except OSError as error:  # behind NAT, this machine does not have the address that others use for it
-        logger.info("Horovod's rendezvous server listens on all addresses, because it cannot bind %s: %s", host, error)
-        return listen("0.0.0.0", control_ports())

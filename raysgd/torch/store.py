@@ -52,31 +52,19 @@ def _listen(host: str, limit: datetime.timedelta) -> Any:
 
 
 def _server(host: str, limit: datetime.timedelta, *, use_libuv: bool) -> Any:
-    place: dict[str, Any] = {}
-    port, inode = 0, None
-    if (listener := _bound(host)) is not None:
-        port, inode = listener.getsockname()[1], os.fstat(listener.fileno()).st_ino
-        place["master_listen_fd"] = listener.detach()
+    listener = listen("the rendezvous store", host, None if host == LOOPBACK else control_ports())
+    port, inode = listener.getsockname()[1], os.fstat(listener.fileno()).st_ino
+    number = listener.detach()
     try:
         return dist.TCPStore(  # type: ignore[attr-defined]
-            host, port, None, True, timeout=limit, wait_for_workers=False, use_libuv=use_libuv, **place
+            host, port, None, True, timeout=limit, wait_for_workers=False, use_libuv=use_libuv, master_listen_fd=number
         )
     except BaseException:
         # After Ctrl-C, the store may have taken the socket and closed it. Another file can have its number then.
-        for number in place.values():
-            with contextlib.suppress(OSError):
-                if os.fstat(number).st_ino == inode:
-                    os.close(number)
+        with contextlib.suppress(OSError):
+            if os.fstat(number).st_ino == inode:
+                os.close(number)
         raise
-
-
-def _bound(host: str) -> socket.socket | None:
-    """Return a socket that listens on `host`, None if this machine has no such address."""
-    try:
-        return listen(host, None if host == LOOPBACK else control_ports())
-    except OSError as error:
-        logger.info("the rendezvous store listens on all addresses, because %s cannot be bound: %s", host, error)
-        return None
 
 
 # -- worker -------------------------------------------------------------------------------------------

@@ -100,7 +100,7 @@ class ControlServer:
         self._expected: dict[str, Serve] = {"": self._receive}
         self._names = itertools.count(1)
         self._refused_hosts: set[str] = set()
-        self._listener = _listen(host, control_ports())
+        self._listener = listen("the driver", host, control_ports())
         self._listener.setblocking(False)
         self.address: tuple[str, int] = (host, self._listener.getsockname()[1])
         self._short_of_resources = False  # logged once, until connections can be accepted again
@@ -401,10 +401,3 @@ def _is_end(error: Exception) -> bool:
 
 def _in_words(error: Exception) -> str:
     return str(error) if isinstance(error, ValueError | frames.AlteredError) else described(error)
-
-
-def _listen(host: str, ports: range | None) -> socket.socket:
-    try:
-        return listen(host, ports)
-    except OSError:  # behind NAT, the address that other machines use is not one of this machine: listen on all
-        return listen("0.0.0.0", ports)
