@@ -121,8 +121,12 @@ class TorchBackend:
             self._form_mesh(rank_info.world_size)
         if gloo:
             self._gloo.add_remote(exchange_addresses(store, rank_info, self._gloo.own, limit_s=self._join_s))
-        # The first collective opens the connections that most others use, so that a failure of one is a failure to join.
-        dist.all_reduce(torch.zeros(1, device="cuda" if self.name == "nccl" else "cpu"))
+        # The first collective uses the connections, so that a failure of one is a failure to join. With gloo, it uses each: a
+        # stranger can have taken a peer's place, and a call that comes later would wait for it until a longer limit.
+        if gloo:
+            dist.all_to_all_single(torch.empty(rank_info.world_size), torch.zeros(rank_info.world_size))
+        else:
+            dist.all_reduce(torch.zeros(1, device="cuda" if self.name == "nccl" else "cpu"))
         self._count, self._counted = collective_counter(MESH), dist.group.WORLD
         if gloo:
             self._gloo.hold()

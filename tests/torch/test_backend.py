@@ -1,6 +1,7 @@
 """How ranks form and leave a process group, also if a peer is late or fails, and which errors count as interruptions."""
 
 import pickle
+import socket
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,7 @@ from raysgd.core.outcomes import Ok
 from raysgd.core.progress import Control
 from raysgd.core.ranks import RankInfo, assign_ranks
 from raysgd.torch.process_group import TorchBackend
+from raysgd.torch.sockets import _listening
 from raysgd.workers.replica_host import ReplicaHost
 from tests.forked_workers import fresh_processes
 
@@ -98,6 +100,80 @@ def test_the_limit_for_connections_applies_neither_to_late_ranks_nor_to_collecti
     assert [joined(driver, *here), said.get(timeout=60)] == [(2, 50), (2, 50)]
     late.join(timeout=60)
     driver.plan([])
+
+
+class Attacked(dist.Store):
+    """A rank's store. Before the rank publishes where its gloo listens, a stranger connects there, and sends the number that
+    gloo has given to the connection with a peer."""
+
+    def __init__(self, store: Any, number: int) -> None:
+        super().__init__()
+        self._store, self._number, self._strangers = store, number, list[socket.socket]()
+        self._before = set(_listening())
+
+    def set(self, key: str, value: Any) -> None:
+        for address in set(_listening()) - self._before:
+            self._before.add(address)
+            self._strangers.append(socket.create_connection(address))
+            self._strangers[-1].sendall(self._number.to_bytes(8, "little"))
+            time.sleep(0.1)
+        self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        return bytes(self._store.get(key))
+
+    def add(self, key: str, value: int) -> int:
+        return int(self._store.add(key, value))
+
+    def append(self, key: str, value: Any) -> None:
+        self._store.append(key, value)
+
+    def wait(self, keys: list[str], *timeout: timedelta) -> None:
+        self._store.wait(keys, *timeout)
+
+    def check(self, keys: list[str]) -> bool:
+        return bool(self._store.check(keys))
+
+
+class AttackedBackend(TorchBackend):
+    number = 0
+
+    def _connect(self, settings: dict[str, Any]) -> Any:
+        self.attacked = Attacked(super()._connect(settings), self.number)  # torch keeps only what is behind it
+        return self.attacked
+
+
+def join_attacked(said: Any, driver: TorchBackend, rank_info: RankInfo, settings: dict[str, Any]) -> None:
+    backend = driver
+    if rank_info.world_rank in (0, 2):  # whichever of them waits for the other's connection, which their ports decide
+        backend = attacked = AttackedBackend("gloo", join_s=60)
+        attacked.number = 2 - rank_info.world_rank  # gloo numbers the peers by rank
+    try:
+        joined(backend, rank_info, settings)
+        said.put((rank_info.world_rank, False))
+    except RuntimeError as error:
+        assert backend.is_interruption(error), error
+        said.put((rank_info.world_rank, True))
+        backend.leave()
+
+
+def test_a_stranger_in_the_place_of_a_peer_is_a_failure_to_join() -> None:
+    """Rank 2 does not exchange anything with rank 0 in an `all_reduce` of four ranks. So the next call that uses this
+    connection would wait for `collective_s`."""
+    driver, rank_infos = TorchBackend("gloo", join_s=60, collective_s=600), assign_ranks(["a"] * 4, generation=1)
+    plans, context = driver.plan(rank_infos), fresh_processes()
+    said = context.Queue()
+    ranks = [
+        context.Process(target=join_attacked, args=(said, driver, *each), daemon=True)
+        for each in zip(rank_infos, plans, strict=True)
+    ]
+    for rank in ranks:
+        rank.start()
+    found = dict(said.get(timeout=60) for _ in ranks)
+    for rank in ranks:
+        rank.join(timeout=60)
+    driver.plan([])
+    assert found[0] and found[2], "the driver tells the others"
 
 
 def test_a_rank_whose_generation_failed_to_form_joins_the_next_one() -> None:
