@@ -113,6 +113,13 @@ def test_a_replacement_that_fails_while_it_starts_is_dismissed(scenario: Scenari
     assert scenario.group.dismissed == ["w1"]
 
 
+def test_dismissing_all_includes_overdue_ones(scenario: Scenario) -> None:
+    scenario.replacements.launch(1)
+    scenario.after(OVERDUE_S + 1)
+    scenario.replacements.dismiss_all()
+    assert scenario.group.dismissed == ["w1"]
+
+
 # -- hot spares ---------------------------------------------------------------------------------------
 
 

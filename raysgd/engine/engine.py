@@ -170,13 +170,19 @@ class Engine:
         return True
 
     def _check_not_held(self) -> None:
-        """Raise an error at once if idle engines of this process hold what the first workers
-        need."""
-        held = sum(each.world_size for each in self.living if each.active and each.group.elastic and not each.busy)
-        if held and self.group.elastic:
+        """Raise an error at once if idle engines of this process hold what the first workers need.
+        Their hot spares are given up for it."""
+        others = {e: e.world_size for e in self.living if e.active and e.group.elastic and e.world_size and not e.busy}
+        if not others or not self.group.elastic:
+            return
+        room = self.group.room()
+        if room < self._least:
+            for engine in others:
+                engine.give_up_spares()
             room = self.group.room()
-            if room < self._least <= min(self.group.capacity(), room + held):
-                raise held_error(self.group, self._least, held)
+        if room < self._least <= min(self.group.capacity(), room + sum(others.values())):
+            sizes = {engine: counted(size, "worker") for engine, size in others.items()}
+            raise held_error(self.group, self._least, sizes)
 
     def stop(self, *, force: bool = False, leave: bool = False) -> None:
         """End every worker. If Ctrl-C interrupted an earlier call of `stop`, finish what it began.
@@ -325,6 +331,11 @@ class Engine:
         self._table.snapshots.offer(Snapshot(data, self.progress))
 
     # -- members --------------------------------------------------------------------------------------
+
+    def give_up_spares(self) -> None:
+        """End the hot spares of an idle trainer. Its next call starts them if there is room."""
+        with self.claim("the start of another trainer"), self.group.releasing():
+            self._replacements.dismiss_all()
 
     def resize(self, count: int) -> None:
         """Set the number of workers. Surplus workers leave. If some are missing, wait for them."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from typing import NoReturn
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
 
 from raysgd.core.outcomes import DATA_LOADER, Failed
 from raysgd.core.policy import Recovery
@@ -108,14 +109,25 @@ def _sizes(group: WorkerGroupProtocol, count: int) -> str:
     return f"{needed}, and an empty cluster could hold {counted(capacity, 'such worker')}"
 
 
-def held_error(group: WorkerGroupProtocol, count: int, held: int) -> ResourceError:
-    """Return the error about workers whose resources other trainers of this process hold."""
-    return ResourceError(
-        f"the cluster has no room for {counted(count, 'worker, which needs', 'workers, which need')} {group.demand(count)}: earlier "
-        f"trainers of this process hold the resources of {counted(held, 'worker')}, and do not end by themselves. Call shutdown() of "
-        "one that you need no longer, or raysgd.shutdown_all(), which ends all trainers of this process, and try again. `with "
-        "TorchTrainer(...) as trainer:` ends a trainer by itself"
+def held_error(group: WorkerGroupProtocol, count: int, holders: Mapping[Any, str]) -> ResourceError:
+    """Return the error about workers whose resources other trainers of this process hold. `holders`
+    has the engines of these, with a description."""
+    session = vars(sys.modules["__main__"])
+    wanted = counted(count, "worker, which needs", "workers, which need")
+    lines = [f"the cluster has no room for {wanted} {group.demand(count)}."]
+    ways = []
+    for engine, size in holders.items():
+        names = [name for name, value in session.items() if getattr(value, "_engine", None) is engine]
+        lines.append(
+            f"An earlier trainer of this process{f' ({names[0]})' if names else ''} holds the resources of {size}."
+        )
+        ways += [f"{name}.shutdown()" for name in names[:1]]
+    lines.append(
+        f"It does not end by itself: call {' and '.join([*ways, 'raysgd.shutdown_all()'][: max(len(ways), 1)])} and try again"
+        f"{', or raysgd.shutdown_all(), which ends all trainers of this process' if ways else ''}. "
+        "`with TorchTrainer(...) as trainer:` ends a trainer by itself"
     )
+    return ResourceError(" ".join(lines))
 
 
 def warn_no_room(group: WorkerGroupProtocol, missing: int, waited_s: float, limit_s: float) -> bool:

@@ -205,6 +205,9 @@ class Replacements:
                 logger.info("a replacement worker is started again, because its machine will be stopped")
                 self._table.dismiss(info.worker)
 
+    def dismiss_all(self) -> None:
+        self._dismiss(self._table.new_workers())
+
     def _dismiss(self, infos: Iterable[WorkerInfo]) -> None:
         for info in infos:
             self._table.dismiss(info.worker)

@@ -12,7 +12,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -245,13 +245,16 @@ class RayGroup:
 
     def _explained(self, event: Event) -> Event:
         """Return the event with a cause that this machine knows: gloo's message about data of an
-        unexpected size."""
+        unexpected size, or how the system has ended the process."""
         if not isinstance(event, WorkerEnded) or event.reason != "worker death":
             return event
         handle = self._handles[event.worker]
-        found = MISMATCH.search(cluster.stderr_tail(handle.pid)) if handle.node == self._here else None
+        text = cluster.stderr_tail(handle.pid) if handle.node == self._here else ""
+        found = MISMATCH.search(text)
         if found is None:
-            return event
+            how = handle.process.how_it_ended() if handle.process is not None else ""
+            hint = ", which the kernel sends for example when memory runs out" if how.endswith("SIGKILL") else ""
+            return replace(event, cause=f"its process {how}{hint}") if how else event
         return WorkerEnded(event.worker, f"its process was ended by gloo ({found['what']})", OUT_OF_STEP)
 
     def _note(self, event: Event) -> bool:

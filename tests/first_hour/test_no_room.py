@@ -1,5 +1,7 @@
 """What can never fit fails at once; a trainer whose room another trainer of this process holds says so at once."""
 
+import re
+import types
 from typing import Any
 
 import pytest
@@ -107,20 +109,37 @@ def test_a_resize_for_which_there_is_no_room_in_time_leaves_no_workers_over() ->
     engine.stop(force=True)
 
 
-def test_an_earlier_trainer_that_holds_the_room_is_an_error_at_once() -> None:
+def test_an_earlier_trainer_that_holds_the_room_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    import __main__
+
     places = {"free": 4}
-    first, second = engine_of(Slots(places), 3), Slots(places)
+    first = engine_of(Slots(places), 3)
     first.start()
+    monkeypatch.setattr(__main__, "my_trainer", types.SimpleNamespace(_engine=first), raising=False)
+    second = Slots(places)
     with pytest.raises(ResourceError) as caught:
         engine_of(second, 2).start()
-    assert "earlier trainers of this process hold the resources of 3 workers" in str(caught.value)
+    text = str(caught.value)
+    for part in (
+        "(my_trainer) holds the resources of 3 workers",
+        "call my_trainer.shutdown()",
+        "raysgd.shutdown_all()",
+    ):
+        assert part in text, text
     assert second.launched == 0
-    shutdown_all()
-    assert not first.active
-    engine = engine_of(Slots(places), 2)
-    engine.start()
-    assert engine.world_size == 2
-    engine.stop(force=True)
+    first.stop(force=True)
+
+
+def test_the_spares_of_an_idle_trainer_make_room_for_another_one() -> None:
+    places = {"free": 4}
+    group = Slots(places)
+    first, second = engine_of(group, 2, spares=2), engine_of(Slots(places), 2)
+    first.start()
+    assert (group.launched, places["free"], first.world_size) == (4, 0, 2)
+    second.start()
+    assert (second.world_size, first.world_size, places["free"]) == (2, 2, 0)
+    first.stop(force=True)
+    second.stop(force=True)
 
 
 def test_spares_never_hold_up_the_start(caplog: pytest.LogCaptureFixture) -> None:
@@ -130,6 +149,20 @@ def test_spares_never_hold_up_the_start(caplog: pytest.LogCaptureFixture) -> Non
     assert (engine.world_size, group.launched) == (4, 4)
     assert "training runs without 1 of 1 hot spare until there is room for 1 CPU (0 free)" in caplog.text
     engine.stop(force=True)
+
+
+def test_shutdown_all_ends_trainers_without_a_name() -> None:
+    places = {"free": 4}
+    first = engine_of(Slots(places), 3)
+    first.start()
+    with pytest.raises(ResourceError, match=re.escape("call raysgd.shutdown_all() and try again")):
+        engine_of(Slots(places), 2).start()
+    shutdown_all()
+    assert not first.active
+    second = engine_of(Slots(places), 2)
+    second.start()
+    assert second.world_size == 2
+    second.stop(force=True)
 
 
 @pytest.mark.parametrize("name", ["SGD_PLACEMENT_GROUP_TIMEOUT_S", "TRAIN_PLACEMENT_GROUP_TIMEOUT_S"])

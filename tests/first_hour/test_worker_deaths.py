@@ -4,8 +4,10 @@ import io
 import logging
 import math
 import os
+import platform
 import re
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -22,6 +24,7 @@ from raysgd.core.ranks import SingleWorkerBackend
 from raysgd.engine.recovery import RecoveryLog, RecoveryLoop, _Case
 from raysgd.workers.events import Event, WorkerStarted
 from raysgd.workers.foreign import DeathFilter, hide_deaths_of
+from raysgd.workers.processes import LocalProcess
 from raysgd.workers.ray_group import RayGroup
 from tests.faults import Fault, Ground
 
@@ -149,13 +152,32 @@ def test_the_lines_name_rank_address_and_cause(
     expected = [
         rf"preemption: rank 2 on node {here} received SIGTERM, so its machine will be stopped",
         r"preemption: rank 2 left, training continues with 2 workers \(3 before\), in place, .*",
-        rf"worker death in epoch 2, batch \d+: rank 1 of 2 failed on node {here} \(its process ended .*\)",
+        rf"worker death in epoch 2, batch \d+: rank 1 of 2 failed on node {here} \(its process (was )?ended .*\)",
         r"worker death: training continues with 1 worker \(2 before\), in place, .*",
     ]
     found = [line for line in lines if line.startswith(("preemption", "worker death"))]
     assert len(found) == len(expected), found
     for line, pattern in zip(found, expected, strict=True):
         assert re.fullmatch(pattern, line), (line, pattern)
+
+
+@pytest.mark.parametrize(
+    ("end", "how"),
+    [
+        ("os.kill(os.getpid(), 9)", "was ended by SIGKILL"),
+        ("os.abort()", "was ended by SIGABRT"),
+        ("os._exit(3)", "ended with exit code 3"),
+    ],
+)
+def test_the_system_tells_how_a_process_has_ended(end: str, how: str) -> None:
+    script = f"import os; os.read(0, 1); {end}"
+    with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE) as process:
+        seen = LocalProcess(process.pid)
+        assert seen.how_it_ended() == "", "it has not ended"
+        process.communicate(b"1")
+        linux = tuple(map(int, platform.release().split(".")[:2])) if sys.platform == "linux" else (0, 0)
+        assert seen.how_it_ended() == (how if linux >= (6, 15) else "")
+    assert seen.how_it_ended() == (how if linux >= (6, 15) else ""), "also when the process is gone"
 
 
 def test_waiting_for_new_workers_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
