@@ -199,7 +199,11 @@ class FanOut:
         outcomes = ask(self._table, self._workers, "keep", arguments, limit_s=limit_s, generation=number)
         if all(isinstance(outcome, Ok) for outcome in outcomes.values()):
             return True
-        self._calls.outcomes = outcomes
+        without = "another rank did not get the arguments of the call"
+        self._calls.outcomes = {
+            worker: Interrupted(None, without, outcome.progress) if isinstance(outcome, Ok) else outcome
+            for worker, outcome in outcomes.items()
+        }
         return False
 
     def _tick(self) -> None:

@@ -388,6 +388,7 @@ class TorchReplica(ReplicaBase):
         self._rank_info = self.operator._rank_info = rank_info
         if self._continues_as != (rank_info.world_rank, rank_info.world_size):
             self._seed_rest_of_epoch()
+        self._continues_as = None
         self.operator._parts.rewrap()
         self.operator._keep_batch.joined(rank_info)
         # A replacement worker has the state of the old group, and `resized` must change it on every rank.

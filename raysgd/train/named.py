@@ -68,7 +68,7 @@ class NamedFunctions(Named, Record):
         there, or with another config."""
         self._this = {"function": name, **dict(texts("config", config or {}))}
         self.rows = []
-        if self._begun == len(self._runs):
+        if self._begun >= len(self._runs):
             return None, b""
         had, left = self._runs[self._begun]
         self.check_equal(self._this, had)

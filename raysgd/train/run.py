@@ -421,9 +421,9 @@ class FunctionRun:
     def release(self) -> None:
         """Let the function run to its end, because the user fetches no more rounds."""
         self._ahead = math.inf
-        if self.left.unshown:
-            with self._noting:
-                self._note(unshown=())
+        with self._noting:
+            if self.left.unshown:
+                self._note(shown=True, unshown=())
         self._let_continue()
 
     def unfetched(self) -> list[RoundResult]:

@@ -12,6 +12,7 @@ import tempfile
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -99,7 +100,9 @@ class WorkerActor:
                 continue  # no driver would get the answer
             outcome = self._perform(message)
             if not self._client.watch.has_ended:
-                self._client.answer(message.call, outcome)
+                lost = self._host.moved(partial(self._client.answer, message.call, outcome))
+                if lost is not None:  # a large answer, on a connection of its own
+                    self._client.answer(message.call, lost)
 
     def _perform(self, message: PerformCall) -> Outcome:
         self._client.begin(message.call)

@@ -123,7 +123,8 @@ class Tenure:
             except ray.exceptions.RayActorError as error:
                 if boot_time() - self._renewed_at > LEASE_S:
                     raise self._lost(
-                        "its lease ended while it was stopped, and so has the process that kept it"
+                        f"its lease was not renewed for {boot_time() - self._renewed_at:.0f} s, and the process that kept it has "
+                        "ended, so another script may have taken them over"
                     ) from error
                 if attempt == 1 and not self._over.is_set():
                     logger.warning(

@@ -346,6 +346,8 @@ class LightningOperator(TrainingOperator):
     def load_state_dict(self, state_dict: Any) -> None:
         if not state_dict:
             return
+        if len(state_dict["due"]) != len(self._schedules.due):
+            raise ValueError(f"it has {len(state_dict['due'])} schedulers, and this module {len(self._schedules.due)}")
         if state_dict["epoch"] != self._epoch:
             self._announced = None  # this process has not called on_train_epoch_start for that epoch
         self._epoch, self._batch_idx, self._open = (state_dict[name] for name in ("epoch", "batch_idx", "open"))

@@ -67,6 +67,9 @@ def read_configuration(module: Any, core: Any) -> tuple[list[Any], list[Any]]:
         optimizers, schedules = configured_optimizers(core, module, configured)
     except Exception as error:
         raise ConfigError(f"{type(module).__name__}.configure_optimizers returned {configured!r}: {error}") from error
+    for each in schedules:
+        if each.frequency < 1:
+            raise ConfigError(f"{type(each.scheduler).__name__} has frequency={each.frequency!r}: use 1 or more")
     for each in schedules if module.automatic_optimization else []:
         if each.reduce_on_plateau and each.interval == "step":
             raise ConfigError(
