@@ -156,7 +156,12 @@ class Generation:
         while self._table.clock() < deadline and any(i.stage < Stage.UP and i.ended is None for i in infos):
             self._table.pump(LOOK_S)
         up = [info.worker for info in infos if info.stage >= Stage.UP and info.ended is None]
-        outcomes = self._ask(up, "attach", {"factory": self._factory}, self.limits.setup_s)
+        outcomes: dict[str, Outcome] = {}
+        while up:
+            answered = self._ask(up, "attach", {"factory": self._factory}, self.limits.setup_s)
+            # A large operator may not arrive at the first try.
+            up = [each for each in up if isinstance(answered[each], Interrupted) and each not in outcomes]
+            outcomes |= answered
         for worker, outcome in outcomes.items():
             if isinstance(outcome, Failed):  # the new code's: the state is kept
                 raise_user_error(outcome, self._table[worker])
