@@ -82,7 +82,7 @@ class Dataset:
         """
         if not 0 <= i < self.num_shards:
             raise AssertionError(
-                f"there is no shard {i}: there are {self.num_shards}, counted from 0. Call set_num_shards() first to have more"
+                f"i must be a shard's number, from 0 to {self.num_shards - 1}, got {i}. Call set_num_shards() first to have more shards"
             )
         return Shard(self, index=i, num_shards=self.num_shards, start=start)
 

@@ -3,10 +3,10 @@
 Of the three seconds of CPU time that a worker needs until its first step, importing torch takes
 two. Ray starts a script of this module instead of an interpreter: for all workers of a cluster that
 raysgd starts, and for a trainer's workers (with the field `py_executable` of their runtime
-environment) in one of the user's. It passes its arguments, environment, working directory, priority
-and standard streams to the fork server, and exits; the fork runs the same script of Ray that the
-interpreter would have run. From there on nothing differs: the worker is a process of its own,
-imports Ray, registers with the raylet, and can be killed.
+environment) in a cluster that the user has started. It passes its arguments, environment, working
+directory, priority and standard streams to the fork server, and exits; the fork runs the same
+script of Ray that the interpreter would have run. From there on nothing differs: the worker is a
+process of its own, imports Ray, registers with the raylet, and can be killed.
 
 The script runs an interpreter if the server has ended, and for all other processes of Ray."""
 

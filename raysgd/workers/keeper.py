@@ -209,7 +209,7 @@ class Tenure:
 
 def _let_sigterm_kill() -> None:
     """Let SIGTERM end this script as SIGKILL does, so that its workers wait. Ray has made it a
-    `sys.exit()`, which ends them. A handler of the user's stays."""
+    `sys.exit()`, which ends them. A handler that the user has installed stays."""
     made_by = getattr(signal.getsignal(signal.SIGTERM), "__module__", "") or ""
     if made_by.startswith("ray.") and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -272,7 +272,8 @@ class WorkerTenure:
         return bool(ray.get(self._keeper().perform.remote("enlist", self.term, worker), timeout=ANSWER_S))
 
     def witness(self, term: int) -> None:
-        """Say that this term's driver has ended its connection. Without Ray, there is no keeper."""
+        """Tell the keeper that this term's driver has ended its connection. If Ray does not answer,
+        do nothing."""
         import ray
 
         try:

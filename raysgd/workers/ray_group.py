@@ -198,7 +198,7 @@ class RayGroup:
 
     @staticmethod
     def _end_transfers(handle: _Handle) -> None:
-        """End the transfers of a call that has ended, or that nobody waits for any more."""
+        """End the transfers of a call that has ended, or whose outcome is no longer needed."""
         while handle.transfers:
             handle.transfers.pop().close()
 

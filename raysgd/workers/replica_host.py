@@ -316,8 +316,8 @@ def picklable(error: BaseException) -> BaseException:
 
 
 class PicklableError(Exception):
-    """Carries an exception of the user, and is unpickled as an exception of the user's type, which
-    is created without `__init__`, because many exceptions cannot be created from their `args`."""
+    """Carries an exception of user code, and is unpickled as an exception of its type, which is
+    created without `__init__`, because many exceptions cannot be created from their `args`."""
 
     def __init__(self, error: BaseException) -> None:
         super().__init__(text_of(error))
