@@ -57,8 +57,8 @@ SIBLINGS = {
         "training/named",
         "tune",
     },
-    "train/fit/run": {"train/executor", "train/iterator"},
-    "train/fit/trainer": {"train/executor", "train/fit/run", "tune"},
+    "train/fit/run": {"train/executor", "train/iterator", "train/named"},
+    "train/fit/trainer": {"train/executor", "train/fit/run", "train/named", "tune"},
     "train/fit/frameworks": {"train/fit/trainer"},
     "tune": {"train/executor", "train/iterator", "tf/trainer", "torch/setup"},
     "torch/trainer": {

@@ -45,7 +45,7 @@ from raysgd.train.errors import (
 )
 from raysgd.train.named import NamedFunctions, Naming
 from raysgd.train.replica import FunctionReplica, FunctionReplicaFactory
-from raysgd.train.run import FunctionRun, RoundResult, RunOptions, check_function, function_name, payload_of
+from raysgd.train.run import FunctionRun, RoundResult, RunLeft, RunOptions, check_function, function_name, payload_of
 from raysgd.train.run_session import Codec, TrainingResultType
 from raysgd.train.settings import HANG_S, REPORTS_AHEAD, CheckpointConfig, check_failure_limit, check_strategy
 from raysgd.train.worker_group import TrainWorkerGroup, WorkerGroup, WorkersChanged, check_resources, limits_for
@@ -331,6 +331,16 @@ class BackendExecutor(RunCheckpoints):
             work = functools.partial(self._perform, engine, run, packed)
             self._thread = threading.Thread(target=work, name="raysgd-run", daemon=True)
             self._thread.start()
+
+    def left_of(self, train_func: Callable[..., Any], config: Mapping[str, Any]) -> RunLeft | None:
+        """Return what another script has left of this run. Raise ConfigError if it ran another
+        function, or with another config."""
+        return None if self.named is None else self.named.next_run(function_name(train_func), config)[0]
+
+    @property
+    def earlier(self) -> int:
+        """Return how many runs, or reports of `fit()`, there were before those of this name."""
+        return 0 if self.named is None else self.named.earlier
 
     @property
     def rows_before(self) -> list[dict[str, Any]]:

@@ -21,7 +21,8 @@ RUN, CHECKPOINT = "run {}", "checkpoint"
 
 class Naming(NamedTuple):
     """The name under which workers outlive their script, for how many seconds, where its runs are
-    stored, and how many `earlier` ones there are."""
+    stored, and how many `earlier` ones there are, or for `fit()` reports of the run that is
+    restored."""
 
     name: str
     orphan_s: float

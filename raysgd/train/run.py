@@ -210,7 +210,8 @@ class FunctionRun:
         attempt: int = 0,
     ) -> None:
         self.number, self.manager = number, manager
-        self._record, self.left = record or Record(), left or RunLeft(manager.directory, manager.latest_id)
+        self._record = record or Record()
+        self.left = left or RunLeft(manager.directory, manager.latest_id, tuple(manager.stored))
         self._noting, self._is_showing = threading.Lock(), False
         if left is None:
             self._note(b"")

@@ -9,7 +9,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from raysgd.config import ElasticConfig, WorkerResources, at_least, check_flags, one_of
+from raysgd.config import ElasticConfig, WorkerResources, at_least, check_flags, check_name, one_of
 from raysgd.errors import ConfigError, suggesting_fields
 from raysgd.storage.masking import mask
 
@@ -209,6 +209,8 @@ class RunConfig:
     checkpoint_config  a CheckpointConfig
     callbacks          called with every round of reports
     max_reports_ahead  how many rounds of reports the function may be ahead of the callbacks
+    orphan_s           for how many seconds the workers wait for the next script, if this one has
+                       died: its `fit()` with this `name` continues the run; by default, they end
     """
 
     name: str | None = None
@@ -217,9 +219,12 @@ class RunConfig:
     checkpoint_config: CheckpointConfig | None = None
     callbacks: Sequence[Any] | None = None
     max_reports_ahead: int = REPORTS_AHEAD
+    orphan_s: float | None = None
 
     def __post_init__(self) -> None:
         at_least("max_reports_ahead", self.max_reports_ahead, 1, whole=True)
+        if self.orphan_s is not None:
+            check_name(self.name, self.orphan_s)
         if self.name is not None and (not isinstance(self.name, str) or not self.name or "/" in self.name):
             raise ConfigError(f"RunConfig's name must be the name of a directory, without '/', got {self.name!r}")
         if self.storage_path is not None and not isinstance(self.storage_path, (str, Path)):

@@ -130,8 +130,8 @@ class Trainer(RunCheckpoints):
         if initialization_hook is not None and not callable(initialization_hook):
             raise ConfigError(f"initialization_hook must be a function without arguments, got {initialization_hook!r}")
         self._executor.start(initialization_hook, train_cls, args, kwargs)
-        if self._executor.named is not None:
-            self._earlier = self._executor.named.earlier
+        if self._named is not None:
+            self._earlier = self._executor.earlier
 
     @property
     def attached(self) -> bool:

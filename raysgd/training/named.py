@@ -12,7 +12,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from raysgd.callbacks.history import History
-from raysgd.config import ORPHAN_S, at_least
+from raysgd.config import ORPHAN_S, check_name
 from raysgd.engine.engine import Engine
 from raysgd.errors import ConfigError, counted, shown
 from raysgd.training.replica_base import OperatorReplicaFactory
@@ -202,13 +202,9 @@ def checked_name(name: Any, orphan_s: Any, *, sharded: bool) -> tuple[str, float
     """Return the trainer's name and how long its workers wait, None without a name."""
     if name is None and orphan_s == ORPHAN_S:
         return None
-    if name is None:
-        raise ConfigError(f"orphan_s={orphan_s!r} has no effect without name=: pass one, or leave orphan_s out")
-    if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name):
-        raise ConfigError(f"name must be a text of letters, digits, '.', '-' and '_', got {name!r}")
+    check_name(name, orphan_s)
     if sharded:
         raise ConfigError("name= is not possible with a sharded model: leave it out, or use parallel='ddp'")
-    at_least("orphan_s", orphan_s, 1)
     return name, float(orphan_s)
 
 

@@ -22,10 +22,13 @@ import pytest
 from raysgd.callbacks.history import History
 from raysgd.core.messages import FunctionReport
 from raysgd.errors import ConfigError
-from raysgd.train import Checkpoint, CheckpointConfig
+from raysgd.train import Checkpoint, CheckpointConfig, RunConfig
 from raysgd.train.checkpoint_manager import CheckpointManager
+from raysgd.train.executor import FunctionJob
+from raysgd.train.fit.records import RunRecord, StoredRun
+from raysgd.train.fit.run import FitRun
 from raysgd.train.named import NamedFunctions
-from raysgd.train.run import FunctionRun
+from raysgd.train.run import FunctionRun, RoundResult, RunLeft
 
 STEPS, RANKS = 6, 2
 
@@ -211,3 +214,82 @@ def test_a_run_continues_from_its_checkpoint_although_no_worker_is_left(memory: 
     assert named.earlier == 0 and not named.attached and "starting new ones" in caplog.text
     left, _ = named.next_run("train_func", {"lr": 0.1})
     assert left is not None and left.newest == 3 and [each.number for each in left.stored] == [2, 3]
+
+
+class Executor:
+    """Workers of which the last script has left a run: they report the rounds that it had not done with, and the rest."""
+
+    named, is_started, earlier = None, False, 1
+
+    def __init__(self, left: RunLeft, rounds: list[RoundResult]) -> None:
+        self.left, self.rounds, self.world_size, self.ends = left, iter(rounds), RANKS, list[bool]()
+        self.rows_before: list[dict[str, Any]] = []
+        self.recoveries_of_run: list[Any] = []
+
+    def start(self) -> None:
+        self.is_started = True
+
+    def left_of(self, *_: Any) -> RunLeft:
+        return self.left
+
+    def start_training(self, *_: Any, ready: Any, **__: Any) -> None:
+        ready()
+
+    def processes(self) -> list[Any]:
+        return []
+
+    def fetch_next_round(self, on_poll: Any) -> RoundResult | None:
+        if (found := next(self.rounds, None)) is not None and found.rows[0]["step"] < 0:
+            raise Ended
+        return found
+
+    def finish_training(self) -> list[Any]:
+        return ["done"] * RANKS
+
+    def cancel(self, error: BaseException) -> None: ...
+
+    def unfetched_rounds(self) -> list[RoundResult]:
+        return list(self.rounds)
+
+    def shutdown(self, *, leave: bool = False) -> None:
+        self.ends.append(leave)
+
+
+def test_fit_writes_each_report_once_although_its_script_had_written_some_that_it_was_not_done_with(
+    tmp_path: Path,
+) -> None:
+    def round_(step: int) -> RoundResult:
+        return RoundResult([{"step": step}] * RANKS, -1)
+
+    def fit(left: RunLeft, rounds: list[RoundResult]) -> Any:
+        made.append(Executor(left, rounds))
+        config = RunConfig(name="digits", storage_path=tmp_path, orphan_s=60)
+        return FitRun("Trainer", config, History(), restored=None).run(
+            FunctionJob(make=lambda: made[-1], function=len), {}
+        )  # type: ignore[arg-type, return-value]
+
+    made: list[Executor] = []
+    folder = tmp_path / "digits"
+    RunRecord(folder, folder, "Trainer", {}, None).begin({})
+    with pytest.raises(Ended):  # a run that was restored: there was one report, and this one wrote 1 to 4
+        fit(RunLeft(folder), [round_(0), round_(1), round_(-1), round_(2), round_(3)])
+    left = RunLeft(folder, reports=3, unshown=(round_(2), round_(3)))
+    assert len(StoredRun.read(folder).rows) == 4
+    result = fit(left, [round_(2), round_(3), round_(4)])
+    rows = StoredRun.read(folder).rows
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4] and result.return_values == ["done"] * RANKS
+    assert [row["training_iteration"] for row in rows] == [1, 2, 3, 4, 5]
+    assert [each.ends for each in made] == [[True], [False]], "the workers wait after an error"
+
+
+def test_the_checkpoints_of_a_run_that_is_restored_stay(memory: Path) -> None:
+    earlier, payload = CheckpointManager(memory), Checkpoint.from_dict({"step": 5}).to_bytes()
+    earlier.store(earlier.register(payload), payload, {})
+    restored = CheckpointManager(memory)
+    restored.adopt({})
+    run = FunctionRun(1, restored, fail=print, decode=dict)
+    left = run.left
+    run.close()
+    manager = CheckpointManager(memory)
+    manager.continue_with(left.directory, left.newest, left.stored, b"")
+    assert stored(memory) == {"000001": 5} and manager.payload == payload

@@ -2,7 +2,8 @@
 Driver.
 
 fit()
-    take a new directory; or that of the run that is restored, with its checkpoints and reports
+    take over the workers that a script with this name has left, if there are any
+    take a new directory; or that of the run that is restored, or taken over, with its checkpoints and reports
     write the trainer's settings
     start the workers, and run the function
         a round is complete -> write rank 0's report, and call the callbacks
@@ -30,7 +31,8 @@ from raysgd.train.executor import BackendExecutor, FunctionJob
 from raysgd.train.fit.records import RunRecord, StoredRun
 from raysgd.train.fit.result import Result
 from raysgd.train.iterator import TrainingIterator
-from raysgd.train.run import RoundResult, function_name
+from raysgd.train.named import Naming
+from raysgd.train.run import RoundResult, RunLeft, function_name
 from raysgd.train.settings import RunConfig
 
 logger = logging.getLogger("raysgd")
@@ -42,33 +44,58 @@ class FitRun:
     """Owns the directory of one run."""
 
     def __init__(self, trainer: str, config: RunConfig, history: History, *, restored: Place | None) -> None:
-        self._trainer = trainer
+        self._trainer, self._config = trainer, config
         # First, because invalid callbacks must not leave a directory behind.
         self._callbacks = make_callback_list(config.callbacks, history=history)
         self._past = None if restored is None else StoredRun.read(restored)
-        if restored is None:
-            self.place, self.log_dir = _new_place(trainer, config)
-        else:
-            self.place, self.log_dir = restored, _log_dir(restored, resume=True)
+        self._restored = restored
+
+    @property
+    def naming(self) -> Naming | None:
+        """Return the name of workers that outlive the script, if they do."""
+        if self._config.orphan_s is None:
+            return None
+        name, earlier = str(self._config.name), len(self._past.rows) if self._past is not None else 0
+        return Naming(name, self._config.orphan_s, str(self._restored or _home(self._config) / name), earlier)
 
     def run(self, job: FunctionJob, settings: dict[str, bytes]) -> Result:
         """Run the function to its end. `settings` are the trainer's, pickled."""
-        record = RunRecord(self.place, self.log_dir, self._trainer, job.config, self._past)
-        manager = job.manager(self.place)
-        if self._past is not None:
-            manager.adopt(self._past.reported_with())
-        record.begin(settings)
-        executor = job.make()
+        executor, outlives = job.make(), self._config.orphan_s is not None
+        try:
+            if outlives:
+                executor.start()
+            left = executor.left_of(job.function, job.config)
+            where, log_dir, past = self._find(left, executor.earlier)
+            record = RunRecord(where, log_dir, self._trainer, job.config, past, outlives=outlives)
+            manager = job.manager(where)
+            if past is not None and left is None:
+                manager.adopt(past.reported_with())
+            record.begin(settings)
+        except BaseException:
+            executor.shutdown(leave=outlives)
+            raise
+        leave = False
         try:
             values = self._run_function(job, executor, manager, record)
+            record.end(None)
         except BaseException as error:
             self._record_failure(record, error)
+            leave = outlives and not isinstance(error, SystemExit)
             raise
         finally:
-            executor.shutdown()
-            copy_logs(self.log_dir, self.place)
-        record.end(None)
-        return Result.of(self.place, manager, record.rows, log_dir=record.log_dir, return_values=values)
+            executor.shutdown(leave=leave)
+            copy_logs(log_dir, where)
+        return Result.of(where, manager, record.rows, log_dir=log_dir, return_values=values)
+
+    def _find(self, left: RunLeft | None, earlier: int) -> tuple[Place, Path, StoredRun | None]:
+        """Return where the run is stored, its directory here, and what it has written: there were
+        `earlier` reports when the script began that has `left` the run."""
+        if left is not None:
+            past = StoredRun.read(left.directory).cut(earlier + left.reports - len(left.unshown))
+            return left.directory, _log_dir(left.directory, resume=True), past
+        if self._restored is not None:
+            return self._restored, _log_dir(self._restored, resume=True), self._past
+        return *_new_place(self._trainer, self._config), None
 
     def _run_function(
         self, job: FunctionJob, executor: BackendExecutor, manager: CheckpointManager, record: RunRecord
@@ -76,7 +103,8 @@ class FitRun:
         def write(result: RoundResult) -> None:
             record.add(result.rows[0], result.checkpoint_id if result.checkpoint_id >= 0 else None)
 
-        executor.start()
+        if not executor.is_started:
+            executor.start()
         record.started()
         rounds = TrainingIterator(executor, self._callbacks, record=write)
         begin = functools.partial(job.begin, executor, manager, record.trial())
@@ -96,19 +124,18 @@ class FitRun:
         try:
             record.end(error)
         except Exception:
-            logger.exception("could not write the end of the run to %s", self.place)
+            logger.exception("could not write the end of the run to %s", record.where)
         logger.error(
             "%s: the checkpoints and reports of this run are in %s; %s.restore(path) resumes it",
             type(error).__name__,
-            self.place,
+            record.where,
             self._trainer,
         )
 
 
 def _new_place(trainer: str, config: RunConfig) -> tuple[Place, Path]:
     """Return where the run is stored, and its directory here: new ones, of no other run."""
-    home = Path.home() / RESULTS if config.storage_path is None else place(config.storage_path)
-    home = home.absolute() if isinstance(home, Path) else home
+    home = _home(config)
     name = config.name or f"{trainer}_{timestamp()}"
     if isinstance(home, Path):
         new: Place = create_new_folder(home, name)
@@ -117,6 +144,11 @@ def _new_place(trainer: str, config: RunConfig) -> tuple[Place, Path]:
     if new != home / name:
         logger.warning("there is a run at %s already: this run is stored at %s", home / name, new)
     return new, _log_dir(new)
+
+
+def _home(config: RunConfig) -> Place:
+    home = Path.home() / RESULTS if config.storage_path is None else place(config.storage_path)
+    return home.absolute() if isinstance(home, Path) else home
 
 
 def _log_dir(where: Place, *, resume: bool = False) -> Path:
