@@ -253,8 +253,8 @@ class RunConfig:
 
     def completed(self, stored: RunConfig) -> RunConfig:
         """Return a copy that takes what it does not set from an earlier run's settings."""
-        kept = self.checkpoint_config or stored.checkpoint_config
-        return replace(self, checkpoint_config=kept, failure_config=self.failure_config or stored.failure_config)
+        names = ("name", "checkpoint_config", "failure_config", "orphan_s")
+        return replace(self, **{name: getattr(stored, name) for name in names if getattr(self, name) is None})
 
     @property
     def max_failures(self) -> int:

@@ -7,6 +7,7 @@ import logging
 import pickle
 import re
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -25,7 +26,7 @@ MOST_SHOWN = 80  # characters of a setting in an error
 STATE, ROW = "state", "row {}"  # the parts of the record
 
 
-class Named:
+class Named(ABC):
     """Owns what the driver of a trainer with a name commits, and what is left of the one before it:
     `before`, {} if there is nothing, and the `rows` of the history."""
 
@@ -66,12 +67,12 @@ class Named:
             self._continue(engine),
         )
 
-    def _begin_again(self) -> None:
+    def _begin_again(self) -> None:  # noqa: B027 (a function continues in any case)
         """Called before there are workers that have nothing of the training."""
 
+    @abstractmethod
     def _continue(self, engine: Engine) -> str:
         """Continue where the last script has stopped. Return where that is, for the log."""
-        raise NotImplementedError
 
     def _commit(
         self,

@@ -238,17 +238,19 @@ class RayGroup:
                 self._arrived.append(self._events.get_nowait())
         while self._arrived:
             event = opened(self._arrived.popleft())
-            if self._note(event):
-                self._ready.append(self._explained(event))
+            handle = self._handles.get(event.worker)  # once, because another thread may end the group now
+            if handle is None:
+                self.control.disconnect(event.worker)  # it started after it was dismissed
+            elif self._note(event, handle):
+                self._ready.append(self._explained(event, handle))
         ready, self._ready = self._ready, []
         return ready
 
-    def _explained(self, event: Event) -> Event:
+    def _explained(self, event: Event, handle: _Handle) -> Event:
         """Return the event with a cause that this machine knows: gloo's message about data of an
         unexpected size, or how the system has ended the process."""
         if not isinstance(event, WorkerEnded) or event.reason != "worker death":
             return event
-        handle = self._handles[event.worker]
         text = cluster.stderr_tail(handle.pid) if handle.node == self._here else ""
         found = MISMATCH.search(text)
         if found is None:
@@ -257,14 +259,10 @@ class RayGroup:
             return replace(event, cause=f"its process {how}{hint}") if how else event
         return WorkerEnded(event.worker, f"its process was ended by gloo ({found['what']})", OUT_OF_STEP)
 
-    def _note(self, event: Event) -> bool:
+    def _note(self, event: Event, handle: _Handle) -> bool:
         """Update what is known about the worker. Return whether to report the event."""
         import ray
 
-        handle = self._handles.get(event.worker)
-        if handle is None:
-            self.control.disconnect(event.worker)  # it started after it was dismissed
-            return False
         if isinstance(event, MessageReceived) and isinstance(event.message, StartDealer):
             self._start_dealer(event.message.name, bytes(event.body))
             return False
@@ -282,7 +280,7 @@ class RayGroup:
             if handle.ended:
                 return False
             handle.ended = True
-            self._end(event.worker)
+            self._end(event.worker, handle)
         return True
 
     def _provide_modules(self, worker: str, handle: _Handle) -> None:
@@ -333,17 +331,17 @@ class RayGroup:
         if handle.process is not None:
             handle.process.kill()
         elif handle.pid:
-            for name, other in self._handles.items():
+            for name, other in list(self._handles.items()):
                 if name != worker and other.node == handle.node and not other.ended:
                     self.send(name, KillProcess(handle.pid))
         self._end_actor(handle.actor)
 
-    def _end(self, worker: str) -> None:
+    def _end(self, worker: str, handle: _Handle) -> None:
         """End a worker that has failed, so that it cannot come back."""
         self.check()
-        self._end_transfers(self._handles[worker])
+        self._end_transfers(handle)
         self.control.disconnect(worker)
-        self._end_actor(self._handles[worker].actor)
+        self._end_actor(handle.actor)
 
     def _end_actor(self, actor: Any) -> None:
         """Make Ray end an actor. Without Ray, a worker that was disconnected ends itself."""

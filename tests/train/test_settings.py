@@ -241,13 +241,15 @@ def test_reading_a_run_runs_no_code_from_it(tmp_path: Path) -> None:
 def test_a_new_run_config_keeps_the_settings_that_it_does_not_set(tmp_path: Path) -> None:
     keep, failures = train.CheckpointConfig(num_to_keep=1), FailureConfig(max_failures=7)
     first = train.DataParallelTrainer(
-        lambda: None, run_config=RunConfig(checkpoint_config=keep, failure_config=failures)
+        lambda: None,
+        run_config=RunConfig(name="digits", checkpoint_config=keep, failure_config=failures, orphan_s=60),
     )
     record_run(tmp_path, settings_of(first))
     callbacks = [PrintCallback()]
     other = RunConfig(callbacks=callbacks, failure_config=FailureConfig(max_failures=1))
     found = train.DataParallelTrainer.restore(tmp_path, run_config=other).run_config
     assert (found.callbacks, found.checkpoint_config, found.max_failures) == (callbacks, keep, 1)
+    assert (found.name, found.orphan_s) == ("digits", 60)
 
 
 class Connected(train.DataParallelTrainer):
