@@ -46,6 +46,7 @@ class Checker:
         self._differed: set[str] = set()  # before the user has loaded a state
         self._digests: dict[tuple[int, int], dict[str, int]] = {}
         self._found: Violation | None = None
+        self._beyond: dict[str, list[Step]] = {}  # what workers have applied that their driver had given up
         self._short = False  # whether there are fewer workers than training needs
         self._began: dict[int, int] = {}
         self._discarded: list[tuple[str, int]] = []
@@ -116,7 +117,11 @@ class Checker:
     def holders(self, group: Any) -> list[str]:
         """Return the workers that have the state of the training."""
         have = [w for w in group.workers.values() if w.alive and w.replica is not None and w.host.holds_state]
-        return [w.name for w in have if w.replica.loads == self.loads and w.replica.steps == self.truth]
+        here = [w for w in have if w.replica.loads == self.loads]
+        return [w.name for w in here if w.replica.steps == self.truth or self._is_beyond(w.name, w.replica.steps)]
+
+    def _is_beyond(self, name: str, steps: Sequence[Step]) -> bool:
+        return steps == self._beyond.get(name) and steps[: len(self.truth)] == self.truth
 
     def state_is_lost(self) -> None:
         """Note that no process has the state of the training any more."""
@@ -128,6 +133,7 @@ class Checker:
         self._outdated |= {worker.name for worker in group.workers.values() if worker.replica is not None}
         self.redone += len(self.truth)
         self.truth, self.loads, self.least, self._discarded, self._trained = [], 0, 0, [], {}
+        self._beyond = {}
 
     def orphan_ends(self, worker: Any) -> None:
         if worker.group.stopped_at() is not None:  # its driver will find that it has failed
@@ -175,19 +181,24 @@ class Checker:
     def applied(self, worker: Any, group: ProcessGroup, steps: Sequence[Step], contributions: Sequence[Any]) -> None:
         """`worker` has applied a step, the last of `steps`. `contributions` has what each rank contributed to its
         all-reduce."""
+        self._check_step(contributions, steps[-1])
+        self._check_order(steps)
         alone = all(each.lost for each in group.members)  # the driver may still get a snapshot from them
         if worker.given_up or (worker.lost and not alone):
-            return  # the driver ended it between the all-reduce and its step, and the others continued without it
+            # The driver ended it between the all-reduce and its step, and the others continued without it. Or it could not end
+            # it, and the next one may find it.
+            if worker.name not in self._outdated:
+                self._beyond[worker.name] = list(steps)
+            return
         if self._short:
             self.fail(
                 f"training continues with {len(group.members)} workers, and at least {self._plan.min_workers} are wanted"
             )
-        self._check_step(contributions, steps[-1])
-        self._check_order(steps)
         self._check_evicted(worker)
         if group.generation < self.newest:
             self.fail(f"{worker.name} trained in generation {group.generation}, but {self.newest} has formed")
         if group.generation not in self._began:
+            self._find_again(steps[:-1])
             self._begin(group, len(steps) - 1)
         number = len(steps)
         if number == len(self.truth) + 1 and list(steps[:-1]) == self.truth:
@@ -217,6 +228,12 @@ class Checker:
         begins_at = max(self.schedule.over_at, self.schedule.call_began, self._formed_at)
         if since is not None and self.schedule.now > max(since, begins_at) + 5.0:
             self.fail(f"{worker.name} still trains, although its weights differ from those of most ranks")
+
+    def _find_again(self, steps: Sequence[Step]) -> None:
+        """Count the steps of workers that a driver had given up, if the next one continues from these."""
+        if any(steps == each and self._is_beyond(name, each) for name, each in self._beyond.items()):
+            self.applied_steps += len(steps) - len(self.truth)
+            self.truth = list(steps)
 
     def _begin(self, group: ProcessGroup, base: int) -> None:
         """Check the first step of a generation: it must continue from the most advanced healthy worker."""
@@ -275,6 +292,8 @@ class Checker:
         ended = worker.stopped_at is not None or worker.given_up or worker.lost
         if replica is None or ended or replica.loads != self.loads or worker.name in self._outdated:
             return
+        if worker.was_given_up and worker not in self._members:  # a driver before has continued without it
+            return
         others = [each.replica.steps for each in self._members if each is not worker and each.replica is not None]
         if all(len(steps) < len(replica.steps) for steps in others):  # otherwise the change was planned
             self._discarded.append((worker.name, len(replica.steps)))
@@ -289,7 +308,7 @@ class Checker:
 
     def loaded(self, steps: Sequence[Step], loads: int) -> None:
         """Note that the user has loaded a checkpoint on all ranks."""
-        self.truth, self.loads, self.least, self._discarded = list(steps), loads, 0, []
+        self.truth, self.loads, self.least, self._discarded, self._beyond = list(steps), loads, 0, [], {}
         self._differed |= self.differing.keys()
         self.differing, self._digests, self._trained = {}, {}, {}
 

@@ -129,6 +129,7 @@ class Worker(Process):
         self.loses = False  # whether what it sends without waiting for an answer gets lost
         self.given_up = False
         self.lost = False  # whether the driver has seen the end of its control connection
+        self.was_given_up = False  # or so by the driver before
         self.announced_at: float | None = None  # since when its machine is known to be stopped soon
         self.leave_by = 0.0
         self._calls: deque[tuple[int, int, str, dict[str, Any]]] = deque()
@@ -239,6 +240,7 @@ class Worker(Process):
         before, self.group, self.term = self.group, group, group.term
         before.emit(WorkerEnded(self.name, "another driver has taken it over", "takeover"))
         self.client.watch = DriverWatch(self._plan.orphan_s, self.clock())
+        self.was_given_up = self.was_given_up or self.lost or self.given_up
         self.client.call, self.lost, self.given_up = -1, False, False
         if self.announced_at is not None:  # its driver does not know since when
             self.announced_at, self.leave_by = self.world.now, math.inf

@@ -117,6 +117,23 @@ FOUND = {
             Fault("die", "forward", count=29, pick=42, seconds=4.0),
         ),
     ),
+    "the check counted a worker as healthy without which a driver that could not reach it had continued": Plan(
+        seed=406731,
+        ranks=3,
+        nodes=(1, 2, 2, 1),
+        samples=1,
+        step_s=0.01,
+        late=0.1,
+        spares=1,
+        orphan_s=60.0,
+        script=("train 17",),
+        faults=(
+            Fault("die", "submit", count=37),
+            Fault("partition", "data", count=10, seconds=25.0),
+            Fault("die", "in train", count=3),
+            Fault("cut", "attach", others=1, seconds=8.0),
+        ),
+    ),
 }
 
 
@@ -156,6 +173,24 @@ def test_training_continues_in_the_middle_of_the_epoch() -> None:
     assert [(each.reason, each.world_size_after, each.batches_redone) for each in result.recoveries] == [
         ("takeover", 3, 0)
     ]
+
+
+def test_training_continues_with_workers_that_the_last_driver_could_not_reach() -> None:
+    """It gave them up. They get the call that it had made when their machine answers again, after its end."""
+    faults = (Fault("partition", "in idle", count=4, seconds=25.0), Fault("die", "in recovery"))
+    result = run(
+        Plan(
+            seed=412983,
+            ranks=1,
+            nodes=(1,),
+            samples=2,
+            step_s=0.01,
+            orphan_s=5.0,
+            script=("idle", "train"),
+            faults=faults,
+        )
+    )
+    assert result.error is None and (result.steps, result.redone) == (2, 0)
 
 
 @pytest.mark.parametrize(("seconds", "lives"), [(4.0, True), (25.0, False)])
