@@ -14,6 +14,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -27,6 +28,7 @@ JOINED = 1 << 16
 LARGE = 64 << 20
 Body = bytearray | mmap.mmap
 MessageT = TypeVar("MessageT", bound=Message)
+Waiting = Callable[[socket.socket], AbstractContextManager[object]]  # entered while a thread waits for the other end
 
 CONNECT_S = 30.0
 SEND_S = 60.0  # for the driver to take or answer a small message: it may be suspended for a while
@@ -147,7 +149,9 @@ class Connection:
         return body
 
 
-def connect(address: ControlAddress, first: Message, *, patience_s: float = PATIENCE_S) -> Connection:
+def connect(
+    address: ControlAddress, first: Message, *, patience_s: float = PATIENCE_S, waiting: Waiting = nullcontext
+) -> Connection:
     """Open a connection, prove the key and send the first message. Return when the driver has
     admitted it.
 
@@ -159,7 +163,8 @@ def connect(address: ControlAddress, first: Message, *, patience_s: float = PATI
             opened.settimeout(SEND_S)
             opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             detect_unreachable(opened, address.unreachable_s)
-            return _greet(opened, address.key, first)
+            with waiting(opened):
+                return _greet(opened, address.key, first)
         except ConnectionError as error:
             opened.close()
             logger.debug("the driver at %s:%d closed a new connection: %s", address.host, address.port, error)

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -54,6 +54,8 @@ LONGEST_TEXT, LONGEST_BRIEF, LARGEST_INT_BITS = 200, 64_000, 64
 class ControlClient:
     """Owns the worker's control connection, the thread that reads it, the `Control` of the training
     thread, and a bulk connection once it is needed. Knows how to abort a collective."""
+
+    _waited_on: socket.socket | None = None  # by the main thread, for the driver
 
     def __init__(
         self,
@@ -94,8 +96,8 @@ class ControlClient:
             self.watch, self.call = DriverWatch(self._orphan_s, time.monotonic()), -1
             # What the driver asks the main thread to do.
             self.calls: queue.SimpleQueue[messages.PerformCall | messages.FreeMainThread] = queue.SimpleQueue()
-        self.control.giving = partial(Giving, address, self._worker)
-        self.control.take = partial(take, address, self._worker)
+        self.control.giving = partial(Giving, address, self._worker, waiting=self._waiting)
+        self.control.take = partial(take, address, self._worker, waiting=self._waiting)
         for each in (before, bulk):
             if each is not None:
                 each.close()
@@ -148,14 +150,15 @@ class ControlClient:
             bulk.close()
             bulk = None
         if bulk is None:
-            bulk = connect(self._address, messages.Open(self._worker))
+            bulk = connect(self._address, messages.Open(self._worker), waiting=self._waiting)
         try:
-            bulk.socket.settimeout(BULK_S)
-            bulk.send(message, *body, guarded=guarded)
-            if isinstance(message, messages.FunctionReport) and not self._is_answered(bulk.socket):
-                bulk.close()
-                return
-            bulk.expect(messages.Received)
+            with self._waiting(bulk.socket):
+                bulk.socket.settimeout(BULK_S)
+                bulk.send(message, *body, guarded=guarded)
+                if isinstance(message, messages.FunctionReport) and not self._is_answered(bulk.socket):
+                    bulk.close()
+                    return
+                bulk.expect(messages.Received)
         except BaseException:
             bulk.close()
             raise
@@ -163,6 +166,22 @@ class ControlClient:
             bulk, self._bulk = self._bulk, bulk
         if bulk is not None:
             bulk.close()
+
+    @contextlib.contextmanager
+    def _waiting(self, connection: socket.socket) -> Iterator[None]:
+        """Return a context in which a connection of the main thread ends when the driver does not
+        answer, as that thread is what another driver needs. A save in the background, on a thread
+        of its own, may still get an answer."""
+        if threading.get_ident() != self._main:
+            yield
+            return
+        self._waited_on = connection  # first, because `look` sets `since` first
+        try:
+            if self.watch.since is not None:
+                raise TimeoutError("the driver has ended, or does not answer")
+            yield
+        finally:
+            self._waited_on = None
 
     def _is_answered(self, bulk: socket.socket) -> bool:
         """Wait for the driver's answer to a report. Return False if the generation ends first."""
@@ -260,6 +279,9 @@ class ControlClient:
             return
         if due == "stop":
             self.control.interrupt()
+            if (connection := self._waited_on) is not None:
+                with contextlib.suppress(OSError):  # it has ended
+                    connection.shutdown(socket.SHUT_RDWR)
             self.calls.put(messages.FreeMainThread())
         elif due == "leave":
             self._abort()

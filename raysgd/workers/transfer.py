@@ -16,7 +16,7 @@ from concurrent.futures import Future, InvalidStateError
 from typing import TYPE_CHECKING, Any
 
 from raysgd.core.authenticated_frames import Sizes
-from raysgd.core.connection import PIECE, Body, Connection, ControlAddress, connect, make_room
+from raysgd.core.connection import PIECE, Body, Connection, ControlAddress, Waiting, connect, make_room
 from raysgd.core.messages import GiveState, Open, Received, State, TakeState
 from raysgd.core.snapshot import guarded_part
 
@@ -167,21 +167,24 @@ class InlineTransfer:
 class Giving:
     """Owns the connection of a worker that gives something, whose early end the driver sees."""
 
-    def __init__(self, address: ControlAddress, worker: str, name: str) -> None:
-        self._connection = connect(address, Open(worker, name))
+    def __init__(
+        self, address: ControlAddress, worker: str, name: str, *, waiting: Waiting = contextlib.nullcontext
+    ) -> None:
+        self._waiting = waiting
+        self._connection = connect(address, Open(worker, name), waiting=waiting)
 
     def send(self, *data: Any, guarded: int = 0, report: dict[str, Any] | None = None) -> None:
         """Send a state or a file, and what is to be said of it. The first `guarded` bytes can be
         unpickled later. Return when the driver has all of it."""
-        with self._connection as connection:
+        with self._connection as connection, self._waiting(connection.socket):
             connection.socket.settimeout(STALL_S)
             connection.send(GiveState(report), *data, guarded=guarded)
             connection.expect(Received)
 
 
-def take(address: ControlAddress, worker: str, name: str) -> Body:
+def take(address: ControlAddress, worker: str, name: str, *, waiting: Waiting = contextlib.nullcontext) -> Body:
     """Return a state that is given to the driver."""
-    with connect(address, Open(worker, name)) as connection:
+    with connect(address, Open(worker, name), waiting=waiting) as connection, waiting(connection.socket):
         connection.socket.settimeout(STALL_S)
         connection.send(TakeState())
         _, sizes = connection.receive()

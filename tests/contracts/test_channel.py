@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raysgd.core import connection
+from raysgd.core import connection, lease
 from raysgd.core.authenticated_frames import (
     DRIVER,
     KEY_BYTES,
@@ -625,6 +625,64 @@ def test_a_state_is_given_once(channel: Channel, transfer: Transfer) -> None:
     with pytest.raises(ConnectionError):
         Giving(channel.address, "b", transfer.name).send(b"other")
     assert bytes(transfer.data) == b"state"
+
+
+@pytest.mark.parametrize("passed", [1, 2, 3])
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda client, name: client.control.take(name),
+        lambda client, name: client.control.giving(name).send(b"state"),
+        lambda client, name: client.answer(1, Ok(Blob(bytes(SMALL)))),
+    ],
+    ids=["take", "give", "answer"],
+)
+def test_a_driver_that_is_stopped_does_not_hold_the_main_thread_up(
+    channel: Channel, wait: Callable[[ControlClient, str], Any], passed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stops before its proof, before its next answer, or before the worker begins. Another driver needs that thread."""
+    monkeypatch.setattr(lease, "LEASE_S", 0.5)
+    runs = threading.Event()
+
+    def change(side: bytes, sent: list[bytes]) -> list[bytes]:
+        if side == DRIVER and len(sent) > passed:
+            runs.wait(60)
+        return sent[-1:]
+
+    with Tap(channel.address, change) as tap, closing(Transfer(channel.server)) as transfer:
+        tap.change = lambda side, sent: sent[-1:]
+        client = ControlClient(
+            tap.address, "w", "node", lambda: None, lambda: channel.dismissed.append("w"), orphan_s=60.0
+        )
+        client.holds_state = lambda: True
+        channel.next(WorkerStarted)
+        tap.change = change
+        if passed == 3:
+            wait_for(lambda: client.control.interrupted)
+        began = time.monotonic()
+        with pytest.raises(OSError):
+            wait(client, transfer.name)
+        assert client.control.interrupted and time.monotonic() - began < 5.0
+        runs.set()
+        channel.server.disconnect("w")
+        wait_for(lambda: channel.dismissed == ["w"])
+
+
+def test_a_save_in_the_background_waits_for_a_driver_that_is_stopped(
+    channel: Channel, transfer: Transfer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease, "LEASE_S", 0.5)
+    client = ControlClient(
+        channel.address, "w", "node", lambda: None, lambda: channel.dismissed.append("w"), orphan_s=60.0
+    )
+    client.holds_state = lambda: True
+    giving = client.control.giving(transfer.name)
+    wait_for(lambda: client.control.interrupted)
+    with ThreadPoolExecutor() as pool:
+        pool.submit(giving.send, report={"size": 3}).result()
+    assert transfer.given.result(timeout=5) == {"size": 3}
+    channel.server.disconnect("w")
+    wait_for(lambda: channel.dismissed == ["w"])
 
 
 # -- admission ----------------------------------------------------------------------------------------
