@@ -43,6 +43,10 @@ class CallbackList:
     def resume(self, rows: Sequence[Mapping[str, Any]]) -> None:
         self._call("on_resume", rows)
 
+    def resume_run(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Pass on the rows of a run that continues. The history has those of all runs."""
+        self._call("on_resume", rows, but=History)
+
     def take_stop(self) -> bool:
         """Return whether a callback wants the loop over epochs to end. Each ends only one loop."""
         wanting = [callback for callback in self._all if callback.wants_stop]
@@ -97,9 +101,14 @@ class CallbackList:
         if stop is not None:
             raise stop
 
-    def _call(self, hook: str, argument: Any, *, into: dict[str, Any] | None = None) -> None:
-        """Call one method of the callbacks; `into` is a dictionary for what they return."""
+    def _call(
+        self, hook: str, argument: Any, *, into: dict[str, Any] | None = None, but: tuple[type, ...] | type = ()
+    ) -> None:
+        """Call one method of the callbacks, but of some classes; `into` is a dictionary for what
+        they return."""
         for callback in self._all:
+            if isinstance(callback, but):
+                continue
             try:
                 returned = getattr(callback, hook)(argument)
                 if into is not None:

@@ -46,9 +46,11 @@ class NamedFunctions(Named, Record):
     ) -> None:
         super().__init__(tenure, settings)
         self._engine, self._history, self.earlier = engine, history, earlier
-        self._runs: list[tuple[dict[str, str], RunLeft]] = []  # with what must be the same in the next script
+        # With what must be the same in the next script, and the number of rows before.
+        self._runs: list[tuple[dict[str, str], RunLeft, int]] = []
         self._begun = 0  # runs, in this script
         self._this: dict[str, str] = {}
+        self._rows_before = 0
 
     def take_over(self) -> None:
         """Take over the workers of the last script, or start workers. The runs that it had begun
@@ -65,15 +67,16 @@ class NamedFunctions(Named, Record):
 
     def next_run(self, name: str, config: Mapping[str, Any] | None) -> tuple[RunLeft | None, bytes]:
         """Return what the last script has left of the run that comes next, and its newest
-        checkpoint, if that is not in storage. Raise ConfigError if that script ran another function
-        there, or with another config."""
+        checkpoint, if that is not in storage. `rows` are those of this run. Raise ConfigError if
+        that script ran another function there, or with another config."""
         self._this = {"function": name, **dict(texts("config", config or {}))}
-        self.rows = []
+        rows = [] if self._history is None else self._history.rows
+        self.rows, self._rows_before = [], len(rows)
         if self._begun >= len(self._runs):
             return None, b""
-        had, left = self._runs[self._begun]
+        (had, left, self._rows_before), *later = self._runs[self._begun :]
         self.check_equal(self._this, had)
-        self.rows = [] if self._history is None else self._history.rows
+        self.rows = rows[self._rows_before : later[0][2] if later else None]
         return left, self.tenure.record.get(CHECKPOINT, b"") if self._begun == len(self._runs) - 1 else b""
 
     def begin(self) -> int:
@@ -86,7 +89,7 @@ class NamedFunctions(Named, Record):
 
     def keep(self, left: RunLeft, checkpoint: bytes | None = None, *, shown: bool = False) -> None:
         number = self._begun - 1
-        self._runs[number:] = [(self._this, left), *self._runs[number + 1 :]]
+        self._runs[number:] = [(self._this, left, self._rows_before), *self._runs[number + 1 :]]
         parts = {RUN.format(number): dumps(self._runs[number])}
         self._store(parts if checkpoint is None else {**parts, CHECKPOINT: checkpoint}, shown=shown)
 

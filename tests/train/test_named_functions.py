@@ -19,6 +19,8 @@ from typing import Any
 
 import pytest
 
+from raysgd.callbacks.base import Callback
+from raysgd.callbacks.callback_list import CallbackList
 from raysgd.callbacks.history import History
 from raysgd.core.messages import FunctionReport
 from raysgd.errors import ConfigError
@@ -293,3 +295,30 @@ def test_the_checkpoints_of_a_run_that_is_restored_stay(memory: Path) -> None:
     manager = CheckpointManager(memory)
     manager.continue_with(left.directory, left.newest, left.stored, b"")
     assert stored(memory) == {"000001": 5} and manager.payload == payload
+
+
+def test_callbacks_of_a_run_that_continues_get_the_rows_of_this_run(memory: Path) -> None:
+    class Seen(Callback):
+        rows: Any = ()
+
+        def on_resume(self, rows: Any) -> None:
+            self.rows = [row["step"] for row in rows]
+
+    record: dict[str, bytes] = {}
+    for expected in ([], [], []), ([0, 1], [2], []):
+        history = History()
+        named = NamedFunctions(Tenure(record, 1000, True), engine(), [("num_workers", "2")], history, 0)  # type: ignore[arg-type]
+        named.take_over()
+        for run, steps, found in zip("abc", ([0, 1], [0, 1, 2], [0, 1, 2]), expected, strict=True):
+            seen = Seen()
+            left, _ = named.next_run(run, {})
+            CallbackList([history, seen]).resume_run(named.rows)
+            assert [*seen.rows] == found and named.begin() == "abc".index(run) + 1
+            if left is None:
+                named.keep(RunLeft(memory))
+                history.on_resume([{"step": step} for step in steps])
+                named.keep(RunLeft(memory), shown=True)
+        assert history.column("step") == [0, 1, 2]
+        del record["run 2"]  # the script ends right before the third run begins
+        state = pickle.loads(record["state"])
+        record["state"] = pickle.dumps({**state, "runs": 2})
