@@ -63,6 +63,7 @@ class SimClient(ControlClient):
 
     def __init__(self, worker: Worker) -> None:
         self._worker_process, self._worker = worker, worker.name
+        self._waited_on: Any = None
         self._abort, self._open = worker.backend.abort, True
         self._writable: Any = SimpleNamespace(select=lambda timeout: not worker.loses)
         self.generation = self.call = -1
@@ -335,25 +336,38 @@ class Worker(Process):
             return
         wake = Wake(self)
         transfer.giver, state = self, bytes(state)
-        transfer.ends.append(wake)
-        self._bulk.send(lambda: self.alive and (transfer.fill(state), wake()))
-        wake.wait()
+        self._bulk.send(partial(self._by_driver, lambda: self.alive and (transfer.fill(state), wake())))
+        self._wait_in(transfer, wake)
         transfer.check(state)
 
     def take(self, name: str) -> Any:
         """Return a state when it has arrived at the driver, and from there here."""
         transfer = self.group.transfer_of(name)
         while transfer.data is None and not transfer.closed:
-            wake = Wake(self)
-            transfer.ends.append(wake)
-            wake.wait()
+            self._wait_in(transfer, Wake(self))
         state, wake = transfer.data, Wake(self)
-        transfer.ends.append(wake)
-        self._from_driver.send(wake)
+        self._by_driver(lambda: self._from_driver.send(wake))
         if not transfer.closed:
-            wake.wait()
+            self._wait_in(transfer, wake)
         transfer.check(state)
         return bytearray(state)
+
+    def _by_driver(self, do: Callable[[], Any]) -> None:
+        """Let the driver do its part of a transfer, when its process runs."""
+        driver = self.group.driver
+        if driver is None or driver.stopped_at is None:
+            do()
+        else:
+            driver.at(0.0, do)
+
+    def _wait_in(self, transfer: SimTransfer, wake: Wake) -> None:
+        """Wait on the main task until something has moved, or the connection has ended."""
+        transfer.ends.append(wake)
+        self.client._waited_on = SimpleNamespace(shutdown=lambda how: wake("shut down"))
+        ended = wake.wait()
+        self.client._waited_on = None
+        if ended:
+            raise ConnectionError("the connection was shut down")
 
     def deliver(self, message: Message, group: SimGroup) -> None:
         self._from_driver.send(lambda: self.at(0.0, lambda: group is self.group and self.client.receive(message)))
