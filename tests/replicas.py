@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from raysgd import train
+from raysgd.config import ElasticConfig
 from raysgd.core.messages import FunctionReport, StartDealer
 from raysgd.core.metrics import Measured
 from raysgd.core.outcomes import Interrupted
@@ -25,17 +26,21 @@ from raysgd.train.run_session import Attempt, Codec
 from raysgd.training.loading import take_over
 from raysgd.training.replica_base import OperatorReplicaFactory, ReplicaBase, apply_operator
 from raysgd.workers.calls import Blob
+from raysgd.workers.replica_host import ReplicaHost
 
 __all__ = [
     "FunctionRank",
     "Interrupted",
     "OperatorRank",
     "Rank",
+    "hosted",
     "in_function",
     "operator_alone",
     "send_to_workers",
+    "sharded_factory",
     "tf_rank",
     "torch_rank",
+    "train_call",
 ]
 
 
@@ -137,8 +142,7 @@ class OperatorRank(Rank):
         return self._metrics(ReplicaBase.test, call, num_steps)
 
     def _metrics(self, method: Callable[..., Any], call: int, num_steps: int | None, **more: Any) -> Any:
-        given = {"call": call, "num_steps": num_steps, "profile": False, "info": None, **more}
-        found = self.replica.run(Call(method, given))
+        found = self.replica.run(train_call(call, num_steps, method, **more))
         if not isinstance(found, Measured):
             return found
         self.measured = found
@@ -170,6 +174,34 @@ def torch_rank(
 
     given = TorchSettings(**{"num_workers": ranks, **settings})
     return OperatorRank(OperatorReplicaFactory(TorchReplica, operator, config or {}, given), rank, ranks)
+
+
+def sharded_factory(operator: type[Any], config: dict[str, Any], workers: int) -> OperatorReplicaFactory:
+    """Return what makes the replicas of a TorchTrainer with a sharded model. There are two copies of each shard."""
+    from raysgd.torch.options import TrainingOptions
+    from raysgd.torch.replica import TorchReplica
+    from raysgd.torch.settings import TorchSettings
+
+    options = TrainingOptions(clip_norm=0.5, parallel="fsdp", replicas=2)
+    elastic = ElasticConfig(batch="global")
+    settings = TorchSettings(
+        num_workers=workers, distributed=True, options=options, elastic=elastic, snapshot_every="epoch", wrap_ddp=False
+    )
+    return OperatorReplicaFactory(TorchReplica, operator, config, settings)
+
+
+def hosted(backend: Any) -> ReplicaHost:
+    """Return what performs a driver's calls in a worker's process."""
+    control = Control()
+    control.upload = lambda message, *data: None
+    return ReplicaHost(backend, control)
+
+
+def train_call(
+    call: int, num_steps: int | None = None, method: Callable[..., Any] = ReplicaBase.train, **more: Any
+) -> Call:
+    """Return the call of a driver that trains the rest of an epoch, or another one with its arguments."""
+    return Call(method, {"call": call, "num_steps": num_steps, "profile": False, "info": None, **more})
 
 
 def send_to_workers(operator: type[Any], config: dict[str, Any]) -> None:

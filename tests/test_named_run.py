@@ -74,14 +74,13 @@ def test_what_differs_is_named(changed: dict[str, Any], text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "orphan_s", "sharded", "text"),
+    ("name", "orphan_s", "text"),
     [
-        ("two words", 60, False, "name must be a text of letters, digits"),
-        (None, 60, False, "orphan_s=60 has no effect without name="),
-        ("digits", 0, False, "orphan_s must be"),
-        ("digits", 60, True, "name= is not possible with a sharded model"),
+        ("two words", 60, "name must be a text of letters, digits"),
+        (None, 60, "orphan_s=60 has no effect without name="),
+        ("digits", 0, "orphan_s must be"),
     ],
 )
-def test_a_name_that_cannot_be_used_is_refused(name: Any, orphan_s: float, sharded: bool, text: str) -> None:
+def test_a_name_that_cannot_be_used_is_refused(name: Any, orphan_s: float, text: str) -> None:
     with pytest.raises(ConfigError, match=text):
-        checked_name(name, orphan_s, sharded=sharded)
+        checked_name(name, orphan_s)

@@ -148,7 +148,8 @@ class Engine:
         self.living.add(self)
         since, workers = self._table.clock(), self._table.adopt()
         left = [] if trained is None else self._generation.gather(workers)
-        if trained is None or _place(self.progress) < _place(reached or Progress()) or not self.world_size:
+        reached = reached or Progress()
+        if trained is None or _place(self.progress) < _place(reached) or not self.world_size:
             for worker in workers:
                 self._table.dismiss(worker)
             return False
@@ -156,17 +157,25 @@ class Engine:
         newest = max(progress.call for progress in found.values())
         if self.keeps_snapshots and self._backend.in_place:  # for the case that all fail before the next one
             self._generation.rescue_state(most_advanced(found), newest)
-        self._interrupted = (newest, partial_results_left(left, call=newest)) if newest > trained else None
         self._calls, self.trained, self._log.recoveries = max(newest, trained), trained, list(recoveries)
         detail = f"another script has left {counted(len(workers), 'worker')}"
         seen = Observation("broken", reason="takeover", detail=detail)
         call = RunningCall(self._calls, -1, len(recoveries))
         try:
             with self._table.during("recovery"):
-                self._recovery.recover(seen, call, since=since, world=self.world_size)
+                revived = self._recovery.recover(seen, call, since=since, world=self.world_size)
+            if revived is not None and _place(revived.progress) < _place(reached):  # the workers' own, of their shards
+                logger.warning("this snapshot is older than the results that the last script got: it is not used")
+                for worker in self._table.members():
+                    self._table.dismiss(worker)
+                raise StateLost
         except StateLost:
             self._log.recoveries = []
             return False
+        parts = partial_results_left(left, call=newest)
+        if revived is not None:
+            parts = partial_results_since(revived, parts, call=newest)
+        self._interrupted = (newest, parts) if newest > trained else None
         return True
 
     def _check_not_held(self) -> None:

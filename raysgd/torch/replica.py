@@ -16,7 +16,7 @@ from raysgd.core.outcomes import NotExact
 from raysgd.core.progress import Control
 from raysgd.core.rank_comparison import Summary
 from raysgd.core.ranks import RankInfo
-from raysgd.core.shard_copies import HeldSnapshot, ShardedState
+from raysgd.core.shard_copies import HeldSnapshot, Holding, ShardedState
 from raysgd.core.snapshot import Snapshot
 from raysgd.errors import CheckpointError, ConfigError
 from raysgd.storage.seen import SeenFile
@@ -30,7 +30,7 @@ from raysgd.torch.foreign import content_version
 from raysgd.torch.fsdp import gathered
 from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.rank_comparison import summary_of
-from raysgd.torch.resharding import Resharding
+from raysgd.torch.resharding import DRAWN, Resharding
 from raysgd.torch.schedule_stepping import check_plan, restore_plan
 from raysgd.torch.settings import TorchSettings
 from raysgd.torch.skipped_steps import gathered_objects
@@ -236,7 +236,14 @@ class TorchReplica(ReplicaBase):
     def _state_for_peers(self) -> dict[str, Any]:
         """Return the full state, with the random state for the next script's replica in this
         process."""
-        return {**self.full_state(for_peers=True), "drawn": [self.rank, states.random_state()]}
+        return {**self.full_state(for_peers=True), DRAWN: [self.rank, states.random_state()]}
+
+    def state(self, *, other_code: bool = False) -> memoryview:
+        """Return the state as bytes: the shards of this rank only for `other_code` in this
+        process."""
+        if not other_code or self._resharding is None:
+            return super().state()
+        return packing.packed(self._resharding.left([self.rank, states.random_state()]))
 
     def _packed_copy(self, state: dict[str, Any]) -> Sequence[Any]:
         return packing.pack(state, copy=True)
@@ -289,25 +296,37 @@ class TorchReplica(ReplicaBase):
         written = states.unchanging(state, in_shards=self.in_shards) if later else state
         return lambda file: states.write(written, file)
 
-    def load(self, data: Any, *, other_code: bool = False) -> None:
+    def load(self, data: Any, *, other_code: bool = False) -> Holding | None:
         """Load the state of another replica of this trainer. It is trusted, and it fits, unless
         that had `other_code`. Shards are made of it in the next generation."""
-        if self._resharding is not None:
+        if self._resharding is not None and not other_code:
             self._give(data)
-            return
+            return None
         state = packing.unpack(data)
-        if other_code:
+        if self._resharding is not None:
+            state = self._resharding.take(state)
+        if other_code and state:
             try:
                 self.check(state)
             except CheckpointError as error:
                 raise ConfigError(
                     f"the state of the last script (here: the checkpoint) does not fit the code of this one: {error}"
                 ) from error
+        if self._resharding is not None:
+            if state:
+                self._adopt_positions(state)  # the driver asks how far this rank is
+                self.half_loaded = state["half_loaded"]
+            return self._resharding.holding()
         self._take(state)
         if other_code:
-            rank, numbers = state["drawn"]
-            states.restore_random(numbers)
-            self._continues_as = rank, state["world_size"]
+            self._continue_numbers(state)
+        return None
+
+    def _continue_numbers(self, state: dict[str, Any]) -> None:
+        """Draw the next random numbers of the last script's replica in this process."""
+        rank, numbers = state[DRAWN]
+        states.restore_random(numbers)
+        self._continues_as = rank, state["world_size"]
 
     def _take(self, state: dict[str, Any]) -> None:
         self.half_loaded = True  # an error may follow, and this rank must not pass on what it has then
@@ -385,6 +404,8 @@ class TorchReplica(ReplicaBase):
             state = self._resharding.rejoin(rank_info)
             if state is not None:
                 self._take(state)
+                if DRAWN in state:
+                    self._continue_numbers(state)
         self._rank_info = self.operator._rank_info = rank_info
         if self._continues_as != (rank_info.world_rank, rank_info.world_size):
             self._seed_rest_of_epoch()

@@ -17,6 +17,7 @@ from raysgd.core.ranks import RankInfo
 from raysgd.core.shard_copies import (
     Agreement,
     HeldSnapshot,
+    Holding,
     ShardCopy,
     Transfer,
     agreed,
@@ -35,6 +36,7 @@ from raysgd.torch.skipped_steps import gathered_objects
 from raysgd.torch.step_options import settings_of
 
 PARTS = ("models", "optimizers", "averages")
+DRAWN = "drawn"  # the rank and the random state of the last script's replica in this process
 Path = tuple[Any, ...]
 Tensors = Mapping[Path, torch.Tensor | None]
 
@@ -52,10 +54,13 @@ class Piece:
 
 @dataclass(frozen=True)
 class HeldShards:
-    """Shards that no model uses: of the last generation, or received from a worker that leaves."""
+    """Shards that no model uses: of the last generation, or received from a worker that leaves. In
+    the last script's replica in this process, a model has used them: then `tree` has all the rest
+    of its state, too, and `stepped` the shards after the step for which the copy is ready."""
 
     copy: ShardCopy
     tree: dict[str, Any]
+    stepped: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -91,8 +96,9 @@ class Resharding:
     ) -> None:
         self._operator, self._replicas = operator, operator._parts.options.replicas
         self._progress, self._others = progress, others
-        self._live = (rank_info.generation, *self._place(rank_info))  # generation, index and number of the live shards
-        self._earlier: HeldShards | None = None
+        # Generation, index and number of the live shards. The generation is -1 while there are none.
+        self._live = (-1 if rank_info.solo else rank_info.generation, *self._place(rank_info))
+        self._earlier: list[HeldShards] = []
         self._given: Any = None  # a full state, which all ranks have, or the name of a snapshot that they hold
         self._kept: list[KeptSnapshot] = []  # the newest one last; those before the newest complete one are dropped
         self._node, self._nodes = rank_info.node_rank, list[int]()  # those of all ranks are known after a snapshot
@@ -194,16 +200,50 @@ class Resharding:
         self._given = None
         return state
 
+    # -- another script -------------------------------------------------------------------------------
+
+    def left(self, drawn: list[Any]) -> Any:
+        """Return what this rank holds, with its random state, for the next script's replica in this
+        process. No other rank is needed."""
+        shards = self._operator._parts.shards
+        assert shards is not None
+        if shards.made:
+            shards.rest()
+        rest = {**self._others(), DRAWN: drawn}
+        held = [self._live_shards(copy) if each is None else each for copy, each in self._held().items()]
+        return [replace(each, tree={**rest, **each.tree}) for each in held], self._kept
+
+    def _live_shards(self, copy: ShardCopy) -> HeldShards:
+        tree = _in_pieces(self._operator)
+        if self._ready is None:
+            return HeldShards(copy, tree)
+        tree = states.copied(tree)  # the gradients end with this replica, so it makes both
+        self._step_late()
+        return HeldShards(copy, tree, _in_pieces(self._operator))
+
+    def take(self, left: Any) -> dict[str, Any]:
+        """Take what the last script's replica held. Return its state, without the content of
+        shards; {} if it held none."""
+        self._earlier, self._kept = left
+        tree = self._earlier[0].tree if self._earlier else self._kept[0].tree if self._kept else {}
+        empty = {path: torch.empty(each.shape, dtype=each.dtype, device="meta") for path, each in _pieces(tree).items()}
+        state: dict[str, Any] = _replaced(tree, empty)
+        return state
+
+    def holding(self) -> Holding:
+        """Return what this rank holds, for the driver."""
+        return Holding(list(self._held()), self.held_snapshots())
+
     # -- changes --------------------------------------------------------------------------------------
 
     def settled(self) -> None:
         """Note that the generation is complete on all ranks: what it was made from is no longer
         needed."""
-        self._earlier = None
+        self._earlier = []
 
     def give(self, data: Any) -> None:
         """Let the next generation begin with this, which all its ranks are given."""
-        self._given, self._earlier = data, None
+        self._given, self._earlier = data, []
 
     def hand_over(self, stay: Sequence[int]) -> None:
         """Divide the shards among the ranks that stay, while all ranks are there. All call this."""
@@ -215,7 +255,7 @@ class Resharding:
         moved = self._moved(outline, {rank % count: _locals(tree)}, holders, count, targets, len(stay))
         if rank in stay:
             copy = replace(self._copy(), handed=True, count=len(stay), index=stay.index(rank))
-            self._earlier = HeldShards(copy, _replaced(tree, moved))
+            self._earlier = [HeldShards(copy, _replaced(tree, moved))]
 
     def rejoin(self, rank_info: RankInfo) -> dict[str, Any] | None:
         """Divide the newest state of which there is a copy of each shard among the ranks of a new
@@ -244,11 +284,14 @@ class Resharding:
         state = _broadcast({**self._others(), **_without_content(mine)} if rank == lead else None, lead)
         own = {} if used is None else {used.copy.index: _locals(mine)}
         holders = {rank: [index] for rank, index in agreement.holders.items()}
+        self._earlier = [] if used is None else [used]
         state = self._divided(rank_info, state, state if behind else mine, own, holders, agreement.count)
-        self._earlier = used
-        if not behind:
-            self._operator._parts.averages.load(state.get("averages"))
-        return state if behind else None
+        if behind:
+            return {name: value for name, value in state.items() if name != DRAWN}  # the random state is the lead's
+        if DRAWN in mine:
+            return state
+        self._operator._parts.averages.load(state.get("averages"))
+        return None
 
     def _copy(self) -> ShardCopy:
         (generation, index, count), at = self._live, self._progress()
@@ -256,15 +299,20 @@ class Resharding:
 
     def _held(self) -> dict[ShardCopy, HeldShards | None]:
         """Return what this rank holds; None stands for the live shards."""
-        if self._given is not None or not self._operator._parts.shards_made:
+        if self._given is not None:
             return {}
-        earlier = {} if self._earlier is None else {self._earlier.copy: self._earlier}
-        return {self._copy(): None, **earlier}
+        has_live = self._operator._parts.shards_made and self._live[0] >= 0
+        # Those of an earlier generation are used if a user's `load_state_dict` has failed since.
+        live = {self._copy(): None} if has_live and not (self._earlier and self._progress().loads < 0) else {}
+        return {**live, **{each.copy: each for each in self._earlier}}
 
     def _used(self, held: Mapping[ShardCopy, HeldShards | None], agreement: Agreement, rank: int) -> HeldShards:
         """Return what this rank has of the state that all agreed on."""
         place = agreement.generation, agreement.handed
         kept = held[next(each for each in held if (each.generation, each.handed) == place)]
+        if kept is not None and rank in agreement.late:
+            assert kept.stepped is not None
+            return HeldShards(replace(kept.copy, applied=kept.copy.applied + 1, ready=False), kept.stepped)
         if kept is not None:
             return kept
         if rank in agreement.late:
@@ -299,6 +347,7 @@ class Resharding:
         moved = self._moved(outline, held, holders, count, targets, new_count)
         mesh = shards.mesh()
         state = _replaced(state, {path: _on_mesh(piece, mesh) for path, piece in moved.items()})
+        self._live = (-1, index, new_count)  # if a rank fails now, the models may have parts of them
         shards.shard_again(mesh, state["models"], [each.get("state", {}) for each in state["optimizers"]])
         self._live, self._ready = (rank_info.generation, index, new_count), None
         return state

@@ -96,7 +96,7 @@ class Trainer(RunCheckpoints):
             raise ConfigError(f"elastic must be a raysgd.ElasticConfig, got {elastic!r}")
         wanted = WorkerResources.parse(1, use_gpu, resources_per_worker, gpu_asked=use_gpu)
         self._count, self._worker = num_workers, wanted
-        self._named = checked_name(name, orphan_s, sharded=False)
+        self._named = checked_name(name, orphan_s)
         self.storage, self.logdir = _make_places(name if logdir is None else logdir)
         self._earlier = max(_newest_run(self.storage), _newest_run(self.logdir))
         self.history = History()  # all rounds that were fetched, of all runs

@@ -199,13 +199,11 @@ class NamedRun(Named):
         self._commit(engine, history, {**body, "reached": engine.progress})
 
 
-def checked_name(name: Any, orphan_s: Any, *, sharded: bool) -> tuple[str, float] | None:
+def checked_name(name: Any, orphan_s: Any) -> tuple[str, float] | None:
     """Return the trainer's name and how long its workers wait, None without a name."""
     if name is None and orphan_s == ORPHAN_S:
         return None
     check_name(name, orphan_s)
-    if sharded:
-        raise ConfigError("name= is not possible with a sharded model: leave it out, or use parallel='ddp'")
     return name, float(orphan_s)
 
 

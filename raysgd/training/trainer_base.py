@@ -444,7 +444,7 @@ def make_engine(
 ) -> Engine:
     """Return the engine, which starts its workers with the first call. If there can be several,
     connect to Ray, or start it. `make_backend` gets the driver's address as `host`."""
-    named = checked_name(name, orphan_s, sharded=sharded is not None)
+    named = checked_name(name, orphan_s)
     settings = factory.settings
     if elastic.hot_spares and settings.threads is None:
         raise ConfigError(

@@ -79,7 +79,7 @@ class Probe:
     def partial(self) -> dict[str, Any]:
         return {}
 
-    def state(self) -> bytes:
+    def state(self, *, other_code: bool = False) -> bytes:
         return b"state"
 
     def load(self, data: bytes, *, other_code: bool = False) -> None:

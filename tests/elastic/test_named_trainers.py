@@ -425,6 +425,85 @@ def test_horovod_and_tensorflow_continue_too(outcome: Any, framework: str, step:
     ]
 
 
+IN_SHARDS = OPERATOR + textwrap.dedent(
+    """
+    from raysgd import ElasticConfig, TrainingOptions
+
+    name, replicas, step = json.loads(sys.argv[1])
+
+    class Curve(Line):
+        def register(self, **given):
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(1, 7), nn.Tanh(), nn.Linear(7, 1))
+            optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+            return super().register(**{**given, "models": model, "optimizers": optimizer})
+
+    class Killer(Callback):
+        def on_progress(self, now):
+            if now.kind == "train" and now.progress.step >= step:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    trainer = TorchTrainer(
+        training_operator_cls=Curve, num_workers=3, use_gpu=False, name=name, orphan_s=600, callbacks=[Killer()],
+        options=TrainingOptions(parallel="fsdp", replicas=replicas),
+        elastic=ElasticConfig(batch="global", grow=False, snapshot_every=8),
+    )
+    if step < 100:
+        print(json.dumps(trainer.apply_all_workers(os.getpid)), flush=True)
+    for epoch in trainer.epochs(3):
+        trainer.train()
+        trainer.validate()
+    weights = torch.cat([each.detach().flatten() for each in trainer.get_model().parameters()]).tolist()
+    rows = [(row["kind"], row["epoch"], row["step"], row["num_samples"]) for row in trainer.history]
+    recoveries = [(each.reason, each.world_size_after, each.batches_redone) for each in trainer.recoveries]
+    trainer.shutdown()
+    print(json.dumps([trainer.attached, weights, rows, recoveries]))
+    """
+)
+
+
+def undisturbed_curve() -> list[float]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(1, 7), nn.Tanh(), nn.Linear(7, 1))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    x = torch.linspace(-1, 1, 480).unsqueeze(1)
+    for part in list(x.split(24)) * 3:
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(part), 2 * part + 5).backward()
+        optimizer.step()
+    return torch.cat([each.detach().flatten() for each in model.parameters()]).tolist()
+
+
+def with_shards(background: Background, replicas: int, lost: int) -> tuple[str, list[Any]]:
+    """Kill the script, and then so many of its workers, and run it again."""
+    folder, name = written(background, IN_SHARDS), f"shards-{replicas}-{lost}"
+    first = background.run("script.py", json.dumps([name, replicas, 31]), connected=True, folder=folder)
+    assert first.returncode == -signal.SIGKILL, first.stderr
+    for pid in json.loads(first.stdout)[:lost]:
+        os.kill(pid, signal.SIGKILL)
+    again = background.run("script.py", json.dumps([name, replicas, 100]), connected=True, folder=folder)
+    assert again.returncode == 0, again.stderr
+    return again.stderr, json.loads(again.stdout.splitlines()[-1])
+
+
+@pytest.mark.more
+@pytest.mark.parametrize(("replicas", "lost"), [(1, 0), (1, 1), (1, 2), *([(3, 2)] if NIGHTLY else [])], ids=str)
+@pytest.mark.script(run=with_shards)
+def test_sharded_models_continue_if_their_shards_are_left(outcome: Any, replicas: int, lost: int) -> None:
+    """If copies are lost, others have a neighbour's part of a snapshot, which is 8 batches old at most. If this is lost, too,
+    training begins again."""
+    logged, (attached, weights, rows, recoveries) = outcome()
+    assert weights == pytest.approx(undisturbed_curve(), abs=1e-4)
+    assert rows == [[kind, epoch, 20 * epoch, 480] for epoch in (1, 2, 3) for kind in ("train", "validate")]
+    if lost > replicas:
+        assert not attached and not recoveries
+        assert "no copy of a shard is left, nor a snapshot of it" in logged and "starting new ones" in logged
+        return
+    ((reason, left, redone),) = recoveries
+    assert attached and (reason, left) == ("takeover", 3 - lost)
+    assert redone == 0 or (lost == replicas and redone <= 8)
+
+
 NOISY = """
 class Line(Line):
     def train_batch(self, batch, info):
