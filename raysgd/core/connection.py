@@ -150,21 +150,28 @@ class Connection:
 
 
 def connect(
-    address: ControlAddress, first: Message, *, patience_s: float = PATIENCE_S, waiting: Waiting = nullcontext
+    address: ControlAddress,
+    first: Message,
+    *,
+    patience_s: float = PATIENCE_S,
+    answer_s: float = SEND_S,
+    waiting: Waiting = nullcontext,
 ) -> Connection:
     """Open a connection, prove the key and send the first message. Return when the driver has
-    admitted it.
+    admitted it, which may take it `answer_s`.
 
     A connection that ends before that is tried again for `patience_s`."""
     until = time.monotonic() + patience_s
     for pause_s in itertools.chain(PAUSES_S, itertools.repeat(PAUSES_S[-1])):
         opened = socket.create_connection((address.host, address.port), timeout=CONNECT_S)
         try:
-            opened.settimeout(SEND_S)
+            opened.settimeout(answer_s)
             opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             detect_unreachable(opened, address.unreachable_s)
             with waiting(opened):
-                return _greet(opened, address.key, first)
+                connection = _greet(opened, address.key, first)
+            opened.settimeout(SEND_S)
+            return connection
         except ConnectionError as error:
             opened.close()
             logger.debug("the driver at %s:%d closed a new connection: %s", address.host, address.port, error)

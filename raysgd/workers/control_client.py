@@ -27,7 +27,7 @@ from raysgd.constants import BATCH_COUNT, NUM_SAMPLES
 from raysgd.core import messages
 from raysgd.core.connection import SEND_S, Connection, ControlAddress, connect
 from raysgd.core.hang import place_of
-from raysgd.core.lease import DriverWatch
+from raysgd.core.lease import LEASE_S, DriverWatch
 from raysgd.core.metrics import SKIPPED, Measured
 from raysgd.core.outcomes import Outcome
 from raysgd.core.progress import Control, Progress
@@ -86,8 +86,9 @@ class ControlClient:
     def connect(self, address: ControlAddress) -> None:
         """Connect to the driver, and leave the one before. For the main thread, between two
         calls."""
-        connection = _connected(address, messages.Hello(self._worker, self._node, os.getpid()))
-        connection.socket.settimeout(SEND_S)
+        # After so long without an answer, another driver may take over, which waits for this.
+        answer_s = LEASE_S if self._orphan_s else SEND_S
+        connection = _connected(address, messages.Hello(self._worker, self._node, os.getpid()), answer_s)
         writable = selectors.DefaultSelector()
         writable.register(connection.socket, selectors.EVENT_WRITE)
         with self._send_lock, self._bulk_lock:
@@ -296,10 +297,10 @@ class ControlClient:
         os._exit(DRIVER_GONE)  # the main thread may be stuck in a collective
 
 
-def _connected(address: ControlAddress, hello: messages.Hello) -> Connection:
+def _connected(address: ControlAddress, hello: messages.Hello, answer_s: float) -> Connection:
     """Return the control connection. An error says which machine cannot be reached."""
     try:
-        return connect(address, hello)
+        return connect(address, hello, answer_s=answer_s)
     except ConnectionAbortedError:  # the driver was reached
         raise
     except OSError as error:

@@ -65,6 +65,7 @@ from raysgd.core.protocols import Call
 from raysgd.core.ranks import SingleWorkerBackend
 from raysgd.core.snapshot import GUARDED
 from raysgd.errors import ConfigError
+from raysgd.workers import control_client
 from raysgd.workers.calls import SMALL, Blob, PickledObject, from_parts, in_parts, opened
 from raysgd.workers.control_client import ControlClient, brief
 from raysgd.workers.control_server import UNADMITTED_AT_MOST, ControlServer
@@ -663,6 +664,18 @@ def test_a_driver_that_is_stopped_does_not_hold_the_main_thread_up(
         runs.set()
         channel.server.disconnect("w")
         wait_for(lambda: channel.dismissed == ["w"])
+
+
+def test_a_worker_of_a_driver_that_is_stopped_gives_up_when_another_one_may_take_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(control_client, "LEASE_S", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as stopped:
+        address = ControlAddress("127.0.0.1", stopped.getsockname()[1], bytes(KEY_BYTES))
+        began = time.monotonic()
+        with pytest.raises(ConnectionError, match="timed out"):
+            Client(address, "w", "node", lambda: None, orphan_s=60.0)
+        assert time.monotonic() - began < WAIT_S
 
 
 def test_a_save_in_the_background_waits_for_a_driver_that_is_stopped(

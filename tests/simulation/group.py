@@ -166,6 +166,7 @@ class Worker(Process):
         if not self.group.enlists(self):
             self.die("its driver is not the driver any more")
             self.point("process start")
+        self._connect(self.world.now + LEASE_S)
         self._to_driver.send(partial(self.group.emit, WorkerStarted(self.name, self.node.name, 1)))
         while True:
             while not self._calls:
@@ -182,6 +183,15 @@ class Worker(Process):
             outcome = self.host.perform(verb, arguments)
             self.point(f"{verb} ended")
             self._replies.send(partial(self.group.emit, CallEnded(self.name, call, outcome)))
+
+    def _connect(self, until: float) -> None:
+        """Connect to the driver. If its process is stopped, it does not answer."""
+        while self.group.stopped_at() is not None:
+            if self.world.now >= until:
+                self._witness(self.group)
+                self.die("it cannot connect to its driver")
+                self.point("process start")
+            self.sleep(0.1)
 
     # -- without a driver -----------------------------------------------------------------------------
 

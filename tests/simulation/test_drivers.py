@@ -217,6 +217,15 @@ def test_a_driver_that_is_stopped_while_a_state_moves_does_not_delay_the_next_on
     assert any("DRIVER of term 2 begins" in line for line in result.trace)
 
 
+def test_a_driver_that_is_stopped_while_workers_start_does_not_delay_the_next_one() -> None:
+    """They cannot connect to it, and end when another one may take over."""
+    faults = (Fault("suspend", "process start", count=3, pick=1, seconds=70.0),)
+    script = ("resize 1", "train", "resize 2", "train")
+    result = run(Plan(ranks=2, nodes=(2,), samples=60, orphan_s=90.0, script=script, faults=faults), tracing=True)
+    assert result.error is None and result.redone == 0, result.error
+    assert any("w3 ends (it cannot connect to its driver)" in line for line in result.trace)
+
+
 def test_the_driver_that_returns_finds_that_another_one_has_its_workers() -> None:
     faults = (Fault("suspend", "applied", count=20, pick=1, seconds=40.0),)
     result = run(
