@@ -29,6 +29,7 @@ ENGINE: Any = SimpleNamespace(
     attach=lambda **given: bool(given["recoveries"]) or given["trained"] is not None,
     trained=1,
     progress=SimpleNamespace(epoch=2, batches=7),
+    reached=None,
     recoveries=[],
     world_size=2,
     start=lambda: None,

@@ -302,6 +302,12 @@ class Engine:
         return reported[most_advanced(reported)] if reported else Progress()
 
     @property
+    def reached(self) -> Progress:
+        """Return how far training has come, also if all workers have failed since, and work of
+        calls that have returned must be done again."""
+        return max((self.progress, *(end for _, end in self._finished.values())), key=_place)
+
+    @property
     def recoveries(self) -> list[Recovery]:
         """Return all changes of the workers so far, in a new list."""
         return list(self._log.recoveries)

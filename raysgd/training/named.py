@@ -196,7 +196,7 @@ class NamedRun(Named):
 
     def _commit_body(self, engine: Engine, history: History) -> None:
         body = {"place": self._place, "counts": self._counts, "body": self._body}
-        self._commit(engine, history, {**body, "reached": engine.progress})
+        self._commit(engine, history, {**body, "reached": engine.reached})
 
 
 def checked_name(name: Any, orphan_s: Any) -> tuple[str, float] | None:

@@ -307,7 +307,7 @@ class NamedScript(Script):
             raise SupersededError("another script has taken over")
 
     def _commit(self) -> None:
-        place = self._line, self.engine.trained, self.engine.recoveries, self.engine.target, self.engine.progress
+        place = self._line, self.engine.trained, self.engine.recoveries, self.engine.target, self.engine.reached
         record, keeper, term = pickle.dumps(place), self.drivers.keeper, self.group.term
         if not self.driver.call(lambda: keeper.renew(term, {"": record}, self.world.now)):
             raise SupersededError("another script has committed")

@@ -117,6 +117,18 @@ FOUND = {
             Fault("die", "forward", count=29, pick=42, seconds=4.0),
         ),
     ),
+    "a script ended while it did work of a call again that had returned, and the next one did not finish that": Plan(
+        seed=517452,
+        ranks=1,
+        nodes=(1,),
+        samples=17,
+        global_batch=2,
+        step_s=0.3,
+        late=0.1,
+        orphan_s=600.0,
+        script=("train 2", "fit 5", "load 0", "train"),
+        faults=(Fault("disconnect", "in load"), Fault("die", "forward", count=12)),
+    ),
     "the check counted a worker as healthy without which a driver that could not reach it had continued": Plan(
         seed=406731,
         ranks=3,
