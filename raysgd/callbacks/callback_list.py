@@ -40,12 +40,9 @@ class CallbackList:
     def start(self, run: Run) -> None:
         self._call("on_start", run)
 
-    def resume(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        self._call("on_resume", rows)
-
-    def resume_run(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Pass on the rows of a run that continues. The history has those of all runs."""
-        self._call("on_resume", rows, but=History)
+    def resume(self, rows: Sequence[Mapping[str, Any]], *, but: Callback | None = None) -> None:
+        """Pass on the rows from before, `but` to a callback that has them."""
+        self._call("on_resume", rows, but=but)
 
     def take_stop(self) -> bool:
         """Return whether a callback wants the loop over epochs to end. Each ends only one loop."""
@@ -102,12 +99,12 @@ class CallbackList:
             raise stop
 
     def _call(
-        self, hook: str, argument: Any, *, into: dict[str, Any] | None = None, but: tuple[type, ...] | type = ()
+        self, hook: str, argument: Any, *, into: dict[str, Any] | None = None, but: Callback | None = None
     ) -> None:
-        """Call one method of the callbacks, but of some classes; `into` is a dictionary for what
-        they return."""
+        """Call one method of the callbacks, `but` of one; `into` is a dictionary for what they
+        return."""
         for callback in self._all:
-            if isinstance(callback, but):
+            if callback is but:
                 continue
             try:
                 returned = getattr(callback, hook)(argument)

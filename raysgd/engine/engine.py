@@ -152,6 +152,7 @@ class Engine:
         if trained is None or _place(self.progress) < _place(reached) or not self.world_size:
             for worker in workers:
                 self._table.dismiss(worker)
+            self._table.snapshots.forget()  # which workers had of shards
             return False
         found = {worker: self._table[worker].progress for worker in self._table.members()}
         newest = max(progress.call for progress in found.values())
@@ -171,6 +172,7 @@ class Engine:
                 raise StateLost
         except StateLost:
             self._log.recoveries = []
+            self._table.snapshots.forget()
             return False
         parts = partial_results_left(left, call=newest)
         if revived is not None:

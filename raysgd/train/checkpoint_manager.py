@@ -73,9 +73,7 @@ class CheckpointManager:
         `reported` are the metrics of each checkpoint. Without `resume`, the checkpoints are listed
         but not read.
         """
-        names = [name.removeprefix(PREFIX) for name in locations.names(self.directory) if name.startswith(PREFIX)]
-        places = {number: self.place_of(number) for number in sorted(int(each) for each in names if each.isdigit())}
-        complete = {number: place for number, place in places.items() if place.exists()}
+        complete = {number: place for number, place in self._found().items() if place.exists()}
         for number, place in complete.items():
             metrics, newest = reported.get(number, {}), number == max(complete)
             if not resume or (self.strategy.by_time and not newest):
@@ -99,14 +97,23 @@ class CheckpointManager:
     def continue_with(
         self, directory: Place, latest_id: int, stored: Sequence[StoredCheckpoint], payload: bytes
     ) -> None:
-        """Take over the checkpoints of a driver that has ended. The newest one is `payload`, if it
-        was not stored. What that driver had not recorded is deleted: it is made again."""
+        """Take over the checkpoints of a driver that has ended. The newest one is `payload`, or
+        else the newest stored one. What that driver had not recorded is deleted: it is made
+        again."""
         self.directory, self.latest_id, self.stored = directory, latest_id, list(stored)
-        found = [each for each in locations.names(self.directory) if each.startswith(PREFIX)]
-        self._surplus = [self.directory / name for name in {*found} - {each.path.name for each in stored}]
+        recorded = {each.number for each in stored}
+        self._surplus = [place for number, place in self._found().items() if number not in recorded]
         self.delete_surplus()
-        newest = next((each.path for each in stored if each.number == latest_id), None)
-        self.payload = payload or self.payload if newest is None else Checkpoint(newest).to_bytes()
+        if payload:
+            self.payload = payload
+        elif stored:
+            self.payload = Checkpoint(max(stored, key=lambda each: each.number).path).to_bytes()
+
+    def _found(self) -> dict[int, Place]:
+        """Return the checkpoints in the directory, also incomplete ones, by number. Other files
+        there are the user's."""
+        names = [name.removeprefix(PREFIX) for name in locations.names(self.directory) if name.startswith(PREFIX)]
+        return {number: self.place_of(number) for number in sorted(int(each) for each in names if each.isdigit())}
 
     def register(self, payload: bytes) -> int:
         """Make a checkpoint the newest one, before storage can fail. Return its number."""

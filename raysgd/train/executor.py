@@ -32,7 +32,7 @@ from raysgd.core.protocols import Call
 from raysgd.engine.call import Job
 from raysgd.engine.call_lock import CallLock, Claim
 from raysgd.engine.engine import Engine
-from raysgd.errors import ConfigError, TrainingFailedError
+from raysgd.errors import ClusterError, ConfigError, SupersededError, TrainingFailedError
 from raysgd.storage.locations import Place, place
 from raysgd.train.backends import Backend, BackendConfig, backend_of
 from raysgd.train.checkpoint import Checkpoint, is_directory
@@ -97,7 +97,7 @@ class BackendExecutor(RunCheckpoints):
         named: Naming | None = None,
         history: History | None = None,
     ) -> None:
-        self._named_by, self._history = named, history
+        self._named_by, self.history = named, history
         self.named: NamedFunctions | None = None  # from `start` on
         self._config, self._backend = backend_config, backend_of(backend_config)
         self._count, self._least = num_workers, start_with
@@ -194,7 +194,7 @@ class BackendExecutor(RunCheckpoints):
             "train_cls": None if train_cls is None else train_cls.__name__,
         }
         settings = [pair for name, value in given.items() for pair in texts(name, value)]
-        self.named = NamedFunctions(tenure, engine, settings, self._history, self._named_by.earlier)
+        self.named = NamedFunctions(tenure, engine, settings, self.history, self._named_by.earlier)
         try:
             self.named.take_over()
         except BaseException:
@@ -336,6 +336,18 @@ class BackendExecutor(RunCheckpoints):
         """Return what another script has left of this run. Raise ConfigError if it ran another
         function, or with another config."""
         return None if self.named is None else self.named.next_run(function_name(train_func), config)[0]
+
+    @property
+    def superseded(self) -> bool:
+        """Return whether another script has taken over, so that the run is no longer this one's."""
+        try:
+            if self.named is not None:
+                self.named.check()
+        except SupersededError:
+            return True
+        except ClusterError as error:  # then no script can take over
+            logger.debug("the lease was not renewed: %s", error)
+        return False
 
     @property
     def earlier(self) -> int:

@@ -80,7 +80,7 @@ class TrainingIterator:
         try:
             begin(ready)
             if rows := self._executor.rows_before:
-                self._callbacks.resume_run(rows)
+                self._callbacks.resume(rows, but=self._executor.history)
                 self._callbacks.raise_stop()
             while self.next_round() is not None:
                 pass

@@ -57,7 +57,8 @@ class NamedFunctions(Named, Record):
         continue in any case."""
         self.start(self._engine)
         self._runs = [pickle.loads(self.tenure.record[RUN.format(n)]) for n in range(self.before.get("runs", 0))]
-        self.earlier = self.before.get("earlier", self.earlier)
+        if self._runs:
+            self.earlier = self.before["earlier"]
         if self.before and self._history is not None:
             self._history.on_resume(self.rows)
         self._store({})

@@ -221,7 +221,7 @@ def test_a_run_continues_from_its_checkpoint_although_no_worker_is_left(memory: 
 class Executor:
     """Workers of which the last script has left a run: they report the rounds that it had not done with, and the rest."""
 
-    named, is_started, earlier = None, False, 1
+    named, is_started, earlier, history, superseded = None, False, 1, None, False
 
     def __init__(self, left: RunLeft, rounds: list[RoundResult]) -> None:
         self.left, self.rounds, self.world_size, self.ends = left, iter(rounds), RANKS, list[bool]()
@@ -263,38 +263,49 @@ def test_fit_writes_each_report_once_although_its_script_had_written_some_that_i
     def round_(step: int) -> RoundResult:
         return RoundResult([{"step": step}] * RANKS, -1)
 
-    def fit(left: RunLeft, rounds: list[RoundResult]) -> Any:
+    def fit(left: RunLeft, rounds: list[RoundResult], *, superseded: bool = False, restored: Any = None) -> Any:
         made.append(Executor(left, rounds))
+        made[-1].superseded = superseded
         config = RunConfig(name="digits", storage_path=tmp_path, orphan_s=60)
-        return FitRun("Trainer", config, History(), restored=None).run(
+        return FitRun("Trainer", config, History(), restored=restored).run(
             FunctionJob(make=lambda: made[-1], function=len), {}
         )  # type: ignore[arg-type, return-value]
 
     made: list[Executor] = []
     folder = tmp_path / "digits"
-    RunRecord(folder, folder, "Trainer", {}, None).begin({})
+    other = tmp_path / "other"
+    for each in (folder, other):
+        RunRecord(each, each, "Trainer", {}, None).begin({})
     with pytest.raises(Ended):  # a run that was restored: there was one report, and this one wrote 1 to 4
         fit(RunLeft(folder), [round_(0), round_(1), round_(-1), round_(2), round_(3)])
     left = RunLeft(folder, reports=3, unshown=(round_(2), round_(3)))
     assert len(StoredRun.read(folder).rows) == 4
+    with pytest.raises(Ended):  # and returns when another script has taken over
+        fit(left, [round_(2), round_(-1), round_(3)], superseded=True)
+    assert len(StoredRun.read(folder).rows) == 2 and StoredRun.read(folder).status == "running"
+    with pytest.raises(ConfigError, match=r"restores .*other: restore that one"):
+        fit(left, [], restored=other)
     result = fit(left, [round_(2), round_(3), round_(4)])
     rows = StoredRun.read(folder).rows
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4] and result.return_values == ["done"] * RANKS
     assert [row["training_iteration"] for row in rows] == [1, 2, 3, 4, 5]
-    assert [each.ends for each in made] == [[True], [False]], "the workers wait after an error"
+    assert [each.ends for each in made] == [[True], [True], [True], [False]], "the workers wait after an error"
 
 
 def test_the_checkpoints_of_a_run_that_is_restored_stay(memory: Path) -> None:
     earlier, payload = CheckpointManager(memory), Checkpoint.from_dict({"step": 5}).to_bytes()
     earlier.store(earlier.register(payload), payload, {})
+    (memory / "checkpoint_best.pt").touch()  # the user's
+    (memory / "checkpoint_000003").touch()  # stored when its driver ended, and in no record
     restored = CheckpointManager(memory)
-    restored.adopt({})
+    restored.stored, restored.latest_id = earlier.stored, 5  # number 5 was reported, and not kept
     run = FunctionRun(1, restored, fail=print, decode=dict)
     left = run.left
     run.close()
     manager = CheckpointManager(memory)
     manager.continue_with(left.directory, left.newest, left.stored, b"")
-    assert stored(memory) == {"000001": 5} and manager.payload == payload
+    assert sorted(path.name for path in memory.iterdir()) == ["checkpoint_000001", "checkpoint_best.pt"]
+    assert manager.payload == payload and manager.latest_id == 5
 
 
 def test_callbacks_of_a_run_that_continues_get_the_rows_of_this_run(memory: Path) -> None:
@@ -312,7 +323,7 @@ def test_callbacks_of_a_run_that_continues_get_the_rows_of_this_run(memory: Path
         for run, steps, found in zip("abc", ([0, 1], [0, 1, 2], [0, 1, 2]), expected, strict=True):
             seen = Seen()
             left, _ = named.next_run(run, {})
-            CallbackList([history, seen]).resume_run(named.rows)
+            CallbackList([history, seen]).resume(named.rows, but=history)
             assert [*seen.rows] == found and named.begin() == "abc".index(run) + 1
             if left is None:
                 named.keep(RunLeft(memory))
@@ -322,3 +333,15 @@ def test_callbacks_of_a_run_that_continues_get_the_rows_of_this_run(memory: Path
         del record["run 2"]  # the script ends right before the third run begins
         state = pickle.loads(record["state"])
         record["state"] = pickle.dumps({**state, "runs": 2})
+
+
+def test_how_many_runs_there_were_is_that_of_a_script_that_began_one(memory: Path) -> None:
+    record: dict[str, bytes] = {}
+    for earlier in (3, 7):
+        named = NamedFunctions(Tenure(record, 1000, True), engine(), [("num_workers", "2")], None, earlier)  # type: ignore[arg-type]
+        named.take_over()
+        assert named.earlier == earlier
+    named.next_run("train_func", {}), named.begin(), named.keep(RunLeft(memory))
+    named = NamedFunctions(Tenure(record, 1000, True), engine(), [("num_workers", "2")], None, 9)  # type: ignore[arg-type]
+    named.take_over()
+    assert named.earlier == 7

@@ -21,6 +21,7 @@ from typing import Any
 from raysgd.callbacks.base import Run
 from raysgd.callbacks.folder import RESULTS, create_new_folder, numbered, timestamp
 from raysgd.callbacks.history import History
+from raysgd.errors import ConfigError
 from raysgd.storage import locations
 from raysgd.storage.locations import Place, copy_logs, names, place
 from raysgd.storage.masking import mask
@@ -55,8 +56,9 @@ class FitRun:
         """Return the name of workers that outlive the script, if they do."""
         if self._config.orphan_s is None:
             return None
-        name, earlier = str(self._config.name), len(self._past.rows) if self._past is not None else 0
-        return Naming(name, self._config.orphan_s, str(self._restored or _home(self._config) / name), earlier)
+        home = _home(self._config) if self._restored is None else self._restored.parent
+        earlier = 0 if self._past is None else len(self._past.rows)
+        return Naming(str(self._config.name), self._config.orphan_s, str(home), earlier)
 
     def run(self, job: FunctionJob, settings: dict[str, bytes]) -> Result:
         """Run the function to its end. `settings` are the trainer's, pickled."""
@@ -74,22 +76,30 @@ class FitRun:
         except BaseException:
             executor.shutdown(leave=outlives)
             raise
-        leave = False
+        leave = superseded = False
         try:
             values = self._run_function(job, executor, manager, record)
             record.end(None)
         except BaseException as error:
-            self._record_failure(record, error)
             leave = outlives and not isinstance(error, SystemExit)
+            superseded = executor.superseded
+            if not superseded:
+                self._record_failure(record, error)
             raise
         finally:
             executor.shutdown(leave=leave)
-            copy_logs(log_dir, where)
+            if not superseded:
+                copy_logs(log_dir, where)
         return Result.of(where, manager, record.rows, log_dir=log_dir, return_values=values)
 
     def _find(self, left: RunLeft | None, earlier: int) -> tuple[Place, Path, StoredRun | None]:
         """Return where the run is stored, its directory here, and what it has written: there were
         `earlier` reports when the script began that has `left` the run."""
+        if left is not None and self._restored not in (None, left.directory):
+            raise ConfigError(
+                f"the run called {self._config.name!r} that waits for a script is in {left.directory}, and this script restores "
+                f"{self._restored}: restore that one, or end its workers with `raysgd end {self._config.name}`"
+            )
         if left is not None:
             past = StoredRun.read(left.directory).cut(earlier + left.reports - len(left.unshown))
             return left.directory, _log_dir(left.directory, resume=True), past
@@ -101,6 +111,8 @@ class FitRun:
         self, job: FunctionJob, executor: BackendExecutor, manager: CheckpointManager, record: RunRecord
     ) -> list[Any]:
         def write(result: RoundResult) -> None:
+            if executor.superseded:  # the directory is the other script's
+                return
             record.add(result.rows[0], result.checkpoint_id if result.checkpoint_id >= 0 else None)
 
         if not executor.is_started:

@@ -136,6 +136,7 @@ class DataParallelTrainer:
         self.setup()
         self._set_up |= set(vars(self)) - before
         restored = place(self._restored_from) if self._restored_from is not None else None
+        restored = restored.absolute() if isinstance(restored, Path) else restored
         self.history = History()
         run = FitRun(type(self).__name__, self.run_config, self.history, restored=restored)
         return run.run(self.job(run.naming), packed)
