@@ -417,8 +417,9 @@ def with_another(background: Background, framework: str, step: int) -> list[Any]
 @pytest.mark.parametrize("step", [45, *((2, 30, 60, 80) if NIGHTLY else ())])
 @pytest.mark.script(run=with_another)
 def test_horovod_and_tensorflow_continue_too(outcome: Any, framework: str, step: int) -> None:
-    attached, weight, rows, recoveries = outcome()
-    assert attached and recoveries == [["takeover", 0]]
+    attached, weight, rows, (first, *more) = outcome()
+    assert attached and first == ["takeover", 0]
+    assert all(each == ["growth", 0] for each in more), "on a busy machine, a new process can join late"
     assert weight == pytest.approx(undisturbed(16)[0], abs=1e-5)
     assert [row[:3] for row in rows] == [
         [kind, epoch, 30 * epoch] for epoch in (1, 2, 3) for kind in ("train", "validate")
