@@ -107,7 +107,7 @@ class Checker:
             if lives and other.resumed_at <= self.schedule.now - 5.0:
                 self.fail(f"term {driver.group.term} begins, and the driver of term {other.group.term} lives")
         before = max(drivers, key=lambda each: each.group.term if each is not driver else -1)
-        since = max(driver.began_at, before.died_at or math.inf)
+        since = max(driver.began_at, driver.resumed_at, before.died_at or math.inf)
         if self.schedule.calm and self.schedule.now > since + 6.0 and self.holders(driver.group):
             self.fail(f"term {driver.group.term} begins {self.schedule.now - since:.1f} s after the last one has ended")
         if self.truth and not self.holders(driver.group):
