@@ -38,12 +38,12 @@ class Orphans(FakeGroup):
         return super().submit(worker, verb, arguments, generation=generation)
 
 
-def gathered(group: Orphans) -> tuple[Generation, list[str]]:
-    """Take the workers over. Return the members, too."""
+def gathered(group: Orphans) -> tuple[Generation, list[str], Snapshot | None]:
+    """Take the workers over. Return the members and the newest snapshot, too."""
     table = group.table()
     generation = Generation(table, SingleWorkerBackend(), LIMITS, factory=None, hook=None, sharded=SHARDED)
     generation.gather(table.adopt())
-    return generation, table.members()
+    return generation, table.members(), table.snapshots.latest()
 
 
 def held(*copies: tuple[int, int, int], kept: Sequence[int] = ()) -> Holding:
@@ -75,15 +75,14 @@ def held(*copies: tuple[int, int, int], kept: Sequence[int] = ()) -> Holding:
     ],
 )
 def test_which_workers_with_shards_are_taken_over(orphans: list[Holding], members: list[str], lacks: bool) -> None:
-    generation, found = gathered(Orphans(*orphans))
+    generation, found, _ = gathered(Orphans(*orphans))
     assert found == members
     assert generation.lacks_shards(found) is lacks
 
 
 def test_the_snapshot_of_which_workers_that_are_taken_over_hold_each_shard_is_known() -> None:
     for last, complete in ((2, True), (1, False)):
-        generation, found = gathered(Orphans(held((4, 0, 3), kept=[0, 1]), held((4, 2, 3), kept=[last])))
-        newest = generation._table.snapshots.latest()
+        generation, found, newest = gathered(Orphans(held((4, 0, 3), kept=[0, 1]), held((4, 2, 3), kept=[last])))
         assert generation.lacks_shards(found)
         assert (newest is not None and newest.progress.step == 7) is complete
 

@@ -166,7 +166,7 @@ class Generation:
             if isinstance(outcome, Failed):  # the new code's: the state is kept
                 raise_user_error(outcome, self._table[worker])
         found = {w: each.value for w, each in outcomes.items() if isinstance(each, Ok) and each.value is not None}
-        # Of shards, those of an earlier generation count until a rank has been told that the next one is complete.
+        # Of shards, those of an earlier generation count until a rank knows that the next one is complete.
         newest = max((min(left.generations) for left in found.values()), default=0)
         members = [worker for worker, left in found.items() if max(left.generations) >= newest]
         members.sort(key=lambda worker: found[worker].rank_info.world_rank)

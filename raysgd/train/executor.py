@@ -339,7 +339,7 @@ class BackendExecutor(RunCheckpoints):
 
     @property
     def superseded(self) -> bool:
-        """Return whether another script has taken over, so that the run is no longer this one's."""
+        """Return whether another script has taken the run over."""
         try:
             if self.named is not None:
                 self.named.check()

@@ -55,7 +55,7 @@ class ControlClient:
     """Owns the worker's control connection, the thread that reads it, the `Control` of the training
     thread, and a bulk connection once it is needed. Knows how to abort a collective."""
 
-    _waited_on: socket.socket | None = None  # by the main thread, for the driver
+    waited_on: socket.socket | None = None  # by the main thread, for the driver
 
     def __init__(
         self,
@@ -176,13 +176,13 @@ class ControlClient:
         if threading.get_ident() != self._main:
             yield
             return
-        self._waited_on = connection  # first, because `look` sets `since` first
+        self.waited_on = connection  # first, because `look` sets `since` first
         try:
             if self.watch.since is not None:
                 raise TimeoutError("the driver has ended, or does not answer")
             yield
         finally:
-            self._waited_on = None
+            self.waited_on = None
 
     def _is_answered(self, bulk: socket.socket) -> bool:
         """Wait for the driver's answer to a report. Return False if the generation ends first."""
@@ -280,7 +280,7 @@ class ControlClient:
             return
         if due == "stop":
             self.control.interrupt()
-            if (connection := self._waited_on) is not None:
+            if (connection := self.waited_on) is not None:
                 with contextlib.suppress(OSError):  # it has ended
                     connection.shutdown(socket.SHUT_RDWR)
             self.calls.put(messages.FreeMainThread())

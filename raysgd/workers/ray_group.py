@@ -198,7 +198,7 @@ class RayGroup:
 
     @staticmethod
     def _end_transfers(handle: _Handle) -> None:
-        """End the transfers of a call that has ended, or whose outcome is no longer needed."""
+        """End the transfers of a call that has ended, or whose outcome is not needed."""
         while handle.transfers:
             handle.transfers.pop().close()
 

@@ -293,7 +293,7 @@ class NamedScript(Script):
         elif len(self.engine.recoveries) != len(self._recoveries) + 1:
             raise Violation(f"after a takeover, the recoveries are {self.engine.recoveries}")
         machines_at = max((1000.0 + when for when, _ in self.plan.later), default=0.0)
-        # Workers are no orphans as long as an earlier driver is heard, which returns and is stopped again.
+        # Workers that hear an earlier driver, which returns and is stopped again, are not orphans yet.
         heard_until = max(
             (each.stopped_at + LEASE_S for each in self.drivers.all if each.stopped_at is not None), default=0.0
         )

@@ -63,7 +63,7 @@ class SimClient(ControlClient):
 
     def __init__(self, worker: Worker) -> None:
         self._worker_process, self._worker = worker, worker.name
-        self._waited_on: Any = None
+        self.waited_on: Any = None
         self._abort, self._open = worker.backend.abort, True
         self._writable: Any = SimpleNamespace(select=lambda timeout: not worker.loses)
         self.generation = self.call = -1
@@ -373,9 +373,9 @@ class Worker(Process):
     def _wait_in(self, transfer: SimTransfer, wake: Wake) -> None:
         """Wait on the main task until something has moved, or the connection has ended."""
         transfer.ends.append(wake)
-        self.client._waited_on = SimpleNamespace(shutdown=lambda how: wake("shut down"))
+        self.client.waited_on = SimpleNamespace(shutdown=lambda how: wake("shut down"))
         ended = wake.wait()
-        self.client._waited_on = None
+        self.client.waited_on = None
         if ended:
             raise ConnectionError("the connection was shut down")
 

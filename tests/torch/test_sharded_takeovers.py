@@ -18,7 +18,7 @@ from raysgd.torch.process_group import TorchBackend
 from raysgd.torch.replica import TorchReplica
 from raysgd.workers.calls import with_value
 from tests.forked_workers import fresh_processes
-from tests.peek import models_of
+from tests.peek import models_of, parts_of
 from tests.replicas import hosted, sharded_factory, torch_rank, train_call
 from tests.speed.test_fsdp import Layers, same
 
@@ -84,7 +84,7 @@ class Workers:
         self.all: list[Worker] = []
 
     def begin(self) -> None:
-        """Begin anew, also with the processes that are left."""
+        """Start again, also with the processes that are left."""
         self.all += [Worker(self.backend) for _ in range(4 - len(self.all))]
         self._generation = 0
         self.values("begin again")
@@ -163,7 +163,7 @@ def fail_after_agreement(replica: TorchReplica) -> None:
 
 def end_when_sharded(replica: TorchReplica) -> None:
     """Let rank 2 end when the next generation has new shards, and its ranks use them for the first time."""
-    shards = replica.operator._parts.shards
+    shards = parts_of(replica.operator).shards
     assert shards is not None
     if replica.rank == 2:
         shards.full_parameters = lambda: os._exit(1)  # type: ignore[method-assign]
