@@ -100,7 +100,19 @@ class Rank:
         self._rank_info = RankInfo(world_rank=rank, world_size=ranks, generation=self._rank_info.generation + 1)
         self.replica.joined(self._rank_info)
 
+    def outlive_driver(self) -> None:
+        """Be a worker of a trainer with a name."""
+        self._control.outlives_driver = True
+
     # -- state
+
+    def taken_over(self, make: Callable[[], Any]) -> Any:
+        """Return the rank of another script, which continues in this process."""
+        state = bytes(self.replica.state(other_code=True))
+        rank = make()
+        rank.replica.load(state, other_code=True)
+        rank.rejoin(self._rank_info.world_rank, self._rank_info.world_size)
+        return rank
 
     def state(self) -> bytes:
         """Return what another rank needs to continue."""

@@ -111,10 +111,11 @@ class Control:
     progress. `upload` sends a snapshot to the driver; it is None if the driver takes no snapshots.
     `deliver` sends a message that must not get lost, and returns when the driver has acknowledged
     it. `giving(name)` returns what sends this worker's state to those that `take` it.
-    `on_interrupt` is called on the control thread. `begun_after` holds, for the newest steps, how
-    many collective calls (`collectives`) had been made when each began; `called` returns the steps
-    and lines of the newest calls of models, which make some of them. Never blocks the control
-    thread, and costs the training thread one attribute read per batch while there is no request.
+    `on_interrupt` is called on the control thread. `outlives_driver` is whether the worker waits
+    for another driver when its own ends. `begun_after` holds, for the newest steps, how many
+    collective calls (`collectives`) had been made when each began; `called` returns the steps and
+    lines of the newest calls of models, which make some of them. Never blocks the control thread,
+    and costs the training thread one attribute read per batch while there is no request.
 
     The ranks agree on a planned stop in two phases. The control thread writes `stop_at` and then
     reads `begun`; the training thread writes `begun` and then reads `stop_at`. So at least one of
@@ -133,7 +134,7 @@ class Control:
     ) -> None:
         self.attention = False
         self.begun = 0
-        self.notice = False
+        self.notice = self.outlives_driver = False
         self.phase = "idle"
         self.batch = 0
         self.upload: Uploader | None = None

@@ -139,10 +139,12 @@ class Feed:
     policies    of the operator; those that do not act in usual steps get the unusual ones, and the
                 step after each, in which they go back to the usual
     seed        called before and after an epoch begins: `seed(epoch)`, and then `seed(epoch, rank)`
+    random_state  called before the first batch of each step is read
     call, name  what the loop is for, and what its data is called
 
     batches      what the operator's loop iterates over
     step         the newest step
+    drew_from    what `random_state` has returned for it
     looked_at    whether the next step counts as unusual, whatever it is
     stopped      whether the loop was ended by MembershipChange, with batches left
     epoch_ended  whether the loop has reached the end of an epoch
@@ -163,6 +165,7 @@ class Feed:
         policies: Policies = NO_POLICIES,
         carrier: Carrier | None = None,
         seed: Callable[..., None] = lambda epoch, *own: None,
+        random_state: Callable[[], Any] = lambda: None,
         call: str = "train",
         name: str = "train_loader",
     ) -> None:
@@ -170,6 +173,7 @@ class Feed:
         self._limit, self._pause_at, self._shared, self._window = limit, pause_at, shared, window
         self._carrier, self._seed, self.call, self._name = carrier or Carrier(), seed, call, name
         self.policies, self.looked_at = policies, False
+        self._random_state, self.drew_from = random_state, None
         self.training = call == "train"
         self._reader: Reader | None = None  # of the running epoch
         self.step = Step()
@@ -194,6 +198,7 @@ class Feed:
                         self._stop()
                 if not control.begin(position.step + 1):
                     self._stop()
+                self.drew_from = self._random_state()
             elif control.interrupted:
                 self._stop()
             drawn = self._read()

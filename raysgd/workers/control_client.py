@@ -74,6 +74,7 @@ class ControlClient:
         self._bulk_lock = threading.Lock()
         os.register_at_fork(after_in_child=self._forget_connections)
         self.control = Control(self._publish)
+        self.control.outlives_driver = bool(orphan_s)
         self.control.upload, self.control.deliver = self.upload, self.deliver
         self.on_end: Callable[[], None] = lambda: None
         self.holds_state: Callable[[], bool] = lambda: False

@@ -349,11 +349,12 @@ class Killer(Killer):
 
 
 def without_its_keeper(background: Background) -> list[Any]:
-    operator, killer, loop = cells("keeper", ends=True)
-    folder = written(background, "\n".join([operator, killer, FAILING_KEEPER, loop]))
-    ended = background.run("script.py", connected=True, folder=folder)
-    assert ended.returncode == -signal.SIGKILL, ended.stderr
-    assert "the process that keeps the lease of the trainer 'keeper' has failed: starting another" in ended.stderr
+    for step in (45, 75):  # the second one has taken the workers over
+        operator, killer, loop = cells("keeper", ends=True, step=step)
+        folder = written(background, "\n".join([operator, killer, FAILING_KEEPER, loop]))
+        ended = background.run("script.py", connected=True, folder=folder)
+        assert ended.returncode == -signal.SIGKILL, ended.stderr
+        assert "the process that keeps the lease of the trainer 'keeper' has failed: starting another" in ended.stderr
     again = background.run(
         "script.py", connected=True, folder=written(background, "\n".join(cells("keeper", ends=False)))
     )
@@ -366,7 +367,7 @@ def without_its_keeper(background: Background) -> list[Any]:
 @pytest.mark.script(run=without_its_keeper)
 def test_a_keeper_that_fails_is_replaced(outcome: Any) -> None:
     attached, weight, _, recoveries = outcome()
-    assert attached and recoveries == [["takeover", 0]]
+    assert attached and recoveries == [["takeover", 0]] * 2
     assert weight == pytest.approx(undisturbed(16)[0], abs=1e-6)
 
 
@@ -505,27 +506,37 @@ def test_sharded_models_continue_if_their_shards_are_left(outcome: Any, replicas
     assert redone == 0 or (lost == replicas and redone <= 8)
 
 
+# The script is killed when one rank has begun a step, of which it has drawn the numbers, and the other has not.
 NOISY = """
 class Line(Line):
     def train_batch(self, batch, info):
         x, y = batch
-        return super().train_batch((x + 0.1 * torch.randn_like(x), y), info)
-"""
+        noisy = x + 0.1 * torch.randn_like(x)
+        if self.world_rank == 0 and self.global_step == 45:
+            open({BEGUN!r}, "w").close()
+        result = super().train_batch((noisy, y), info)
+        if self.world_rank == 1 and self.global_step == 44:
+            time.sleep(1.0)
+        return result
 
-# The script is killed in mid-epoch, between two calls: a step that only one rank has begun draws its numbers again.
-IN_TWO_CALLS = """
-    trainer.train(num_steps=15)
-    if {ENDS} and trainer.history[-1]["step"] == 45:
-        os.kill(os.getpid(), signal.SIGKILL)
-    trainer.train(num_steps=15)
+def kill():
+    while not os.path.exists({BEGUN!r}):
+        time.sleep(0.005)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+if {ENDS}:
+    threading.Thread(target=kill, daemon=True).start()
 """
 
 
 def with_random_numbers(background: Background) -> dict[str, Any]:
     def run(name: str, *, ends: bool) -> Any:
-        script = "\n".join(cells(name, ends=False, edited=NOISY, more="seed=3"))
-        script = script.replace("    trainer.train()\n", IN_TWO_CALLS.format(ENDS=ends))
-        done = background.run("script.py", connected=True, folder=written(background, script))
+        folder = background.folder()
+        noisy = NOISY.format(BEGUN=str(folder / "begun"), ENDS=ends)
+        (folder / "script.py").write_text(
+            "\n".join(cells(name, ends=False, edited=noisy, more="seed=3")), encoding="utf-8"
+        )
+        done = background.run("script.py", connected=True, folder=folder)
         assert done.returncode == (-signal.SIGKILL if ends else 0), done.stderr
         return None if ends else json.loads(done.stdout.splitlines()[-1])
 

@@ -162,6 +162,30 @@ def test_after_a_change_of_the_group_nothing_is_drawn_again_and_the_next_epoch_i
     assert torch.equal(epoch(changed, 3), second) and torch.equal(epoch(joining, 3), second)
 
 
+class LeftBehind(Augmented):
+    """Its peer has not begun the second step, and leaves."""
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        if self.config.get("left") and self.seen:
+            self.model(batch[:, 1:4]), random.random(), numpy.random.random()
+            raise ConnectionError("the peer has left")
+        return super().train_batch(batch, batch_info)
+
+
+def test_a_step_that_one_rank_has_begun_when_the_script_died_draws_the_same_again() -> None:
+    def make(**config: Any) -> OperatorRank:
+        return torch_rank(LeftBehind, config, 1, 2, seed=7)
+
+    undisturbed, left = make(), make(left=True)
+    whole = epoch(undisturbed)
+    left.outlive_driver()
+    with pytest.raises(ConnectionError):
+        epoch(left)
+    again = left.taken_over(make)
+    assert torch.equal(torch.cat([*left.operator.seen, epoch(again)]), whole)
+    assert all(map(torch.equal, again.operator.model.parameters(), undisturbed.operator.model.parameters()))
+
+
 def test_what_is_no_seed_is_refused() -> None:
     for seed in (-1, 2**63, 1.0, True):
         with pytest.raises(ConfigError, match="seed must be a whole number from 0 to 9223372036854775807, or None"):
