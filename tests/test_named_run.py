@@ -24,6 +24,9 @@ class Tenure:
     def commit(self, parts: dict[str, bytes]) -> None:
         self.record = {**self.record, **parts}
 
+    def begin_again(self) -> None:
+        self.record = {}
+
 
 ENGINE: Any = SimpleNamespace(
     attach=lambda **given: bool(given["recoveries"]) or given["trained"] is not None,

@@ -62,6 +62,14 @@ class Lease:
         self.record.update(parts or {})
         return True
 
+    def begin_again(self, term: int, now: float) -> bool:
+        """Forget the record, and the workers: of those that this driver could not end, the next one
+        must take over none. Return False if this term is not the newest one."""
+        if not self.renew(term, None, now):
+            return False
+        self.record, self.workers = {}, []
+        return True
+
     def enlist(self, term: int, worker: str, now: float) -> bool:
         """Note a worker that is about to connect to the driver of this term, and would not miss it
         for a whole lease. Return False if that is not the driver any more. A worker that starts

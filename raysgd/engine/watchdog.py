@@ -42,13 +42,13 @@ def ask(
             given = dict(arguments(worker)) if callable(arguments) else shared
             calls.expect(worker, table.group.submit(worker, verbs[worker], given, generation=generation))
         limit = TimeLimit(table, verbs, limit_s)
-        while True:
+        calls.collect()
+        while calls.running:
+            table.pump(LOOK_S)  # first, as this notices if the process was stopped while it asked
             calls.collect()
-            if not calls.running:
-                return {worker: calls.outcomes[worker] for worker in workers}
-            if limit.tick(calls.running):
+            if calls.running and limit.tick(calls.running):
                 calls.trouble()  # ranks that only wait for the late ones fail then, too
-            table.pump(LOOK_S)
+        return {worker: calls.outcomes[worker] for worker in workers}
     finally:  # after an error (Ctrl-C, a cancelled call), nothing waits for these any more
         table.forget(calls.running.values())
 

@@ -162,6 +162,7 @@ class WorkerTable:
     ) -> None:
         self.group, self.during, self.real_clock = group, during, clock
         self._away_s, self._back_at = 0.0, -math.inf
+        self._asking_since: float | None = None  # when the first call after the last look was given
         self.snapshots = SnapshotStore()
         self.silent_s = silent_s  # after so much silence, a process is stopped, whatever it does
         self._on_progress, self._on_report = on_progress, on_report
@@ -308,6 +309,8 @@ class WorkerTable:
         """Note that the worker was just given a call, by the group's `submit`."""
         info = self._workers[worker]
         self._asked[call] = worker
+        if self._asking_since is None:
+            self._asking_since = self.real_clock()
         info.moved_at, info.busy, info.last_call, info.is_exact = self.clock(), call, call, False
 
     def open_calls(self, on_trouble: Callable[[], None]) -> OpenCalls:
@@ -406,8 +409,9 @@ class WorkerTable:
         """Process what has happened, and wait up to `timeout` for the first event. Return the
         number of events. A cancelled call ends here, because every wait of the engine calls
         this."""
-        began, wait_s = self.real_clock(), 0.0 if self._inbox else timeout
+        began, wait_s = self._asking_since or self.real_clock(), 0.0 if self._inbox else timeout
         self._inbox.extend(self.group.poll(wait_s))
+        self._asking_since = None
         away_s = self.real_clock() - began - wait_s
         if away_s > AWAY_S:
             self._away_s += away_s

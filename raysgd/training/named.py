@@ -133,7 +133,7 @@ class NamedRun(Named):
 
     def _begin_again(self) -> None:
         self.before, self.rows, self._stored = {}, [], 0
-        self.tenure.commit({STATE: b""})  # before there are workers that would not fit it
+        self.tenure.begin_again()  # before there are workers that would not fit the record
 
     def _continue(self, engine: Engine) -> str:
         self._place, self._counts = self.before["place"], self.before["counts"]

@@ -74,8 +74,9 @@ class Tenure:
         self.name, self.orphan_s = name, orphan_s
         self._over, self._superseded = threading.Event(), False
         self.on_renewed: Callable[[], None] = lambda: None
+        self.on_superseded: Callable[[], None] = lambda: None
         self._renewed_at = boot_time()
-        self._launched: list[str] = []  # workers
+        self._workers: list[str] = []  # that this driver has launched or taken over
         # Terms grow also if a keeper fails, and with it the number of the newest one is lost.
         self.term, self.record = int(time.time()), dict[str, bytes]()
         self._keeper = self._make_keeper()
@@ -87,7 +88,7 @@ class Tenure:
         """Return the trainer's keeper. If there is none, it begins with what this driver knows."""
         import ray
 
-        lease = Lease(self.term, self.record, self._launched, witnessed=self.term if self._launched else 0)
+        lease = Lease(self.term, self.record, self._workers, witnessed=self.term if self._workers else 0)
         keeper: Any = ray.remote(KeeperActor).options(
             name=keeper_name(self.name),
             namespace=NAMESPACE,
@@ -157,6 +158,7 @@ class Tenure:
 
     def _lost(self, why: str) -> SupersededError:
         self._superseded = True
+        self.on_superseded()  # the other driver need not wait until this one makes its next call
         return SupersededError(f"this script cannot use the workers of the trainer {self.name!r} any more: {why}")
 
     @property
@@ -165,7 +167,7 @@ class Tenure:
 
     def options(self, worker: str) -> dict[str, Any]:
         """Return the options of the actor that is this worker."""
-        self._launched.append(worker)
+        self._workers.append(worker)
         return {"name": worker_name(self.name, worker), "namespace": NAMESPACE, "lifetime": "detached"}
 
     def for_workers(self) -> WorkerTenure:
@@ -183,6 +185,13 @@ class Tenure:
         self.record = {**self.record, **parts}
         self._renew(parts)
 
+    def begin_again(self) -> None:
+        """Forget what earlier drivers have committed, and their workers. Raise SupersededError if
+        another driver has taken over."""
+        self.record, self._workers = {}, []
+        if not self._ask("begin_again", self.term):
+            raise self._lost("another script, or `raysgd end`, has taken them over")
+
     def left_workers(self) -> dict[str, Any]:
         """Return the handles of the workers that are left and have not ended, by their names. End
         those that were still starting."""
@@ -196,6 +205,7 @@ class Tenure:
                 found[worker] = ray.get_actor(each, namespace=NAMESPACE)
                 if worker not in started:
                     ray.kill(found.pop(worker))
+        self._workers += found
         return found
 
     def stop(self, *, end: bool) -> None:

@@ -115,6 +115,7 @@ class RayGroup:
         self.control.unreachable_s = unreachable_s
         if tenure is not None:
             tenure.on_renewed = self.control.greet
+            tenure.on_superseded = partial(self.control.close, dismiss=False)
 
     # -- members --------------------------------------------------------------------------------------
 

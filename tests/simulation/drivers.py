@@ -40,7 +40,7 @@ class Driver(Process):
         super().__init__(world)
         self.drivers, self.group, self.phases = drivers, group, ["start"]
         self.over = False  # it has ended by itself
-        self.began_at, self.resumed_at = world.now, 0.0
+        self.began_at, self.resumed_at, self.silent_from = world.now, 0.0, 0.0
         self.deadline, self._enough = 0.0, lambda: True
         self.script: NamedScript | None = None
         self.greenlet = greenlet(self._main, parent=world.hub)
@@ -83,6 +83,7 @@ class Driver(Process):
 
     def stop(self) -> None:
         super().stop()
+        self.silent_from = self.world.now
         self.world.note("DRIVER of term %d is stopped", self.group.term)
         self.group.driver_stopped()
 
@@ -293,10 +294,8 @@ class NamedScript(Script):
         elif len(self.engine.recoveries) != len(self._recoveries) + 1:
             raise Violation(f"after a takeover, the recoveries are {self.engine.recoveries}")
         machines_at = max((1000.0 + when for when, _ in self.plan.later), default=0.0)
-        # Workers that hear an earlier driver, which returns and is stopped again, are not orphans yet.
-        heard_until = max(
-            (each.stopped_at + LEASE_S for each in self.drivers.all if each.stopped_at is not None), default=0.0
-        )
+        # Workers that have heard an earlier driver, which returned and was stopped again, are not orphans before.
+        heard_until = max(each.silent_from for each in self.drivers.all) + LEASE_S
         took_s = self.world.now - max(began, self.driver.resumed_at, machines_at, heard_until)
         if self.schedule.calm and took_s > TAKEOVER_S + 2 * (not self.plan.in_place):  # for new processes
             raise Violation(f"a takeover took {took_s:.1f} s")
@@ -307,7 +306,7 @@ class NamedScript(Script):
             raise Violation(f"training begins again, and {holders} have its state")
         self.checker.begins_again(self.group)
         self._line = 0
-        if not self.driver.call(lambda: self.drivers.keeper.renew(self.group.term, {"": b""}, self.world.now)):
+        if not self.driver.call(lambda: self.drivers.keeper.begin_again(self.group.term, self.world.now)):
             raise SupersededError("another script has taken over")
 
     def _commit(self) -> None:

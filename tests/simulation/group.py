@@ -213,7 +213,7 @@ class Worker(Process):
         if watch is not self.client.watch:
             return
         stopped_at = self.group.stopped_at()
-        if not watch.has_ended and stopped_at is None and not self.group.superseded:  # then it says that it lives
+        if not watch.has_ended and stopped_at is None:  # then it says that it lives
             watch.heard(self.clock())
             return
         if stopped_at is not None and not watch.has_ended:
@@ -491,7 +491,7 @@ class SimGroup:
         """Raise an error if this driver's term is over."""
         sent = self.world.clock()
         if self.superseded or not self.driver.call(lambda: self.keeper.renew(self.term, None, self.world.now)):
-            self.superseded = True
+            self._lose()
             raise SupersededError("another script has taken over the workers of this trainer")
         self.renewed_at = sent
 
@@ -503,8 +503,13 @@ class SimGroup:
             if self.keeper.renew(self.term, None, self.world.now):
                 self.renewed_at = self.world.clock()
             else:
-                self.superseded = True
+                self._lose()
         self.world.at(RENEW_EVERY_S, self.renew_often)
+
+    def _lose(self) -> None:
+        if not self.superseded:
+            self.superseded = True
+            self.driver_ended()
 
     def check(self) -> None:
         for _ in range(RENEWALS):
