@@ -6,6 +6,7 @@ import contextlib
 import os
 import pickle
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -51,6 +52,25 @@ def _must_finish(frame: FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def torch_modes() -> Callable[[], None]:
+    """Return what restores torch's modes of this thread, if torch has been imported then. A signal
+    can end `torch.no_grad()` or `torch.autocast()` in the middle of their own code."""
+    torch, enabled, autocast = sys.modules.get("torch"), True, dict[str, tuple[bool, Any]]()
+    if torch is not None:
+        enabled = torch.is_grad_enabled()
+        autocast = {d: (torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")}
+
+    def restore() -> None:
+        if (torch := sys.modules.get("torch")) is not None:
+            torch.set_grad_enabled(enabled)
+            for device, (on, dtype) in autocast.items():
+                torch.set_autocast_enabled(device, on)
+                torch.set_autocast_dtype(device, dtype)
+            torch.clear_autocast_cache()
+
+    return restore
 
 
 def is_keras_3_under_a_strategy(error: ValueError) -> bool:
@@ -129,6 +149,7 @@ class FunctionReplica:
 
     def _call(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         """Call the function. Only meanwhile, and only once, may `_on_signal` stop it."""
+        restore_modes = torch_modes()
         self._stoppable = True
         try:
             if self._control.interrupted:
@@ -136,6 +157,7 @@ class FunctionReplica:
             return function(*arguments)
         except BaseException as error:
             self._stoppable = False
+            restore_modes()
             if any(_is_data_loaders(frame) for frame, _ in traceback.walk_tb(error.__traceback__)):
                 import_module("raysgd.torch.data.loading").end_iterators_of(error)
             if isinstance(error, ValueError) and is_keras_3_under_a_strategy(error):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from raysgd import CheckpointError, train
 from tests.replicas import FunctionRank, Interrupted
@@ -92,7 +93,6 @@ def test_after_a_function_no_session_is_left() -> None:
 
 def test_a_function_can_be_called_directly() -> None:
     """As in a test of the function: it is the only worker, and what it reports goes nowhere."""
-    import torch
 
     def function(config: dict[str, Any]) -> Any:
         found = train.load_checkpoint()
@@ -174,6 +174,23 @@ def test_an_interrupt_stops_a_function_that_makes_no_raysgd_calls_and_catches_ex
     assert isinstance(outcome, Interrupted)
     assert not outcome.asked
     assert time.monotonic() - began < 20
+
+
+def test_a_function_that_is_stopped_while_torch_changes_its_modes_begins_again_with_those_from_before() -> None:
+    worker, modes = Worker(), []
+
+    def function() -> None:
+        modes.append((torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")))
+        say_begun = interrupted_once_begun(worker)
+        torch.no_grad().__enter__()  # as if it was stopped before the block began
+        torch.autocast("cpu", torch.float16).__enter__()
+        say_begun()
+        time.sleep(30)
+
+    for _ in range(2):
+        assert isinstance(worker.run(function), Interrupted)
+        worker.clear()
+    assert modes == [(True, False, torch.bfloat16)] * 2
 
 
 def test_an_interrupt_that_the_function_catches_is_raised_again_at_the_next_report() -> None:
@@ -261,7 +278,6 @@ def test_a_report_after_the_next_commit_is_new() -> None:
 
 
 def test_a_commit_has_the_versions_of_a_models_modules() -> None:
-    import torch
 
     class Newer(torch.nn.Linear):
         _version = 2
