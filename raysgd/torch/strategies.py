@@ -52,6 +52,11 @@ def choose_strategy(backend: Any, options: TrainingOptions, horovod_args: Any, *
             raise ConfigError(
                 f"horovod_args are only for backend='horovod', got backend={name!r}: leave one of them out"
             )
+        if name == "gloo" and use_gpu and options.parallel == "fsdp":
+            raise ConfigError(
+                "backend='gloo' and parallel='fsdp' cannot be combined on GPUs, because gloo sends no tensors from one GPU to "
+                "another: leave backend out (it is 'nccl'), or pass parallel='ddp' or use_gpu=False"
+            )
         return Strategy(
             make_backend=functools.partial(TorchBackend, name, replicas=options.replicas),
             sharded=TorchReplica.sharded_state(options.replicas) if options.parallel == "fsdp" else None,

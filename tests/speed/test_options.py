@@ -54,6 +54,11 @@ TOGETHER: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"sync_batchnorm": True}, {"num_workers": 2}, "torch has no SyncBatchNorm for CPUs"),
     ({"comm_hook": "bf16"}, {"num_workers": 2}, "comm_hook='bf16' and use_gpu=False cannot be combined"),
     (
+        {"parallel": "fsdp"},
+        {"num_workers": 2, "use_gpu": True, "backend": "gloo"},
+        "gloo sends no tensors from one GPU",
+    ),
+    (
         {"precision": "apex", "accumulate": 2},
         {"num_workers": 2},
         "gradients of earlier batches where DDP does not see them",

@@ -246,6 +246,22 @@ def test_operator_state_of_own_types_needs_trust(tmp_path: Path) -> None:
         assert operator_of(trainer).given.value == 3
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("later", [False, True], ids=["", "in the background"])
+def test_a_file_that_is_saved_on_a_gpu_can_be_read_without_one(tmp_path: Path, later: bool) -> None:
+    path = tmp_path / "line.pt"
+    with inline(Line, use_gpu=True) as trainer:
+        trainer.train()
+        saved = trainer.save(path, blocking=not later)
+        if later:
+            saved.result()
+        expected = weights(trainer).cpu()
+    state = torch.load(path, weights_only=True)
+    moments = [each["momentum_buffer"] for each in state["optimizers"][0]["state"].values()]
+    assert {each.device.type for each in [*state["models"][0].values(), *moments]} == {"cpu"} and moments
+    assert torch.equal(torch.cat([each.flatten() for each in state["models"][0].values()]), expected.flatten())
+
+
 def test_saving_makes_folders_and_returns_the_path(tmp_path: Path) -> None:
     with inline() as trainer:
         path = trainer.save(tmp_path / "deep" / "line.pt")

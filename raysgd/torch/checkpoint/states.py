@@ -62,12 +62,16 @@ def unchanging(state: dict[str, Any], *, in_shards: bool) -> dict[str, Any]:
     return {**copied({name: value for name, value in state.items() if name not in own}), **own}
 
 
-def copied(value: Any) -> Any:
-    """Return a deep copy on the CPU. A tensor at two places (tied weights) is copied once."""
+def copied(value: Any, *, all_parts: bool = True) -> Any:
+    """Return a deep copy on the CPU, or, without `all_parts`, one that shares what is there. A
+    tensor at two places (tied weights) is copied once."""
     copies: dict[Any, torch.Tensor] = {}
 
     def leaf(value: Any, *path: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
+        tensor = isinstance(value, torch.Tensor)
+        if not all_parts and not (tensor and value.device.type != "cpu"):
+            return value
+        if not tensor:
             return copy.deepcopy(value)
         same: Any = id(value)
         plain = type(value) in (torch.Tensor, torch.nn.Parameter) and not value.is_nested
@@ -83,7 +87,10 @@ def copied(value: Any) -> Any:
 
 
 def write(state: dict[str, Any], file: Any) -> None:
-    """Write a state with its checksums, which users can turn off for their own files."""
+    """Write a state that can be read without a GPU, with its checksums, which users can turn off for
+    their own files."""
+    if torch.cuda.is_available():
+        state = copied(state, all_parts=False)
     chosen = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(True)
     try:
