@@ -95,11 +95,12 @@ class WorkerActor:
     def serve(self, term: int = 0) -> None:
         """Perform calls from the control connection, until one was submitted to Ray; the driver
         calls this again."""
-        while term == self._term and isinstance(message := self._client.calls.get(), PerformCall):
-            if self._client.watch.has_ended:
-                continue  # no driver would get the answer
+        watch, calls = self._client.watch, self._client.calls
+        while term == self._term and not watch.has_ended and isinstance(message := calls.get(), PerformCall):
+            if watch.has_ended:
+                return  # no driver would get the answer
             outcome = self._perform(message)
-            if not self._client.watch.has_ended:
+            if not watch.has_ended:
                 lost = self._host.moved(partial(self._client.answer, message.call, outcome))
                 if lost is not None:  # a large answer, on a connection of its own
                     self._client.answer(message.call, lost)

@@ -21,6 +21,7 @@ import pytest
 import torch
 from torch import nn
 
+from raysgd.core.lease import LEASE_S
 from tests.background import Background
 from tests.tiers import NIGHTLY
 
@@ -609,6 +610,59 @@ def test_a_script_that_was_stopped_for_longer_than_its_lease(outcome: Any, taken
         [kind, epoch, 30 * epoch] for epoch in (1, 2, 3) for kind in ("train", "validate")
     ]
     assert all(redone == 0 for _, redone in recoveries), recoveries
+
+
+# Take the lease of a script that computes something of its own, as if it had been suspended until this moment.
+IDLE = """
+trainer = TorchTrainer(training_operator_cls=Line, num_workers=2, use_gpu=False, name="idle", orphan_s=600)
+for epoch in trainer.epochs(1):
+    trainer.train(num_steps=10)
+    if sys.argv[1:]:
+        open("trained", "w").close()
+        while not os.path.exists("taken over"):
+            time.sleep(0.1)
+    trainer.train()
+weight = trainer.get_model().weight.item()
+trainer.shutdown()
+print(json.dumps([trainer.attached, weight, *([each.reason, each.seconds] for each in trainer.recoveries)]))
+"""
+TAKEN = """
+import json, os, subprocess, sys, time
+import ray
+
+first = subprocess.Popen([sys.executable, "idle.py", "waits"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+try:
+    while not os.path.exists("trained") and first.poll() is None:
+        time.sleep(0.1)
+    ray.init(log_to_driver=False)
+    keeper = ray.get_actor("raysgd:idle", namespace="raysgd")
+    while not ray.get([keeper.perform.remote("__setattr__", "until"), keeper.perform.remote("take")])[1].term:
+        time.sleep(0.1)
+    again = subprocess.run([sys.executable, "idle.py"], capture_output=True, text=True)
+    open("taken over", "w").close()
+    print(json.dumps([again.stdout, again.stderr, first.communicate()[0]]))
+finally:
+    first.kill()
+"""
+
+
+def idle(background: Background) -> list[str]:
+    folder = written(background, TAKEN)
+    (folder / "idle.py").write_text(OPERATOR + IDLE, encoding="utf-8")
+    done = background.run("script.py", connected=True, folder=folder)
+    assert done.returncode == 0, done.stderr
+    found: list[str] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.more
+@pytest.mark.script(run=idle)
+def test_a_script_that_has_lost_its_trainer_keeps_no_worker_until_its_next_call(outcome: Any) -> None:
+    printed, logged, first = outcome()
+    attached, weight, (reason, seconds) = json.loads(printed.splitlines()[-1])
+    assert (attached, reason) == (True, "takeover") and seconds < LEASE_S / 2, logged
+    assert weight == pytest.approx(undisturbed(16, epochs=1)[0], abs=1e-6)
+    assert "SupersededError" in first
 
 
 TWICE = """
