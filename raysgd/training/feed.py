@@ -165,7 +165,7 @@ class Feed:
         policies: Policies = NO_POLICIES,
         carrier: Carrier | None = None,
         seed: Callable[..., None] = lambda epoch, *own: None,
-        random_state: Callable[[], Any] = lambda: None,
+        random_state: Callable[[], Any] | None = None,
         call: str = "train",
         name: str = "train_loader",
     ) -> None:
@@ -198,7 +198,8 @@ class Feed:
                         self._stop()
                 if not control.begin(position.step + 1):
                     self._stop()
-                self.drew_from = self._random_state()
+                if self._random_state is not None:
+                    self.drew_from = self._random_state()
             elif control.interrupted:
                 self._stop()
             drawn = self._read()

@@ -353,7 +353,7 @@ class ReplicaBase(ABC):
             name=self.data_names[kind] + (f"[{name!r}]" if name else ""),
             seed=partial(self._seed_place, phase),
             policies=self.operator._policies,
-            random_state=self._random_state if undoes else lambda: None,
+            random_state=self._random_state if undoes else None,
             **self._feed_options(phase),
         )
         return feed
