@@ -87,8 +87,8 @@ def copied(value: Any, *, all_parts: bool = True) -> Any:
 
 
 def write(state: dict[str, Any], file: Any) -> None:
-    """Write a state that can be read without a GPU, with its checksums, which users can turn off for
-    their own files."""
+    """Write a state that can be read without a GPU, with its checksums, which users can turn off
+    for their own files."""
     if torch.cuda.is_available():
         state = copied(state, all_parts=False)
     chosen = torch.serialization.get_crc32_options()
