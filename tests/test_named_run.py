@@ -77,6 +77,24 @@ def test_what_differs_is_named(changed: dict[str, Any], text: str) -> None:
     assert text in str(raised.value) and "raysgd end digits" in str(raised.value)
 
 
+def test_only_the_same_calls_in_the_same_order_get_the_results_of_the_last_script(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    first = run({})
+    assert first.begin_body(1, 0, (0, 0)) == 0 and first.recorded("train(num_steps=10)") is None
+    for call in ("train(num_steps=10)", "validate()", "train(num_steps=10)"):
+        first.commit(call, {"of": call}, [], ENGINE, History())
+    again = run(first.tenure.record)
+    assert again.begin_body(1, 0, (0, 0)) == 3
+    assert [again.recorded(call) for call in ("train(num_steps=10)", "validate()")] == [
+        ({"of": "train(num_steps=10)"}, []),
+        ({"of": "validate()"}, []),
+    ]
+    assert again.recorded("train()") is None and again.recorded("train(num_steps=10)") is None
+    assert "this script calls train() where the last one called train(num_steps=10): the call is made" in caplog.text
+    assert run(first.tenure.record).begin_body(1, 1, (0, 0)) == 0, "another epoch"
+
+
 @pytest.mark.parametrize(
     ("name", "orphan_s", "text"),
     [

@@ -125,7 +125,9 @@ class CallRunner:
         """Run the job. Return one dict for all workers, and a list with each worker's own results,
         generation by generation: dicts, or the objects that the operator returned in place of
         them."""
-        if self.named is not None and (found := self.named.recorded(kind)) is not None:
+        steps = job.call.arguments.get("num_steps")
+        call = f"{kind}({'' if steps is None else f'num_steps={steps}'})"
+        if self.named is not None and (found := self.named.recorded(call)) is not None:
             return found
         began, self._kind, self._failed = time.monotonic(), kind, False
         self._rows.begin()
@@ -143,7 +145,7 @@ class CallRunner:
             self._callbacks.raise_stop()
             each = _returned(kind, parts) or rows
             if self.named is not None:
-                self.named.commit(kind, result, each, engine, self.history)
+                self.named.commit(call, result, each, engine, self.history)
         except BaseException as error:
             self._fail(error)
             raise

@@ -170,13 +170,13 @@ class NamedRun(Named):
         self._place, self._counts, self._body = (loop, done), counts, []
         return len(self._replayed)
 
-    def recorded(self, kind: str) -> tuple[Any, Any] | None:
+    def recorded(self, call: str) -> tuple[Any, Any] | None:
         """Return what this call had measured in the last script, if that had returned."""
         if not self._replayed:
             return None
         (was, result, each), *self._replayed = self._replayed
-        if was != kind:
-            logger.warning("this script calls %s() where the last one called %s(): the call is made", kind, was)
+        if was != call:
+            logger.warning("this script calls %s where the last one called %s: the call is made", call, was)
             self._replayed = []
             return None
         self._body.append((was, result, each))
@@ -188,10 +188,10 @@ class NamedRun(Named):
         self._place = place
         self._commit_body(engine, history)
 
-    def commit(self, kind: str, result: Any, each: Any, engine: Engine, history: History) -> None:
+    def commit(self, call: str, result: Any, each: Any, engine: Engine, history: History) -> None:
         """Store what a call has measured, before it returns. Raise SupersededError if another
         script has taken over."""
-        self._body.append((kind, result, each))
+        self._body.append((call, result, each))
         self._commit_body(engine, history)
 
     def _commit_body(self, engine: Engine, history: History) -> None:
