@@ -195,9 +195,9 @@ class Worker(Process):
 
     # -- without a driver -----------------------------------------------------------------------------
 
-    def driver_ended(self) -> None:
-        """See the end of the driver's connection."""
-        if self.alive and not self.client.watch.has_ended:
+    def driver_ended(self, group: SimGroup) -> None:
+        """See the end of this driver's connection."""
+        if self.alive and self.group is group and not self.client.watch.has_ended:
             self.client.watch.has_ended = True
             self._calls.clear()
             if self._plan.orphan_s:
@@ -289,7 +289,7 @@ class Worker(Process):
         if self.alive and not self.lost:
             self.lost = True
             self.group.emit(WorkerEnded(self.name, why, reason))
-            self.at(dies_in_s, self.driver_ended)
+            self.at(dies_in_s, partial(self.driver_ended, self.group))
 
     def formed(self, group: ProcessGroup) -> None:
         self.checker.formed(self, group)
@@ -475,7 +475,7 @@ class SimGroup:
         self.gone = True
         for worker in self.connected():
             blocked_s = self.network.wait_s(worker.node.name, DRIVER)
-            worker.at(blocked_s + self.world.between(0.0, 0.005), worker.driver_ended)
+            worker.at(blocked_s + self.world.between(0.0, 0.005), partial(worker.driver_ended, self))
         for transfer in self._transfers.values():
             self.world.at(self.world.between(0.0, 0.005), transfer.close)
 
