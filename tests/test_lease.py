@@ -38,8 +38,12 @@ def test_a_driver_that_begins_again_leaves_nothing_of_the_training_before() -> N
     lease.take(0.0)
     assert lease.enlist(1, "w1", 0.0) and lease.renew(1, {"a": b"1"}, 1.0)
     assert lease.take(1.0 + LEASE_S).term == 2
-    assert not lease.begin_again(1, 40.0) and (lease.record, lease.workers) == ({"a": b"1"}, ["w1"])
-    assert lease.begin_again(2, 40.0) and lease.enlist(2, "w2", 40.0)
+    assert (
+        lease.enlist(2, "w2", 40.0)
+        and not lease.begin_again(1, [], 40.0)
+        and (lease.record, lease.workers) == ({"a": b"1"}, ["w1", "w2"])
+    )
+    assert lease.begin_again(2, ["w2"], 40.0)
     assert (lease.record, lease.workers) == ({}, ["w2"]) and not lease.take(39.0 + LEASE_S).term
 
 

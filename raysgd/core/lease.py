@@ -62,12 +62,13 @@ class Lease:
         self.record.update(parts or {})
         return True
 
-    def begin_again(self, term: int, now: float) -> bool:
-        """Forget the record, and the workers: of those that this driver could not end, the next one
-        must take over none. Return False if this term is not the newest one."""
+    def begin_again(self, term: int, own: list[str], now: float) -> bool:
+        """Forget the record, and the workers, but this driver's `own`: of those before that it
+        could not end, the next one must take over none. Return False if this term is not the newest
+        one."""
         if not self.renew(term, None, now):
             return False
-        self.record, self.workers = {}, []
+        self.record, self.workers = {}, [each for each in self.workers if each in own]
         return True
 
     def enlist(self, term: int, worker: str, now: float) -> bool:

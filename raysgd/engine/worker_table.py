@@ -409,9 +409,9 @@ class WorkerTable:
         """Process what has happened, and wait up to `timeout` for the first event. Return the
         number of events. A cancelled call ends here, because every wait of the engine calls
         this."""
-        began, wait_s = self._asking_since or self.real_clock(), 0.0 if self._inbox else timeout
+        asking_since, self._asking_since = self._asking_since, None
+        began, wait_s = self.real_clock() if asking_since is None else asking_since, 0.0 if self._inbox else timeout
         self._inbox.extend(self.group.poll(wait_s))
-        self._asking_since = None
         away_s = self.real_clock() - began - wait_s
         if away_s > AWAY_S:
             self._away_s += away_s

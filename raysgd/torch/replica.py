@@ -103,10 +103,12 @@ class TorchReplica(ReplicaBase):
         return self._opener.registered(data, self._position_in(phase), phase)
 
     def _feed_options(self, phase: str) -> dict[str, Any]:
-        return {
-            "carrier": self._carrier,
-            **({"window": self.operator._parts.options.accumulate} if phase == "train" else {}),
-        }
+        if phase != "train":
+            return {"carrier": self._carrier}
+        # One rank can have begun a step when the driver ends, and others not.
+        undoes = self._control.outlives_driver and self._rank_info.world_size > 1
+        window = self.operator._parts.options.accumulate
+        return {"carrier": self._carrier, "window": window, "random_state": self._random_state if undoes else None}
 
     def _stop_pieces(self, found: NotExact) -> None:
         self.operator._keep_batch.interfered(found)
@@ -236,14 +238,17 @@ class TorchReplica(ReplicaBase):
     def _state_for_peers(self) -> dict[str, Any]:
         """Return the full state, with the random state for the next script's replica in this
         process."""
-        return {**self.full_state(for_peers=True), DRAWN: [self.rank, states.random_state()]}
+        return {**self.full_state(for_peers=True), DRAWN: self._drawn()}
+
+    def _drawn(self) -> list[Any]:
+        return [self.rank, self._undone_from or states.random_state()]
 
     def state(self, *, other_code: bool = False) -> memoryview:
         """Return the state as bytes: the shards of this rank only for `other_code` in this
         process."""
         if not other_code or self._resharding is None:
             return super().state()
-        return packing.packed(self._resharding.left([self.rank, states.random_state()]))
+        return packing.packed(self._resharding.left(self._drawn()))
 
     def _packed_copy(self, state: dict[str, Any]) -> Sequence[Any]:
         return packing.pack(state, copy=True)
@@ -409,7 +414,7 @@ class TorchReplica(ReplicaBase):
         self._rank_info = self.operator._rank_info = rank_info
         if self._continues_as != (rank_info.world_rank, rank_info.world_size):
             self._seed_rest_of_epoch()
-        self._continues_as = None
+        self._continues_as = self._undone_from = None
         self.operator._parts.rewrap()
         self.operator._keep_batch.joined(rank_info)
         # A replacement worker has the state of the old group, and `resized` must change it on every rank.

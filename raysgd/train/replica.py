@@ -57,18 +57,26 @@ def _must_finish(frame: FrameType | None) -> bool:
 def torch_modes() -> Callable[[], None]:
     """Return what restores torch's modes of this thread, if torch has been imported then. A signal
     can end `torch.no_grad()` or `torch.autocast()` in the middle of their own code."""
-    torch, enabled, autocast = sys.modules.get("torch"), True, dict[str, tuple[bool, Any]]()
-    if torch is not None:
-        enabled = torch.is_grad_enabled()
-        autocast = {d: (torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")}
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return lambda: None
+
+    def depth() -> int:
+        torch.autocast_increment_nesting()
+        return int(torch.autocast_decrement_nesting())
+
+    enabled, caches, before = torch.is_grad_enabled(), torch.is_autocast_cache_enabled(), depth()
+    autocast = {d: (torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")}
 
     def restore() -> None:
-        if (torch := sys.modules.get("torch")) is not None:
-            torch.set_grad_enabled(enabled)
-            for device, (on, dtype) in autocast.items():
-                torch.set_autocast_enabled(device, on)
-                torch.set_autocast_dtype(device, dtype)
-            torch.clear_autocast_cache()
+        torch.set_grad_enabled(enabled)
+        for device, (on, dtype) in autocast.items():
+            torch.set_autocast_enabled(device, on)
+            torch.set_autocast_dtype(device, dtype)
+        torch.set_autocast_cache_enabled(caches)
+        while depth() > before:  # otherwise, copies of the weights would stay in the cache
+            torch.autocast_decrement_nesting()
+        torch.clear_autocast_cache()
 
     return restore
 

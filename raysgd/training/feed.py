@@ -319,6 +319,8 @@ class Feed:
         self._seed(epoch, self.rank_info.world_rank)
         self.position.epoch = epoch
         self.position.offset, self.position.ended = 0, False
+        if self._random_state is not None:
+            self.drew_from = self._random_state()  # what the epoch has seeded and drawn is not repeated
 
     def _end_epoch(self) -> None:
         self.position.ended = self.epoch_ended = True

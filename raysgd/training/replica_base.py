@@ -127,6 +127,7 @@ class ReplicaBase(ABC):
         self._validation_began = self._val_position.as_dict()
         self._sources: dict[str, Any] = {}
         self.half_loaded = False  # this state is a part of one and a part of another
+        self._undone_from: dict[str, Any] | None = None  # the random state before a step that was interrupted
         self._snapshots = Snapshotter(settings.snapshot_every, control)
         self._compare_every, self._compare_at = settings.elastic.compare_every, math.inf
         self._seed_place("train", 0, self.rank)
@@ -246,8 +247,8 @@ class ReplicaBase(ABC):
                 step.outcome = "applied"
             if not step.counts(failed=failed):
                 step.outcome = "undone"
-                if feed.drew_from is not None:  # it is made again, and draws the same
-                    self._restore_random_state(feed.drew_from)
+                if self._control.interrupted:  # otherwise, the user's code may draw other numbers, and succeed
+                    self._undone_from = feed.drew_from
             self._end(feed, step, last=failed)
         self._waited, feed.failure, self.operator._feed = feed.waited_s, None, NoFeed(self.operator._policies)
         if failure is not None and not failed:
@@ -339,8 +340,7 @@ class ReplicaBase(ABC):
     def _make_feed(self, source: Source, phase: str, limit: int | None, *, pause_at: int | None = None) -> Feed:
         """Return what a loop reads; its steps are the operator's."""
         kind, name = split(phase)
-        # One rank can have begun a step when the driver ends, and others not. After a failure, all draw other numbers.
-        undoes = phase == "train" and self._control.outlives_driver and self._rank_info.world_size > 1
+        self._undone_from = None
         feed = self.operator._feed = Feed(
             source,
             self._position_in(phase),
@@ -353,7 +353,6 @@ class ReplicaBase(ABC):
             name=self.data_names[kind] + (f"[{name!r}]" if name else ""),
             seed=partial(self._seed_place, phase),
             policies=self.operator._policies,
-            random_state=self._random_state if undoes else None,
             **self._feed_options(phase),
         )
         return feed

@@ -103,7 +103,8 @@ class ControlClient:
         for each in (before, bulk):
             if each is not None:
                 each.close()
-        threading.Thread(target=self._listen, args=(connection, self.watch), name="raysgd-control", daemon=True).start()
+        listening = connection, self.watch, self.calls
+        threading.Thread(target=self._listen, args=listening, name="raysgd-control", daemon=True).start()
         if self.control.notice:
             self.notice()
 
@@ -217,7 +218,7 @@ class ControlClient:
             with contextlib.suppress(OSError):  # the control thread notices the end of it
                 self._connection.socket.shutdown(socket.SHUT_RDWR)
 
-    def _listen(self, connection: Connection, watch: DriverWatch) -> None:
+    def _listen(self, connection: Connection, watch: DriverWatch, calls: queue.SimpleQueue[Any]) -> None:
         incoming = selectors.DefaultSelector()
         incoming.register(connection.socket, selectors.EVENT_READ)
         while self._open and self.watch is watch:
@@ -235,6 +236,7 @@ class ControlClient:
                 if self._open and self.watch is watch:
                     self.on_driver_ended()
                 watch.has_ended = True
+                calls.put(messages.FreeMainThread())  # also if it was freed when the driver did not answer
                 continue
             watch.heard(time.monotonic())
             try:

@@ -105,6 +105,7 @@ class ControlServer:
         self.address: tuple[str, int] = (host, self._listener.getsockname()[1])
         self._short_of_resources = False  # logged once, until connections can be accepted again
         self._loop = asyncio.SelectorEventLoop()  # even if the user has set another event loop policy
+        self._closing = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="raysgd-control", daemon=True)
         self._thread.start()
 
@@ -128,6 +129,9 @@ class ControlServer:
         self._outgoing.append((peer, message))
         with contextlib.suppress(RuntimeError):  # the server was closed
             self._loop.call_soon_threadsafe(self._send_all)
+
+    def is_connected(self, worker: str) -> bool:
+        return worker in self._workers
 
     def silent_for(self, worker: str) -> float:
         """Return the seconds since the worker last sent anything (it does so every second)."""
@@ -160,7 +164,7 @@ class ControlServer:
         """End all connections. With `dismiss`, the workers end, too."""
         for worker in list(self._workers) if dismiss else ():
             self.disconnect(worker)
-        with contextlib.suppress(RuntimeError):  # it was closed before
+        if self._closing.acquire(blocking=False):  # only once, as the loop runs again to end the connections
             self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=CLOSE_S)
 

@@ -76,7 +76,7 @@ class Tenure:
         self.on_renewed: Callable[[], None] = lambda: None
         self.on_superseded: Callable[[], None] = lambda: None
         self._renewed_at = boot_time()
-        self._workers: list[str] = []  # that this driver has launched or taken over
+        self._launched, self._taken = list[str](), list[str]()  # workers: by this driver, and by earlier ones
         # Terms grow also if a keeper fails, and with it the number of the newest one is lost.
         self.term, self.record = int(time.time()), dict[str, bytes]()
         self._keeper = self._make_keeper()
@@ -88,7 +88,8 @@ class Tenure:
         """Return the trainer's keeper. If there is none, it begins with what this driver knows."""
         import ray
 
-        lease = Lease(self.term, self.record, self._workers, witnessed=self.term if self._workers else 0)
+        workers = [*self._taken, *self._launched]
+        lease = Lease(self.term, self.record, workers, witnessed=self.term if workers else 0)
         keeper: Any = ray.remote(KeeperActor).options(
             name=keeper_name(self.name),
             namespace=NAMESPACE,
@@ -157,8 +158,9 @@ class Tenure:
         self.on_renewed()
 
     def _lost(self, why: str) -> SupersededError:
-        self._superseded = True
-        self.on_superseded()  # the other driver need not wait until this one makes its next call
+        first, self._superseded = not self._superseded, True
+        if first:
+            self.on_superseded()  # the other driver need not wait until this one makes its next call
         return SupersededError(f"this script cannot use the workers of the trainer {self.name!r} any more: {why}")
 
     @property
@@ -167,7 +169,7 @@ class Tenure:
 
     def options(self, worker: str) -> dict[str, Any]:
         """Return the options of the actor that is this worker."""
-        self._workers.append(worker)
+        self._launched.append(worker)
         return {"name": worker_name(self.name, worker), "namespace": NAMESPACE, "lifetime": "detached"}
 
     def for_workers(self) -> WorkerTenure:
@@ -188,8 +190,8 @@ class Tenure:
     def begin_again(self) -> None:
         """Forget what earlier drivers have committed, and their workers. Raise SupersededError if
         another driver has taken over."""
-        self.record, self._workers = {}, []
-        if not self._ask("begin_again", self.term):
+        self.record, self._taken = {}, []
+        if not self._ask("begin_again", self.term, self._launched):
             raise self._lost("another script, or `raysgd end`, has taken them over")
 
     def left_workers(self) -> dict[str, Any]:
@@ -205,7 +207,7 @@ class Tenure:
                 found[worker] = ray.get_actor(each, namespace=NAMESPACE)
                 if worker not in started:
                     ray.kill(found.pop(worker))
-        self._workers += found
+        self._taken += found
         return found
 
     def stop(self, *, end: bool) -> None:

@@ -183,8 +183,8 @@ class RayGroup:
 
     def _serve(self, worker: str) -> None:
         """Let the worker's main thread perform the calls that arrive on its control connection."""
-        handle, lost = self._handles.get(worker), self._tenure is not None and self._tenure.superseded
-        if handle is not None and not handle.ended and not lost:
+        handle = self._handles.get(worker)
+        if handle is not None and not handle.ended and self.control.is_connected(worker):
             handle.actor.serve.remote(self._term).future().add_done_callback(partial(self._served, worker))
 
     def _packed(self, verb: str, arguments: dict[str, Any]) -> tuple[bytes, list[memoryview]]:

@@ -666,6 +666,22 @@ def test_a_driver_that_is_stopped_does_not_hold_the_main_thread_up(
         wait_for(lambda: channel.dismissed == ["w"])
 
 
+def test_the_main_thread_is_freed_again_by_the_end_of_a_driver_that_had_returned(
+    channel: Channel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was freed once when the driver had said nothing for too long, and had begun to wait for that driver again."""
+    ahead_s, before = [0.0], threading.active_count()
+    monkeypatch.setattr(Client, "_clock", lambda self: time.monotonic() + ahead_s[0])
+    client = channel.client(orphan_s=600.0)
+    client.holds_state = lambda: True
+    ahead_s[0] = lease.LEASE_S + 1.0
+    assert isinstance(client.calls.get(timeout=WAIT_S), FreeMainThread)
+    channel.server.close(dismiss=False)
+    assert isinstance(client.calls.get(timeout=WAIT_S), FreeMainThread)
+    ahead_s[0] += 600.0  # it ends itself
+    wait_for(lambda: threading.active_count() < before)
+
+
 def test_a_worker_of_a_driver_that_is_stopped_gives_up_when_another_one_may_take_over(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -777,6 +793,29 @@ def test_a_closed_server_leaves_nothing(channel: Channel) -> None:
         channel.open()
     assert not channel.server.send("w", ConfirmBoundary())
     channel.server.close()
+
+
+def test_a_server_can_be_closed_by_two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that finds that the trainer is lost closes it, and the script's, which sees the workers go."""
+    errors: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", errors.append)
+    for _ in range(20):
+        channel = Channel()
+        workers = [channel.greet(f"w{number}") for number in range(8)]
+        for _ in workers:
+            channel.next(WorkerStarted)
+
+        def close(channel: Channel = channel) -> None:
+            channel.next(WorkerEnded)
+            channel.server.close(dismiss=False)
+
+        other = threading.Thread(target=close)
+        other.start()
+        channel.server.close(dismiss=False)
+        other.join()
+        for worker in workers:
+            worker.close()
+    assert errors == []
 
 
 @pytest.mark.parametrize(("expected", "closed"), [(0, True), (100, False)])

@@ -306,7 +306,9 @@ class NamedScript(Script):
             raise Violation(f"training begins again, and {holders} have its state")
         self.checker.begins_again(self.group)
         self._line = 0
-        if not self.driver.call(lambda: self.drivers.keeper.begin_again(self.group.term, self.world.now)):
+        if not self.driver.call(
+            lambda: self.drivers.keeper.begin_again(self.group.term, self.group.launched, self.world.now)
+        ):
             raise SupersededError("another script has taken over")
 
     def _commit(self) -> None:

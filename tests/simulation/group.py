@@ -446,6 +446,7 @@ class SimGroup:
         self.term = 0
         self.gone = False  # whether the driver's process has ended
         self.superseded, self.renewed_at = False, world.now
+        self.launched: list[str] = []
         self.unreachable_s = plan.limits.unreachable_s
         self.last_call = 0
         self._events: list[Event] = []
@@ -535,6 +536,7 @@ class SimGroup:
         self.check()
         names = [f"w{next(self._names)}" for _ in range(count)]
         self._known.update(dict.fromkeys(names))
+        self.launched += names
         for name in names:
             self._pending.append(name)
             self.world.at(0.001, self._place)

@@ -163,27 +163,47 @@ def test_after_a_change_of_the_group_nothing_is_drawn_again_and_the_next_epoch_i
 
 
 class LeftBehind(Augmented):
-    """Its peer has not begun the second step, and leaves."""
+    """Fails in one step, in which it has drawn numbers: because its peer has left, as `stops` says, or by itself."""
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        if self.config.get("left") and self.seen:
+        if self.config.get("fails") == batch_info["global_step"] and not self.config.get("failed"):
+            self.config["failed"] = True
             self.model(batch[:, 1:4]), random.random(), numpy.random.random()
+            self.config["stops"]()
             raise ConnectionError("the peer has left")
         return super().train_batch(batch, batch_info)
 
 
-def test_a_step_that_one_rank_has_begun_when_the_script_died_draws_the_same_again() -> None:
+@pytest.mark.parametrize("step", [0, 1, 2, 3])
+def test_a_step_that_one_rank_has_begun_when_the_script_died_draws_the_same_again(step: int) -> None:
+    """Also the first steps of two epochs, which seed the generators."""
+
     def make(**config: Any) -> OperatorRank:
         return torch_rank(LeftBehind, config, 1, 2, seed=7)
 
-    undisturbed, left = make(), make(left=True)
-    whole = epoch(undisturbed)
+    undisturbed, left = make(), make(fails=step)
+    whole = [epoch(undisturbed, call) for call in (1, 2)]
+    left.operator.config["stops"] = left.interrupt
     left.outlive_driver()
     with pytest.raises(ConnectionError):
-        epoch(left)
+        for call in (1, 2):
+            epoch(left, call)
     again = left.taken_over(make)
-    assert torch.equal(torch.cat([*left.operator.seen, epoch(again)]), whole)
+    assert torch.equal(torch.cat([*left.operator.seen, epoch(again, call)]), whole[call - 1])
+    assert call == 2 or torch.equal(epoch(again, 2), whole[1])
     assert all(map(torch.equal, again.operator.model.parameters(), undisturbed.operator.model.parameters()))
+
+
+def test_a_step_that_has_failed_by_itself_draws_other_numbers_when_the_script_makes_it_again() -> None:
+    one = torch_rank(LeftBehind, {"fails": 1, "stops": lambda: None}, 1, 2, seed=7)
+    one.outlive_driver()
+    with pytest.raises(ConnectionError):
+        one.train(1)
+    state = torch.get_rng_state()
+    drawn = torch.rand(())
+    torch.set_rng_state(state)
+    one.train(2)
+    assert one.operator.seen[1][0, 1] == drawn.double(), "and not those from before the step"
 
 
 def test_what_is_no_seed_is_refused() -> None:

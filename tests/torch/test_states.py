@@ -3,6 +3,7 @@
 import io
 import random
 import socket
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -251,12 +252,14 @@ def test_operator_state_of_own_types_needs_trust(tmp_path: Path) -> None:
 def test_a_file_that_is_saved_on_a_gpu_can_be_read_without_one(tmp_path: Path, later: bool) -> None:
     path = tmp_path / "line.pt"
     with inline(Line, use_gpu=True) as trainer:
+        operator_of(trainer).state_dict = lambda: Counter(kept=1)
         trainer.train()
         saved = trainer.save(path, blocking=not later)
         if later:
             saved.result()
         expected = weights(trainer).cpu()
-    state = torch.load(path, weights_only=True)
+    state = torch.load(path, weights_only=False)
+    assert later or type(state["operator"]) is Counter
     moments = [each["momentum_buffer"] for each in state["optimizers"][0]["state"].values()]
     assert {each.device.type for each in [*state["models"][0].values(), *moments]} == {"cpu"} and moments
     assert torch.equal(torch.cat([each.flatten() for each in state["models"][0].values()]), expected.flatten())

@@ -177,10 +177,14 @@ def test_an_interrupt_stops_a_function_that_makes_no_raysgd_calls_and_catches_ex
 
 
 def test_a_function_that_is_stopped_while_torch_changes_its_modes_begins_again_with_those_from_before() -> None:
-    worker, modes = Worker(), []
+    worker, modes, layer = Worker(), [], torch.nn.Linear(1, 1, bias=False)
 
     def function() -> None:
         modes.append((torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")))
+        for weight in (1.0, 2.0):  # a copy of the first one would stay, if torch took a block for an inner one
+            torch.nn.init.constant_(layer.weight, weight)
+            with torch.autocast("cpu", torch.bfloat16):
+                modes.append(float(layer(torch.ones(1))))
         say_begun = interrupted_once_begun(worker)
         torch.no_grad().__enter__()  # as if it was stopped before the block began
         torch.autocast("cpu", torch.float16).__enter__()
@@ -190,7 +194,7 @@ def test_a_function_that_is_stopped_while_torch_changes_its_modes_begins_again_w
     for _ in range(2):
         assert isinstance(worker.run(function), Interrupted)
         worker.clear()
-    assert modes == [(True, False, torch.bfloat16)] * 2
+    assert modes == [(True, False, torch.bfloat16), 1.0, 2.0] * 2
 
 
 def test_an_interrupt_that_the_function_catches_is_raised_again_at_the_next_report() -> None:

@@ -7,9 +7,11 @@ import copy
 import io
 import logging
 import os
+import pickle
 import random
 import re
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -62,16 +64,12 @@ def unchanging(state: dict[str, Any], *, in_shards: bool) -> dict[str, Any]:
     return {**copied({name: value for name, value in state.items() if name not in own}), **own}
 
 
-def copied(value: Any, *, all_parts: bool = True) -> Any:
-    """Return a deep copy on the CPU, or, without `all_parts`, one that shares what is there. A
-    tensor at two places (tied weights) is copied once."""
+def copied(value: Any) -> Any:
+    """Return a deep copy on the CPU. A tensor at two places (tied weights) is copied once."""
     copies: dict[Any, torch.Tensor] = {}
 
     def leaf(value: Any, *path: Any) -> Any:
-        tensor = isinstance(value, torch.Tensor)
-        if not all_parts and not (tensor and value.device.type != "cpu"):
-            return value
-        if not tensor:
+        if not isinstance(value, torch.Tensor):
             return copy.deepcopy(value)
         same: Any = id(value)
         plain = type(value) in (torch.Tensor, torch.nn.Parameter) and not value.is_nested
@@ -86,15 +84,33 @@ def copied(value: Any, *, all_parts: bool = True) -> Any:
     return mapped(leaf, value)
 
 
+def on_cpu() -> Any:
+    """Return what `torch.save` pickles with, so that tensors are stored as if they were on the CPU.
+    Those that share memory still share it."""
+    memory: dict[int, torch.UntypedStorage] = {}
+
+    class Pickler(pickle.Pickler):
+        def reducer_override(self, value: Any) -> Any:
+            if type(value) is not torch.Tensor or value.device.type != "cuda" or value.layout != torch.strided:
+                return NotImplemented
+            value = value.resolve_conj().resolve_neg()
+            own = value.untyped_storage()
+            if own.data_ptr() not in memory:
+                memory[own.data_ptr()] = own.cpu()
+            place = value.storage_offset(), value.size(), value.stride()
+            moved = torch.empty(0, dtype=value.dtype).set_(memory[own.data_ptr()], *place)
+            return moved.requires_grad_(value.requires_grad).__reduce_ex__(2)
+
+    return SimpleNamespace(Pickler=Pickler, __name__="pickle")
+
+
 def write(state: dict[str, Any], file: Any) -> None:
     """Write a state that can be read without a GPU, with its checksums, which users can turn off
     for their own files."""
-    if torch.cuda.is_available():
-        state = copied(state, all_parts=False)
     chosen = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(True)
     try:
-        torch.save(state, file)
+        torch.save(state, file, pickle_module=on_cpu() if torch.cuda.is_initialized() else pickle)
     finally:
         torch.serialization.set_crc32_options(chosen)
 
