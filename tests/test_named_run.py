@@ -46,7 +46,8 @@ def run(record: dict[str, bytes], config: dict[str, Any] = CONFIG, kind: str = "
     tenure: Any = Tenure(record)
     named = NamedRun(tenure, factory)
     named.start(ENGINE)
-    named.begin((0, 0), ENGINE, History())
+    if not named.attached:
+        named.begin((0, 0), ENGINE, History())
     return named
 
 
@@ -81,18 +82,28 @@ def test_only_the_same_calls_in_the_same_order_get_the_results_of_the_last_scrip
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     first = run({})
-    assert first.begin_body(1, 0, (0, 0)) == 0 and first.recorded("train(num_steps=10)") is None
+    assert first.begin_body((1, 0), (0, 0), ENGINE, History()) == 0 and first.recorded("train(num_steps=10)") is None
     for call in ("train(num_steps=10)", "validate()", "train(num_steps=10)"):
         first.commit(call, {"of": call}, [], ENGINE, History())
     again = run(first.tenure.record)
-    assert again.begin_body(1, 0, (0, 0)) == 3
+    assert again.begin_body((1, 0), (0, 0), ENGINE, History()) == 3
     assert [again.recorded(call) for call in ("train(num_steps=10)", "validate()")] == [
         ({"of": "train(num_steps=10)"}, []),
         ({"of": "validate()"}, []),
     ]
     assert again.recorded("train()") is None and again.recorded("train(num_steps=10)") is None
     assert "this script calls train() where the last one called train(num_steps=10): the call is made" in caplog.text
-    assert run(first.tenure.record).begin_body(1, 1, (0, 0)) == 0, "another epoch"
+
+
+def test_a_script_that_dies_in_the_first_call_of_an_epoch_begins_with_that_epoch() -> None:
+    first = run({})
+    for done in (0, 1):
+        first.begin_body((1, done), (0, 0), ENGINE, History())
+        if done == 0:
+            first.commit("train()", {"of": "the first epoch"}, [], ENGINE, History())
+    again = run(first.tenure.record)
+    assert again.place == (1, 1)
+    assert again.begin_body(again.place, (0, 0), ENGINE, History()) == 0 and again.recorded("train()") is None
 
 
 @pytest.mark.parametrize(

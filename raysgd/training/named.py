@@ -162,12 +162,14 @@ class NamedRun(Named):
         """Return how many validations and tests there were before the body that was running."""
         return self._counts
 
-    def begin_body(self, loop: int, done: int, counts: tuple[int, int]) -> int:
+    def begin_body(self, place: tuple[int, int], counts: tuple[int, int], engine: Engine, history: History) -> int:
         """Note that the body of a loop begins. Return how many of its calls have returned in the
         script before."""
-        again = self.attached and (loop, done) == self.before.get("place")
+        again = self.attached and place == self.before.get("place")
         self._replayed = list(self.before.get("body", ())) if again else []
-        self._place, self._counts, self._body = (loop, done), counts, []
+        self._place, self._counts, self._body = place, counts, []
+        if not again:  # otherwise the next script would begin with the last one
+            self._commit_body(engine, history)
         return len(self._replayed)
 
     def recorded(self, call: str) -> tuple[Any, Any] | None:

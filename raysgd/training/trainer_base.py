@@ -90,8 +90,8 @@ class TrainerBase(ABC):
             calls.named.begin(self._loops.place, engine, calls.history)
 
     def _begin_body(self, loop: int, done: int) -> int:
-        counts = (self._validations, self._tests)
-        return 0 if self._calls.named is None else self._calls.named.begin_body(loop, done, counts)
+        named, counts = self._calls.named, (self._validations, self._tests)
+        return 0 if named is None else named.begin_body((loop, done), counts, self._engine, self._calls.history)
 
     def _at_exit(self) -> None:
         """End the workers of a trainer with a name, unless the script ends by an error."""
