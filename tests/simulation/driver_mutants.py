@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -183,12 +183,7 @@ def forget_what_was_measured_before(patch: Patch) -> None:
 
 @mutant
 def keep_the_record_of_a_training_that_is_lost(patch: Patch) -> None:
-    original = Lease.renew
-
-    def renew(self: Lease, term: int, parts: Mapping[str, bytes] | None, now: float) -> bool:
-        return original(self, term, parts if parts and all(parts.values()) else None, now)
-
-    patch.setattr(Lease, "renew", renew)
+    patch.setattr(Lease, "begin_again", lambda self, term, own, now: self.renew(term, None, now))
 
 
 @mutant
