@@ -96,7 +96,9 @@ def test_report_of_a_run_with_a_failure(ray_cluster: None, tmp_path: Path) -> No
     over_time = [name for name in page.charts if " " in name or name == "workers"]
     assert len(page.root.findall(".//path[@class='mark']")) == 2 * len(over_time)
     failure, growth = page.changes()
-    assert re.search(r"worker death: 2 -> 1 worker, rank 1 removed.* in place.*\n?.*its process (was )?ended", failure)
+    # On a busy machine, Ray may report the death before the system says how the process has ended.
+    cause = "(its process (was )?ended|ActorDiedError)"
+    assert re.search(rf"worker death: 2 -> 1 worker, rank 1 removed.* in place.*\n?.*{cause}", failure)
     assert "growth: 1 -> 2 workers, epoch" in growth
     quick, slow = page.table("rank")
     assert "slow" in slow[-1] and quick[-1] == "1" and float(slow[2]) > 30 > float(quick[2])
