@@ -131,6 +131,7 @@ class ControlServer:
             self._loop.call_soon_threadsafe(self._send_all)
 
     def is_connected(self, worker: str) -> bool:
+        """Return whether this worker has a control connection."""
         return worker in self._workers
 
     def silent_for(self, worker: str) -> float:

@@ -158,9 +158,8 @@ class Tenure:
         self.on_renewed()
 
     def _lost(self, why: str) -> SupersededError:
-        first, self._superseded = not self._superseded, True
-        if first:
-            self.on_superseded()  # the other driver need not wait until this one makes its next call
+        self._superseded = True
+        self.on_superseded()  # the other driver need not wait until this one makes its next call
         return SupersededError(f"this script cannot use the workers of the trainer {self.name!r} any more: {why}")
 
     @property
