@@ -96,7 +96,7 @@ class Writer(TrainingOperator):
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     sizes = {"workers": 1, "epochs": 10, "batch": 32, "windows": 4096, "validated": 256, "accumulate": 4, "lr": 3e-3}
-    for name, size in {**sizes, "length": 64, "width": 64, "heads": 4, "layers": 4}.items():
+    for name, size in {**sizes, "length": 64, "width": 64, "heads": 4, "layers": 4, "precision": "bf16"}.items():
         parser.add_argument(f"--{name}", type=type(size), default=size)
     args = parser.parse_args(argv)
     printing = PrintCallback(["train_loss", "grad_norm", "last_lr_0", "val_loss", "val_accuracy"])
@@ -104,7 +104,7 @@ def main(argv=None):
         training_operator_cls=Writer,
         num_workers=args.workers,
         config={**vars(args), BATCH_SIZE: args.batch},
-        options=TrainingOptions(precision="bf16", accumulate=args.accumulate, clip_norm=1.0),
+        options=TrainingOptions(precision=args.precision, accumulate=args.accumulate, clip_norm=1.0),
         scheduler_step_freq="step",
         callbacks=[GradientNormMonitor(), LearningRateMonitor(), printing],
     ) as trainer:

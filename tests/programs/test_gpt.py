@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.usefixtures("ray_cluster"), pytest.mark.slow]
 
 # Each epoch ends with half an accumulation window.
 CONFIG = {"epochs": 2, "batch": 18, "windows": 18 * 18, "validated": 41, "accumulate": 4, "lr": 0.003}
-CONFIG |= {"length": 32, "width": 32, "heads": 2, "layers": 2}
+CONFIG |= {"length": 32, "width": 32, "heads": 2, "layers": 2, "precision": "bf16"}
 
 
 class Loop:
@@ -99,11 +99,10 @@ class Loop:
             "num_samples": samples,
         }
 
-    @staticmethod
-    def loss(model: nn.Module, data: Any, rows: torch.Tensor) -> tuple[torch.Tensor, float]:
+    def loss(self, model: nn.Module, data: Any, rows: torch.Tensor) -> tuple[torch.Tensor, float]:
         """Return the loss of these rows, and how many letters are right."""
         codes, target = by_hand.collated(data, rows)
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.config["precision"] == "bf16"):
             output = model(codes)
             loss = nn.functional.cross_entropy(output, target)
         return loss, (output.argmax(1) == target).sum().item()

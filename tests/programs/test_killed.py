@@ -31,7 +31,9 @@ def variable_of_lightning(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", [pytest.param("gpt", marks=pytest.mark.more), *PROGRAMS[1:]])
 def test_three_workers_are_killed_and_replaced(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    program, before = Program(name, tmp_path, epochs=EPOCHS + (name == "dcgan")), None
+    # Hand-written loops with 2 and 3 workers differ by 2e-3 in bfloat16, by 2e-7 in full precision: see what it can show.
+    sizes = {"precision": "fp32"} if name == "gpt" else {}
+    program, before = Program(name, tmp_path, epochs=EPOCHS + (name == "dcgan"), **sizes), None
     if name == "text_classifier":
         before = without_dropout
         monkeypatch.setattr(program.module, "SIZES", dict(program.module.SIZES))
