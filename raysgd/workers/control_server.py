@@ -374,8 +374,10 @@ class ControlServer:
             room = bytearray(sizes.body) if isinstance(message, messages.CallAnswer) else None
             body = connection.receive_body(sizes, self.noting(worker), room=room)
             acknowledge = partial(_acknowledge, connection)
-            self._events.put(MessageReceived(worker, message, body, acknowledge))
-            if not isinstance(message, messages.FunctionReport):
+            if isinstance(message, messages.FunctionReport):
+                self._events.put(MessageReceived(worker, message, body, acknowledge))
+            else:
+                self._events.put(MessageReceived(worker, message, body))
                 acknowledge()
 
     def noting(self, worker: str) -> Callable[..., None]:

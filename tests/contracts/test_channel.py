@@ -425,6 +425,8 @@ def test_all_reports_and_snapshots_of_a_worker_use_one_connection(channel: Chann
         received = channel.next(MessageReceived)
         assert received.message == SnapshotUpload(Progress(step=1), 2, Measured({"loss": 1.0}))
         assert received.body == b"".join(parts)
+        received.acknowledge()  # which only a report waits for: nothing is sent, and the connection stays idle
+        time.sleep(0.05)
         client.deliver(StartDealer("d"), b"")
         assert channel.next(MessageReceived).message == StartDealer("d")
         assert len(tap.connections) == 2, "the control connection, and one more"
