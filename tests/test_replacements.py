@@ -83,6 +83,15 @@ def test_an_overdue_replacement_is_kept_while_the_group_has_places(scenario: Sce
     assert scenario.group.dismissed == []
 
 
+def test_if_the_overdue_one_is_first_the_second_one_is_dismissed(scenario: Scenario) -> None:
+    scenario.replacements.launch(1)
+    scenario.after(OVERDUE_S + 1)
+    scenario.replacements.look(1)
+    scenario.after(1, started("w1"))
+    scenario.replacements.look(1)
+    assert scenario.group.dismissed == ["w2"] and scenario.replacements.take(1) == ["w1"]
+
+
 def test_a_replacement_that_exceeds_the_limit_is_dismissed(
     scenario: Scenario, caplog: pytest.LogCaptureFixture
 ) -> None:

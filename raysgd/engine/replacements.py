@@ -81,6 +81,8 @@ class Replacements:
         self.tick()
         now = self._table.clock()
         lacking = max(missing, 0) + self._spares - self.starting - self.ready
+        if lacking < 0:  # one that was overdue has come up: the one that was started in its place holds resources
+            self._dismiss(self._are(Stage.STARTING)[lacking:])
         if lacking <= 0 or now < self._look_at:
             return
         self._look_at = now + self._pause_s
