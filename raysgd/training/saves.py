@@ -144,8 +144,10 @@ class _Save:
     thread gives the draft its name, or drops it. `seen` says whether the user has seen the
     error."""
 
-    def __init__(self, draft: DraftOfSave, transfer: Callable[[], TransferProtocol], stall_s: float) -> None:
-        self.draft, self._transfer, self._stall_s = draft, transfer, stall_s
+    def __init__(
+        self, draft: DraftOfSave, transfer: Callable[[], TransferProtocol], stall_s: float, on_saved: Callable[[], None]
+    ) -> None:
+        self.draft, self._transfer, self._stall_s, self._on_saved = draft, transfer, stall_s, on_saved
         self.done: Future[None] = Future()
         self.seen = False
         self._transfers: list[TransferProtocol] = []
@@ -182,6 +184,7 @@ class _Save:
             self._end(error)
             raise
         logger.info("saved the checkpoint %s", self.draft.where)  # before a caller who waits continues
+        self._on_saved()
         self._end(None)
 
     def wait_for_reports(self) -> None:
@@ -255,7 +258,8 @@ class Saves:
         """Let the workers write a draft with `method`. In the background, this many of them
         report."""
         check_flags(blocking=blocking)
-        save = _Save(draft, self._engine.group.transfer, stall_s or max(self._engine.limits.hang_s, STALL_AT_LEAST_S))
+        stall_s = stall_s or max(self._engine.limits.hang_s, STALL_AT_LEAST_S)
+        save = _Save(draft, self._engine.group.transfer, stall_s, self._on_saved)
         call = Call(method, {"ranks": self.random_states()})
         job = Job(
             call,
@@ -267,12 +271,10 @@ class Saves:
             values = self._engine.run(job)[-1].values
             if blocking:
                 save.complete([each for each in values if each is not None])
-                self._on_saved()
                 return locations.text_of(draft.where)
         except BaseException as error:
             save.close(error)
             raise
-        save.done.add_done_callback(lambda done: None if done.exception() else self._on_saved())
         self._running.append(save)
         threading.Thread(target=save.wait_for_reports, name="raysgd-save", daemon=True).start()
         return SaveHandle(save)
