@@ -160,8 +160,8 @@ def connect(
     """Open a connection, prove the key and send the first message. Return when the driver has
     admitted it, which may take it `answer_s`.
 
-    A connection that ends before that is tried again for `patience_s`."""
-    until = time.monotonic() + patience_s
+    If it ends before that, others are tried for `patience_s` from then on."""
+    until = 0.0
     for pause_s in itertools.chain(PAUSES_S, itertools.repeat(PAUSES_S[-1])):
         opened = socket.create_connection((address.host, address.port), timeout=CONNECT_S)
         try:
@@ -174,6 +174,7 @@ def connect(
             return connection
         except ConnectionError as error:
             opened.close()
+            until = until or time.monotonic() + patience_s
             logger.debug("the driver at %s:%d closed a new connection: %s", address.host, address.port, error)
         except BaseException:
             opened.close()

@@ -131,9 +131,6 @@ class Generation:
         started = self._table.clock()
         warned = False
         while missing := [worker for worker in workers if self._table[worker].stage < Stage.UP]:
-            self._table.pump(0.2)
-            if any(self._table[worker].ended is not None for worker in workers):
-                return False
             waited = self._table.clock() - started
             if waited > self.limits.start_s:
                 for worker in workers:
@@ -145,6 +142,9 @@ class Generation:
                 warned = True
                 processes = counted(len(missing), "worker process is", "worker processes are")
                 logger.warning("%s still starting after %.0f s", processes, waited)
+            self._table.pump(0.2)
+            if any(self._table[worker].ended is not None for worker in workers):
+                return False
         return True
 
     def gather(self, workers: Sequence[str]) -> list[Left]:

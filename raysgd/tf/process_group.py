@@ -41,7 +41,7 @@ class TensorFlowBackend(HeldPortBackend):
         *,
         host: str = "127.0.0.1",
         join_s: float = 60.0,
-        heartbeat_s: float = 2.0,
+        heartbeat_s: float = 10.0,
         threads: int | None = None,
         use_gpu: bool = False,
     ) -> None:

@@ -16,7 +16,7 @@ from raysgd.environment import FUNCTION_START_LIMIT, START_LIMIT
 from raysgd.errors import ClusterError, ConfigError, ResourceError, described
 from raysgd.workers import foreign, lasting_cluster
 from raysgd.workers.fork_server import command_to_fork, start_fork_server
-from raysgd.workers.ray_control_service import GcsQuery, ask, require_ray
+from raysgd.workers.ray_control_service import GcsQuery, ask, gcs_limit_s, require_ray
 
 logger = logging.getLogger("raysgd")
 
@@ -25,7 +25,7 @@ T = TypeVar("T")
 PROBE_S = 0.3
 STDERR_TAIL_BYTES = 1 << 14
 LOOK_S = 0.02
-ENDED_S, FREED_S = 2.0, 0.5
+ENDED_S, FREED_S = 2.0, 2.0
 THROUGH_CLIENT = (
     "and workers cannot reach it there. Run it on the cluster (for example with `ray job submit`), or connect with "
     "ray.init(address='auto')"
@@ -169,7 +169,7 @@ def _can_fork() -> bool:
     here = ray.get_runtime_context()
     if here.get_actor_id() is not None or set(here.runtime_env) - KEEP_THE_INTERPRETER:
         return False
-    nodes = within(NODE_QUERY_S, alive_nodes) or {}
+    nodes = within(gcs_limit_s(), alive_nodes) or {}
     return "py_executable" in ray.runtime_env.RuntimeEnv.known_fields and set(nodes) == {here.get_node_id()}
 
 

@@ -29,7 +29,7 @@ from raysgd.torch.foreign import (
 )
 
 END_S = 1.0
-DYING_S = 1.0
+DYING_S, OTHER_S = 10.0, 1.0  # after an error of a connection, and after another one
 HINTS = {
     signal.SIGKILL: "the system does this when memory runs out",
     signal.SIGBUS: "the shared memory (/dev/shm) is usually too small then",
@@ -114,7 +114,7 @@ def _broken(error: Exception) -> Any:
     process that is being killed closes the connections for its batches some milliseconds before it
     is dead, so this waits for it."""
     for iterator in _iterators_in(error.__traceback__):
-        until = time.monotonic() + DYING_S
+        until = time.monotonic() + (DYING_S if isinstance(error, OSError | EOFError) else OTHER_S)
         while processes_of(iterator):
             if lost_processes(iterator):
                 return iterator
