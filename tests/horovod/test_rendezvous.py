@@ -17,7 +17,7 @@ import pytest
 
 from raysgd import ConfigError, TorchTrainer, TrainingOptions
 from raysgd.core.ranks import RankInfo, assign_ranks
-from raysgd.horovod import backend
+from raysgd.horovod import backend, rendezvous_server
 from raysgd.horovod.arguments import HorovodArguments, check_installed
 from raysgd.horovod.backend import HorovodFunctionBackend
 from raysgd.horovod.rendezvous import HorovodRendezvous, end_rendezvous, rank_variables, set_environment
@@ -258,7 +258,8 @@ def test_300_silent_and_slow_clients_do_not_block_the_ranks(environment: dict[st
         assert last.recv(1) == b"", "the server closes the connections of silent clients"
 
 
-def test_all_ranks_of_a_large_group_can_be_connected_at_once() -> None:
+def test_all_ranks_of_a_large_group_can_be_connected_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous_server, "REQUEST_S", 60.0)
     ranks = 200
     rendezvous = HorovodRendezvous("127.0.0.1", wait_s=5)
     environment = rendezvous.open(assign_ranks([f"node-{rank}" for rank in range(ranks)]))[0]

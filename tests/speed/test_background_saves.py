@@ -27,19 +27,19 @@ class Extra(Line):
 
 
 class Slow:
-    """Takes long to be pickled, or fails if a test wants that. A deep copy is immediate."""
+    """Is pickled after these seconds, or when the test sets this event, or fails then. A deep copy is immediate."""
 
-    def __init__(self, seconds: float, fails: bool) -> None:
-        self.seconds, self.fails = seconds, fails
+    def __init__(self, until: float | threading.Event, fails: bool) -> None:
+        self.until, self.fails = until, fails
 
     def __deepcopy__(self, memo: Any) -> "Slow":
         return self
 
     def __reduce__(self) -> Any:
-        time.sleep(self.seconds)
+        self.until.wait(60) if isinstance(self.until, threading.Event) else time.sleep(self.until)
         if self.fails:
             raise TypeError("this cannot be saved")
-        return Slow, (self.seconds, self.fails)
+        return Slow, (0.0, False)
 
 
 @pytest.fixture(params=["inline", "ray"])
@@ -90,13 +90,15 @@ def test_only_true_and_false_choose_how_to_save(tmp_path: Path) -> None:
 
 def test_save_returns_before_the_file_exists_and_shutdown_waits_for_it(tmp_path: Path) -> None:
     """The tensors are written after the rest, when training has changed those of the trainer."""
-    trainer = inline(Extra, config={"slow": (0.5, False)})
+    gate = threading.Event()
+    trainer = inline(Extra, config={"slow": (gate, False)})
     saved = weights(trainer)
     handle = trainer.save(tmp_path / "slow.pt", blocking=False)
     trainer.train()
     assert not handle.done() and "running" in repr(handle)
     with pytest.raises(TimeoutError):
         handle.result(0.01)
+    threading.Timer(0.5, gate.set).start()
     trainer.shutdown()
     assert handle.done()
     with inline(Extra) as other:
@@ -104,28 +106,9 @@ def test_save_returns_before_the_file_exists_and_shutdown_waits_for_it(tmp_path:
         assert torch.equal(weights(other), saved)
 
 
-class Gated(Line):
-    """Its extra state waits at the test's gate, and cannot be pickled then."""
-
-    def state_dict(self) -> Any:
-        return Held(self.config["gate"])
-
-
-class Held:
-    def __init__(self, gate: threading.Event) -> None:
-        self.gate = gate
-
-    def __deepcopy__(self, memo: Any) -> "Held":
-        return self
-
-    def __reduce__(self) -> Any:
-        self.gate.wait(60)
-        raise TypeError("this cannot be saved")
-
-
 def test_each_failed_save_is_reported(tmp_path: Path) -> None:
     gate = threading.Event()  # closed until both saves run: otherwise the second save would raise the first one's error
-    with inline(Gated, config={"gate": gate}) as trainer:
+    with inline(Extra, config={"slow": (gate, True)}) as trainer:
         handles = [trainer.save(tmp_path / name, blocking=False) for name in ("a.pt", "b.pt")]
         gate.set()
         while not all(handle.done() for handle in handles):
@@ -138,7 +121,7 @@ def test_each_failed_save_is_reported(tmp_path: Path) -> None:
 
 def test_shutdown_reports_each_failed_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     gate = threading.Event()
-    trainer = inline(Gated, config={"gate": gate})
+    trainer = inline(Extra, config={"slow": (gate, True)})
     for name in ("a.pt", "b.pt"):
         trainer.save(tmp_path / name, blocking=False)
     gate.set()
@@ -156,7 +139,8 @@ def test_shutdown_waits_for_saves_with_a_limit(
     storing.save_limits(monkeypatch, SHUTDOWN_S=0.5)
     for name in ("a.pt", "b.pt"):
         (tmp_path / name).write_bytes(b"the old one")
-    trainer = inline(Extra, config={"slow": (2.0, False)}, **where)
+    gate = threading.Event()
+    trainer = inline(Extra, config={"slow": (60.0 if where else gate, False)}, **where)
     handles = [trainer.save(tmp_path / name, blocking=False) for name in ("a.pt", "b.pt")]
     began = time.monotonic()
     with pytest.raises(CheckpointError, match=r"a\.pt in the background failed: the save was abandoned"):
@@ -171,6 +155,7 @@ def test_shutdown_waits_for_saves_with_a_limit(
         assert "not complete 0.5 s after shutdown" in said and "unchanged" in said
     with pytest.raises(NotActiveError):
         trainer.train()
+    gate.set()
     if where:  # of this process's own thread, the drafts go when it comes to its end
         assert sorted(os.listdir(tmp_path)) == ["a.pt", "b.pt"]
     for thread in threading.enumerate():

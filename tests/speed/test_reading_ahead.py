@@ -22,7 +22,7 @@ from tests.torch.small import Line, weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:the training loader does not shuffle")
 on_workers = pytest.mark.usefixtures("ray_cluster")
-SAMPLES, BATCH, PATIENCE_S = 24, 3, 20.0  # four batches for each of two workers
+SAMPLES, BATCH, PATIENCE_S = 24, 3, 120.0  # four batches for each of two workers
 
 
 class Noisy(Dataset[Any]):

@@ -72,9 +72,9 @@ def test_leaving_a_group_cannot_deadlock_with_its_threads() -> None:
     assert [rank.exitcode for rank in ranks] == [0, 0]
 
 
-def joined(driver: TorchBackend, rank_info: RankInfo, settings: dict[str, Any]) -> tuple[int, float]:
+def joined(driver: TorchBackend, rank_info: RankInfo, settings: dict[str, Any], form_s: float) -> tuple[int, float]:
     """Join, and leave. Return the number of ranks, and the limit of a collective."""
-    raysgd.torch.process_group.FORM_S = 1.0
+    raysgd.torch.process_group.FORM_S = form_s
     driver.join(rank_info, settings)
     gloo = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
     found = dist.get_world_size(), gloo.options._timeout.total_seconds()
@@ -83,22 +83,22 @@ def joined(driver: TorchBackend, rank_info: RankInfo, settings: dict[str, Any]) 
 
 
 def join_late(said: Any, *given: Any) -> None:
-    time.sleep(1.5)
-    said.put(joined(*given))
+    time.sleep(6.5)
+    said.put(joined(*given, form_s=5.0))
 
 
 def test_the_limit_for_connections_applies_neither_to_late_ranks_nor_to_collectives(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(raysgd.torch.process_group, "FORM_S", 1.0)  # restored afterwards
-    driver, rank_infos = TorchBackend("gloo", join_s=60, collective_s=50), assign_ranks(["a", "a"], generation=1)
+    monkeypatch.setattr(raysgd.torch.process_group, "FORM_S", 5.0)  # restored afterwards
+    driver, rank_infos = TorchBackend("gloo", join_s=200, collective_s=50), assign_ranks(["a", "a"], generation=1)
     here, there = zip(rank_infos, driver.plan(rank_infos), strict=True)
     context = fresh_processes()
     said = context.Queue()
     late = context.Process(target=join_late, args=(said, driver, *there), daemon=True)
     late.start()
-    assert [joined(driver, *here), said.get(timeout=60)] == [(2, 50), (2, 50)]
-    late.join(timeout=60)
+    assert [joined(driver, *here, form_s=5.0), said.get(timeout=200)] == [(2, 50), (2, 50)]
+    late.join(timeout=200)
     driver.plan([])
 
 
@@ -146,10 +146,10 @@ class AttackedBackend(TorchBackend):
 def join_attacked(said: Any, driver: TorchBackend, rank_info: RankInfo, settings: dict[str, Any]) -> None:
     backend = driver
     if rank_info.world_rank in (0, 2):  # whichever of them waits for the other's connection, which their ports decide
-        backend = attacked = AttackedBackend("gloo", join_s=60)
+        backend = attacked = AttackedBackend("gloo", join_s=200)
         attacked.number = 2 - rank_info.world_rank  # gloo numbers the peers by rank
     try:
-        joined(backend, rank_info, settings)
+        joined(backend, rank_info, settings, form_s=1.0)
         said.put((rank_info.world_rank, False))
     except RuntimeError as error:
         assert backend.is_interruption(error), error
@@ -160,7 +160,7 @@ def join_attacked(said: Any, driver: TorchBackend, rank_info: RankInfo, settings
 def test_a_stranger_in_the_place_of_a_peer_is_a_failure_to_join() -> None:
     """Rank 2 does not exchange anything with rank 0 in an `all_reduce` of four ranks. So the next call that uses this
     connection would wait for `collective_s`."""
-    driver, rank_infos = TorchBackend("gloo", join_s=60, collective_s=600), assign_ranks(["a"] * 4, generation=1)
+    driver, rank_infos = TorchBackend("gloo", join_s=200, collective_s=600), assign_ranks(["a"] * 4, generation=1)
     plans, context = driver.plan(rank_infos), fresh_processes()
     said = context.Queue()
     ranks = [
@@ -169,9 +169,9 @@ def test_a_stranger_in_the_place_of_a_peer_is_a_failure_to_join() -> None:
     ]
     for rank in ranks:
         rank.start()
-    found = dict(said.get(timeout=60) for _ in ranks)
+    found = dict(said.get(timeout=200) for _ in ranks)
     for rank in ranks:
-        rank.join(timeout=60)
+        rank.join(timeout=200)
     driver.plan([])
     assert found[0] and found[2], "the driver tells the others"
 
@@ -200,10 +200,11 @@ def test_a_backend_in_use_can_be_pickled() -> None:
 def test_each_collective_that_waits_for_a_stopped_peer_is_interrupted() -> None:
     """When one exceeds its limit, the errors of the others do not name gloo."""
     store, groups = dist.HashStore(), ThreadPoolExecutor(2)  # type: ignore[attr-defined]
-    limit = timedelta(seconds=1)
+    limit, options = timedelta(seconds=60), dist.AllreduceOptions()  # the limit is for connecting
+    options.timeout = timedelta(seconds=1)
     made = groups.map(lambda rank: dist.ProcessGroupGloo(store, rank, 2, limit), range(2))  # type: ignore[attr-defined]
     waiting, _stopped = made
-    for work in [waiting.allreduce([torch.zeros(10_000)]) for _ in range(3)]:
+    for work in [waiting.allreduce([torch.zeros(10_000)], options) for _ in range(3)]:
         with pytest.raises(RuntimeError) as caught:
             work.wait()
         assert TorchBackend("gloo").is_interruption(caught.value), caught.value

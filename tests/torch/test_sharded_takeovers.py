@@ -24,7 +24,7 @@ from tests.speed.test_fsdp import Layers, same
 
 pytestmark = pytest.mark.more
 
-LIMIT_S = 60.0
+LIMIT_S = 200.0
 
 
 class Edited(Layers):
@@ -80,7 +80,7 @@ class Workers:
     """Four workers with two copies of two shards, and what their drivers ask of them."""
 
     def __init__(self) -> None:
-        self.backend = TorchBackend("gloo", join_s=30.0, collective_s=LIMIT_S, replicas=2)
+        self.backend = TorchBackend("gloo", join_s=120.0, collective_s=LIMIT_S, replicas=2)
         self.all: list[Worker] = []
 
     def begin(self) -> None:

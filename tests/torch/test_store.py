@@ -71,7 +71,7 @@ def join_and_leave(backend: TorchBackend, rank_info: Any, settings: dict[str, An
 
 def test_a_client_that_knows_the_names_of_the_keys_cannot_disturb_a_rendezvous() -> None:
     """The client writes these keys all the time. Ranks that read its values would use them as their peers' addresses."""
-    driver, rank_infos = TorchBackend("gloo", join_s=60, collective_s=30), assign_ranks(["a", "a"], generation=1)
+    driver, rank_infos = TorchBackend("gloo", join_s=200, collective_s=60), assign_ranks(["a", "a"], generation=1)
     settings = driver.plan(rank_infos)
     stranger, over = dist.TCPStore(settings[0]["host"], settings[0]["port"], None, False), threading.Event()
 
@@ -90,7 +90,7 @@ def test_a_client_that_knows_the_names_of_the_keys_cannot_disturb_a_rendezvous()
     peer.start()
     try:
         assert join_and_leave(driver, rank_infos[0], settings[0]) == 2
-        peer.join(30)
+        peer.join(200)
         assert peer.exitcode == 0
     finally:
         peer.kill()
@@ -242,24 +242,26 @@ class Relay:
             time.sleep(self._late_s if self.clients == 1 else 0)
             try:
                 far = socket.create_connection(self._store)
-            except OSError:
-                return  # the rendezvous has ended
+            except OSError:  # the rendezvous has ended
+                return near.close()
             threading.Thread(target=pump, args=(far, near), daemon=True).start()
             pump(near, far)
 
 
-@pytest.mark.parametrize(("late_s", "clients"), [(0.8, 1), (50, 2)])
-def test_a_second_client_replaces_one_that_hangs(late_s: float, clients: int) -> None:
+@pytest.mark.parametrize(("late_s", "more"), [(0.8, False), (50, True)])
+def test_a_second_client_replaces_one_that_hangs(late_s: float, more: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A name server that does not answer delays torch's client. On a busy machine the client is only slow, and a second
     client would make the machine busier."""
+    if not more:  # this machine may be busy, too
+        monkeypatch.setattr("raysgd.torch.store.MORE_CLIENTS_S", (20.0, 20.0))
     with solo_rendezvous() as (driver, rank_info, settings):
         relay, began = Relay(settings, late_s), time.monotonic()
         driver.join(rank_info, relay.settings)
         assert dist.get_world_size() == 1
-        assert time.monotonic() - began < 30
+        assert time.monotonic() - began < 40
     relay.close()
     wait_for_clients()
-    assert relay.clients == clients
+    assert (relay.clients > 1) is more
 
 
 def test_a_store_of_a_torch_without_libuv(monkeypatch: pytest.MonkeyPatch) -> None:
