@@ -39,7 +39,7 @@ def test_writing_continues_while_a_thread_flushes(tmp_path: Path, monkeypatch: p
 
     def to_disk(descriptor: int) -> None:
         sizes.append(os.fstat(descriptor).st_size)
-        first.wait(5)
+        first.wait(60)
 
     monkeypatch.setattr(durable, "_to_disk", to_disk)
     with DurableFile(tmp_path / "a") as file:

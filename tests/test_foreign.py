@@ -25,7 +25,7 @@ def loader_iterators() -> None:
     (process,) = torch_foreign.processes_of(iterator)
     assert process.is_alive() and torch_foreign.lost_processes(iterator) == []
     torch_foreign.end_processes(iterator)
-    process.join(10)
+    process.join(60)
     assert process.exitcode is not None and torch_foreign.lost_processes(iterator) == []
     torch_foreign.forget_iterator(loader)
     assert torch_foreign.live_iterator(loader) is None

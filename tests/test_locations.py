@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -300,12 +301,15 @@ def test_a_stalled_store_ends_the_save_with_an_error(tmp_path: Path, monkeypatch
 
 
 def test_a_slow_store_has_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "STALLED_S", 0.4)
+    now = [0.0]
+    monkeypatch.setattr(remote, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(remote, "STALLED_S", 0.15)
 
     def slowly(self: Any, source: str, target: str, callback: Any, **_: Any) -> None:
         for _ in range(8):
-            time.sleep(0.1)
+            now[0] += 0.1
             callback.relative_update(1)
+            time.sleep(0.1)
         Path(target).write_bytes(Path(source).read_bytes())
 
     monkeypatch.setattr(NotAtomicFileSystem, "put_file", slowly)

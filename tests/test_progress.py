@@ -35,7 +35,7 @@ def test_an_interruption_stops_a_rank_that_waits_at_a_boundary() -> None:
     time.sleep(0.05)
     assert not answers
     control.interrupt()
-    waiting.join(timeout=5)
+    waiting.join(timeout=60)
     assert answers == [False] and control.begun == 3
 
 
@@ -46,7 +46,7 @@ def test_after_a_withdrawn_stop_the_rank_continues() -> None:
     waiting = threading.Thread(target=lambda: answers.append(control.begin(4)))
     waiting.start()
     control.withdraw()
-    waiting.join(timeout=5)
+    waiting.join(timeout=60)
     assert answers == [True] and control.begin(5)
 
 

@@ -21,6 +21,7 @@ from tests.forked_workers import fresh_processes
 
 JOIN_S, COLLECTIVE_S = 30.0, 90.0
 SOON_S = 20.0  # well below the limit of a collective
+ANSWER_S = 240.0  # also for the imports of a new process
 
 
 # -- a rank's process ---------------------------------------------------------------------------------
@@ -152,7 +153,7 @@ class Rank:
         return self._orders.poll(seconds)
 
     def end(self) -> Answer:
-        assert self.answers_within(COLLECTIVE_S), "the rank has not answered"
+        assert self.answers_within(ANSWER_S), "the rank has not answered"
         answer: Answer = self._orders.recv()
         return answer
 

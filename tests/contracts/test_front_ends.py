@@ -15,13 +15,14 @@ from typing import Any
 
 import pytest
 
-from raysgd import train
+from raysgd import ElasticConfig, train
 from raysgd.callbacks import Callback, CallResult
 from raysgd.train import Checkpoint, DataParallelTrainer, RunConfig, ScalingConfig, Trainer
 from tests.callbacks.recording import Heard
 from tests.faults import once, until
 
 STEPS, KILLED_AFTER = 4, 1
+NO_GROWTH = ElasticConfig(grow=False)  # it would let the function begin again later
 Seen = tuple[list[dict[str, Any]], dict[str, Any]]
 
 
@@ -50,7 +51,7 @@ def learn(config: dict[str, Any]) -> None:
 
 
 def with_an_iterator(config: dict[str, Any], folder: Path) -> Seen:
-    with Trainer("none", num_workers=2, logdir=folder, max_retries=1) as trainer:
+    with Trainer("none", num_workers=2, logdir=folder, max_retries=1, elastic=NO_GROWTH) as trainer:
         rows = [rows[0] for rows in trainer.run_iterator(learn, config)]
         assert trainer.latest_checkpoint is not None
         return rows, trainer.latest_checkpoint
@@ -59,7 +60,7 @@ def with_an_iterator(config: dict[str, Any], folder: Path) -> Seen:
 def trainer_of(config: dict[str, Any], folder: Path, *callbacks: Callback) -> DataParallelTrainer:
     failures = train.FailureConfig(max_failures=1)
     run_config = RunConfig(storage_path=folder, failure_config=failures, callbacks=list(callbacks))
-    scaling = ScalingConfig(num_workers=2)
+    scaling = ScalingConfig(num_workers=2, elastic=NO_GROWTH)
     return DataParallelTrainer(learn, train_loop_config=config, scaling_config=scaling, run_config=run_config)
 
 

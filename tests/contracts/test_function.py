@@ -501,15 +501,15 @@ def test_after_a_worker_failure_no_report_is_lost_or_doubled(
     shown = [step for (step, *_) in listener.rounds]
     assert [rows for rows in listener.rounds if len(set(rows)) > 1] == [], "the rows of a round belong together"
     assert shown == sorted(set(shown)) and set(shown) >= {0, 1, 2, 4, 5}
+    failure, *grown = workers.trainer.recoveries[before:]  # a growth lets the function begin again with a later step
     # Rank 0 may have saved this step, which the killed rank did not report: then no rank repeats it.
     lost = when == "before" and workers.ranks == 2
-    assert 3 in shown or (lost and results[0][1] == 4)
-    assert {first for _, first in results} <= ({3, 4} if when == "before" else {4})
+    assert 3 in shown or (lost and (grown or results[0][1] == 4))
+    assert grown or {first for _, first in results} <= ({3, 4} if when == "before" else {4})
     assert [rank for rank, _ in results] == [*range(len(results))]
     assert workers.stored() == [f"checkpoint_{number:06d}" for number in range(1, 7)]
-    failure, *others = workers.trainer.recoveries[before:]
     assert (failure.reason, failure.removed_ranks) == ("worker death", (rank % workers.ranks,))
-    assert failure.in_place == (workers.ranks == 2) and {each.reason for each in others} <= {"growth"}
+    assert failure.in_place == (workers.ranks == 2) and {each.reason for each in grown} <= {"growth"}
 
 
 @pytest.mark.elastic

@@ -85,7 +85,7 @@ def save(request: pytest.FixtureRequest, engine: Engine, tmp_path: Path) -> Call
         saving = Saves(engine, lambda: completed.append(1))  # type: ignore[arg-type]
         made = saving.save(tmp_path / "x.pt", blocking=request.param)
         if isinstance(made, SaveHandle):
-            made.result(20)
+            made.result(60)
         assert completed == [1]
 
     return run
@@ -150,31 +150,31 @@ def test_a_worker_that_seemed_to_fail_never_mixes_its_bytes_with_another_ones(en
     def lost(file: Any) -> None:
         file.write(b"bytes of the first" * 100_000)
         began.set()
-        goes_on.wait(20)
+        goes_on.wait(60)
         file.write(b"bytes of the first" * 100_000)
 
     def write(file: Any) -> None:
-        began.wait(20)
+        began.wait(60)
         torch.save(CONTENT, file)
 
     engine.writes = [lost, write]
     _, handle = in_background(engine, tmp_path)
-    handle.result(20)
+    handle.result(60)
     assert_new(tmp_path)
     goes_on.set()
     for thread in threading.enumerate():
         if thread.name == "raysgd-save":
-            thread.join(20)
+            thread.join(60)
     assert_new(tmp_path)
 
 
 def test_a_worker_that_ends_in_the_background_ends_the_save(engine: Engine, tmp_path: Path) -> None:
     ends = threading.Event()
-    engine.writes = [lambda file: ends.wait(20)]
+    engine.writes = [lambda file: ends.wait(60)]
     _, handle = in_background(engine, tmp_path)
     engine.opened[-1]._connection.close()
     with pytest.raises(CheckpointError, match="the worker that was sending the checkpoint failed"):
-        handle.result(20)
+        handle.result(60)
     assert_old(tmp_path)
     ends.set()
 
@@ -182,22 +182,22 @@ def test_a_worker_that_ends_in_the_background_ends_the_save(engine: Engine, tmp_
 def test_a_save_that_does_not_move_is_given_up(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(saves, "STALL_AT_LEAST_S", 0.5)
     engine.limits.hang_s, goes_on = 0.5, threading.Event()
-    engine.writes = [lambda file: (file.write(b"half of it" * 1_000_000), file.flush(), goes_on.wait(20))]
+    engine.writes = [lambda file: (file.write(b"half of it" * 1_000_000), file.flush(), goes_on.wait(60))]
     _, handle = in_background(engine, tmp_path)
     with pytest.raises(CheckpointError, match=r"it has made no progress for 0\.5 s"):
-        handle.result(20)
+        handle.result(60)
     assert_old(tmp_path)
     goes_on.set()
 
 
 def test_a_save_that_was_abandoned_does_not_replace_the_old_file(engine: Engine, tmp_path: Path) -> None:
     goes_on = threading.Event()
-    engine.writes = [lambda file: (torch.save(CONTENT, file), goes_on.wait(20))]
+    engine.writes = [lambda file: (torch.save(CONTENT, file), goes_on.wait(60))]
     saving, handle = in_background(engine, tmp_path)
     saving.abandon()
     goes_on.set()
     with pytest.raises(CheckpointError, match="abandoned"):
-        handle.result(20)
+        handle.result(60)
     assert_old(tmp_path)
 
 

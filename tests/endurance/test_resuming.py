@@ -66,9 +66,8 @@ class Script:
         return resumed
 
     def end(self) -> int:
-        assert self.process.stdout is not None
-        self.process.stdout.close()
-        return self.process.wait(60)
+        self.process.communicate(timeout=60)  # what it says when it exits must not be an error
+        return self.process.returncode
 
 
 def finished(folder: str, every: str, epochs: int) -> tuple[str, list[str]]:

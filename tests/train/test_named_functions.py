@@ -118,7 +118,7 @@ class Script:
                 message = FunctionReport("report", self.run.number, attempt.number, rank, len(head), bool(payload))
                 self.run.receive(message, head + payload, lambda: acknowledged.append(0))  # noqa: B023
                 assert rank == RANKS - 1 or len(acknowledged) == 1, "an incomplete round is in no record"
-            until = time.monotonic() + 10
+            until = time.monotonic() + 60
             while len(acknowledged) < RANKS and not self.failed and time.monotonic() < until:
                 time.sleep(0.001)
             if self.failed:
