@@ -22,17 +22,32 @@ import pytest
 from tests.forked_workers import ForkServer
 from tests.tiers import NIGHTLY
 
-__all__ = ["LIMIT_S", "Background"]
+__all__ = ["LIMIT_S", "Background", "start_ray"]
 
 # The time after which a script hangs.
 LIMIT_S = 7200 if NIGHTLY else 900
 # A cluster for all scripts that do not need their own, because starting one takes longer than most scripts.
 CLUSTER = """
 import sys, ray
-ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False)
+from tests.background import start_ray
+start_ray()
 print("ADDRESS", ray.get_runtime_context().gcs_address, flush=True)
 sys.stdin.read()
 """
+
+
+def start_ray() -> None:
+    """Start a cluster with 8 logical CPUs. Ray waits 30 s for its own processes: on a busy machine, try once more."""
+    import ray
+
+    for again in (True, False):
+        try:
+            ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False)
+            return
+        except Exception as error:
+            if not again or "timed out during startup" not in str(error):
+                raise
+            ray.shutdown()
 
 
 class Background:

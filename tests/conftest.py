@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.background import LIMIT_S, Background
+from tests.background import LIMIT_S, Background, start_ray
 from tests.durations import Durations
 from tests.forked_workers import ForkServer, forks_workers
 from tests.guards import Guard
@@ -76,7 +76,7 @@ def ray_cluster(forks: ForkServer | None) -> Iterator[None]:
     import ray
 
     with forks.used_by_ray() if forks is not None else nullcontext():
-        ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False)
+        start_ray()
     yield
     ray.shutdown()
 

@@ -88,7 +88,7 @@ def alive(pid: int) -> bool:
     """Return whether there is such a process, and it has not ended."""
     try:
         return b"State:\tZ" not in Path(f"/proc/{pid}/status").read_bytes()
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return False
 
 

@@ -111,12 +111,27 @@ def save_no_random_states(trainer: Any) -> None:
     trainer._saves.random_states = lambda: []
 
 
-def set_limits(patch: Any, *, release_s: float | None = None, notice_s: float | None = None) -> None:
-    """Set how long a shutdown waits for a call in another thread, and how long before its end a machine is assumed to be announced."""
+def set_limits(
+    patch: Any,
+    *,
+    release_s: float | None = None,
+    notice_s: float | None = None,
+    ctrl_c_s: float | None = None,
+    freed_s: float | None = None,
+) -> None:
+    """Set how long a shutdown waits for a call in another thread, how long before its end a machine is assumed to be announced, how long
+    Ctrl-C waits for the workers, and how long the end of a worker and its CPUs are waited for."""
     from raysgd.core import policy
-    from raysgd.engine import engine
+    from raysgd.engine import call, engine
+    from raysgd.workers import cluster
 
-    for module, name, seconds in ((engine, "RELEASE_S", release_s), (policy, "ASSUMED_NOTICE_S", notice_s)):
+    for module, name, seconds in (
+        (engine, "RELEASE_S", release_s),
+        (policy, "ASSUMED_NOTICE_S", notice_s),
+        (call, "CTRL_C_S", ctrl_c_s),
+        (cluster, "ENDED_S", freed_s),
+        (cluster, "FREED_S", freed_s),
+    ):
         if seconds is not None:
             patch.setattr(module, name, seconds)
 

@@ -281,7 +281,7 @@ class Storm:
         return self
 
     def __exit__(self, *_: object) -> None:
-        output, _ = self._process.communicate(timeout=60)  # it ends when its input ends
+        output, _ = self._process.communicate(timeout=240)  # it ends when its input ends
         self.report = Report(**json.loads(output))
 
 

@@ -68,11 +68,11 @@ class Driver:
 
     def __init__(self) -> None:
         self.events = Events()
-        self.server = ControlServer(self.events, "127.0.0.1", admission_s=2.0)
+        self.server = ControlServer(self.events, "127.0.0.1", admission_s=60.0)
         self.address = self.server.address_for_workers()
 
     def next(self) -> Event:
-        while isinstance(event := self.events.get(timeout=5), PartReceived):
+        while isinstance(event := self.events.get(timeout=60), PartReceived):
             continue
         return event
 
@@ -119,7 +119,7 @@ def strange(key: bytes = bytes(KEY_BYTES), side: bytes = WORKER) -> Callable[[by
     ],
 )
 def test_who_does_not_prove_the_key_is_not_read(driver: Driver, answer: Callable[[bytes], bytes]) -> None:
-    with socket.create_connection((driver.address.host, driver.address.port), timeout=5) as client:
+    with socket.create_connection((driver.address.host, driver.address.port), timeout=60) as client:
         number = client.recv(NUMBER_BYTES)
         client.sendall(answer(number))
         with contextlib.suppress(ConnectionResetError):
@@ -129,7 +129,7 @@ def test_who_does_not_prove_the_key_is_not_read(driver: Driver, answer: Callable
 
 def test_a_worker_proves_its_key_before_it_is_read(driver: Driver) -> None:
     """A proof for the driver's side, made with the right key, is none of a worker."""
-    with socket.create_connection((driver.address.host, driver.address.port), timeout=5) as client:
+    with socket.create_connection((driver.address.host, driver.address.port), timeout=60) as client:
         client.sendall(strange(driver.address.key, DRIVER)(client.recv(NUMBER_BYTES)))
         with contextlib.suppress(ConnectionResetError):
             assert client.recv(1) == b""
@@ -160,7 +160,7 @@ def impostor(answer: Callable[[bytes], bytes], number: bytes = bytes(NUMBER_BYTE
         address = ControlAddress("127.0.0.1", listener.getsockname()[1], key)
         with pytest.raises(ConnectionAbortedError):
             connect(address, Hello("w", "n", 1), patience_s=0.0)
-        thread.join(5)
+        thread.join(60)
     assert not Runs.noted
 
 
@@ -186,13 +186,13 @@ def recorded(driver: Driver, body: bytes = b"abc") -> tuple[list[bytes], list[by
             bulk.expect(Received)
         event = driver.next()
         assert isinstance(event, MessageReceived) and (event.message, event.body) == (REPORT, body)
-        (passed,) = tap.connections
+        passed = tap.connections[-1]  # on a busy machine, another one may have been tried before
         return list(passed.worker), list(passed.driver)
 
 
 def test_a_recorded_session_of_a_worker_is_refused(driver: Driver) -> None:
     sent, _ = recorded(driver)
-    with socket.create_connection((driver.address.host, driver.address.port), timeout=5) as client:
+    with socket.create_connection((driver.address.host, driver.address.port), timeout=60) as client:
         client.recv(NUMBER_BYTES)
         client.sendall(b"".join(sent))
         with contextlib.suppress(ConnectionResetError):
@@ -243,7 +243,7 @@ def unpickles_all(driver: Driver) -> None:
 @pytest.mark.parametrize("replay", REPLAYED)
 def test_a_body_sent_with_sniffed_bytes_is_refused(driver: Driver, replay: str) -> None:
     began, report, body = sniffed(driver)
-    with socket.create_connection((driver.address.host, driver.address.port), timeout=5) as client:
+    with socket.create_connection((driver.address.host, driver.address.port), timeout=60) as client:
         client.recv(NUMBER_BYTES)
         client.sendall(b"".join(began) + REPLAYED[replay](report, body))
         with contextlib.suppress(ConnectionResetError):
@@ -360,7 +360,7 @@ def worker_behind(driver: Driver, change: Change) -> Iterator[ControlClient]:
             yield client
         finally:
             driver.server.disconnect("w")
-            gone.wait(5)
+            gone.wait(60)
 
 
 @pytest.mark.parametrize("place", [0, -CODE_BYTES - 1, -1], ids=["first", "last", "code"])
@@ -411,7 +411,7 @@ def test_a_state_whose_pickle_was_changed_is_not_passed_on(driver: Driver) -> No
         with pytest.raises(ConnectionError):
             Giving(tap.address, "a", transfer.name).send(STATE, guarded=100)
         with pytest.raises(ConnectionError):
-            taken.result(5)
+            taken.result(60)
     driver.still_serves()
 
 

@@ -130,10 +130,9 @@ def test_values_of_the_gauges(ray_cluster: None, shown: dict[str, list[float]], 
         assert 0 < result["data_seconds"] == pytest.approx(shown["data_seconds"][-1] * result["batch_count"])
         assert shown["step_seconds"][-1] * result["batch_count"] == pytest.approx(trainer.history[-1]["seconds"])
         wait_until(lambda: shown.get("checkpoint_age_seconds"))
-        wait_until(lambda: shown["checkpoint_age_seconds"][-1] > 1)
+        wait_until(lambda: shown["checkpoint_age_seconds"][-1] > 3)
         trainer.save(tmp_path / "again.pt", blocking=False).result()
-        count = len(shown["checkpoint_age_seconds"])
-        wait_until(lambda: min(shown["checkpoint_age_seconds"][count:], default=9.0) < 1)
+        wait_until(lambda: shown["checkpoint_age_seconds"][-1] < 3)
         trainer.resize(1)
         assert (shown["world_size"][-1], shown["target_workers"][-1], shown["recoveries"][-1]) == (1, 2, 1)
         assert shown["recovery_seconds"][-1] == trainer.recoveries[0].seconds > 0

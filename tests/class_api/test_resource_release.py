@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import secrets
 import signal
 import time
@@ -15,6 +16,7 @@ import pytest
 from raysgd import ConfigError, ElasticConfig, TorchTrainer
 from raysgd.data import RayData
 from raysgd.train import Trainer, WorkerGroup
+from tests.peek import set_limits
 from tests.tiers import NIGHTLY
 from tests.torch.small import Line
 
@@ -45,7 +47,8 @@ def idle() -> float:
 
 
 @pytest.mark.parametrize("force", [False, pytest.param(True, marks=pytest.mark.more)])
-def test_after_shrinking_and_after_shutdown_the_cpus_are_free(force: bool) -> None:
+def test_after_shrinking_and_after_shutdown_the_cpus_are_free(force: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_limits(monkeypatch, freed_s=30.0)  # on a busy machine, Ray may need more than two seconds
     every = idle()
     for _ in range(ROUNDS):
         trainer = small(3)
@@ -55,7 +58,8 @@ def test_after_shrinking_and_after_shutdown_the_cpus_are_free(force: bool) -> No
         assert free_cpus() == every
 
 
-def test_after_a_function_trainers_shutdown_the_cpus_are_free() -> None:
+def test_after_a_function_trainers_shutdown_the_cpus_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_limits(monkeypatch, freed_s=30.0)
     every = idle()
     trainer = Trainer(backend="none", num_workers=3)
     trainer.start()
@@ -129,7 +133,8 @@ def test_no_token_is_in_a_name_an_environment_a_command_line_or_a_log(
     logs = Path(ray._private.worker.global_worker.node.get_logs_dir_path())
     written = [path.read_text(errors="replace") for path in logs.rglob("*") if path.is_file()]
     everything = "\n".join([*names, *shown, *[value for each in inside for value in each], *written, caplog.text])
-    assert [token for token in made if token[:8] in everything] == []
+    # A longer hexadecimal number may have the same eight digits by chance.
+    assert [token for token in made if re.search(f"(?<![0-9a-f]){token[:8]}", everything)] == []
 
 
 # -- the environment ----------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
@@ -51,8 +52,9 @@ def only(found: Any) -> Finding:
 
 def test_a_machine_with_too_few_open_files(tmp_path: Path) -> None:
     command = [sys.executable, "-c", QUICK, "--folder", str(tmp_path)]
-    alone = {**os.environ, "RAY_ADDRESS": "local"}  # without a cluster of somebody else
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=alone)
+    with tempfile.TemporaryDirectory(prefix="rg-", dir="/tmp") as short:  # paths of sockets are limited
+        alone = {**os.environ, "RAY_ADDRESS": "local", "TMPDIR": short}  # without a cluster of somebody else
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=alone)
     assert done.returncode == 1 and done.stderr == "Error: 1 check failed\n", done.stdout + done.stderr
     failure, todo = (line for line in done.stdout.splitlines() if not line.startswith("ok"))
     assert failure == "FAIL  open files  this machine: 2,000 at most, and 4,096 are needed"

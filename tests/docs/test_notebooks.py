@@ -178,6 +178,12 @@ INTERRUPTED = """
 import signal, time
 import torch
 from raysgd import TorchTrainer, TrainingOperator
+from raysgd.callbacks import Callback
+
+class Talks(Callback):
+    def on_progress(self, now):
+        if now.kind == "train" and now.progress.batches:
+            print("UNDERWAY", flush=True)
 
 class Slow(TrainingOperator):
     def setup(self, config):
@@ -192,7 +198,7 @@ class Slow(TrainingOperator):
         time.sleep(0.05)
         return super().train_batch(batch, batch_info)
 
-trainer = TorchTrainer(training_operator_cls=Slow, num_workers=2, use_tqdm=True)
+trainer = TorchTrainer(training_operator_cls=Slow, num_workers=2, use_tqdm=True, callbacks=[Talks()])
 print(Slow.__module__, trainer.train(num_steps=2)["num_samples"])
 """
 
@@ -207,22 +213,25 @@ def interrupted(background: Background) -> list[str]:
 
 # What a front end does: it sends cells, and "Interrupt the kernel" sends SIGINT while one runs.
 DRIVER = f"""
-import os, sys, threading, time
+import os, sys
 os.environ |= {{"IPYTHONDIR": os.path.abspath("ipython"), "JUPYTER_RUNTIME_DIR": os.path.abspath("jupyter")}}
 from jupyter_client.manager import start_new_kernel
 kernel, client = start_new_kernel()
 
-def cell(source):
+def cell(source, interrupts=False):
     outputs = []
-    hook = lambda message: outputs.append(message["content"])
+    def hook(message):
+        nonlocal interrupts
+        outputs.append(message["content"])
+        if interrupts and "UNDERWAY" in outputs[-1].get("text", ""):
+            interrupts = False
+            kernel.interrupt_kernel()
     reply = client.execute_interactive(source, output_hook=hook, timeout={LIMIT_S // 2})["content"]
     text = "".join(output.get("text", "") for output in outputs)
     print(reply["status"], reply.get("ename"), " ".join(text.split()), flush=True)
 
 cell(sys.argv[1])
-timer = threading.Timer(2, kernel.interrupt_kernel)
-timer.start()
-cell("trainer.train()")
+cell("trainer.train()", interrupts=True)
 cell("rest = trainer.train(); print(rest['epoch'], trainer.history[-2]['kind'], len(trainer.recoveries))")
 cell("print(rest['num_samples']); trainer.shutdown()")
 client.stop_channels()

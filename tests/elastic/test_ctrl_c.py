@@ -35,7 +35,7 @@ class Talks(Callback):
             self.said = True
             print("UNDERWAY", flush=True)
 
-ground = Ground(Path(sys.argv[1]), num_workers=2, config={"samples": 400, "pace": 0.02}, callbacks=[Talks()])
+ground = Ground(Path(sys.argv[1]), num_workers=2, config={"samples": 400, "pace": 0.1}, callbacks=[Talks()])
 pids = ground.trainer.apply_all_workers(os.getpid)
 print("PIDS", json.dumps(pids), flush=True)
 try:

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.elastic
 
 WORKERS, SAMPLES = 3, 240
 CHECKPOINT_EVERY = 6
-ELASTIC = ElasticConfig(hang_timeout_s=5, grow=True)
+ELASTIC = ElasticConfig(hang_timeout_s=10, grow=True)
 
 
 @dataclass(frozen=True)

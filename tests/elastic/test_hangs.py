@@ -14,7 +14,7 @@ from tests.faults import Fault, Ground, LedgerOperator
 
 pytestmark = pytest.mark.elastic
 
-LIMIT_S = 5.0
+LIMIT_S = 10.0
 
 
 @pytest.fixture(scope="module")

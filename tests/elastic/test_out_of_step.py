@@ -20,7 +20,7 @@ from tests.torch.small import Line, rows
 
 pytestmark = pytest.mark.elastic
 
-LIMIT_S = 5.0
+LIMIT_S = 10.0
 AT = 3  # the batch of the call, counted from 0
 
 
@@ -64,7 +64,7 @@ def test_an_extra_call_on_one_rank(trainer: TorchTrainer, kind: str, caplog: pyt
     began = time.monotonic()
     with caplog.at_level(logging.WARNING, logger="raysgd"), pytest.raises(OutOfStepError) as caught:
         trainer.train(info={"extra": EXTRA[kind]}, max_retries=-1)
-    assert time.monotonic() - began < 10 * LIMIT_S, "it was retried"
+    assert time.monotonic() - began < 120, "it was retried"
     text = str(caught.value)
     assert (
         "out of step in epoch" in text and ", batch " in text and "every rank must make the same calls" in text.lower()
@@ -112,7 +112,7 @@ def test_a_model_that_only_rank_0_calls(ray_cluster: None, how: str) -> None:
         began = time.monotonic()
         with pytest.raises(OutOfStepError) as caught:
             trainer.train(info={"picture": how})
-        assert time.monotonic() - began < 15
+        assert time.monotonic() - began < 120
         text = str(caught.value)
         assert f"in step {AT + 1}" in text and f"called a model at {__file__}:{line} train_batch" in text
         trainer.train()

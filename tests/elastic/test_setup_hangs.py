@@ -17,7 +17,7 @@ from tests.torch.small import Line
 
 pytestmark = pytest.mark.elastic
 
-SHORT_S = 3.0
+SHORT_S = 8.0
 SHORT = ElasticConfig(hang_timeout_s=SHORT_S)
 
 

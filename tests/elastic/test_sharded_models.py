@@ -15,6 +15,7 @@ import torch
 from raysgd import CheckpointError, ElasticConfig, TorchTrainer, TrainingOptions
 from raysgd.torch import TrainingOperator
 from tests import storing
+from tests.faults import alive
 from tests.peek import before_resharding, newest_snapshot
 from tests.speed.test_fsdp import Layers, same, trainer, weights
 
@@ -204,7 +205,7 @@ def test_one_death_after_another(tmp_path: Path, undisturbed: Any) -> None:
 
 
 def dead(pids: list[int]) -> list[int]:
-    return [pid for pid in pids if not Path(f"/proc/{pid}").exists()]
+    return [pid for pid in pids if not alive(pid)]
 
 
 @pytest.mark.parametrize(("when", "redone"), [("_from_neighbour", 2), ("_agree", 0)])

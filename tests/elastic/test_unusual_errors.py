@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 from raysgd.torch import TorchTrainer
 from raysgd.train import DataParallelTrainer, Result, RunConfig, ScalingConfig, Trainer, WorkerGroup
 from tests.faults import until
+from tests.peek import set_limits
 from tests.torch.small import Line, Numbers, Recording, inline
 
 pytestmark = pytest.mark.elastic
@@ -160,7 +161,8 @@ def test_unusual_errors_in_a_validation_and_in_functions_for_operators(trainer: 
     assert trainer.validate()["num_samples"] == 400
 
 
-def test_ctrl_c_has_no_rank(trainer: TorchTrainer, tmp_path: Path) -> None:
+def test_ctrl_c_has_no_rank(trainer: TorchTrainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_limits(monkeypatch, ctrl_c_s=60.0)  # on a busy machine, workers that answer later would be killed
     begun, pressed = tmp_path / "begun", tmp_path / "pressed"
 
     def work(operator: Any) -> None:

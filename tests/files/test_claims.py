@@ -21,10 +21,8 @@ def test_a_claim_ends_with_its_process_although_a_fork_of_it_lives_on(tmp_path: 
         with contextlib.suppress(BaseException):
             claim = FolderClaim(tmp_path)
             claim.take()
-            fork = os.fork()
-            if fork == 0:
-                time.sleep(60)
-            os.write(writing, b"%d" % fork)
+            if os.fork() == 0:
+                os.write(writing, b"%d" % os.getpid())  # it has closed its copy of what is locked
             time.sleep(60)
         os._exit(0)
     fork = int(os.read(reading, 100))

@@ -167,7 +167,7 @@ def test_shutdown_all_ends_trainers_without_a_name() -> None:
 
 @pytest.mark.parametrize("name", ["SGD_PLACEMENT_GROUP_TIMEOUT_S", "TRAIN_PLACEMENT_GROUP_TIMEOUT_S"])
 def test_nodes_may_be_added_to_a_cluster_that_was_joined_or_if_the_user_says_so(
-    monkeypatch: pytest.MonkeyPatch, name: str
+    ray_cluster: None, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setattr(foreign, "started_here", lambda: False)
     assert cluster.can_grow(), "its other nodes may be starting"

@@ -152,7 +152,7 @@ def test_the_lines_name_rank_address_and_cause(
     expected = [
         rf"preemption: rank 2 on node {here} received SIGTERM, so its machine will be stopped",
         r"preemption: rank 2 left, training continues with 2 workers \(3 before\), in place, .*",
-        rf"worker death in epoch 2, batch \d+: rank 1 of 2 failed on node {here} \(its process (was )?ended .*\)",
+        rf"worker death in epoch 2, batch \d+: rank 1 of 2 failed on node {here} \((its process (was )?ended |ActorDiedError).*\)",
         r"worker death: training continues with 1 worker \(2 before\), in place, .*",
     ]
     found = [line for line in lines if line.startswith(("preemption", "worker death"))]

@@ -16,6 +16,7 @@ from tests.local.group import Cluster
 
 
 def test_learns_the_digits() -> None:
+    torch.manual_seed(0)
     with TorchTrainer(training_operator_cls=ImageClassificationOperator) as trainer:
         train = [trainer.train() for _ in range(2)]
         val = trainer.validate()
@@ -119,6 +120,7 @@ def halves(images: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, to
 
 
 def test_mixup() -> None:
+    torch.manual_seed(0)
     images, labels = torch.rand(6, 1, 4, 4), torch.tensor([0, 1, 2, 3, 4, 5])
     with TorchTrainer(training_operator_cls=ImageClassificationOperator, config={"mixup": 1.0}) as trainer:
         mixed, shares = trainer.get_local_operator().mix(images, labels)

@@ -11,6 +11,7 @@ from raysgd.operators.language_model import GPT, LanguageModelOperator, TokenBlo
 
 
 def test_learns_the_default_data() -> None:
+    torch.manual_seed(0)
     config = {"width": 32, "lr": 0.01}
     with TorchTrainer(training_operator_cls=LanguageModelOperator, config=config) as trainer:
         before = trainer.validate()

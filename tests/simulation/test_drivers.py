@@ -207,7 +207,7 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     logger.setLevel(level)
 
 
-@pytest.mark.timeout(3600 if NIGHTLY else 300)
+@pytest.mark.timeout(3600 if NIGHTLY else 900)
 def test_schedules_of_faults_break_no_guarantee() -> None:
     """`python -m tests.simulation --named --seed 17` prints all events of one."""
     takeovers = 0

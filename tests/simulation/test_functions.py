@@ -34,7 +34,7 @@ def quiet() -> Iterator[None]:
     logger.setLevel(level)
 
 
-@pytest.mark.timeout(1800 if NIGHTLY else 300)
+@pytest.mark.timeout(1800 if NIGHTLY else 900)
 def test_schedules_of_faults_break_no_guarantee() -> None:
     """To see all events of a seed, print `run_function(function_plan_for(seed), tracing=True).trace`."""
     struck, shared = 0, 0

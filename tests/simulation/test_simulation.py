@@ -302,6 +302,7 @@ FOUND = {
 }
 
 
+@pytest.mark.timeout(3600 if NIGHTLY else 900)
 def test_schedules_of_faults_break_no_guarantee() -> None:
     count = os.environ.get("SEEDS", "10000" if NIGHTLY else "600")
     run = subprocess.run(
