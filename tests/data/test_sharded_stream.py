@@ -16,6 +16,7 @@ from raysgd.core.read_ahead import ReadAhead
 from raysgd.data import ShardedStream
 from raysgd.data.sharded_stream import AGAIN, ShardFeed, ShardStep, ShardTeam, even_out, make_teams
 from raysgd.torch.data.shards import ShardSource
+from tests.faults import until
 from tests.torch.small import Recording, inline
 from tests.torch.sources import begin, drawn
 
@@ -189,10 +190,8 @@ def test_a_source_that_a_load_replaces_stops_reading() -> None:
         assert reading() == set(), "nothing is read before the next call"
         trainer.train(num_steps=2)
         assert reading().isdisjoint(first) and reading()
-    until = time.monotonic() + 60
-    while reading() and time.monotonic() < until:  # shutdown waits for the threads, but not for long
+    for _ in until(lambda: not reading()):  # shutdown waits for the threads, but not for long
         time.sleep(0.01)
-    assert reading() == set()
 
 
 def test_a_reader_ends_when_it_is_stopped_and_when_nothing_refers_to_it() -> None:
