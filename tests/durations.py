@@ -1,9 +1,10 @@
 """How long each test takes, and a budget of seconds for each folder.
 
-At its end, a run writes `build/durations.json`: for each test the seconds of its setup, its call and its teardown, and
-the processor seconds of this process and all processes below it (Ray's, workers, scripts). It prints their sums for each
-folder. A run of a whole tier fails if a folder took more than 1.5 times the seconds that `tests/budgets.json` allows,
-unless other programs used the machine meanwhile.
+At its end, a run writes into `build/durations.json`: for each test the seconds of its setup, its call and its teardown,
+and the processor seconds of this process and all processes below it (Ray's, workers, scripts). Tests that it did not
+run keep theirs, until a whole `make test` that passes begins the file anew. It prints their sums for each folder. A run
+of a whole tier fails if a folder took more than 1.5 times the seconds that `tests/budgets.json` allows, unless other
+programs used the machine meanwhile.
 """
 
 from __future__ import annotations
@@ -93,9 +94,12 @@ class Durations:
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if self._worker or not self._tests:
             return
+        passed = session.exitstatus == pytest.ExitCode.OK
+        anew = passed and self._tier == "test" and self._whole(session.config)
+        earlier = json.loads(FILE.read_text(encoding="utf-8")) if FILE.is_file() and not anew else {}
         FILE.parent.mkdir(exist_ok=True)
-        FILE.write_text(json.dumps(self._tests, indent=0, sort_keys=True), encoding="utf-8")
-        if self._over(session.config) and self._quiet() and session.exitstatus == pytest.ExitCode.OK:
+        FILE.write_text(json.dumps(earlier | self._tests, indent=0, sort_keys=True), encoding="utf-8")
+        if passed and self._over(session.config) and self._quiet():
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: Any, config: pytest.Config) -> None:
@@ -108,10 +112,13 @@ class Durations:
         for line in self._over(config):
             terminalreporter.write_line(line if self._quiet() else line + " (other programs used the machine)")
 
+    @staticmethod
+    def _whole(config: pytest.Config) -> bool:
+        return config.args == config.getini("testpaths") and not (config.option.keyword or config.option.markexpr)
+
     def _over(self, config: pytest.Config) -> list[str]:
         """Return a line for each folder that took too long, if a whole tier ran."""
-        whole = config.args == config.getini("testpaths") and not (config.option.keyword or config.option.markexpr)
-        budgets = json.loads(BUDGETS.read_text(encoding="utf-8")).get(self._tier, {}) if whole else {}
+        budgets = json.loads(BUDGETS.read_text(encoding="utf-8")).get(self._tier, {}) if self._whole(config) else {}
         return [
             f"tests/{folder} took {self.folders()[folder]['seconds']:.0f} s; its budget is {allowed} s: make its tests"
             " faster, move some to another tier, or change tests/budgets.json"

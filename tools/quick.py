@@ -1,7 +1,8 @@
 """Print the files of tests that are nearest to a change, as many as take about a minute. `make quick` runs them.
 
-The change is what differs from a commit (by default HEAD, or the last commit if nothing differs). A file of tests is near
-if few imports lead from it to a changed file. Its seconds are those of the last run, in `build/durations.json`.
+The change is what differs from a commit (by default HEAD, or the last commit if nothing differs). A file of tests is
+near if few imports lead from it to a changed file. Its seconds are those of the last run of each test, in
+`build/durations.json`.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def distances(paths: set[str]) -> dict[str, int]:
 
 
 def seconds() -> dict[str, float]:
-    """Return the seconds of each file of tests in the last run that measured it."""
+    """Return the seconds of each file of tests, each test as its last run measured it."""
     record = ROOT / "build" / "durations.json"
     sums: dict[str, float] = defaultdict(float)
     for name, test in (json.loads(record.read_text(encoding="utf-8")) if record.is_file() else {}).items():
