@@ -1,10 +1,10 @@
 """How long each test takes, and a budget of seconds for each folder.
 
-At its end, a run writes into `build/durations.json`: for each test the seconds of its setup, its call and its teardown,
-and the processor seconds of this process and all processes below it (Ray's, workers, scripts). Tests that it did not
-run keep theirs, until a whole `make test` that passes begins the file anew. It prints their sums for each folder. A run
-of a whole tier fails if a folder took more than 1.5 times the seconds that `tests/budgets.json` allows, unless other
-programs used the machine meanwhile.
+At its end, a run writes into `build/durations.json` (`durations_more.json` for that tier): for each test the seconds of
+its setup, its call and its teardown, and the processor seconds of this process and all processes below it (Ray's,
+workers, scripts). Tests that it did not run keep theirs, until a run of the whole tier passes, which begins the file
+anew. It prints their sums for each folder. A run of a whole tier fails if a folder took more than 1.5 times the seconds
+that `tests/budgets.json` allows, unless other programs used the machine meanwhile.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-FILE = ROOT / "build" / "durations.json"
+FOLDER = ROOT / "build"
 BUDGETS = ROOT / "tests" / "budgets.json"
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 EXCESS = 1.5
 # The machine is quiet if programs outside of the run used less than this part of its processors.
 QUIET = 0.05
+# The options with which a run is not the whole of its tier.
+CHOOSE = ("keyword", "markexpr", "lf", "stepwise", "deselect", "ignore", "ignore_glob")
 # The processes below this one are counted after tests that took this long. Shorter ones use what they use here.
 COUNTED_S = 0.05
 
@@ -95,10 +97,13 @@ class Durations:
         if self._worker or not self._tests:
             return
         passed = session.exitstatus == pytest.ExitCode.OK
-        anew = passed and self._tier == "test" and self._whole(session.config)
-        earlier = json.loads(FILE.read_text(encoding="utf-8")) if FILE.is_file() and not anew else {}
-        FILE.parent.mkdir(exist_ok=True)
-        FILE.write_text(json.dumps(earlier | self._tests, indent=0, sort_keys=True), encoding="utf-8")
+        name = "durations.json" if self._tier == "test" else f"durations_{self._tier}.json"
+        anew = (passed and self._whole(session.config)) or not (FOLDER / name).is_file()
+        earlier = {} if anew else json.loads((FOLDER / name).read_text(encoding="utf-8"))
+        FOLDER.mkdir(exist_ok=True)
+        draft = FOLDER / f"{name}.{os.getpid()}"
+        draft.write_text(json.dumps(earlier | self._tests, indent=0, sort_keys=True), encoding="utf-8")
+        draft.replace(FOLDER / name)
         if passed and self._over(session.config) and self._quiet():
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
@@ -114,7 +119,7 @@ class Durations:
 
     @staticmethod
     def _whole(config: pytest.Config) -> bool:
-        return config.args == config.getini("testpaths") and not (config.option.keyword or config.option.markexpr)
+        return config.args == config.getini("testpaths") and not any(map(config.getoption, CHOOSE))
 
     def _over(self, config: pytest.Config) -> list[str]:
         """Return a line for each folder that took too long, if a whole tier ran."""

@@ -92,6 +92,23 @@ def test_if_the_overdue_one_is_first_the_second_one_is_dismissed(scenario: Scena
     assert scenario.group.dismissed == ["w2"] and scenario.replacements.take(1) == ["w1"]
 
 
+def test_if_both_come_up_between_two_looks_the_second_one_is_dismissed(scenario: Scenario) -> None:
+    scenario.replacements.launch(1)
+    scenario.after(OVERDUE_S + 1)
+    scenario.replacements.look(1)
+    scenario.after(1, started("w1"), started("w2"))
+    scenario.replacements.look(1)
+    assert scenario.group.dismissed == ["w2"] and scenario.replacements.ready_workers == ["w1"]
+
+
+def test_if_the_overdue_one_joins_in_a_recovery_the_second_one_is_dismissed(scenario: Scenario) -> None:
+    scenario.replacements.launch(1)
+    scenario.after(OVERDUE_S + 1)
+    scenario.replacements.launch(1)
+    scenario.after(1, started("w1"))
+    assert scenario.replacements.take(1) == ["w1"] and scenario.group.dismissed == ["w2"]
+
+
 def test_a_replacement_that_exceeds_the_limit_is_dismissed(
     scenario: Scenario, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -130,6 +147,26 @@ def test_dismissing_all_includes_overdue_ones(scenario: Scenario) -> None:
 
 
 # -- hot spares ---------------------------------------------------------------------------------------
+
+
+def test_an_overdue_spare_is_dismissed_if_the_second_one_is_ready() -> None:
+    scenario = Scenario(room=2, spares=1)
+    scenario.replacements.look(0)
+    scenario.after(OVERDUE_S + 1)
+    scenario.replacements.look(0)
+    scenario.after(1, started("w2"))
+    scenario.replacements.look(0)
+    assert scenario.replacements.ready_workers == ["w2"] and scenario.group.dismissed == [], "w1 may still start"
+    scenario.after(1, started("w1"))
+    scenario.replacements.look(0)
+    assert scenario.group.dismissed == ["w1"]
+
+
+def test_spares_that_are_starting_stay_if_others_join() -> None:
+    scenario = Scenario(room=2, spares=1)
+    scenario.replacements.look(1)
+    scenario.after(1, started("w1"))
+    assert scenario.replacements.take(1) == ["w1"] and scenario.group.dismissed == []
 
 
 def spares(room: int, count: int) -> Scenario:

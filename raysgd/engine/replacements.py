@@ -63,6 +63,10 @@ class Replacements:
         found.sort(key=lambda info: info.since)
         return sorted(found, key=lambda info: info.progress.order, reverse=True)
 
+    def _by_readiness(self) -> list[WorkerInfo]:
+        """Return those that are ready, then those that will be, without overdue ones."""
+        return [*self._are(Stage.READY), *self._are(Stage.UP, Stage.WARMING), *self._are(Stage.STARTING)]
+
     def gathered(self, missing: int) -> bool:
         """Return whether those that are ready should join a group with `missing` free places."""
         return is_time_to_join(
@@ -82,7 +86,7 @@ class Replacements:
         now = self._table.clock()
         lacking = max(missing, 0) + self._spares - self.starting - self.ready
         if lacking < 0:  # one that was overdue has come up: the one that was started in its place holds resources
-            self._dismiss(self._are(Stage.STARTING)[lacking:])
+            self._dismiss(self._by_readiness()[lacking:])
         if lacking <= 0 or now < self._look_at:
             return
         self._look_at = now + self._pause_s
@@ -175,11 +179,11 @@ class Replacements:
     # -- joining the group ----------------------------------------------------------------------------
 
     def take(self, most: int) -> list[str]:
-        """Return at most `most` ready workers, for which the group has places. Keep others as
-        spares, and dismiss the rest of those that are ready."""
+        """Return at most `most` ready workers, for which the group has places. If these are enough,
+        keep others as spares, and dismiss the rest."""
         ready = self._are(Stage.READY)
-        self._dismiss(ready[most + self._spares :])
         if len(ready) >= most:
+            self._dismiss(self._by_readiness()[most + self._spares :])
             self._dismiss(self._are(Stage.OVERDUE))
         taken = [info.worker for info in ready[:most]]
         for worker in taken:

@@ -371,7 +371,8 @@ class RayGroup:
     def releasing(self) -> Iterator[None]:
         """Wait, on exit, until Ray shows that the resources of workers that were dismissed
         meanwhile are free, because the next line of the user's script may need them."""
-        held = {worker: h.actor for worker, h in self._handles.items() if h.node and not h.ended}
+        running = {worker: h for worker, h in self._handles.items() if h.node and not h.ended}
+        held = {worker: h.actor for worker, h in running.items() if h.node not in self._draining}
         room = cluster.within(ANSWER_S, self.room) if held and self._resources.as_dict() else None
         yield
         ended = [actor for worker, actor in held.items() if worker not in self._handles]

@@ -13,15 +13,17 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, TensorDataset, get_worker_info
 
 from raysgd import ElasticConfig, TrainingFailedError, train
+from raysgd.torch.data import loading
 from raysgd.train import Trainer
 from raysgd.train.replica import _must_finish
 from tests.faults import Ground, LedgerOperator, Numbered
@@ -209,6 +211,26 @@ def test_a_user_error_with_the_same_text_is_not_retried(ground: Ground) -> None:
     with pytest.raises(RuntimeError, match="exited unexpectedly"):
         ground.trainer.train()
     assert len(ground.trainer.recoveries) == before
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError, ConnectionResetError])
+def test_an_error_of_a_sampler_waits_for_the_processes_only_once(monkeypatch: Any, error: type[OSError]) -> None:
+    waited = 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal waited
+        waited += seconds
+
+    class Failing(Sampler[int]):
+        def __iter__(self) -> Iterator[int]:
+            yield 0
+            raise error("no indices")
+
+    monkeypatch.setattr(loading, "time", SimpleNamespace(monotonic=lambda: waited, sleep=sleep))
+    loader = DataLoader(TensorDataset(*rows()), sampler=Failing(), num_workers=1, prefetch_factor=1)
+    with pytest.raises(error, match="no indices"):
+        list(loading.LoaderIterator(loader))
+    assert waited == pytest.approx(loading.DYING_S if error is ConnectionResetError else loading.OTHER_S, abs=0.1)
 
 
 @pytest.mark.more

@@ -113,14 +113,13 @@ def _broken(error: Exception) -> Any:
     """Return the torch iterator in the exception's traceback of which a process died, or None. A
     process that is being killed closes the connections for its batches some milliseconds before it
     is dead, so this waits for it."""
-    for iterator in _iterators_in(error.__traceback__):
-        until = time.monotonic() + (DYING_S if isinstance(error, OSError | EOFError) else OTHER_S)
-        while processes_of(iterator):
-            if lost_processes(iterator):
-                return iterator
-            if time.monotonic() > until:
-                break
-            time.sleep(0.01)
+    iterators = list(_iterators_in(error.__traceback__))
+    until = time.monotonic() + (DYING_S if isinstance(error, ConnectionError | EOFError) else OTHER_S)
+    while any(map(processes_of, iterators)):
+        broken = next(filter(lost_processes, iterators), None)
+        if broken is not None or time.monotonic() > until:
+            return broken
+        time.sleep(0.01)
     return None
 
 
