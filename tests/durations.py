@@ -119,7 +119,7 @@ class Durations:
 
     @staticmethod
     def _whole(config: pytest.Config) -> bool:
-        return config.args == config.getini("testpaths") and not any(map(config.getoption, CHOOSE))
+        return config.args == config.getini("testpaths") and not any(config.getoption(name, None) for name in CHOOSE)
 
     def _over(self, config: pytest.Config) -> list[str]:
         """Return a line for each folder that took too long, if a whole tier ran."""

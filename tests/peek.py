@@ -117,10 +117,10 @@ def set_limits(
     release_s: float | None = None,
     notice_s: float | None = None,
     ctrl_c_s: float | None = None,
-    freed_s: float | None = None,
+    freed_times: int = 1,
 ) -> None:
     """Set how long a shutdown waits for a call in another thread, how long before its end a machine is assumed to be announced, how long
-    Ctrl-C waits for the workers, and how long the end of a worker and its CPUs are waited for."""
+    Ctrl-C waits for the workers, and how many times longer the end of a worker and its CPUs are waited for."""
     from raysgd.core import policy
     from raysgd.engine import call, engine
     from raysgd.workers import cluster
@@ -129,8 +129,8 @@ def set_limits(
         (engine, "RELEASE_S", release_s),
         (policy, "ASSUMED_NOTICE_S", notice_s),
         (call, "CTRL_C_S", ctrl_c_s),
-        (cluster, "ENDED_S", freed_s),
-        (cluster, "FREED_S", freed_s),
+        (cluster, "ENDED_S", freed_times * cluster.ENDED_S),
+        (cluster, "FREED_S", freed_times * cluster.FREED_S),
     ):
         if seconds is not None:
             patch.setattr(module, name, seconds)

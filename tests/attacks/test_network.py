@@ -28,7 +28,7 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="looks at processes through /proc and netlink"),
 ]
 
-SHUTDOWN_S = 120.0
+SHUTDOWN_S = 60.0
 PLANNED = {"growth", "shrink", "resize"}
 # torch's store looks up the name of every client before it serves the next one. With hundreds of clients during a
 # rendezvous, the time depends on the name server, so these attacks are not made then.

@@ -763,20 +763,20 @@ def test_a_refused_worker_tries_again(channel: Channel) -> None:
     def change(side: bytes, passed: list[bytes]) -> list[bytes]:
         tries.append(1)
         if len(tries) == 1:
-            time.sleep(0.6)  # longer than the patience, which begins when a connection was closed
+            time.sleep(2.2)  # longer than the patience, which begins when a connection was closed
             raise OSError
         return passed[-1:]
 
     with Tap(channel.address, change) as tap:
-        connect(tap.address, Hello("w", "n", 1), patience_s=0.5).socket.close()
+        connect(tap.address, Hello("w", "n", 1), patience_s=2.0).socket.close()
         assert channel.next(WorkerStarted).worker == "w" and len(tap.connections) == 2
 
 
 def test_a_client_gives_up_on_another_kind_of_server() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        threading.Thread(target=lambda: [listener.accept()[0].close() for _ in range(2)], daemon=True).start()
+        threading.Thread(target=lambda: [listener.accept()[0].close() for _ in range(3)], daemon=True).start()
         with pytest.raises(ConnectionAbortedError, match="another process has that port"):
-            connect(ControlAddress("127.0.0.1", listener.getsockname()[1], bytes(32)), Alive(), patience_s=0.2)
+            connect(ControlAddress("127.0.0.1", listener.getsockname()[1], bytes(32)), Alive(), patience_s=1.2)
 
 
 def test_refused_connections_are_warned_of_once_for_each_machine(

@@ -90,8 +90,8 @@ def test_connections_that_are_half_open(ground: Ground) -> None:
 
 
 def test_a_slow_rank_is_not_ended(ground: Ground) -> None:
-    """Its last batches take a second each, which is less than the limit. It causes warnings."""
-    ground.arm(Fault(2, 17, "slow", seconds=1.0))
+    """Its last batches take two seconds each, which is less than the limit. It causes warnings."""
+    ground.arm(Fault(2, 17, "slow", seconds=2.0))
     before = len(ground.trainer.recoveries)
     ground.trainer.train()
     assert ground.fired() == 1

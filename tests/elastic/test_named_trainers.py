@@ -615,7 +615,8 @@ def test_a_script_that_was_stopped_for_longer_than_its_lease(outcome: Any, taken
     assert all(redone == 0 for _, redone in recoveries), recoveries
 
 
-# Take the lease of a script that computes something of its own, as if it had been suspended until this moment.
+# Take the lease of a script that computes something of its own, as if it had been suspended until this moment. Its workers
+# would hear of it for ever if it did not end their connections.
 IDLE = """
 trainer = TorchTrainer(training_operator_cls=Line, num_workers=2, use_gpu=False, name="idle", orphan_s=600)
 for epoch in trainer.epochs(1):
@@ -623,6 +624,7 @@ for epoch in trainer.epochs(1):
     if sys.argv[1:]:
         open("trained", "w").close()
         while not os.path.exists("taken over"):
+            trainer._engine.group.control.greet()
             time.sleep(0.1)
     trainer.train()
 weight = trainer.get_model().weight.item()

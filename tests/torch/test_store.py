@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from raysgd.core.ranks import RankInfo, assign_ranks
+from raysgd.torch import store
 from raysgd.torch.process_group import TorchBackend
 from raysgd.torch.store import exchange_addresses, open_store, wait_for_all
 from tests.forked_workers import fresh_processes
@@ -253,7 +254,7 @@ def test_a_second_client_replaces_one_that_hangs(late_s: float, more: bool, monk
     """A name server that does not answer delays torch's client. On a busy machine the client is only slow, and a second
     client would make the machine busier."""
     if not more:  # this machine may be busy, too
-        monkeypatch.setattr("raysgd.torch.store.MORE_CLIENTS_S", (20.0, 20.0))
+        monkeypatch.setattr(store, "MORE_CLIENTS_S", [20 * each for each in store.MORE_CLIENTS_S])
     with solo_rendezvous() as (driver, rank_info, settings):
         relay, began = Relay(settings, late_s), time.monotonic()
         driver.join(rank_info, relay.settings)
