@@ -2,9 +2,9 @@
 
 At its end, a run writes into `build/durations.json` (`durations_more.json` for that tier): for each test the seconds of
 its setup, its call and its teardown, and the processor seconds of this process and all processes below it (Ray's,
-workers, scripts). Tests that it did not run keep theirs, until a run of the whole tier passes, which begins the file
-anew. It prints their sums for each folder. A run of a whole tier fails if a folder took more than 1.5 times the seconds
-that `tests/budgets.json` allows, unless other programs used the machine meanwhile.
+workers, scripts). Tests that it did not run keep theirs, until a run of the whole tier passes and replaces them all. It
+prints their sums for each folder. A run of a whole tier fails if a folder took more than 1.5 times the seconds that
+`tests/budgets.json` allows, unless other programs used the machine meanwhile.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ class Durations:
             return
         passed = session.exitstatus == pytest.ExitCode.OK
         name = "durations.json" if self._tier == "test" else f"durations_{self._tier}.json"
-        anew = (passed and self._whole(session.config)) or not (FOLDER / name).is_file()
-        earlier = {} if anew else json.loads((FOLDER / name).read_text(encoding="utf-8"))
+        kept = (FOLDER / name).is_file() and not (passed and self._whole(session.config))
+        earlier = json.loads((FOLDER / name).read_text(encoding="utf-8")) if kept else {}
         FOLDER.mkdir(exist_ok=True)
         draft = FOLDER / f"{name}.{os.getpid()}"
         draft.write_text(json.dumps(earlier | self._tests, indent=0, sort_keys=True), encoding="utf-8")

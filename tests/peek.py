@@ -44,18 +44,16 @@ def loads_of(trainer: Any) -> set[int]:
     return {table[worker].progress.loads for worker in table.members()}
 
 
+def greet(trainer: Any) -> None:
+    """Let the workers know that this process runs, unless it has ended their connections."""
+    trainer._engine.group.control.greet()
+
+
 def drain_node(trainer: Any, patch: Any, until: Callable[[], bool], limit_s: float) -> None:
     """Let Ray say that it drains the node of a worker, until a condition holds."""
     table = trainer._engine._table
     node = table[table.members()[0]].node
     patch.setattr(table.group, "draining", lambda: {} if until() else {node: limit_s})
-
-
-def assume_notice(patch: Any, seconds: float) -> None:
-    """Let a machine that has announced its end without saying when be there for so long."""
-    from raysgd.core import policy
-
-    patch.setattr(policy, "ASSUMED_NOTICE_S", seconds)
 
 
 def differences(operators: list[Any]) -> list[Any]:

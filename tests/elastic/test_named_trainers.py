@@ -618,13 +618,15 @@ def test_a_script_that_was_stopped_for_longer_than_its_lease(outcome: Any, taken
 # Take the lease of a script that computes something of its own, as if it had been suspended until this moment. Its workers
 # would hear of it for ever if it did not end their connections.
 IDLE = """
+from tests.peek import greet
+
 trainer = TorchTrainer(training_operator_cls=Line, num_workers=2, use_gpu=False, name="idle", orphan_s=600)
 for epoch in trainer.epochs(1):
     trainer.train(num_steps=10)
     if sys.argv[1:]:
         open("trained", "w").close()
         while not os.path.exists("taken over"):
-            trainer._engine.group.control.greet()
+            greet(trainer)
             time.sleep(0.1)
     trainer.train()
 weight = trainer.get_model().weight.item()
@@ -654,7 +656,7 @@ finally:
 def idle(background: Background) -> list[str]:
     folder = written(background, TAKEN)
     (folder / "idle.py").write_text(OPERATOR + IDLE, encoding="utf-8")
-    done = background.run("script.py", connected=True, folder=folder)
+    done = background.run("script.py", connected=True, folder=folder, PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.stderr
     found: list[str] = json.loads(done.stdout)
     return found

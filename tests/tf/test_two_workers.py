@@ -16,7 +16,7 @@ keras = pytest.importorskip("keras")
 from raysgd import ElasticConfig  # noqa: E402
 from raysgd.tf import TFTrainer, TrainingOperator  # noqa: E402
 from tests.faults import until  # noqa: E402
-from tests.peek import assume_notice, drain_node  # noqa: E402
+from tests.peek import drain_node, set_limits  # noqa: E402
 from tests.tf.small import ROWS, arrays, fire, make_data  # noqa: E402
 
 pytestmark = [pytest.mark.more, pytest.mark.slow, pytest.mark.elastic]
@@ -138,7 +138,7 @@ def test_a_seed_repeats_every_bit_and_a_prediction_survives_a_worker(first: dict
 def test_replacements_join_when_preempted_workers_leave(
     first: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assume_notice(monkeypatch, 600.0)  # on a slow machine, the replacement may need more than 20 s
+    set_limits(monkeypatch, notice_s=600.0)  # on a slow machine, the replacement may need more than 20 s
     marks = tmp_path / "marks"
     notices = marks / "notices"
     with started(marks, seed=8) as trainer:
