@@ -8,6 +8,7 @@ import re
 from raysgd.errors import ConfigError
 
 START_LIMIT, FUNCTION_START_LIMIT = "SGD_PLACEMENT_GROUP_TIMEOUT_S", "TRAIN_PLACEMENT_GROUP_TIMEOUT_S"
+NCCL_ANYWHERE = "RAYSGD_NCCL_ANYWHERE"  # for tests: on the CPU, where it is emulated, and several ranks on one GPU
 CONTROL_PORT, FIRST_PORT, LAST_PORT = "RAYSGD_CONTROL_PORT", 1024, 65535
 
 

@@ -47,9 +47,12 @@ def process_group() -> None:
         count = torch_foreign.collective_counter()
         before = count()
         dist.all_reduce(torch.ones(1))
-        assert count() == before + 1
+        assert count() == torch_foreign.calls_made() == before + 1
         torch_foreign.set_collective_limit(5.0)
-        torch_foreign.abort_default_group()
+        torch_foreign.abort_groups(torch_foreign.groups())
+        assert dist.is_initialized()
+        torch_foreign.forget_groups()
+        assert not dist.is_initialized()
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

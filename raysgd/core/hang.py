@@ -15,6 +15,8 @@ COLLECTIVE_FRAMES = (
     ("torch/nn/parallel/distributed.py", ""),
     ("torch/distributed/_functional_collectives.py", ""),
     ("horovod/torch/mpi_ops.py", ""),
+    # The device, which makes NCCL's calls, is behind the host: a rank waits for its peers here, and only here.
+    ("raysgd/torch/nccl.py", "wait_for_device"),
     # TensorFlow runs a step as one graph function, which contains the all-reduce.
     ("tensorflow/python/eager/execute.py", "quick_execute"),
     ("tensorflow/python/ops/gen_collective_ops.py", ""),
@@ -26,6 +28,7 @@ LIBRARIES = ("torch/distributed/distributed_c10d.py", "torch/nn/parallel/distrib
 FRAMEWORKS = ("/torch/", "/tensorflow/", "/horovod/")
 # Calls that say nothing about the ranks' order: those between two ranks, and the wait for any call that was made before.
 UNORDERED = (
+    "wait_for_device",
     "wait_tensor",
     "send",
     "recv",

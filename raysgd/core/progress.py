@@ -114,8 +114,9 @@ class Control:
     `on_interrupt` is called on the control thread. `outlives_driver` is whether the worker waits
     for another driver when its own ends. `begun_after` holds, for the newest steps, how many
     collective calls (`collectives`) had been made when each began; `called` returns the steps and
-    lines of the newest calls of models, which make some of them. Never blocks the control thread,
-    and costs the training thread one attribute read per batch while there is no request.
+    lines of the newest calls of models, which make some of them. `ensure_whole` is the backend's.
+    Never blocks the control thread, and costs the training thread one attribute read per batch
+    while there is no request.
 
     The ranks agree on a planned stop in two phases. The control thread writes `stop_at` and then
     reads `begun`; the training thread writes `begun` and then reads `stop_at`. So at least one of
@@ -143,6 +144,7 @@ class Control:
         self.take: Callable[[str], Any] = _no_transfers
         self.on_interrupt: Callable[[], None] = lambda: None
         self.collectives: Callable[[], int] = lambda: -1
+        self.ensure_whole: Callable[..., None] = lambda *, unless_seen=False: None
         self.called: Callable[[], Sequence[tuple[int, str]]] = lambda: ()
         self.begun_after: deque[tuple[int, int]] = deque(maxlen=REMEMBERED_STEPS)
         self._publish = publish

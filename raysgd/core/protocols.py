@@ -41,6 +41,11 @@ class ProcessGroupBackend(Protocol):
     def abort(self) -> None:
         """Worker, control thread: make a collective that is waiting fail now."""
 
+    def ensure_whole(self, *, unless_seen: bool = False) -> None:
+        """Worker, main thread: return when all that this rank has received in collective calls is
+        whole. Raise an error if a peer's failure may have cut it off. With `unless_seen`, the last
+        such look counts if no collective call was made since."""
+
     def collectives(self) -> int:
         """Worker: return how many collective calls this generation had here; -1: not counted."""
 

@@ -70,6 +70,9 @@ class SingleWorkerBackend:
     def abort(self) -> None:
         """There is no collective to end."""
 
+    def ensure_whole(self, *, unless_seen: bool = False) -> None:
+        """There are no collective calls."""
+
     def collectives(self) -> int:
         return 0
 

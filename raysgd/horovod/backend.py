@@ -82,6 +82,9 @@ class HorovodBackend:
         self._connections.shut()
         self._process_group.abort()
 
+    def ensure_whole(self, *, unless_seen: bool = False) -> None:
+        """Horovod's calls return when they are done, or raise an error."""
+
     def collectives(self) -> int:
         return -1  # most of them are Horovod's, which does not count them
 
@@ -130,6 +133,9 @@ class HorovodFunctionBackend(OffersGpus):
         self._connections.shut()
         if self._environment:
             threading.Thread(target=end_rendezvous, args=(self._environment,), daemon=True).start()
+
+    def ensure_whole(self, *, unless_seen: bool = False) -> None:
+        """Horovod's calls return when they are done, or raise an error."""
 
     def collectives(self) -> int:
         return -1  # Horovod does not count them

@@ -88,5 +88,8 @@ class HeldPortBackend:
         task = {"type": "worker", "index": rank_info.world_rank}
         os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": settings["addresses"]}, "task": task})
 
+    def ensure_whole(self, *, unless_seen: bool = False) -> None:
+        """TensorFlow's calls return when they are done, or raise an error."""
+
     def collectives(self) -> int:
         return -1  # they are inside graph functions, which do not count them

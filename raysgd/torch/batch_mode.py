@@ -26,6 +26,7 @@ from raysgd.core.batch_mode import (
     refused,
 )
 from raysgd.core.outcomes import NotExact
+from raysgd.core.progress import Control
 from raysgd.core.ranks import RankInfo
 from raysgd.errors import ConfigError
 from raysgd.torch.buffers import KeepBuffers
@@ -290,7 +291,11 @@ class KeepBatch(Policy):
             if self._seen.divided and type(feed.source.loader).__iter__ is not DataLoader.__iter__:
                 decided = OWN_ITERATION
         merged, short = agreed([before, decided]), feed.rank_info.world_size != self._usual
-        self._set((agreed(_of_all(merged)) if short else merged)._replace(tested=True, logged=self._known.logged))
+        self._set(
+            (agreed(_of_all(merged, self._parts.calls.control)) if short else merged)._replace(
+                tested=True, logged=self._known.logged
+            )
+        )
         if short:
             self._log_change(feed.rank_info)
             if not before.mode and self.mode.keeps_batch and feed.rank_info.world_rank == 0:
@@ -338,7 +343,7 @@ class KeepBatch(Policy):
     def joined(self, rank_info: RankInfo) -> None:
         """Agree with the other ranks of a new generation, and log once what changes."""
         if self._asked != "per_worker" and self._why is None and not rank_info.solo:
-            every = _of_all(self._known)
+            every = _of_all(self._known, self._parts.calls.control)
             tested, logged = any(each.tested for each in every), any(each.logged for each in every)
             self._set(agreed(every)._replace(tested=tested, logged=logged))
         self._log_change(rank_info)
@@ -354,8 +359,8 @@ class KeepBatch(Policy):
         self._set(known._replace(tested=False) if known.keeps_batch else BatchMode(logged=known.logged))
 
 
-def _of_all(mode: BatchMode) -> list[BatchMode]:
-    return [BatchMode(*each) for each in gathered_objects(tuple(mode))]
+def _of_all(mode: BatchMode, control: Control) -> list[BatchMode]:
+    return [BatchMode(*each) for each in gathered_objects(tuple(mode), control)]
 
 
 FIRST_STEP = (

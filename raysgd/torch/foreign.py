@@ -105,10 +105,37 @@ def set_collective_limit(seconds: float) -> None:
         dist.distributed_c10d._set_pg_timeout(limit)
 
 
-def abort_default_group() -> None:
-    """Free every rank that waits in a call of NCCL's. A broken group may refuse."""
+def abort_groups(found: Sequence[Any]) -> None:
+    """End the calls of NCCL in these process groups. torch still knows the groups afterwards, and
+    raises its error for a broken one when they are used."""
+    try:
+        # Communicators whose aborts are not bracketed in this way can wait for each other.
+        nccl: Any = found[0]._get_backend(torch.device("cuda")) if found else None
+    except RuntimeError:  # it has none for this device
+        nccl = None
+    bracketed = hasattr(nccl, "_group_start")
+    if bracketed:
+        nccl._group_start()
+    for group in reversed(found):
+        group.abort()
+    if bracketed:
+        nccl._group_end()
+
+
+def forget_groups() -> None:
+    """Let torch forget all groups of NCCL, which were aborted. It aborts them again, which does
+    nothing. A broken group may refuse."""
     with contextlib.suppress(RuntimeError):
         dist.distributed_c10d._abort_process_group()
+
+
+def calls_made() -> int:
+    """Return how many collective calls all groups of this process have had; -1 if a group does not
+    tell. Calls between two ranks do not count."""
+    try:
+        return sum(group._get_sequence_number_for_group() for group in groups())
+    except RuntimeError:
+        return -1
 
 
 def groups() -> list[Any]:

@@ -48,6 +48,7 @@ from raysgd.torch.step_options import (
     scaling,
 )
 from raysgd.torch.stepping import Stepping
+from raysgd.torch.whole_gradients import WholeGradients
 from raysgd.training.feed import NoFeed
 from raysgd.training.operator_base import Schedule, each_loader
 from raysgd.training.step import Policies, Policy
@@ -103,6 +104,9 @@ class TrainingOperator(Stepping):
         )
         self._monitor = Monitor(settings.measures, self._parts)
         rule, usual = settings.elastic.lr, settings.num_workers
+        self._whole: WholeGradients | None = None
+        if settings.distributed and settings.asynchronous:
+            self._whole = WholeGradients(self._parts, sharded=settings.options.parallel == "fsdp")
         self._rates = None if rule is None else Rates(lambda: scaling(rule, self.world_size, usual))
         self._profiler = None if settings.profiler is None else Profiler(settings.profiler)
         averages_gradients = settings.distributed and settings.options.parallel is not None
@@ -127,6 +131,7 @@ class TrainingOperator(Stepping):
         alone = accumulates or own or "seconds" in measures
         reads_ahead = settings.distributed and settings.wrap_ddp and self.device.type == "cpu" and not alone
         wanted: list[tuple[bool, Any]] = [
+            (self._whole is not None, self._whole),
             (True, parts.precision),
             (settings.distributed, buffers),
             (settings.distributed or accumulates, KeepSettings(parts)),
@@ -318,17 +323,22 @@ class TrainingOperator(Stepping):
         wrapping.compile_models(parts.models, parts.options)
         self._wrap(dict(ddp_args or {}))
         wrapping.update_together(parts.optimizers)
+        self._watch(parts)
+        parts.registered = True
+        optional = [criterion, None if schedulers is None else parts.like(schedulers, parts.schedulers)]
+        ready = [parts.like(models, parts.wrapped), parts.like(optimizers, parts.optimizers)]
+        return (*ready, *(each for each in optional if each is not None))
+
+    def _watch(self, parts: Parts) -> None:
+        """Register what acts at the steps of optimizers, in its order."""
+        if self._whole is not None:
+            self._whole.watch(parts.optimizers)  # first: others change gradients and rates
         if not self._has_own_steps:
             self._watch_steps(parts.optimizers)
         parts.averages.watch(parts.models, parts.optimizers, precision=parts.options.precision)
         if self._rates is not None:
             self._rates.watch(parts.optimizers)
-        # After the hook that scales what it measures.
-        self._monitor.watch(clips_itself=self._has_own_steps)
-        parts.registered = True
-        optional = [criterion, None if schedulers is None else parts.like(schedulers, parts.schedulers)]
-        ready = [parts.like(models, parts.wrapped), parts.like(optimizers, parts.optimizers)]
-        return (*ready, *(each for each in optional if each is not None))
+        self._monitor.watch(clips_itself=self._has_own_steps)  # after the hook that scales what it measures
 
     def _check_arguments(self, criterion: Any, ddp_args: Any, apex_args: Any) -> None:
         if self._exact and getattr(criterion, "reduction", None) == "sum":

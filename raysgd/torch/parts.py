@@ -149,6 +149,7 @@ class Parts(RegisteredParts):
             return
         kept = [each.clone() for each in own]
         broadcast(shared)
+        self.calls.control.ensure_whole()
         try:
             yield
         finally:

@@ -15,8 +15,17 @@ import torch.distributed as dist
 from raysgd.core.network import LOOPBACK, allow_connections
 from raysgd.core.ranks import RankInfo
 from raysgd.core.shard_copies import layout
-from raysgd.errors import causes_of
-from raysgd.torch.foreign import abort_default_group, collective_counter, groups, no_collectives, set_collective_limit
+from raysgd.environment import NCCL_ANYWHERE, flag_from_environment
+from raysgd.errors import ConfigError, causes_of
+from raysgd.torch import nccl
+from raysgd.torch.foreign import (
+    calls_made,
+    collective_counter,
+    forget_groups,
+    groups,
+    no_collectives,
+    set_collective_limit,
+)
 from raysgd.torch.fsdp import MESH
 from raysgd.torch.interfaces import choose_interface
 from raysgd.torch.sockets import Connections, GlooConnections
@@ -34,10 +43,25 @@ GLOO = re.compile(
 FORM_S, RANKS_PER_S = 10.0, 10
 
 
+def name_for(asked: str | None, gpus: float) -> str:
+    """Return the backend for workers with so many GPUs each: the one that was `asked` for, or
+    None's: NCCL if each has a GPU of its own, else gloo. Raise ConfigError if NCCL cannot work
+    there."""
+    if flag_from_environment(NCCL_ANYWHERE) or asked == "gloo":
+        return asked or ("nccl" if gpus else "gloo")
+    if asked == "nccl" and gpus < 1:
+        has = f"{gpus:g} of a GPU" if gpus else "no GPU"
+        raise ConfigError(
+            f"backend='nccl' needs a GPU of its own for each worker, and a worker has {has}: pass use_gpu=True, without a part of a "
+            "GPU in resources_per_worker, or leave backend out: it is 'gloo' here"
+        )
+    return "nccl" if gpus >= 1 else "gloo"
+
+
 class TorchBackend:
     """On the driver, owns the store of the current generation: a new one each time, on a port that
-    is bound. On a worker, owns the membership of the default process group, and knows its
-    sockets."""
+    is bound. On a worker, owns the membership of the default process group, and knows its sockets,
+    and whether it was aborted."""
 
     in_place = True
     needs_offers = False
@@ -59,8 +83,12 @@ class TorchBackend:
         self._groups_before: list[Any] = []
         self._count = no_collectives
         self._counted: Any = None  # the default group when `_count` was made
-        self._connections = Connections()
+        self._connections = Connections(listening=True)
         self._gloo = GlooConnections()
+        self._rank_info = RankInfo(solo=True)
+        self._ending = nccl.Abort()
+        self._aborted = False  # the control thread writes it before it aborts, and `leave` resets it
+        self._whole_after = -1  # how many calls had been made when what had arrived was whole
 
     def __getstate__(self) -> dict[str, Any]:
         own = dict.fromkeys(("_store", "_store_before", "_counted"))  # these, and the others, cannot be pickled
@@ -88,49 +116,51 @@ class TorchBackend:
 
     def join(self, rank_info: RankInfo, settings: dict[str, Any]) -> None:
         os.environ.setdefault("GLOO_DISABLE_CONNECTION_RETRIES", "1")  # it would retry only peers that have failed
-        if self.name != "gloo":
+        self._rank_info = rank_info
+        if self.name == "nccl":
+            nccl.set_variables()
             self._connections.opening()
         try:
             with without_secret(settings):
                 self._form(rank_info, settings)
         finally:
-            self._connections.opened()
+            self._connections.forget()  # from here on, an abort ends NCCL's
             self._keep_groups()
 
     def _form(self, rank_info: RankInfo, settings: dict[str, Any]) -> None:
         gloo = self.name == "gloo"
         self._gloo.forget()
+        if not rank_info.solo:
+            self._gloo.add_store(addresses_of(settings))
         form_s = min(FORM_S + rank_info.world_size / RANKS_PER_S, self._collective_s) if gloo else self._collective_s
         if gloo and not rank_info.solo:
             # To each peer, also in one more group of the user, and for shards.
             allow_connections(rank_info.world_size, each=8)
-            self._gloo.add_store(addresses_of(settings))
         if not rank_info.solo:
             choose_interface(rank_info, settings["host"])
         store = dist.HashStore() if rank_info.solo else self._connect(settings)  # type: ignore[attr-defined]
         store = dist.PrefixStore(f"generation-{rank_info.generation}", store)  # type: ignore[attr-defined]
         wait_for_all(store, rank_info, limit_s=self._join_s)
-        with self._gloo.forming() if gloo else contextlib.nullcontext():
-            dist.init_process_group(
-                self.name,
-                store=store,
-                rank=rank_info.world_rank,
-                world_size=rank_info.world_size,
-                timeout=datetime.timedelta(seconds=form_s),
-            )
-            self._form_mesh(rank_info.world_size)
+        given: dict[str, Any] = {"store": store, "rank": rank_info.world_rank, "world_size": rank_info.world_size}
+        given["timeout"] = datetime.timedelta(seconds=form_s)
         if gloo:
-            self._gloo.add_remote(exchange_addresses(store, rank_info, self._gloo.own, limit_s=self._join_s))
-        # The first collective uses the connections, so that a failure of one is a failure to join. With gloo, it uses each: a
-        # stranger can have taken a peer's place, and a call that comes later would wait for it until a longer limit.
-        if gloo:
-            dist.all_to_all_single(torch.empty(rank_info.world_size), torch.zeros(rank_info.world_size))
+            self._form_gloo(rank_info, given)
         else:
-            dist.all_reduce(torch.zeros(1, device="cuda" if self.name == "nccl" else "cpu"))
+            nccl.form(**given)
+            self._form_mesh(rank_info.world_size)
+            self._check_not_aborted()
         self._count, self._counted = collective_counter(MESH), dist.group.WORLD
-        if gloo:
-            self._gloo.hold()
-            set_collective_limit(self._collective_s)
+
+    def _form_gloo(self, rank_info: RankInfo, given: dict[str, Any]) -> None:
+        with self._gloo.forming():
+            dist.init_process_group("gloo", **given)
+            self._form_mesh(rank_info.world_size)
+        self._gloo.add_remote(exchange_addresses(given["store"], rank_info, self._gloo.own, limit_s=self._join_s))
+        # The first collective uses each connection, so that a failure of one is a failure to join: a stranger can have taken a
+        # peer's place, and a call that comes later would wait for it until a longer limit.
+        dist.all_to_all_single(torch.empty(rank_info.world_size), torch.zeros(rank_info.world_size))
+        self._gloo.hold()
+        set_collective_limit(self._collective_s)
 
     def _form_mesh(self, ranks: int) -> None:
         """Form the groups of a mesh of shards, if there are copies of them: of the ranks with the
@@ -155,20 +185,43 @@ class TorchBackend:
         if self._groups:
             self._groups_before, self._groups = self._groups, []
         self.abort()
-        self._connections.forget()
+        if self.name == "nccl" and dist.is_initialized():
+            self._ending.wait()
+            forget_groups()
         if dist.is_initialized():
             with contextlib.suppress(RuntimeError):  # a broken group may refuse an orderly end
                 dist.destroy_process_group()
         self._gloo.end()
+        self._ending, self._aborted, self._whole_after = nccl.Abort(), False, -1
 
     def abort(self) -> None:
         """Free this rank from a collective that waits. gloo cannot abort one, but the end of its
-        connections ends it within a millisecond."""
+        connections ends it within a millisecond. NCCL's groups stay known to torch, so no code
+        takes this rank for one without peers."""
+        self._aborted = True
         if self.name == "nccl" and dist.is_initialized():
             self._keep_groups()
-            abort_default_group()
+            info = self._rank_info
+            self._ending.begin(self._groups, limit_s=nccl.abort_limit_s(info.world_rank, info.world_size))
         self._connections.shut()
         self._gloo.shut()
+
+    def ensure_whole(self, *, unless_seen: bool = False) -> None:
+        """With NCCL, wait for the device, and then look whether the group was aborted. gloo's calls
+        have ended when they return, or raise an error."""
+        if self.name != "nccl" or self._rank_info.world_size == 1:
+            return
+        made = calls_made()
+        if unless_seen and made == self._whole_after >= 0:
+            return
+        nccl.wait_for_device()
+        self._check_not_aborted()
+        self._whole_after = made
+        self._groups_before = []  # they hold buffers of their last calls: up to a copy of all gradients
+
+    def _check_not_aborted(self) -> None:
+        if self._aborted:
+            raise dist.DistBackendError("what this rank has received may be incomplete, because a peer failed")
 
     def _keep_groups(self) -> None:
         """Keep references to the process groups of a generation until the next generation ends. The

@@ -76,7 +76,7 @@ class TorchReplica(ReplicaBase):
         for optimizer in operator._parts.optimizers:
             if hasattr(optimizer, "register_step_post_hook"):
                 optimizer.register_step_post_hook(self._on_optimizer_step)
-        own = operator, rank_info, lambda: self.progress, self._unsharded_state
+        own = operator, rank_info, control, lambda: self.progress, self._unsharded_state
         self._resharding = Resharding(*own) if self.in_shards else None
 
     @classmethod
@@ -222,6 +222,7 @@ class TorchReplica(ReplicaBase):
         if self.in_shards and not raw:
             sharded = [name for name in ("models", "optimizers", "averages") if name in state]
             state |= {name: gathered(state[name], keep=self.rank == 0) for name in sharded}
+            self._control.ensure_whole()
         return state | self._loop_state(for_peers=for_peers)
 
     def _loop_state(self, *, for_peers: bool) -> dict[str, Any]:
@@ -396,7 +397,7 @@ class TorchReplica(ReplicaBase):
         self._position.plan = self._position.plan or None  # a script that resumes a run gets a warning of its own
 
     def all_succeeded(self, here: bool) -> bool:
-        return all(gathered_objects(here))
+        return all(gathered_objects(here, self._control))
 
     # -- membership -----------------------------------------------------------------------------------
 

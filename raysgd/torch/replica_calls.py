@@ -43,6 +43,7 @@ def get_model(replica: TorchReplica, averaged: bool) -> list[Any] | None:
     with parts.averages.in_place() if averaged else nullcontext():
         if parts.shards is not None:
             saved = gathered([model.state_dict() for model in parts.models], keep=first)
+            replica._control.ensure_whole()
             return [model.eval() for model in parts.shards.full_models(saved)] if first else None
         return [copy.deepcopy(model).cpu().eval() for model in parts.models] if first else None
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from raysgd.core.progress import Progress
+from raysgd.core.progress import Control, Progress
 from raysgd.core.ranks import RankInfo
 from raysgd.core.shard_copies import (
     Agreement,
@@ -91,11 +91,13 @@ class Resharding:
         self,
         operator: TrainingOperator,
         rank_info: RankInfo,
+        control: Control,
         progress: Callable[[], Progress],
         others: Callable[[], dict[str, Any]],
     ) -> None:
         self._operator, self._replicas = operator, operator._parts.options.replicas
-        self._progress, self._others = progress, others
+        self._control, self._progress, self._others = control, progress, others
+        self._ranks = rank_info.world_size
         # Generation, index and number of the live shards. The generation is -1 while there are none.
         self._live = (-1 if rank_info.solo else rank_info.generation, *self._place(rank_info))
         self._earlier: list[HeldShards] = []
@@ -127,8 +129,7 @@ class Resharding:
                 f"with parallel='fsdp' a closure cannot be passed to {type(optimizer).__name__}.step(), because all ranks must have the "
                 "gradients before the first one steps: compute them before the step"
             )
-        ranks = dist.get_world_size() if dist.is_initialized() else 1
-        if ranks == 1 or not self._operator._parts.shards_made:
+        if self._ranks == 1 or not self._operator._parts.shards_made:
             return
         self._ready = (optimizer, settings_of([optimizer]))
         self._agree("a step")
@@ -137,7 +138,8 @@ class Resharding:
         """Return when all ranks are here."""
         arrived = torch.ones(1, device=self._operator.device)
         dist.all_reduce(arrived)
-        if int(arrived.item()) != dist.get_world_size():  # an aborted collective of NCCL's leaves any number
+        self._control.ensure_whole()
+        if int(arrived.item()) != self._ranks:
             raise dist.DistBackendError(f"the ranks could not agree on {on}, because a peer failed")
 
     def _after_step(self, *_: Any) -> None:
@@ -150,7 +152,7 @@ class Resharding:
         call this together. The snapshot before is kept until all ranks have this one."""
         generation, index, count = self._live
         rank, ranks = dist.get_rank(), dist.get_world_size()
-        self._nodes = self._nodes or gathered_objects(self._node)
+        self._nodes = self._nodes or gathered_objects(self._node, self._control)
         self._taken += 1
         assert self._operator._parts.shards is not None
         self._operator._parts.shards.reshard()
@@ -191,10 +193,12 @@ class Resharding:
         """Return the state of the snapshot that this generation begins with, with its shards
         divided among the ranks."""
         kept = next((each for each in self._kept if each.snapshot.held == self._given), None)
-        everything = gathered_objects(None if kept is None else (kept.count, tuple(kept.shards)))
+        everything = gathered_objects(None if kept is None else (kept.count, tuple(kept.shards)), self._control)
         holders = {rank: found[1] for rank, found in enumerate(everything) if found is not None}
         lead = min(holders)
-        state = _broadcast(kept.tree if kept is not None and rank_info.world_rank == lead else None, lead)
+        state = _broadcast(
+            kept.tree if kept is not None and rank_info.world_rank == lead else None, lead, self._control
+        )
         shards = kept.shards if kept is not None else {}
         state = self._divided(rank_info, state, state, shards, holders, everything[lead][0])
         self._given = None
@@ -250,7 +254,7 @@ class Resharding:
         count, rank = self._live[2], dist.get_rank()
         holders = {each: [each % count] for each in range(dist.get_world_size())}
         tree = _in_pieces(self._operator)
-        outline = _broadcast(_without_content(tree), 0)
+        outline = _broadcast(_without_content(tree), 0, self._control)
         targets = {each: index for index, each in enumerate(stay)}
         moved = self._moved(outline, {rank % count: _locals(tree)}, holders, count, targets, len(stay))
         if rank in stay:
@@ -265,9 +269,9 @@ class Resharding:
         assert shards is not None
         if shards.made:
             shards.rest()
-        self._node, self._nodes, self._taken = rank_info.node_rank, [], 0
+        self._ranks, self._node, self._nodes, self._taken = rank_info.world_size, rank_info.node_rank, [], 0
         held = self._held()
-        everything = gathered_objects((list(held), self._given is not None, self._progress().order))
+        everything = gathered_objects((list(held), self._given is not None, self._progress().order), self._control)
         if all(given for _, given, _ in everything):
             return (self._from_snapshot if isinstance(self._given, tuple) else self._from_full_state)(rank_info)
         agreement = agreed([copies for copies, *_ in everything])
@@ -281,7 +285,7 @@ class Resharding:
         lead = max(agreement.holders.keys() - agreement.late, key=lambda rank: (orders[rank], -rank))
         behind = used is None or rank in agreement.late or orders[rank] != orders[lead]
         mine = used.tree if used is not None else {}
-        state = _broadcast({**self._others(), **_without_content(mine)} if rank == lead else None, lead)
+        state = _broadcast({**self._others(), **_without_content(mine)} if rank == lead else None, lead, self._control)
         own = {} if used is None else {used.copy.index: _locals(mine)}
         holders = {rank: [index] for rank, index in agreement.holders.items()}
         self._earlier = [] if used is None else [used]
@@ -385,6 +389,7 @@ class Resharding:
             ]
             new_rows = rows(to[rank], parts, _length(piece)) if rank in to else (0, 0)
             moved[path] = replace(piece, local=_exchanged(piece, own, shards, new_rows, plan, rank, device))
+        self._control.ensure_whole()
         return moved
 
 
@@ -486,11 +491,12 @@ def _on_mesh(piece: Piece, mesh: Any) -> Any:
     return DTensor.from_local(piece.local, mesh, placements, run_check=False, shape=full.shape, stride=full.stride())
 
 
-def _broadcast(value: Any, source: int) -> Any:
+def _broadcast(value: Any, source: int, control: Control) -> Any:
     """Return the value of one rank, with tensors on the CPU."""
     buffer = io.BytesIO()
     if dist.get_rank() == source:
         torch.save(value, buffer)
     sent = [buffer.getvalue()]
     dist.broadcast_object_list(sent, src=source)
+    control.ensure_whole()
     return torch.load(io.BytesIO(sent[0]), map_location="cpu", weights_only=False)

@@ -20,7 +20,8 @@ class TorchSettings(ReplicaSettings):
     options    those of the trainer, resolved
     wrap_ddp   whether `register` wraps models in DistributedDataParallel
     rows       `rows(name, dataset, deliver)` opens the rows of a Ray Dataset that a worker has made
-    exchange   makes the object that averages gradients if the models are not wrapped
+    exchange   makes the object that averages gradients if the models are not wrapped asynchronous
+               whether collective calls return before the device has made them, as NCCL's do
     ema_decay  the decay of the callback EMA; None: the weights are not averaged
     profiler   what TorchProfilerCallback wants to be recorded; None: nothing
     """
@@ -31,6 +32,7 @@ class TorchSettings(ReplicaSettings):
     scheduler_step_freq: str | None = None
     rows: Callable[..., Any] | None = None
     exchange: Callable[[], Exchange] = Exchange
+    asynchronous: bool = False
     ema_decay: float | None = None
     profiler: ProfilerSettings | None = None
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import get_total_norm
 
+from raysgd.core.progress import Control
 from raysgd.errors import ConfigError, NonFiniteError
 from raysgd.torch.parts import Parts
 from raysgd.torch.wrapping import Exchange
@@ -77,22 +78,24 @@ def _some(values: Sequence[Any], most: int) -> str:
     return f"{', '.join(map(str, values[:most]))}{more}"
 
 
-def summed(values: Sequence[float], device: torch.device) -> list[float]:
+def summed(values: Sequence[float], device: torch.device, control: Control) -> list[float]:
     """Return the sums of these numbers over all ranks."""
-    if not dist.is_initialized():
+    if not dist.is_initialized():  # an abort leaves the group known: this rank has no peers
         return list(values)
-    where = device if dist.get_backend() == "nccl" else "cpu"
+    where = "cpu" if dist.get_backend() == "gloo" else device
     together = torch.tensor(values, dtype=torch.float64, device=where)
     dist.all_reduce(together)
+    control.ensure_whole()
     return [float(each) for each in together.tolist()]
 
 
-def gathered_objects(value: Any) -> list[Any]:
+def gathered_objects(value: Any, control: Control) -> list[Any]:
     """Return every rank's object, in rank order."""
     if not dist.is_initialized():
         return [value]
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, value)
+    control.ensure_whole()
     return found
 
 
@@ -113,6 +116,10 @@ class LeaveOut(Policy):
         self._feed: Feed | NoFeed = NoFeed()  # of the newest loop
         self.skipped = 0
         self._forget()
+
+    @property
+    def _control(self) -> Control:
+        return self._parts.calls.control
 
     def _forget(self) -> None:
         self._left_out = self._went = self._counts = False
@@ -147,7 +154,7 @@ class LeaveOut(Policy):
         if self._rule is not None or not (self._action is None or self._are_exchanged(parameters)):
             weights = sum(weight for _, weight in self._losses)
             total = sum(float(loss) * weight for loss, weight in self._losses)
-            found, total, weights = summed([infinite, total, weights], self._device)
+            found, total, weights = summed([infinite, total, weights], self._device, self._control)
             infinite, loss = found > 0, total / (weights or math.nan)
         too_many = self._feed.position.left_out + 1 >= MOST_LEFT_OUT
         if infinite and (self._action == "raise" or too_many):
@@ -181,7 +188,7 @@ class LeaveOut(Policy):
             )
         position = self._feed.position
         found = rule({"loss": loss, "global_step": position.step, "epoch": position.epoch})
-        return summed([bool(found)], self._device)[0] > 0
+        return summed([bool(found)], self._device, self._control)[0] > 0
 
     def _raise(self, step: Step, parameters: Sequence[torch.Tensor]) -> NoReturn:
         """Raise the error about gradients that are not finite, alike on all ranks."""
@@ -192,7 +199,7 @@ class LeaveOut(Policy):
         loss = next((each for each in losses if not math.isfinite(each)), losses[-1] if losses else None)
         position = self._feed.position
         own = StepReport(position.step + 1, position.epoch, tuple(names), loss, self._samples(step))
-        raise NonFiniteError(explained(gathered_objects(own), self._action or ""))
+        raise NonFiniteError(explained(gathered_objects(own, self._control), self._action or ""))
 
     def _samples(self, step: Step) -> list[int] | None:
         """Return the indices of this rank's samples in the step, None if they are not known."""

@@ -105,15 +105,17 @@ class Connections:
     since `forget`. It is for NCCL and Horovod, whose ports are not known; a connection of another
     thread can be among these sockets.
 
-    `shut` may be called from any thread, also between `opening` and `opened`.
+    `shut` may be called from any thread, also between `opening` and `opened`. It also ends those
+    that are `listening`, at which NCCL waits for peers; gloo treats that as fatal.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, listening: bool = False) -> None:
+        self._listening = listening
         self._before: set[str] | None = None
         self._mine: set[str] = set()
 
-    def __reduce__(self) -> tuple[type[Connections], tuple[()]]:
-        return Connections, ()  # another process has sockets of its own
+    def __reduce__(self) -> tuple[type[Connections], tuple[bool]]:
+        return Connections, (self._listening,)  # another process has sockets of its own
 
     def opening(self) -> None:
         self._before = _names()
@@ -127,12 +129,13 @@ class Connections:
     def shut(self) -> None:
         before = self._before
         names = self._mine if before is None else self._mine | _names() - before
-        for connection in _sockets(listening=False, names=names):  # gloo treats the end of a listening socket as fatal
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
+        for listening in (False, True) if self._listening else (False,):
+            for connection in _sockets(listening=listening, names=names):
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
 
     def forget(self) -> None:
-        self._mine = set()
+        self._before, self._mine = None, set()
 
 
 def _names() -> set[str]:

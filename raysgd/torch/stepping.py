@@ -3,7 +3,7 @@ policies with them. Worker."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -93,23 +93,35 @@ class Stepping(OperatorBase):
         direct, self._own_step_made = not self._in_own_step, True
         if not direct:
             return None
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0] is the optimizer
         if option := self._policies.option:
-            raise ConfigError(_direct_step(option, with_closure=callable(closure)))
-        if not callable(closure):
-            return self._check_direct(optimizer)
-
-        def checked() -> Any:  # it computes the gradients during the step, and may be called several times
-            loss = closure()
-            self._check_direct(optimizer)
-            return loss
-
-        return args[:1], {**kwargs, "closure": checked}
+            raise ConfigError(_direct_step(option, with_closure=closure_in(args, kwargs) is not None))
+        return after_gradients(args, kwargs, lambda: self._check_direct(optimizer))
 
     def _check_direct(self, optimizer: Any) -> None:
         step = self._feed.step
         for policy in step.policies.direct:
             policy(step, optimizer)
+
+
+def closure_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
+    """Return the closure that a step got, if it got one. The first argument is the optimizer."""
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    return closure if callable(closure) else None
+
+
+def after_gradients(args: tuple[Any, ...], kwargs: dict[str, Any], check: Callable[[], None]) -> Any:
+    """In a hook before a step: call `check` when the step's gradients are there, and return what
+    the hook returns. A closure computes them during the step, and may be called several times."""
+    closure = closure_in(args, kwargs)
+    if closure is None:
+        return check()
+
+    def checked() -> Any:
+        loss = closure()
+        check()
+        return loss
+
+    return args[:1], {**kwargs, "closure": checked}
 
 
 def _direct_step(option: str, *, with_closure: bool) -> str:

@@ -13,7 +13,7 @@ from raysgd.core.protocols import ProcessGroupBackend
 from raysgd.core.shard_copies import ShardedState
 from raysgd.errors import ConfigError
 from raysgd.torch.options import TrainingOptions
-from raysgd.torch.process_group import TorchBackend
+from raysgd.torch.process_group import TorchBackend, name_for
 from raysgd.torch.replica import TorchReplica
 from raysgd.torch.wrapping import Exchange
 
@@ -34,19 +34,23 @@ class Strategy:
     make_backend   makes the engine's backend, on the driver
     make_exchange  makes the object that averages gradients, in each worker
     wraps          whether models are wrapped in DistributedDataParallel
+    asynchronous   whether collective calls return before the device has made them
     sharded        for FSDP: how the state is divided among the workers
     """
 
     make_backend: Callable[..., ProcessGroupBackend]
     make_exchange: Callable[[], Exchange] = Exchange
     wraps: bool = True
+    asynchronous: bool = False
     sharded: ShardedState | None = None
 
 
-def choose_strategy(backend: Any, options: TrainingOptions, horovod_args: Any, *, use_gpu: bool) -> Strategy:
-    """Return the strategy for `backend`. Raise ConfigError for options that exclude it."""
+def choose_strategy(backend: Any, options: TrainingOptions, horovod_args: Any, *, gpus: float) -> Strategy:
+    """Return the strategy for `backend`. Raise ConfigError for options that exclude it. Each worker
+    has so many `gpus`."""
     one_of("backend", backend, "auto", "gloo", "nccl", "horovod")
-    name = ("nccl" if use_gpu else "gloo") if backend == "auto" else backend
+    name = backend if backend == "horovod" else name_for(None if backend == "auto" else backend, gpus)
+    use_gpu = gpus > 0
     if name in ("gloo", "nccl"):
         if horovod_args is not None:
             raise ConfigError(
@@ -59,6 +63,7 @@ def choose_strategy(backend: Any, options: TrainingOptions, horovod_args: Any, *
             )
         return Strategy(
             make_backend=functools.partial(TorchBackend, name, replicas=options.replicas),
+            asynchronous=name == "nccl",
             sharded=TorchReplica.sharded_state(options.replicas) if options.parallel == "fsdp" else None,
         )
     return _horovod(options, horovod_args, use_gpu=use_gpu)

@@ -129,7 +129,7 @@ class TorchTrainer(TrainerBase):
         self.config, worker_config = setup.per_worker_config(config, num_workers)
         resources, self.use_gpu = setup.worker_resources(num_cpus_per_worker, use_gpu, resources_per_worker)
         options.check_with(num_workers=num_workers, use_gpu=self.use_gpu, elastic=elastic)
-        strategy = choose_strategy(backend, options, horovod_args, use_gpu=self.use_gpu)
+        strategy = choose_strategy(backend, options, horovod_args, gpus=resources.gpus)
         remote = setup.needs_processes(use_ray, num_workers, resources, named=name is not None)
         settings = TorchSettings(
             num_workers=num_workers,
@@ -140,6 +140,7 @@ class TorchTrainer(TrainerBase):
             options=options,
             wrap_ddp=options.parallel == "ddp" and strategy.wraps,
             exchange=strategy.make_exchange if num_workers > 1 else Exchange,
+            asynchronous=strategy.asynchronous,
             add_dist_sampler=add_dist_sampler,
             seed=seed,
             scheduler_step_freq=scheduler_step_freq,

@@ -84,9 +84,9 @@ class BackendConfig:
     def check(self) -> None:
         """Called when a trainer is created. Raise an error if something is not installed."""
 
-    def make_backend(self, *, host: str, use_gpu: bool, join_s: float, collective_s: float) -> Any:
+    def make_backend(self, *, host: str, gpus: float, join_s: float, collective_s: float) -> Any:
         """Return what connects the ranks of a generation: here, nothing does."""
-        return SharedGpus() if use_gpu and backend_of(self).share_cuda_visible_devices else SingleWorkerBackend()
+        return SharedGpus() if gpus and backend_of(self).share_cuda_visible_devices else SingleWorkerBackend()
 
     @property
     def collective_timeout_s(self) -> float:
@@ -139,12 +139,14 @@ class TorchConfig(BackendConfig):
     def check(self) -> None:
         _require("torch")
 
-    def make_backend(self, *, host: str, use_gpu: bool, join_s: float, collective_s: float) -> Any:
+    def make_backend(self, *, host: str, gpus: float, join_s: float, collective_s: float) -> Any:
+        from raysgd.torch.process_group import name_for
         from raysgd.train.torch_function import TorchFunctionBackend
 
-        name = self.backend or ("nccl" if use_gpu else "gloo")
-        env = self.init_method == "env"
-        return TorchFunctionBackend(name, env=env, use_gpu=use_gpu, host=host, join_s=join_s, collective_s=collective_s)
+        name, env = name_for(self.backend, gpus), self.init_method == "env"
+        return TorchFunctionBackend(
+            name, env=env, use_gpu=gpus > 0, host=host, join_s=join_s, collective_s=collective_s
+        )
 
 
 @dataclass
@@ -154,7 +156,7 @@ class TensorflowConfig(BackendConfig):
     def check(self) -> None:
         _require("tensorflow")
 
-    def make_backend(self, *, host: str, use_gpu: bool, join_s: float, collective_s: float) -> Any:
+    def make_backend(self, *, host: str, gpus: float, join_s: float, collective_s: float) -> Any:
         from raysgd.train.tensorflow_function import TensorflowFunctionBackend
 
         return TensorflowFunctionBackend(host=host)
@@ -204,12 +206,12 @@ class HorovodConfig(BackendConfig):
 
         check_installed()
 
-    def make_backend(self, *, host: str, use_gpu: bool, join_s: float, collective_s: float) -> Any:
+    def make_backend(self, *, host: str, gpus: float, join_s: float, collective_s: float) -> Any:
         from raysgd.horovod.backend import HorovodFunctionBackend
 
         interface = next(iter(self.nics), None) if self.nics else None
         wait_s = min(float(self.timeout_s), collective_s)
-        return HorovodFunctionBackend(host=host, wait_s=wait_s, interface=interface, use_gpu=use_gpu)
+        return HorovodFunctionBackend(host=host, wait_s=wait_s, interface=interface, use_gpu=gpus > 0)
 
 
 CONFIGS: dict[str, type[BackendConfig]] = {

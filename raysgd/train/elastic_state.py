@@ -75,7 +75,9 @@ class ElasticState:
         self._session.at_boundary()
 
     def _keep(self) -> None:
-        self._commit.kept = self._copied(), self._session.committed()
+        content = self._copied()
+        self._session.ensure_whole()
+        self._commit.kept = content, self._session.committed()
 
     def restore(self) -> None:
         """Restore the last commit, and discard what was done since then."""
@@ -96,7 +98,9 @@ class ElasticState:
         this is not necessary, because the ranks have the same state then."""
         if self._session.rank_info.world_size > 1:
             first = self._session.rank_info.world_rank == 0
-            content = pickle.loads(_from_rank_0(pickle.dumps(self._copied()) if first else None))
+            packed = _from_rank_0(pickle.dumps(self._copied()) if first else None)
+            self._session.ensure_whole()
+            content = pickle.loads(packed)
             self._commit.kept = content, self._session.committed()
             self.restore()
         self.commit()

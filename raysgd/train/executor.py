@@ -145,7 +145,7 @@ class BackendExecutor(RunCheckpoints):
         limits = limits_for(collective_s=min(self._config.collective_timeout_s, 0.9 * hang_s), hang_s=hang_s)
         backend = self._config.make_backend(
             host=driver_address(),
-            use_gpu=self._resources.gpus > 0,
+            gpus=self._resources.gpus,
             join_s=limits.join_s,
             collective_s=limits.collective_s,
         )

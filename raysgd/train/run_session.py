@@ -125,6 +125,11 @@ class Session:
             raise
         self._send("report", head, payload)
 
+    def ensure_whole(self) -> None:
+        """Raise an error if what this rank has received may be incomplete, because a peer
+        failed."""
+        self._control.ensure_whole()
+
     def repeats_since(self, reports: int) -> None:
         """Note that the function continues from where it had made so many reports. It makes those
         again that it had made after that, before its next commit, and the driver has them."""

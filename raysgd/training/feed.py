@@ -316,6 +316,7 @@ class Feed:
         epoch = self.position.epoch + 1
         self._seed(epoch)  # the order of the data depends on nothing else
         self.source.begin(epoch - 1, self.rank_info, self._shared)
+        self._control.ensure_whole()  # the order, of which rank 0 may have sent a part
         self._seed(epoch, self.rank_info.world_rank)
         self.position.epoch = epoch
         self.position.offset, self.position.ended = 0, False

@@ -162,6 +162,8 @@ class OperatorBase:
                 metrics = (
                     self.train_batch(batch, batch_info=batch_info) if named else self.train_batch(batch, batch_info)
                 )
+                for policy in step.policies.before_commit if step.closing else ():
+                    policy(step)  # before anything counts the batch
             except BaseException:
                 if schedule is not None:
                     schedule.end(failed=True)  # a peer failed, or the user's code raised an error

@@ -249,14 +249,17 @@ class ReplicaBase(ABC):
                 step.outcome = "undone"
                 if self._control.interrupted:  # otherwise, the user's code may draw other numbers, and succeed
                     self._undone_from = feed.drew_from
-            self._end(feed, step, last=failed)
+            self._end(feed, step, failed=failed)
         self._waited, feed.failure, self.operator._feed = feed.waited_s, None, NoFeed(self.operator._policies)
         if failure is not None and not failed:
             raise failure  # the user's loop caught it, but the data has not ended
 
-    def _end(self, feed: Feed, step: Step, *, last: bool = False) -> None:
-        """Commit a step, unless it is undone. Nothing else counts what was trained."""
+    def _end(self, feed: Feed, step: Step, *, failed: bool = False) -> None:
+        """Commit a step, unless it is undone, or has `failed` before it was applied. Nothing else
+        counts what was trained."""
         position, snapshots, counts = feed.position, self._snapshots, step.outcome != "undone"
+        for policy in step.policies.before_commit if counts and feed.training and not failed else ():
+            policy(step)
         if counts:
             position.commit(step)
             self._control.batch, self._waited = position.call_batches, feed.waited_s
@@ -264,9 +267,9 @@ class ReplicaBase(ABC):
             policy(step)
         if not counts:
             return
-        if (feed.training and position.step >= self._compare_at) or self._control.due(last=last):
+        if (feed.training and position.step >= self._compare_at) or self._control.due(last=failed):
             self._report(feed)
-        if snapshots.within_epochs and feed.training and not last and snapshots.due_after_batch(position.step):
+        if snapshots.within_epochs and feed.training and not failed and snapshots.due_after_batch(position.step):
             self.take_snapshot(room_s=ROOM_S)
 
     def _report(self, feed: Feed) -> None:

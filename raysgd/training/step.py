@@ -47,7 +47,7 @@ class Drawn(NamedTuple):
 class Policy:
     """Takes part in steps, or observes them. An operator has several, which act in their order; by
     default they do nothing. Torch's operators call all of these methods, TensorFlow's, whose steps
-    are graph functions, the first four.
+    are graph functions, the first five.
 
     option          what the user has passed, if it acts in the operator's helpers only, so that
                     torch's own methods must not be used
@@ -64,6 +64,10 @@ class Policy:
 
     def begin(self, step: Step) -> None:
         """Called before each batch or piece, which is `step.current` now."""
+
+    def before_commit(self, step: Step) -> None:
+        """Called before a step is committed, unless an error has ended it, and by raysgd's loops
+        also when its last batch is done. Raise an error if it must not be committed."""
 
     def on_step(self, step: Step) -> None:
         """Called when a step has ended. It is "undone", or "applied" or "skipped" and committed."""
@@ -108,7 +112,8 @@ class Policies:
         self.every = every
         self.option = next((each.option for each in every if each.option), "")
         self.on_epoch, self.begin = self._acting("on_epoch"), self._acting("begin")
-        self.on_step, self.rest = self._acting("on_step"), self._acting("rest")
+        self.before_commit, self.on_step = self._acting("before_commit"), self._acting("on_step")
+        self.rest = self._acting("rest")
         self.cleared, self.weighted = self._acting("cleared"), self._acting("weighted")
         self.awaits, self.check = self._acting("awaits"), self._acting("check")
         self.gradients, self.direct = self._acting("gradients"), self._acting("direct")

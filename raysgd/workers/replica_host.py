@@ -63,7 +63,7 @@ class ReplicaHost:
         self._measured: tuple[int, list[tuple[int, Outcome]]] = (-1, [])
         self._joining_calls = 0
         self._given: dict[str, Any] = {}  # what the verb "run" gets if it comes next, and without arguments
-        control.collectives = self._collectives
+        control.collectives, control.ensure_whole = self._collectives, backend.ensure_whole
 
     def perform(self, verb: str, arguments: dict[str, Any]) -> Outcome:
         given, self._given = self._given, {}
@@ -74,6 +74,7 @@ class ReplicaHost:
             value = self._method(verb)(**{name: _opened(value) for name, value in arguments.items()})
             if verb == "run":
                 value = self._sendable(value)
+                self._backend.ensure_whole()  # the value may have been computed from what a peer has sent
         except BaseException as error:  # the user's code may also raise GeneratorExit, CancelledError, ...
             if is_exit_of_actor(error):
                 raise  # Ray ends this process, which is a worker failure
@@ -120,8 +121,8 @@ class ReplicaHost:
         return self._failed(error, called)
 
     def _is_interruption(self, error: BaseException) -> bool:
-        if self._control.interrupted and isinstance(error, (RuntimeError, OSError)):
-            return True
+        if self._control.interrupted and isinstance(error, Exception):
+            return True  # a mistake in the user's code comes again when the batch is repeated
         try:
             return self._backend.is_interruption(error)
         except Exception as raised:  # backends read the error's text, and `str()` of a user's error can raise
@@ -174,6 +175,7 @@ class ReplicaHost:
         self._control.set_rank(rank_info.world_rank, rank_info.world_size)
         if self._replica is not None:
             self._replica.joined(rank_info)
+            self._backend.ensure_whole()
             self._joining_calls = max(self._backend.collectives(), 0)
         self._lacks_state = False  # because the ranks have agreed on one before
 

@@ -262,6 +262,9 @@ class SimBackend:
             self.group.leave(self._member)
             self.group = None
 
+    def ensure_whole(self, *, unless_seen: bool = False) -> None:
+        """Its calls return when they are done, or raise an error."""
+
     def collectives(self) -> int:
         return -1 if self.group is None else self.group.begun(self._member)
 

@@ -41,10 +41,10 @@ def test_torch_settings() -> None:
     for wrong in ({"init_method": "file"}, {"backend": "mpi"}):
         with pytest.raises(ValueError, match=next(iter(wrong.values()))):
             TorchConfig(**wrong)
-    assert TorchConfig().make_backend(use_gpu=False, **LIMITS).name == "gloo"
-    assert TorchConfig().make_backend(use_gpu=True, **LIMITS).name == "nccl"
-    assert TorchConfig(backend="gloo").make_backend(use_gpu=True, **LIMITS).name == "gloo"
-    assert isinstance(BackendConfig().make_backend(use_gpu=False, **LIMITS), SingleWorkerBackend)
+    assert TorchConfig().make_backend(gpus=0, **LIMITS).name == "gloo"
+    assert TorchConfig().make_backend(gpus=1, **LIMITS).name == "nccl"
+    assert TorchConfig(backend="gloo").make_backend(gpus=1, **LIMITS).name == "gloo"
+    assert isinstance(BackendConfig().make_backend(gpus=0, **LIMITS), SingleWorkerBackend)
 
 
 def test_horovod_and_tensorflow_settings_do_not_need_the_frameworks() -> None:
@@ -52,7 +52,7 @@ def test_horovod_and_tensorflow_settings_do_not_need_the_frameworks() -> None:
     for wrong, message in (({"timeout_s": 0}, "timeout_s"), ({"nics": "eth0"}, "nics")):
         with pytest.raises(ValueError, match=message):
             HorovodConfig(**wrong)
-    assert isinstance(TensorflowConfig().make_backend(use_gpu=False, **LIMITS), TensorflowFunctionBackend)
+    assert isinstance(TensorflowConfig().make_backend(gpus=0, **LIMITS), TensorflowFunctionBackend)
 
 
 class CustomBackend(Backend):
@@ -124,7 +124,7 @@ def test_a_custom_backend_can_share_the_gpus_of_a_node(monkeypatch: pytest.Monke
         def backend_cls(self) -> type[Backend]:
             return Sharing
 
-    driver, *ranks = (SharingConfig().make_backend(use_gpu=True, **LIMITS) for _ in range(3))
+    driver, *ranks = (SharingConfig().make_backend(gpus=1, **LIMITS) for _ in range(3))
     offers = []
     for rank, gpu in zip(ranks, "10", strict=True):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpu)
@@ -137,7 +137,7 @@ def test_a_custom_backend_can_share_the_gpus_of_a_node(monkeypatch: pytest.Monke
         assert os.environ["CUDA_VISIBLE_DEVICES"] == "1,0"
     assert driver.plan([]) == []
     for config, use_gpu in ((SharingConfig(), False), (ByProperty(), True)):
-        assert type(config.make_backend(use_gpu=use_gpu, **LIMITS)) is SingleWorkerBackend
+        assert type(config.make_backend(gpus=int(use_gpu), **LIMITS)) is SingleWorkerBackend
 
 
 def test_without_gpus_the_workers_are_not_asked_for_offers() -> None:

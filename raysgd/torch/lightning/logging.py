@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from raysgd.constants import NUM_SAMPLES
+from raysgd.core.progress import Control
 from raysgd.errors import ConfigError
 from raysgd.torch.skipped_steps import gathered_objects
 
@@ -47,7 +48,7 @@ class LoggedValues:
         self._batch = None
         return values
 
-    def computed(self) -> dict[str, Any]:
+    def computed(self, control: Control) -> dict[str, Any]:
         """Compute and reset the logged metric objects. Return their values, and those that were
         logged outside of batches.
 
@@ -55,7 +56,7 @@ class LoggedValues:
         so the ranks exchange the names first.
         """
         if self._metrics:
-            by_rank = gathered_objects(self._logged_metrics)
+            by_rank = gathered_objects(self._logged_metrics, control)
             self._logged_metrics = {name: path for each in reversed(by_rank) for name, path in each.items()}
         for name, path in sorted(self._logged_metrics.items()):
             self._outside_batches[name] = self._metrics[path].compute()

@@ -168,6 +168,8 @@ class LightningOperator(TrainingOperator):
                 measured = self.train_batch(
                     batch, {"batch_idx": batch_idx, "global_step": self.global_step, **(info or {})}
                 )
+                for policy in feed.step.policies.before_commit if feed.step.closing else ():
+                    policy(feed.step)
                 self.global_step += 1
                 self._batch_idx += 1
                 self._stub.global_step = self.global_step
@@ -326,7 +328,7 @@ class LightningOperator(TrainingOperator):
         return module.on_after_batch_transfer(batch, 0)
 
     def _report(self) -> dict[str, Any]:
-        report = {**self._meter.summary(), **self._logged.computed()}
+        report = {**self._meter.summary(), **self._logged.computed(self._parts.calls.control)}
         self._stub.callback_metrics.update(report)
         return report
 

@@ -1,0 +1,55 @@
+"""Let steps act only on gradients that have arrived whole, where the device computes later than the
+host: with NCCL. Worker."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from raysgd.errors import ConfigError
+from raysgd.torch.parts import Parts
+from raysgd.torch.stepping import after_gradients
+from raysgd.training.step import Policy, Step
+
+
+class WholeGradients(Policy):
+    """Waits for the device, and looks whether a peer has failed meanwhile: in `self.step`, before
+    anything is decided from the gradients, before each step of an optimizer, whoever makes it, and
+    before a step is committed in which a collective call was made after that. It raises an error
+    then, and the step is undone.
+
+    With shards, all ranks agree on each step in `Resharding`, which looks in the same way. What is
+    decided before that from broken gradients does not last: the step is undone."""
+
+    def __init__(self, parts: Parts, *, sharded: bool) -> None:
+        self._parts, self._sharded = parts, sharded
+        self._seen: Any = None  # the optimizer whose `self.step` has just looked
+
+    def watch(self, optimizers: Sequence[Any]) -> None:
+        for optimizer in optimizers:
+            if not hasattr(optimizer, "register_step_pre_hook"):
+                raise ConfigError(
+                    "backend='nccl' with several workers needs torch optimizers, because raysgd waits for the gradients in a hook, got "
+                    f"a {type(optimizer).__name__}, which has no register_step_pre_hook: make it a subclass of torch.optim.Optimizer, "
+                    "or pass backend='gloo'"
+                )
+            if not self._sharded:
+                optimizer.register_step_pre_hook(self._before_step)
+
+    def check(self, step: Step, optimizer: Any) -> None:
+        if not self._sharded:
+            self._look()
+            self._seen = optimizer
+
+    def before_commit(self, step: Step) -> None:
+        self._look(unless_seen=True)
+
+    def on_step(self, step: Step) -> None:
+        self._seen = None
+
+    def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        seen, self._seen = self._seen is optimizer, None
+        return None if seen else after_gradients(args, kwargs, self._look)
+
+    def _look(self, *, unless_seen: bool = False) -> None:
+        self._parts.calls.control.ensure_whole(unless_seen=unless_seen)
