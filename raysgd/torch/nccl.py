@@ -28,7 +28,7 @@ logger = logging.getLogger("raysgd")
 
 NAME = "nccl"
 STUCK = 79  # the exit status of a process whose abort has not ended
-ABORT_S, SPREAD_S = 20.0, 40.0
+ABORT_S, SPREAD_S = 20.0, 100.0
 # torch's own watchdog must not end what raysgd is about to repair: on an error of a peer's connection it sleeps for a minute,
 # and then ends the process, also if the abort was long ago. It still ends a process whose device is broken.
 VARIABLES = {
@@ -74,11 +74,11 @@ def form(**arguments: Any) -> None:
 
 def abort_limit_s(rank: int, ranks: int) -> float:
     """Return how long this rank waits for the end of an abort, until it ends its process. NCCL can
-    hang in it, and then perhaps on all ranks: so the ranks end one after the other, as the end of
-    one can free the others, and the last one has the state for longest.
+    hang in it, and then perhaps on all ranks. So the ranks end one after the other, because the end
+    of one can free the others, and the last one keeps the state for longest.
 
     >>> abort_limit_s(0, 3), abort_limit_s(1, 3), abort_limit_s(2, 3)
-    (20.0, 40.0, 60.0)
+    (20.0, 70.0, 120.0)
     """
     return ABORT_S + SPREAD_S * rank / max(ranks - 1, 1)
 

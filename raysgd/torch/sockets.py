@@ -129,6 +129,8 @@ class Connections:
     def shut(self) -> None:
         before = self._before
         names = self._mine if before is None else self._mine | _names() - before
+        if not names:
+            return
         for listening in (False, True) if self._listening else (False,):
             for connection in _sockets(listening=listening, names=names):
                 with contextlib.suppress(OSError):
