@@ -49,18 +49,26 @@ class Rank:
 
     reports   the progress messages: (progress, partial result)
     uploads   the snapshots: (progress, content)
+    looks     whether each look for an abort may rely on an earlier one
     """
 
     def __init__(self, factory: Callable[..., Any], rank: int = 0, ranks: int = 1, **numbers: int) -> None:
         self.reports: list[tuple[Progress, Any]] = []
         self.uploads: list[tuple[Progress, bytes]] = []
+        self.looks: list[bool] = []
         self.on_report: Callable[[], Any] = lambda: None
+        self.on_look: Callable[[], Any] = lambda: None
         self._rank_info = RankInfo(world_rank=rank, world_size=ranks, **numbers)
         self._control = Control(self._report)
         self._control.upload = lambda message, *data: self.uploads.append(
             (message.progress, b"".join(map(bytes, data)))
         )
+        self._control.ensure_whole = self._ensure_whole
         self.replica = factory(self._rank_info, self._control)
+
+    def _ensure_whole(self, *, unless_seen: bool = False) -> None:
+        self.looks.append(unless_seen)
+        self.on_look()
 
     def _report(self, progress: Progress, partial: Any) -> None:
         self.on_report()

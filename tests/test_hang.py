@@ -13,12 +13,19 @@ WAITS = (
     "/u/op.py:3 train_batch",
 )
 GATHERS = ("/x/torch/distributed/distributed_c10d.py:4 all_gather", "/u/op.py:3 train_batch")
+ON_DEVICE = (
+    "/x/torch/cuda/streams.py:105 synchronize",
+    "/x/raysgd/torch/nccl.py:60 wait_for_device",
+    "/x/raysgd/torch/whole_gradients.py:50 check",
+    "/u/op.py:3 train_batch",
+)
 BUSY = ("/u/op.py:9 sleep_forever", "/u/op.py:3 train_batch", "/x/torch/autograd/graph.py:824 _engine_run_backward")
 
 CASES = {
     "one does not answer": ([WAITS, None, WAITS], [1]),
     "two do not answer": ([None, WAITS, None], [0, 2]),
     "one is outside": ([GATHERS, WAITS, BUSY], [2]),
+    "one is outside, and the others wait for their devices": ([ON_DEVICE, BUSY, ON_DEVICE], [1]),
     "all wait": ([WAITS, GATHERS], []),
     "no rank waits": ([BUSY, BUSY], []),
     "silence counts before being busy": ([BUSY, None, WAITS], [1]),

@@ -3,6 +3,8 @@
 import pickle
 from typing import Any
 
+import pytest
+
 from raysgd.core.outcomes import Failed, Interrupted, Ok, Outcome
 from raysgd.core.progress import Control, Progress
 from raysgd.core.protocols import Call
@@ -29,9 +31,12 @@ class Echo:
     def run(self, call: Call) -> Any:
         return call.arguments["value"]
 
+    def partial(self) -> None:
+        return None
 
-def host_of_echo() -> ReplicaHost:
-    host = ReplicaHost(SingleWorkerBackend(), Control())
+
+def host_of_echo(backend: SingleWorkerBackend | None = None) -> ReplicaHost:
+    host = ReplicaHost(backend or SingleWorkerBackend(), Control())
     built = host.perform("build", {"factory": lambda rank_info, control: Echo(), "rank_info": RankInfo()})
     assert isinstance(built, Ok)
     return host
@@ -39,6 +44,41 @@ def host_of_echo() -> ReplicaHost:
 
 def answer(value: Any) -> Any:
     return host_of_echo().perform("run", {"call": Call(Echo.run, {"value": value})})
+
+
+class Cut(SingleWorkerBackend):
+    """A backend whose group was aborted in a call, as NCCL's can be without an error."""
+
+    def ensure_whole(self, *, unless_seen: bool = False) -> None:
+        raise InterruptedError("a part may be missing")
+
+    def is_interruption(self, error: BaseException) -> bool:
+        return isinstance(error, InterruptedError)
+
+
+def test_a_value_is_not_returned_that_may_come_from_a_part_of_a_sum() -> None:
+    host = host_of_echo(Cut())
+    outcome = host.perform("run", {"call": Call(Echo.run, {"value": 7})})
+    assert isinstance(outcome, Interrupted) and "a part may be missing" in outcome.cause
+
+
+class Raises(Echo):
+    """A replica whose user code raises an error."""
+
+    def run(self, call: Call) -> Any:
+        raise call.arguments["error"]
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+@pytest.mark.parametrize("error", [ValueError(), KeyError(), RuntimeError(), OSError(), SystemExit(3)], ids=repr)
+def test_while_a_failure_is_handled_every_exception_is_an_interruption(error: Any, interrupted: bool) -> None:
+    control = Control()
+    host = ReplicaHost(SingleWorkerBackend(), control)
+    host.perform("build", {"factory": lambda rank_info, control: Raises(), "rank_info": RankInfo()})
+    if interrupted:
+        control.interrupt()
+    outcome = host.perform("run", {"call": Call(Raises.run, {"error": error})})
+    assert isinstance(outcome, Interrupted if interrupted and isinstance(error, Exception) else Failed)
 
 
 class Loads(Echo):

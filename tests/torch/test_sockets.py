@@ -50,6 +50,18 @@ def test_only_connections_opened_during_a_rendezvous_are_shut(connect: Callable[
     assert [is_shut(pair) for pair in pairs] == [False, True, False]
 
 
+@pytest.mark.parametrize("listening", [False, True])
+def test_only_those_of_nccl_no_longer_listen_after_an_abort(listening: bool) -> None:
+    connections = Connections(listening)
+    connections.opening()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        connections.shut()
+        server.setblocking(False)
+        with pytest.raises(OSError) as caught:
+            server.accept()
+        assert isinstance(caught.value, BlockingIOError) is not listening
+
+
 def test_a_repeated_rendezvous_forgets_no_connection(connect: Callable[[], Pair]) -> None:
     """A function calls `hvd.init()` in each of its runs."""
     connections = Connections()
