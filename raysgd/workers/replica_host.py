@@ -183,7 +183,9 @@ class ReplicaHost:
         return self._backend.offer()
 
     def _build(self, factory: ReplicaFactory, rank_info: RankInfo) -> None:
-        self._replica, self._lacks_state = factory(rank_info, self._control), True
+        replica = factory(rank_info, self._control)
+        self._backend.ensure_whole()  # of models, rank 0 sends its own
+        self._replica, self._lacks_state = replica, True
 
     def _warm(
         self, hook: Callable[[], Any] | None, factory: ReplicaFactory, rank_info: RankInfo, settings: dict[str, Any]
