@@ -15,6 +15,7 @@ from raysgd.training.step import Policy, Step
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 Place = tuple[nn.Module, str]  # of a buffer, because a module may replace its buffers
+Pair = tuple[list[torch.Tensor], list[torch.Tensor]]
 
 
 class KeepBuffers(Policy):
@@ -34,6 +35,7 @@ class KeepBuffers(Policy):
         self._now: list[torch.Tensor] = []
         self._at: list[Place] = []
         self._before: list[torch.Tensor] = []
+        self._copies: list[Pair] = []  # both, in pairs of lists that a device copies at once
         # While a batch comes in pieces: the contents at its beginning, and after the first piece.
         self._began: list[tuple[Place, torch.Tensor]] = []
         self._first: list[tuple[Place, torch.Tensor]] = []
@@ -88,10 +90,12 @@ class KeepBuffers(Policy):
     def _keep(self, places: Sequence[Place]) -> None:
         now = buffers_at(places)
         if len(now) == len(self._now) and all(map(is_, now, self._now)):
-            copy_all(now, self._before)
+            for source, target in self._copies:
+                copy_all(source, target)
         else:  # in the first steps, and if a module has replaced one
             self._now, self._before = now, [each.clone() for each in now]
             self._at = [each for each in places if _held(each) is not None]
+            self._copies = _copied_together(now, self._before)
 
     def _take_first(self) -> None:
         _put(self._first)
@@ -110,6 +114,17 @@ class KeepBuffers(Policy):
     def _all(self) -> list[Place]:
         modules = [each for model in self._parts.models for each in model.modules()]
         return list(dict.fromkeys((each, name) for each in modules for name, _ in each.named_buffers(recurse=False)))
+
+
+def _copied_together(source: Iterable[torch.Tensor], target: Iterable[torch.Tensor]) -> list[Pair]:
+    """Return these tensors in lists of one type each, which a GPU copies with one kernel. A CPU
+    copies one after the other anyway."""
+    found: dict[torch.dtype | None, Pair] = {}
+    for one, other in zip(source, target, strict=True):
+        own = found.setdefault(None if one.is_cpu else one.dtype, ([], []))
+        own[0].append(one)
+        own[1].append(other)
+    return list(found.values())
 
 
 @torch.no_grad()

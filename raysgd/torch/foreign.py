@@ -344,7 +344,8 @@ def buffers_at(places: Iterable[tuple[nn.Module, str]]) -> list[torch.Tensor]:
 
 @torch.no_grad()
 def copy_all(source: list[torch.Tensor], target: list[torch.Tensor]) -> None:
-    """Copy tensors into others of the same shapes, with one kernel on a GPU."""
+    """Copy tensors into others of the same shapes: with one kernel on a GPU, if all have one
+    type."""
     if source:
         torch._foreach_copy_(target, source)
 
