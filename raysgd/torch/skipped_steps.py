@@ -143,7 +143,9 @@ class LeaveOut(Policy):
 
     def weighted(self, step: Step, loss: torch.Tensor) -> torch.Tensor:
         """Note the loss of a backward pass, and what it counts."""
-        self._losses.append((loss.detach(), step.current.weight * step.samples if self._exact else step.samples))
+        # A CUDA graph's next forward pass writes its loss to the same memory.
+        kept = loss.detach() if step.closing else loss.detach().clone()
+        self._losses.append((kept, step.current.weight * step.samples if self._exact else step.samples))
         return loss
 
     def gradients(self, step: Step, optimizer: Any) -> bool:

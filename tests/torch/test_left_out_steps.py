@@ -171,6 +171,22 @@ def test_a_rule_sees_the_loss_and_refuses_steps(precision: Any, accumulate: int)
         assert [each["loss"] > 100 for each in operator_of(trainer).seen].index(True) == 2 // accumulate
 
 
+def test_a_rule_sees_the_losses_of_a_window_whose_memory_is_used_again() -> None:
+    """With a CUDA graph (torch.compile's "reduce-overhead"), the next forward pass writes its loss to the same memory."""
+
+    class Graph(Ruled):
+        def backward(self, loss: torch.Tensor, *given: Any, **named: Any) -> None:
+            super().backward(loss, *given, **named)
+            self.replayed = [*getattr(self, "replayed", []), (loss.detach(), loss.item())][-2:]
+            if len(self.replayed) == 2:
+                self.replayed[0][0].fill_(1e9)
+
+    with inline(Graph, options=TrainingOptions(accumulate=2), config={"bad": (), "rows": 16}) as trainer:
+        trainer.train(num_steps=2)
+        (seen,) = operator_of(trainer).seen
+        assert seen["loss"] == pytest.approx(sum(value for _, value in operator_of(trainer).replayed) / 2)
+
+
 def test_a_rule_needs_the_loss() -> None:
     class Unseen(Ruled):
         def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
