@@ -1,0 +1,260 @@
+"""Train with raysgd on the late device, and print what `test_late_device.py` compares, as JSON: a script for
+`python -m`."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections import Counter
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from raysgd import TorchTrainer, TrainingOptions
+from raysgd.callbacks import EMA, GradientNormMonitor, LearningRateMonitor
+from raysgd.torch import nccl, replica
+from raysgd.torch.buffers import KeepBuffers
+from raysgd.torch.data import prefetch
+from raysgd.torch.data.prefetch import CudaCarrier, make_carrier
+from raysgd.torch.parts import Parts
+from raysgd.training.step import Step
+from tests.emulated import late_group
+from tests.emulated.late_device import DEVICE, stream
+from tests.emulated.late_stream import MOST_AHEAD
+from tests.emulated.on_late import Net, OnLate, rows
+from tests.faults import until
+
+BATCHES = 16  # that are measured
+
+# The trainer's arguments, the optimizer's name and arguments, and those of the loop by hand that trains alike.
+ADAM: dict[str, Any] = {"optimizer": "Adam"}
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "SGD": ({}, {}, {}),
+    "Adam": ({}, ADAM, {}),
+    "Adam, fused": ({}, {**ADAM, "arguments": {"fused": True}}, {}),
+    "bf16": ({"options": TrainingOptions(precision="bf16")}, ADAM, {"precision": "bf16"}),
+    "fp16": ({"options": TrainingOptions(precision="fp16")}, {}, {"precision": "fp16"}),
+    "clip_norm": ({"options": TrainingOptions(clip_norm=1.0)}, {}, {"clip_norm": 1.0}),
+    "on_nonfinite": ({"options": TrainingOptions(on_nonfinite="skip")}, {}, {}),
+    "accumulate": ({"options": TrainingOptions(accumulate=4)}, {}, {"accumulate": 4}),
+    "LearningRateMonitor": ({"callbacks": [LearningRateMonitor()]}, {}, {}),
+    "GradientNormMonitor": ({"callbacks": [GradientNormMonitor()]}, {}, {}),
+    "EMA": ({"callbacks": [EMA(0.99)]}, {}, {}),
+    "prefetch": ({}, {}, {}),  # with the carrier of CUDA
+}
+
+
+class Watched(OnLate, Net):
+    """Notes the device's counts before each forward pass."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        super().setup(config)
+        self.model.register_forward_pre_hook(lambda *_: marks.append(counts()))
+
+
+marks: list[tuple[int, Counter[str]]] = []
+
+
+def prefetching(device: torch.device, *, channels_last: bool) -> CudaCarrier:
+    return CudaCarrier(device, channels_last=channels_last, streams=torch.get_device_module(device))
+
+
+def counts() -> tuple[int, Counter[str]]:
+    return stream.launched, stream.waits.copy()
+
+
+def between(
+    first: tuple[int, Counter[str]], last: tuple[int, Counter[str]], number: int = 1
+) -> tuple[float, dict[str, float]]:
+    """Return launches and waits from one count to another, per batch."""
+    waits = {name: round(count / number, 2) for name, count in (last[1] - first[1]).items()}
+    return round((last[0] - first[0]) / number, 2), waits
+
+
+def measured(name: str) -> dict[str, Any]:
+    arguments, config, hand = CASES[name]
+    found: dict[str, Any] = {
+        "by_hand": by_hand(config.get("optimizer", "SGD"), tuple(config.get("arguments", {}).items()), **hand)
+    }
+    states = []
+    for kind in (Net, Watched):
+        carrier = prefetching if name == "prefetch" and kind is Watched else make_carrier
+        with (
+            patch.object(replica, "make_carrier", carrier),
+            TorchTrainer(training_operator_cls=kind, use_gpu=False, config=config, seed=1, **arguments) as trainer,
+        ):
+            trainer.train(num_steps=4)
+            marks.clear()
+            trainer.train(num_steps=BATCHES + 4)
+            if kind is Watched:
+                found["launches"], found["waits"] = between(marks[2], marks[2 + BATCHES], BATCHES)
+                found["end"] = between(marks[-1], counts())[1]
+            marks.clear()
+            trainer.validate()
+            if kind is Watched:
+                found["validation"] = between(marks[2], marks[2 + BATCHES], BATCHES)
+            states.append(state_of(trainer))
+    return {**found, "difference": float((states[0] - states[1]).abs().max())}
+
+
+@cache
+def by_hand(
+    optimizer: str,
+    arguments: tuple[tuple[str, Any], ...],
+    *,
+    precision: str = "fp32",
+    clip_norm: float | None = None,
+    accumulate: int = 1,
+) -> float:
+    """Return the launches per batch of a loop that trains as the case does, without raysgd."""
+    operator = Net({"optimizer": optimizer, "arguments": dict(arguments)})  # which stays on the CPU
+    model, criterion = operator.model.to(DEVICE), operator.criterion.to(DEVICE)
+    scaler = torch.amp.GradScaler("late", enabled=precision == "fp16")
+    lower = torch.bfloat16 if precision == "bf16" else torch.float16
+    seen = []
+    for number, (x, y) in enumerate(operator._parts.train_loader):
+        seen.append(stream.launched)
+        if number % accumulate == 0:
+            operator.optimizer.zero_grad()
+        x, y = x.to(DEVICE, non_blocking=True), y.to(DEVICE, non_blocking=True)
+        with torch.autocast("late", lower, enabled=precision != "fp32"):
+            loss = criterion(model(x), y)
+        scaler.scale(loss / accumulate if accumulate > 1 else loss).backward()
+        if (number + 1) % accumulate == 0:
+            if clip_norm is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+            scaler.step(operator.optimizer)
+            scaler.update()
+    return round((seen[4 + BATCHES] - seen[4]) / BATCHES, 2)
+
+
+def state_of(trainer: Any) -> torch.Tensor:
+    operator = trainer.get_local_operator()
+    moments = [each for own in operator.optimizer.state.values() for each in own.values()]
+    every = [*operator.model.state_dict().values(), *(each for each in moments if isinstance(each, torch.Tensor))]
+    return torch.cat([each.detach().cpu().flatten().double() for each in every])
+
+
+class LateNet(OnLate, Net):
+    pass
+
+
+class LeftBehind(LateNet):
+    """Adds a tensor that only its own code could move."""
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        return super().train_batch([batch[0] + torch.ones(8), batch[1]], batch_info)
+
+
+def moved() -> dict[str, Any]:
+    """Load on one device what the other has saved, continue, and predict. Return what is refused, too."""
+    options = TrainingOptions(precision="bf16", on_nonfinite="skip", clip_norm=1.0)
+    given: dict[str, Any] = {"use_gpu": False, "config": ADAM, "seed": 1, "options": options, "callbacks": [EMA(0.9)]}
+    results, refused = [], ""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "state.pt")
+        for saver, loader in ((Net, Net), (Net, LateNet), (LateNet, Net)):
+            with TorchTrainer(training_operator_cls=saver, **given) as trainer:
+                trainer.train(num_steps=3)
+                trainer.save(path)
+            with TorchTrainer(training_operator_cls=loader, **given) as trainer:
+                trainer.load(path)
+                trainer.train(num_steps=3)
+                predicted = trainer.predict(TensorDataset(*rows(16)))
+                results.append(torch.cat([state_of(trainer), predicted.flatten().double()]))
+    with TorchTrainer(training_operator_cls=LeftBehind, **given) as trainer:
+        try:
+            trainer.train(num_steps=1)
+        except RuntimeError as error:
+            refused = str(error)
+    return {"differences": [float((results[0] - each).abs().max()) for each in results[1:]], "refused": refused}
+
+
+def kept_buffers() -> dict[str, Any]:
+    """Keep and restore the buffers of ten BatchNorm layers."""
+    model = nn.Sequential(*(nn.BatchNorm1d(4) for _ in range(10))).to(DEVICE)
+    buffers, step = KeepBuffers(Parts(models=[model], wrapped=[model])), Step()
+    for _ in range(3):
+        first = stream.launched
+        buffers.begin(step)
+        launches = stream.launched - first
+        model(torch.randn(8, 4).to(DEVICE))
+        step.outcome = "undone"
+        buffers.on_step(step)
+    return {"launches": launches, "sums": [float(each.sum()) for each in list(model.buffers())[:3]]}
+
+
+def stack_of(thread: threading.Thread) -> list[str]:
+    """Return where a thread is, as a worker tells the driver."""
+    frame = sys._current_frames()[thread.ident or 0]
+    return [f"{each.filename}:{each.lineno} {each.name}" for each in reversed(traceback.extract_stack(frame))]
+
+
+def hung() -> dict[str, Any]:
+    """Train while the device does nothing, until the host can launch no more."""
+    found: dict[str, Any] = {}
+    with TorchTrainer(training_operator_cls=Watched, use_gpu=False, config=ADAM, seed=1) as trainer:
+        trainer.train(num_steps=4)
+        operator, done = trainer.get_local_operator(), stream.done
+        stream.hold()
+        thread = threading.Thread(target=trainer.train, kwargs={"num_steps": 80})
+        thread.start()
+        for _ in until(lambda: stream.launched - stream.done > MOST_AHEAD + 1):
+            time.sleep(0.01)
+        found["committed"], found["done"] = operator.global_step, stream.done - done
+        stream.release()
+        thread.join()
+        held = state_of(trainer)
+    with TorchTrainer(training_operator_cls=Net, use_gpu=False, config=ADAM, seed=1) as trainer:
+        trainer.train(num_steps=84)
+        return {**found, "difference": float((held - state_of(trainer)).abs().max())}
+
+
+def waiting() -> list[str]:
+    """Return the stack of a rank that waits for the device's stream, which hangs, in raysgd's own function."""
+    late_group.install()
+    stream.hold()
+    thread = threading.Thread(target=nccl.wait_for_device)
+    thread.start()
+    for _ in until(lambda: stack_of(thread)[0].endswith(" wait")):
+        time.sleep(0.01)
+    stack = stack_of(thread)
+    stream.release()
+    thread.join()
+    return stack
+
+
+def broken() -> dict[str, Any]:
+    """Break the device in a step. The last part, because it stays broken."""
+    found: dict[str, Any] = {}
+
+    class Breaks(Watched):
+        def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+            if batch_info["global_step"] == 3:
+                stream.break_down()
+            return super().train_batch(batch, batch_info)
+
+    with TorchTrainer(training_operator_cls=Breaks, use_gpu=False, config=ADAM, seed=1) as trainer:
+        for part in ("step", "later"):
+            try:
+                trainer.train(num_steps=40)
+            except RuntimeError as error:
+                found[part] = [type(error).__name__, str(error)]
+    return found
+
+
+if __name__ == "__main__":
+    # The device has no pinned memory, and its stream is none of torch's.
+    prefetch._pinned, torch.Tensor.record_stream = lambda tensor: tensor, lambda *_: None  # type: ignore[method-assign]
+    parts: dict[str, Any] = {"cases": {name: measured(name) for name in CASES}}
+    parts |= {part.__name__: part() for part in (moved, kept_buffers, hung, waiting, broken)}
+    print(json.dumps(parts))

@@ -1,0 +1,76 @@
+"""A device that computes later has no wait in an epoch, one launch more than by hand, and the numbers of the CPU."""
+
+import json
+from typing import Any
+
+import pytest
+
+from raysgd.core.hang import is_in_collective
+from tests.background import Background
+
+READS = "item in core/average_meters.py _settle"
+# More launches per step than by hand (one is the copy of the loss, which a meter keeps), and waits per step.
+TABLE: dict[str, tuple[int, dict[str, float]]] = {
+    "SGD": (1, {}),
+    "Adam": (1, {}),
+    "Adam, fused": (1, {}),
+    "bf16": (1, {}),
+    "fp16": (5, {"item in torch/precision.py step": 1}),  # torch's scaler waits, too
+    "clip_norm": (1, {}),
+    "on_nonfinite": (8, {"item in torch/skipped_steps.py _are_finite": 1}),
+    "accumulate": (1, {}),
+    "LearningRateMonitor": (1, {}),
+    "GradientNormMonitor": (5, {}),
+    "EMA": (2, {}),
+    "prefetch": (1, {}),
+}
+
+
+@pytest.fixture(scope="module")
+def found(background: Background) -> dict[str, Any]:
+    """Return what `late_runs.py` has printed."""
+    done = background.run("-m", "tests.emulated.late_runs")
+    assert done.returncode == 0, done.stderr
+    parsed: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return parsed
+
+
+def test_launches_and_waits_per_step(found: dict[str, Any]) -> None:
+    cases = found["cases"]
+    assert {name: (each["launches"] - each["by_hand"], each["waits"]) for name, each in cases.items()} == TABLE
+    assert {name: each["validation"][1] for name, each in cases.items()} == {name: {} for name in TABLE}
+    # A call's numbers are read when it ends.
+    assert {name: set(each["end"]) - set(TABLE[name][1]) - {READS} for name, each in cases.items()} == {
+        name: {"item in torch/precision.py skipped"} if name == "fp16" else set() for name in TABLE
+    }
+
+
+def test_the_weights_are_those_of_the_cpu(found: dict[str, Any]) -> None:
+    assert {name: each["difference"] for name, each in found["cases"].items()} == pytest.approx(
+        dict.fromkeys(TABLE, 0.0), abs=1e-6
+    )
+
+
+def test_raysgd_moves_all_that_it_should(found: dict[str, Any]) -> None:
+    """A state that one device has saved continues on the other, with models, buffers, moments and averages there."""
+    assert found["moved"]["differences"] == pytest.approx([0.0, 0.0], abs=1e-6)
+    assert "on the same device, got late:0 and cpu" in found["moved"]["refused"]
+
+
+def test_buffers_are_kept_with_a_launch_for_each_type(found: dict[str, Any]) -> None:
+    assert found["kept_buffers"] == {"launches": 2, "sums": [0.0, 4.0, 0.0]}
+
+
+def test_one_worker_may_be_far_ahead_of_its_device(found: dict[str, Any]) -> None:
+    """Without peers, no step can be cut off."""
+    assert found["hung"]["committed"] > 20 and found["hung"]["done"] == 0
+    assert found["hung"]["difference"] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_a_rank_that_waits_for_its_device_is_in_a_collective_call(found: dict[str, Any]) -> None:
+    assert is_in_collective(found["waiting"]), found["waiting"]
+
+
+def test_an_error_of_the_device_comes_again(found: dict[str, Any]) -> None:
+    error = ["AcceleratorError", "CUDA error: an illegal memory access was encountered"]
+    assert found["broken"] == {"step": error, "later": error}
