@@ -545,7 +545,7 @@ class WorkerTable:
 def _gpu_of(info: WorkerInfo, uuid: str = "") -> str:
     """Return a worker's GPU with its node, for messages."""
     numbers = ", ".join(number for _, number in info.gpus)
-    return f"GPU {numbers or '(not given by Ray)'}{f' ({uuid})' if uuid else ''} on node {info.machine}"
+    return f"{f'GPU {numbers}' if numbers else 'a GPU'}{f' ({uuid})' if uuid else ''} on node {info.machine}"
 
 
 class OpenCalls:
