@@ -55,7 +55,9 @@ def raise_user_error(outcome: Failed, info: WorkerInfo) -> NoReturn:
     rank = "a new worker" if info.rank is None else f"rank {info.rank}"
     vars(error)["raysgd_rank"] = info.rank  # not by assignment, which an exception class can refuse
     kind = type(error)
-    if (kind.__module__, kind.__name__) == ("torch", "OutOfMemoryError") and hasattr(error, "add_note"):  # from Python 3.11 on
+    if (kind.__module__, kind.__name__) == ("torch", "OutOfMemoryError") and hasattr(
+        error, "add_note"
+    ):  # from Python 3.11 on
         error.add_note(MEMORY_HINT)
     if error.__traceback__ is not None:
         raise error

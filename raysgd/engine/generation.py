@@ -148,8 +148,10 @@ class Generation:
                 return False
             for worker in [each for each in workers if self._table.parks(each)]:
                 workers.remove(worker)
-                if len(workers) < least or self._table.group.room() > 0:
+                full = self._table.group.room() <= 0
+                if not full or len(workers) < least:
                     workers += self._table.launch(1)
+                    no_room = no_room or full
         return True
 
     def gather(self, workers: Sequence[str]) -> list[Left]:

@@ -105,6 +105,7 @@ import json, logging, os, sys, time
 from pathlib import Path
 import ray
 from raysgd import train
+from raysgd.torch.setup import wants_gpu
 from raysgd.train import Trainer
 from tests.harming import harm
 from tests.torch.schedules import EPOCHS, Disturbed, Setting, trained
@@ -134,13 +135,14 @@ history = trainer.run(function)[0]
 reasons = [each.reason for each in trainer.recoveries]
 details = [each.detail for each in trainer.recoveries if each.reason == "gpu failure"]
 free = ray.available_resources().get("GPU", 0)
+auto = wants_gpu("auto")
 trainer.shutdown()
 until = time.monotonic() + 20
 while ray.available_resources().get("GPU", 0) < 2 and time.monotonic() < until:
     time.sleep(0.1)
 print("FACTS " + json.dumps({
     "used": sorted(each.name.split("-")[0] for each in marks.glob("?-*")), "reasons": reasons, "details": details,
-    "history": history, "free": free, "after": ray.available_resources().get("GPU", 0),
+    "history": history, "auto": auto, "free": free, "after": ray.available_resources().get("GPU", 0),
 }))
 ray.shutdown()
 """
@@ -167,4 +169,5 @@ def test_no_worker_uses_a_gpu_after_its_second_failure(outcome: Callable[[], dic
     assert (
         facts["log"].count("GPU 0 on node") == facts["log"].count("has failed 2 times: raysgd starts no more") + 1 == 2
     )
+    assert facts["auto"] is True and "this machine has no GPU, but the Ray cluster has 2" in facts["log"]
     assert facts["log"].count("it keeps this GPU without using it") == 1
