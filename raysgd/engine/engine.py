@@ -642,12 +642,12 @@ class Engine:
     def _raise_user_error(self, seen: Observation, outcomes: Mapping[str, Outcome]) -> NoReturn:
         self._generation.end()
         assert seen.culprit is not None
-        outcome, info = outcomes[seen.culprit], self._table[seen.culprit]
+        outcome = outcomes[seen.culprit]
         assert isinstance(outcome, Failed)
         for worker, each in outcomes.items():
             if isinstance(each, Failed) and self._table[worker].broken is not None:
                 self._table.acquit(worker)
-        raise_user_error(outcome, info)
+        raise_user_error(outcome, self._table[seen.culprit])
 
     def _raise_out_of_step(self, seen: Observation, since: float) -> NoReturn:
         """Raise the error about ranks that are out of step. As after any user's error, workers that

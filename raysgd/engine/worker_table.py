@@ -263,12 +263,13 @@ class WorkerTable:
             )
 
     def acquit(self, worker: str) -> None:
-        """Dismiss a worker whose GPU the user's code has broken, which is no failure of the GPU."""
-        error = suspect(self._workers[worker].broken)
+        """Note that the user's code has broken a worker's GPU, which is no failure: the next call
+        begins without this worker."""
+        info = self._workers[worker]
+        error, info.broken = suspect(info.broken), None
         assert error is not None
-        self._workers[worker].broken = None
         self.gpu_failures.acquit(error.progress.step)
-        self.dismiss(worker)
+        info.ended = WorkerEnded(worker, "an error of the user's code has ended its process", "restart")
 
     def parks(self, worker: str) -> bool:
         """Return whether a worker whose process is up must not use its GPU. It is no worker of the
@@ -489,7 +490,7 @@ class WorkerTable:
             info.gpu_failures = self.gpu_failures.count(info.gpus)
             info.moved_at = self.clock()
         elif isinstance(event, WorkerEnded):
-            info.ended = event
+            info.ended = info.ended or event  # a broken GPU is known before its process has ended
             self._note_change(event.worker)
         elif isinstance(event, PartReceived):
             info.moved_at = self.clock()  # a slow transfer is not a hang
