@@ -181,6 +181,17 @@ def test_a_worker_with_a_broken_gpu_says_so_and_does_not_leave_the_group(
     assert "in run" in outcome.fault.error.traceback
 
 
+def test_what_an_abort_may_have_caused_is_blamed_on_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer has failed. Ending the collective call of this rank can break its kernels, too."""
+    host, _, given = host_of(lambda *_: Raises(accelerator(ILLEGAL)))
+    host.perform("build", given)
+    monkeypatch.setattr(gpu_faults, "probe", lambda: accelerator(ILLEGAL))
+    host._control.interrupt()
+    outcome = host.perform("run", {"call": Call(Raises.run)})
+    assert isinstance(outcome, WorkerFailed) and outcome.fault == GpuFault(suspect=True)
+    assert classify(with_user_errors({"w1": outcome, "w2": outcome}, [3])).kind == "broken"
+
+
 def test_in_the_drivers_own_process_it_is_the_users_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_faults, "probe", lambda: accelerator(ECC))
     host = ReplicaHost(SingleWorkerBackend(), Control())

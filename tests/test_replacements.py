@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from raysgd.config import Limits
-from raysgd.core.outcomes import GpuFault, WorkerFailed
+from raysgd.core.outcomes import Failed, GpuFault, WorkerFailed
 from raysgd.core.progress import Progress
 from raysgd.engine.replacements import OVERDUE_S, Replacements
 from tests.fake_group import FakeGroup, Ok, WorkerEnded, started
@@ -230,7 +230,9 @@ def test_a_spare_on_a_machine_that_will_be_stopped_is_replaced_at_once() -> None
 
 # -- broken GPUs --------------------------------------------------------------------------------------
 
-BROKEN = WorkerFailed("CUDA error: uncorrectable ECC error", "gpu failure", fault=GpuFault("GPU-5f1c"))
+BROKEN = WorkerFailed(
+    "CUDA error: uncorrectable ECC error", "gpu failure", fault=GpuFault("GPU-5f1c", error=Failed(RuntimeError()))
+)
 
 
 def test_a_replacement_on_a_gpu_that_has_failed_twice_only_holds_it(caplog: pytest.LogCaptureFixture) -> None:

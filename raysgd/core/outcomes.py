@@ -69,7 +69,9 @@ class GpuFault:
 
     uuid     of the GPU, "" if it is unknown
     suspect  whether a kernel of the user's may have caused it
-    error    the error as one of the user's code, which it is if it comes again at the same step
+    error    the error as one of the user's code, which it is if it comes again at the same step.
+             None: the rank had been interrupted before, and what ended its collective call may have
+             caused it
     """
 
     uuid: str = ""

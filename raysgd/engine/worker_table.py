@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar
 from raysgd.core import messages
 from raysgd.core.gpu_failures import MOST_FAILURES, Gpu, GpuFailures
 from raysgd.core.metrics import Measured
-from raysgd.core.outcomes import Failed, Interrupted, Ok, Outcome, WorkerFailed
+from raysgd.core.outcomes import Failed, GpuFault, Interrupted, Ok, Outcome, WorkerFailed
 from raysgd.core.policy import suspect
 from raysgd.core.progress import Progress
 from raysgd.core.snapshot import Snapshot, SnapshotStore
@@ -246,13 +246,15 @@ class WorkerTable:
     def dismiss(self, worker: str) -> None:
         info = self._workers.pop(worker, None)
         if info is not None and info.broken is not None:
-            self._note_gpu_failure(info, suspect(info.broken))
+            self._note_gpu_failure(info, info.broken.fault)
         self._members = None
         self._note_change(worker)
         self.group.dismiss(worker)
 
-    def _note_gpu_failure(self, info: WorkerInfo, error: Failed | None) -> None:
-        step = None if error is None else error.progress.step
+    def _note_gpu_failure(self, info: WorkerInfo, fault: GpuFault | None) -> None:
+        if fault is None or fault.error is None:
+            return
+        step = fault.error.progress.step if fault.suspect else None
         count = self.gpu_failures.note(info.gpus, step=step, known=info.gpu_failures)
         if info.gpu_failures < count == MOST_FAILURES:
             logger.warning(

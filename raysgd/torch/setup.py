@@ -88,8 +88,8 @@ def per_worker_config(config: Any, num_workers: int) -> tuple[dict[str, Any], di
 def worker_resources(
     num_cpus: Any, use_gpu: Any, resources: Any, in_ray: bool | None = True
 ) -> tuple[WorkerResources, bool]:
-    """Return what each worker reserves in the cluster, and whether it trains on a GPU. Unless it
-    is a process `in_ray`, the only worker runs in this process; None: if that has what it needs."""
+    """Return what each worker reserves in the cluster, and whether it trains on a GPU. Unless it is
+    a process `in_ray`, the only worker runs in this process; None: if that has what it needs."""
     chosen = isinstance(resources, Mapping) and "GPU" in resources
     wanted = False if chosen and use_gpu == "auto" else wants_gpu(use_gpu, in_ray=in_ray)
     asked = None if use_gpu == "auto" else wanted

@@ -132,7 +132,8 @@ class ReplicaHost:
         fault = self.fault_in(error)
         if fault is None or (fault.suspect and verb in SET_UP):
             return None
-        fault = replace(fault, error=self._failed(error, called))
+        if not (fault.suspect and self._control.interrupted):
+            fault = replace(fault, error=self._failed(error, called))
         return WorkerFailed(described(error).splitlines()[0], GPU, progress=self._progress, fault=fault)
 
     def _is_interruption(self, error: BaseException) -> bool:

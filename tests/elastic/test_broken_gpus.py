@@ -163,6 +163,7 @@ def run(background: Background) -> dict[str, Any]:
     return {**json.loads(facts[0].removeprefix("FACTS ")), "log": ran.stdout}
 
 
+@pytest.mark.more
 @pytest.mark.script(run=run)
 def test_no_worker_uses_a_gpu_after_its_second_failure(outcome: Callable[[], dict[str, Any]]) -> None:
     """GPU 0 breaks whenever two workers train. Ray gives it to each new worker, as the other one is in use."""
