@@ -14,7 +14,6 @@ from torch import nn
 from raysgd import ElasticConfig, TorchTrainer
 from tests.background import Background
 from tests.faults import Fault, Ground
-from tests.harming import harm
 from tests.torch.schedules import EPOCHS, Disturbed, Setting, trained
 
 pytestmark = pytest.mark.elastic
