@@ -9,6 +9,7 @@ from raysgd.config import Limits
 from raysgd.core.outcomes import Failed, GpuFault, WorkerFailed
 from raysgd.core.progress import Progress
 from raysgd.engine.replacements import OVERDUE_S, Replacements
+from raysgd.workers.events import CallEnded
 from tests.fake_group import FakeGroup, Ok, WorkerEnded, started
 
 START_S = 100.0
@@ -269,3 +270,19 @@ def test_the_end_of_a_broken_worker_does_not_hide_why(scenario: Scenario) -> Non
     scenario.table.pump(0)
     failure = scenario.table.failure_of(scenario.table["w1"])
     assert (failure.reason, failure.cause.partition(" on ")[0]) == ("gpu failure", "GPU 3 (GPU-5f1c)")
+
+
+def test_a_worker_that_the_users_code_has_broken_is_no_failure(scenario: Scenario) -> None:
+    """Its process ends a moment after it has said so."""
+    error = Failed(RuntimeError(), progress=Progress(step=7))
+    broken = WorkerFailed("CUDA error: device-side assert triggered", "gpu failure", fault=GpuFault("", True, error))
+    (worker,) = scenario.table.launch(1)
+    scenario.group.events += [started(worker, gpu="3"), CallEnded(worker, 1, broken)]
+    scenario.table.pump(0)
+    scenario.table.acquit(worker)
+    scenario.group.events += [WorkerEnded(worker, "its process ended with exit code 79")]
+    scenario.table.pump(0)
+    failure = scenario.table.failure_of(scenario.table[worker])
+    assert (failure.reason, failure.cause) == ("restart", "an error of the user's code has ended its process")
+    scenario.table.dismiss(worker)
+    assert scenario.table.gpu_failures.count([("node", "3")]) == 0 and not scenario.table.gpu_failures.suspected
