@@ -122,9 +122,9 @@ class FakeGroup:
         """There is no process to end."""
 
 
-def started(worker: str, address: str = "") -> WorkerStarted:
-    """Return the event that a worker's process has started."""
-    return WorkerStarted(worker, "node", 1, address)
+def started(worker: str, address: str = "", *, gpu: str = "") -> WorkerStarted:
+    """Return the event that a worker's process has started, with this GPU if Ray has given it one."""
+    return WorkerStarted(worker, "node", 1, address, gpus=(gpu,) if gpu else ())
 
 
 def reporting(group: FakeGroup, worker: str, call: int, rank: int, ranks: int, clock: Callable[[], float]) -> Control:

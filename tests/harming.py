@@ -8,6 +8,8 @@
     exception    another thread raises an exception at wherever its main thread is (PyThreadState_SetAsyncExc)
     half-open    what arrives on its connections is dropped, so nothing is acknowledged; nothing is closed either
     collective   its connections to the other ranks end, although all ranks live
+    ecc          its GPU, which it need not have, raises this error from now on
+    assert       the same with an error that a kernel of the user's can have caused
 
 A kernel out-of-memory kill needs a control group that this process may create (version 1 or 2). Elsewhere there is no
 substitute: a limit on the address space (RLIMIT_AS) raises a MemoryError, which is the user's error, and a high
@@ -25,6 +27,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 BACKENDS = {"TorchBackend", "TorchFunctionBackend", "HorovodBackend", "HorovodFunctionBackend"}
@@ -52,6 +55,18 @@ def segfault() -> None:
 
 def leave() -> None:
     os._exit(3)
+
+
+def break_gpu(text: str) -> None:
+    import torch
+
+    from raysgd.workers import gpu_faults
+
+    def error() -> Exception:
+        return torch.AcceleratorError(f"CUDA error: {text}\nCUDA kernel errors might be asynchronously reported")
+
+    gpu_faults.probe, gpu_faults.gpu_uuid = error, lambda: "GPU-5f1c"
+    raise error()
 
 
 def exceed_memory() -> None:
@@ -140,4 +155,6 @@ HARMS: dict[str, Callable[[], None]] = {
     "exception": interrupt_main,
     "half-open": drop_all,
     "collective": break_collectives,
+    "ecc": partial(break_gpu, "uncorrectable ECC error encountered"),
+    "assert": partial(break_gpu, "device-side assert triggered"),
 }

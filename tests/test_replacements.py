@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 
 from raysgd.config import Limits
+from raysgd.core.outcomes import Failed, GpuFault, WorkerFailed
 from raysgd.core.progress import Progress
 from raysgd.engine.replacements import OVERDUE_S, Replacements
+from raysgd.workers.events import CallEnded
 from tests.fake_group import FakeGroup, Ok, WorkerEnded, started
 
 START_S = 100.0
@@ -225,3 +227,62 @@ def test_a_spare_on_a_machine_that_will_be_stopped_is_replaced_at_once() -> None
     scenario.after(1)
     scenario.replacements.look(0)
     assert scenario.replacements.starting == 1
+
+
+# -- broken GPUs --------------------------------------------------------------------------------------
+
+BROKEN = WorkerFailed(
+    "CUDA error: uncorrectable ECC error", "gpu failure", fault=GpuFault("GPU-5f1c", error=Failed(RuntimeError()))
+)
+
+
+def test_a_replacement_on_a_gpu_that_has_failed_twice_only_holds_it(caplog: pytest.LogCaptureFixture) -> None:
+    """The GPU breaks in the set-up of two replacements. Ray gives it to a third, which must not use it, and must not end."""
+    scenario = Scenario(room=3)
+    scenario.group.outcomes = {"warm": BROKEN}
+    for worker in ("w1", "w2"):
+        scenario.replacements.launch(1)
+        scenario.after(1, started(worker, "10.0.0.7", gpu="3"))
+        assert scenario.group.dismissed[-1] == worker and scenario.replacements.starting == 0
+    cause = "GPU 3 (GPU-5f1c) on node 10.0.0.7: CUDA error: uncorrectable ECC error"
+    assert caplog.text.count(f"a replacement worker did not start ({cause})") == 2
+    assert caplog.text.count("GPU 3 on node 10.0.0.7 has failed 2 times: raysgd starts no more workers on it") == 1
+    scenario.group.outcomes = {}
+    scenario.replacements.launch(1)
+    scenario.after(1, started("w3", "10.0.0.7", gpu="3"))
+    assert (scenario.replacements.ready, scenario.replacements.starting) == (0, 0)
+    assert scenario.group.dismissed == ["w1", "w2"], "otherwise Ray would give its GPU to the next one"
+    assert "a new worker has got GPU 3 on node 10.0.0.7, which has failed too often" in caplog.text
+    scenario.replacements.dismiss_all()
+    assert scenario.group.dismissed == ["w1", "w2"]
+    scenario.replacements.launch(1)
+    scenario.after(1, started("w4", "10.0.0.7", gpu="2"))
+    assert scenario.replacements.ready_workers == ["w4"]
+
+
+def test_the_end_of_a_broken_worker_does_not_hide_why(scenario: Scenario) -> None:
+    scenario.group.outcomes = {"warm": BROKEN}
+    scenario.table.launch(1)
+    scenario.group.events += [started("w1", gpu="3")]
+    scenario.table.pump(0)
+    scenario.table.expect("w1", scenario.group.submit("w1", "warm", {}))
+    scenario.group.events += [WorkerEnded("w1", "its process ended with exit code 79")]
+    scenario.table.pump(0)
+    failure = scenario.table.failure_of(scenario.table["w1"])
+    assert (failure.reason, failure.cause.partition(" on ")[0]) == ("gpu failure", "GPU 3 (GPU-5f1c)")
+
+
+def test_a_worker_that_the_users_code_has_broken_is_no_failure(scenario: Scenario) -> None:
+    """Its process ends a moment after it has said so."""
+    error = Failed(RuntimeError(), progress=Progress(step=7))
+    broken = WorkerFailed("CUDA error: device-side assert triggered", "gpu failure", fault=GpuFault("", True, error))
+    (worker,) = scenario.table.launch(1)
+    scenario.group.events += [started(worker, gpu="3"), CallEnded(worker, 1, broken)]
+    scenario.table.pump(0)
+    scenario.table.acquit(worker)
+    scenario.group.events += [WorkerEnded(worker, "its process ended with exit code 79")]
+    scenario.table.pump(0)
+    failure = scenario.table.failure_of(scenario.table[worker])
+    assert (failure.reason, failure.cause) == ("restart", "an error of the user's code has ended its process")
+    scenario.table.dismiss(worker)
+    assert scenario.table.gpu_failures.count([("node", "3")]) == 0 and not scenario.table.gpu_failures.suspected

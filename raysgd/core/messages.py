@@ -32,11 +32,13 @@ class Message:
 @dataclass(frozen=True)
 class Hello(Message):
     """A worker sends this when its process has started. The group reports it to the engine as
-    `WorkerStarted`, and the end of the connection as `WorkerEnded`."""
+    `WorkerStarted`, and the end of the connection as `WorkerEnded`. `gpus` are the numbers of those
+    that Ray has given to it, on its node."""
 
     worker: str
     node: str
     pid: int
+    gpus: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

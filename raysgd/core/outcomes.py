@@ -10,7 +10,7 @@ from raysgd.core.progress import Progress
 from raysgd.core.ranks import RankInfo
 from raysgd.core.shard_copies import Holding
 
-DATA_LOADER, BATCH = "data loader", "batch"
+DATA_LOADER, BATCH, GPU = "data loader", "batch", "gpu failure"
 
 
 @dataclass(frozen=True)
@@ -64,16 +64,36 @@ class Interrupted:
 
 
 @dataclass(frozen=True)
+class GpuFault:
+    """An error of a GPU that every further use of it raises again in this process.
+
+    uuid     of the GPU, "" if it is unknown
+    suspect  whether a kernel of the user's may have caused it
+    error    the error as one of the user's code, which it is if it comes again at the same step.
+             None: the rank had been interrupted before, and what ended its collective call may have
+             caused it
+    """
+
+    uuid: str = ""
+    suspect: bool = False
+    error: Failed | None = None
+
+
+@dataclass(frozen=True)
 class WorkerFailed:
     """The process ended, or its node failed. `value` is the partial result in its last progress
     message. `hung_at` is the phase, and the batch of the call, in which code hung on it while its
-    peers waited; None if its process was stopped, or did not hang."""
+    peers waited; None if its process was stopped, or did not hang.
+
+    A worker whose GPU is broken returns this itself, with the `fault`, and ends its process.
+    """
 
     cause: str
     reason: str = "worker death"
     value: Any = None
     progress: Progress = field(default_factory=Progress)
     hung_at: tuple[str, int] | None = None
+    fault: GpuFault | None = None
 
 
 class DataLoaderFailure(BaseException):

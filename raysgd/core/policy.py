@@ -8,7 +8,7 @@ values.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -33,10 +33,10 @@ MAX_HANGS = 2
 class Recovery:
     """One change of the workers, as users see it in `trainer.recoveries`.
 
-    reason          "worker death", "node failure", "hang", "divergence", "network", "data loader"
-                    or "out of step"; for a planned change, "preemption", "growth", "shrink" or
-                    "restart"; "batch" for a batch that is trained again in one piece on each
-                    worker; "takeover" by a script that was started again
+    reason          "worker death", "node failure", "gpu failure", "hang", "divergence", "network",
+                    "data loader" or "out of step"; for a planned change, "preemption", "growth",
+                    "shrink" or "restart"; "batch" for a batch that is trained again in one piece on
+                    each worker; "takeover" by a script that was started again
     removed_ranks   the ranks that failed, or that left in a planned change
     world_size_before, world_size_after  how many workers there were and are
     in_place        True if survivors continued with their state, False if training continued from a
@@ -135,6 +135,21 @@ def classify(outcomes: Mapping[str, Outcome]) -> Observation:
         return Observation("paused")
     assert all(isinstance(outcome, Ok) for outcome in outcomes.values())
     return Observation("done")
+
+
+def with_user_errors(outcomes: Mapping[str, Outcome], suspected: Iterable[int]) -> dict[str, Outcome]:
+    """Return the outcomes, of which failures of GPUs are errors of the user's code if a kernel of
+    the user's may have caused them, and they are not the first at their step. `suspected` has the
+    steps of earlier ones."""
+    errors = {worker: error for worker, outcome in outcomes.items() if (error := suspect(outcome)) is not None}
+    seen = Counter([*suspected, *(error.progress.step for error in errors.values())])
+    return {**outcomes, **{worker: error for worker, error in errors.items() if seen[error.progress.step] > 1}}
+
+
+def suspect(outcome: Outcome | None) -> Failed | None:
+    """Return the error behind a failure of a GPU that a kernel of the user's may have caused."""
+    fault = outcome.fault if isinstance(outcome, WorkerFailed) else None
+    return fault.error if fault is not None and fault.suspect else None
 
 
 def different_calls(outcomes: Mapping[str, Outcome], *, again: bool = False) -> str:

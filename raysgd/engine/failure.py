@@ -33,6 +33,10 @@ MORE_ROOM = (
     "machine, start Ray yourself with more logical CPUs: ray.init(num_cpus=...)"
 )
 
+MEMORY_HINT = (
+    "The GPU's memory is full. Use smaller batches (with TrainingOptions(accumulate=...), several share one step), or "
+    'TrainingOptions(precision="bf16")'
+)
 LOADER_HINT = (
     "Data-loader processes usually die because memory runs out. Use fewer loader processes (num_workers of the DataLoader), "
     "smaller batches or a smaller prefetch_factor, or a machine or container with more memory. After SIGBUS, enlarge the "
@@ -50,6 +54,11 @@ def raise_user_error(outcome: Failed, info: WorkerInfo) -> NoReturn:
     error = outcome.error
     rank = "a new worker" if info.rank is None else f"rank {info.rank}"
     vars(error)["raysgd_rank"] = info.rank  # not by assignment, which an exception class can refuse
+    kind = type(error)
+    if (kind.__module__, kind.__name__) == ("torch", "OutOfMemoryError") and hasattr(
+        error, "add_note"
+    ):  # from Python 3.11 on
+        error.add_note(MEMORY_HINT)
     if error.__traceback__ is not None:
         raise error
     where = f"on {rank} (process {info.pid} on node {info.machine}):"

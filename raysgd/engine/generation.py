@@ -100,7 +100,7 @@ class Generation:
             room = self._table.group.room()
             count = max(least, min(target, room))
             workers = self._table.launch(count)
-            if self._wait_for_start(workers, target, no_room=count > room):
+            if self._wait_for_start(workers, target, least, no_room=count > room):
                 if self.form(workers):
                     return
             else:
@@ -126,8 +126,9 @@ class Generation:
             "before `ray start` on each of them"
         )
 
-    def _wait_for_start(self, workers: Sequence[str], target: int, *, no_room: bool) -> bool:
-        """Wait until the processes are up. Return False if one fails. Raise after the limit."""
+    def _wait_for_start(self, workers: list[str], target: int, least: int, *, no_room: bool) -> bool:
+        """Wait until the processes are up, and start others for those that have broken GPUs. Return
+        False if one fails. Raise after the limit."""
         started = self._table.clock()
         warned = False
         while missing := [worker for worker in workers if self._table[worker].stage < Stage.UP]:
@@ -145,6 +146,12 @@ class Generation:
             self._table.pump(0.2)
             if any(self._table[worker].ended is not None for worker in workers):
                 return False
+            for worker in [each for each in workers if self._table.parks(each)]:
+                workers.remove(worker)
+                full = self._table.group.room() <= 0
+                if not full or len(workers) < least:
+                    workers += self._table.launch(1)
+                    no_room = no_room or full
         return True
 
     def gather(self, workers: Sequence[str]) -> list[Left]:

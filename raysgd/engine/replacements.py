@@ -129,7 +129,7 @@ class Replacements:
         """Follow up on all that are starting."""
         for info in self._table.new_workers():
             if info.ended is not None:
-                self._drop(info, "its process ended")
+                self._drop(info, "its process ended" if info.broken is None else info.broken.cause)
             elif info.stage is Stage.UP:
                 self._follow_up(info)
             elif info.stage is Stage.WARMING:
@@ -148,6 +148,8 @@ class Replacements:
         return self._table.clock() - info.since > self._overdue_s and self._table.group.room() > 0
 
     def _follow_up(self, info: WorkerInfo) -> None:
+        if self._table.parks(info.worker):
+            return
         if self._in_place:
             self._table.set_stage(info.worker, Stage.WARMING)
             call = self._table.group.submit(info.worker, "warm", self._generation.warm_up_arguments())

@@ -10,13 +10,15 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Any, Literal, TypeVar
 
 from raysgd.core import messages
+from raysgd.core.gpu_failures import MOST_FAILURES, Gpu, GpuFailures
 from raysgd.core.metrics import Measured
-from raysgd.core.outcomes import Failed, Interrupted, Ok, Outcome, WorkerFailed
+from raysgd.core.outcomes import Failed, GpuFault, Interrupted, Ok, Outcome, WorkerFailed
+from raysgd.core.policy import suspect
 from raysgd.core.progress import Progress
 from raysgd.core.snapshot import Snapshot, SnapshotStore
 from raysgd.workers.events import CallEnded, Event, MessageReceived, PartReceived, WorkerEnded, WorkerStarted
@@ -92,6 +94,8 @@ class WorkerInfo:
     notice      whether it received SIGTERM, because its node will be removed
     moved_at    when it last made progress
     ended       how it failed
+    broken      the outcome with which it said that its GPU is broken
+    gpus        the GPUs that Ray has given to it, and how often they had failed when it started
     killed_for  why the driver killed it: the reason and the details of its failure
     unfinished  what it did not finish in time, with its stack; empty if its process is stopped and
                 shows none
@@ -117,6 +121,9 @@ class WorkerInfo:
     partial: Measured | None = None
     moved_at: float = 0.0
     ended: WorkerEnded | None = None
+    broken: WorkerFailed | None = None
+    gpus: tuple[Gpu, ...] = ()
+    gpu_failures: int = 0
     killed_for: KillReason | None = None
     unfinished: str = ""
     summaries: dict[tuple[int, int], str] = field(default_factory=dict)
@@ -163,7 +170,7 @@ class WorkerTable:
         self.group, self.during, self.real_clock = group, during, clock
         self._away_s, self._back_at = 0.0, -math.inf
         self._asking_since: float | None = None  # when the first call after the last look was given
-        self.snapshots = SnapshotStore()
+        self.snapshots, self.gpu_failures = SnapshotStore(), GpuFailures()
         self.silent_s = silent_s  # after so much silence, a process is stopped, whatever it does
         self._on_progress, self._on_report = on_progress, on_report
         self._workers: dict[str, WorkerInfo] = {}
@@ -237,10 +244,49 @@ class WorkerTable:
         self._workers[worker].leaver = leaver
 
     def dismiss(self, worker: str) -> None:
-        self._workers.pop(worker, None)
+        info = self._workers.pop(worker, None)
+        if info is not None and info.broken is not None:
+            self._note_gpu_failure(info, info.broken.fault)
         self._members = None
         self._note_change(worker)
         self.group.dismiss(worker)
+
+    def _note_gpu_failure(self, info: WorkerInfo, fault: GpuFault | None) -> None:
+        if fault is None or fault.error is None:
+            return
+        step = fault.error.progress.step if fault.suspect else None
+        count = self.gpu_failures.note(info.gpus, step=step, known=info.gpu_failures)
+        if info.gpu_failures < count == MOST_FAILURES:
+            logger.warning(
+                "%s has failed %d times: raysgd starts no more workers on it. Look for its errors (nvidia-smi -q, and Xid in dmesg) "
+                "on that machine, and drain the node or replace the GPU",
+                _gpu_of(info),
+                count,
+            )
+
+    def acquit(self, worker: str) -> None:
+        """Note that the user's code has broken a worker's GPU, which is no failure: the next call
+        begins without this worker."""
+        info = self._workers[worker]
+        error, info.broken = suspect(info.broken), None
+        assert error is not None
+        self.gpu_failures.acquit(error.progress.step)
+        info.ended = WorkerEnded(worker, "an error of the user's code has ended its process", "restart")
+
+    def parks(self, worker: str) -> bool:
+        """Return whether a worker whose process is up must not use its GPU. It is no worker of the
+        table any more then, but keeps that GPU until the group stops: otherwise, Ray would give it
+        to the next one."""
+        info = self._workers[worker]
+        if info.stage < Stage.UP or not self.gpu_failures.exclude(info.gpus):
+            return False
+        del self._workers[worker]
+        logger.warning(
+            "a new worker has got %s, which has failed too often: it keeps this GPU without using it, so that Ray gives it to no other "
+            "worker of this trainer",
+            _gpu_of(info),
+        )
+        return True
 
     def kill(self, worker: str, reason: str, why: str, *, hung_at: tuple[str, int] | None = None) -> None:
         """End a worker that blocks the others. Its failure will have this reason."""
@@ -347,6 +393,8 @@ class WorkerTable:
         """Return the outcome of a call to a worker that has failed."""
         if info is None or info.ended is None:
             return WorkerFailed("it was dismissed")
+        if info.broken is not None:
+            return info.broken
         hung_at = None
         if info.killed_for is not None:
             reason, why, hung_at = info.killed_for.reason, info.killed_for.why, info.killed_for.hung_at
@@ -440,9 +488,11 @@ class WorkerTable:
         if isinstance(event, WorkerStarted):
             info.stage, info.node, info.pid = max(info.stage, Stage.UP), event.node, event.pid
             info.address, info.local = event.address, event.local
+            info.gpus = tuple((event.node, number) for number in event.gpus)
+            info.gpu_failures = self.gpu_failures.count(info.gpus)
             info.moved_at = self.clock()
         elif isinstance(event, WorkerEnded):
-            info.ended = event
+            info.ended = info.ended or event  # a broken GPU is known before its process has ended
             self._note_change(event.worker)
         elif isinstance(event, PartReceived):
             info.moved_at = self.clock()  # a slow transfer is not a hang
@@ -451,7 +501,18 @@ class WorkerTable:
         else:
             self._message_received(info, event.message)
 
+    def _breaks(self, info: WorkerInfo, outcome: WorkerFailed) -> None:
+        """Note that a worker's GPU is broken. Its process ends itself, which can take long."""
+        uuid = outcome.fault.uuid if outcome.fault is not None else ""
+        cause = f"{_gpu_of(info, uuid)}: {outcome.cause}"
+        info.broken = replace(outcome, cause=cause, value=info.partial)
+        info.ended = WorkerEnded(info.worker, cause, outcome.reason)
+        self._note_change(info.worker)
+
     def _call_ended(self, info: WorkerInfo, event: CallEnded) -> None:
+        if isinstance(event.outcome, WorkerFailed):
+            self._breaks(info, event.outcome)
+            return
         if event.call in self._asked:  # otherwise nothing waits for it any more
             self._replies[event.call] = event.outcome
             self._note_change(event.worker)
@@ -482,6 +543,12 @@ class WorkerTable:
             )
         elif isinstance(message, messages.BoundaryAnswer | messages.StackReport):
             self._answers.append((info.worker, message))
+
+
+def _gpu_of(info: WorkerInfo, uuid: str = "") -> str:
+    """Return a worker's GPU with its node, for messages."""
+    numbers = ", ".join(number for _, number in info.gpus)
+    return f"{f'GPU {numbers}' if numbers else 'a GPU'}{f' ({uuid})' if uuid else ''} on node {info.machine}"
 
 
 class OpenCalls:

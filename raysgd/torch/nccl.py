@@ -27,7 +27,7 @@ from raysgd.torch.foreign import abort_groups
 logger = logging.getLogger("raysgd")
 
 NAME = "nccl"
-STUCK = 79  # the exit status of a process whose abort has not ended
+STUCK = 80  # the exit status of a process whose abort has not ended
 ABORT_S, SPREAD_S = 20.0, 100.0
 # torch's own watchdog must not end what raysgd is about to repair: on an error of a peer's connection it sleeps for a minute,
 # and then ends the process, also if the abort was long ago. It still ends a process whose device is broken.

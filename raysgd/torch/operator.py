@@ -105,7 +105,7 @@ class TrainingOperator(Stepping):
         self._monitor = Monitor(settings.measures, self._parts)
         rule, usual = settings.elastic.lr, settings.num_workers
         self._whole: WholeGradients | None = None
-        if settings.distributed and settings.asynchronous:
+        if settings.asynchronous:
             self._whole = WholeGradients(self._parts, sharded=settings.options.parallel == "fsdp")
         self._rates = None if rule is None else Rates(lambda: scaling(rule, self.world_size, usual))
         self._profiler = None if settings.profiler is None else Profiler(settings.profiler)

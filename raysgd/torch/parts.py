@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from raysgd.core.progress import Control
 from raysgd.errors import ConfigError, shown
 from raysgd.torch import wrapping
 from raysgd.torch.averages import Averages
@@ -148,8 +149,7 @@ class Parts(RegisteredParts):
             yield
             return
         kept = [each.clone() for each in own]
-        broadcast(shared)
-        self.calls.control.ensure_whole()
+        broadcast(shared, self.calls.control)
         try:
             yield
         finally:
@@ -173,7 +173,7 @@ class Parts(RegisteredParts):
 
 
 @torch.no_grad()
-def broadcast(tensors: Mapping[str, torch.Tensor]) -> None:
+def broadcast(tensors: Mapping[str, torch.Tensor], control: Control) -> None:
     """Give all ranks the content of these tensors on rank 0. Small ones are sent together."""
     layout = {name: (tuple(each.shape), str(each.dtype)) for name, each in tensors.items()}
     first: list[Any] = [layout]
@@ -193,6 +193,7 @@ def broadcast(tensors: Mapping[str, torch.Tensor]) -> None:
             continue
         content = torch.cat([each.reshape(-1).view(torch.uint8) for each in together])
         dist.broadcast(content, src=0)
+        control.ensure_whole()
         for each, part in zip(together, content.split([each.nbytes for each in together]), strict=True):
             each.copy_(part.clone().view(each.dtype).view(each.shape))  # a clone, because a view must be aligned
 

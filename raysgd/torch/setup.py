@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -21,6 +22,7 @@ from raysgd.torch.replica import TorchReplica
 from raysgd.torch.settings import TorchSettings
 from raysgd.training.arguments import check_config, needs_ray
 from raysgd.training.replica_base import OperatorReplicaFactory
+from raysgd.workers.cluster import gpus_for_workers
 
 logger = logging.getLogger("raysgd")
 
@@ -83,23 +85,44 @@ def per_worker_config(config: Any, num_workers: int) -> tuple[dict[str, Any], di
     return shown, {**shown, BATCH_SIZE: each}
 
 
-def worker_resources(num_cpus: Any, use_gpu: Any, resources: Any) -> tuple[WorkerResources, bool]:
-    """Return what each worker reserves in the cluster, and whether it trains on a GPU."""
-    wanted = wants_gpu(use_gpu)
+def worker_resources(
+    num_cpus: Any, use_gpu: Any, resources: Any, in_ray: bool | None = True
+) -> tuple[WorkerResources, bool]:
+    """Return what each worker reserves in the cluster, and whether it trains on a GPU. Unless it is
+    a process `in_ray`, the only worker runs in this process; None: if that has what it needs."""
+    chosen = isinstance(resources, Mapping) and "GPU" in resources
+    wanted = False if chosen and use_gpu == "auto" else wants_gpu(use_gpu, in_ray=in_ray)
     asked = None if use_gpu == "auto" else wanted
     parsed = WorkerResources.parse(num_cpus, wanted, resources, gpu_asked=asked)
-    return parsed, wanted or parsed.gpus > 0
+    return parsed, parsed.gpus > 0
 
 
-def wants_gpu(use_gpu: Any) -> bool:
-    """Return whether workers train on GPUs; "auto" means that they do if this machine has one."""
+def wants_gpu(use_gpu: Any, *, in_ray: bool | None = True) -> bool:
+    """Return whether workers train on GPUs; "auto" means that they do if the cluster in which they
+    will run has one, or this machine, if it does not have to be asked, or is not there yet."""
     if use_gpu == "auto":
-        return bool(torch.cuda.is_available())
+        return _is_gpu_there(in_ray)
     if not isinstance(use_gpu, bool):
         raise ConfigError(f"use_gpu must be True, False or 'auto', got {use_gpu!r}")
     if not use_gpu and torch.cuda.is_available():
         logger.info("this machine has a GPU that will not be used: pass use_gpu=True to use it")
     return bool(use_gpu)
+
+
+def _is_gpu_there(in_ray: bool | None) -> bool:
+    here = bool(torch.cuda.is_available())
+    in_this_process = in_ray is False or (in_ray is None and here)
+    gpus = None if in_this_process else gpus_for_workers(join=bool(in_ray))
+    if gpus is None or bool(gpus) == here:
+        return here
+    if here:
+        logger.warning("use_gpu='auto': this machine has a GPU, but the Ray cluster has none, so training uses CPUs")
+    else:
+        logger.warning(
+            "use_gpu='auto': this machine has no GPU, but the Ray cluster has %g, so each worker gets one; use_gpu=False trains on CPUs",
+            gpus,
+        )
+    return bool(gpus)
 
 
 def replica_factory(

@@ -44,6 +44,11 @@ class Strategy:
     asynchronous: bool = False
     sharded: ShardedState | None = None
 
+    def of_replicas(self, workers: int) -> dict[str, Any]:
+        """Return what the replicas of so many workers need to know of it."""
+        several = workers > 1
+        return {"exchange": self.make_exchange if several else Exchange, "asynchronous": several and self.asynchronous}
+
 
 def choose_strategy(backend: Any, options: TrainingOptions, horovod_args: Any, *, gpus: float) -> Strategy:
     """Return the strategy for `backend`. Raise ConfigError for options that exclude it. Each worker

@@ -24,7 +24,6 @@ from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.options import TrainingOptions
 from raysgd.torch.settings import TorchSettings
 from raysgd.torch.strategies import choose_strategy
-from raysgd.torch.wrapping import Exchange
 from raysgd.training.arguments import check_call, check_common, refuse_unknown
 from raysgd.training.auto_checkpoint import AutoCheckpoint
 from raysgd.training.call_runner import CallRunner, exclusive
@@ -60,7 +59,7 @@ class TorchTrainer(TrainerBase):
         num_workers              the largest number of workers; one runs in this process, without Ray
         num_cpus_per_worker      CPUs that each worker reserves
         resources_per_worker     Ray resources of each worker, such as {"CPU": 2, "GPU": 1}; overrides the other arguments
-        use_gpu                  "auto": if this machine has a GPU
+        use_gpu                  "auto": if the cluster has a GPU, or, for one worker in this process, this machine
         use_ray                  True: run a single worker in a process of its own, too
         timeout_s                limit in seconds for setting up workers, and for a single collective call
         backend                  "auto": "nccl" on GPUs, else "gloo"; or "horovod"
@@ -127,7 +126,8 @@ class TorchTrainer(TrainerBase):
         options = TrainingOptions.checked(options).resolved(wrap_ddp=wrap_ddp, use_fp16=use_fp16)
         folder, elastic = opened_folder(checkpoints, resume, ".pt"), elastic or ElasticConfig()
         self.config, worker_config = setup.per_worker_config(config, num_workers)
-        resources, self.use_gpu = setup.worker_resources(num_cpus_per_worker, use_gpu, resources_per_worker)
+        in_ray = use_ray if (num_workers, name) == (1, None) else True
+        resources, self.use_gpu = setup.worker_resources(num_cpus_per_worker, use_gpu, resources_per_worker, in_ray)
         options.check_with(num_workers=num_workers, use_gpu=self.use_gpu, elastic=elastic)
         strategy = choose_strategy(backend, options, horovod_args, gpus=resources.gpus)
         remote = setup.needs_processes(use_ray, num_workers, resources, named=name is not None)
@@ -139,8 +139,7 @@ class TorchTrainer(TrainerBase):
             threads=max(1, int(resources.cpus)) if remote else None,
             options=options,
             wrap_ddp=options.parallel == "ddp" and strategy.wraps,
-            exchange=strategy.make_exchange if num_workers > 1 else Exchange,
-            asynchronous=strategy.asynchronous,
+            **strategy.of_replicas(num_workers),
             add_dist_sampler=add_dist_sampler,
             seed=seed,
             scheduler_step_freq=scheduler_step_freq,

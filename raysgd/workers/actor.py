@@ -19,12 +19,13 @@ from typing import Any
 
 from raysgd.core.connection import ControlAddress
 from raysgd.core.messages import PerformCall
-from raysgd.core.outcomes import Failed, Ok, Outcome
+from raysgd.core.outcomes import Failed, Ok, Outcome, WorkerFailed
 from raysgd.core.protocols import ProcessGroupBackend
 from raysgd.errors import described
 from raysgd.storage.durable import own_folder, private_place
 from raysgd.workers.calls import from_parts, unpickled
 from raysgd.workers.control_client import ControlClient
+from raysgd.workers.gpu_faults import fault_in
 from raysgd.workers.keeper import WorkerTenure
 from raysgd.workers.replica_host import ReplicaHost
 from raysgd.workers.user_code import UserCode, add_to_path, install
@@ -35,6 +36,7 @@ KEPT_BYTES, GROWTH_BYTES, LARGEST_KEPT_BYTES = 256 << 20, 16 << 20, 32 << 20
 # The driver makes Ray end a worker that it dismissed, which takes milliseconds, unless Ray is no longer running.
 LEAVE_S = 3.0
 WITNESS_S = 1.0
+GPU_BROKEN = 79
 
 
 class WorkerActor:
@@ -48,16 +50,18 @@ class WorkerActor:
 
         if tenure is not None and not tenure.enlist(worker):
             os._exit(0)  # another driver has taken over since this process was launched
-        node = ray.get_runtime_context().get_node_id()
+        here = ray.get_runtime_context()
+        node, gpus = here.get_node_id(), here.get_accelerator_ids().get("GPU", ())
         self._worker, self._tenure = worker, tenure
         self._term, orphan_s = (0, 0.0) if tenure is None else (tenure.term, tenure.orphan_s)
         try:
-            self._client = ControlClient(address, worker, node, backend.abort, _leave, orphan_s=orphan_s)
+            self._client = ControlClient(address, worker, node, backend.abort, _leave, orphan_s=orphan_s, gpus=gpus)
         except OSError:
             if tenure is not None:
                 self._driver_ended()
             raise
         self._host = ReplicaHost(backend, self._client.control)
+        self._host.fault_in = fault_in
         self._client.holds_state = lambda: self._host.holds_state
         if tenure is not None:
             self._client.on_driver_ended = self._driver_ended
@@ -104,6 +108,9 @@ class WorkerActor:
                 lost = self._host.moved(partial(self._client.answer, message.call, outcome))
                 if lost is not None:  # a large answer, on a connection of its own
                     self._client.answer(message.call, lost)
+            if isinstance(outcome, WorkerFailed):  # an orderly end could wait for the GPU
+                _remove_temporary_folder()
+                os._exit(GPU_BROKEN)
 
     def _perform(self, message: PerformCall) -> Outcome:
         self._client.begin(message.call)

@@ -97,11 +97,9 @@ def _connect_on_permanent_thread(gpus: float, *, lasting: bool) -> None:
 def _connect(gpus: float, *, lasting: bool) -> None:
     import ray
 
-    given = _given_address()
-    found = _running_here() if given in ("", "auto") else "local"
-    address = given if found == "local" and given else found
+    address, found = _existing()
     if address != "local":
-        _join(address, found != "local")
+        _join(address, found)
         return
     if gpus and (present := foreign.gpus_here()) < gpus:
         raise ResourceError(
@@ -121,6 +119,29 @@ def _connect(gpus: float, *, lasting: bool) -> None:
     _launchers[require_ray()] = ""
     cpus = ray.cluster_resources().get("CPU", 0)
     logger.warning("no Ray cluster is running here: started a local one with %g CPUs for this script", cpus)
+
+
+def _existing() -> tuple[str, bool]:
+    """Return the address of the cluster that RAY_ADDRESS names or that runs on this machine, and
+    whether it was found there. "local" if there is none."""
+    given = _given_address()
+    found = _running_here() if given in ("", "auto") else "local"
+    return given if found == "local" and given else found, found != "local"
+
+
+def gpus_for_workers(*, join: bool) -> float | None:
+    """Return how many GPUs the cluster has in which workers will run, or, in a trial of Tune, its
+    placement group. `join` says whether to join the cluster that RAY_ADDRESS names or that runs
+    here. None: this process is connected to none, and one may be started on this machine."""
+    connected = "ray" in sys.modules and bool(sys.modules["ray"].is_initialized())
+    if not connected and not (join and _existing()[0] != "local"):
+        return None
+    ensure_cluster()
+    import ray
+
+    group = ray.util.get_current_placement_group()
+    held = alive_nodes().values() if group is None else group.bundle_specs
+    return float(sum(each.get("GPU", 0) for each in held))
 
 
 def _join_lasting(*, start: bool) -> str:

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -66,8 +66,9 @@ class ControlClient:
         dismissed: Callable[[], None] = lambda: None,
         *,
         orphan_s: float = 0.0,
+        gpus: Sequence[str] = (),
     ) -> None:
-        self._worker, self._node, self._orphan_s = worker, node, orphan_s
+        self._worker, self._node, self._orphan_s, self._gpus = worker, node, orphan_s, tuple(gpus)
         self._abort, self._dismissed = abort, dismissed
         self._send_lock, self._call_lock = threading.Lock(), threading.Lock()
         self._bulk: Connection | None = None
@@ -89,7 +90,7 @@ class ControlClient:
         calls."""
         # After so long without an answer, another driver may take over, which waits for this.
         answer_s = LEASE_S if self._orphan_s else SEND_S
-        connection = _connected(address, messages.Hello(self._worker, self._node, os.getpid()), answer_s)
+        connection = _connected(address, messages.Hello(self._worker, self._node, os.getpid(), self._gpus), answer_s)
         writable = selectors.DefaultSelector()
         writable.register(connection.socket, selectors.EVENT_WRITE)
         with self._send_lock, self._bulk_lock:

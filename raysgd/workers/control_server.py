@@ -303,7 +303,8 @@ class ControlServer:
     async def _read_control(self, peer: _Peer, hello: messages.Hello) -> None:
         peer.worker, peer.ended, peer.heard_at = hello.worker, self._loop.create_future(), time.monotonic()
         self._workers[hello.worker] = peer
-        self._events.put(WorkerStarted(hello.worker, hello.node, hello.pid, peer.host, local=hello.node == self._node))
+        local = hello.node == self._node
+        self._events.put(WorkerStarted(hello.worker, hello.node, hello.pid, peer.host, local=local, gpus=hello.gpus))
         self._loop.add_reader(peer.socket, self._read, peer)
         try:
             await peer.ended

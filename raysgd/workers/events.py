@@ -13,13 +13,14 @@ from raysgd.core.outcomes import Outcome
 @dataclass(frozen=True)
 class WorkerStarted:
     """A launched worker's process has started, and its control client is connected from `address`.
-    `local` says whether it is on the driver's node."""
+    `local` says whether it is on the driver's node. `gpus` are those of `Hello`."""
 
     worker: str
     node: str
     pid: int
     address: str = ""
     local: bool = False
+    gpus: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

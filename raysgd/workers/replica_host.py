@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from raysgd.core.hang import place_of
-from raysgd.core.outcomes import Failed, Interrupted, Left, Ok, Outcome
+from raysgd.core.outcomes import GPU, Failed, GpuFault, Interrupted, Left, Ok, Outcome, WorkerFailed
 from raysgd.core.progress import Control, Progress
 from raysgd.core.protocols import Call, ProcessGroupBackend, Replica, ReplicaFactory
 from raysgd.core.ranks import RankInfo
@@ -25,6 +25,7 @@ from raysgd.core.snapshot import guarded_part
 from raysgd.errors import described, shown, text_of
 from raysgd.workers.calls import Blob, PickledObject, unpickled
 from raysgd.workers.foreign import is_exit_of_actor
+from raysgd.workers.gpu_faults import gets_memory, is_out_of_memory
 from raysgd.workers.serialization import is_installed
 
 logger = logging.getLogger(__name__)
@@ -39,6 +40,9 @@ CALLED = {
     "apply_operator": "the function",
     "apply_object": "the function",
 }
+# The verbs that run the user's set-up.
+SET_UP = ("prepare", "build", "warm", "attach")
+SET_UPS = 3  # of a replacement, on a GPU whose memory a process that has failed still holds
 PACKAGE = Path(__file__).resolve().parent.parent
 
 
@@ -48,13 +52,14 @@ class ReplicaHost:
 
     A rank whose own code raised an error leaves the generation at once, so that the collective
     calls of its peers fail instead of waiting for it. `remote` is False if outcomes do not leave
-    this process.
+    this process. `fault_in` finds the fault of a GPU in an error, where the process can end for it.
     """
 
     def __init__(self, backend: ProcessGroupBackend, control: Control, *, remote: bool = True) -> None:
         self._backend = backend
         self._control = control
         self._remote = remote
+        self.fault_in: Callable[[BaseException], GpuFault | None] = lambda error: None
         self._replica: Replica | None = None
         self._rank: int | None = None
         self._lacks_state = False  # see `Progress`
@@ -80,7 +85,7 @@ class ReplicaHost:
                 raise  # Ray ends this process, which is a worker failure
             if isinstance(error, KeyboardInterrupt) and not self._remote:
                 raise  # Ctrl-C: this process is the driver
-            return self._noted(self._outcome_of(error, _called(verb, arguments)), call)
+            return self._noted(self._outcome_of(error, verb, _called(verb, arguments)), call)
         if isinstance(value, Interrupted):
             return self._noted(value, call)
         return self._noted(Ok(value, self._progress, self._collectives() if verb == "run" else -1), call)
@@ -108,17 +113,29 @@ class ReplicaHost:
         progress = self._replica.progress if self._replica is not None else Progress()
         return replace(progress, lacks_state=True) if self._lacks_state else progress
 
-    def _outcome_of(self, error: BaseException, called: str) -> Outcome:
+    def _outcome_of(self, error: BaseException, verb: str, called: str) -> Outcome:
+        if (broken := self._broken(error, verb, called)) is not None:
+            return broken  # without leaving the group, which could wait for the GPU
         interrupted = self._is_interruption(error)
         place = place_of(_frames(error), self._collectives(), self._control.begun_after, self._control.called())
         self._backend.leave()
         if interrupted:
             try:
                 partial = self._replica.partial() if self._replica is not None else None
-            except Exception as raised:  # the user's metrics
-                return self._failed(raised, called)
+            except Exception as raised:  # the user's metrics, or the GPU on which they are
+                return self._broken(raised, verb, called) or self._failed(raised, called)
             return Interrupted(partial, described(error), self._progress, place=place)
         return self._failed(error, called)
+
+    def _broken(self, error: BaseException, verb: str, called: str) -> WorkerFailed | None:
+        """Return the outcome of a worker whose GPU is broken, or None. In the set-up, an error that
+        a kernel of the user's may have caused is the user's."""
+        fault = self.fault_in(error)
+        if fault is None or (fault.suspect and verb in SET_UP):
+            return None
+        if not (fault.suspect and self._control.interrupted):
+            fault = replace(fault, error=self._failed(error, called))
+        return WorkerFailed(described(error).splitlines()[0], GPU, progress=self._progress, fault=fault)
 
     def _is_interruption(self, error: BaseException) -> bool:
         if self._control.interrupted and isinstance(error, Exception):
@@ -183,15 +200,27 @@ class ReplicaHost:
         return self._backend.offer()
 
     def _build(self, factory: ReplicaFactory, rank_info: RankInfo) -> None:
-        self._replica, self._lacks_state = factory(rank_info, self._control), True
+        replica = factory(rank_info, self._control)
+        self._backend.ensure_whole()  # of models, rank 0 sends its own
+        self._replica, self._lacks_state = replica, True
 
     def _warm(
         self, hook: Callable[[], Any] | None, factory: ReplicaFactory, rank_info: RankInfo, settings: dict[str, Any]
     ) -> None:
         """Set up a replacement worker alongside a running group, in a generation of its own."""
         self._prepare(hook)
-        self._join(rank_info, settings)
-        self._build(factory, rank_info)
+        for tries_left in reversed(range(SET_UPS)):
+            try:
+                self._join(rank_info, settings)
+                self._build(factory, rank_info)
+                break
+            except Exception as error:
+                if not (tries_left and is_out_of_memory(error)):
+                    raise
+                traceback.clear_frames(error.__traceback__)  # which hold what was built so far
+                if not gets_memory():
+                    raise
+                logger.warning("trying the set-up again, because a process that failed has given back the GPU's memory")
         self._backend.leave()
 
     def _leave(self) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from raysgd.core.messages import Interrupt
+from raysgd.core.outcomes import WorkerFailed
 from raysgd.core.policy import PLANNED, Recovery
 from tests.simulation.network import ProcessGroup
 from tests.simulation.replica import Step, UserError, weights_after
@@ -28,6 +29,7 @@ class Checker:
     discarded   the most steps of a healthy worker that the driver has dismissed since the last group began to train
     least       the steps in the state that the user has loaded, if the driver has a snapshot of it
     told        the workers that were told of their preemption
+    gpus        how often each GPU has failed, by its node and number, as workers have told their driver
     differing   the workers whose weights differ from those of most ranks, as their summaries of a step have shown, and when
     """
 
@@ -42,6 +44,7 @@ class Checker:
         self.told: set[Any] = set()
         self.redone = 0
         self.least = 0
+        self.gpus: Counter[tuple[str, str]] = Counter()
         self.differing: dict[str, float] = {}
         self._differed: set[str] = set()  # before the user has loaded a state
         self._digests: dict[tuple[int, int], dict[str, int]] = {}
@@ -92,6 +95,16 @@ class Checker:
             self.fail(f"{recovery}, although no machine was to be stopped")
         least = min(self._plan.min_workers, self.engine.target)
         self._short = recovery.reason not in PLANNED and members < least  # then the call ends with an error
+
+    def gpu_failed(self, worker: Any, outcome: WorkerFailed) -> None:
+        """Note that a worker has told its driver that its GPU is broken, and not by a kernel of the user's."""
+        if outcome.fault is not None and not outcome.fault.suspect:
+            self.gpus[worker.node.name, worker.gpu] += 1
+
+    def is_set_up(self, worker: Any) -> None:
+        """Check that no worker is set up on a GPU that has failed twice."""
+        if self.gpus[worker.node.name, worker.gpu] >= 2:
+            self.fail(f"{worker.name} is set up on GPU {worker.gpu} of {worker.node.name}, which has failed twice")
 
     # -- drivers --------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from raysgd.core.lease import LEASE_S, RENEW_EVERY_S, WITNESSED_S, DriverWatch
 from raysgd.core.messages import Message, PreemptionNotice, ProgressReport, SnapshotUpload
-from raysgd.core.outcomes import Outcome
+from raysgd.core.outcomes import GpuFault, Outcome, WorkerFailed
 from raysgd.core.progress import Control, Progress
 from raysgd.errors import SupersededError
 from raysgd.workers.calls import SMALL, Blob
@@ -24,7 +24,7 @@ from raysgd.workers.events import CallEnded, Event, MessageReceived, WorkerEnded
 from raysgd.workers.keeper import RENEWALS
 from raysgd.workers.replica_host import ReplicaHost
 from tests.simulation.network import DRIVER, Link, Network, ProcessGroup, SimBackend
-from tests.simulation.replica import SimReplica
+from tests.simulation.replica import GpuError, SimReplica
 from tests.simulation.world import Condition, Process, Wake, World
 
 __all__ = ["CallDidNotEnd", "Large", "Node", "SimGroup", "Worker"]
@@ -100,6 +100,11 @@ class SimClient(ControlClient):
         return WAITING if group is not None and group.waits(self._worker_process) else BUSY
 
 
+def fault_in(error: BaseException) -> GpuFault | None:
+    """Replace what asks torch and the GPU."""
+    return GpuFault(suspect=error.suspect) if isinstance(error, GpuError) else None
+
+
 class Worker(Process):
     """One worker process. Calls run one at a time on its main task, while messages arrive."""
 
@@ -107,6 +112,7 @@ class Worker(Process):
         super().__init__(group.world)
         self.group, self.name, self.node, self.checker = group, name, node, group.checker
         self.number = int(name[1:])
+        self.gpu = str(min(set(range(len(node.workers) + 1)) - {int(each.gpu) for each in node.workers}))
         plan = self._plan = group.plan
         self.ahead_s = 0.0
         self.began_at: float | None = None
@@ -121,11 +127,13 @@ class Worker(Process):
         self.client = SimClient(self)
         self.client.control.giving, self.client.control.take = self.giving, self.take
         self.host = ReplicaHost(self.backend, self.client.control, remote=False)
+        self.host.fault_in = fault_in
         self.client.holds_state = lambda: self.host.holds_state
         self.client.watch = DriverWatch(plan.orphan_s, self.world.now)
         self.term = group.term
         self._adopters: list[SimGroup] = []
         self.replica: SimReplica | None = None
+        self.part: Any = None  # of the step that it trains
         self.slow = 1.0
         self.loses = False  # whether what it sends without waiting for an answer gets lost
         self.given_up = False
@@ -167,7 +175,7 @@ class Worker(Process):
             self.die("its driver is not the driver any more")
             self.point("process start")
         self._connect(self.world.now + LEASE_S)
-        self._to_driver.send(partial(self.group.emit, WorkerStarted(self.name, self.node.name, 1)))
+        self._to_driver.send(partial(self.group.emit, WorkerStarted(self.name, self.node.name, 1, gpus=(self.gpu,))))
         while True:
             while not self._calls:
                 if self._adopters and self.client.watch.since is not None:
@@ -183,6 +191,10 @@ class Worker(Process):
             outcome = self.host.perform(verb, arguments)
             self.point(f"{verb} ended")
             self._replies.send(partial(self.group.emit, CallEnded(self.name, call, outcome)))
+            if isinstance(outcome, WorkerFailed):
+                self._to_driver = self._replies  # the connection ends after what was sent on it
+                self.die("its GPU is broken")
+                self.world.hub.switch()  # does not return
 
     def _connect(self, until: float) -> None:
         """Connect to the driver. If its process is stopped, it does not answer."""
@@ -257,7 +269,7 @@ class Worker(Process):
             self.announced_at, self.leave_by = self.world.now, math.inf
         self.world.note("%s is adopted in term %d", self.name, self.term)
         self.checker.adopted(self)
-        self._to_driver.send(partial(group.emit, WorkerStarted(self.name, self.node.name, 1)))
+        self._to_driver.send(partial(group.emit, WorkerStarted(self.name, self.node.name, 1, gpus=(self.gpu,))))
         if self.client.control.notice:
             self.client.notice()
         if group.stopped_at() is not None:
@@ -568,6 +580,8 @@ class SimGroup:
         )
         self._schedule.driver_sends("submit")
         if worker in self.workers:
+            if verb in ("prepare", "warm"):
+                self.checker.is_set_up(self.workers[worker])
             self.workers[worker].ask(call, generation, verb, arguments, self)
         return call
 
@@ -591,6 +605,8 @@ class SimGroup:
                 return False
             self._gone.add(event.worker)
             self._end(event.worker)
+        if isinstance(event, CallEnded) and isinstance(event.outcome, WorkerFailed) and event.worker not in self._gone:
+            self.checker.gpu_failed(self.workers[event.worker], event.outcome)
         if not (isinstance(event, MessageReceived) and isinstance(event.message, ProgressReport)):
             self.world.note("driver: %s", _Shown(event))
         return True

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from raysgd.core import metrics, policy
+from raysgd.core.gpu_failures import GpuFailures
 from raysgd.core.messages import Interrupt, ProgressReport, ProposeBoundary
 from raysgd.core.policy import PLANNED, Observation
 from raysgd.core.progress import Control, Progress
@@ -398,6 +399,24 @@ def report_network_faults_that_are_none(patch: Patch) -> None:
 @mutant
 def run_a_function_twice(patch: Patch) -> None:
     patch.setattr(engine, "_kept", lambda outcomes: None)
+
+
+# -- broken GPUs --------------------------------------------------------------------------------------
+
+
+@mutant
+def use_gpus_that_have_failed_twice(patch: Patch) -> None:
+    patch.setattr(GpuFailures, "exclude", lambda self, gpus: False)
+
+
+@mutant
+def recover_from_each_error_of_a_users_kernel(patch: Patch) -> None:
+    patch.setattr(engine, "with_user_errors", lambda outcomes, suspected: outcomes)
+
+
+@mutant
+def raise_the_error_of_a_broken_gpu(patch: Patch) -> None:
+    patch.setattr(ReplicaHost, "_broken", lambda self, error, verb, called: None)
 
 
 # -- metrics ------------------------------------------------------------------------------------------

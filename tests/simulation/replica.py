@@ -26,7 +26,7 @@ from raysgd.training.step import Step as OptimizerStep
 from raysgd.workers.calls import Blob
 from tests.simulation.network import NetworkError
 
-__all__ = ["SimReplica", "Step", "UserError", "steps_of", "value_of", "weights_after"]
+__all__ = ["GpuError", "SimReplica", "Step", "UserError", "steps_of", "value_of", "weights_after"]
 
 
 class Step(NamedTuple):
@@ -41,6 +41,14 @@ class Step(NamedTuple):
 
 class UserError(Exception):
     """Raised by the simulated user's code. Each has a number of its own."""
+
+
+class GpuError(UserError):
+    """What a call raises when its GPU is broken. `suspect`: a kernel of the user's may have caused it."""
+
+    def __init__(self, text: str, *, suspect: bool) -> None:
+        super().__init__(text)
+        self.suspect = suspect
 
 
 def value_of(sample: int) -> float:
@@ -169,6 +177,7 @@ class SimReplica:
     def _train_batch(self, step: OptimizerStep, before: int, after: int, part: Any) -> None:
         worker = self._worker
         worker.compute()
+        worker.part = part
         worker.point("forward")
         gradient = sum(gradient_of(self._position.epoch, each) for each in range(part.start, part.stop)) * part.fresh
         given = (len(self.steps), self.weights, self._position.epoch, before, after, part, gradient, self.damaged)

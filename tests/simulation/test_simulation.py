@@ -472,6 +472,25 @@ def test_code_that_hangs_again_at_the_same_batch_is_not_tried_again(
         assert f"hung {failures} times in a row at the same place" in str(result.error)
 
 
+def test_a_gpu_that_stays_broken_is_used_twice() -> None:
+    """A replacement has got it again. The third one keeps it from others, and a fourth joins when a machine is added."""
+    plan = Plan(ranks=3, nodes=(3,), samples=120, step_s=0.3, faults=(Fault("gpu", "forward", 5, pick=1),))
+    result = run(plan, tracing=True)
+    assert result.error is None
+    assert [each.reason for each in result.recoveries] == ["gpu failure", "growth"], "the second one is in a set-up"
+    assert result.recoveries[-1].world_size_after == 3 and result.redone == 0
+    assert [line.split()[1] for line in result.trace if "<- warm" in line] == ["w4", "w6"], "w5 is not set up"
+
+
+def test_a_kernel_that_fails_again_is_an_error_of_the_user() -> None:
+    """A sample cannot be trained. The worker that has it ends, and so does the next one, with the error that the script gets."""
+    plan = Plan(ranks=3, nodes=(3,), samples=60, global_batch=3, faults=(Fault("assert", "forward", 8),))
+    result = run(plan, tracing=True)
+    assert result.error is None and result.redone == 0
+    assert [each.reason for each in result.recoveries if each.reason != "growth"] == ["gpu failure", "restart"]
+    assert sum("SCRIPT an error was raised" in line for line in result.trace) == 1
+
+
 def test_a_seed_always_gives_the_same_run(capsys: pytest.CaptureFixture[str]) -> None:
     runs = []
     for _ in range(2):

@@ -265,7 +265,7 @@ class LightningOperator(TrainingOperator):
         self._schedules.step("epoch", count)
         self.module.on_train_epoch_end()
         self._schedules.end_epoch(count)
-        self._schedules.step_plateaus(self._report())
+        self._schedules.step_plateaus(self._report(), self._parts.calls.control)
 
     # -- validation -----------------------------------------------------------------------------------
 
@@ -289,7 +289,7 @@ class LightningOperator(TrainingOperator):
             module.on_validation_epoch_end()
             report = self._report()
             module.on_validation_end()
-        self._schedules.step_plateaus(report)
+        self._schedules.step_plateaus(report, self._parts.calls.control)
         return report
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:

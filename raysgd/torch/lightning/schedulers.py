@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from raysgd.constants import NUM_SAMPLES
+from raysgd.core.progress import Control
 from raysgd.errors import ConfigError
 from raysgd.torch.foreign import configured_optimizers
 
@@ -43,7 +44,7 @@ class Schedules:
                 )
             self.due[number] = epochs % schedule.frequency == 0
 
-    def step_plateaus(self, report: Mapping[str, Any]) -> None:
+    def step_plateaus(self, report: Mapping[str, Any], control: Control) -> None:
         """Step due plateau schedulers whose value any rank reports, with the mean on all ranks."""
         if not self._plateaus:
             return
@@ -53,6 +54,7 @@ class Schedules:
         table = torch.tensor(sums, dtype=torch.float64, device=self._device)
         if dist.is_initialized():
             dist.all_reduce(table)
+            control.ensure_whole()
         for number, (total, weights) in zip(self._plateaus, table.tolist(), strict=True):
             if self.due[number] and weights:
                 self.due[number] = False
