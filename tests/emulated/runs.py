@@ -1,0 +1,244 @@
+"""Real workers on the emulation of NCCL, one of which is killed at a point of a collective call, and what the others have then."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.nn.functional import all_reduce
+from torch.utils.data import DataLoader, TensorDataset
+
+from raysgd import ElasticConfig, TorchTrainer, TrainingOptions
+from raysgd.torch import TrainingOperator
+from tests.peek import models_of, parts_of
+
+ROWS, BATCH = 96, 4
+SAME = ("num_samples", "skipped_steps", "ones")  # in the result of each epoch
+SPOILED = 41  # of three ranks, rank 1 has it in step 3
+
+
+def emulation() -> Any:
+    """Return the module of the emulation. What is pickled with its content, as this module is, could not contain it."""
+    return import_module("tests.emulated.nccl")
+
+
+@dataclass(frozen=True)
+class Hook:
+    """The initialization hook that installs the emulation with these settings. With `dies`, the next worker after its file has been made
+    is killed as it says. With `abort_s`, a process ends after the first time if its abort hangs, and the last one after their sum."""
+
+    settings: dict[str, Any]
+    dies: tuple[Path, Kill] | None = None
+    abort_s: tuple[float, float] | None = None
+
+    def __call__(self) -> None:
+        os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "250")
+        emulation().install(**self.settings)
+        if self.dies is not None and self.dies[0].exists():
+            self.dies[0].unlink()
+            arm([self.dies[1]])
+        if self.abort_s is not None:
+            nccl = import_module("raysgd.torch.nccl")
+            nccl.ABORT_S, nccl.SPREAD_S = self.abort_s
+
+
+@dataclass(frozen=True)
+class Kill:
+    """In step `step`, rank `rank` is killed at its call of this number and operation: "before" it, "in" it, when one peer at most has
+    what it sends, or "after" it. Without an operation, it is killed `after_s` seconds after the step has begun. Without a step, it has
+    begun now."""
+
+    operation: str = "all_reduce"
+    number: int = 0
+    place: str = "in"
+    rank: int = 1
+    step: int | None = 3
+    after_s: float = 0.0
+
+
+class Deadly:
+    """Counts the calls of the kind, and kills this process."""
+
+    def __init__(self, kill: Kill) -> None:
+        self._kill, self._left = kill, kill.number
+
+    def __call__(self, operation: str, place: str) -> None:
+        if operation == self._kill.operation:
+            if self._left == 0 and place == self._kill.place:
+                os.kill(os.getpid(), signal.SIGKILL)
+            self._left -= place == "after"
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Synced(nn.Module):
+    """Needs the other ranks in its forward and its backward pass, as SyncBatchNorm does, which torch has for GPUs only. What it
+    computes does not depend on how the samples are divided: a mean of ones."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not dist.is_initialized():
+            return x
+        ones: torch.Tensor = all_reduce(torch.ones(1, dtype=x.dtype) + 0 * x.sum())
+        return x * (ones / dist.get_world_size())
+
+
+def model_of(config: dict[str, Any]) -> nn.Module:
+    torch.manual_seed(1)
+    between = [Synced()] if config.get("calls") else []
+    return nn.Sequential(nn.Sequential(nn.Linear(8, 16), *between, nn.Tanh()), nn.Linear(16, 1)).double()
+
+
+def loader() -> Any:
+    x = torch.randn(ROWS, 8, generator=torch.Generator().manual_seed(2)).double()
+    return DataLoader(TensorDataset(torch.arange(ROWS), x, x.sum(1, keepdim=True).sin()), batch_size=BATCH)
+
+
+class Curve(TrainingOperator):
+    """In double precision, with Adam. With `config["calls"]`, user code makes collective calls before the forward pass, in it, and
+    after the step. The loss with the sample SPOILED is multiplied by `config["spoils"]`."""
+
+    kills: Sequence[Kill] = ()
+
+    def setup(self, config: dict[str, Any]) -> None:
+        model = model_of(config)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        self.model, self.optimizer, self.criterion = self.register(
+            models=model, optimizers=optimizer, criterion=nn.MSELoss()
+        )
+        self.register_data(train_loader=loader())
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        arm([each for each in self.kills if each.step == batch_info["global_step"]])
+        index, x, y = batch
+        share = self.mean_of_ones() if self.config.get("calls") else 1.0
+        with self.autocast():
+            loss = share * self.criterion(self.model(x), y)
+        if SPOILED in index.tolist():
+            loss = loss * self.config.get("spoils", 1)
+        self.make_step(loss)
+        result = {"train_loss": loss.detach(), "num_samples": len(x)}
+        return {**result, "ones": self.mean_of_ones()} if self.config.get("calls") else result
+
+    def make_step(self, loss: torch.Tensor) -> None:
+        self.zero_grad()
+        self.backward(loss)
+        self.step()
+
+    def mean_of_ones(self) -> float:
+        ones = torch.ones(1, dtype=torch.float64)
+        if dist.is_initialized():
+            dist.all_reduce(ones)
+            ones /= dist.get_world_size()
+        return float(ones)
+
+
+def arm(kills: Sequence[Kill]) -> None:
+    """Let this process be killed at these calls, which have begun to count, or some time later."""
+    for kill in kills:
+        if kill.operation:
+            emulation().install(point=Deadly(kill))
+        elif kill.after_s:
+            threading.Timer(kill.after_s, die).start()
+        else:
+            die()
+
+
+class OwnStep(Curve):
+    def make_step(self, loss: torch.Tensor) -> None:
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+
+
+class Ruled(Curve):
+    def skip_step(self, info: dict[str, Any]) -> bool:
+        return bool(info["loss"] > 100)
+
+
+def state_of(operator: Any) -> torch.Tensor:
+    """Return the weights and Adam's moments that a rank has; of sharded ones, together with the others."""
+    (optimizer,), (model,) = parts_of(operator).optimizers, models_of(operator)
+    moments = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    tensors: list[Any] = [*model.parameters(), *moments]
+    whole = [each.full_tensor() if hasattr(each, "full_tensor") else each for each in tensors]
+    return torch.cat([each.detach().flatten() for each in whole])
+
+
+@dataclass
+class Ground:
+    """Owns a trainer, what its ranks have after an undisturbed epoch, and the state before that. Each of its epochs begins there."""
+
+    trainer: TorchTrainer
+    workers: int
+
+    def __post_init__(self) -> None:
+        self.before = self.trainer.state_dict()
+        self.result = self.trainer.train()
+        self.expected = self.states()[0]
+        assert not self.trainer.recoveries
+
+    def restore(self) -> None:
+        """Return to the state and the workers of the beginning."""
+        self.trainer.resize(self.workers)
+        assert self.trainer.world_size == self.workers
+        self.trainer.load_state_dict(self.before)
+
+    def lay(self, *kills: Kill) -> None:
+        def keep(operator: Any) -> None:
+            operator.kills = [each for each in kills if each.rank == operator.world_rank and each.step is not None]
+            arm([each for each in kills if each.rank == operator.world_rank and each.step is None])
+
+        self.trainer.apply_all_operators(keep)
+
+    def kill(self, *kills: Kill) -> dict[str, Any]:
+        """Train an undisturbed epoch's samples, while these ranks are killed. Check what the survivors have."""
+        self.restore()
+        before = len(self.trainer.recoveries)
+        self.lay(*kills)
+        result = self.trainer.train()
+        found = self.trainer.recoveries[before:]
+        assert sum(len(each.removed_ranks) for each in found) == len(kills), kills
+        assert self.difference() < 1e-15, kills
+        assert {(each.reason, each.in_place, each.batches_redone) for each in found} == {("worker death", True, 0)}, (
+            kills
+        )
+        assert {name: result.get(name) for name in SAME} == {name: self.result.get(name) for name in SAME}, kills
+        return result
+
+    def states(self) -> list[torch.Tensor]:
+        """Return what each rank has."""
+        return self.trainer.apply_all_operators(state_of)
+
+    def difference(self) -> float:
+        """Return by how much any rank differs from the undisturbed run."""
+        return max(float((each - self.expected).abs().max()) for each in self.states())
+
+
+def trainer(
+    workers: int = 3, operator: Any = Curve, config: Any = None, elastic: Any = None, **given: Any
+) -> TorchTrainer:
+    """Return a trainer. By default it keeps the batch of all workers, and starts replacements only in `resize`."""
+    backend = given.pop("backend", "nccl")
+    hook = Hook(given.pop("emulated", {}), given.pop("dies", None), given.pop("abort_s", None))
+    return TorchTrainer(
+        training_operator_cls=operator,
+        config=config or {},
+        num_workers=workers,
+        num_cpus_per_worker=0.01,
+        use_gpu=False,
+        backend=backend,
+        initialization_hook=hook if backend == "nccl" else None,
+        options=TrainingOptions(**given),
+        elastic=ElasticConfig(**{"batch": "global", "grow": False, "hang_timeout_s": 60, **(elastic or {})}),
+    )

@@ -1,0 +1,148 @@
+"""A worker is killed at each collective call of a step, and at others. The weights and Adam's moments of all ranks equal those of an
+undisturbed run, although an aborted call of NCCL's raises nothing, and leaves a part of its result."""
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.emulated.runs import Ground, Kill, OwnStep, Ruled, emulation, trainer
+from tests.faults import alive
+
+pytestmark = [pytest.mark.elastic, pytest.mark.usefixtures("ray_cluster")]
+
+BUCKETS: dict[str, Any] = {"ddp_args": {"bucket_cap_mb": 1e-4}}  # a bucket for each layer, and one for a bias
+DDP, FSDP = {"config": {"calls": True}, **BUCKETS}, {"parallel": "fsdp", "replicas": 2, "workers": 4}
+# No rank must make step 3, because of a sample that rank 1 has.
+INFINITE = {"config": {"spoils": float("inf")}, **BUCKETS}
+# The calls of a step: the user's, one in the forward pass, the first bucket, one in the backward pass, two more buckets, and a
+# metric's after the step.
+STEP, METRIC, PLACES = range(7), 6, ("before", "in", "after")
+QUICK = [Kill(number=n) for n in (0, 1, 4, 5, METRIC)]
+
+
+def more(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.more)
+
+
+@pytest.mark.parametrize(
+    ("given", "kills"),
+    [
+        (DDP, [*QUICK, (Kill(number=5), Kill("", rank=2, after_s=0.05))]),
+        more(DDP, [Kill(number=n, place=p) for n in STEP for p in PLACES if Kill(number=n, place=p) not in QUICK]),
+        (FSDP, [Kill("all_gather", 1, "before"), Kill("reduce_scatter", 0, "before"), Kill(number=0)]),
+        more(FSDP, [Kill("all_gather", 0), Kill("reduce_scatter", 1), Kill(number=1, place="before"), Kill(number=2)]),
+        more({"accumulate": 3, **BUCKETS}, [Kill(number=2, step=5), Kill(number=1, step=5), Kill("", step=4)]),
+        # The second rank fails while the batches of three are trained in pieces.
+        more({"workers": 4, **BUCKETS}, [(Kill(number=2, rank=3, step=2), Kill(number=1, step=4))]),
+        more({"clip_norm": 0.1, **BUCKETS}, [Kill(number=1)]),
+        more({"on_nonfinite": "skip", **INFINITE}, [Kill(number=1)]),
+        ({"precision": "fp16", **INFINITE}, [Kill(number=1)]),
+        more({"operator": Ruled, "config": {"spoils": 1e4}, **BUCKETS}, [Kill(number=3)]),
+    ],
+    ids=["ddp", "each call", "fsdp", "fsdp's others", "window", "pieces", "clip_norm", "on_nonfinite", "fp16", "rule"],
+)
+def test_kills_in_a_step(given: dict[str, Any], kills: Sequence[Any]) -> None:
+    with trainer(**given) as run:
+        ground = Ground(run, given.get("workers", 3))
+        assert ground.result.get("skipped_steps", 0) == ("spoils" in given.get("config", {}))
+        for each in kills:
+            ground.kill(*(each if isinstance(each, tuple) else [each]))
+
+
+@pytest.mark.more
+@pytest.mark.parametrize(("place", "made"), [("before", 3), ("in", 4)])
+def test_steps_that_user_code_makes(place: str, made: int) -> None:
+    """Fewer workers have smaller batches then. In the last bucket, the first rank has got all gradients, and made the step."""
+    found = []
+    for backend, kill in (("nccl", Kill(number=2, place=place)), ("gloo", Kill("", step=made))):
+        with trainer(operator=OwnStep, backend=backend, elastic={"batch": "per_worker"}, **BUCKETS) as run:
+            ground = Ground(run, 3)
+            ground.restore()
+            ground.lay(kill)
+            run.train()
+            assert [(each.in_place, each.batches_redone) for each in run.recoveries] == [(True, 0)]
+            found += ground.states()
+    for state in found:
+        torch.testing.assert_close(state, found[0], rtol=1e-12, atol=1e-15)
+
+
+def halves(ground: Ground, between: Any) -> None:
+    """Train an epoch's samples, and do this in the middle. It must not change what the ranks have."""
+    ground.restore()
+    ground.trainer.train(num_steps=4)
+    between()
+    ground.trainer.train()
+    assert ground.difference() < 1e-15
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("kill", [Kill(step=None), Kill("broadcast", rank=0, step=None), Kill("all_gather", step=None)])
+def test_a_survivor_is_killed_while_a_replacement_joins(kill: Kill) -> None:
+    def between() -> None:
+        run.resize(2)
+        ground.lay(kill)
+        run.resize(3)
+        assert run.world_size == 2 and "worker death" in [each.reason for each in run.recoveries]
+
+    with trainer(**BUCKETS) as run:
+        ground = Ground(run, 3)
+        halves(ground, between)
+
+
+@pytest.mark.parametrize("kill", [Kill(), more(Kill("broadcast", 0, "before"))])
+def test_a_replacement_is_killed_while_it_joins(kill: Kill, tmp_path: Path) -> None:
+    def between() -> None:
+        run.resize(2)
+        (tmp_path / "next").touch()
+        run.resize(3)
+        assert run.world_size == 3 and not (tmp_path / "next").exists()
+
+    with trainer(dies=(tmp_path / "next", kill), **BUCKETS) as run:
+        ground = Ground(run, 3)
+        halves(ground, between)
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("kill", [Kill("all_gather", 0, "before", step=None), Kill("all_gather", 7, step=None)])
+def test_kills_in_a_save_of_shards(kill: Kill, tmp_path: Path) -> None:
+    with trainer(**FSDP) as run:
+        ground = Ground(run, 4)
+
+        def save() -> None:
+            ground.lay(kill)
+            run.save(tmp_path / "saved.pt")
+            assert len(run.recoveries) == 1 and run.recoveries[0].in_place
+
+        halves(ground, save)
+        halves(ground, lambda: run.load(tmp_path / "saved.pt"))
+
+
+@pytest.mark.parametrize("given", [DDP, more(FSDP)], ids=["ddp", "fsdp"])
+def test_torchs_watchdog_ends_no_survivor(given: dict[str, Any]) -> None:
+    """It sees the end of the peer's connection before the abort, and would end the process a second later."""
+    with trainer(emulated={"network": True, "poll_s": 0.0001}, **given) as run:
+        ground = Ground(run, given.get("workers", 3))
+        ground.kill(Kill(number=5))
+        seen = run.apply_all_operators(lambda operator: emulation().noticed)
+        pids = run.apply_all_workers(os.getpid)
+        time.sleep(1.5)
+        assert any(seen) and all(map(alive, pids)) and len(run.recoveries) == 1
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("hangs", [{2}, {0, 1, 2}], ids=["one", "all"])
+def test_an_abort_that_hangs(hangs: set[int]) -> None:
+    """The processes end that wait for it in vain. One of them keeps the state: its abort ends when the others have ended."""
+    with trainer(emulated={"hanging_ranks": hangs}, abort_s=(0.5, 4.0), **BUCKETS) as run:
+        ground = Ground(run, 3)
+        ground.restore()
+        ground.lay(Kill(number=1))
+        run.train()
+        assert run.world_size == 1 and all(each.in_place for each in run.recoveries)
+        assert sorted(each.batches_redone for each in run.recoveries) == [0] * len(run.recoveries)
+        assert ground.difference() < 1e-15
