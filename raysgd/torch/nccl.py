@@ -58,8 +58,9 @@ def device() -> torch.device:
 def wait_for_device() -> None:
     """Return when the device has computed all that was launched. The watchdog knows this function
     by its name: a rank in it waits for its peers."""
-    if torch.cuda.is_available():
-        torch.cuda.current_stream().synchronize()
+    where = device()
+    if where.type != "cpu":
+        torch.get_device_module(where).current_stream().synchronize()
 
 
 def form(**arguments: Any) -> None:

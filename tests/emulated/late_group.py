@@ -8,7 +8,6 @@ import os
 import signal
 from dataclasses import dataclass, field
 from importlib import import_module
-from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -29,7 +28,6 @@ def install(point: Any = lambda operation, place: None) -> None:
     emulation.install("late", launch=late.stream.launch, content=late.on_cpu, point=point)
     emulation.EmulatedNccl._device_types = [late.DEVICE]  # where torch sends objects
     nccl.device = lambda: late.DEVICE
-    nccl.torch = SimpleNamespace(**{**vars(torch), "cuda": late.module})
 
 
 @dataclass
