@@ -22,7 +22,7 @@ TELL := awk '/Downloading .*[0-9][0-9]\.[0-9]+ [MG]B/ { print "  pip: downloadin
 PIP_INSTALL = set -o pipefail; $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off \
 	--constraint constraints.txt
 
-.PHONY: help demo test quick more nightly pure sim jobs versions check fix docs notebooks bench horovod release clean
+.PHONY: help demo test quick more nightly pure sim jobs versions check fix docs notebooks bench gpu gpu-wheels horovod release clean
 .DELETE_ON_ERROR:
 
 help:
@@ -40,6 +40,8 @@ help:
 	@echo "make docs   build the documentation into docs/_build/html"
 	@echo "make notebooks  execute the notebooks of examples/notebooks, and store their outputs in them"
 	@echo "make bench  measure raysgd and its peers, and put the figures into the documentation; ARGS=--quick takes a look"
+	@echo "make gpu    measure raysgd on this machine's GPUs, in 8 minutes; ARGS='--phases B,C' picks some, ARGS='--minutes 4' shortens"
+	@echo "make gpu-wheels  make what a machine with a GPU, but without a network and Ray, needs for that (41 MiB)"
 	@echo "make horovod  build Horovod for the installed torch, and install it (once; the wheel is kept in your cache folder)"
 	@echo "make release  build the wheel and test it, as a trial: nothing is published"
 	@echo "make clean  remove everything made here, the environment too"
@@ -104,6 +106,13 @@ notebooks: $(VENV)/dev.stamp
 bench: $(VENV)/bench.stamp
 	@$(BIN)/python examples/benchmarks/bench.py $(ARGS)
 
+gpu: $(VENV)/dev.stamp
+	@$(BIN)/python -m tools.gpu.run $(ARGS)
+
+# Once, where there is a network: .gpu/ travels with the repository, and then `python3 -m tools.gpu.run` needs no make.
+gpu-wheels: $(VENV)/dev.stamp
+	@$(BIN)/python -m tools.gpu.carry $(ARGS)
+
 horovod: $(VENV)/horovod.stamp
 
 release: $(VENV)/dev.stamp
@@ -144,5 +153,5 @@ $(VENV)/jobs.stamp: $(VENV)/dev.stamp
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info docs/_build docs/api .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .gpu build dist *.egg-info docs/_build docs/api .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -193,9 +193,10 @@ def summary(documents: Mapping[str, Mapping[str, Any]]) -> str:
 def told(document: Mapping[str, Any]) -> str:
     machine = document["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+    gpus = f"{machine['gpu']}, " if "gpu" in machine else ""
     spreads = any(isinstance(row.get(name), Mapping) for row in document["rows"] for name in document["columns"])
     return (
-        f"`{document['command']}` on {machine['cores']} cores ({machine['cpu']}), "
+        f"`{document['command']}` on {gpus}{machine['cores']} cores ({machine['cpu']}), "
         f"Python {machine['python']}, {versions}; load average at the end {machine['load'][0]}."
         f"{' Spreads are median (least to most) over the rounds.' if spreads else ''}"
     )
