@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from raysgd.torch.foreign import abort_groups, forget_groups
 from raysgd.torch.nccl import VARIABLES
+from raysgd.torch.sockets import Connections
 from tools.gpu import common
 from tools.gpu.notes import Notes, first_line, spread
 
@@ -38,7 +39,7 @@ class Rank:
     def __init__(self, pipe: Connection, rank: int, size: int, port: int) -> None:
         self.rank, self.size, self._port = rank, size, port
         self._pipe, self._lock, self.aborted = pipe, threading.Lock(), threading.Event()
-        self.device = common.device(rank)
+        self.device, self.connections = common.device(rank), Connections(listening=True)
 
     def tell(self, kind: str, **values: Any) -> None:
         with self._lock:
@@ -64,6 +65,7 @@ class Rank:
                 abort_groups([dist.group.WORLD])
             except Exception as caught:
                 error = first_line(caught)
+            self.connections.shut()
             self.tell("aborted", seconds=time.monotonic() - began, error=error)
             self.aborted.set()
 
@@ -140,9 +142,11 @@ def in_backward(own: Rank) -> str:
     return ""
 
 
-def forming(own: Rank, **how: bool) -> str:
-    """Form a group that one rank does not join."""
+def forming(own: Rank, *, shut: bool = False, **how: bool) -> str:
+    """Form a group that one rank does not join. With `shut`, all its sockets are shut, as raysgd does."""
     own.there()
+    if shut:
+        own.connections.opening()
     own.form("first", **how)
     own.is_right()
     return ""
@@ -155,6 +159,7 @@ CASES: dict[str, Callable[[Rank], str]] = {
     "in a first backward pass": in_backward,
     FORMING: partial(forming, blocking=True),
     f"{FORMING} with device_id": partial(forming, blocking=True, eager=True),
+    f"{FORMING} with device_id, as raysgd does it": partial(forming, blocking=True, eager=True, shut=True),
     f"{FORMING} with blocking=0": partial(forming, blocking=False),
     f"{FORMING} with blocking=0, device_id": partial(forming, blocking=False, eager=True),
 }
