@@ -30,7 +30,7 @@ from typing import Any
 
 __all__ = ["ATTACKS", "Report", "Storm", "listening", "note_ports"]
 
-PREFIX = struct.Struct(">IQQ")
+SIZES = struct.Struct(">QQ")
 # A number and a proof, which is wrong. Not zeros: gloo would take them for the number of a rank's first connection, and a group
 # that is being formed would fail to, and be formed again (docs/security.md says that gloo admits strangers).
 PROOF = b"n" * 64
@@ -49,9 +49,9 @@ class Creates:
         return open, (self.path, "w")
 
 
-def framed(message: bytes, guarded: int = 0, rest: int = 0) -> bytes:
-    """Return a message in the format of the control channel, with a wrong code."""
-    return PREFIX.pack(len(message), guarded, rest) + bytes(32) + message
+def framed(message: bytes, body: int = 0) -> bytes:
+    """Return a message in the format of the control channel."""
+    return SIZES.pack(len(message), body) + message
 
 
 @dataclass(frozen=True)
@@ -80,9 +80,9 @@ PAYLOADS: dict[str, Payload] = {
     "pickle-framed": lambda aim: struct.pack(">Q", len(evil := pickle.dumps(Creates(aim.marker)))) + evil,
     "pickle-message": lambda aim: PROOF + framed(pickle.dumps(Creates(aim.marker))),
     "pickle-body": lambda aim: PROOF + framed(b"x", len(evil := pickle.dumps(Creates(aim.marker)))) + evil,
-    "huge-length": lambda aim: PROOF + PREFIX.pack(2**32 - 1, 2**64 - 1, 2**64 - 1) + b"{}",
+    "huge-length": lambda aim: PROOF + SIZES.pack(2**64 - 1, 2**64 - 1) + b"{}",
     "huge-length-native": lambda aim: struct.pack("<Q", 2**62) + b"x" * 100,
-    "huge-body": lambda aim: PROOF + framed(b"x", 2**62, 2**62),
+    "huge-body": lambda aim: PROOF + framed(b"x", 2**62),
     "forged": lambda aim: b"".join(PROOF + framed(worker.encode()) for worker in aim.workers or ("w",)),
     "proof-without-end": lambda aim: PROOF[:-1],
 }
@@ -117,6 +117,13 @@ class Client:
             if self.stop.is_set() or self.unreachable > 3:
                 return
             self.connect()
+
+    def reflect(self) -> None:
+        """Send back what the other end says first, for as long as it says something."""
+        connection = self.connect()
+        with contextlib.suppress(OSError):
+            while connection is not None and not self.stop.is_set() and (said := connection.recv(1 << 16)):
+                connection.sendall(said + PROOF)
 
     def drip(self) -> None:
         """Send one byte per second of something that could become a message."""
@@ -174,6 +181,7 @@ ATTACKS: dict[str, Callable[[Client], None]] = {
     **{name: _sends(payload) for name, payload in PAYLOADS.items()},
     "silent-1": lambda client: client.silent(1),
     "silent-300": lambda client: client.silent(300),
+    "reflect": Client.reflect,
     "drip": Client.drip,
     "reset": lambda client: client.reset(b""),
     "knock": Client.knock,
