@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
-from raysgd.core.authenticated_frames import CODE_BYTES, DRIVER, HEAD_BYTES, NUMBER_BYTES, PREFIX, PROOF_BYTES, WORKER
 from raysgd.core.connection import ControlAddress
+from raysgd.core.frames import DRIVER, GREETING, NUMBER_BYTES, PROOF_BYTES, SIZES, WORKER
 from raysgd.workers.events import Event, MessageReceived
 
 __all__ = ["Events", "Passed", "Runs", "Tap", "note", "units"]
 
-FIRST = {WORKER: (NUMBER_BYTES + PROOF_BYTES,), DRIVER: (NUMBER_BYTES, PROOF_BYTES)}
+FIRST = {WORKER: (NUMBER_BYTES + PROOF_BYTES,), DRIVER: (len(GREETING) + NUMBER_BYTES, PROOF_BYTES)}
 
 
 class Events(queue.SimpleQueue[Event]):
@@ -30,7 +30,7 @@ class Events(queue.SimpleQueue[Event]):
 
 @dataclass
 class Passed:
-    """What both ends of one connection have sent: their numbers and proofs, then the frames, and each part of a body."""
+    """What both ends of one connection have sent: their numbers and proofs, then messages and bodies."""
 
     worker: list[bytes] = field(default_factory=list)
     driver: list[bytes] = field(default_factory=list)
@@ -104,13 +104,11 @@ def units(source: socket.socket, side: bytes) -> Iterator[bytes]:
 
     yield from map(exactly, FIRST[side])
     while True:
-        head = exactly(HEAD_BYTES)
-        message, guarded, rest = PREFIX.unpack_from(head)
+        head = exactly(SIZES.size)
+        message, body = SIZES.unpack(head)
         yield head + exactly(message)
-        if guarded:
-            yield exactly(guarded + CODE_BYTES)
-        if rest:
-            yield exactly(rest)
+        if body:
+            yield exactly(body)
 
 
 class Runs:

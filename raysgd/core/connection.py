@@ -1,7 +1,7 @@
 """Connect to the driver, and send and receive messages and bodies over a socket in blocking mode.
 Both.
 
-`authenticated_frames` describes what is sent."""
+`frames` describes what is sent."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ import itertools
 import logging
 import mmap
 import os
+import pickle
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from raysgd.core import authenticated_frames as frames
+from raysgd.core import frames
 from raysgd.core.messages import Message
 
 logger = logging.getLogger(__name__)
@@ -51,8 +52,8 @@ class ControlAddress:
 class Connection:
     """One end of a proven connection. One thread at a time may send, and one receive."""
 
-    def __init__(self, opened: socket.socket, session: frames.Session) -> None:
-        self.socket, self._session = opened, session
+    def __init__(self, opened: socket.socket) -> None:
+        self.socket = opened
 
     def __enter__(self) -> Connection:
         return self
@@ -65,43 +66,25 @@ class Connection:
 
     # -- sending --------------------------------------------------------------------------------------
 
-    def send(self, message: Message, *body: bytes | bytearray | memoryview, guarded: int = 0) -> None:
-        """Send a message, whose body are these buffers, one after another. The first `guarded`
-        bytes have a code. Return when the kernel has all of it.
+    def send(self, message: Message, *body: bytes | bytearray | memoryview) -> None:
+        """Send a message, whose body are these buffers, one after another. Return when the kernel
+        has all of it.
 
         The socket's timeout limits a standstill, and not the whole transfer."""
         views = [memoryview(each).cast("B") for each in body if len(each)]
         size = sum(map(len, views))
-        parts = self._parts(message, views, guarded, size - guarded)
-        for part in parts if size > JOINED else [memoryview(b"".join(parts))]:  # in one packet
-            self._send_all(part)
+        if size > JOINED:
+            self.stream(message, views, size)
+        else:
+            self._send_all(memoryview(b"".join((frames.framed(message, size), *views))))  # in one packet
 
     def stream(
-        self,
-        message: Message,
-        body: Iterable[memoryview],
-        guarded: int,
-        rest: int,
-        moved: Callable[[], None] = lambda: None,
+        self, message: Message, body: Iterable[memoryview], size: int, moved: Callable[[], None] = lambda: None
     ) -> None:
-        """Send a message with a body of these sizes. Call `moved` whenever some was taken."""
-        for part in self._parts(message, body, guarded, rest):
+        """Send a message with a body of this size. Call `moved` whenever some was taken."""
+        self._send_all(memoryview(frames.framed(message, size)))
+        for part in body:
             self._send_all(part, moved)
-
-    def _parts(self, message: Message, body: Iterable[memoryview], guarded: int, rest: int) -> Iterator[memoryview]:
-        """Yield what is sent: the message and its body, with the code behind its guarded part."""
-        yield memoryview(self._session.framed(message, guarded, rest))
-        code: Any = next(self._session.sent) if guarded else None
-        for view in body:
-            while guarded and len(view):
-                piece, view = view[: min(guarded, PIECE)], view[min(guarded, PIECE) :]
-                code.update(piece)
-                yield piece
-                guarded -= len(piece)
-                if not guarded:
-                    yield memoryview(code.digest())
-            if len(view):
-                yield view
 
     def _send_all(self, data: memoryview, moved: Callable[[], None] = lambda: None) -> None:
         """Send all of it. (The timeout of `sendall` is for everything together.)"""
@@ -111,37 +94,27 @@ class Connection:
 
     # -- receiving ------------------------------------------------------------------------------------
 
-    def receive(self) -> tuple[Message, frames.Sizes]:
-        """Return the next message, and the sizes of its body, which follows."""
-        head = _exactly(self.socket, frames.HEAD_BYTES)
-        sizes = self._session.sizes(head)
-        return self._session.opened(head, _exactly(self.socket, sizes.message)), sizes
+    def receive(self) -> tuple[Message, int]:
+        """Return the next message, and the size of its body, which follows."""
+        size, body = frames.SIZES.unpack(_exactly(self.socket, frames.SIZES.size))
+        message: Message = pickle.loads(_exactly(self.socket, size))
+        return message, body
 
     def expect(self, kind: type[MessageT]) -> MessageT:
         """Return the next message, which must be of this type and have no body."""
-        message, sizes = self.receive()
-        if not isinstance(message, kind) or sizes.body:
+        message, body = self.receive()
+        if not isinstance(message, kind) or body:
             raise ValueError(f"received {type(message).__name__} instead of {kind.__name__}")
         return message
 
     def receive_body(
-        self, sizes: frames.Sizes, moved: Callable[[int], None] = lambda complete: None, *, room: Body | None = None
+        self, size: int, moved: Callable[[int], None] = lambda complete: None, *, room: Body | None = None
     ) -> Body:
         """Return a message's body, read directly to where it stays. Call `moved` whenever a part
-        has arrived, with how much of the beginning is complete. The guarded part is complete when
-        its code has been checked; raise AlteredError if that is wrong."""
-        body = make_room(sizes.body) if room is None else room
+        has arrived, with how much of the beginning is there."""
+        body = make_room(size) if room is None else room
         view, filled = memoryview(body), 0
-        if sizes.guarded:
-            code = next(self._session.received)
-            while filled < sizes.guarded:
-                count = _receive_some(self.socket, view[filled : sizes.guarded])
-                code.update(view[filled : filled + count])
-                filled += count
-                moved(0)
-            self._session.check(code, _exactly(self.socket, frames.CODE_BYTES))
-            moved(filled)
-        while filled < sizes.body:
+        while filled < size:
             filled += _receive_some(self.socket, view[filled:])
             moved(filled)
         if isinstance(body, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
@@ -189,13 +162,13 @@ def connect(
 
 
 def _greet(opened: socket.socket, key: bytes, first: Message) -> Connection:
+    frames.check_greeting(bytes(_exactly(opened, len(frames.GREETING))))
     mine = frames.new_number()
     numbers = bytes(_exactly(opened, frames.NUMBER_BYTES)) + mine
-    session = frames.Session(key, frames.WORKER, numbers)
-    opened.sendall(mine + frames.proof(key, frames.WORKER, numbers) + session.framed(first))
+    opened.sendall(mine + frames.proof(key, frames.WORKER, numbers) + frames.framed(first))
     if not frames.proves(_exactly(opened, frames.PROOF_BYTES), key, frames.DRIVER, numbers):
-        raise frames.AlteredError("the other end does not have this trainer's key")
-    return Connection(opened, session)
+        raise ConnectionError("the other end does not have this trainer's key")
+    return Connection(opened)
 
 
 def _exactly(opened: socket.socket, size: int) -> bytearray:

@@ -107,7 +107,7 @@ class StackReport(Message):
 @dataclass(frozen=True)
 class CallAnswer(Message):
     """A worker sends this when a call has ended: the pickled outcome. What is large of it
-    (`workers.calls`) is the body, guarded, in parts of these `sizes`: then it is sent over the bulk
+    (`workers.calls`) is the body, in parts of these `sizes`: then it is sent over the bulk
     connection."""
 
     call: int
@@ -192,9 +192,9 @@ class SnapshotUpload(Message):
 @dataclass(frozen=True)
 class FunctionReport(Message):
     """A rank sends this in `train.report` ("report") and `train.save_checkpoint` ("checkpoint").
-    Body, guarded: the pickled metrics, `metrics_size` bytes, then the checkpoint, if there is one.
-    The driver drops those of earlier attempts. The rank continues when it is answered, which is
-    later if the user or the storage is too far behind."""
+    Body: the pickled metrics, `metrics_size` bytes, then the checkpoint, if there is one. The
+    driver drops those of earlier attempts. The rank continues when it is answered, which is later
+    if the user or the storage is too far behind."""
 
     kind: Literal["report", "checkpoint"]
     run: int
@@ -206,8 +206,8 @@ class FunctionReport(Message):
 
 @dataclass(frozen=True)
 class StartDealer(Message):
-    """Each rank sends this when it registers a Ray Dataset. Body, guarded: the pickled dataset. The
-    driver starts one actor of this name, from which all ranks read."""
+    """Each rank sends this when it registers a Ray Dataset. Body: the pickled dataset. The driver
+    starts one actor of this name, from which all ranks read."""
 
     name: str
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import struct
 from dataclasses import dataclass, field
 from typing import Any
 
 from raysgd.core.metrics import Measured
 from raysgd.core.progress import Progress
-
-GUARDED = struct.Struct(">Q")
 
 
 @dataclass(frozen=True)
@@ -32,14 +29,6 @@ class Snapshot:
     def content(self) -> Any:
         """Return the state as bytes."""
         return self.data() if callable(self.data) else self.data
-
-
-def guarded_part(*state: Any) -> int:
-    """Return how many bytes of a state, from the first one on, are unpickled later, and must not be
-    changed on their way. Each state begins with this number; the rest is only data. The state is in
-    these buffers, one after another."""
-    size = sum(map(len, state))
-    return min(GUARDED.unpack_from(state[0])[0], size) if size and len(state[0]) >= GUARDED.size else size
 
 
 class SnapshotStore:

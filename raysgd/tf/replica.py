@@ -180,12 +180,12 @@ class TFReplica(ReplicaBase):
         return {**states.gather(self.operator), **self._positions()}
 
     def _dump(self, state: dict[str, Any]) -> memoryview:
-        return states.packed(state)
+        return states.dump(state)
 
     def load(self, data: Any, *, other_code: bool = False) -> None:
         """Load the state of another replica of this trainer, in a new process of a group that may
         have another size."""
-        state, self.half_loaded = states.unpack(data), True  # until all of it is loaded
+        state, self.half_loaded = states.parse(data), True  # until all of it is loaded
         self.adopt(state)
         self.half_loaded = state.get("half_loaded", False)
         if state["world_size"] != self._rank_info.world_size:

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from raysgd.core.snapshot import GUARDED
 from raysgd.errors import CheckpointError
 from raysgd.storage import values
 from raysgd.tf.parts import assign, optimizer_variables
@@ -95,15 +94,6 @@ def restore_variables(operator: Any, state: dict[str, Any]) -> None:
 
 def dump(state: dict[str, Any]) -> memoryview:
     return values.dump(state)
-
-
-def packed(state: dict[str, Any]) -> memoryview:
-    """Return a state as bytes for another rank or a snapshot. Nothing of it is unpickled."""
-    return memoryview(GUARDED.pack(0) + dump(state))
-
-
-def unpack(data: Any) -> dict[str, Any]:
-    return parse(memoryview(data)[GUARDED.size :])
 
 
 def parse(data: Any) -> dict[str, Any]:

@@ -20,7 +20,6 @@ from raysgd.core.outcomes import DataLoaderFailure, Interrupted
 from raysgd.core.progress import Control, Progress
 from raysgd.core.protocols import Call
 from raysgd.core.ranks import RankInfo
-from raysgd.core.snapshot import GUARDED
 from raysgd.errors import ConfigError
 from raysgd.train.elastic_state import Commit
 from raysgd.train.run_session import Attempt, Codec, Session, Stopped, running
@@ -234,11 +233,10 @@ class FunctionReplica:
         """Return nothing: the driver already has the reports of a function."""
 
     def state(self, *, other_code: bool = False) -> bytes:
-        packed = self._codec.dumps((self._run_number, self._steps, self._commit.kept))
-        return GUARDED.pack(GUARDED.size + len(packed)) + packed
+        return self._codec.dumps((self._run_number, self._steps, self._commit.kept))
 
     def load(self, data: bytes, *, other_code: bool = False) -> None:
-        self._run_number, self._steps, self._commit.kept = pickle.loads(memoryview(data)[GUARDED.size :])
+        self._run_number, self._steps, self._commit.kept = pickle.loads(data)
 
     def close(self) -> None:
         """Drop the user's object, whose `__del__` may release resources."""

@@ -19,7 +19,6 @@ from raysgd.storage.durable import DurableFile
 
 logger = logging.getLogger("raysgd")
 
-LONGEST_ERROR = 10_000  # characters, because a message has a limit
 END_BYTES = 4096  # of a file that a worker wrote, the driver compares the size and this much of its end
 Report = dict[str, Any]
 
@@ -72,7 +71,7 @@ def reported(
     the driver."""
     control: Control = replica._control
     if not later:
-        return write(lambda content: control.giving(transfer).send(content, guarded=len(content)))
+        return write(lambda content: control.giving(transfer).send(content))
     giving = control.giving(transfer)  # opened now, so that the driver notices if this process ends
 
     def run() -> None:
@@ -81,9 +80,9 @@ def reported(
             report = write(given.append)
         except Exception as error:
             logger.warning("a save in the background failed", exc_info=True)  # the driver raises the error
-            report = {"error": described(error)[:LONGEST_ERROR]}
+            report = {"error": described(error)}
         try:
-            giving.send(*given, guarded=sum(map(len, given)), report=report)
+            giving.send(*given, report=report)
         except OSError as error:
             logger.info("the driver no longer waits for a save in the background: %s", error)
 

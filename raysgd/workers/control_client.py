@@ -31,7 +31,6 @@ from raysgd.core.lease import LEASE_S, DriverWatch
 from raysgd.core.metrics import SKIPPED, Measured
 from raysgd.core.outcomes import Outcome
 from raysgd.core.progress import Control, Progress
-from raysgd.core.snapshot import guarded_part
 from raysgd.environment import CONTROL_PORT
 from raysgd.workers.calls import packed_outcome
 from raysgd.workers.transfer import Giving, take
@@ -120,7 +119,7 @@ class ControlClient:
         packed, large = packed_outcome(outcome)
         answer = messages.CallAnswer(call, packed, tuple(map(len, large)))
         if large:
-            self._deliver(answer, *large, guarded=sum(answer.sizes))
+            self._deliver(answer, *large)
         else:
             self._send(answer)
 
@@ -132,13 +131,13 @@ class ControlClient:
 
     def upload(self, message: messages.SnapshotUpload, *body: bytes | memoryview) -> None:
         """Send a snapshot over the bulk connection, so that stop requests never wait behind it."""
-        self._deliver(replace(message, partial=_briefly(message.partial)), *body, guarded=guarded_part(*body))
+        self._deliver(replace(message, partial=_briefly(message.partial)), *body)
 
     def deliver(self, message: messages.FunctionReport | messages.StartDealer, body: bytes) -> None:
         """Send a message that must not be lost with this process. Return when the driver has
         acknowledged it, or when the generation has ended."""
         try:
-            self._deliver(message, body, guarded=len(body))
+            self._deliver(message, body)
         except OSError:
             # The driver may have ended. The next one gets what this one has not stored, when the user's code runs again.
             until = time.monotonic() + SEEN_S
@@ -147,7 +146,7 @@ class ControlClient:
             if not self.control.interrupted:
                 raise
 
-    def _deliver(self, message: messages.Message, *body: bytes | memoryview, guarded: int) -> None:
+    def _deliver(self, message: messages.Message, *body: bytes | memoryview) -> None:
         with self._bulk_lock:  # but not while this waits: other threads then use another connection
             bulk, self._bulk = self._bulk, None  # stored again at the end, because Ctrl-C may end this at any line
         if bulk is not None and not _is_idle(bulk.socket):  # a device between the machines has closed it meanwhile
@@ -158,7 +157,7 @@ class ControlClient:
         try:
             with self._waiting(bulk.socket):
                 bulk.socket.settimeout(BULK_S)
-                bulk.send(message, *body, guarded=guarded)
+                bulk.send(message, *body)
                 if isinstance(message, messages.FunctionReport) and not self._is_answered(bulk.socket):
                     bulk.close()
                     return
@@ -198,8 +197,8 @@ class ControlClient:
         return False
 
     def _forget_connections(self) -> None:
-        """Drop the parent's connections and locks in a forked process, as what both send would have
-        the same codes. It reports over a bulk connection of its own."""
+        """Drop the parent's connections and locks in a forked process, as what both send would be
+        mixed. It reports over a bulk connection of its own."""
         self._bulk, self._bulk_lock = None, threading.Lock()
         self._send_lock, self._forked = threading.Lock(), True
 

@@ -7,6 +7,7 @@ import contextlib
 import errno
 import itertools
 import logging
+import pickle
 import queue
 import secrets
 import socket
@@ -17,8 +18,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from raysgd.core import authenticated_frames as frames
-from raysgd.core import messages
+from raysgd.core import frames, messages
 from raysgd.core.connection import Connection, ControlAddress, as_timeout, detect_unreachable
 from raysgd.core.lease import LEASE_S
 from raysgd.core.network import listen
@@ -44,14 +44,12 @@ GREET_S = LEASE_S / 4
 NO_RESOURCES = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 RECEIVED_AT_ONCE = 1 << 16
 SEND_BUFFER = 1 << 18  # for several calls, because nothing waits for a worker to read them
-BULK = messages.SnapshotUpload | messages.FunctionReport | messages.StartDealer | messages.CallAnswer
 Serve = Callable[[Connection, str], None]
 
 
 class _Peer:
     """One connection in the control thread: not admitted yet, or the one of `worker`."""
 
-    session: frames.Session
     ended: asyncio.Future[None]
     task: asyncio.Task[None]
     heard_at: float  # when the worker last sent something
@@ -77,18 +75,12 @@ class ControlServer:
     connection."""
 
     def __init__(
-        self,
-        events: queue.SimpleQueue[Event],
-        host: str,
-        *,
-        node: str = "",
-        admission_s: float = ADMISSION_S,
-        unadmitted_at_most: int = UNADMITTED_AT_MOST,
+        self, events: queue.SimpleQueue[Event], host: str, *, node: str = "", admission_s: float = ADMISSION_S
     ) -> None:
         """`node` is the name of this machine's node, as workers on it give it."""
         self._node = node
         self._key = secrets.token_bytes(frames.KEY_BYTES)
-        self._admission_s, self._unadmitted_at_most = admission_s, unadmitted_at_most
+        self._admission_s = admission_s
         self.unreachable_s = 60.0
         self.expected_workers = 0
         self._events = events
@@ -124,8 +116,7 @@ class ControlServer:
         return True
 
     def _post(self, peer: _Peer, message: messages.Message) -> None:
-        """Let the control thread send a message. On another one, a signal handler that sends, too,
-        could break the order of the codes."""
+        """Let the control thread send a message, as it also closes the connections."""
         self._outgoing.append((peer, message))
         with contextlib.suppress(RuntimeError):  # the server was closed
             self._loop.call_soon_threadsafe(self._send_all)
@@ -202,7 +193,7 @@ class ControlServer:
         peer = _Peer(opened, address)
         self._unadmitted[peer] = None
         peer.task = self._loop.create_task(self._serve(peer))
-        most = max(self._unadmitted_at_most, 2 * self.expected_workers)
+        most = max(UNADMITTED_AT_MOST, 2 * self.expected_workers)
         if len(self._unadmitted) > most:
             oldest = next(iter(self._unadmitted))
             self._refuse(oldest, f"more than {most} connections were waiting to be admitted")
@@ -242,12 +233,11 @@ class ControlServer:
             why, reason = f"its machine has not answered for {self.unreachable_s:g} s", "network"
         except BlockingIOError:
             why, reason = UNREAD, "network"
+        except OSError as error:
+            logger.debug("the connection from %s has ended: %s", peer.host, error)
         except Exception as error:  # whatever one connection sends, the others are served
-            if _is_end(error):
-                logger.debug("the connection from %s has ended: %s", peer.host, error)
-            else:
-                peer.refused = _in_words(error)
-                why, reason = f"its control connection was closed: {peer.refused}", "network"
+            peer.refused = _in_words(error)
+            why, reason = f"its control connection was closed: {peer.refused}", "network"
         peer.socket.close()
         deadline.cancel()
         self._unadmitted.pop(peer, None)
@@ -262,27 +252,23 @@ class ControlServer:
 
     async def _admit(self, peer: _Peer) -> messages.Hello | messages.Open:
         """Let the other end prove that it has the key, and return its first message. Nothing behind
-        the proof is read before that is complete and verified."""
+        the proof is read before that is complete and verified, and who has proved it is trusted."""
         peer.socket.setblocking(False)
         peer.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         peer.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
         detect_unreachable(peer.socket, self.unreachable_s)
         mine = frames.new_number()
-        peer.socket.send(mine)
+        peer.socket.send(frames.GREETING + mine)
         given = await self._exactly(peer, frames.NUMBER_BYTES + frames.PROOF_BYTES)
         numbers = mine + given[: frames.NUMBER_BYTES]
         if not frames.proves(given[frames.NUMBER_BYTES :], self._key, frames.WORKER, numbers):
             raise ValueError("it does not have this trainer's key")
-        peer.session = frames.Session(self._key, frames.DRIVER, numbers)
-        head = await self._exactly(peer, frames.HEAD_BYTES)
-        sizes = peer.session.sizes(head)
-        message = peer.session.opened(head, await self._exactly(peer, sizes.message))
-        if not isinstance(message, messages.Hello | messages.Open) or sizes.body:
-            raise ValueError(f"its first message is {type(message).__name__}, with a body of {sizes.body} bytes")
-        if isinstance(message, messages.Hello) and message.worker in self._workers:
-            raise ValueError(f"worker {message.worker} is connected already")
+        size, _ = frames.SIZES.unpack(await self._exactly(peer, frames.SIZES.size))
+        first: messages.Hello | messages.Open = pickle.loads(await self._exactly(peer, size))
+        if isinstance(first, messages.Hello) and first.worker in self._workers:
+            raise ValueError(f"worker {first.worker} is connected already")
         peer.socket.send(frames.proof(self._key, frames.DRIVER, numbers))
-        return message
+        return first
 
     async def _exactly(self, peer: _Peer, size: int) -> bytes:
         """Return the next `size` bytes. (asyncio's StreamReader would read ahead: past the proof,
@@ -320,7 +306,7 @@ class ControlServer:
                 raise ConnectionError("it was closed")
             peer.heard_at = time.monotonic()
             peer.received += data
-            for message in peer.session.taken(peer.received):
+            for message in frames.taken(peer.received):
                 # Otherwise, `disconnect` was called.
                 if self._workers.get(peer.worker) is peer and not isinstance(message, messages.Alive):
                     self._events.put(MessageReceived(peer.worker, message))
@@ -336,10 +322,10 @@ class ControlServer:
             if peer.ended.done():
                 continue
             try:
-                frame = peer.session.framed(message)
+                frame = frames.framed(message)
                 if peer.socket.send(frame) < len(frame):
                     raise BlockingIOError(UNREAD)
-            except (BlockingIOError, ValueError) as error:  # after a part of a frame, nothing else can be sent
+            except BlockingIOError as error:  # after a part of a frame, nothing else can be sent
                 self._broken(peer, error)
             except OSError as error:
                 logger.debug("a worker on %s has ended: %s", peer.host, error)  # which its reader reports
@@ -356,24 +342,21 @@ class ControlServer:
         peer.socket.setblocking(True)
         try:
             if (serve := self._expected.get(first.transfer)) is not None:
-                serve(Connection(peer.socket, peer.session), first.worker)
+                serve(Connection(peer.socket), first.worker)
+        except OSError as error:  # the worker's end is reported by its control connection
+            logger.debug("a connection from %s has ended: %s", peer.host, error)
         except Exception as error:
-            if _is_end(error):  # the worker's end is reported by its control connection
-                logger.debug("a connection from %s has ended: %s", peer.host, error)
-            else:
-                logger.warning("closed a connection from %s: %s", peer.host, _in_words(error))
+            logger.warning("closed a connection from %s: %s", peer.host, _in_words(error))
         finally:
             self._handed_over.discard(peer.socket)
             peer.socket.close()
 
     def _receive(self, connection: Connection, worker: str) -> None:
         while True:
-            message, sizes = connection.receive()
-            if not isinstance(message, BULK):
-                raise ValueError(f"{type(message).__name__} on a bulk connection")
+            message, size = connection.receive()
             # The user gets an answer's content, and other bodies are kept.
-            room = bytearray(sizes.body) if isinstance(message, messages.CallAnswer) else None
-            body = connection.receive_body(sizes, self.noting(worker), room=room)
+            room = bytearray(size) if isinstance(message, messages.CallAnswer) else None
+            body = connection.receive_body(size, self.noting(worker), room=room)
             acknowledge = partial(_acknowledge, connection)
             if isinstance(message, messages.FunctionReport):
                 self._events.put(MessageReceived(worker, message, body, acknowledge))
@@ -402,10 +385,5 @@ def _acknowledge(connection: Connection) -> None:
         logger.debug("a message could not be acknowledged: %s", error)
 
 
-def _is_end(error: Exception) -> bool:
-    """Return whether this is the end of a connection, which may be an orderly one."""
-    return isinstance(error, OSError) and not isinstance(error, frames.AlteredError)
-
-
 def _in_words(error: Exception) -> str:
-    return str(error) if isinstance(error, ValueError | frames.AlteredError) else described(error)
+    return str(error) if isinstance(error, ValueError) else described(error)

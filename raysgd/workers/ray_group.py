@@ -176,7 +176,7 @@ class RayGroup:
         self._end_transfers(handle)
         for each in large:
             handle.transfers.append(transfer := self.transfer())
-            transfer.fill(each, guarded=len(each))
+            transfer.fill(each)
         names = tuple(each.name for each in handle.transfers)
         self.control.send(worker, PerformCall(call, generation, packed, names))
         return call

@@ -21,7 +21,6 @@ from raysgd.core.progress import Control, Progress
 from raysgd.core.protocols import Call, ProcessGroupBackend, Replica, ReplicaFactory
 from raysgd.core.ranks import RankInfo
 from raysgd.core.shard_copies import Holding
-from raysgd.core.snapshot import guarded_part
 from raysgd.errors import described, shown, text_of
 from raysgd.workers.calls import Blob, PickledObject, unpickled
 from raysgd.workers.foreign import is_exit_of_actor
@@ -252,8 +251,7 @@ class ReplicaHost:
         """Give the state to those that take it. Without a transfer, only help to gather it."""
         assert self._replica is not None
         data = self._replica.state()
-        guarded = guarded_part(data)
-        return self.moved(lambda: self._control.giving(transfer).send(data, guarded=guarded) if transfer else None)
+        return self.moved(lambda: self._control.giving(transfer).send(data) if transfer else None)
 
     def _load(self, transfer: str) -> Interrupted | None:
         assert self._replica is not None

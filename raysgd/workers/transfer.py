@@ -15,10 +15,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, InvalidStateError
 from typing import TYPE_CHECKING, Any
 
-from raysgd.core.authenticated_frames import Sizes
 from raysgd.core.connection import PIECE, Body, Connection, ControlAddress, Waiting, connect, make_room
 from raysgd.core.messages import GiveState, Open, Received, State, TakeState
-from raysgd.core.snapshot import guarded_part
 
 if TYPE_CHECKING:
     from raysgd.workers.control_server import ControlServer
@@ -36,17 +34,16 @@ class Transfer:
         self._server = server
         self._changed = threading.Condition()
         self._data: Any = None
-        self._size, self._guarded, self._filled = -1, 0, 0
+        self._size, self._filled = -1, 0
         self.moved = 0
         self._closed = False
         self._connections: set[Connection] = set()
         self.given: Future[dict[str, Any] | None] = Future()
         self.name = server.expect_transfer(self._serve)
 
-    def fill(self, data: Any, *, guarded: int | None = None) -> None:
+    def fill(self, data: Any) -> None:
         with self._changed:
             self._data = memoryview(data).cast("B")
-            self._guarded = guarded_part(self._data) if guarded is None else guarded
             self._size = self._filled = len(self._data)
             self._changed.notify_all()
 
@@ -72,15 +69,13 @@ class Transfer:
                 return
             self._connections.add(connection)
         try:
-            message, sizes = connection.receive()
+            message, size = connection.receive()
             if isinstance(message, GiveState):
-                self._receive(connection, sizes, note)
+                self._receive(connection, size, note)
                 with contextlib.suppress(InvalidStateError):  # it was closed at this moment
                     self.given.set_result(message.report)
-            elif isinstance(message, TakeState):
-                self._send(connection, note)
             else:
-                raise ValueError(f"{type(message).__name__} on a connection for a transfer")
+                self._send(connection, note)
         except OSError as error:
             self._lost(str(error))
             raise
@@ -92,7 +87,7 @@ class Transfer:
         with contextlib.suppress(InvalidStateError):  # it was given
             self.given.set_exception(ConnectionError(why))
 
-    def _receive(self, connection: Connection, sizes: Sizes, note: Callable[[], None]) -> None:
+    def _receive(self, connection: Connection, size: int, note: Callable[[], None]) -> None:
         """Receive the state. If that fails, those that take it get no more either."""
 
         def moved(complete: int) -> None:
@@ -103,11 +98,11 @@ class Transfer:
         with self._changed:
             if self._size >= 0:
                 raise ValueError("a second worker gives this state")
-            self._size, self._guarded = sizes.body, sizes.guarded
+            self._size = size
         try:
-            body = make_room(self._size)
+            body = make_room(size)
             self._fill(body, 0)
-            connection.receive_body(sizes, moved, room=body)
+            connection.receive_body(size, moved, room=body)
             connection.send(Received())
         except BaseException as error:
             self.close(str(error))
@@ -121,7 +116,7 @@ class Transfer:
     def _send(self, connection: Connection, note: Callable[[], None]) -> None:
         connection.socket.settimeout(STALL_S)
         self._wait_beyond(-1, note)
-        connection.stream(State(), self._arriving(note), self._guarded, self._size - self._guarded, note)
+        connection.stream(State(), self._arriving(note), self._size, note)
 
     def _arriving(self, note: Callable[[], None]) -> Iterator[memoryview]:
         """Yield the parts of the state when they are complete."""
@@ -154,7 +149,7 @@ class InlineTransfer:
     def fill(self, data: Any) -> None:
         self.data, self.moved = data, len(data)
 
-    def send(self, *data: Any, guarded: int = 0, report: dict[str, Any] | None = None) -> None:
+    def send(self, *data: Any, report: dict[str, Any] | None = None) -> None:
         self.fill(b"".join(data))
         with contextlib.suppress(InvalidStateError):  # it was closed
             self.given.set_result(report)
@@ -173,12 +168,12 @@ class Giving:
         self._waiting = waiting
         self._connection = connect(address, Open(worker, name), waiting=waiting)
 
-    def send(self, *data: Any, guarded: int = 0, report: dict[str, Any] | None = None) -> None:
-        """Send a state or a file, and what is to be said of it. The first `guarded` bytes can be
-        unpickled later. Return when the driver has all of it."""
+    def send(self, *data: Any, report: dict[str, Any] | None = None) -> None:
+        """Send a state or a file, and what is to be said of it. Return when the driver has all of
+        it."""
         with self._connection as connection, self._waiting(connection.socket):
             connection.socket.settimeout(STALL_S)
-            connection.send(GiveState(report), *data, guarded=guarded)
+            connection.send(GiveState(report), *data)
             connection.expect(Received)
 
 
@@ -187,6 +182,6 @@ def take(address: ControlAddress, worker: str, name: str, *, waiting: Waiting = 
     with connect(address, Open(worker, name), waiting=waiting) as connection, waiting(connection.socket):
         connection.socket.settimeout(STALL_S)
         connection.send(TakeState())
-        _, sizes = connection.receive()
-        room = bytearray(sizes.body)  # not a file, because a replica can keep parts of it
-        return connection.receive_body(sizes, room=room)
+        _, size = connection.receive()
+        room = bytearray(size)  # not a file, because a replica can keep parts of it
+        return connection.receive_body(size, room=room)

@@ -30,7 +30,7 @@ from typing import Any
 
 __all__ = ["ATTACKS", "Report", "Storm", "listening", "note_ports"]
 
-PREFIX = struct.Struct(">IQQ")
+SIZES = struct.Struct(">QQ")
 # A number and a proof, which is wrong. Not zeros: gloo would take them for the number of a rank's first connection, and a group
 # that is being formed would fail to, and be formed again (docs/security.md says that gloo admits strangers).
 PROOF = b"n" * 64
@@ -49,42 +49,33 @@ class Creates:
         return open, (self.path, "w")
 
 
-def framed(message: bytes, guarded: int = 0, rest: int = 0) -> bytes:
-    """Return a message in the format of the control channel, with a wrong code."""
-    return PREFIX.pack(len(message), guarded, rest) + bytes(32) + message
+def framed(message: bytes) -> bytes:
+    """Return a message in the format of the control channel."""
+    return SIZES.pack(len(message), 0) + message
 
 
 @dataclass(frozen=True)
 class Aim:
-    """What an attacker knows: an address, the names of the workers, and the file that a pickle of its would create."""
+    """What an attacker knows: an address, and the file that a pickle of its would create."""
 
     host: str
     port: int
-    workers: tuple[str, ...] = ()
     marker: str = "/dev/null"
 
 
 Payload = Callable[[Aim], bytes]
-
-NESTED = b"[" * 200_000
 
 # Each is sent at once, and the connection is left open.
 PAYLOADS: dict[str, Payload] = {
     "random": lambda aim: random.Random(aim.port).randbytes(5000),
     "http": lambda aim: b"GET / HTTP/1.1\r\nHost: example\r\nContent-Length: 5\r\n\r\nhello",
     "http-put": lambda aim: b"PUT /global/0 HTTP/1.1\r\nHost: example\r\nContent-Length: 3\r\n\r\nabc",
-    "half-message": lambda aim: PROOF + framed(b"x" * 100)[:-50],
-    "nested-json-line": lambda aim: NESTED + b"\n",
-    "json-list-line": lambda aim: b"[1]\n",
     "pickle": lambda aim: pickle.dumps(Creates(aim.marker)),
     "pickle-framed": lambda aim: struct.pack(">Q", len(evil := pickle.dumps(Creates(aim.marker)))) + evil,
-    "pickle-message": lambda aim: PROOF + framed(pickle.dumps(Creates(aim.marker))),
-    "pickle-body": lambda aim: PROOF + framed(b"x", len(evil := pickle.dumps(Creates(aim.marker)))) + evil,
-    "huge-length": lambda aim: PROOF + PREFIX.pack(2**32 - 1, 2**64 - 1, 2**64 - 1) + b"{}",
+    "wrong-key": lambda aim: PROOF + framed(pickle.dumps(Creates(aim.marker))),
+    "huge-length": lambda aim: PROOF + SIZES.pack(2**64 - 1, 2**64 - 1) + b"{}",
     "huge-length-native": lambda aim: struct.pack("<Q", 2**62) + b"x" * 100,
-    "huge-body": lambda aim: PROOF + framed(b"x", 2**62, 2**62),
-    "forged": lambda aim: b"".join(PROOF + framed(worker.encode()) for worker in aim.workers or ("w",)),
-    "proof-without-end": lambda aim: PROOF[:-1],
+    "half-proof": lambda aim: PROOF[:-1],
 }
 
 
@@ -117,6 +108,13 @@ class Client:
             if self.stop.is_set() or self.unreachable > 3:
                 return
             self.connect()
+
+    def reflect(self) -> None:
+        """Send back what the other end says first, for as long as it says something."""
+        connection = self.connect()
+        with contextlib.suppress(OSError):
+            while connection is not None and not self.stop.is_set() and (said := connection.recv(1 << 16)):
+                connection.sendall(said + PROOF)
 
     def drip(self) -> None:
         """Send one byte per second of something that could become a message."""
@@ -174,6 +172,7 @@ ATTACKS: dict[str, Callable[[Client], None]] = {
     **{name: _sends(payload) for name, payload in PAYLOADS.items()},
     "silent-1": lambda client: client.silent(1),
     "silent-300": lambda client: client.silent(300),
+    "reflect": Client.reflect,
     "drip": Client.drip,
     "reset": lambda client: client.reset(b""),
     "knock": Client.knock,
@@ -268,9 +267,9 @@ class Report:
 class Storm:
     """Runs attacks in a separate process during the block."""
 
-    def __init__(self, folder: Path, names: Iterable[str], *, host: str, workers: Iterable[str] = ()) -> None:
+    def __init__(self, folder: Path, names: Iterable[str], *, host: str) -> None:
         self._folder = folder
-        setting = {"folder": str(folder), "names": list(names), "host": host, "workers": list(workers)}
+        setting = {"folder": str(folder), "names": list(names), "host": host}
         self._command = [sys.executable, __file__, json.dumps(setting)]
         self.report = Report()
 
@@ -288,10 +287,10 @@ class Storm:
 class _Watcher:
     """Finds ports, and starts each attack once on each of them."""
 
-    def __init__(self, folder: str, names: list[str], host: str, workers: list[str]) -> None:
+    def __init__(self, folder: str, names: list[str], host: str) -> None:
         self._folder, self._names = Path(folder), names
         self._hosts = dict.fromkeys(["127.0.0.1", host])
-        self._aim = functools.partial(Aim, workers=tuple(workers), marker=str(self._folder / "executed"))
+        self._aim = functools.partial(Aim, marker=str(self._folder / "executed"))
         self._stop = threading.Event()
         self._seen: set[str] = set()
         self._clients: list[Client] = []

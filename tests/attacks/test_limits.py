@@ -26,7 +26,7 @@ pytestmark = [
 ]
 
 ROOT = Path(__file__).resolve().parents[2]
-FLOODS = ["silent-300", "push-300", "huge-length", "huge-body", "nested-json-line", "drip"]
+FLOODS = ["silent-300", "push-300", "huge-length", "wrong-key", "drip"]
 
 
 def run(background: Background) -> dict[str, Any]:

@@ -42,7 +42,6 @@ class Field:
     """Owns the folder with the processes under attack, and the reports of the attacks so far."""
 
     folder: Path
-    workers: list[str] = field(default_factory=list)  # the control channel's names of workers, which a forger uses
     storms: list[Storm] = field(default_factory=list)
 
     @property
@@ -53,7 +52,7 @@ class Field:
     def storm(self, *names: str) -> Storm:
         import ray
 
-        storm = Storm(self.folder, names, host=ray.util.get_node_ip_address(), workers=self.workers)
+        storm = Storm(self.folder, names, host=ray.util.get_node_ip_address())
         self.storms.append(storm)
         return storm
 
@@ -148,7 +147,6 @@ def arena(ready: Callable[[str], Field], request: pytest.FixtureRequest) -> Iter
         initialization_hook=chosen.hook,
         config={"samples": 80, "pace": 0.005},
     )
-    chosen.workers = list(ground.trainer._engine.group._handles)  # type: ignore[attr-defined]
     yield Arena(chosen, ground, forms_under_attack=request.param != "horovod")
     ended_quickly(ground.trainer.shutdown)
 

@@ -22,17 +22,19 @@ import numpy as np
 import pytest
 
 from raysgd.core import connection, lease
-from raysgd.core.authenticated_frames import (
+from raysgd.core.connection import Connection, ControlAddress, connect, make_room
+from raysgd.core.frames import (
     DRIVER,
+    GREETING,
     KEY_BYTES,
     NUMBER_BYTES,
     PROOF_BYTES,
     WORKER,
-    Session,
+    framed,
     new_number,
     proof,
+    taken,
 )
-from raysgd.core.connection import Connection, ControlAddress, connect, make_room
 from raysgd.core.messages import (
     Alive,
     BoundaryAnswer,
@@ -63,7 +65,6 @@ from raysgd.core.outcomes import Failed, Ok
 from raysgd.core.progress import Control, Progress
 from raysgd.core.protocols import Call
 from raysgd.core.ranks import SingleWorkerBackend
-from raysgd.core.snapshot import GUARDED
 from raysgd.errors import ConfigError
 from raysgd.workers import control_client
 from raysgd.workers.calls import SMALL, Blob, PickledObject, from_parts, in_parts, opened
@@ -84,28 +85,36 @@ REPORT = FunctionReport("report", run=1, attempt=2, rank=3, metrics_size=3, has_
 def ends() -> Iterator[tuple[Connection, Connection]]:
     """Return a worker's and the driver's end of a connection."""
     one, other = socket.socketpair()
-    key, numbers = bytes(KEY_BYTES), new_number() + new_number()
     with one, other:
-        yield Connection(one, Session(key, WORKER, numbers)), Connection(other, Session(key, DRIVER, numbers))
+        yield Connection(one), Connection(other)
 
 
 Ends = tuple[Connection, Connection]
 
 
-@pytest.mark.parametrize("guarded", [0, 100, 8_000_000, None])
-def test_bodies_arrive_completely(ends: Ends, guarded: int | None) -> None:
+def test_messages_that_arrive_together_or_in_pieces() -> None:
+    received, messages = bytearray(), []
+    for byte in b"".join(framed(KillProcess(n)) for n in range(3)):
+        received.append(byte)
+        messages += taken(received)
+    assert messages == [KillProcess(n) for n in range(3)] and not received
+    received += framed(KillProcess(3)) + framed(KillProcess(4))
+    assert list(taken(received)) == [KillProcess(3), KillProcess(4)]
+
+
+def test_bodies_arrive_completely(ends: Ends) -> None:
     worker, driver = ends
     parts = [random.Random(n).randbytes(size) for n, size in enumerate([100, 9_000_000, 0, 1, 70_000])]
     body = b"".join(parts)
 
     def send_all() -> None:
-        worker.send(KillProcess(1), *parts, guarded=len(body) if guarded is None else guarded)
+        worker.send(KillProcess(1), *parts)
         worker.send(KillProcess(2))
         worker.socket.close()
 
     threading.Thread(target=send_all, daemon=True).start()
-    message, sizes = driver.receive()
-    assert message == KillProcess(1) and driver.receive_body(sizes) == body
+    message, size = driver.receive()
+    assert message == KillProcess(1) and driver.receive_body(size) == body
     assert driver.expect(KillProcess) == KillProcess(2)
     with pytest.raises(ConnectionError):
         driver.receive()
@@ -146,7 +155,7 @@ class SlowSocket:
 
 def test_the_limit_of_a_large_message_is_for_a_standstill() -> None:
     slow: Any = SlowSocket()
-    Connection(slow, Session(bytes(KEY_BYTES), WORKER, new_number() + new_number())).send(Received(), bytes(8 << 20))
+    Connection(slow).send(Received(), bytes(8 << 20))
     assert slow.taken > 8 << 20
 
 
@@ -395,7 +404,7 @@ def interrupted_at(line: int, function: Callable[[], Any]) -> bool:
 
 
 def test_ctrl_c_at_any_line_of_a_send_does_not_disturb_other_messages(channel: Channel) -> None:
-    """They keep their order, and so the codes that the worker expects."""
+    """They keep their order."""
     with channel.greet() as worker:
         channel.next(WorkerStarted)
         channel.server.send("w", StackRequest(-1))  # the first one of its type takes more lines
@@ -421,7 +430,7 @@ def test_all_reports_and_snapshots_of_a_worker_use_one_connection(channel: Chann
             client.deliver(REPORT, b"abc")
             received = channel.next(MessageReceived)
             assert (received.worker, received.message, bytes(received.body)) == ("w", REPORT, b"abc")
-        parts = [GUARDED.pack(20) + bytes(10), bytes(2), random.Random(2).randbytes(3 << 20)]
+        parts = [bytes(10), bytes(2), random.Random(2).randbytes(3 << 20)]
         client.upload(SnapshotUpload(Progress(step=1), 2, Measured({"loss": 1.0, "table": [1]})), *parts)
         received = channel.next(MessageReceived)
         assert received.message == SnapshotUpload(Progress(step=1), 2, Measured({"loss": 1.0}))
@@ -501,7 +510,7 @@ def test_a_delivery_that_does_not_arrive_is_an_error_and_the_next_one_works(chan
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are not forked here")
 def test_a_forked_process_reports_over_its_own_connection(channel: Channel) -> None:
-    """What it would send over the control connection is dropped: the parent would send the same codes."""
+    """What it would send over the control connection is dropped: it would be mixed with what the parent sends."""
     client = channel.client()
     client.deliver(REPORT, b"parent")
     child = os.fork()
@@ -536,17 +545,10 @@ def test_a_message_that_cannot_be_carried_out_does_not_end_the_workers_thread(
 
 def test_a_body_without_room_ends_its_connection_only(channel: Channel) -> None:
     with channel.greet("w") as worker, connect(channel.address, Open("w")) as bulk:
-        bulk.stream(REPORT, [], 0, 2**62)
+        bulk.stream(REPORT, [], 2**62)
         assert ended(bulk.socket)
         assert channel.next(WorkerStarted) and channel.server.send("w", StackRequest(1))
         assert worker.expect(StackRequest) == StackRequest(1)
-
-
-def test_control_messages_on_a_bulk_connection_end_it(channel: Channel) -> None:
-    with connect(channel.address, Open("w")) as bulk:
-        bulk.send(PreemptionNotice())
-        assert ended(bulk.socket)
-    assert channel.events.empty()
 
 
 # -- transfers of a state -----------------------------------------------------------------------------
@@ -560,15 +562,14 @@ def transfer(channel: Channel) -> Iterator[Transfer]:
 
 def joined(channel: Channel, transfer: Transfer, worker: str, first: Message, size: int = 0) -> Connection:
     opened = connect(channel.address, Open(worker, transfer.name))
-    opened.stream(first, [], 0, size)
+    opened.stream(first, [], size)
     return opened
 
 
 def test_a_state_is_passed_on_while_it_arrives(channel: Channel, transfer: Transfer) -> None:
     with joined(channel, transfer, "b", TakeState()) as taker, joined(channel, transfer, "a", GiveState(), 4) as giver:
         giver.socket.sendall(b"st")
-        message, sizes = taker.receive()
-        assert message == State() and (sizes.guarded, sizes.rest) == (0, 4)
+        assert taker.receive() == (State(), 4)
         assert taker.socket.recv(4) == b"st"
         time.sleep(1.1)
         giver.socket.sendall(b"at")
@@ -590,12 +591,12 @@ def test_a_transfer_that_has_ended_ends_its_connections_at_once(channel: Channel
         assert len(tap.connections) == 4, "the worker does not try again"
 
 
-@pytest.mark.parametrize(("size", "guarded"), [(0, 0), (1, 2**60), (9_000_000, 20)])
-def test_all_who_take_a_state_get_it_whole(channel: Channel, transfer: Transfer, size: int, guarded: int) -> None:
-    state = GUARDED.pack(guarded) + random.Random(size).randbytes(size)
+@pytest.mark.parametrize("size", [0, 1, 9_000_000])
+def test_all_who_take_a_state_get_it_whole(channel: Channel, transfer: Transfer, size: int) -> None:
+    state = random.Random(size).randbytes(size)
     with ThreadPoolExecutor() as pool:
         early = [pool.submit(take, channel.address, name, transfer.name) for name in "bc"]
-        Giving(channel.address, "a", transfer.name).send(state, guarded=min(guarded, len(state)), report={"size": 3})
+        Giving(channel.address, "a", transfer.name).send(state, report={"size": 3})
         late = take(channel.address, "d", transfer.name)
         assert bytes(late) == bytes(transfer.data) == state and transfer.given.result() == {"size": 3}
         assert all(bytes(each.result()) == state for each in early)
@@ -722,20 +723,17 @@ def test_a_proof_may_arrive_byte_by_byte(channel: Channel) -> None:
     with channel.open() as worker:
         worker.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         mine, key = new_number(), channel.address.key
-        numbers = worker.recv(NUMBER_BYTES) + mine
-        session = Session(key, WORKER, numbers)
-        for byte in mine + proof(key, WORKER, numbers) + session.framed(Hello("w", "n", 1)):
+        numbers = worker.recv(len(GREETING) + NUMBER_BYTES, socket.MSG_WAITALL)[len(GREETING) :] + mine
+        for byte in mine + proof(key, WORKER, numbers) + framed(Hello("w", "n", 1)):
             worker.sendall(bytes([byte]))
         assert channel.next(WorkerStarted).worker == "w"
 
 
-@pytest.mark.parametrize("first", [Hello("there", "n", 1), REPORT])
-def test_a_first_message_of_another_type_ends_its_connection_only(channel: Channel, first: Message) -> None:
-    """The second Hello of a worker is refused as well."""
+def test_a_second_control_connection_of_a_worker_is_refused(channel: Channel) -> None:
     with channel.greet("there"):
         channel.next(WorkerStarted)
         with pytest.raises(ConnectionAbortedError):
-            connect(channel.address, first, patience_s=0.0)
+            connect(channel.address, Hello("there", "n", 1), patience_s=0.0)
         assert channel.server.send("there", ConfirmBoundary()), "the worker that was connected before is served"
     assert channel.next(WorkerEnded).worker == "there"
 
@@ -831,11 +829,11 @@ def test_all_expected_workers_can_connect_at_once(channel: Channel, expected: in
     channel.server.expected_workers = expected
     opened = [channel.open() for _ in range(UNADMITTED_AT_MOST + 12)]
     for each in opened[-1:]:
-        assert len(each.recv(100)) == NUMBER_BYTES, "all were accepted"
+        assert len(each.recv(100)) == len(GREETING) + NUMBER_BYTES, "all were accepted"
     if closed:
         assert ended(opened[0])
     else:
-        opened[0].recv(NUMBER_BYTES)
+        opened[0].recv(len(GREETING) + NUMBER_BYTES)
         opened[0].settimeout(0.5)
         with pytest.raises(TimeoutError):
             opened[0].recv(1)
@@ -878,6 +876,6 @@ def test_a_worker_notices_that_the_drivers_machine_is_cut_off(channel: Channel) 
 
 def test_a_slow_snapshot_is_progress_of_its_worker(channel: Channel) -> None:
     with connect(channel.address, Open("w")) as bulk:
-        bulk.stream(SnapshotUpload(Progress(), 1), [], 0, 10_000)
+        bulk.stream(SnapshotUpload(Progress(), 1), [], 10_000)
         wait_for(lambda: bulk.socket.send(b"x") and not channel.events.empty())  # the rest is on its way
         assert channel.next(PartReceived) == PartReceived("w")

@@ -301,7 +301,7 @@ def test_a_worker_that_cannot_take_its_arguments_is_interrupted(
 ) -> None:
     """It has what it had before, and the call can be repeated."""
     with monkeypatch.context() as during:
-        during.setattr(Transfer, "fill", lambda transfer, data, *, guarded: transfer.close())
+        during.setattr(Transfer, "fill", lambda transfer, data: transfer.close())
         outcome = shared.run(shared.workers[0], Probe.give_back, value=Blob(bytes(100_000)))
     assert isinstance(outcome, Interrupted) and outcome.progress.step == 3 and not outcome.asked
     assert isinstance(shared.run(shared.workers[0], Probe.give_back, value=Blob(bytes(100_000))), Ok)

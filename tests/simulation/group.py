@@ -348,7 +348,7 @@ class Worker(Process):
     def giving(self, name: str) -> Any:
         return SimpleNamespace(send=partial(self._give, name))
 
-    def _give(self, name: str, state: Any = b"", *, guarded: int = 0, report: dict[str, Any] | None = None) -> None:
+    def _give(self, name: str, state: Any = b"", *, report: dict[str, Any] | None = None) -> None:
         """Send a state to the driver, and wait until it has arrived. Like `take`, raise an error if the transfer ends first. A
         report comes from a thread that is not simulated, and needs no time."""
         transfer = self.group.transfer_of(name)

@@ -16,12 +16,8 @@ import numpy
 import torch
 from torch import nn
 
-from raysgd.core.snapshot import GUARDED
-
-# The size of what is guarded (the head and the pickle), the number of parts, and the size of each. The first part is the pickle.
-# Each part begins at a multiple of ALIGNED bytes.
+# The number of parts, and the size of each. The first part is the pickle. Each part begins at a multiple of ALIGNED bytes.
 COUNT, SIZE = struct.Struct("!Q"), struct.Struct("!Q")
-START = GUARDED.size + COUNT.size
 ALIGNED = 64
 
 
@@ -31,8 +27,7 @@ def pack(state: Any, *, copy: bool) -> list[Any]:
     stream, tensors = io.BytesIO(), list[pickle.PickleBuffer]()
     _Pickler(stream, tensors, copy).dump(state)
     parts = [memoryview(stream.getbuffer()), *(each.raw() for each in tensors)]
-    sizes = COUNT.pack(len(parts)) + b"".join(SIZE.pack(len(part)) for part in parts)
-    head = GUARDED.pack(_padded(GUARDED.size + len(sizes)) + len(parts[0])) + sizes
+    head = COUNT.pack(len(parts)) + b"".join(SIZE.pack(len(part)) for part in parts)
     return [each for part in (head, *parts) for each in (part, bytes(-len(part) % ALIGNED)) if len(each)]
 
 
@@ -50,9 +45,9 @@ def packed(state: Any) -> memoryview:
 def unpack(data: Any) -> Any:
     """Return the state. Its tensors are on the CPU, and have memory of their own."""
     data = memoryview(data).cast("B")
-    (count,) = COUNT.unpack_from(data, GUARDED.size)
-    head = START + count * SIZE.size
-    sizes = [size for (size,) in SIZE.iter_unpack(data[START:head])]
+    (count,) = COUNT.unpack_from(data)
+    head = COUNT.size + count * SIZE.size
+    sizes = [size for (size,) in SIZE.iter_unpack(data[COUNT.size : head])]
     starts = itertools.accumulate(map(_padded, sizes), initial=_padded(head))
     content, *tensors = [data[start : start + size] for start, size in zip(starts, sizes, strict=False)]
     return pickle.loads(content, buffers=tensors)
