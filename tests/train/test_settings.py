@@ -265,6 +265,16 @@ def test_attributes_that_setup_creates_are_not_stored(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir()), "refused callbacks leave no directory"
 
 
+def test_a_setting_that_functions_refuse_leaves_no_directory(tmp_path: Path) -> None:
+    scaling = ScalingConfig(elastic=ElasticConfig(batch="global"))
+    trainer = train.DataParallelTrainer(
+        lambda: None, scaling_config=scaling, run_config=RunConfig(storage_path=tmp_path)
+    )
+    with pytest.raises(ConfigError, match="needs an operator"):
+        trainer.fit()
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     ("kind", "wrong", "hint"),
     [
