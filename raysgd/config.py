@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -15,15 +14,6 @@ JOIN_AT_MOST_S = 60.0
 UNREACHABLE_AT_MOST_S = 60.0
 ORPHAN_S = 600.0  # how long the workers of a trainer with a name wait for a script
 SILENT_AT_LEAST_S = 10.0  # an import can block all threads of its process for a while
-
-
-def check_name(name: Any, orphan_s: Any) -> None:
-    """Raise ConfigError unless this can be the name of a trainer, and how long its workers wait."""
-    if name is None:
-        raise ConfigError(f"orphan_s={orphan_s!r} has no effect without name=: pass one, or leave orphan_s out")
-    if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name):
-        raise ConfigError(f"name must be a text of letters, digits, '.', '-' and '_', got {name!r}")
-    at_least("orphan_s", orphan_s, 1)
 
 
 def is_real(value: Any) -> bool:

@@ -28,7 +28,7 @@ LAYERS = {
     "3": "engine",
     "4": "torch/trainer torch/setup torch/strategies torch/checkpoint/sharded tf/trainer train/trainer train/executor "
     "train/iterator train/worker_group train/fit/run train/fit/trainer train/fit/frameworks "
-    "train/named training/call_runner training/named training/trainer_base training/loads training/saves tune",
+    "training/call_runner training/named training/trainer_base training/loads training/saves tune",
     "5a": "__init__ callbacks/__init__ torch/__init__ tf/__init__ train/__init__ horovod/__init__ data/__init__ "
     "train/torch train/tensorflow train/horovod",
     "5b": "operators cli compat",
@@ -46,19 +46,11 @@ SIBLINGS = {
     "horovod": {"torch"},
     "ray_data": {"workers"},
     "workers": {"ray_data"},
-    "train/named": {"training/named"},
-    "train/executor": {"train/named", "train/worker_group", "training/named"},
+    "train/executor": {"train/worker_group"},
     "train/iterator": {"train/executor"},
-    "train/trainer": {
-        "train/executor",
-        "train/iterator",
-        "train/named",
-        "train/worker_group",
-        "training/named",
-        "tune",
-    },
-    "train/fit/run": {"train/executor", "train/iterator", "train/named"},
-    "train/fit/trainer": {"train/executor", "train/fit/run", "train/named", "tune"},
+    "train/trainer": {"train/executor", "train/iterator", "train/worker_group", "tune"},
+    "train/fit/run": {"train/executor", "train/iterator"},
+    "train/fit/trainer": {"train/executor", "train/fit/run", "tune"},
     "train/fit/frameworks": {"train/fit/trainer"},
     "tune": {"train/executor", "train/iterator", "tf/trainer", "torch/setup"},
     "torch/trainer": {
@@ -67,7 +59,6 @@ SIBLINGS = {
         "torch/strategies",
         "training/call_runner",
         "training/loads",
-        "training/named",
         "training/saves",
         "training/trainer_base",
     },

@@ -40,9 +40,8 @@ class CallbackList:
     def start(self, run: Run) -> None:
         self._call("on_start", run)
 
-    def resume(self, rows: Sequence[Mapping[str, Any]], *, but: Callback | None = None) -> None:
-        """Pass on the rows from before, `but` to a callback that has them."""
-        self._call("on_resume", rows, but=but)
+    def resume(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        self._call("on_resume", rows)
 
     def take_stop(self) -> bool:
         """Return whether a callback wants the loop over epochs to end. Each ends only one loop."""
@@ -98,14 +97,9 @@ class CallbackList:
         if stop is not None:
             raise stop
 
-    def _call(
-        self, hook: str, argument: Any, *, into: dict[str, Any] | None = None, but: Callback | None = None
-    ) -> None:
-        """Call one method of the callbacks, `but` of one; `into` is a dictionary for what they
-        return."""
+    def _call(self, hook: str, argument: Any, *, into: dict[str, Any] | None = None) -> None:
+        """Call one method of the callbacks; `into` is a dictionary for what they return."""
         for callback in self._all:
-            if callback is but:
-                continue
             try:
                 returned = getattr(callback, hook)(argument)
                 if into is not None:

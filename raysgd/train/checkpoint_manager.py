@@ -6,7 +6,7 @@ import logging
 import math
 import queue
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,7 +59,6 @@ class CheckpointManager:
         self.latest_id = latest_id
         self.payload = initial
         self.stored: list[StoredCheckpoint] = []
-        self._surplus: list[Place] = []
 
     def check_storage(self) -> None:
         """Raise an error now, and not after an epoch, for a bucket that does not exist."""
@@ -73,7 +72,9 @@ class CheckpointManager:
         `reported` are the metrics of each checkpoint. Without `resume`, the checkpoints are listed
         but not read.
         """
-        complete = {number: place for number, place in self._found().items() if place.exists()}
+        names = [name.removeprefix(PREFIX) for name in locations.names(self.directory) if name.startswith(PREFIX)]
+        places = {number: self.place_of(number) for number in sorted(int(each) for each in names if each.isdigit())}
+        complete = {number: place for number, place in places.items() if place.exists()}
         for number, place in complete.items():
             metrics, newest = reported.get(number, {}), number == max(complete)
             if not resume or (self.strategy.by_time and not newest):
@@ -94,27 +95,6 @@ class CheckpointManager:
                 locations.warn_without_checksums(place)
         self.latest_id = max([self.latest_id, *reported, *complete])
 
-    def continue_with(
-        self, directory: Place, latest_id: int, stored: Sequence[StoredCheckpoint], payload: bytes
-    ) -> None:
-        """Take over the checkpoints of a driver that has ended. The newest one is `payload`, or
-        else the newest stored one. What that driver had not recorded is deleted: it is made
-        again."""
-        self.directory, self.latest_id, self.stored = directory, latest_id, list(stored)
-        recorded = {each.number for each in stored}
-        self._surplus = [place for number, place in self._found().items() if number not in recorded]
-        self.delete_surplus()
-        if payload:
-            self.payload = payload
-        elif stored:
-            self.payload = Checkpoint(max(stored, key=lambda each: each.number).path).to_bytes()
-
-    def _found(self) -> dict[int, Place]:
-        """Return the checkpoints in the directory, also incomplete ones, by number. Other files
-        there are the user's."""
-        names = [name.removeprefix(PREFIX) for name in locations.names(self.directory) if name.startswith(PREFIX)]
-        return {number: self.place_of(number) for number in sorted(int(each) for each in names if each.isdigit())}
-
     def register(self, payload: bytes) -> int:
         """Make a checkpoint the newest one, before storage can fail. Return its number."""
         self.latest_id += 1
@@ -122,8 +102,7 @@ class CheckpointManager:
         return self.latest_id
 
     def store(self, number: int, payload: bytes, metrics: dict[str, Any]) -> None:
-        """Write a checkpoint, if it is one of the best. `delete_surplus` deletes those that no
-        longer are."""
+        """Write a checkpoint, if it is one of the best, and delete those that no longer are."""
         keep = self.strategy.num_to_keep
         if keep == 0:
             return
@@ -134,12 +113,9 @@ class CheckpointManager:
         if new not in surplus:
             self._write(new.path, payload)
         self.stored = [each for each in [*self.stored, new] if each not in surplus]
-        self._surplus += [each.path for each in surplus if each is not new]
-
-    def delete_surplus(self) -> None:
-        while self._surplus:
-            locations.delete(self._surplus[-1])
-            self._surplus.pop()
+        for each in surplus:
+            if each is not new:
+                locations.delete(each.path)
 
     def place_of(self, number: int) -> Place:
         """Return where the checkpoint with this number is stored, if it is."""

@@ -11,11 +11,11 @@ Driver.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import functools
 import itertools
 import logging
+import pickle
 import queue
 import tempfile
 import threading
@@ -24,7 +24,6 @@ from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
-from raysgd.callbacks.history import History
 from raysgd.config import ElasticConfig, WorkerResources, at_least, refuse_comparison, refuse_rates
 from raysgd.core.messages import FunctionReport
 from raysgd.core.policy import PLANNED, Recovery
@@ -32,7 +31,7 @@ from raysgd.core.protocols import Call
 from raysgd.engine.call import Job
 from raysgd.engine.call_lock import CallLock, Claim
 from raysgd.engine.engine import Engine
-from raysgd.errors import ClusterError, ConfigError, SupersededError, TrainingFailedError
+from raysgd.errors import ConfigError, TrainingFailedError
 from raysgd.storage.locations import Place, place
 from raysgd.train.backends import Backend, BackendConfig, backend_of
 from raysgd.train.checkpoint import Checkpoint, is_directory
@@ -43,16 +42,13 @@ from raysgd.train.errors import (
     TrainingRunningError,
     TrainingWorkerError,
 )
-from raysgd.train.named import NamedFunctions, Naming
 from raysgd.train.replica import FunctionReplica, FunctionReplicaFactory
-from raysgd.train.run import FunctionRun, RoundResult, RunLeft, RunOptions, check_function, function_name, payload_of
+from raysgd.train.run import FunctionRun, RoundResult, RunOptions, check_function, function_name, payload_of
 from raysgd.train.run_session import Codec, TrainingResultType
 from raysgd.train.settings import HANG_S, REPORTS_AHEAD, CheckpointConfig, check_failure_limit, check_strategy
 from raysgd.train.worker_group import TrainWorkerGroup, WorkerGroup, WorkersChanged, check_resources, limits_for
-from raysgd.training.named import ended_by_itself, new_tenure, texts
 from raysgd.workers.calls import Blob
 from raysgd.workers.cluster import driver_address, ensure_cluster
-from raysgd.workers.keeper import Tenure
 from raysgd.workers.ray_group import RayGroup
 from raysgd.workers.serialization import dumps
 
@@ -78,8 +74,6 @@ class BackendExecutor(RunCheckpoints):
     elastic                          an `ElasticConfig`
     start_with                       how many workers are enough to start; by default all
     max_reports_ahead                how many rounds of reports the function may be ahead
-    named                            the `Naming` of workers that outlive the script
-    history                          the `History` that is kept with them
     """
 
     def __init__(
@@ -94,11 +88,7 @@ class BackendExecutor(RunCheckpoints):
         elastic: ElasticConfig | None = None,
         start_with: int | None = None,
         max_reports_ahead: int = REPORTS_AHEAD,
-        named: Naming | None = None,
-        history: History | None = None,
     ) -> None:
-        self._named_by, self.history = named, history
-        self.named: NamedFunctions | None = None  # from `start` on
         self._config, self._backend = backend_config, backend_of(backend_config)
         self._count, self._least = num_workers, start_with
         self._resources = check_resources(
@@ -140,7 +130,7 @@ class BackendExecutor(RunCheckpoints):
         an object of `train_cls` with `train_cls_args` and `train_cls_kwargs`."""
         if self._engine is not None:
             raise TrainBackendError("the workers were started already: call shutdown() before you start them again")
-        ensure_cluster(self._resources, lasting=self._named_by is not None)
+        ensure_cluster(self._resources)
         hang_s, self._rounds_before = self._elastic.hang_timeout_s, []
         limits = limits_for(collective_s=min(self._config.collective_timeout_s, 0.9 * hang_s), hang_s=hang_s)
         backend = self._config.make_backend(
@@ -150,9 +140,8 @@ class BackendExecutor(RunCheckpoints):
             collective_s=limits.collective_s,
         )
         make = None if train_cls is None else functools.partial(train_cls, *train_cls_args, **(train_cls_kwargs or {}))
-        tenure = None if self._named_by is None else new_tenure(self._named_by.name, self._named_by.orphan_s)
         engine = Engine(
-            RayGroup(backend, self._resources, unreachable_s=limits.unreachable_s, tenure=tenure),
+            RayGroup(backend, self._resources, unreachable_s=limits.unreachable_s),
             backend,
             FunctionReplicaFactory(Codec(dumps, self._backend.encode_data, self._backend.decode_data), make),
             hook=initialization_hook,
@@ -160,11 +149,10 @@ class BackendExecutor(RunCheckpoints):
             least=self._least,
             elastic=self._elastic,
             limits=limits,
-            term=0 if tenure is None else tenure.term,
             on_report=self._on_report,
             on_recovery=self._on_recovery,
         )
-        self._take_over(engine, tenure, train_cls) if tenure is not None else engine.start()
+        engine.start()
         self._engine = engine
         self._hooks_called_for, self._seen_recoveries = -1, 0  # the generation, and its recoveries
         has_object = train_cls is not None
@@ -175,57 +163,23 @@ class BackendExecutor(RunCheckpoints):
         try:
             self._call_hooks()
         except BaseException:
-            self.shutdown(leave=self.named is not None)
+            self.shutdown()
             raise
 
-    def _take_over(self, engine: Engine, tenure: Tenure, train_cls: type | None) -> None:
-        """Take over what the last script with this name has left, or start."""
-        assert self._named_by is not None
-        given = {
-            "backend": type(self._config).__name__,
-            "backend_config": self._config,
-            "num_workers": self._count,
-            "resources": self._resources,
-            "logdir": self._named_by.where,
-            "max_retries": self._max_retries,
-            "elastic": self._elastic,
-            "max_reports_ahead": self._reports_ahead,
-            "orphan_s": self._named_by.orphan_s,
-            "train_cls": None if train_cls is None else train_cls.__name__,
-        }
-        settings = [pair for name, value in given.items() for pair in texts(name, value)]
-        self.named = NamedFunctions(tenure, engine, settings, self.history, self._named_by.earlier)
-        try:
-            self.named.take_over()
-        except BaseException:
-            engine.stop(force=True, leave=True)
-            raise
-        self._rounds_before = [0] * len(engine.recoveries)
-        atexit.register(self._at_exit)
-
-    def _at_exit(self) -> None:
-        """End the workers of a trainer with a name, unless the script ends by an error."""
-        self.shutdown(leave=not ended_by_itself())
-
-    def shutdown(self, *, leave: bool = False) -> None:
-        """End the current run, if there is one, and the workers. With `leave`, those of a trainer
-        with a name wait for the next script."""
+    def shutdown(self) -> None:
+        """End the current run, if there is one, and the workers."""
         engine, self._engine = self._engine, None
         if engine is None:
             return
-        atexit.unregister(self._at_exit)
-        if leave and self.named is not None:
-            self.named.leave()
         try:
             self._stop_run(engine, InactiveWorkerGroupError("the workers were shut down while the function ran"))
             try:
-                if not leave:
-                    self._backend.on_shutdown(self._group, self._config)
+                self._backend.on_shutdown(self._group, self._config)
             except Exception as error:
                 logger.warning("%s.on_shutdown failed: %s", type(self._backend).__name__, error)
         finally:
             self._group = self._hooks_group = None
-            engine.stop(force=leave, leave=leave)
+            engine.stop()
 
     def to_worker_group(self) -> TrainWorkerGroup:
         """Return the objects in the workers. Their shutdown shuts this executor down."""
@@ -308,56 +262,22 @@ class BackendExecutor(RunCheckpoints):
             )
             manager.check_storage()
             packed = engine.pack(task)
-            self._recoveries_before, left = len(engine.recoveries), None
-            if self.named is not None:
-                left, newest = self.named.next_run(name, config)
-                if left is not None:
-                    manager.continue_with(left.directory, left.newest, left.stored, newest)
+            self._recoveries_before = len(engine.recoveries)
             ready()
             self._run = run = FunctionRun(
-                next(self._numbers) if self.named is None else self.named.begin(),
+                next(self._numbers),
                 manager,
                 fail=engine.cancel,
                 decode=self._backend.decode_data,
                 decode_checkpoint=functools.partial(_decoded, self._backend),
                 options=options,
                 ahead=self._reports_ahead,
-                record=self.named,
-                left=left,
-                attempt=engine.generation,
             )
             self._running = claim
             engine.state_changed_by_hand(replaced=True)
             work = functools.partial(self._perform, engine, run, packed)
             self._thread = threading.Thread(target=work, name="raysgd-run", daemon=True)
             self._thread.start()
-
-    def left_of(self, train_func: Callable[..., Any], config: Mapping[str, Any]) -> RunLeft | None:
-        """Return what another script has left of this run. Raise ConfigError if it ran another
-        function, or with another config."""
-        return None if self.named is None else self.named.next_run(function_name(train_func), config)[0]
-
-    @property
-    def superseded(self) -> bool:
-        """Return whether another script has taken the run over."""
-        try:
-            if self.named is not None:
-                self.named.check()
-        except SupersededError:
-            return True
-        except ClusterError as error:  # then no script can take over
-            logger.debug("the lease was not renewed: %s", error)
-        return False
-
-    @property
-    def earlier(self) -> int:
-        """Return how many runs, or reports of `fit()`, there were before those of this name."""
-        return 0 if self.named is None else self.named.earlier
-
-    @property
-    def rows_before(self) -> list[dict[str, Any]]:
-        """Return the rows of the history from before, if another script has begun this run."""
-        return [] if self.named is None else self.named.rows
 
     def fetch_next_result(self) -> list[dict[str, Any]] | None:
         """Return what every rank reported in the next round; None: the function has ended."""
@@ -447,7 +367,7 @@ class BackendExecutor(RunCheckpoints):
                 hurry_s=HURRY_S,
                 is_waiting=run.keeps_ranks_waiting,
             )
-            run.finish(run.left.values or engine.run(job)[-1].values)
+            run.finish([pickle.loads(value) for value in engine.run(job)[-1].values])
         except TrainingFailedError as failed:
             error = TrainingWorkerError(str(failed))
             error.__cause__ = failed

@@ -79,9 +79,6 @@ class TrainingIterator:
 
         try:
             begin(ready)
-            if rows := self._executor.rows_before:
-                self._callbacks.resume(rows, but=self._executor.history)
-                self._callbacks.raise_stop()
             while self.next_round() is not None:
                 pass
             self._report_recoveries()

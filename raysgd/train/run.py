@@ -9,7 +9,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -17,10 +17,10 @@ from typing import Any, Literal, Protocol
 from raysgd.core.messages import FunctionReport
 from raysgd.environment import flag_from_environment
 from raysgd.errors import ConfigError, ranked
-from raysgd.storage.locations import Place, place
+from raysgd.storage.locations import place
 from raysgd.storage.remote import Uri
 from raysgd.train.checkpoint import Checkpoint
-from raysgd.train.checkpoint_manager import BackgroundWriter, CheckpointManager, StoredCheckpoint
+from raysgd.train.checkpoint_manager import BackgroundWriter, CheckpointManager
 from raysgd.train.errors import ReportMismatchError
 from raysgd.train.run_session import Attempt
 from raysgd.train.settings import REPORTS_AHEAD
@@ -146,41 +146,6 @@ class RoundResult:
     complete: bool = True
 
 
-@dataclass(frozen=True)
-class RunLeft:
-    """What outlives the driver of a run, if its trainer has a name.
-
-    directory  of its checkpoints
-    newest     the number of the newest one
-    stored     those in storage
-    reports    how many rounds of reports are complete
-    closed     how many rounds are, also those of checkpoints
-    unshown    the rounds that the script has not got, and before them the one with which it is busy
-    values     what each rank returned, pickled; None before the end
-    """
-
-    directory: Place
-    newest: int = 0
-    stored: tuple[StoredCheckpoint, ...] = ()
-    reports: int = 0
-    closed: int = 0
-    unshown: tuple[RoundResult, ...] = ()
-    values: Sequence[bytes] | None = None
-
-
-class Record:
-    """Stores what outlives the driver of a run: nothing, if its trainer has no name."""
-
-    outlives = False
-
-    def check(self) -> None:
-        """Raise SupersededError if another script has taken over."""
-
-    def keep(self, left: RunLeft, checkpoint: bytes | None = None, *, shown: bool = False) -> None:
-        """Store what is left, and the newest `checkpoint`, b"" if that is in storage. `shown`: the
-        history has a round that is not in `left` any more."""
-
-
 class FunctionRun:
     """Owns the rounds of the current attempt, the queue of complete rounds, the writer that stores
     checkpoints, and the reports that wait for their acknowledgement.
@@ -191,8 +156,7 @@ class FunctionRun:
     A rank continues when its call is acknowledged. It waits for that in a report while the user has
     not fetched the last `ahead` rounds, and in any call while the storage is as many rounds behind.
     So ranks that are in one round wait together: one that continued alone would wait for the others
-    in a collective call, which has a time limit. If the run outlives its driver, the rank that
-    completes a round waits until it is in the `record`. `left` is what an earlier driver has left.
+    in a collective call, which has a time limit.
     """
 
     def __init__(
@@ -205,36 +169,24 @@ class FunctionRun:
         decode_checkpoint: Callable[[bytes], bytes] = lambda payload: payload,
         options: RunOptions | None = None,
         ahead: int = REPORTS_AHEAD,
-        record: Record | None = None,
-        left: RunLeft | None = None,
-        attempt: int = 0,
     ) -> None:
         self.number, self.manager = number, manager
-        self._record = record or Record()
-        self.left = left or RunLeft(manager.directory, manager.latest_id, tuple(manager.stored))
-        self._noting, self._is_showing = threading.Lock(), False
-        if left is None:
-            self._note(b"")
         self._fail, self._decode, self._decode_checkpoint = fail, decode, decode_checkpoint
         self._ahead: float = ahead
         self._room = ahead  # how many rounds the ranks may be ahead of the storage
-        self._fetched, self._lenience = self.left.reports - len(self.left.unshown), 0
-        # Rounds that the writer has done, and checkpoints that it has not.
-        self._settled, self._unstored = self.left.closed, 0
+        self._fetched = self._lenience = 0
+        self._settled = self._unstored = 0  # rounds that the writer has done, and checkpoints that it has not
         self._waiting: list[Waiting] = []
         self._lock = threading.Lock()  # for `_waiting` and the numbers above it: three threads use them
         self._mismatched = False
         self._options = options or RunOptions()
         self._detailed = flag_from_environment(DETAILED)
-        self._attempt = attempt
-        self.reports, self._closed = self.left.reports, self.left.closed  # rounds: those with metrics, and all
+        self._attempt = 0
+        self.reports = self._closed = 0  # rounds: those with metrics, and all
         self._rounds = Rounds(0)
         self._complete: queue.SimpleQueue[RoundResult | None] = queue.SimpleQueue()
-        for result in self.left.unshown:
-            self._complete.put(result)
         self._writer = BackgroundWriter(fail)
         self.values: list[Any] = []
-        self._packed: Sequence[bytes] | None = None
         self.error: BaseException | None = None
 
     # -- the engine's thread --------------------------------------------------------------------------
@@ -282,10 +234,10 @@ class FunctionRun:
             return
         self._let_continue(waiting)
 
-    def finish(self, packed: Sequence[bytes]) -> None:
-        """Note what the function returned on every rank, pickled."""
+    def finish(self, values: list[Any]) -> None:
+        """Note what the function returned on every rank."""
         self._rounds.check_counts()
-        self.values, self._packed = [pickle.loads(each) for each in packed], packed
+        self.values = values
 
     def close(self, error: BaseException | None = None) -> None:
         """End the run: no more rounds follow. Wait until all checkpoints are stored."""
@@ -296,14 +248,7 @@ class FunctionRun:
         if self._options.shards is not None:
             self._options.shards.close()
         unstored = self._writer.finish()
-        error = error or unstored
-        try:
-            if error is None and self.left.values is None:
-                with self._noting:
-                    self._note(values=self._packed)
-        except Exception as superseded:
-            error = superseded
-        self.error = error
+        self.error = error or unstored
         self._attempt = -1  # what comes later is not waited for
         self._let_continue(everyone=True)
         self._complete.put(None)
@@ -333,40 +278,14 @@ class FunctionRun:
 
     def _settle(self, number: int, payload: bytes | None, metrics: dict[str, Any], result: RoundResult | None) -> None:
         """Store a round's checkpoint, then make it visible to the user. The writer's thread."""
-        self._record.check()
         if payload is not None:
             self.manager.store(number, payload, metrics)
-        if self._record.outlives:
-            self._note_round(number, payload, result)
-        self.manager.delete_surplus()
         with self._lock:
             self._settled += 1
             self._unstored -= payload is not None
         if result is not None:
             self._complete.put(result)
         self._let_continue()
-
-    def _note_round(self, number: int, payload: bytes | None, result: RoundResult | None) -> None:
-        stored = tuple(self.manager.stored)
-        if payload is not None and number in (each.number for each in stored):
-            payload = b""
-        with self._noting:
-            left = self.left
-            unshown = (*left.unshown, result) if result is not None and self._ahead < math.inf else left.unshown
-            self._note(
-                payload,
-                reports=left.reports + (result is not None),
-                closed=left.closed + 1,
-                newest=left.newest if payload is None else number,
-                stored=stored,
-                unshown=unshown,
-            )
-
-    def _note(self, checkpoint: bytes | None = None, *, shown: bool = False, **changed: Any) -> None:
-        """Store what is left if this driver ends."""
-        if self._record.outlives:
-            self.left = replace(self.left, **changed)
-            self._record.keep(self.left, checkpoint, shown=shown)
 
     def _let_continue(self, *more: Waiting, everyone: bool = False) -> None:
         """Acknowledge the reports that need not wait any more."""
@@ -381,8 +300,6 @@ class FunctionRun:
         return waiting.report < self._fetched + self._ahead + self._lenience
 
     def _is_stored(self, waiting: Waiting) -> bool:
-        if self._record.outlives and self._settled < waiting.number <= self._closed:
-            return False
         return waiting.number <= self._settled + self._room or not self._unstored
 
     def keeps_ranks_waiting(self) -> bool:
@@ -393,15 +310,6 @@ class FunctionRun:
 
     def next_round(self, timeout: float) -> RoundResult | None:
         """Return the next round, None at the end. Raise queue.Empty after the timeout."""
-        if self._is_showing:  # the script is done with the last one
-            self._is_showing = False
-            with self._noting:
-                self._note(shown=True, unshown=self.left.unshown[1:])
-        result = self._take(timeout)
-        self._is_showing = result is not None
-        return result
-
-    def _take(self, timeout: float) -> RoundResult | None:
         result = self._complete.get(timeout=timeout)
         if result is None:
             self._complete.put(None)
@@ -422,17 +330,13 @@ class FunctionRun:
     def release(self) -> None:
         """Let the function run to its end, because the user fetches no more rounds."""
         self._ahead = math.inf
-        with self._noting:
-            if self.left.unshown:
-                self._note(shown=True, unshown=())
         self._let_continue()
 
     def unfetched(self) -> list[RoundResult]:
-        """Remove and return the rounds that are complete now. A script that is started again gets
-        them."""
+        """Remove and return the rounds that are complete now."""
         found: list[RoundResult] = []
         try:
-            while (result := self._take(0)) is not None:
+            while (result := self.next_round(0)) is not None:
                 found.append(result)
         except queue.Empty:  # the run has not ended
             pass

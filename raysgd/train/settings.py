@@ -9,7 +9,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from raysgd.config import ElasticConfig, WorkerResources, at_least, check_flags, check_name, one_of
+from raysgd.config import ElasticConfig, WorkerResources, at_least, check_flags, one_of
 from raysgd.errors import ConfigError, suggesting_fields
 from raysgd.storage.masking import mask
 
@@ -19,7 +19,11 @@ HANG_S = 1800.0
 TIMESTAMP = "_timestamp"
 # How many rounds of reports a function may be ahead of what was fetched.
 REPORTS_AHEAD = 4
-# Arguments of Ray's classes that these do not have, and what to do instead.
+# Arguments of Ray's classes, and of raysgd's other trainers, that these do not have, and what to do instead.
+ENDS = (
+    "the workers of a training function end with the script. Report checkpoints in the function, and resume from the newest "
+    "one in the next script: run(..., checkpoint=path), or restore(path).fit()"
+)
 REPORTED = "a checkpoint is stored whenever the training function reports or saves one"
 INSTEAD = {
     "accelerator_type": 'request it with resources_per_worker={"accelerator_type:T4": 0.001}',
@@ -27,6 +31,8 @@ INSTEAD = {
     "checkpoint_frequency": REPORTED,
     "fail_fast": "an error in the function always ends the run",
     "log_to_file": "use callbacks",
+    "name": ENDS,
+    "orphan_s": ENDS,
     "progress_reporter": "use callbacks",
     "stop": "the training function decides: return from it, or raise in a callback that stops_training",
     "sync_config": "storage_path may be a URI",
@@ -35,7 +41,8 @@ INSTEAD = {
 
 
 def without_rays_own(kind: C) -> C:
-    """Let a class of settings say what to do about arguments that only Ray's has."""
+    """Let a class say what to do about arguments that only Ray's, or raysgd's other classes,
+    have."""
     return suggesting_fields(kind, instead=INSTEAD)
 
 
@@ -209,8 +216,6 @@ class RunConfig:
     checkpoint_config  a CheckpointConfig
     callbacks          called with every round of reports
     max_reports_ahead  how many rounds of reports the function may be ahead of the callbacks
-    orphan_s           for how many seconds the workers wait for the next script, if this one has
-                       died: its `fit()` with this `name` continues the run; by default, they end
     """
 
     name: str | None = None
@@ -219,12 +224,9 @@ class RunConfig:
     checkpoint_config: CheckpointConfig | None = None
     callbacks: Sequence[Any] | None = None
     max_reports_ahead: int = REPORTS_AHEAD
-    orphan_s: float | None = None
 
     def __post_init__(self) -> None:
         at_least("max_reports_ahead", self.max_reports_ahead, 1, whole=True)
-        if self.orphan_s is not None:
-            check_name(self.name, self.orphan_s)
         if self.name is not None and (not isinstance(self.name, str) or not self.name or "/" in self.name):
             raise ConfigError(f"RunConfig's name must be the name of a directory, without '/', got {self.name!r}")
         if self.storage_path is not None and not isinstance(self.storage_path, (str, Path)):
@@ -253,7 +255,7 @@ class RunConfig:
 
     def completed(self, stored: RunConfig) -> RunConfig:
         """Return a copy that takes what it does not set from an earlier run's settings."""
-        names = ("name", "checkpoint_config", "failure_config", "orphan_s")
+        names = ("checkpoint_config", "failure_config")
         return replace(self, **{name: getattr(stored, name) for name in names if getattr(self, name) is None})
 
     @property

@@ -11,7 +11,7 @@ from typing import Any
 from raysgd.callbacks.base import Run
 from raysgd.callbacks.folder import create_folder
 from raysgd.callbacks.history import History
-from raysgd.config import ORPHAN_S, ElasticConfig, WorkerResources, check_flags
+from raysgd.config import ElasticConfig, WorkerResources, check_flags
 from raysgd.core.lazy import lazy_names
 from raysgd.core.policy import Recovery
 from raysgd.errors import ConfigError, counted
@@ -26,12 +26,10 @@ from raysgd.train.checkpoint_manager import CheckpointManager, RunCheckpoints
 from raysgd.train.errors import InactiveWorkerGroupError, TrainBackendError
 from raysgd.train.executor import FunctionJob, executor_maker
 from raysgd.train.iterator import TrainingIterator
-from raysgd.train.named import Naming
 from raysgd.train.run import RunOptions, check_function, function_name
 from raysgd.train.run_session import trial_functions
-from raysgd.train.settings import REPORTS_AHEAD, CheckpointConfig
+from raysgd.train.settings import REPORTS_AHEAD, CheckpointConfig, without_rays_own
 from raysgd.train.worker_group import TrainWorkerGroup, WorkerGroup
-from raysgd.training.named import checked_name
 from raysgd.workers.tracebacks import folding
 
 __all__ = ["Trainer", "get_backend_config_cls", "in_order"]
@@ -45,6 +43,7 @@ __getattr__ = lazy_names(
 )[0]
 
 
+@without_rays_own
 class Trainer(RunCheckpoints):
     """Runs training functions on `num_workers` processes.
 
@@ -72,8 +71,7 @@ class Trainer(RunCheckpoints):
     what callbacks write in `~/ray_results` is copied there when a run ends. `max_retries` is how
     many worker failures one run survives (-1: any number). `max_reports_ahead` is how many rounds
     of reports the function may be ahead of what was fetched; with 1, each `train.report` waits
-    until its round was fetched. With a `name`, the workers outlive the script, and wait `orphan_s`
-    seconds for the next one, whose calls of `run` and `run_iterator` continue the runs of this one.
+    until its round was fetched.
     """
 
     def __init__(
@@ -87,8 +85,6 @@ class Trainer(RunCheckpoints):
         *,
         elastic: ElasticConfig | None = None,
         max_reports_ahead: int = REPORTS_AHEAD,
-        name: str | None = None,
-        orphan_s: float = ORPHAN_S,
     ) -> None:
         config = parse_backend(backend)
         check_flags(use_gpu=use_gpu)
@@ -96,21 +92,13 @@ class Trainer(RunCheckpoints):
             raise ConfigError(f"elastic must be a raysgd.ElasticConfig, got {elastic!r}")
         wanted = WorkerResources.parse(1, use_gpu, resources_per_worker, gpu_asked=use_gpu)
         self._count, self._worker = num_workers, wanted
-        self._named = checked_name(name, orphan_s)
-        self.storage, self.logdir = _make_places(name if logdir is None else logdir)
-        self._earlier = max(_newest_run(self.storage), _newest_run(self.logdir))
-        self.history = History()  # all rounds that were fetched, of all runs
         self._make = executor_maker(
-            config,
-            num_workers,
-            wanted,
-            max_retries,
-            elastic=elastic,
-            max_reports_ahead=max_reports_ahead,
-            named=None if self._named is None else Naming(*self._named, str(self.storage), self._earlier),
-            history=self.history,
+            config, num_workers, wanted, max_retries, elastic=elastic, max_reports_ahead=max_reports_ahead
         )
         self._executor = self._make()
+        self.storage, self.logdir = _make_places(logdir)
+        self._earlier = max(_newest_run(self.storage), _newest_run(self.logdir))
+        self.history = History()  # all rounds that were fetched, of all runs
         self._runs = 0
         self._to_tune: Any = None  # in a function that Tune runs: what adds checkpoints to its reports
         self._described = f"{type(config).__name__}, {counted(num_workers, 'worker')}"
@@ -130,13 +118,6 @@ class Trainer(RunCheckpoints):
         if initialization_hook is not None and not callable(initialization_hook):
             raise ConfigError(f"initialization_hook must be a function without arguments, got {initialization_hook!r}")
         self._executor.start(initialization_hook, train_cls, args, kwargs)
-        if self._named is not None:
-            self._earlier = self._executor.earlier
-
-    @property
-    def attached(self) -> bool:
-        """Return whether this trainer has taken over the workers of a script that has ended."""
-        return self._executor.named is not None and self._executor.named.attached
 
     def shutdown(self) -> None:
         """End the workers, and free their resources. Past runs remain available."""
@@ -154,10 +135,7 @@ class Trainer(RunCheckpoints):
     ) -> None:
         if error is not None:
             self._to_tune = None  # the trial has failed: its last report is not repeated
-        if self._named is not None and kind is not None and not issubclass(kind, SystemExit):
-            self._executor.shutdown(leave=True)
-        else:
-            self.shutdown()
+        self.shutdown()
 
     # -- runs -----------------------------------------------------------------------------------------
 
@@ -228,8 +206,6 @@ class Trainer(RunCheckpoints):
             run_dir.mkdir(parents=True, exist_ok=True)
             ready()
 
-        if dataset is not None:
-            self._check_unnamed("a Ray Dataset, whose reader ends with the script")
         name = self._run_name(self._runs + 1)
         run_dir = self.logdir / name
         shards = make_splits(dataset, cpus_per_worker=self._worker.cpus)
@@ -262,7 +238,6 @@ class Trainer(RunCheckpoints):
     def to_worker_group(self, train_cls: type, *args: Any, **kwargs: Any) -> TrainWorkerGroup:
         """Start workers that each hold an object of `train_cls`, with the backend set up, and
         return them for Ray calls. Shut the group down when you no longer need it."""
-        self._check_unnamed("to_worker_group()")
         if self._executor.is_started:
             raise TrainBackendError(
                 "to_worker_group() starts workers of its own: create a new Trainer for it, and do not start it"
@@ -274,7 +249,6 @@ class Trainer(RunCheckpoints):
     def to_tune_trainable(self, train_func: Callable[..., Any], dataset: Any = None) -> Any:
         """Return a Tune Trainable class (extra: tune). Each trial runs `train_func` on workers like
         this trainer's, with the trial's config and its own shards of the `dataset`."""
-        self._check_unnamed("to_tune_trainable()")
         if self._executor.is_started:
             raise TrainBackendError(
                 "to_tune_trainable() starts workers in each trial: create a new Trainer for it, and do not start it"
@@ -294,10 +268,6 @@ class Trainer(RunCheckpoints):
                 lambda config: (bundles, "PACK"),
             )
         )
-
-    def _check_unnamed(self, what: str) -> None:
-        if self._named is not None:
-            raise ConfigError(f"name={self._named[0]!r} is not possible with {what}: leave the name out")
 
     def _check_started(self) -> None:
         if not self._executor.is_started:

@@ -7,13 +7,12 @@ import logging
 import pickle
 import re
 import sys
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 from raysgd.callbacks.history import History
-from raysgd.config import ORPHAN_S, check_name
+from raysgd.config import ORPHAN_S, at_least
 from raysgd.engine.engine import Engine
 from raysgd.errors import ConfigError, counted, shown
 from raysgd.training.replica_base import OperatorReplicaFactory
@@ -26,23 +25,34 @@ MOST_SHOWN = 80  # characters of a setting in an error
 STATE, ROW = "state", "row {}"  # the parts of the record
 
 
-class Named(ABC):
+class NamedRun:
     """Owns what the driver of a trainer with a name commits, and what is left of the one before it:
-    `before`, {} if there is nothing, and the `rows` of the history."""
+    `before`, {} if there is nothing, and the `rows` of the history.
 
-    def __init__(self, tenure: Tenure, settings: Iterable[tuple[str, str]]) -> None:
-        self.tenure, self._settings = tenure, dict(settings)
+    A call of `train`, `validate` or `test` returns when what it measured is in the record. In the
+    body of a loop over `epochs()`, a script that is started again gets what had returned there, in
+    order, and continues with the call that was running. Bodies that make other calls, because the
+    code was changed, get nothing from it.
+    """
+
+    def __init__(self, tenure: Tenure, factory: OperatorReplicaFactory) -> None:
+        self.tenure, self._settings = tenure, dict(_settings(factory, tenure.orphan_s))
         self.before: dict[str, Any] = {}
         self.rows: list[dict[str, Any]] = []
         self._stored = 0  # rows in the record
         self.attached = False
+        self._body: list[tuple[str, Any, Any]] = []  # the calls of this body that have returned
+        self._replayed: list[tuple[str, Any, Any]] = []  # those of the last script that this one has not made yet
+        self._place: tuple[int, int] = (0, 0)  # the loop, and its epochs that are done
+        self._counts: tuple[int, int] = (0, 0)
+        self._warned = False
 
     def start(self, engine: Engine) -> None:
         """Take over the workers of the last script, or start workers if there are none."""
         record = self.tenure.record
         if record.get(STATE):
             self.before = pickle.loads(record[STATE])
-            self.check_equal(self._settings, self.before["settings"])
+            self._check_equal(self.before["settings"])
             self.rows = [pickle.loads(record[ROW.format(n)]) for n in range(self.before["rows"])]
             self._stored = len(self.rows)
         found = {each: self.before.get(each) for each in ("trained", "reached")}
@@ -57,42 +67,23 @@ class Named(ABC):
                     "the workers that the last script with the trainer %r has left have ended: starting new ones",
                     self.tenure.name,
                 )
-            self._begin_again()
+            self.before, self.rows, self._stored = {}, [], 0
+            self.tenure.begin_again()  # before there are workers that would not fit the record
             engine.start()
             return
+        self._place, self._counts = self.before["place"], self.before["counts"]
         logger.warning(
-            "attached to the %s of the trainer %r, %s, with the code of this script",
+            "attached to the %s of the trainer %r, in epoch %d after batch %d: training continues there, with the code of this "
+            "script",
             counted(engine.world_size, "worker"),
             self.tenure.name,
-            self._continue(engine),
+            engine.progress.epoch,
+            engine.progress.batches,
         )
 
-    def _begin_again(self) -> None:  # noqa: B027 (a function continues in any case)
-        """Called before there are workers that have nothing of the training."""
-
-    @abstractmethod
-    def _continue(self, engine: Engine) -> str:
-        """Continue where the last script has stopped. Return where that is, for the log."""
-
-    def _commit(
-        self,
-        engine: Engine,
-        history: History | None,
-        state: Mapping[str, Any],
-        parts: Mapping[str, bytes] | None = None,
-    ) -> None:
-        """Store the state, other parts, and the rows of the history that are new, if it is given.
-        Raise SupersededError if another script has taken over."""
-        parts = dict(parts or {})
-        if history is not None:
-            first = max(self._stored - 1, 0)  # callbacks can have added an error to the newest one
-            parts |= {ROW.format(first + n): dumps(row) for n, row in enumerate(history[first:])}
-            self._stored = len(history)
-        both = {"settings": self._settings, "trained": engine.trained, "recoveries": engine.recoveries}
-        self.tenure.commit({**parts, STATE: dumps({**state, **both, "rows": self._stored})})
-
-    def check_equal(self, this: Mapping[str, str], had: Mapping[str, str]) -> None:
+    def _check_equal(self, had: Mapping[str, str]) -> None:
         """Raise ConfigError if what must be the same in two scripts is not."""
+        this = self._settings
         names = [name for name in {**had, **this} if had.get(name) != this.get(name)]
         if names:
             now, last = (
@@ -112,33 +103,6 @@ class Named(ABC):
                 "`raysgd end %s`",
                 *(self.tenure.name, self.tenure.orphan_s, self.tenure.name),
             )
-
-
-class NamedRun(Named):
-    """Owns what the driver of an operator's trainer commits.
-
-    A call of `train`, `validate` or `test` returns when what it measured is in the record. In the
-    body of a loop over `epochs()`, a script that is started again gets what had returned there, in
-    order, and continues with the call that was running. Bodies that make other calls, because the
-    code was changed, get nothing from it.
-    """
-
-    def __init__(self, tenure: Tenure, factory: OperatorReplicaFactory) -> None:
-        super().__init__(tenure, _settings(factory, tenure.orphan_s))
-        self._body: list[tuple[str, Any, Any]] = []  # the calls of this body that have returned
-        self._replayed: list[tuple[str, Any, Any]] = []  # those of the last script that this one has not made yet
-        self._place: tuple[int, int] = (0, 0)  # the loop, and its epochs that are done
-        self._counts: tuple[int, int] = (0, 0)
-        self._warned = False
-
-    def _begin_again(self) -> None:
-        self.before, self.rows, self._stored = {}, [], 0
-        self.tenure.begin_again()  # before there are workers that would not fit the record
-
-    def _continue(self, engine: Engine) -> str:
-        self._place, self._counts = self.before["place"], self.before["counts"]
-        epoch, batches = engine.progress.epoch, engine.progress.batches
-        return f"in epoch {epoch} after batch {batches}: training continues there"
 
     def warn_of_plain_loop(self, epochs: int) -> None:
         """Warn, once, of a call of `train` that no loop over `epochs()` makes."""
@@ -197,36 +161,47 @@ class NamedRun(Named):
         self._commit_body(engine, history)
 
     def _commit_body(self, engine: Engine, history: History) -> None:
+        """Store the state, and the rows of the history that are new. Raise SupersededError if
+        another script has taken over."""
+        first = max(self._stored - 1, 0)  # callbacks can have added an error to the newest one
+        rows = {ROW.format(first + n): dumps(row) for n, row in enumerate(history[first:])}
+        self._stored = len(history)
         body = {"place": self._place, "counts": self._counts, "body": self._body}
-        self._commit(engine, history, {**body, "reached": engine.reached})
+        engines = {"trained": engine.trained, "recoveries": engine.recoveries, "reached": engine.reached}
+        state = {"settings": self._settings, "rows": self._stored, **engines, **body}
+        self.tenure.commit({**rows, STATE: dumps(state)})
 
 
 def checked_name(name: Any, orphan_s: Any) -> tuple[str, float] | None:
     """Return the trainer's name and how long its workers wait, None without a name."""
     if name is None and orphan_s == ORPHAN_S:
         return None
-    check_name(name, orphan_s)
+    if name is None:
+        raise ConfigError(f"orphan_s={orphan_s!r} has no effect without name=: pass one, or leave orphan_s out")
+    if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name):
+        raise ConfigError(f"name must be a text of letters, digits, '.', '-' and '_', got {name!r}")
+    at_least("orphan_s", orphan_s, 1)
     return name, float(orphan_s)
 
 
 def _settings(factory: OperatorReplicaFactory, orphan_s: float) -> Iterator[tuple[str, str]]:
     """Yield what must be the same in the next script, as names and texts."""
     yield "training_operator_cls", factory.operator_cls.__name__
-    yield from texts("orphan_s", orphan_s)
-    yield from texts("config", factory.config)
+    yield from _texts("orphan_s", orphan_s)
+    yield from _texts("config", factory.config)
     for each in fields(factory.settings):
         if each.name not in ("rows", "use_tqdm"):
-            yield from texts(each.name, getattr(factory.settings, each.name))
+            yield from _texts(each.name, getattr(factory.settings, each.name))
 
 
-def texts(name: str, value: Any) -> Iterator[tuple[str, str]]:
+def _texts(name: str, value: Any) -> Iterator[tuple[str, str]]:
     """Yield the parts of a setting, without what differs in each process."""
     if isinstance(value, Mapping) or (is_dataclass(value) and not isinstance(value, type)):
         parts = (
             value if isinstance(value, Mapping) else {each.name: getattr(value, each.name) for each in fields(value)}
         )
         for part, each in parts.items():
-            yield from texts(f"{name}[{part!r}]" if parts is value else f"{name}.{part}", each)
+            yield from _texts(f"{name}[{part!r}]" if parts is value else f"{name}.{part}", each)
     else:
         ordered = sorted(value, key=repr) if isinstance(value, Set) else value
         yield name, re.sub(r" at 0x\w+", "", shown(ordered, 1 << 16))

@@ -43,7 +43,6 @@ CANNOT_CONNECT = "cannot connect to the script's machine"
 DEEPEST = 100  # frames of a stack, of which an import alone can have dozens
 
 LOOK_S = 0.5
-SEEN_S = 5.0  # until the end of a driver is noticed
 BULK_S = 600.0  # for the driver to take any few MB of a large message: it may be suspended for a while
 
 # Limits on the metrics in a progress message: characters of one text, of all metrics, bits of one integer.
@@ -136,15 +135,7 @@ class ControlClient:
     def deliver(self, message: messages.FunctionReport | messages.StartDealer, body: bytes) -> None:
         """Send a message that must not be lost with this process. Return when the driver has
         acknowledged it, or when the generation has ended."""
-        try:
-            self._deliver(message, body)
-        except OSError:
-            # The driver may have ended. The next one gets what this one has not stored, when the user's code runs again.
-            until = time.monotonic() + SEEN_S
-            while self._orphan_s and not self.control.interrupted and time.monotonic() < until:
-                time.sleep(LOOK_S / 10)
-            if not self.control.interrupted:
-                raise
+        self._deliver(message, body)
 
     def _deliver(self, message: messages.Message, *body: bytes | memoryview) -> None:
         with self._bulk_lock:  # but not while this waits: other threads then use another connection

@@ -15,6 +15,7 @@ import raysgd
 from raysgd import AutoCheckpoint, ElasticConfig, TrainingOptions
 from raysgd.callbacks import EMA, Callback, EarlyStopping
 from raysgd.torch import TorchTrainer, TrainingOperator
+from raysgd.train import Trainer
 from tests.peek import pretend_workers
 from tests.replicas import send_to_workers
 from tests.torch.small import Line, inline, rows
@@ -117,6 +118,10 @@ ARGUMENTS: dict[str, Case] = {
     "a callback that is a class": (made(callbacks=[Callback]), ["got the class Callback", "pass Callback()"]),
 }
 OPTIONS: dict[str, Case] = {
+    "a name for a training function": (
+        lambda: Trainer("torch", name="digits"),  # type: ignore[call-arg]
+        ["Trainer takes no argument 'name'", "end with the script", "resume from the newest one"],
+    ),
     "a misspelled option": (lambda: TrainingOptions(clip_nrom=1), ["TrainingOptions", "did you mean 'clip_norm'"]),  # type: ignore[call-arg]
     "a clip that is a flag": (lambda: TrainingOptions(clip_value=True), ["above 0, or None", "got True"]),
     "a misspelled elastic field": (lambda: ElasticConfig(min_worker=1), ["did you mean 'min_workers'"]),  # type: ignore[call-arg]

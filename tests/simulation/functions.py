@@ -405,7 +405,7 @@ class FunctionScript:
         patch.setattr(executor, "Engine", engine)
         patch.setattr(executor, "Blob", Large)
         patch.setattr(executor, "RayGroup", lambda *_, **__: self.group)
-        patch.setattr(executor, "ensure_cluster", lambda *_, **__: None)
+        patch.setattr(executor, "ensure_cluster", lambda *_: None)
         patch.setattr(executor, "driver_address", lambda: "driver")
         patch.setattr(executor, "limits_for", lambda **_: self.plan.limits)
         patch.setattr(executor, "threading", SimpleNamespace(Thread=thread, current_thread=int))

@@ -24,7 +24,6 @@ def stored(content: dict[str, Any]) -> bytes:
 
 def add(manager: CheckpointManager, payload: bytes, metrics: dict[str, Any]) -> None:
     manager.store(manager.register(payload), payload, metrics)
-    manager.delete_surplus()
 
 
 def on_disk(tmp_path: Path) -> list[str]:

@@ -242,14 +242,13 @@ def test_a_new_run_config_keeps_the_settings_that_it_does_not_set(tmp_path: Path
     keep, failures = train.CheckpointConfig(num_to_keep=1), FailureConfig(max_failures=7)
     first = train.DataParallelTrainer(
         lambda: None,
-        run_config=RunConfig(name="digits", checkpoint_config=keep, failure_config=failures, orphan_s=60),
+        run_config=RunConfig(checkpoint_config=keep, failure_config=failures),
     )
     record_run(tmp_path, settings_of(first))
     callbacks = [PrintCallback()]
     other = RunConfig(callbacks=callbacks, failure_config=FailureConfig(max_failures=1))
     found = train.DataParallelTrainer.restore(tmp_path, run_config=other).run_config
     assert (found.callbacks, found.checkpoint_config, found.max_failures) == (callbacks, keep, 1)
-    assert (found.name, found.orphan_s) == ("digits", 60)
 
 
 class Connected(train.DataParallelTrainer):
@@ -266,12 +265,23 @@ def test_attributes_that_setup_creates_are_not_stored(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir()), "refused callbacks leave no directory"
 
 
+def test_a_setting_that_functions_refuse_leaves_no_directory(tmp_path: Path) -> None:
+    scaling = ScalingConfig(elastic=ElasticConfig(batch="global"))
+    trainer = train.DataParallelTrainer(
+        lambda: None, scaling_config=scaling, run_config=RunConfig(storage_path=tmp_path)
+    )
+    with pytest.raises(ConfigError, match="needs an operator"):
+        trainer.fit()
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     ("kind", "wrong", "hint"),
     [
         (RunConfig, "verbose", "PrintCallback"),
         (RunConfig, "stop", "return from it"),
         (RunConfig, "local_dir", "did you mean 'storage_path'"),
+        (RunConfig, "orphan_s", "resume from the newest one"),
         (train.CheckpointConfig, "checkpoint_frequency", "the training function reports"),
         (train.CheckpointStrategy, "checkpoint_at_end", "the training function reports"),
         (ScalingConfig, "accelerator_type", "resources_per_worker"),

@@ -15,7 +15,7 @@ import platform
 import time
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -60,10 +60,6 @@ class StoredRun:
             tuple(line["metrics"] for line in lines),
             tuple(line["checkpoint"] for line in lines),
         )
-
-    def cut(self, count: int) -> StoredRun:
-        """Return the run as it was after this number of reports."""
-        return replace(self, rows=self.rows[:count], checkpoints=self.checkpoints[:count])
 
     def reported_with(self) -> dict[int, dict[str, Any]]:
         """Return the metrics reported with each checkpoint, or with the next report."""
@@ -111,20 +107,12 @@ def can_restore(where: Any) -> bool:
 
 class RunRecord:
     """Owns these files of one run, its ids, and its rows. `where` is where the run is stored, and
-    `log_dir` a directory on this machine. They differ only if the run is stored under a URI. If the
-    run `outlives` the script, each report is uploaded there at once."""
+    `log_dir` a directory on this machine. They differ only if the run is stored under a URI."""
 
     def __init__(
-        self,
-        where: Any,
-        log_dir: Path,
-        trainer: str,
-        config: Mapping[str, Any],
-        past: StoredRun | None,
-        *,
-        outlives: bool = False,
+        self, where: Any, log_dir: Path, trainer: str, config: Mapping[str, Any], past: StoredRun | None
     ) -> None:
-        self.where, self.log_dir, self._trainer, self._outlives = where, log_dir, trainer, outlives
+        self.where, self.log_dir, self._trainer = where, log_dir, trainer
         self._ids = {"trial_id": f"{uuid.uuid4().hex[:5]}_00000", "experiment_id": uuid.uuid4().hex}
         self._ids |= {} if past is None else past.ids
         self._config = {"train_loop_config": dict(config)} if config else {}
@@ -157,13 +145,12 @@ class RunRecord:
         self._last = self._warm = time.time()
 
     def add(self, row: Mapping[str, Any], newest: int | None) -> None:
-        """Write a report of rank 0. Upload the file whenever there is a new checkpoint, if not each
-        time."""
+        """Write a report of rank 0. Upload the file whenever there is a new checkpoint."""
         is_new = newest is not None and newest != (self._numbers[-1] if self._numbers else None)
         self.rows.append({**self._autofilled(), **row})
         self._numbers.append(newest)
         self._append()
-        if is_new or self._outlives:
+        if is_new:
             self._upload()
 
     def end(self, error: BaseException | None) -> None:

@@ -21,7 +21,6 @@ from raysgd.train.executor import FunctionJob, executor_maker
 from raysgd.train.fit.records import StoredRun, can_restore
 from raysgd.train.fit.result import Result
 from raysgd.train.fit.run import FitRun
-from raysgd.train.named import Naming
 from raysgd.train.run import RunOptions, check_function, function_name
 from raysgd.train.settings import RunConfig, ScalingConfig, rays_own
 from raysgd.workers.serialization import pack
@@ -110,10 +109,6 @@ class DataParallelTrainer:
             self.metadata = json.loads(json.dumps(dict(self.metadata)))
         except (TypeError, ValueError) as error:
             raise ConfigError(f"metadata must be plain JSON, because it is stored with checkpoints: {error}") from error
-        if self.datasets and self.run_config.orphan_s is not None:
-            raise ConfigError(
-                "RunConfig(orphan_s=...) is not possible with a Ray Dataset, whose reader ends with the script"
-            )
         given = self.resume_from_checkpoint
         known = isinstance(given, (Checkpoint, Mapping, str, Path, Uri)) or hasattr(given, "as_directory")
         if given is not None and not known:
@@ -136,14 +131,12 @@ class DataParallelTrainer:
         self.setup()
         self._set_up |= set(vars(self)) - before
         restored = place(self._restored_from) if self._restored_from is not None else None
-        restored = restored.absolute() if isinstance(restored, Path) else restored
         self.history = History()
         run = FitRun(type(self).__name__, self.run_config, self.history, restored=restored)
-        return run.run(self.job(run.naming), packed)
+        return run.run(self.job(), packed)
 
-    def job(self, naming: Naming | None = None) -> FunctionJob:
-        """Return the run that `fit()` would start, with workers that outlive the script if they
-        have a name."""
+    def job(self) -> FunctionJob:
+        """Return the run that `fit()` would start."""
         scaling = self.scaling_config
         worker = scaling.worker
         make = executor_maker(
@@ -154,8 +147,6 @@ class DataParallelTrainer:
             elastic=scaling.policy(),
             start_with=scaling.least,
             max_reports_ahead=self.run_config.max_reports_ahead,
-            named=naming,
-            history=self.history,
         )
         return FunctionJob(
             make=make,
@@ -207,8 +198,6 @@ class DataParallelTrainer:
                 f"param_space names {unknown[0]!r}, which is not an argument of {type(self).__name__} that can be tuned. These "
                 f"can: {', '.join(TUNABLE)}. Put values for the training function into 'train_loop_config'"
             )
-        if self.run_config.orphan_s is not None:
-            raise ConfigError("RunConfig(orphan_s=...) is not possible in a trial: Tune starts trials again itself")
         trainer = copy.copy(self)
         for name, value in config.items():
             setattr(trainer, name, value)
