@@ -19,8 +19,7 @@ class Snapshot:
     there.
 
     `call` is the number of the call that was running, and `partial` that call's partial result over
-    all ranks. Without data, training starts from the beginning. `data` can also be a function that
-    returns the bytes, because they are rarely needed.
+    all ranks. Without data, training starts from the beginning.
     """
 
     data: Any = b""
@@ -28,10 +27,6 @@ class Snapshot:
     call: int = -1
     partial: Measured | None = None
     held: tuple[int, int] | None = None
-
-    def content(self) -> Any:
-        """Return the state as bytes."""
-        return self.data() if callable(self.data) else self.data
 
 
 def guarded_part(*state: Any) -> int:
