@@ -30,7 +30,7 @@ class Loads:
         self._count = 0  # the number of the newest load
 
     def load(self, path: str | os.PathLike[str], *, trusted: bool = False) -> None:
-        where = locations.place_to_load(path)
+        where = locations.usable_place(path)
         if isinstance(where, Uri):
             remote.check_scheme(where)
         has_checksums = True  # a folder has digests
