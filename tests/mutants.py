@@ -151,17 +151,19 @@ def rename_a_file_before_it_is_on_the_disk(patch: Patch) -> None:
     instead("raysgd.storage.durable.DurableFile.sync", lambda self: None)(patch)
 
 
-@mutant("tests/test_atomic_writes.py::test_a_folder_that_cannot_be_renamed_leaves_the_old_one")
-def delete_the_old_folder_before_the_new_one_has_its_name(patch: Patch) -> None:
+@mutant("tests/class_api/test_sharded_saves.py::test_a_save_that_fails_at_its_end_leaves_the_old_shards")
+def delete_the_old_shards_before_the_new_ones_are_listed(patch: Patch) -> None:
     from raysgd.storage import locations
+    from raysgd.torch.checkpoint import shard_files
+    from raysgd.torch.checkpoint.sharded import _ShardedDraft
 
-    original = locations.put_folder
+    original = _ShardedDraft._replace
 
-    def put_folder(draft: Path, target: Path) -> None:
-        locations.shutil.rmtree(target, ignore_errors=True)
-        original(draft, target)
+    def replace(self: Any, listed: bytes) -> None:
+        locations.delete(self.where / shard_files.read_manifest(self.where)[0])
+        original(self, listed)
 
-    patch.setattr(locations, "put_folder", put_folder)
+    patch.setattr(_ShardedDraft, "_replace", replace)
 
 
 @mutant("tests/files/test_function_checkpoints.py::test_metadata_and_the_list_agree_at_every_moment")
@@ -203,7 +205,7 @@ def resume_from_a_damaged_checkpoint(patch: Patch) -> None:
 
 @mutant("tests/class_api/test_auto_checkpoints.py::test_a_folder_belongs_to_one_trainer")
 def let_two_trainers_use_one_folder(patch: Patch) -> None:
-    instead("raysgd.storage.claims.FolderClaim._lock", lambda self, folder: folder.mkdir(exist_ok=True))(patch)
+    instead("raysgd.storage.claims.fcntl.flock", lambda descriptor, how: None)(patch)
 
 
 @mutant("tests/train/test_checkpoint_manager.py::test_as_many_are_kept_as_the_strategy_says")

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from raysgd import CheckpointError, ConfigError
-from raysgd.storage import durable, locations
+from raysgd.storage import locations
+from raysgd.storage.durable import DurableFile
 
 
 def explode(*_: Any) -> None:
@@ -41,8 +42,13 @@ def test_a_failure_while_writing_leaves_the_old_file(
 
 
 def test_ctrl_c_while_a_draft_is_made_leaves_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Pressed(DurableFile):
+        def __init__(self, *given: Any, **named: Any) -> None:
+            super().__init__(*given, **named)
+            raise KeyboardInterrupt
+
     with monkeypatch.context() as patch:
-        patch.setattr(locations, "remove_abandoned", pressed)
+        patch.setattr(locations, "DurableFile", Pressed)
         with pytest.raises(KeyboardInterrupt) as caught:
             locations.Draft(tmp_path / "a")
     assert os.listdir(tmp_path) == [], "the error's traceback may keep the draft for long"
@@ -154,7 +160,6 @@ def test_devices_pipes_and_directories_are_refused(
 def test_a_link_to_a_folder_is_kept_and_the_folder_is_written(tmp_path: Path, there: bool) -> None:
     if there:
         (tmp_path / "real").mkdir()
-        (tmp_path / "real" / "old").write_bytes(b"old")
     (tmp_path / "link").symlink_to("real")
     with locations.draft_folder(tmp_path / "link") as draft:
         (draft / "new").write_bytes(b"new")
@@ -162,19 +167,11 @@ def test_a_link_to_a_folder_is_kept_and_the_folder_is_written(tmp_path: Path, th
     assert sorted(os.listdir(tmp_path)) == ["link", "real"]
 
 
-def test_a_folder_that_cannot_be_renamed_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with locations.draft_folder(tmp_path / "folder") as draft:
-        (draft / "old").write_bytes(b"old")
-    real = os.replace
-
-    def fails_for_the_draft(source: Any, target: Any) -> None:
-        if str(source).endswith(".tmp"):
-            explode()
-        real(source, target)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(durable, "exchange", lambda *_: False)
-        patch.setattr(os, "replace", fails_for_the_draft)
-        with pytest.raises(OSError, match="no space"), locations.draft_folder(tmp_path / "folder") as draft:
-            (draft / "new").write_bytes(b"new")
-    assert os.listdir(tmp_path) == ["folder"] and locations.names(tmp_path / "folder") == ["old"]
+@pytest.mark.parametrize("old", ["file", "folder"])
+def test_what_is_there_is_not_replaced_by_a_folder(tmp_path: Path, old: str) -> None:
+    where = tmp_path / "x"
+    locations.write(where if old == "file" else where / "old", b"old")
+    with pytest.raises(OSError), locations.draft_folder(where) as draft:
+        (draft / "new").write_bytes(b"new")
+    assert os.listdir(tmp_path) == ["x"]
+    assert locations.read(where if old == "file" else where / "old") == b"old"

@@ -16,7 +16,7 @@ from raysgd.callbacks.writers import flat, measured_names, recovery_text, scalar
 from raysgd.core.metrics import SECONDS
 from raysgd.core.policy import PHASES, Recovery
 from raysgd.errors import counted, text_of
-from raysgd.storage.masking import mask, mask_text
+from raysgd.storage.masking import mask
 from raysgd.version import __version__
 
 Point = tuple[float, float]
@@ -110,8 +110,8 @@ def page(rows: Sequence[Mapping[str, Any]], timeline: Timeline) -> str:
 
 
 def _html(value: Any, most: int = MOST_TEXT) -> str:
-    """Return a value as text that contains neither HTML nor the secrets of URIs."""
-    text = mask_text("" if value is None else _number(value) if isinstance(value, float) else text_of(value))
+    """Return a value as text that contains no HTML."""
+    text = "" if value is None else _number(value) if isinstance(value, float) else text_of(value)
     text = text if len(text) <= most else f"{text[:most]}... ({len(text)} characters)"
     return escape(CONTROL.sub("\ufffd", text))
 
@@ -233,9 +233,8 @@ def _ranks(ranks: Sequence[Mapping[str, float]]) -> str:
 def _config(config: Mapping[str, Any]) -> str:
     lines = []
     for name, value in flat(config).items():
-        # In a text, a URI ends at a space, which a password can contain. So those that are all of a value are masked first.
         texts = [mask(text_of(each)) for each in (value if isinstance(value, (list, tuple)) else [value])]
-        lines.append([_html(mask(name)), f"<pre>{_html(', '.join(texts))}</pre>"])
+        lines.append([_html(name), f"<pre>{_html(', '.join(texts))}</pre>"])
     return _table(["name", "value"], lines) if lines else ""
 
 

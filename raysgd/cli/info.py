@@ -19,7 +19,7 @@ from raysgd.training.auto_checkpoint import AutoCheckpoint, CheckpointFolder
 def describe(path: Path) -> Iterator[tuple[str, str]]:
     """Yield what is at the path, by name. Raise CheckpointError if it is damaged, or foreign."""
     names = {each.name for each in path.iterdir()} if path.is_dir() else members(path)
-    if "data.pkl" in names or "outline.pt" in names:
+    if "data.pkl" in names or (folders.MARKER in names and any(path.glob("*/outline.pt"))):
         yield from torch_checkpoint(path)
     elif values.HEAD in names:
         yield from dictionary(path)
@@ -53,9 +53,9 @@ def torch_checkpoint(path: Path) -> Iterator[tuple[str, str]]:
     from raysgd.torch.checkpoint import shard_files, states
 
     if path.is_dir():
-        listed = shard_files.read_manifest(path)
-        shard_files.verify(str(path), listed)
-        has_checksums, path = True, path / "outline.pt"
+        inner, listed = shard_files.read_manifest(path)
+        shard_files.verify(str(path / inner), listed)
+        has_checksums, path = True, path / inner / "outline.pt"
     else:
         _, has_checksums = verified_file(path)
     yield "checksums", "correct" if has_checksums else "none (torch.save wrote it)"

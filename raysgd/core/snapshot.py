@@ -16,8 +16,7 @@ class Snapshot:
     there.
 
     `call` is the number of the call that was running, and `partial` that call's partial result over
-    all ranks. Without data, training starts from the beginning. `data` can also be a function that
-    returns the bytes, because they are rarely needed.
+    all ranks. Without data, training starts from the beginning.
     """
 
     data: Any = b""
@@ -25,10 +24,6 @@ class Snapshot:
     call: int = -1
     partial: Measured | None = None
     held: tuple[int, int] | None = None
-
-    def content(self) -> Any:
-        """Return the state as bytes."""
-        return self.data() if callable(self.data) else self.data
 
 
 class SnapshotStore:

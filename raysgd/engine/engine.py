@@ -343,10 +343,6 @@ class Engine:
         """Return whether the driver keeps snapshots of the state."""
         return self._keeps_snapshots and self.group.elastic and not self._generation.is_sharded
 
-    def keep_state(self, data: Callable[[], Any]) -> None:
-        """Keep what returns the present state of the workers as the newest snapshot."""
-        self._table.snapshots.offer(Snapshot(data, self.progress))
-
     # -- members --------------------------------------------------------------------------------------
 
     def give_up_spares(self) -> None:
@@ -530,9 +526,7 @@ class Engine:
         """Return the call with the arguments that are only known when it is fanned out."""
         more = dict(job.prepare())
         if job.again == "resume":
-            newest = self._table.snapshots.latest()
-            in_a_file = newest is not None and callable(newest.data)  # which could change
-            more |= {"call": running.number, "snapshot_first": self._snapshot_is_stale or in_a_file}
+            more |= {"call": running.number, "snapshot_first": self._snapshot_is_stale}
         part_of = running.number if self._named and job.again == "resume" else -1
         return replace(job.call, arguments={**job.call.arguments, **more}, part_of=part_of)
 

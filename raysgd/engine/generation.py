@@ -325,7 +325,7 @@ class Generation:
     def load_snapshot(self, workers: Sequence[str], snapshot: Snapshot) -> bool:
         """Let workers load the state of a snapshot, also if it is theirs."""
         if snapshot.held is None or self._sharded is None:
-            return self.load(workers, snapshot.content())
+            return self.load(workers, snapshot.data)
         self._shards = {}
         call = Call(self._sharded.restore, {"held": snapshot.held})
         return self._succeeds(workers, "run", {"call": call}, self.limits.setup_s)

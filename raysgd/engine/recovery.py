@@ -215,7 +215,7 @@ class RecoveryLoop:
                 return False
             case.revived = revived
             if not self._in_place:  # they take it when they have joined and are set up
-                state = revived.content() or None
+                state = revived.data or None
         return self._generation.form(workers, state=state)
 
     def _not_formed(self, case: _Case, survivors: list[str], joining: list[str]) -> None:

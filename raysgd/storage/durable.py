@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import fcntl
 import hashlib
@@ -13,7 +12,6 @@ import os
 import shutil
 import stat
 import tempfile
-import time
 import uuid
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -22,7 +20,6 @@ from typing import Any
 logger = logging.getLogger("raysgd")
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-ABANDONED_S = 3600.0
 
 PIECE = 32 << 20
 _to_disk = getattr(os, "fdatasync", os.fsync)
@@ -30,12 +27,11 @@ _to_disk = getattr(os, "fdatasync", os.fsync)
 
 class DurableFile(io.FileIO):
     """An unbuffered binary file. While a large file is being written, a thread flushes what was
-    written so far to the disk, and then removes it from the page cache. So `sync` has little left
-    to do, and a checkpoint does not evict data that will be read again, such as training data."""
+    written so far to the disk, so that `sync` has little left to do."""
 
     def __init__(self, path: Any, mode: str = "wb", opener: Any = None) -> None:
         super().__init__(path, mode, opener=opener)
-        self._written = self._flushed = self._evicted = 0
+        self._written = self._flushed = 0
         self._thread: ThreadPoolExecutor | None = None
         self._flushing: Future[None] | None = None
 
@@ -48,7 +44,7 @@ class DurableFile(io.FileIO):
             self._flushed = self._written
             try:
                 self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="raysgd-disk")
-                self._flushing = self._thread.submit(self._flush_to_disk, self._written)
+                self._flushing = self._thread.submit(_to_disk, self.fileno())
             except RuntimeError:
                 pass  # the interpreter is exiting and starts no more threads: `sync` flushes everything
         return count
@@ -58,31 +54,19 @@ class DurableFile(io.FileIO):
         self._settle()
         self.seek(0)
         self.truncate()
-        self._written = self._flushed = self._evicted = 0
+        self._written = self._flushed = 0
 
     def sync(self) -> None:
         """Return when everything is on the disk. The system reports an error only once, so this
         also raises one that the thread got earlier."""
         self._settle()
         os.fsync(self.fileno())
-        if self._evicted:  # small files stay in the cache
-            self._evict(self._written)
 
     def close(self) -> None:
         if self._thread is not None:
             self._thread.shutdown()  # first: another file could get the descriptor that it uses
             self._thread = None
         super().close()
-
-    def _flush_to_disk(self, end: int) -> None:
-        _to_disk(self.fileno())
-        self._evict(end)
-
-    def _evict(self, end: int) -> None:
-        if hasattr(os, "posix_fadvise"):
-            with contextlib.suppress(OSError):  # it is only advice, which some file systems do not support
-                os.posix_fadvise(self.fileno(), self._evicted, end - self._evicted, os.POSIX_FADV_DONTNEED)
-        self._evicted = end
 
     def _settle(self) -> None:
         flushing, self._flushing = self._flushing, None
@@ -119,16 +103,7 @@ def make_folder(folder: Path) -> None:
         sync_folder(folder.parent)
 
 
-def exchange(one: Path, other: Path) -> bool:
-    """Exchange two names at once. Return False if the system cannot do this."""
-    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    here, exchange_flag = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
-    if renameat2 is None:
-        return False
-    return bool(renameat2(here, os.fsencode(one), here, os.fsencode(other), exchange_flag) == 0)
-
-
-def host_mark() -> str:
+def _host_mark() -> str:
     """Return a short name of this boot of the machine, "" if it is unknown."""
     try:
         return hashlib.sha256(BOOT_ID.read_bytes()).hexdigest()[:8]
@@ -137,7 +112,7 @@ def host_mark() -> str:
 
 
 def open_locked(path: Any, flags: int, mode: int) -> int:
-    """Create a draft, which is locked for as long as it is open, and return its descriptor."""
+    """Open or create a file, lock it for as long as it is open, and return its descriptor."""
     while True:
         descriptor = os.open(path, flags, mode)
         if _locked(descriptor, path):
@@ -147,9 +122,9 @@ def open_locked(path: Any, flags: int, mode: int) -> int:
 
 def own_folder(parent: Path, name: str) -> Path:
     """Create a folder of this process and its forks. Delete those of processes that ended."""
-    begin = f"{name}-{host_mark()}-"
+    begin = f"{name}-{_host_mark()}-"
     for found in os.listdir(parent):
-        if found.startswith(begin):
+        if found.startswith(begin) and _host_mark():
             _remove_unlocked(parent / found)
     while True:
         folder = parent / f"{begin}{uuid.uuid4().hex[:8]}"
@@ -207,27 +182,14 @@ def _locked(descriptor: int, path: Any) -> bool:
         return True
 
 
-def remove_abandoned(folder: Path, name: str) -> None:
-    """Delete drafts `.name.host.*.tmp` of processes that were killed. A draft is deleted if it was
-    created since this machine booted, no process has locked it, and nothing has been written to it
-    for an hour."""
-    begin = f".{name}.{host_mark()}."
-    for found in os.listdir(folder):
-        if found.startswith(begin) and found.endswith(".tmp"):
-            _remove_unlocked(folder / found, older_than_s=ABANDONED_S)
-
-
-def _remove_unlocked(path: Path, *, older_than_s: float = 0.0) -> None:
-    if not host_mark():
-        return
+def _remove_unlocked(folder: Path) -> None:
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW if path.is_dir() else os.O_RDWR | os.O_NOFOLLOW)
+        descriptor = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if time.time() - os.fstat(descriptor).st_mtime >= older_than_s:
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
-                logger.info("deleted %s, which a killed process left behind", path)
+            shutil.rmtree(folder)
+            logger.info("deleted %s, which a killed process left behind", folder)
         finally:
             os.close(descriptor)
     except OSError as error:  # it is in use, belongs to another user, or was just renamed
-        logger.debug("%s was not deleted: %s", path, error)
+        logger.debug("%s was not deleted: %s", folder, error)

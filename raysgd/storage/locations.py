@@ -5,32 +5,28 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import re
 import shutil
 import stat
 import tempfile
 import time
 import uuid
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 from urllib.parse import unquote
 
 from raysgd.errors import CheckpointError, ConfigError
 from raysgd.storage import durable, folders, remote
-from raysgd.storage.durable import DurableFile, host_mark, open_locked, remove_abandoned
-from raysgd.storage.folders import FileEntry
-from raysgd.storage.masking import mask, without_secrets
+from raysgd.storage.durable import DurableFile
+from raysgd.storage.masking import mask
 from raysgd.storage.remote import Uri
 
 logger = logging.getLogger("raysgd")
 
 Place = Path | Uri
 FILE, LOCAL = "file://", "local://"
-OLD = ".old"
 SPECIAL = {
     stat.S_IFCHR: "a character device",
     stat.S_IFBLK: "a block device",
@@ -41,14 +37,14 @@ SPECIAL = {
 
 def place_to_save(where: Any) -> Place:
     """Return the place for a path, made absolute so that users find the file, or a URI."""
-    found = _checked(where)
+    found = usable_place(where)
     if not isinstance(found, Uri):
         return found.absolute()
     remote.check_scheme(found)
     return found
 
 
-def _checked(where: Any) -> Place:
+def usable_place(where: Any) -> Place:
     """Return the place for a path or a URI. Raise ConfigError if nothing can be there."""
     found = place(where)
     if isinstance(found, Uri):
@@ -87,7 +83,7 @@ def _path_of(uri: str) -> str:
     """Return the path in a URI: "/a b" for `file:///a%20b`. A path need not be quoted."""
     host, slash, path = uri.removeprefix(FILE).partition("/")
     if host not in ("", "localhost", ".", "..", "~"):
-        machine = without_secrets(uri).removeprefix(FILE).partition("/")[0]
+        machine = host.rpartition("@")[2]
         raise ConfigError(f"{mask(uri)} is on the machine {machine!r}: write file:///path for a path on this machine")
     return unquote(f"{host if host != 'localhost' else ''}{slash}{path}")
 
@@ -109,14 +105,19 @@ def check_file(where: Place) -> Path | None:
 
 
 def check_folder(where: Place) -> Path | None:
-    """Return the local folder that a save to `where` creates or replaces, with a link resolved, or
-    None for a URI. Raise an error for a device, a pipe or a socket. A regular file is replaced."""
+    """Return the local folder that a save to `where` creates, with a link resolved, or None for a
+    URI. Raise an error for a device, a pipe or a socket."""
     return None if isinstance(where, Uri) else _replaced(where)
 
 
 def _replaced(where: Path) -> Path:
-    _checked(where)
+    usable_place(where)
     return Path(os.path.realpath(where)) if where.is_symlink() else where  # the link is not replaced
+
+
+def draft_name(name: str) -> str:
+    """Return a new name for what becomes `name` when it is complete."""
+    return f".{name}.{uuid.uuid4().hex[:8]}.tmp"
 
 
 class Draft:
@@ -126,7 +127,7 @@ class Draft:
 
     def __init__(self, path: Any) -> None:
         self.path = place(path)
-        name = f".{self.path.name}.{host_mark()}.{uuid.uuid4().hex[:8]}.tmp"
+        name = draft_name(self.path.name)
         self._target = check_file(self.path)
         if isinstance(self.path, Uri):
             self.path.is_file()  # raises an error now, before the work, if the store cannot be reached
@@ -141,10 +142,8 @@ class Draft:
         self._lost = weakref.finalize(self, self.temporary.unlink, missing_ok=True)
         self._lost.atexit = False  # a process that was forked from this one would call it, too
         try:
-            self.file = DurableFile(  # keep and drop close it
-                self.temporary, "xb", opener=lambda path, flags: open_locked(path, flags, mode)
-            )
-            remove_abandoned(self.temporary.parent, self.path.name)
+            # keep and drop close it
+            self.file = DurableFile(self.temporary, "xb", opener=lambda path, flags: os.open(path, flags, mode))
         except BaseException:
             self._lost()
             raise
@@ -152,17 +151,13 @@ class Draft:
     def keep(self) -> Place:
         """Sync the file, rename it, and sync its folder, or upload it. Return its place."""
         self.file.sync()
-        lock = os.dup(self.file.fileno())  # keeps the draft locked until it has its name or was uploaded
-        try:
-            self.file.close()
-            if isinstance(self.path, Uri):
-                remote.upload(self.path, self.temporary)
-                self.temporary.unlink()
-            else:
-                assert self._target is not None
-                durable.rename(self.temporary, self._target)
-        finally:
-            os.close(lock)
+        self.file.close()
+        if isinstance(self.path, Uri):
+            remote.upload(self.path, self.temporary)
+            self.temporary.unlink()
+        else:
+            assert self._target is not None
+            durable.rename(self.temporary, self._target)
         self._lost.detach()
         return self.path
 
@@ -229,8 +224,9 @@ def names(folder: Place) -> list[str]:
 
 
 class FolderDraft:
-    """A local folder that is moved to `path`, or uploaded there, when it is complete, so that no
-    reader sees an incomplete one. It is beside `path`, or, for a URI, a temporary folder."""
+    """A local folder that is renamed to `path`, or uploaded there, when it is complete, so that no
+    reader sees an incomplete one. It is beside `path`, where nothing but an empty folder may be,
+    or, for a URI, a temporary folder."""
 
     def __init__(self, path: Any) -> None:
         self.path = place(path)
@@ -239,22 +235,23 @@ class FolderDraft:
             self.folder = Path(tempfile.mkdtemp(prefix="raysgd-checkpoint-"))
         else:
             durable.make_folder(self._target.parent)
-            self.folder = self._target.parent / f".{self._target.name}.{uuid.uuid4().hex[:8]}.tmp"
+            self.folder = self._target.parent / draft_name(self._target.name)
             self.folder.mkdir()
 
-    def keep(self, known: Mapping[str, FileEntry] = MappingProxyType({})) -> None:
-        """Store the folder with the list of its files; those `known` are on the disk already."""
+    def keep(self) -> None:
+        """Store the folder with the list of its files."""
         if isinstance(self.path, Uri):
             remote.write_folder(self.path, self.folder)
             return
         assert self._target is not None
-        found = {each.name for each in folders.walk(self.folder) if not each.is_dir}
-        entries = {name: folders.entry_of(self.folder / name) for name in found.difference(known)}
-        (self.folder / folders.MARKER).write_bytes(folders.dump_list({**known, **entries}))
+        entries = folders.list_of(self.folder)
+        (self.folder / folders.MARKER).write_bytes(folders.dump_list(entries))
         for name in (*entries, folders.MARKER):
             with open(self.folder / name, "rb") as opened:
                 os.fsync(opened.fileno())
-        put_folder(self.folder, self._target)
+        for each in [self.folder, *(path for path in self.folder.rglob("*") if path.is_dir())]:
+            durable.sync_folder(each)
+        durable.rename(self.folder, self._target)
 
     def drop(self) -> None:
         """Delete what is left, again and again, because a worker that does not know of the failure
@@ -270,58 +267,13 @@ class FolderDraft:
 @contextmanager
 def draft_folder(path: Any) -> Iterator[Path]:
     """Yield an empty local folder to fill. When the block ends without an error, the folder is
-    moved or uploaded to `path`, completely or not at all."""
+    renamed or uploaded to `path`, completely or not at all."""
     draft = FolderDraft(path)
     try:
         yield draft.folder
         draft.keep()
     finally:
         draft.drop()
-
-
-def put_folder(draft: Path, target: Path) -> None:
-    """Give a folder of files that are on the disk the name `target`, and then delete what was there
-    before. At any time, there is one of the two: either the system can exchange their names at
-    once, or `place_to_load` finds the old one."""
-    for each in [draft, *(path for path in draft.rglob("*") if path.is_dir())]:
-        durable.sync_folder(each)
-    if not os.path.lexists(target):
-        os.replace(draft, target)
-    elif not durable.exchange(draft, target):
-        old = draft.with_suffix(OLD)
-        os.replace(target, old)
-        try:
-            os.replace(draft, target)
-        except BaseException:
-            os.replace(old, target)
-            raise
-    durable.sync_folder(target.parent)
-    for old in [draft, *_replaced_by(target)]:
-        try:
-            if os.path.lexists(old):
-                shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink()
-        except OSError as error:  # the new folder is in place, so the caller's work is done
-            logger.warning("%s, which %s replaced, could not be deleted: %s", old, target, error)
-
-
-def _replaced_by(target: Path) -> list[Path]:
-    """Return the folders that had this name until `put_folder` renamed them and was interrupted."""
-    name = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{8}}\{OLD}")
-    return [target.parent / each for each in os.listdir(target.parent) if name.fullmatch(each)]
-
-
-def place_to_load(where: Any) -> Place:
-    """Return the place for a path or a URI. If there is nothing, because a process was killed while
-    it replaced a folder, return the old folder."""
-    found = _checked(where)
-    if isinstance(found, Path) and not os.path.exists(found):
-        target = Path(os.path.realpath(found))
-        for old in _replaced_by(target) if target.parent.is_dir() else []:
-            logger.warning(
-                "a process was killed while it replaced %s: what was there before is read, from %s", found, old
-            )
-            return old
-    return found
 
 
 @contextmanager
@@ -360,7 +312,7 @@ def delete(where: Place) -> None:
     if isinstance(where, Uri):
         remote.delete(where)
     elif where.is_dir():
-        renamed = where.parent / f".{where.name}.{uuid.uuid4().hex[:8]}.tmp"
+        renamed = where.parent / draft_name(where.name)
         os.replace(where, renamed)
         shutil.rmtree(renamed)
     else:

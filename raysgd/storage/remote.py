@@ -18,10 +18,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from raysgd.errors import CheckpointError, ConfigError
+from raysgd.errors import CheckpointError, ConfigError, described
 from raysgd.storage import folders
 from raysgd.storage.folders import MARKER, FileEntry
-from raysgd.storage.masking import cause_of, mask, mask_message, split_query, without_secrets
+from raysgd.storage.masking import mask, split_query
 
 SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(::[A-Za-z][A-Za-z0-9+.-]*)*://")
 STALLED_S = 600.0
@@ -47,7 +47,8 @@ class Uri:
 
     @property
     def name(self) -> str:
-        return Uri(without_secrets(self.text))._split()[1].rpartition("/")[2]
+        folder, _, last = self._split()[1].rpartition("/")
+        return last if folder else last.rpartition("@")[2]  # of a host or bucket without its user
 
     @property
     def parent(self) -> Uri:
@@ -193,7 +194,7 @@ def rename(uri: Uri, new: Uri) -> None:
 def write_folder(uri: Uri, source: Path) -> None:
     """Upload the files in `source`, and then their list, without which readers see no folder. An
     older folder stays until its list is replaced: files that have the name of one of its files are
-    uploaded under another."""
+    uploaded under another. Then the files of the older list are deleted."""
     older = listed(uri) if uri.is_dir() else {}
     taken, other = {each.at or name for name, each in older.items()}, uuid.uuid4().hex[:8]
     found = list(folders.walk(source))  # raises for what a checkpoint cannot contain, before anything is changed
@@ -206,15 +207,9 @@ def write_folder(uri: Uri, source: Path) -> None:
             entry = folders.entry_of(each.path)
             entries[each.name] = replace(entry, at=f"{other}/{each.name}") if each.name in taken else entry
             upload(uri / (entries[each.name].at or each.name), each.path)
-    complete_folder(uri, entries, older)
-
-
-def complete_folder(uri: Uri, entries: Mapping[str, FileEntry], older: Mapping[str, FileEntry]) -> None:
-    """Write the list of a folder whose files are there; delete files of the older list only."""
     write(uri / MARKER, folders.dump_list(entries))
-    places, older_places = ({each.at or name for name, each in some.items()} for some in (entries, older))
     with _asked(uri, "deleted") as (system, path):
-        for name in older_places - places:
+        for name in taken - {each.at or name for name, each in entries.items()}:
             if _kind(system, f"{path}/{name}") == "file":
                 system.rm_file(f"{path}/{name}")
 
@@ -273,20 +268,20 @@ def is_in_this_process(uri: Uri) -> bool:
 @contextmanager
 def _asked(uri: Uri, done: str = "read") -> Iterator[tuple[Any, str]]:
     """Yield the file system of a URI and the path in it. Translate the errors of fsspec and of
-    stores, and mask the secrets that they often contain."""
+    stores."""
     try:
         yield _system(uri)
     except (CheckpointError, ConfigError, ImportError, KeyboardInterrupt):
         raise
     except Exception as error:
-        text, missing = mask_message(str(error), uri.text), isinstance(error, FileNotFoundError)
+        missing = isinstance(error, FileNotFoundError)
         if missing and done == "read":
             message = f"there is no checkpoint at {uri}"
         elif missing:
-            message = f"{uri} cannot be {done}: check that the bucket or folder exists ({text})"
+            message = f"{uri} cannot be {done}: check that the bucket or folder exists ({error})"
         else:
-            message = f"{uri} cannot be {done} ({type(error).__name__}: {text})"
-        raise CheckpointError(message) from cause_of(error, uri.text)
+            message = f"{uri} cannot be {done} ({described(error)})"
+        raise CheckpointError(message) from error
 
 
 def check_scheme(uri: Uri) -> None:
@@ -301,11 +296,10 @@ def _system(uri: Uri) -> tuple[Any, str]:
         raise ImportError(f"{uri} needs fsspec: pip install 'raysgd[storage]'") from error
     try:
         system, path = url_to_fs(uri.text)
-    except (ImportError, ValueError) as error:
-        text, cause = mask_message(str(error), uri.text), cause_of(error, uri.text)
-        if isinstance(error, ImportError):
-            raise ImportError(f"{uri} needs another package: {text}") from cause
-        raise ConfigError(f"{uri}: fsspec does not support this kind of storage ({text})") from cause
+    except ImportError as error:
+        raise ImportError(f"{uri} needs another package: {error}") from error
+    except ValueError as error:
+        raise ConfigError(f"{uri}: fsspec does not support this kind of storage ({error})") from error
     system.invalidate_cache()  # other processes write there too
     return system, str(path)
 

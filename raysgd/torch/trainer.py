@@ -18,7 +18,7 @@ from raysgd.engine.call import Job
 from raysgd.errors import CheckpointError, ConfigError, suggesting
 from raysgd.ray_data.reader import SharedRowReaders, local_row_reader
 from raysgd.torch import replica_calls, setup
-from raysgd.torch.checkpoint import packing, states
+from raysgd.torch.checkpoint import states
 from raysgd.torch.checkpoint.sharded import ShardedLoads, save_shards
 from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.options import TrainingOptions
@@ -154,7 +154,7 @@ class TorchTrainer(TrainerBase):
         others = initialization_hook, make_backend, strategy.sharded, name, orphan_s
         engine = make_engine(self._factory, calls, resources, elastic, limits, *others)
         self._compares = options.parallel is not None
-        self._loads = ShardedLoads(engine, partial(states.parse, trusted=False), packing.packed)
+        self._loads = ShardedLoads(engine)
         super().__init__(engine, calls, num_workers, folder, resume=resume is not None)
 
     # -- training -------------------------------------------------------------------------------------

@@ -47,7 +47,7 @@ class Checkpoint:
     _trusted: bool
 
     def __init__(self, path: str | Path | Uri, *, trusted: bool = False) -> None:
-        self._place, self._data, self._trusted = locations.place_to_load(path), None, trusted
+        self._place, self._data, self._trusted = locations.usable_place(path), None, trusted
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Checkpoint:

@@ -24,6 +24,7 @@ from raysgd.storage.claims import FolderClaim
 logger = logging.getLogger("raysgd")
 
 NAME = re.compile(r"loop(\d+)-epoch(\d+)-step(\d+)")
+DRAFT = re.compile(rf"\.{NAME.pattern}\.\w+\.[0-9a-f]{{8}}\.tmp")
 RECORD = ".json"  # written after the checkpoint: a checkpoint without its record is incomplete, and is never loaded
 HISTORY = "raysgd-history.jsonl"
 LISTED = 3  # files in a message
@@ -164,10 +165,17 @@ class CheckpointFolder:
         if not resume:
             self.refuse_earlier_run()
         self._claim.take()
+        self._delete_drafts()
         if self._unrecorded:
             shown = _listed(self._unrecorded)
             why = self._unrecorded[min(self._unrecorded)]
             logger.warning("%s: raysgd neither loads nor deletes %s, because %s", self, shown, why)
+
+    def _delete_drafts(self) -> None:
+        """Delete drafts of this run's checkpoints, which killed processes have left behind."""
+        for path in self._where.iterdir() if isinstance(self._where, Path) else ():
+            if DRAFT.fullmatch(path.name):
+                path.unlink()
 
     def release(self) -> None:
         if self._claim is not None:

@@ -42,16 +42,13 @@ class Refusal:
     unseen: bool = False
 
 
-def restore(replica: ReplicaBase, source: Any, trusted: bool, loads: int, kept: bool = False) -> Refusal | None:
+def restore(replica: ReplicaBase, source: Any, trusted: bool, loads: int) -> Refusal | None:
     """Load a checkpoint from a file that this rank may see, or from bytes that were sent to it.
-    `loads` counts the user's loads; it is the same on each rank that has loaded this one. With
-    `kept`, the driver keeps the file."""
-    return take_over(replica, lambda: replica.read(source, trusted=trusted), loads, kept=kept)
+    `loads` counts the user's loads; it is the same on each rank that has loaded this one."""
+    return take_over(replica, lambda: replica.read(source, trusted=trusted), loads)
 
 
-def take_over(
-    replica: ReplicaBase, read: Callable[[], dict[str, Any]], loads: int, *, kept: bool = False
-) -> Refusal | None:
+def take_over(replica: ReplicaBase, read: Callable[[], dict[str, Any]], loads: int) -> Refusal | None:
     """Load the checkpoint that `read` returns."""
 
     def checked() -> dict[str, Any]:
@@ -81,7 +78,7 @@ def take_over(
         return refusal
     replica.complete_load(state)
     replica.half_loaded = False
-    replica.end_load(state, loads, kept=kept)
+    replica.end_load(state, loads)
     return None
 
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 
 import logging
 import os
-import weakref
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from raysgd.core.protocols import Call
 from raysgd.engine.call import Job
@@ -17,29 +15,22 @@ from raysgd.engine.engine import Engine
 from raysgd.errors import CheckpointError, RemoteTraceback
 from raysgd.storage import checksums, locations, remote
 from raysgd.storage.remote import Uri
-from raysgd.storage.seen import SeenFile, UnseenError, readable, verified_file
+from raysgd.storage.seen import UnseenError, readable, verified_file
 from raysgd.training import loading
-from raysgd.training.position import at_its_epoch
 from raysgd.workers.calls import Blob
 
 logger = logging.getLogger("raysgd")
 
 
 class Loads:
-    """Lets the workers load states. `read` returns the state in an open file, and `pack` returns a
-    state as a worker's snapshot has it."""
+    """Lets the workers load states."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        read: Callable[[BinaryIO], dict[str, Any]],
-        pack: Callable[[dict[str, Any]], Any],
-    ) -> None:
-        self._engine, self._read, self._pack = engine, read, pack
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
         self._count = 0  # the number of the newest load
 
     def load(self, path: str | os.PathLike[str], *, trusted: bool = False) -> None:
-        where = locations.place_to_load(path)
+        where = locations.usable_place(path)
         if isinstance(where, Uri):
             remote.check_scheme(where)
         has_checksums = True  # a folder has digests
@@ -68,10 +59,7 @@ class Loads:
             file, has_checksums = verified_file(where)
             if file is not None:
                 try:
-                    # A file without checksums could change unnoticed, and only workers read one that may contain code.
-                    keep = has_checksums and not trusted and self._engine.keeps_snapshots
-                    loaded = _LoadedFile(file, self._read, self._pack) if keep else None
-                    self.take(loading.restore, {"source": file, "trusted": trusted, "kept": keep}, loaded)
+                    self.take(loading.restore, {"source": file, "trusted": trusted})
                     return has_checksums
                 except UnseenError:
                     logger.debug("a worker does not see %s, or cannot read it, so the driver sends its content", where)
@@ -80,9 +68,9 @@ class Loads:
         self.restore(data, trusted=trusted)
         return has_checksums
 
-    def take(self, method: Callable[..., Any], arguments: dict[str, Any], loaded: _LoadedFile | None = None) -> None:
+    def take(self, method: Callable[..., Any], arguments: dict[str, Any]) -> None:
         """Load a state on all ranks. If one of them refuses it, none loads it, and the reason is
-        raised. Keep the file that was `loaded`, if there is one, for new workers."""
+        raised."""
         engine = self._engine
         # Counted here, so that a rank that loaded this state before the call was repeated has the same number as others, and that
         # it grows if all ranks are half loaded, which have none.
@@ -99,39 +87,3 @@ class Loads:
                 raise CheckpointError(f"{on}{each.why}. Nothing was changed on any rank") from RemoteTraceback(
                     each.trace
                 )
-            if loaded is not None:
-                engine.keep_state(partial(loaded.state, loads, engine.world_size))
-
-
-class _LoadedFile:
-    """Keeps a checkpoint that the workers load open: if they all fail before there is a snapshot,
-    new workers start from it. The file may be renamed or removed meanwhile, but not changed."""
-
-    def __init__(self, file: SeenFile, read: Callable[[BinaryIO], dict[str, Any]], pack: Callable[..., Any]) -> None:
-        self._loaded, self._read, self._pack = file, read, pack
-        with file.opened() as content:
-            self._descriptor = os.dup(content.fileno())
-        weakref.finalize(self, os.close, self._descriptor)
-
-    def state(self, loads: int, world_size: int) -> Any:
-        """Return the content as a worker's snapshot would have been after the load. `loads` is how
-        often the user has loaded a state, and `world_size` how many workers there were. Raise
-        CheckpointError if the file has changed."""
-        try:
-            with os.fdopen(os.dup(self._descriptor), "rb") as file:
-                if SeenFile.of(file, Path(self._loaded.path)) != self._loaded:
-                    raise CheckpointError("the file has changed since")
-                checksums.verify(file)
-                file.seek(0)
-                state = at_its_epoch(self._read(file))
-            state.pop("rng", None)
-            state["position"] = {**state["position"], "call": -1, "call_done": False, "loads": loads}
-            state["validation_position"] = {**state["validation_position"], "call": -1, "ended": True}
-            state["test_position"] = {**state.get("test_position", {}), "call": -1}
-            state["world_size"] = world_size
-        except Exception as error:
-            raise CheckpointError(
-                f"all workers failed before there was a snapshot of the checkpoint that they had loaded, and it cannot be read "
-                f"again ({error}). Create a new trainer, and load another checkpoint: {self._loaded.path}"
-            ) from error
-        return self._pack(state)

@@ -679,21 +679,18 @@ class ReplicaBase(ABC):
         """Return whether all ranks have succeeded, which all ask together. `here` is whether this
         one has."""
 
-    def end_load(self, state: dict[str, Any], loads: int, *, kept: bool = False) -> None:
-        """Complete the load of a checkpoint: forget the calls of the trainer that wrote it, and
-        restore this rank's random states. `loads` is how often this trainer has loaded a state; a
-        state with more loads is newer than any other. With `kept`, the driver needs no snapshot of
-        it before the next call of `train`."""
+    def end_load(self, state: dict[str, Any], loads: int) -> None:
+        """Complete the load of a checkpoint: forget the calls of the trainer that wrote it, take a
+        snapshot, and restore this rank's random states. `loads` is how often this trainer has
+        loaded a state; a state with more loads is newer than any other."""
         self._position.call, self._position.call_done, self._position.loads = -1, False, loads
         self._val_position.call, self._val_position.ended = -1, True
         self._tested.call = -1
-        if not kept:
-            self.take_snapshot()
+        self.take_snapshot()
         ranks = state.get("rng") or []
         if self.rank < len(ranks):
             self._restore_random_state(ranks[self.rank])
-        if not kept:
-            self._snapshots.wait(LOADED_S)  # otherwise the load would be undone if all workers failed now
+        self._snapshots.wait(LOADED_S)  # otherwise the load would be undone if all workers failed now
 
     # -- what frameworks do differently ---------------------------------------------------------------
 

@@ -242,7 +242,16 @@ def test_what_this_run_has_no_record_of_is_neither_deleted_nor_replaced(
     users.mkdir()
     (users / "notes.txt").write_text("the user's")
     (tmp_path / "loop9-epoch00001-step000000001.json").write_text("the user's, too")
-    kept = {second.read_bytes(), third.read_bytes(), b"{}", b"the user's", b"the user's, too"}
+    for name in (f".{first.name}.0123abcd.tmp", f".{first.name}.tmp"):  # the first is a draft
+        (tmp_path / name).write_text(name)
+    kept = {
+        f".{first.name}.tmp".encode(),
+        second.read_bytes(),
+        third.read_bytes(),
+        b"{}",
+        b"the user's",
+        b"the user's, too",
+    }
     recorded = first.read_bytes()
     caplog.clear()
     with started(tmp_path, settings={"keep": 1}) as trainer:
@@ -251,7 +260,7 @@ def test_what_this_run_has_no_record_of_is_neither_deleted_nor_replaced(
         assert "raysgd neither loads nor deletes loop1-epoch00002-step000000010.pt" in caplog.text
         fitted(trainer)
         assert trainer.latest_checkpoint == str(users) and users.is_file()
-    assert kept <= contents(tmp_path)
+    assert kept <= contents(tmp_path) and not (tmp_path / f".{first.name}.0123abcd.tmp").exists()
     assert recorded not in contents(tmp_path), "that of the older run, which this run continues, has a record"
     with started(tmp_path, settings={"keep": 1}) as trainer:
         assert trainer.resumed_from == str(users)

@@ -4,6 +4,7 @@ import os
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pytest
@@ -49,7 +50,7 @@ def test_a_save_holds_the_state_of_its_call(
         given = two.save(uri, sharded=True, blocking=blocking)
         two.train()
         assert (given if isinstance(given, str) else given.result(120)) == uri
-    left = sorted(os.listdir(uri)) if place == "path" else objects(uri)
+    left = [each for each in Path(uri).rglob("*") if each.is_file()] if place == "path" else objects(uri)
     assert len(left) == 5, left  # of the first save, nothing is left
     assert not same(weights(two), expected)
     two.load(uri, trusted=True)
@@ -91,6 +92,35 @@ def test_a_save_replaces_nothing_else(two: TorchTrainer, bucket: str, tmp_path: 
     with pytest.raises(CheckpointError, match="not a complete sharded checkpoint"):
         two.load(f"{bucket}/folder", trusted=True)
     assert objects(bucket) == ["/folder/.raysgd-folder.json", "/folder/note", "/one.pt"]
+
+
+def test_a_save_that_fails_at_its_end_leaves_the_old_shards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(real: Any, where: Any, *given: Any) -> Any:
+        raise OSError("no space left on device")
+
+    where = tmp_path / "parts"
+    with inline() as alone:
+        old = whole(alone)
+        alone.save(where, sharded=True)
+        alone.train()
+        with monkeypatch.context() as patch:
+            storing.instead(patch, "write", fails)
+            with pytest.raises(OSError, match="no space"):
+                alone.save(where, sharded=True)
+        alone.load(where, trusted=True)
+        assert torch.equal(whole(alone), old)
+        alone.train()
+        new = whole(alone)
+        with monkeypatch.context() as patch:
+            storing.instead(patch, "delete", fails)
+            alone.save(where, sharded=True)
+        assert "which was replaced, could not be deleted: no space" in caplog.text
+        alone.train()
+        alone.load(where, trusted=True)
+        assert torch.equal(whole(alone), new)
+    assert os.listdir(tmp_path) == ["parts"]
 
 
 @pytest.mark.filterwarnings("error:torch.distributed is disabled")

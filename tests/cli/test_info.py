@@ -78,7 +78,7 @@ def test_folders(tmp_path: Path) -> None:
     assert "epoch00002-step000000006  score 0." in newest and "epoch00001-step000000003  score " in older
     shards = info(tmp_path / "shards").output
     assert "checksums            correct" in shards and "epoch                2" in shards
-    next((tmp_path / "shards").glob("*.distcp")).write_bytes(b"")
+    next((tmp_path / "shards").glob("*/*.distcp")).write_bytes(b"")
     assert info(tmp_path / "shards").exit_code == 1
 
 

@@ -11,13 +11,6 @@ def file(where: Path, content: str) -> None:
     storing.write(where, content.encode() * 1000)
 
 
-def folder(where: Path, content: str) -> None:
-    with storing.new_folder(where) as draft:
-        for name in ("a", f"only {content}", "below/b"):
-            (draft / name).parent.mkdir(exist_ok=True)
-            (draft / name).write_text(content * 1000)
-
-
 def trained(where: Path, content: str, **given: Any) -> None:
     import torch
 
@@ -36,7 +29,7 @@ def sharded(where: Path, content: str) -> None:
     trained(where, content, sharded=True)
 
 
-KINDS = {"file": file, "folder": folder, "trained": trained, "sharded": sharded}
+KINDS = {"file": file, "trained": trained, "sharded": sharded}
 
 if __name__ == "__main__":
     save, where = KINDS[sys.argv[1]], Path(sys.argv[2])

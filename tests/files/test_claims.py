@@ -67,10 +67,6 @@ def test_without_locks_the_newer_claim_is_found(tmp_path: Path, monkeypatch: pyt
         older.check()
     (tmp_path / OWNER).unlink()
     older.check()  # nobody else uses it
-    for claim in (older, newer):
-        claim.release()
-        with pytest.raises(CheckpointError, match="the trainer was shut down"):
-            claim.check()
 
 
 def test_what_is_no_folder_is_an_error(tmp_path: Path) -> None:

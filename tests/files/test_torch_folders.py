@@ -1,7 +1,6 @@
 """Sharded checkpoints of TorchTrainer: every file in the folder is verified before the first of them is read."""
 
 import json
-import os
 import pickle
 import shutil
 from collections.abc import Callable
@@ -16,8 +15,9 @@ from tests import storing
 from tests.files.damage import Touches
 from tests.files.test_torch_contents import put
 from tests.files.torch_cases import Bench
+from tests.storing import LIST
 
-MANIFEST, OUTLINE, INDEX = ".raysgd-folder.json", "outline.pt", ".metadata"
+OUTLINE, INDEX = "outline.pt", ".metadata"
 
 
 @pytest.fixture(scope="module")
@@ -30,27 +30,30 @@ def here(here: Bench) -> Bench:
     return here
 
 
+def parts(folder: Path) -> Path:
+    """Return the folder in a checkpoint that has its files."""
+    (inner,) = [each for each in folder.iterdir() if each.is_dir()]
+    return inner
+
+
 def tried(here: Bench, change: Callable[[Path], Any]) -> str:
-    """Return the error of loading a changed copy of the folder, which is refused."""
+    """Return the error of loading a copy of the folder, of which this changes the files, and which is refused."""
     folder = here.folder / "tried"
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(here.folder / "parts", folder)
-    change(folder)
+    change(parts(folder))
     found = here.try_path(folder, trusted=True)
     assert found != "identical"
     return found
 
 
-def names(here: Bench) -> list[str]:
-    return sorted(path.name for path in (here.folder / "parts").iterdir())
-
-
-def test_the_manifest_lists_every_file(here: Bench) -> None:
-    manifest = json.loads((here.folder / "parts" / MANIFEST).read_text())
-    assert sorted([*manifest["files"], MANIFEST]) == names(here)
-    for name, known in manifest["files"].items():
-        assert known == storing.entry_of(here.folder / "parts" / name)
-    assert INDEX in manifest["files"] and any(name.endswith(".distcp") for name in manifest["files"])
+def test_the_list_has_every_file(here: Bench) -> None:
+    folder = here.folder / "parts"
+    listed = json.loads((folder / LIST).read_text())["files"]
+    assert sorted(listed) == sorted(f"{parts(folder).name}/{path.name}" for path in parts(folder).iterdir())
+    for name, known in listed.items():
+        assert known == storing.entry_of(folder / name)
+    assert {OUTLINE, INDEX} < {path.name for path in parts(folder).iterdir()}
 
 
 def linked(folder: Path, name: str) -> None:
@@ -58,15 +61,19 @@ def linked(folder: Path, name: str) -> None:
     (folder / name).symlink_to(folder.parent / "elsewhere")
 
 
-def test_what_was_added_to_the_folder_is_refused(here: Bench) -> None:
+def test_links_are_refused_and_unlisted_files_are_ignored(here: Bench) -> None:
     for name in (OUTLINE, INDEX):
-        assert f"{name} in the folder is a link" in tried(here, lambda folder, name=name: linked(folder, name))  # type: ignore[misc]
-    assert "unknown" in tried(here, lambda folder: (folder / "__9_0.distcp").write_text("x"))
-    assert "link" in tried(here, lambda folder: (folder / "more").symlink_to("/etc/passwd"))
-    assert "folder" in tried(here, lambda folder: (folder / "more").mkdir())
-    assert "device" in tried(here, lambda folder: os.mkfifo(folder / "more"))
-    (here.folder / "latest").symlink_to(here.folder / "parts")
+        assert f"{name} cannot be read" in tried(here, lambda folder, name=name: linked(folder, name))  # type: ignore[misc]
+    folder = here.folder / "parts"
+    (folder / "notes.txt").write_text("x")
+    (parts(folder) / "__9_0.distcp").write_text("x")
+    (here.folder / "latest").symlink_to(folder)
     assert here.try_path(here.folder / "latest", trusted=True) == "identical", "the folder itself may be linked"
+
+
+def test_a_folder_without_its_list_is_refused(here: Bench) -> None:
+    assert "which lists its files, is missing" in tried(here, lambda folder: (folder.parent / LIST).unlink())
+    assert "not a complete sharded checkpoint" in here.try_path(parts(here.folder / "parts"), trusted=True)
 
 
 WRONG: dict[str, Callable[[Any], Any]] = {
@@ -81,7 +88,7 @@ def test_wrong_contents_are_refused(here: Bench, name: str) -> None:
     def change(folder: Path) -> None:
         outline = torch.load(folder / OUTLINE, weights_only=True)
         torch.save(WRONG[name](outline), folder / OUTLINE)
-        storing.list_files(folder)
+        storing.list_files(folder.parent)
 
     tried(here, change)
     here.next_steps_are_right()
@@ -89,13 +96,13 @@ def test_wrong_contents_are_refused(here: Bench, name: str) -> None:
 
 @pytest.mark.parametrize("name", [INDEX, OUTLINE, "__0_0.distcp"])
 def test_nonsense_with_the_right_digest_is_refused(here: Bench, name: str) -> None:
-    for content in (b"", b"nonsense", bytes(5_000), (here.folder / "parts" / OUTLINE).read_bytes()):
+    for content in (b"", b"nonsense", bytes(5_000), (parts(here.folder / "parts") / OUTLINE).read_bytes()):
         if name == OUTLINE and len(content) > 5_000:
             continue
 
         def change(folder: Path, content: bytes = content) -> None:
             (folder / name).write_bytes(content)
-            storing.list_files(folder)
+            storing.list_files(folder.parent)
 
         tried(here, change)
     here.next_steps_are_right()

@@ -201,7 +201,7 @@ def test_new_workers_after_a_load_are_as_many_as_the_ones_that_loaded(make: Make
     assert ground.trainer.apply_all_operators(lambda operator: operator.resizes) == [[]] * 3
 
 
-def test_without_snapshots_a_loaded_file_is_not_kept(make: Make, tmp_path: Path) -> None:
+def test_without_snapshots_a_loaded_state_is_lost_with_all_workers(make: Make, tmp_path: Path) -> None:
     """New workers start over, and the error of a call that needs the state says so."""
     ground = make(elastic={"snapshot_every": None})
     ground.trainer.train()

@@ -14,7 +14,6 @@ import errno
 import io
 import os
 import socket
-import stat
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -35,7 +34,7 @@ from raysgd.torch.checkpoint import states
 from raysgd.torch.foreign import with_module_versions
 from raysgd.torch.operator import TrainingOperator
 
-OUTLINE, INDEX, MANIFEST = "outline.pt", ".metadata", MARKER
+OUTLINE, INDEX = "outline.pt", ".metadata"
 TENSOR = "__tensor__"
 PARTS = ("models", "optimizers", "averages")
 INCOMPLETE = "not a complete sharded checkpoint"
@@ -44,33 +43,17 @@ Files = dict[str, FileEntry]
 # -- the manifest: on the driver, except for `verify` --------------------------------------------------
 
 
-def of_list(listed: Files) -> tuple[str, Files]:
-    """Return the only folder in the list of one at a URI, and the files in it."""
+def read_manifest(where: locations.Place) -> tuple[str, Files]:
+    """Return the name of the folder in a checkpoint that has its files, and their entries. Raise
+    CheckpointError if it is no sharded checkpoint, or not a complete one."""
+    listed = remote.listed(where) if isinstance(where, Uri) else read_list(where)
+    if listed is None:
+        raise CheckpointError(f"{INCOMPLETE}: {MARKER}, which lists its files, is missing")
     inner = sorted({name.rpartition("/")[0] for name in listed})
     files = {name.rpartition("/")[2]: entry for name, entry in listed.items()}
-    if len(inner) != 1 or not files.keys() >= {OUTLINE, INDEX}:
+    if len(inner) != 1 or not inner[0] or not files.keys() >= {OUTLINE, INDEX}:
         raise CheckpointError(f"{INCOMPLETE}: it is a folder with {sorted(listed)[:4] or 'no files'}")
     return inner[0], files
-
-
-def read_manifest(folder: Path) -> Files:
-    """Return the entries of a folder's manifest. Raise CheckpointError for a link, for a file that
-    is missing, unknown or of another size, and for anything but files."""
-    names = _names(folder)
-    files = read_list(folder)
-    if files is None:
-        raise CheckpointError(f"{INCOMPLETE}: {MANIFEST}, which lists its files, is missing")
-    missing, unknown = sorted(files.keys() - names), sorted(names - files.keys())
-    if missing or unknown:
-        raise CheckpointError(
-            f"{INCOMPLETE}: the folder has other files than {MANIFEST} lists: missing {missing[:4] or 'none'}, "
-            f"unknown {unknown[:4] or 'none'}"
-        )
-    for name, entry in files.items():
-        size = (folder / name).stat().st_size
-        if size != entry.size:
-            raise CheckpointError(f"{name} is damaged: it has {size} bytes, and had {entry.size} when it was saved")
-    return files
 
 
 def verify(folder: str, files: Files) -> None:
@@ -85,23 +68,6 @@ def verify(folder: str, files: Files) -> None:
                 f"{name} is damaged: its content does not have the digest that was saved with it. Use another copy of it, "
                 "or an older checkpoint"
             )
-
-
-def is_replaceable(folder: Path) -> bool:
-    """Return whether this is an empty directory, or a sharded checkpoint, even a damaged one."""
-    names = {path.name for path in folder.iterdir()} if folder.is_dir() else {""}
-    return not names or not names.isdisjoint({OUTLINE, INDEX})
-
-
-def _names(folder: Path) -> set[str]:
-    with os.scandir(folder) as entries:
-        found = {entry.name: entry.stat(follow_symlinks=False).st_mode for entry in entries}
-    for name, mode in found.items():
-        if not stat.S_ISREG(mode):
-            raise CheckpointError(
-                f"{name} in the folder is a link, a folder or a device: a sharded checkpoint has only files. Remove it"
-            )
-    return found.keys() - {MANIFEST}
 
 
 # -- the content: workers, on all ranks together -------------------------------------------------------

@@ -12,8 +12,8 @@ from typing import Any
 
 from raysgd.engine.engine import Engine
 from raysgd.errors import CheckpointError, ConfigError
-from raysgd.storage import locations, remote
-from raysgd.storage.folders import FileEntry
+from raysgd.storage import durable, locations, remote
+from raysgd.storage.folders import MARKER, FileEntry, dump_list
 from raysgd.storage.remote import Uri
 from raysgd.storage.seen import readable
 from raysgd.torch import replica_calls
@@ -38,41 +38,35 @@ class ShardedLoads(Loads):
     """Also loads sharded checkpoints."""
 
     def _load_folder(self, folder: locations.Place, *, trusted: bool) -> None:
-        inner = ""
-        if isinstance(folder, Path):
-            with readable():
-                files = shard_files.read_manifest(folder)
-        else:
-            inner, files = shard_files.of_list(remote.listed(folder))
+        with readable():
+            inner, files = shard_files.read_manifest(folder)
         if not trusted:
             raise CheckpointError(
                 "this is a directory, as save(sharded=True) writes it: torch keeps a pickled index in it, and reading that can run "
                 "code. If you trust its author, pass trusted=True"
             )
-        if isinstance(folder, Path):
-            self.take(replica_calls.restore_shards, {"folder": folder.absolute(), "files": files})
-        elif remote.is_in_this_process(folder):
+        if isinstance(folder, Uri) and remote.is_in_this_process(folder):
             with locations.folder(folder) as local:
                 self.take(replica_calls.restore_shards, {"folder": local / inner, "files": files})
         else:
-            self.take(replica_calls.restore_shards, {"folder": folder / inner, "files": files})
+            here = folder.absolute() if isinstance(folder, Path) else folder
+            self.take(replica_calls.restore_shards, {"folder": here / inner, "files": files})
 
 
 class _ShardedDraft:
-    """The draft of a sharded checkpoint: a folder to which ranks write their parts.
-
-    At a URI, it is a folder in that of the checkpoint. It replaces an older one when its files are
+    """The draft of a sharded checkpoint: a folder to which ranks write their parts. It becomes a
+    folder with a new name in that of the checkpoint, and replaces the one there when its files are
     listed."""
 
     def __init__(self, where: locations.Place) -> None:
-        self.where, target = where, locations.check_folder(where)
+        self.where, self._target = where, locations.check_folder(where) or where
         self._local: locations.FolderDraft | None = None
         self._folder: locations.Place | None = None
-        if isinstance(where, Uri):
-            other = where.is_file() or (where.is_dir() and not _is_sharded(remote.listed(where)))
+        if (self._target / MARKER).is_file():
+            other = not _is_sharded(self._target)
         else:
-            assert target is not None
-            other = os.path.lexists(target) and not shard_files.is_replaceable(target)
+            here = self._target if isinstance(self._target, Path) and self._target.is_dir() else None
+            other = any(here.iterdir()) if here else self._target.is_file()
         if other:
             raise ConfigError(
                 f"{where} exists and contains something else: save(sharded=True) replaces only an empty directory or a sharded "
@@ -81,15 +75,13 @@ class _ShardedDraft:
 
     def begin(self) -> dict[str, Any]:
         self.drop()
-        if isinstance(self.where, Path):
-            self._local = locations.FolderDraft(self.where)
-            self._folder = self._local.folder
-        elif remote.is_in_this_process(self.where):
-            self._local = locations.FolderDraft(self.where)
-            self._folder = self._local.folder / uuid.uuid4().hex[:8]
+        name = uuid.uuid4().hex[:8]
+        if isinstance(self._target, Path) or remote.is_in_this_process(self._target):
+            self._local = locations.FolderDraft(self._target)
+            self._folder = self._local.folder / name
             self._folder.mkdir()
         else:
-            self._folder = self.where / uuid.uuid4().hex[:8]
+            self._folder = self._target / name
         return {"folder": self._folder}
 
     def size(self) -> int:
@@ -97,16 +89,39 @@ class _ShardedDraft:
         return sum(each.stat().st_size for each in os.scandir(draft)) if isinstance(draft, Path) else 0
 
     def complete(self, reports: Sequence[Report], given: Callable[[], Any]) -> None:
+        draft = self._folder
+        assert draft is not None
         files = {name: FileEntry(*entry) for report in reports for name, entry in report.items()}
-        if self._local is None:
-            assert isinstance(self.where, Uri) and self._folder is not None
-            older = remote.listed(self.where) if self.where.is_dir() else {}
-            listed = {f"{self._folder.name}/{name}": each for name, each in files.items()}
-            remote.complete_folder(self.where, listed, older)
-            self._folder = None
+        listed = dump_list({f"{draft.name}/{name}": entry for name, entry in files.items()})
+        if isinstance(self._target, Path):
+            self._complete_here(self._target, listed)
+        elif self._local is not None:
+            self._local.keep()
         else:
-            self._local.keep(files if isinstance(self.where, Path) else {})
-            self.drop()
+            self._replace(listed)
+            self._folder = None
+        self.drop()
+
+    def _complete_here(self, target: Path, listed: bytes) -> None:
+        assert isinstance(self._folder, Path) and self._local is not None
+        durable.sync_folder(self._folder)
+        if (target / MARKER).is_file():
+            durable.rename(self._folder, target / self._folder.name)
+            self._replace(listed)
+        else:
+            locations.write(self._local.folder / MARKER, listed)
+            durable.rename(self._local.folder, target)
+
+    def _replace(self, listed: bytes) -> None:
+        """List the new files in the folder of the checkpoint, and then delete the older ones."""
+        target = self._target
+        older = shard_files.read_manifest(target)[0] if (target / MARKER).is_file() else ""
+        locations.write(target / MARKER, listed)
+        if older:
+            try:
+                locations.delete(target / older)
+            except (OSError, CheckpointError) as error:  # the new files are in place, so the save is complete
+                logger.warning("%s, which was replaced, could not be deleted: %s", target / older, error)
 
     def drop(self) -> None:
         folder, local, self._folder, self._local = self._folder, self._local, None, None
@@ -119,9 +134,9 @@ class _ShardedDraft:
                 logger.warning("%s, of a save that failed, could not be deleted: %s", folder, failed)
 
 
-def _is_sharded(listed: shard_files.Files) -> bool:
+def _is_sharded(where: locations.Place) -> bool:
     try:
-        shard_files.of_list(listed)
+        shard_files.read_manifest(where)
     except CheckpointError:
         return False
     return True
