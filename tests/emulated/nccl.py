@@ -37,6 +37,8 @@ NAME = "emulated_nccl"
 LOOK_S = 0.005
 Call = Callable[[], None]
 Tensors = Sequence[torch.Tensor]
+Sent = Mapping[int, Tensors]  # by rank
+Receive = Callable[[Sent], None]
 
 
 @dataclass(frozen=True)
@@ -102,9 +104,9 @@ class EmulatedNccl(dist.ProcessGroup):
 
     def __init__(self, store: Any, rank: int, size: int, timeout: datetime.timedelta) -> None:
         super().__init__(rank, size)
-        self._store, self._rank, self._peers = store, rank, [each for each in range(size) if each != rank]
+        self._store, self._rank, self._ranks = store, rank, range(size)
         self._made = 0  # collective calls
-        self._aborted, self._ended = threading.Event(), threading.Event()
+        self._aborted = threading.Event()
         self._error, self._lost = "", set[int]()  # what NCCL has noticed, and the peers whose connection has ended
         self._connecting = threading.Lock()
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=size)
@@ -141,7 +143,6 @@ class EmulatedNccl(dist.ProcessGroup):
         self.shutdown()
 
     def shutdown(self) -> None:
-        self._ended.set()
         self._aborted.set()
         for connection in [self._listener, *self._connections.values()]:
             with contextlib.suppress(OSError):
@@ -158,7 +159,7 @@ class EmulatedNccl(dist.ProcessGroup):
         kills = os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3") in ("1", "3")
         kills = kills and os.environ.get("TORCH_NCCL_RETHROW_CUDA_ERRORS", "1") != "0"
         dump_s = 4 * int(os.environ.get("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "15000")) / 1000
-        while not self._ended.wait(settings.poll_s):
+        while not self._aborted.wait(settings.poll_s):
             if self._error:
                 noticed.append(self._error)
                 time.sleep(dump_s)  # an abort does not end this
@@ -169,13 +170,17 @@ class EmulatedNccl(dist.ProcessGroup):
     # -- connections ----------------------------------------------------------------------------------
 
     def _connect(self) -> None:
-        """Connect to all peers, when they are there."""
+        """Connect to all peers, when they are there: one after another, because each of them may fail before."""
         with self._connecting:
-            for peer in self._peers if not self._connections else ():
-                self._check()
-                if peer < self._rank:
-                    self._add(peer, self._connection_to(peer))
-            while len(self._connections) < len(self._peers):
+            for peer in self._ranks[: self._rank] if not self._connections else ():
+                while peer not in self._connections:
+                    self._check()
+                    time.sleep(LOOK_S)
+                    with contextlib.suppress(OSError):
+                        if self._store.check([f"port-{peer}"]):
+                            port = int(self._store.get(f"port-{peer}"))
+                            self._add(peer, socket.create_connection(("127.0.0.1", port)), bytes([self._rank]))
+            while len(self._connections) < len(self._ranks) - 1:
                 self._check()
                 self._listener.settimeout(LOOK_S)
                 with contextlib.suppress(OSError):
@@ -183,19 +188,8 @@ class EmulatedNccl(dist.ProcessGroup):
                     connection.settimeout(None)
                     self._add(connection.recv(1)[0], connection)
 
-    def _connection_to(self, peer: int) -> socket.socket:
-        while not self._store.check([f"port-{peer}"]):
-            self._check()
-            time.sleep(LOOK_S)
-        while True:
-            self._check()
-            with contextlib.suppress(OSError):  # it has failed
-                connection = socket.create_connection(("127.0.0.1", int(self._store.get(f"port-{peer}"))))
-                connection.sendall(bytes([self._rank]))
-                return connection
-            time.sleep(LOOK_S)
-
-    def _add(self, peer: int, connection: socket.socket) -> None:
+    def _add(self, peer: int, connection: socket.socket, greeting: bytes = b"") -> None:
+        connection.sendall(greeting)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._connections[peer], self._inboxes[peer] = connection, queue.SimpleQueue()
         self._start_thread(self._read, peer, connection)
@@ -217,34 +211,27 @@ class EmulatedNccl(dist.ProcessGroup):
         while (call := self._calls.get()) is not None:
             call()
 
-    def _queue(
-        self,
-        operation: str,
-        sends: Mapping[int, Tensors],
-        own: Tensors,
-        sources: Mapping[int, Tensors],
-        receive: Callable[[dict[int, Tensors]], None],
-        result: Sequence[torch.Tensor],
-    ) -> Work:
-        """Queue an operation, which sends tensors to some ranks, and receives those of other ranks, which are like those in `sources`.
-        Then `receive` gets what has arrived, and this rank's own."""
+    def _queue(self, operation: str, sends: Sent, sources: Sent, receive: Receive, result: Tensors) -> Work:
+        """Queue an operation, which sends tensors to ranks, and receives some of ranks, which are like those in `sources`. Both
+        can include this rank itself. Then `receive` gets what has arrived."""
         self._check()
         self._connect()
+        self._made += operation not in ("send", "recv")
         work = Work(list(result), ordered=settings.launch is not None)
+        peers = [each for each in sends if each != self._rank]
 
+        @torch.no_grad()
         def perform() -> None:
-            with torch.no_grad():
-                settings.point(operation, "before")
-                for number, (peer, tensors) in enumerate(sends.items()):
-                    if number == 1:
-                        settings.point(operation, "in")
-                    self._send(peer, tensors)
-                if len(sends) < 2:
-                    settings.point(operation, "in")
-                arrived = {peer: content for peer, like in sources.items() if (content := self._receive(peer, like))}
-                receive({self._rank: [settings.content(each) for each in own], **arrived})
-                if not self._aborted.is_set():
-                    settings.point(operation, "after")
+            settings.point(operation, "before")
+            for peer in peers[:1]:
+                self._send(peer, sends[peer])
+            settings.point(operation, "in")
+            for peer in peers[1:]:
+                self._send(peer, sends[peer])
+            found = {rank: self._receive(rank, like, sends.get(rank, ())) for rank, like in sources.items()}
+            receive({rank: tensors for rank, tensors in found.items() if tensors})
+            if not self._aborted.is_set():
+                settings.point(operation, "after")
             work.end()
 
         self._launch(perform)
@@ -256,29 +243,25 @@ class EmulatedNccl(dist.ProcessGroup):
         with contextlib.suppress(OSError):  # the peer has failed, or this rank has aborted
             self._connections[peer].sendall(len(content).to_bytes(8, "big") + content)
 
-    def _receive(self, peer: int, like: Tensors) -> Tensors:
-        """Return the tensors of a peer; none after an abort."""
-        content = None if self._aborted.is_set() else self._inboxes[peer].get()
+    def _receive(self, rank: int, like: Tensors, own: Tensors) -> Tensors:
+        """Return the tensors of a rank; none after an abort."""
+        if rank == self._rank:
+            return [settings.content(each) for each in own]
+        content = None if self._aborted.is_set() else self._inboxes[rank].get()
         if content is None:
-            return []
-        sizes = [each.numel() * each.element_size() for each in like]
+            return ()
         together = torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
-        parts = zip(together.split(sizes), like, strict=True)
-        return [part.clone().view(each.dtype).reshape(each.shape) for part, each in parts]
+        parts = together.split([each.numel() * each.element_size() for each in like])
+        return [part.clone().view(each.dtype).reshape(each.shape) for part, each in zip(parts, like, strict=True)]
 
     # -- operations -----------------------------------------------------------------------------------
 
-    def _to_all(
-        self, operation: str, own: Tensors, receive: Callable[[dict[int, Tensors]], None], into: Tensors
-    ) -> Work:
-        self._made += 1
-        return self._queue(
-            operation, dict.fromkeys(self._peers, own), own, dict.fromkeys(self._peers, own), receive, into
-        )
+    def _to_all(self, tensors: Tensors) -> Sent:
+        return dict.fromkeys(self._ranks, tensors)
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Work:
-        op = ReduceOp.SUM if opts is None else opts.reduceOp
-        return self._to_all("all_reduce", tensors, lambda found: _reduce(tensors, found, op), tensors)
+        every, op = self._to_all(tensors), ReduceOp.SUM if opts is None else opts.reduceOp
+        return self._queue("all_reduce", every, every, lambda found: _reduce(tensors, found, op), tensors)
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> Work:
         return self.allreduce(tensors, opts)
@@ -287,75 +270,64 @@ class EmulatedNccl(dist.ProcessGroup):
         return self.allreduce([torch.ones(1)])
 
     def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> Work:
-        self._made += 1
-        root, mine = opts.rootRank, opts.rootRank == self._rank
-        sends = dict.fromkeys(self._peers, tensors) if mine else {}
-        sources = {} if mine else {root: tensors}
-        return self._queue(
-            "broadcast", sends, tensors, sources, lambda found: _copy(found.get(root, []), tensors), tensors
-        )
+        sends = self._to_all(tensors) if opts.rootRank == self._rank else {}
+        return self._from_one("broadcast", sends, opts.rootRank, tensors)
 
     def scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any) -> Work:
-        self._made += 1
-        root, mine = opts.rootRank, opts.rootRank == self._rank
-        sends = {peer: [inputs[0][peer]] for peer in self._peers} if mine else {}
-        own, sources = ([inputs[0][root]], {}) if mine else ([], {root: outputs})
-        return self._queue("scatter", sends, own, sources, lambda found: _copy(found.get(root, []), outputs), outputs)
+        sends = dict(enumerate([each] for each in inputs[0])) if opts.rootRank == self._rank else {}
+        return self._from_one("scatter", sends, opts.rootRank, outputs)
+
+    def send(self, tensors: list[torch.Tensor], target: int, tag: int) -> Work:
+        return self._queue("send", {target: tensors}, {}, lambda found: None, tensors)
+
+    def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> Work:
+        return self._from_one("recv", {}, source, tensors)
+
+    def _from_one(self, operation: str, sends: Sent, source: int, tensors: Tensors) -> Work:
+        return self._queue(
+            operation, sends, {source: tensors}, lambda found: _copy(found.get(source), tensors), tensors
+        )
 
     def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> Work:
-        def receive(found: dict[int, Tensors]) -> None:
-            for rank, contents in found.items():
-                _copy(contents, [each[rank] for each in outputs])
+        def receive(found: Sent) -> None:
+            for rank in self._ranks:
+                _copy(found.get(rank), [each[rank] for each in outputs])
 
-        return self._to_all("all_gather", inputs, receive, [each for several in outputs for each in several])
+        every = self._to_all(inputs)
+        return self._queue("all_gather", every, every, receive, [each for several in outputs for each in several])
 
     def all_gather_single(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> Work:
         return self.all_gather_single_coalesced([output], [given], opts)
 
     def all_gather_single_coalesced(self, outputs: Any, inputs: list[torch.Tensor], opts: Any = None) -> Work:
-        return self.allgather([self._chunks(each) for each in outputs], [each.reshape(-1) for each in inputs])
+        return self.allgather([self._parts(each) for each in outputs], [each.reshape(-1) for each in inputs])
 
     def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any) -> Work:
-        self._made += 1
-        sends, own = (
-            {peer: [each[peer] for each in inputs] for peer in self._peers},
-            [each[self._rank] for each in inputs],
-        )
-
-        def receive(found: dict[int, Tensors]) -> None:
-            _reduce(outputs, found, opts.reduceOp)
-
-        return self._queue("reduce_scatter", sends, own, dict.fromkeys(self._peers, own), receive, outputs)
+        sends = {rank: [each[rank] for each in inputs] for rank in self._ranks}
+        into = self._to_all(outputs)
+        return self._queue("reduce_scatter", sends, into, lambda found: _reduce(outputs, found, opts.reduceOp), outputs)
 
     def reduce_scatter_single(self, output: torch.Tensor, given: torch.Tensor, opts: Any) -> Work:
         return self.reduce_scatter_single_coalesced([output], [given], opts)
 
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: list[torch.Tensor], opts: Any) -> Work:
-        return self.reduce_scatter([each.view(-1) for each in outputs], [self._chunks(each) for each in inputs], opts)
+        return self.reduce_scatter([each.view(-1) for each in outputs], [self._parts(each) for each in inputs], opts)
 
     _allgather_base, allgather_into_tensor_coalesced = all_gather_single, all_gather_single_coalesced  # older names
     _reduce_scatter_base, reduce_scatter_tensor_coalesced = reduce_scatter_single, reduce_scatter_single_coalesced
 
-    def _chunks(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+    def _parts(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Return each rank's part of a tensor."""
         return list(tensor.view(self.size(), -1).unbind())
 
-    def send(self, tensors: list[torch.Tensor], target: int, tag: int) -> Work:
-        return self._queue("send", {target: tensors}, [], {}, lambda found: None, tensors)
 
-    def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> Work:
-        return self._queue(
-            "recv", {}, [], {source: tensors}, lambda found: _copy(found.get(source, []), tensors), tensors
-        )
-
-
-def _copy(contents: Tensors, tensors: Tensors) -> None:
-    for content, tensor in zip(contents, tensors, strict=False):
+def _copy(contents: Tensors | None, tensors: Tensors) -> None:
+    for content, tensor in zip(contents or (), tensors, strict=False):
         settings.content(tensor).copy_(content)
 
 
-def _reduce(tensors: Tensors, found: dict[int, Tensors], op: Any) -> None:
-    """Reduce what the ranks have sent in the order of ranks, so that all have the same bits."""
+def _reduce(tensors: Tensors, found: Sent, op: Any) -> None:
+    """Reduce what has arrived in the order of ranks, so that all have the same bits."""
     for index, tensor in enumerate(tensors):
         every = torch.stack([found[rank][index] for rank in sorted(found)])
         if op == ReduceOp.MIN or op == ReduceOp.MAX:
