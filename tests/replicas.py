@@ -14,7 +14,6 @@ from collections.abc import Callable
 from typing import Any
 
 from raysgd import train
-from raysgd.config import ElasticConfig
 from raysgd.core.messages import FunctionReport, StartDealer
 from raysgd.core.metrics import Measured
 from raysgd.core.outcomes import Interrupted
@@ -26,18 +25,15 @@ from raysgd.train.run_session import Attempt, Codec
 from raysgd.training.loading import take_over
 from raysgd.training.replica_base import OperatorReplicaFactory, ReplicaBase, apply_operator
 from raysgd.workers.calls import Blob
-from raysgd.workers.replica_host import ReplicaHost
 
 __all__ = [
     "FunctionRank",
     "Interrupted",
     "OperatorRank",
     "Rank",
-    "hosted",
     "in_function",
     "operator_alone",
     "send_to_workers",
-    "sharded_factory",
     "tf_rank",
     "torch_rank",
     "train_call",
@@ -116,7 +112,7 @@ class Rank:
 
     def taken_over(self, make: Callable[[], Any]) -> Any:
         """Return the rank of another script, which continues in this process."""
-        state = bytes(self.replica.state(other_code=True))
+        state = bytes(self.replica.state())
         rank = make()
         rank.replica.load(state, other_code=True)
         rank.rejoin(self._rank_info.world_rank, self._rank_info.world_size)
@@ -194,27 +190,6 @@ def torch_rank(
 
     given = TorchSettings(**{"num_workers": ranks, **settings})
     return OperatorRank(OperatorReplicaFactory(TorchReplica, operator, config or {}, given), rank, ranks)
-
-
-def sharded_factory(operator: type[Any], config: dict[str, Any], workers: int) -> OperatorReplicaFactory:
-    """Return what makes the replicas of a TorchTrainer with a sharded model. There are two copies of each shard."""
-    from raysgd.torch.options import TrainingOptions
-    from raysgd.torch.replica import TorchReplica
-    from raysgd.torch.settings import TorchSettings
-
-    options = TrainingOptions(clip_norm=0.5, parallel="fsdp", replicas=2)
-    elastic = ElasticConfig(batch="global")
-    settings = TorchSettings(
-        num_workers=workers, distributed=True, options=options, elastic=elastic, snapshot_every="epoch", wrap_ddp=False
-    )
-    return OperatorReplicaFactory(TorchReplica, operator, config, settings)
-
-
-def hosted(backend: Any) -> ReplicaHost:
-    """Return what performs a driver's calls in a worker's process."""
-    control = Control()
-    control.upload = lambda message, *data: None
-    return ReplicaHost(backend, control)
 
 
 def train_call(

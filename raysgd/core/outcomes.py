@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from raysgd.core.progress import Progress
 from raysgd.core.ranks import RankInfo
-from raysgd.core.shard_copies import Holding
 
 DATA_LOADER, BATCH, GPU = "data loader", "batch", "gpu failure"
 
@@ -138,18 +136,8 @@ class Left:
     rank_info  in the newest generation that it has joined
     call       the number of the newest call that trained
     parts      how each part of that call has ended here, after the number of its generation
-    holding    what it has of the state, if that is divided among the workers
     """
 
     rank_info: RankInfo
     call: int
     parts: list[tuple[int, Outcome]]
-    holding: Holding | None = None
-
-    @property
-    def generations(self) -> Sequence[int]:
-        """Return the generations whose state it has: of shards, the one before a change, until all
-        ranks have made that."""
-        if self.holding is None:
-            return [self.rank_info.generation]
-        return [each.generation for each in self.holding.copies] or [-1]

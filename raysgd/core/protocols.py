@@ -8,7 +8,6 @@ from typing import Any, Protocol
 
 from raysgd.core.progress import Control, Progress
 from raysgd.core.ranks import RankInfo
-from raysgd.core.shard_copies import Holding
 
 
 class ProcessGroupBackend(Protocol):
@@ -84,13 +83,12 @@ class Replica(Protocol):
     def partial(self) -> Any:
         """Worker: return what the running call has measured so far, when it is interrupted."""
 
-    def state(self, *, other_code: bool = False) -> bytes:
-        """Worker: return everything that another process needs to continue from here. For a replica
-        of `other_code` in this process, that is its own part, and no other rank is needed."""
+    def state(self) -> bytes:
+        """Worker: return everything that another process needs to continue from here."""
 
-    def load(self, data: bytes, *, other_code: bool = False) -> Holding | None:
+    def load(self, data: bytes, *, other_code: bool = False) -> None:
         """Worker: take the state of another replica. One of `other_code` need not fit: raise an
-        error then, before anything is changed. Return what it has, if that is only a part."""
+        error then, before anything is changed."""
 
     def close(self) -> None:
         """Worker: release files, threads and loaders."""

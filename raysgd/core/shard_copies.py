@@ -66,14 +66,6 @@ class ShardCopy:
 
 
 @dataclass(frozen=True)
-class Holding:
-    """What one worker holds of a state that is divided among the workers, for another driver."""
-
-    copies: Sequence[ShardCopy]
-    snapshots: Sequence[HeldSnapshot]
-
-
-@dataclass(frozen=True)
 class Agreement:
     """The state with which all ranks continue: whose shards it consists of, `holders`, by rank;
     `late` ranks make the step for which they are ready first."""

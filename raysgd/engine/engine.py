@@ -152,7 +152,6 @@ class Engine:
         if trained is None or _place(self.progress) < _place(reached) or not self.world_size:
             for worker in workers:
                 self._table.dismiss(worker)
-            self._table.snapshots.forget()  # which workers had of shards
             return False
         found = {worker: self._table[worker].progress for worker in self._table.members()}
         newest = max(progress.call for progress in found.values())
@@ -165,11 +164,6 @@ class Engine:
         try:
             with self._table.during("recovery"):
                 revived = self._recovery.recover(seen, call, since=since, world=self.world_size)
-            if revived is not None and _place(revived.progress) < _place(reached):  # the workers' own, of their shards
-                logger.warning("this snapshot is older than the results that the last script got: it is not used")
-                for worker in self._table.members():
-                    self._table.dismiss(worker)
-                raise StateLost
         except StateLost:
             self._log.recoveries = []
             self._table.snapshots.forget()

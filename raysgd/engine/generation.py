@@ -22,7 +22,7 @@ from raysgd.core.policy import UNREACHABLE
 from raysgd.core.progress import most_advanced
 from raysgd.core.protocols import Call, ProcessGroupBackend
 from raysgd.core.ranks import RankInfo, assign_ranks
-from raysgd.core.shard_copies import Holding, ShardedState, agreed, covered, layout, newest_complete
+from raysgd.core.shard_copies import ShardedState, covered, layout, newest_complete
 from raysgd.core.snapshot import Snapshot
 from raysgd.engine.failure import no_room_error, raise_user_error, unfinished_error, warn_no_room
 from raysgd.engine.watchdog import ask
@@ -173,16 +173,14 @@ class Generation:
             if isinstance(outcome, Failed):  # the new code's: the state is kept
                 raise_user_error(outcome, self._table[worker])
         found = {w: each.value for w, each in outcomes.items() if isinstance(each, Ok) and each.value is not None}
-        # Of shards, those of an earlier generation count until a rank knows that the next one is complete.
-        newest = max((min(left.generations) for left in found.values()), default=0)
-        members = [worker for worker, left in found.items() if max(left.generations) >= newest]
+        newest = max((left.rank_info.generation for left in found.values()), default=0)
+        members = [worker for worker, left in found.items() if left.rank_info.generation == newest]
         members.sort(key=lambda worker: found[worker].rank_info.world_rank)
         for worker in workers:
             if worker not in members:
                 self._table.dismiss(worker)
         self._table.enter_group(members)
         self._has_formed = bool(members)
-        self._learn_shards({worker: each for worker in members if (each := found[worker].holding) is not None})
         return [found[worker] for worker in members]
 
     def warm_up_arguments(self) -> dict[str, Any]:
@@ -250,15 +248,6 @@ class Generation:
     def lacks_shards(self, workers: Sequence[str]) -> bool:
         """Return whether the state is divided, and these have no copy of a part of it."""
         return self.is_sharded and not covered(self._shards[worker] for worker in workers if worker in self._shards)
-
-    def _learn_shards(self, held: Mapping[str, Holding]) -> None:
-        """Note what workers that another driver has left hold of a divided state."""
-        workers, agreement = list(held), agreed([each.copies for each in held.values()])
-        if agreement is not None:
-            self._shards = {workers[rank]: (index, agreement.count) for rank, index in agreement.holders.items()}
-        newest = newest_complete(each for holding in held.values() for each in holding.snapshots)
-        if newest is not None:
-            self._table.snapshots.offer(newest)
 
     def hand_over(self, stay: Sequence[str]) -> bool:
         """Divide all shards among the members that stay. Return False if a worker has failed."""

@@ -151,8 +151,7 @@ class RecoveryLoop:
             if case.seen.leaving and not self._let_leave(case):
                 continue
             survivors = self._survivors(case)
-            nothing = self._generation.is_sharded or self._table.snapshots.latest() is None
-            if seen.reason == "takeover" and not survivors and nothing:
+            if seen.reason == "takeover" and not survivors and self._table.snapshots.latest() is None:
                 raise StateLost
             now = self._situation(case, survivors)
             pause = policy.backoff(case.waits, self._elastic.backoff_s, self._elastic.backoff_max_s, self._jitter())
@@ -301,8 +300,7 @@ class RecoveryLoop:
                 del progress[best]  # it failed, too, so try the next most advanced one
             for worker in survivors:
                 self._table.dismiss(worker)
-            if not (lost and case.seen.reason == "takeover"):
-                self._replace_all(len(survivors))
+            self._replace_all(len(survivors))
             survivors = []
         return survivors
 

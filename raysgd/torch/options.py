@@ -72,6 +72,11 @@ EXCLUDED: Exclusions = (
 )
 EXCLUDED_WITH_SEVERAL_WORKERS: Exclusions = (
     (
+        {"name": bool, "parallel": ("fsdp",)},
+        "each worker has only a part of a sharded model, which outlives its script in checkpoints. Leave out name, and pass "
+        "checkpoints=AutoCheckpoint(...) and resume='auto'",
+    ),
+    (
         {"sync_batchnorm": bool, "use_gpu": (False,)},
         "torch has no SyncBatchNorm for CPUs: pass use_gpu=True, or leave it out",
     ),
@@ -189,10 +194,10 @@ class TrainingOptions:
                 "must exchange gradients in it. Leave one of them out"
             )
 
-    def check_with(self, *, num_workers: int, use_gpu: bool, elastic: ElasticConfig) -> None:
+    def check_with(self, *, num_workers: int, use_gpu: bool, elastic: ElasticConfig, name: str | None = None) -> None:
         """Raise ConfigError for other arguments of the trainer that exclude these options."""
         self.check_ddp(self.ddp_args, pieces=elastic.batch == "global" and num_workers > 1)
-        given = {**vars(self), "comm_hook": self.hook_name, "use_gpu": use_gpu, **vars(elastic)}
+        given = {**vars(self), "comm_hook": self.hook_name, "use_gpu": use_gpu, "name": name, **vars(elastic)}
         refuse(EXCLUDED_WITH_SEVERAL_WORKERS if num_workers > 1 else (), given)
         if self.parallel is None and num_workers > 1:
             refuse_comparison(elastic, "with parallel=None raysgd does not know whether they should be equal")

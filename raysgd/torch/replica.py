@@ -16,7 +16,7 @@ from raysgd.core.outcomes import NotExact
 from raysgd.core.progress import Control
 from raysgd.core.rank_comparison import Summary
 from raysgd.core.ranks import RankInfo
-from raysgd.core.shard_copies import HeldSnapshot, Holding, ShardedState
+from raysgd.core.shard_copies import HeldSnapshot, ShardedState
 from raysgd.core.snapshot import Snapshot
 from raysgd.errors import CheckpointError, ConfigError
 from raysgd.storage.seen import SeenFile
@@ -30,7 +30,7 @@ from raysgd.torch.foreign import content_version
 from raysgd.torch.fsdp import gathered
 from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.rank_comparison import summary_of
-from raysgd.torch.resharding import DRAWN, Resharding
+from raysgd.torch.resharding import Resharding
 from raysgd.torch.schedule_stepping import check_plan, restore_plan
 from raysgd.torch.settings import TorchSettings
 from raysgd.torch.skipped_steps import gathered_objects
@@ -39,6 +39,7 @@ from raysgd.training.operator_base import each_loader
 from raysgd.training.replica_base import Phase, ReplicaBase
 
 PARTIAL_S = 10.0
+DRAWN = "drawn"  # in a state: the rank and the random state of the last script's replica in this process
 
 
 class TorchReplica(ReplicaBase):
@@ -244,13 +245,6 @@ class TorchReplica(ReplicaBase):
     def _drawn(self) -> list[Any]:
         return [self.rank, self._undone_from or states.random_state()]
 
-    def state(self, *, other_code: bool = False) -> memoryview:
-        """Return the state as bytes: the shards of this rank only for `other_code` in this
-        process."""
-        if not other_code or self._resharding is None:
-            return super().state()
-        return packing.packed(self._resharding.left(self._drawn()))
-
     def _packed_copy(self, state: dict[str, Any]) -> Sequence[Any]:
         return packing.pack(state, copy=True)
 
@@ -302,31 +296,23 @@ class TorchReplica(ReplicaBase):
         written = states.unchanging(state, in_shards=self.in_shards) if later else state
         return lambda file: states.write(written, file)
 
-    def load(self, data: Any, *, other_code: bool = False) -> Holding | None:
+    def load(self, data: Any, *, other_code: bool = False) -> None:
         """Load the state of another replica of this trainer. It is trusted, and it fits, unless
         that had `other_code`. Shards are made of it in the next generation."""
-        if self._resharding is not None and not other_code:
-            self._give(data)
-            return None
-        state = packing.unpack(data)
         if self._resharding is not None:
-            state = self._resharding.take(state)
-        if other_code and state:
+            self._give(data)
+            return
+        state = packing.unpack(data)
+        if other_code:
             try:
                 self.check(state)
             except CheckpointError as error:
                 raise ConfigError(
                     f"the state of the last script (here: the checkpoint) does not fit the code of this one: {error}"
                 ) from error
-        if self._resharding is not None:
-            if state:
-                self._adopt_positions(state)  # the driver asks how far this rank is
-                self.half_loaded = state["half_loaded"]
-            return self._resharding.holding()
         self._take(state)
         if other_code:
             self._continue_numbers(state)
-        return None
 
     def _continue_numbers(self, state: dict[str, Any]) -> None:
         """Draw the next random numbers of the last script's replica in this process."""
@@ -410,8 +396,6 @@ class TorchReplica(ReplicaBase):
             state = self._resharding.rejoin(rank_info)
             if state is not None:
                 self._take(state)
-                if DRAWN in state:
-                    self._continue_numbers(state)
         self._rank_info = self.operator._rank_info = rank_info
         if self._continues_as != (rank_info.world_rank, rank_info.world_size):
             self._seed_rest_of_epoch()

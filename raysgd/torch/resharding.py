@@ -17,7 +17,6 @@ from raysgd.core.ranks import RankInfo
 from raysgd.core.shard_copies import (
     Agreement,
     HeldSnapshot,
-    Holding,
     ShardCopy,
     Transfer,
     agreed,
@@ -36,7 +35,6 @@ from raysgd.torch.skipped_steps import gathered_objects
 from raysgd.torch.step_options import settings_of
 
 PARTS = ("models", "optimizers", "averages")
-DRAWN = "drawn"  # the rank and the random state of the last script's replica in this process
 Path = tuple[Any, ...]
 Tensors = Mapping[Path, torch.Tensor | None]
 
@@ -54,13 +52,10 @@ class Piece:
 
 @dataclass(frozen=True)
 class HeldShards:
-    """Shards that no model uses: of the last generation, or received from a worker that leaves. In
-    the last script's replica in this process, a model has used them: then `tree` has all the rest
-    of its state, too, and `stepped` the shards after the step for which the copy is ready."""
+    """Shards that no model uses: of the last generation, or received from a worker that leaves."""
 
     copy: ShardCopy
     tree: dict[str, Any]
-    stepped: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -204,40 +199,6 @@ class Resharding:
         self._given = None
         return state
 
-    # -- another script -------------------------------------------------------------------------------
-
-    def left(self, drawn: list[Any]) -> Any:
-        """Return what this rank holds, with its random state, for the next script's replica in this
-        process. No other rank is needed."""
-        shards = self._operator._parts.shards
-        assert shards is not None
-        if shards.made:
-            shards.rest()
-        rest = {**self._others(), DRAWN: drawn}
-        held = [self._live_shards(copy) if each is None else each for copy, each in self._held().items()]
-        return [replace(each, tree={**rest, **each.tree}) for each in held], self._kept
-
-    def _live_shards(self, copy: ShardCopy) -> HeldShards:
-        tree = _in_pieces(self._operator)
-        if self._ready is None:
-            return HeldShards(copy, tree)
-        tree = states.copied(tree)  # the gradients end with this replica, so it makes both
-        self._step_late()
-        return HeldShards(copy, tree, _in_pieces(self._operator))
-
-    def take(self, left: Any) -> dict[str, Any]:
-        """Take what the last script's replica held. Return its state, without the content of
-        shards; {} if it held none."""
-        self._earlier, self._kept = left
-        tree = self._earlier[0].tree if self._earlier else self._kept[0].tree if self._kept else {}
-        empty = {path: torch.empty(each.shape, dtype=each.dtype, device="meta") for path, each in _pieces(tree).items()}
-        state: dict[str, Any] = _replaced(tree, empty)
-        return state
-
-    def holding(self) -> Holding:
-        """Return what this rank holds, for the driver."""
-        return Holding(list(self._held()), self.held_snapshots())
-
     # -- changes --------------------------------------------------------------------------------------
 
     def settled(self) -> None:
@@ -291,8 +252,6 @@ class Resharding:
         self._earlier = [] if used is None else [used]
         state = self._divided(rank_info, state, state if behind else mine, own, holders, agreement.count)
         if behind:
-            return {name: value for name, value in state.items() if name != DRAWN}  # the random state is the lead's
-        if DRAWN in mine:
             return state
         self._operator._parts.averages.load(state.get("averages"))
         return None
@@ -314,9 +273,6 @@ class Resharding:
         """Return what this rank has of the state that all agreed on."""
         place = agreement.generation, agreement.handed
         kept = held[next(each for each in held if (each.generation, each.handed) == place)]
-        if kept is not None and rank in agreement.late:
-            assert kept.stepped is not None
-            return HeldShards(replace(kept.copy, applied=kept.copy.applied + 1, ready=False), kept.stepped)
         if kept is not None:
             return kept
         if rank in agreement.late:

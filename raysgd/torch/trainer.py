@@ -128,7 +128,7 @@ class TorchTrainer(TrainerBase):
         self.config, worker_config = setup.per_worker_config(config, num_workers)
         in_ray = use_ray if (num_workers, name) == (1, None) else True
         resources, self.use_gpu = setup.worker_resources(num_cpus_per_worker, use_gpu, resources_per_worker, in_ray)
-        options.check_with(num_workers=num_workers, use_gpu=self.use_gpu, elastic=elastic)
+        options.check_with(num_workers=num_workers, use_gpu=self.use_gpu, elastic=elastic, name=name)
         strategy = choose_strategy(backend, options, horovod_args, gpus=resources.gpus)
         remote = setup.needs_processes(use_ray, num_workers, resources, named=name is not None)
         settings = TorchSettings(

@@ -232,7 +232,7 @@ class FunctionReplica:
     def partial(self) -> None:
         """Return nothing: the driver already has the reports of a function."""
 
-    def state(self, *, other_code: bool = False) -> bytes:
+    def state(self) -> bytes:
         return self._codec.dumps((self._run_number, self._steps, self._commit.kept))
 
     def load(self, data: bytes, *, other_code: bool = False) -> None:

@@ -636,7 +636,7 @@ class ReplicaBase(ABC):
         self._tested.adopt(state.get("test_position") or {})
         self._seed_rest_of_epoch()
 
-    def state(self, *, other_code: bool = False) -> memoryview:
+    def state(self) -> memoryview:
         """Return the state as bytes, for a rank that is behind or new, or for the next script's
         replica in this process."""
         return self._dump({**self._state_for_peers(), "half_loaded": self.half_loaded})

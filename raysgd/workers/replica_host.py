@@ -20,7 +20,6 @@ from raysgd.core.outcomes import GPU, Failed, GpuFault, Interrupted, Left, Ok, O
 from raysgd.core.progress import Control, Progress
 from raysgd.core.protocols import Call, ProcessGroupBackend, Replica, ReplicaFactory
 from raysgd.core.ranks import RankInfo
-from raysgd.core.shard_copies import Holding
 from raysgd.errors import described, shown, text_of
 from raysgd.workers.calls import Blob, PickledObject, unpickled
 from raysgd.workers.foreign import is_exit_of_actor
@@ -229,23 +228,23 @@ class ReplicaHost:
         """Leave the group of a driver that has ended. Return what the next one continues with, if
         this worker has the training's state: then a replica of the next one's code gets it."""
         self._backend.leave()
-        holding = self._replace(factory) if self.holds_state and self._backend.in_place else None
-        return Left(self._rank_info, *self._measured, holding) if self.holds_state else None
+        if self.holds_state and self._backend.in_place:
+            self._replace(factory)
+        return Left(self._rank_info, *self._measured) if self.holds_state else None
 
-    def _replace(self, factory: ReplicaFactory) -> Holding | None:
+    def _replace(self, factory: ReplicaFactory) -> None:
         """Replace the replica. If the new code raises an error, the state is kept for the next
-        driver. Return what the new one has, if that is only a part of the state."""
+        driver."""
         if self._replica is not None:
-            self._kept = self._replica.state(other_code=True)
+            self._kept = self._replica.state()
             self._replica.close()
             self._replica = None
             gc.collect()  # the new one needs the memory of its model
         self._warm(None, factory, RankInfo(solo=True), {})
         assert self._replica is not None
         replica, self._replica = self._replica, None
-        holding = replica.load(self._kept, other_code=True)
+        replica.load(self._kept, other_code=True)
         self._replica, self._kept, self._lacks_state = replica, None, False
-        return holding
 
     def _state(self, transfer: str) -> Interrupted | None:
         """Give the state to those that take it. Without a transfer, only help to gather it."""

@@ -80,7 +80,7 @@ class Probe:
     def partial(self) -> dict[str, Any]:
         return {}
 
-    def state(self, *, other_code: bool = False) -> bytes:
+    def state(self) -> bytes:
         return b"state"
 
     def load(self, data: bytes, *, other_code: bool = False) -> None:

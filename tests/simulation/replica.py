@@ -237,7 +237,7 @@ class SimReplica:
     def partial(self) -> Measured:
         return Measured({"epoch": self._position.epoch, **self._meter.summary()}, self._position.call_units)
 
-    def state(self, *, other_code: bool = False) -> memoryview:
+    def state(self) -> memoryview:
         self._worker.point("state_dict")
         return memoryview(self._state())
 

@@ -52,6 +52,7 @@ TOGETHER: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"parallel": "fsdp"}, {"elastic": ElasticConfig(snapshot_every=2.5)}, "their clocks differ"),
     ({"parallel": "fsdp", "replicas": 2}, {"num_workers": 3}, "a multiple of it, got num_workers=3"),
     ({"sync_batchnorm": True}, {"num_workers": 2}, "torch has no SyncBatchNorm for CPUs"),
+    ({"parallel": "fsdp"}, {"num_workers": 2, "name": "a"}, "name='a' and parallel='fsdp' cannot be combined"),
     ({"comm_hook": "bf16"}, {"num_workers": 2}, "comm_hook='bf16' and use_gpu=False cannot be combined"),
     (
         {"parallel": "fsdp"},
