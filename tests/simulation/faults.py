@@ -226,6 +226,9 @@ class Schedule:
             self._count(fault, worker.name)
             error = UserError(f"planned at '{fault.at}' on {worker.name}")
             ends_call = fault.at not in ("hook", "setup", "closing") and worker.client.call > self.first_call
+            ends_call = (
+                ends_call and not worker.client.control.interrupted
+            )  # otherwise, it counts as a part of that failure
             self._checker.thrown(error, worker if ends_call else None, self.recoveries())
             raise error
         if fault.kind == "gpu":
