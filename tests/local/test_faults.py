@@ -382,7 +382,7 @@ MUTANTS: dict[str, tuple[str, Callable[[Any], Any]]] = {
         lambda original: lambda self, *, failed: self.closing,
     ),
     "a schedule forgets the batch that an error ends": (
-        "raysgd.torch.schedule_stepping.LoopSchedule.end",
+        "raysgd.torch.schedules.LoopSchedule.end",
         lambda original: lambda self, *, failed=False: None if failed else original(self),
     ),
     "unequal shares weigh the same": (
