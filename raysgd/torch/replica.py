@@ -128,8 +128,8 @@ class TorchReplica(ReplicaBase):
     def _seed_generators(self, alike: int, own: int) -> None:
         states.seed_generators(own)
 
-    def _summary(self, turn: int) -> Summary:
-        return summary_of(self.operator, turn)
+    def _summary(self) -> Summary:
+        return summary_of(self.operator)
 
     def _random_state(self) -> dict[str, Any]:
         return states.random_state()

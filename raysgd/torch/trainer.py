@@ -154,7 +154,7 @@ class TorchTrainer(TrainerBase):
         make_backend = partial(strategy.make_backend, join_s=limits.join_s, collective_s=limits.collective_s)
         others = initialization_hook, make_backend, strategy.sharded, name, orphan_s
         engine = make_engine(self._factory, calls, resources, elastic, limits, *others)
-        self._compares = options.parallel is not None
+        self._compares = elastic.on_divergence is not None and options.parallel is not None
         self._loads = ShardedLoads(engine, partial(states.parse, trusted=False), packing.packed)
         super().__init__(engine, calls, num_workers, folder, resume=resume is not None)
 

@@ -649,8 +649,6 @@ def function_plan_for(seed: int) -> FunctionPlan:
 
 def _fault(draw: random.Random, places: Sequence[str]) -> Fault:
     kind = draw.choice(draw.choice([ON_WORKERS, ON_WORKERS, ("kill",), ("kill",), ON_NODES, ("raise",), ON_DRIVER]))
-    if kind == "corrupt":
-        kind = "disconnect"
     if kind == "raise":
         at = draw.choice([each for each in places if each not in ("message", "setup hook")])
     elif kind in ON_DRIVER or draw.random() < 0.2:

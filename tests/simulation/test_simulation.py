@@ -183,19 +183,6 @@ FOUND = {
         script=("train", "remove", "save", "train", "load", "fit 1"),
         faults=(Fault("stop", "applied", count=15, seconds=25.0), Fault("kill", "data", count=21)),
     ),
-    "ranks were evicted for weights that a load had replaced": Plan(
-        seed=253,
-        ranks=4,
-        nodes=(1,),
-        later=((11.5, 3),),
-        samples=1,
-        step_s=0.01,
-        late=0.1,
-        snapshot_every=3,
-        compare=3,
-        script=("save", "train 10", "load", "train 4"),
-        faults=(Fault("corrupt", "build ended"),),
-    ),
     "a resize that was interrupted was made in the next call": Plan(
         seed=1, samples=4, script=("resize 1", "resize 2"), faults=(Fault("ctrl-c", "in resize", count=4),)
     ),
@@ -264,17 +251,6 @@ FOUND = {
         step_s=0.3,
         late=0.1,
         faults=(Fault("ctrl-c", "in train", count=2), Fault("ctrl-c", "in interruption")),
-    ),
-    "a rank whose weights differ was not to be evicted while it waited for one that was stopped": Plan(
-        seed=55649,
-        ranks=3,
-        nodes=(2, 2, 2),
-        samples=7,
-        step_s=0.01,
-        late=0.1,
-        spares=2,
-        compare=2,
-        faults=(Fault("corrupt", "forward"), Fault("freeze", "in train", count=9)),
     ),
     "an error ended a call that had gone back, and the call after it was to begin where that one had been": Plan(
         seed=70900,
