@@ -25,7 +25,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from raysgd.callbacks.history import History
-from raysgd.config import ElasticConfig, WorkerResources, at_least, refuse_comparison, refuse_rates
+from raysgd.config import ElasticConfig, WorkerResources, refuse_comparison, refuse_rates
 from raysgd.core.messages import FunctionReport
 from raysgd.core.policy import PLANNED, Recovery
 from raysgd.core.protocols import Call
@@ -47,7 +47,7 @@ from raysgd.train.named import NamedFunctions, Naming
 from raysgd.train.replica import FunctionReplica, FunctionReplicaFactory
 from raysgd.train.run import FunctionRun, RoundResult, RunLeft, RunOptions, check_function, function_name, payload_of
 from raysgd.train.run_session import Codec, TrainingResultType
-from raysgd.train.settings import HANG_S, REPORTS_AHEAD, CheckpointConfig, check_failure_limit, check_strategy
+from raysgd.train.settings import HANG_S, CheckpointConfig, check_failure_limit, check_strategy
 from raysgd.train.worker_group import TrainWorkerGroup, WorkerGroup, WorkersChanged, check_resources, limits_for
 from raysgd.training.named import ended_by_itself, new_tenure, texts
 from raysgd.workers.calls import Blob
@@ -77,7 +77,6 @@ class BackendExecutor(RunCheckpoints):
     max_retries                      how many worker failures a run survives (-1: any number)
     elastic                          an `ElasticConfig`
     start_with                       how many workers are enough to start; by default all
-    max_reports_ahead                how many rounds of reports the function may be ahead
     named                            the `Naming` of workers that outlive the script
     history                          the `History` that is kept with them
     """
@@ -93,7 +92,6 @@ class BackendExecutor(RunCheckpoints):
         *,
         elastic: ElasticConfig | None = None,
         start_with: int | None = None,
-        max_reports_ahead: int = REPORTS_AHEAD,
         named: Naming | None = None,
         history: History | None = None,
     ) -> None:
@@ -105,8 +103,6 @@ class BackendExecutor(RunCheckpoints):
             num_workers, num_cpus_per_worker, num_gpus_per_worker, additional_resources_per_worker
         )
         check_failure_limit("max_retries", max_retries)
-        at_least("max_reports_ahead", max_reports_ahead, 1, whole=True)
-        self._reports_ahead = max_reports_ahead
         self._max_retries = max_retries
         self._elastic = elastic or ElasticConfig(hang_timeout_s=HANG_S)
         refuse_rates(self._elastic, "a training function owns its optimizers")
@@ -189,7 +185,6 @@ class BackendExecutor(RunCheckpoints):
             "logdir": self._named_by.where,
             "max_retries": self._max_retries,
             "elastic": self._elastic,
-            "max_reports_ahead": self._reports_ahead,
             "orphan_s": self._named_by.orphan_s,
             "train_cls": None if train_cls is None else train_cls.__name__,
         }
@@ -321,7 +316,6 @@ class BackendExecutor(RunCheckpoints):
                 decode=self._backend.decode_data,
                 decode_checkpoint=functools.partial(_decoded, self._backend),
                 options=options,
-                ahead=self._reports_ahead,
                 record=self.named,
                 left=left,
                 attempt=engine.generation,
@@ -382,7 +376,6 @@ class BackendExecutor(RunCheckpoints):
             try:
                 result = run.next_round(POLL_S)
             except queue.Empty:
-                run.tolerate_ahead()
                 on_poll()
                 continue
             on_poll()

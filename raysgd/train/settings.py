@@ -9,7 +9,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from raysgd.config import ElasticConfig, WorkerResources, at_least, check_flags, check_name, one_of
+from raysgd.config import ElasticConfig, WorkerResources, check_flags, check_name, one_of
 from raysgd.errors import ConfigError, suggesting_fields
 from raysgd.storage.masking import mask
 
@@ -17,8 +17,6 @@ C = TypeVar("C", bound=type)
 # The default limit for hangs. It is long, because raysgd does not know how long the steps of a function take.
 HANG_S = 1800.0
 TIMESTAMP = "_timestamp"
-# How many rounds of reports a function may be ahead of what was fetched.
-REPORTS_AHEAD = 4
 # Arguments of Ray's classes that these do not have, and what to do instead.
 REPORTED = "a checkpoint is stored whenever the training function reports or saves one"
 INSTEAD = {
@@ -208,7 +206,6 @@ class RunConfig:
     failure_config     a FailureConfig
     checkpoint_config  a CheckpointConfig
     callbacks          called with every round of reports
-    max_reports_ahead  how many rounds of reports the function may be ahead of the callbacks
     orphan_s           for how many seconds the workers wait for the next script, if this one has
                        died: its `fit()` with this `name` continues the run; by default, they end
     """
@@ -218,11 +215,9 @@ class RunConfig:
     failure_config: FailureConfig | None = None
     checkpoint_config: CheckpointConfig | None = None
     callbacks: Sequence[Any] | None = None
-    max_reports_ahead: int = REPORTS_AHEAD
     orphan_s: float | None = None
 
     def __post_init__(self) -> None:
-        at_least("max_reports_ahead", self.max_reports_ahead, 1, whole=True)
         if self.orphan_s is not None:
             check_name(self.name, self.orphan_s)
         if self.name is not None and (not isinstance(self.name, str) or not self.name or "/" in self.name):

@@ -29,7 +29,7 @@ from raysgd.train.iterator import TrainingIterator
 from raysgd.train.named import Naming
 from raysgd.train.run import RunOptions, check_function, function_name
 from raysgd.train.run_session import trial_functions
-from raysgd.train.settings import REPORTS_AHEAD, CheckpointConfig
+from raysgd.train.settings import CheckpointConfig
 from raysgd.train.worker_group import TrainWorkerGroup, WorkerGroup
 from raysgd.training.named import checked_name
 from raysgd.workers.tracebacks import folding
@@ -70,10 +70,9 @@ class Trainer(RunCheckpoints):
 
     `logdir` is a path, or a URI such as `s3://bucket/runs`: then checkpoints are stored there, and
     what callbacks write in `~/ray_results` is copied there when a run ends. `max_retries` is how
-    many worker failures one run survives (-1: any number). `max_reports_ahead` is how many rounds
-    of reports the function may be ahead of what was fetched; with 1, each `train.report` waits
-    until its round was fetched. With a `name`, the workers outlive the script, and wait `orphan_s`
-    seconds for the next one, whose calls of `run` and `run_iterator` continue the runs of this one.
+    many worker failures one run survives (-1: any number). With a `name`, the workers outlive the
+    script, and wait `orphan_s` seconds for the next one, whose calls of `run` and `run_iterator`
+    continue the runs of this one.
     """
 
     def __init__(
@@ -86,7 +85,6 @@ class Trainer(RunCheckpoints):
         max_retries: int = 3,
         *,
         elastic: ElasticConfig | None = None,
-        max_reports_ahead: int = REPORTS_AHEAD,
         name: str | None = None,
         orphan_s: float = ORPHAN_S,
     ) -> None:
@@ -106,7 +104,6 @@ class Trainer(RunCheckpoints):
             wanted,
             max_retries,
             elastic=elastic,
-            max_reports_ahead=max_reports_ahead,
             named=None if self._named is None else Naming(*self._named, str(self.storage), self._earlier),
             history=self.history,
         )

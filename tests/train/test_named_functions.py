@@ -88,7 +88,6 @@ class Script:
             self.manager,
             fail=self.failed.append,
             decode=dict,
-            ahead=2,
             record=self.named,
             left=left,
         )

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from raysgd import NotActiveError, train
-from raysgd.train import RunConfig, Trainer
+from raysgd.train import Trainer
 
 
 @pytest.fixture(scope="module")
@@ -141,11 +141,3 @@ def test_log_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert Trainer("none", logdir="mine").logdir == home / "mine"
     assert Trainer("none", logdir=tmp_path / "there").logdir == tmp_path / "there"
     assert all(path.is_dir() for path in (first, second, home / "mine", tmp_path / "there"))
-
-
-@pytest.mark.parametrize("value", [0, 1.5, True])
-def test_max_reports_ahead_is_checked(value: Any) -> None:
-    with pytest.raises(ValueError, match="max_reports_ahead must be a whole number of at least 1"):
-        Trainer("none", max_reports_ahead=value)
-    with pytest.raises(ValueError, match="max_reports_ahead must be a whole number of at least 1"):
-        RunConfig(max_reports_ahead=value)

@@ -153,7 +153,6 @@ class DataParallelTrainer:
             self.run_config.max_failures,
             elastic=scaling.policy(),
             start_with=scaling.least,
-            max_reports_ahead=self.run_config.max_reports_ahead,
             named=naming,
             history=self.history,
         )
