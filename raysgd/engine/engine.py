@@ -360,14 +360,6 @@ class Engine:
             call = self._ready_call(max_failures=-1)
             self._change_members(call, lambda: self._membership.resize(count))
 
-    def remove(self, ranks: Sequence[int]) -> None:
-        """Remove exactly these ranks. The ranks after them move up."""
-        with self.claim("remove_workers()"):
-            members = self._table.members()
-            leaving = [members[rank] for rank in ranks]  # first, because a recovery moves ranks up
-            call = self._ready_call(max_failures=-1)
-            self._change_members(call, lambda: self._membership.remove(leaving))
-
     def _change_members(self, call: RunningCall, ask: Callable[[], None]) -> None:
         """Make the change that the user asks for with `ask`. If a failure ends an attempt, those
         that were to leave are members of the generation that continues, until the next attempt."""
@@ -390,11 +382,6 @@ class Engine:
     def pack(self, value: Any) -> Any:
         """Return a user's object in the form in which it is sent to workers in a job."""
         return self.group.pack(value)
-
-    def reference(self, rank: int, call: Call) -> Any:
-        """Return a Ray reference to a call on one rank, whose failures the user handles."""
-        self._check_active()
-        return self.group.reference(self._table.members()[rank], "run", {"call": call})
 
     def run(self, job: Job) -> list[PartialResults]:
         """Run a job to its end, whatever fails. Return the results of its parts, in order."""

@@ -68,8 +68,8 @@ class Stage(IntEnum):
 @dataclass(frozen=True)
 class Leaver:
     """Why a member is to leave, when its machine will be stopped (None: unknown), when it must have
-    left, what has announced that (its SIGTERM, or Ray, which drains its node), whether its operator
-    knows it, and what held before the user asked for fewer workers."""
+    left, what has announced that (its SIGTERM, or Ray, which drains its node), and whether its
+    operator knows it."""
 
     reason: Literal["preemption", "shrink"]
     deadline: float | None = None
@@ -77,7 +77,6 @@ class Leaver:
     sigterm: bool = False
     drained: bool = False
     notified: bool = False
-    before: Leaver | None = None
 
 
 @dataclass(eq=False)

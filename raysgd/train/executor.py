@@ -48,7 +48,7 @@ from raysgd.train.replica import FunctionReplica, FunctionReplicaFactory
 from raysgd.train.run import FunctionRun, RoundResult, RunLeft, RunOptions, check_function, function_name, payload_of
 from raysgd.train.run_session import Codec, TrainingResultType
 from raysgd.train.settings import HANG_S, CheckpointConfig, check_failure_limit, check_strategy
-from raysgd.train.worker_group import TrainWorkerGroup, WorkerGroup, WorkersChanged, check_resources, limits_for
+from raysgd.train.worker_group import WorkerGroup, WorkersChanged, check_resources, limits_for
 from raysgd.training.named import ended_by_itself, new_tenure, texts
 from raysgd.workers.calls import Blob
 from raysgd.workers.cluster import driver_address, ensure_cluster
@@ -221,10 +221,6 @@ class BackendExecutor(RunCheckpoints):
         finally:
             self._group = self._hooks_group = None
             engine.stop(force=leave, leave=leave)
-
-    def to_worker_group(self) -> TrainWorkerGroup:
-        """Return the objects in the workers. Their shutdown shuts this executor down."""
-        return TrainWorkerGroup(self._active(), self.shutdown)
 
     @property
     def is_started(self) -> bool:

@@ -30,7 +30,7 @@ from raysgd.train.named import Naming
 from raysgd.train.run import RunOptions, check_function, function_name
 from raysgd.train.run_session import trial_functions
 from raysgd.train.settings import CheckpointConfig
-from raysgd.train.worker_group import TrainWorkerGroup, WorkerGroup
+from raysgd.train.worker_group import WorkerGroup
 from raysgd.training.named import checked_name
 from raysgd.workers.tracebacks import folding
 
@@ -255,18 +255,6 @@ class Trainer(RunCheckpoints):
         """Call `func` with these arguments on rank 0 only, and return its value."""
         self._check_started()
         return self._executor.worker_group.execute_object(func, args, kwargs, only=0)[0]
-
-    def to_worker_group(self, train_cls: type, *args: Any, **kwargs: Any) -> TrainWorkerGroup:
-        """Start workers that each hold an object of `train_cls`, with the backend set up, and
-        return them for Ray calls. Shut the group down when you no longer need it."""
-        self._check_unnamed("to_worker_group()")
-        if self._executor.is_started:
-            raise TrainBackendError(
-                "to_worker_group() starts workers of its own: create a new Trainer for it, and do not start it"
-            )
-        executor = self._make()
-        executor.start(None, train_cls, args, kwargs)
-        return executor.to_worker_group()
 
     def to_tune_trainable(self, train_func: Callable[..., Any], dataset: Any = None) -> Any:
         """Return a Tune Trainable class (extra: tune). Each trial runs `train_func` on workers like

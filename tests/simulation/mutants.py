@@ -229,12 +229,6 @@ def continue_with_too_few_workers(patch: Patch) -> None:
 
 
 @mutant
-def remove_the_wrong_rank(patch: Patch) -> None:
-    original = Membership.remove
-    patch.setattr(Membership, "remove", lambda self, workers: original(self, self._table.members()[: len(workers)]))
-
-
-@mutant
 def ignore_a_resize(patch: Patch) -> None:
     original = Membership.resize
     patch.setattr(Membership, "resize", lambda self, count: original(self, self.target))

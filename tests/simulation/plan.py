@@ -57,7 +57,6 @@ PHASES = (
     "save",
     "load",
     "resize",
-    "remove",
     "idle",
     "recovery",
     "change",
@@ -67,7 +66,7 @@ PHASES = (
     "interruption",
     "shutdown",
 )
-BRIEF = {"agreement", "resize", "remove", "load", "save", "apply", "idle", "change", "growth", "interruption"}
+BRIEF = {"agreement", "resize", "load", "save", "apply", "idle", "change", "growth", "interruption"}
 
 ON_WORKERS = (*["kill"] * 3, "stop", "freeze", "slow", "skew", "disconnect", "reset", "notice", "lose")
 ON_NODES = ("node", "cut", "partition", "split", "drain", "add")
@@ -165,7 +164,7 @@ class Plan(Printed):
         return Limits.derive(timeout_s=10.0, hang_timeout_s=10.0, start_s=20.0)
 
 
-OTHER_CALLS = ("validate", "apply", "save", "load", "resize", "remove", "idle")
+OTHER_CALLS = ("validate", "apply", "save", "load", "resize", "idle")
 
 
 def plan_for(seed: int) -> Plan:

@@ -26,7 +26,7 @@ from tests.simulation.world import World
 __all__ = ["Result", "run"]
 
 # Calls that a failure does not end, however many there are.
-HARDY = ("resize", "remove", "idle")
+HARDY = ("resize", "idle")
 CTRL_C_S = 8.0  # 5 s for the workers to stop, and for those that had been dismissed to leave their places
 
 
@@ -295,13 +295,6 @@ class Script:
             raise
         if not self.engine.world_size <= count == self.engine.target:
             raise Violation(f"resize({count}) returned with {self.engine.world_size} workers")
-
-    def _remove(self) -> None:
-        if self.engine.world_size > 1:
-            leaving = self.engine._table.members()[-1]
-            self.engine.remove([self.engine.world_size - 1])
-            if leaving in self.engine._table.members():
-                raise Violation(f"{leaving} is still a member after remove()")
 
     def _idle(self) -> None:
         for _ in range(4):

@@ -86,30 +86,12 @@ def test_execute_works_on_objects_in_the_workers(ray_cluster: None, tmp_path: Pa
     assert made.execute(lambda counter: counter.add()) == [15, 15]
     assert made.execute_single(lambda counter, times: counter.add(times), 2) == 25
     assert made.execute(Counter.add, times=0) == [25, 15]
-    with pytest.raises(RuntimeError, match="workers of its own"):
-        made.to_worker_group(Counter, 1)
     made.shutdown()
 
 
 def test_execute_without_objects_is_refused(trainer: Trainer) -> None:
     with pytest.raises(ValueError, match="train_cls"):
         trainer.execute(print)
-
-
-def test_to_worker_group(ray_cluster: None, tmp_path: Path) -> None:
-    import ray
-
-    group = Trainer("none", num_workers=2, logdir=tmp_path).to_worker_group(Counter, 1, step=2)
-    assert len(group) == 2
-    assert ray.get(group[0].add.remote()) == 3
-    assert ray.get([worker.add.remote(times=2) for worker in group]) == [7, 5]
-    with pytest.raises(Exception, match="no_such"):
-        ray.get(group[1].no_such.remote())
-    with pytest.raises(IndexError):
-        group[2]
-    group.shutdown()
-    with pytest.raises(RuntimeError, match="shut down"):
-        group[0].add.remote()
 
 
 @pytest.mark.parametrize(
