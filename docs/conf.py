@@ -81,7 +81,6 @@ SHOWN = {
     "raysgd.data.RayData": "",
     "raysgd.data.ShardedStream": "",
     "raysgd.data.SampleSeeds": "set_epoch",
-    "raysgd.data.Dataset": "",
 }
 PUBLIC = re.findall(
     r"(?m)^   (raysgd[.\w]+)$",

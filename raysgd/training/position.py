@@ -48,8 +48,7 @@ class Position:
     counted        epochs for users that have begun, if these are calls with a number of steps
                    (Keras' `steps_per_epoch`)
     offset, ended  the position in the current epoch, and whether the epoch has ended
-    stream         the position in a data set passed to `train(dataset=...)`
-    parked         the epoch's position while a call trains on such a data set
+    parked         the epoch's position while a call trains on a data set of its own
     left_out       batches in a row up to now whose step was left out (`LeaveOut`)
     batch_mode     what was decided about the batch (`BatchMode`), as a tuple
     made_for       for how many workers the schedules were made, and for how many steps, if
@@ -75,27 +74,22 @@ class Position:
     call_units: int = 0
     call_done: bool = False
     call_epoch: int = 0
-    stream: int = 0
     left_out: int = 0
     batch_mode: Any = None
     made_for: Any = None
     parked: list[Any] | None = None
 
-    def set_aside(self, *, restart: bool = False) -> None:
-        """Store the epoch's position, because a call on another data set begins, and use the
-        stream's position; with `restart`, its beginning."""
+    def set_aside(self) -> None:
+        """Store the epoch's position, because a call on another data set begins."""
         if self.parked is None:
-            self.parked = [self.offset, self.ended, self.stream if restart else None]
-            self.offset, self.ended = 0 if restart else self.stream, False
+            self.parked, self.offset, self.ended = [self.offset, self.ended], 0, False
             self.epoch += 1
             self.call_epoch = self.epoch
 
     def resume_epoch(self) -> None:
         """Restore the epoch's position, if it was stored."""
         if self.parked is not None:
-            stream, self.offset, self.ended = self.offset, self.parked[0], self.parked[1]
-            self.stream = stream if self.parked[2] is None else self.parked[2]
-            self.parked = None
+            (self.offset, self.ended), self.parked = self.parked[:2], None
 
     @property
     def users_epoch(self) -> int:
