@@ -61,8 +61,7 @@ SHOWN = {
     "raysgd.train.Checkpoint": "from_dict from_directory from_uri from_bytes to_dict to_directory as_directory to_uri to_bytes "
     "path get_metadata set_metadata update_metadata",
     "raysgd.train.TrainingIterator": "",
-    "raysgd.train.WorkerGroup": "execute execute_async execute_single execute_single_async execute_object add_workers "
-    "remove_workers shutdown",
+    "raysgd.train.WorkerGroup": "execute execute_single execute_object shutdown",
     "raysgd.train.BackendExecutor": "start run shutdown",
     "raysgd.storage.locations.Uri": "",
     "raysgd.train.DataConfig": "",
@@ -82,7 +81,6 @@ SHOWN = {
     "raysgd.data.RayData": "",
     "raysgd.data.ShardedStream": "",
     "raysgd.data.SampleSeeds": "set_epoch",
-    "raysgd.data.Dataset": "",
 }
 PUBLIC = re.findall(
     r"(?m)^   (raysgd[.\w]+)$",

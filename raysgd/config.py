@@ -105,10 +105,6 @@ Grow = bool | Literal["epoch"]
 EXCLUDED: Exclusions = (
     ({"lr": bool, "batch": ("global",)}, "lr follows a batch that changes with the number of workers. Leave one out"),
     ({"hot_spares": bool, "grow": (False,)}, "with grow=False no worker is replaced. Leave one out"),
-    (
-        {"on_divergence": ("raise", "evict"), "compare_weights": (None,)},
-        "nothing is compared that it could act on: set compare_weights to 'call' or a number of steps",
-    ),
 )
 
 
@@ -133,12 +129,9 @@ class ElasticConfig:
                      "linear", "sqrt" or None (not at all)
     snapshot_every   how often to take the snapshot that new processes start from when no worker is
                      left: "epoch", a number of batches, seconds as a float, or None
-    compare_weights  when the weights and the optimizers' settings of the ranks are compared:
-                     "call": after the first call of `train()`, and after each call when a second of
-                     training has passed; after every `n` steps; None: never
-    on_divergence    what happens if they differ. "warn": log a warning; "raise": `train()` raises
-                     DivergenceError; "evict": treat a rank whose weights differ from those of most
-                     ranks as failed
+    on_divergence    what happens if the weights or the optimizers' settings of the ranks differ.
+                     "warn": log a warning; "raise": `train()` raises DivergenceError; None: nothing
+                     is compared
     hot_spares       additional workers that are set up and wait, and replace workers that fail or
                      leave
     """
@@ -153,8 +146,7 @@ class ElasticConfig:
     lr: Literal["linear", "sqrt"] | None = None
     snapshot_every: Literal["epoch"] | int | float | None = "epoch"
     hot_spares: int = 0
-    compare_weights: Literal["call"] | int | None = "call"
-    on_divergence: Literal["warn", "raise", "evict"] = "warn"
+    on_divergence: Literal["warn", "raise"] | None = "warn"
 
     def __post_init__(self) -> None:
         for name, least in {"min_workers": 1, "max_attempts": 1, "hot_spares": 0}.items():
@@ -164,32 +156,22 @@ class ElasticConfig:
         above_0("hang_timeout_s", self.hang_timeout_s)
         one_of("batch", self.batch, "auto", "global", "per_worker")
         one_of("lr", self.lr, "linear", "sqrt", None)
-        one_of("on_divergence", self.on_divergence, "warn", "raise", "evict")
+        one_of("on_divergence", self.on_divergence, "warn", "raise", None)
         if not (isinstance(self.grow, bool) or self.grow == "epoch"):
             raise ConfigError(f"grow must be True, False or 'epoch', got {self.grow!r}")
-        every, compared = self.snapshot_every, self.compare_weights
+        every = self.snapshot_every
         if not (every in (None, "epoch") or (is_real(every) and float(every) > 0)):
             raise ConfigError(
                 f"snapshot_every must be 'epoch', a whole number of batches, seconds as a float, or None, got {every!r}"
             )
-        if not (compared in (None, "call") or (type(compared) is int and compared > 0)):
-            raise ConfigError(
-                f"compare_weights must be 'call', a whole number of steps of at least 1, or None, got {compared!r}"
-            )
         refuse(EXCLUDED, vars(self))
-
-    @property
-    def compare_every(self) -> int | None:
-        """Return after how many steps ranks report summaries; None: after calls, or never."""
-        return self.compare_weights if isinstance(self.compare_weights, int) else None
 
 
 def refuse_comparison(elastic: ElasticConfig, why: str) -> None:
     """Raise ConfigError if the user asks for a comparison of weights that cannot be made."""
-    if elastic.compare_every is not None or elastic.on_divergence != "warn":
+    if elastic.on_divergence == "raise":
         raise ConfigError(
-            f"ElasticConfig(compare_weights={elastic.compare_weights!r}, on_divergence={elastic.on_divergence!r}) compares the weights of "
-            f"the ranks, and {why}. Leave both out"
+            f"ElasticConfig(on_divergence='raise') compares the weights of the ranks, and {why}: leave it out"
         )
 
 

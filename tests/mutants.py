@@ -311,11 +311,6 @@ def acknowledge_a_report_before_it_is_stored(patch: Patch) -> None:
     instead("raysgd.train.run.FunctionRun._is_stored", lambda self, waiting: True)(patch)
 
 
-@mutant(f"{ROUNDS}the_ranks_wait_when_two_rounds_were_not_fetched")
-def let_ranks_be_any_number_of_reports_ahead(patch: Patch) -> None:
-    instead("raysgd.train.run.FunctionRun._is_fetched", lambda self, waiting: True)(patch)
-
-
 @mutant(f"{ROUNDS}slow_storage_delays_no_recovery_and_a_round_is_visible_after_its_checkpoint_is_stored")
 def show_a_round_before_the_checkpoints_of_earlier_ones_are_stored(patch: Patch) -> None:
     from raysgd.train.checkpoint_manager import BackgroundWriter

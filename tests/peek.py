@@ -61,7 +61,7 @@ def differences(operators: list[Any]) -> list[Any]:
     from raysgd.core.rank_comparison import compare
     from raysgd.tf.rank_comparison import summary_of
 
-    return compare({rank: summary_of(parts_of(each), 0).as_text() for rank, each in enumerate(operators)})
+    return compare({rank: summary_of(parts_of(each)).as_text() for rank, each in enumerate(operators)})
 
 
 def want_workers(trainer: Any, number: int) -> None:

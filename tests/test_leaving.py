@@ -77,25 +77,6 @@ def test_all_leave_when_their_replacements_are_ready() -> None:
     assert world.group.dismissed == ["a", "b"]
 
 
-def test_a_worker_is_notified_once_although_a_removal_is_given_up() -> None:
-    notified: list[str] = []
-
-    def call(workers: list[str], arguments: Any) -> bool:
-        notified.extend(workers)
-        return True
-
-    world = World(notice=lambda replica: None, call=call)
-    world.gets_sigterm("a")
-    world.membership.look_for_leavers()
-    assert world.membership.plan().kind == "done" and notified == ["a"]
-    before = world.table["a"].leaver
-    world.membership.remove(["a"])
-    world.membership.give_up_change(2)
-    world.membership.look_for_leavers()
-    assert world.membership.plan().kind == "done" and notified == ["a"]
-    assert world.table["a"].leaver == before
-
-
 def test_a_second_notice_that_leaves_less_time_counts() -> None:
     world = World(a=300.0)
     assert world.stops_at(0.0, 5.0) is None

@@ -130,11 +130,6 @@ class PerformCall(Message):
 
 
 @dataclass(frozen=True)
-class FreeMainThread(Message):
-    """The driver has submitted a call by reference to Ray. The worker's main thread performs it."""
-
-
-@dataclass(frozen=True)
 class Interrupt(Message):
     """The driver sends this when a rank of the generation failed. Its peers leave their collective
     call and end the running call. Workers of a later generation ignore it."""

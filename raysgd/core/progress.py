@@ -33,8 +33,8 @@ class Progress:
     applied      optimizer steps since the start of training
     loads        how often the user has loaded a state
     call         the number of the running call that trains, or of the last one
-    summary      of the weights after `step`, if it was just made for a comparison with the other
-                 ranks: text of a `Summary`
+    summary      of the weights after `step`, once in a run, for a comparison with the other ranks:
+                 text of a `Summary`
     lacks_state  whether its weights are a new worker's own initial ones, and not the group's
     """
 

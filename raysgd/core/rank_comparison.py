@@ -20,7 +20,7 @@ CAUSES = (
     "Likely causes: train_batch calls the unwrapped model, as in self.model.module(x), and then no gradients are averaged (call "
     "self.model(x)); a module or an optimizer that trains is not passed to register(); or a setting, or other code, depends on the "
     "rank. get_model() and checkpoints have the weights of rank 0. If the ranks are meant to differ, pass "
-    "ElasticConfig(compare_weights=None)"
+    "ElasticConfig(on_divergence=None)"
 )
 
 
@@ -51,12 +51,10 @@ class Summary:
 class Difference:
     """What differs most among the entries of one kind.
 
-    groups    the ranks that agree with each other, the largest group first
-    values    each group's value, of a setting
-    size      by how much two groups differ, as a fraction of the value
-    others    how many further entries of this kind differ
-    outliers  the ranks that differ from more than half of the ranks, in any entry; None if there is
-              no such majority in one
+    groups  the ranks that agree with each other, the largest group first
+    values  each group's value, of a setting
+    size    by how much two groups differ, as a fraction of the value
+    others  how many further entries of this kind differ
     """
 
     kind: Kind
@@ -65,7 +63,6 @@ class Difference:
     values: tuple[Any, ...]
     size: float
     others: int = 0
-    outliers: frozenset[int] | None = None
 
 
 def compare(texts: Mapping[int, str]) -> list[Difference]:
@@ -99,10 +96,7 @@ def _worst(kind: Kind, read: Sequence[tuple[Summary, list[int]]]) -> Difference 
     ]
     if not differing:
         return None
-    worst = max(differing, key=lambda each: each.size)
-    known = [each.outliers for each in differing if each.outliers is not None]
-    outliers = frozenset().union(*known) if len(known) == len(differing) else None
-    return replace(worst, others=len(differing) - 1, outliers=outliers)
+    return replace(max(differing, key=lambda each: each.size), others=len(differing) - 1)
 
 
 def _difference(
@@ -119,15 +113,13 @@ def _difference(
     if len(groups) == 1:
         return None
     groups.sort(key=lambda group: (-len(group[1]), min(group[1])))
-    (usual, most), *rest = groups
-    others = [rank for _, ranks in rest for rank in ranks]
+    (usual, _), *rest = groups
     return Difference(
         kind,
         name,
         tuple(tuple(sorted(ranks)) for _, ranks in groups),
         tuple(value for value, _ in groups) if kind == "settings" else (),
         max(distance(usual, value) for value, _ in rest),
-        outliers=frozenset(others) if len(most) > len(others) else None,
     )
 
 

@@ -1,15 +1,14 @@
-"""Data for operators: downloaded meanwhile, from Ray or shards, or with seeded samples. Both."""
+"""Data for operators: from Ray or shards, or with seeded samples. Both."""
 
 from typing import TYPE_CHECKING
 
 from raysgd.core.lazy import lazy_names
-from raysgd.data.dataset import Dataset
 from raysgd.data.sharded_stream import ShardedStream
 from raysgd.ray_data.columns import RayData
 
 if TYPE_CHECKING:
     from raysgd.torch.data.sample_seeds import SampleSeeds
 
-__all__ = ["Dataset", "RayData", "SampleSeeds", "ShardedStream"]
+__all__ = ["RayData", "SampleSeeds", "ShardedStream"]
 
 __getattr__, __dir__ = lazy_names("raysgd.data", {"SampleSeeds": "raysgd.torch.data.sample_seeds"}, __all__)

@@ -129,8 +129,7 @@ class FanOut:
     When a rank fails, its peers are interrupted. `wants_boundary` is called several times a second,
     and returns whether all ranks should stop for a planned change. With `job.hurry_s`, ranks need
     not stop at the same boundary: that long after one of them has stopped as asked, the others are
-    interrupted where they are. If the ranks' weights are compared every few steps, `comparison`
-    gets what they report.
+    interrupted where they are. `comparison` gets the ranks' summaries of their weights.
     """
 
     def __init__(
@@ -149,7 +148,6 @@ class FanOut:
         self._boundary: Boundary | None = None
         self._stopped_at: float | None = None
         self._hurried = False
-        self._evicted: set[str] = set()
 
     @property
     def outcomes(self) -> dict[str, Outcome]:
@@ -212,8 +210,8 @@ class FanOut:
             self._boundary = Boundary(self._table, dict(self._calls.running), lead=self._job.lead)
         if self._job.is_waiting():
             self._table.note_progress(running)
-        if self._comparison.by_steps:
-            self.compare()
+        if shown := self._table.take_summaries(self._workers):
+            self.judge(shown[0].step, [each.summary for each in shown])
         self._extra.tick()
         self._watchdog.tick(
             running,
@@ -221,28 +219,13 @@ class FanOut:
             has_survivor=any(isinstance(outcome, Interrupted) for outcome in self._calls.outcomes.values()),
         )
 
-    def compare(self) -> bool:
-        """Compare what all ranks have reported after the same steps. Return whether any of them was
-        evicted in this call: its process can have made the rest of the call before it ended."""
-        for step, texts in self._table.take_summaries(self._workers):
-            self.judge(step, [texts[worker] for worker in self._workers])
-        return bool(self._evicted)
-
-    def judge(self, step: int, texts: Iterable[str]) -> bool:
-        """Compare the summaries, which are in rank order. Return whether any rank was evicted."""
+    def judge(self, step: int, texts: Sequence[str]) -> None:
+        """Compare the summaries, which are in rank order."""
         try:
-            ranks, why = self._comparison.judge(step, dict(enumerate(texts)))
+            self._comparison.judge(step, texts)
         except DivergenceError:
             self._generation.end()  # also after the last step: the next one begins with rank 0's weights on all ranks
             raise
-        # One that was evicted differs after later steps, too.
-        found = [worker for rank in sorted(ranks) if (worker := self._workers[rank]) not in self._evicted]
-        for worker in found:
-            self._evicted.add(worker)
-            logger.error("rank %s on node %s: %s", self._table[worker].rank, self._table[worker].machine, why)
-            with self._table.during("eviction"):
-                self._table.kill(worker, "divergence", why)
-        return bool(found)
 
     def _seen(self, worker: str, outcome: Outcome) -> Outcome:
         found = self._extra.found

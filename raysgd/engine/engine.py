@@ -350,14 +350,6 @@ class Engine:
             call = self._ready_call(max_failures=-1)
             self._change_members(call, lambda: self._membership.resize(count))
 
-    def remove(self, ranks: Sequence[int]) -> None:
-        """Remove exactly these ranks. The ranks after them move up."""
-        with self.claim("remove_workers()"):
-            members = self._table.members()
-            leaving = [members[rank] for rank in ranks]  # first, because a recovery moves ranks up
-            call = self._ready_call(max_failures=-1)
-            self._change_members(call, lambda: self._membership.remove(leaving))
-
     def _change_members(self, call: RunningCall, ask: Callable[[], None]) -> None:
         """Make the change that the user asks for with `ask`. If a failure ends an attempt, those
         that were to leave are members of the generation that continues, until the next attempt."""
@@ -380,11 +372,6 @@ class Engine:
     def pack(self, value: Any) -> Any:
         """Return a user's object in the form in which it is sent to workers in a job."""
         return self.group.pack(value)
-
-    def reference(self, rank: int, call: Call) -> Any:
-        """Return a Ray reference to a call on one rank, whose failures the user handles."""
-        self._check_active()
-        return self.group.reference(self._table.members()[rank], "run", {"call": call})
 
     def run(self, job: Job) -> list[PartialResults]:
         """Run a job to its end, whatever fails. Return the results of its parts, in order."""
@@ -438,10 +425,9 @@ class Engine:
             part = PartialResults(tuple(outcomes.values()), self._generation.number)
             parts = [*parts, part] if job.again == "resume" else [part]
             if seen.kind == "done":
-                if job.again != "resume" or not self._evicts(job, fan_out, self._table.clock() - began_at):
-                    return parts
-                self._table.wait_for_killed()
-                continue  # which finds that workers have failed
+                if job.compare is not None:
+                    self._compare_ranks(job.compare, fan_out, self._table.clock() - began_at)
+                return parts
             if seen.kind == "paused" and self._is_own_pause(job, parts, running):
                 continue
             revived = self._restore(seen, running, since=fan_out.troubled_at)
@@ -497,24 +483,21 @@ class Engine:
             parts = partial_results_since(revived, parts, call=running.number)
         return [part.until(self.progress.step) for part in parts]
 
-    def _evicts(self, job: Job, fan_out: FanOut, seconds: float) -> bool:
-        """Compare the ranks after a call of this length. Return whether any was evicted. If a
-        worker fails now, the next call handles that."""
+    def _compare_ranks(self, call: Call, fan_out: FanOut, seconds: float) -> None:
+        """Compare the ranks after a call that took so long. If a worker fails now, the next call
+        handles that."""
         comparison, members = self._comparison, self._table.members()
-        if comparison.by_steps:
-            return fan_out.compare()
         comparison.trained(seconds)
-        if job.compare is None or len(members) == 1 or not comparison.is_due:
-            return False
-        began, call = self._table.clock(), replace(job.compare, arguments={"turn": comparison.turn})
-        number, limit_s = self._generation.number, self.limits.hang_s
+        if len(members) == 1 or not comparison.is_due:
+            return
+        began, number, limit_s = self._table.clock(), self._generation.number, self.limits.hang_s
         outcomes = ask(self._table, members, "run", {"call": call}, limit_s=limit_s, generation=number)
         comparison.took(self._table.clock() - began)
         seen = classify(outcomes)
         if seen.kind == "user_error":
             self._raise_user_error(seen, outcomes)
-        texts = [outcome.value for outcome in outcomes.values() if isinstance(outcome, Ok)]
-        return seen.kind == "done" and fan_out.judge(self.progress.step, texts)
+        if seen.kind == "done":
+            fan_out.judge(self.progress.step, [getattr(outcome, "value", "") for outcome in outcomes.values()])
 
     def _prepared(self, job: Job, running: RunningCall) -> Call:
         """Return the call with the arguments that are only known when it is fanned out."""

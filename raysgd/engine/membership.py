@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -147,7 +147,8 @@ class Membership:
         surplus = self._staying()[count:]
         for info, leaver in self._leavers().items():
             self._table.set_leaver(info.worker, replace(leaver, leave_by=-math.inf))
-        self._let_leave(surplus)
+        for worker in surplus:
+            self._table.set_leaver(worker, Leaver("shrink"))
         if self.missing <= 0:
             self._replacements.keep(0)
         self._replacements.look_at_once()
@@ -172,18 +173,6 @@ class Membership:
             if self._replacements.starting == 0:
                 warned = warned or warn_no_room(self._table.group, lacking, waited, limit_s)
 
-    def remove(self, workers: Sequence[str]) -> None:
-        """Mark exactly these workers as leaving, without replacements. For those that have failed,
-        and may have been replaced, the last ones leave."""
-        self.target -= len(workers)
-        members = self._table.members()
-        self._let_leave(worker for worker in workers if worker in members)
-        self._let_leave(self._staying()[self.target :])
-
-    def _let_leave(self, workers: Iterable[str]) -> None:
-        for worker in workers:
-            self._table.set_leaver(worker, Leaver("shrink", before=self._table[worker].leaver))
-
     def give_up_change(self, target: int) -> None:
         """Note that an error has ended the change that the user asked for. Unless it was made
         already, there should be `target` workers again, as before, and no worker leaves for it."""
@@ -192,7 +181,7 @@ class Membership:
             return
         self.target = target
         for info in asked:
-            self._table.set_leaver(info.worker, info.leaver.before if info.leaver is not None else None)
+            self._table.set_leaver(info.worker, None)
         self._replacements.keep(self.missing)  # what has started for it must not join in the next call
 
     # -- the change that is due ------------------------------------------------------------------------

@@ -31,8 +31,8 @@ AnswerT = TypeVar("AnswerT", messages.BoundaryAnswer, messages.StackReport)
 
 # What the engine does, beyond waiting for a call: it recovers from a failure; makes a planned change, in which workers leave, or
 # join only (growth), or passes a state on (agreement) and connects the ranks (rendezvous) for either of them, within it; waits for
-# the ranks of a call that an error has ended; ends ranks whose weights differ. A growth is entered within its change.
-Phase = Literal["recovery", "change", "growth", "agreement", "rendezvous", "interruption", "eviction"]
+# the ranks of a call that an error has ended. A growth is entered within its change.
+Phase = Literal["recovery", "change", "growth", "agreement", "rendezvous", "interruption"]
 During = Callable[[Phase], AbstractContextManager[object]]
 
 ASKED_AGAIN_S = 10.0  # about the same machine
@@ -70,8 +70,8 @@ class Stage(IntEnum):
 @dataclass(frozen=True)
 class Leaver:
     """Why a member is to leave, when its machine will be stopped (None: unknown), when it must have
-    left, what has announced that (its SIGTERM, or Ray, which drains its node), whether its operator
-    knows it, and what held before the user asked for fewer workers."""
+    left, what has announced that (its SIGTERM, or Ray, which drains its node), and whether its
+    operator knows it."""
 
     reason: Literal["preemption", "shrink"]
     deadline: float | None = None
@@ -79,7 +79,6 @@ class Leaver:
     sigterm: bool = False
     drained: bool = False
     notified: bool = False
-    before: Leaver | None = None
 
 
 @dataclass(eq=False)
@@ -99,8 +98,7 @@ class WorkerInfo:
     killed_for  why the driver killed it: the reason and the details of its failure
     unfinished  what it did not finish in time, with its stack; empty if its process is stopped and
                 shows none
-    summaries   of its weights after the newest steps that all ranks compare, in this generation, by
-                (loads, step)
+    shown       its progress with a summary of its weights, if the running call has brought one
     busy        the call that it has not answered yet
     last_call   the newest call that it was given
     is_exact    whether `progress` is that of its replica: it came with the answer to the newest
@@ -126,7 +124,7 @@ class WorkerInfo:
     gpu_failures: int = 0
     killed_for: KillReason | None = None
     unfinished: str = ""
-    summaries: dict[tuple[int, int], str] = field(default_factory=dict)
+    shown: Progress | None = None
     busy: int | None = None
     last_call: int = -1
     is_exact: bool = False
@@ -300,15 +298,6 @@ class WorkerTable:
             self._workers[worker].ended = WorkerEnded(worker, "it was killed, and its exit was never reported")
             self._note_change(worker)
 
-    def wait_for_killed(self) -> None:
-        """Wait until killed members have ended. Until then, they may answer another call."""
-        until = self.clock() + KILLED_S
-        while left := [info for info in self._workers.values() if info.in_group and info.killed_for and not info.ended]:
-            if self.clock() >= until:
-                self.end_unreported(info.worker for info in left)
-            else:
-                self.pump(LOOK_S)
-
     def cancel(self, error: BaseException | None) -> None:
         """Make the running call's next wait raise `error`; None withdraws that. For any thread."""
         self._cancelled_by = error
@@ -325,31 +314,30 @@ class WorkerTable:
         """Note that these are the members of a new generation, by rank."""
         for rank, worker in enumerate(workers):
             info = self._workers[worker]
-            info.rank, info.stage, info.summaries = rank, Stage.MEMBER, {}
+            info.rank, info.stage = rank, Stage.MEMBER
         self._members = None
 
     def set_unfinished(self, worker: str, story: str) -> None:
         """Note what the worker did not finish in time."""
         self._workers[worker].unfinished = story
 
-    def take_summaries(self, workers: Sequence[str]) -> list[tuple[int, dict[str, str]]]:
-        """Take the summaries of each step of which all these workers have sent one, and drop older
-        ones. Those from before the user's newest load do not count."""
+    def take_summaries(self, workers: Sequence[str]) -> list[Progress]:
+        """Take the summaries that these workers have sent in the running call, after the same step,
+        once all have."""
         infos = [self._workers[worker] for worker in workers]
-        loads = max(info.progress.loads for info in infos)
-        places = sorted(set.intersection(*(set(info.summaries) for info in infos)))
-        taken = [(p[1], {info.worker: info.summaries[p] for info in infos}) for p in places if p[0] == loads]
-        if places:
-            for info in infos:
-                info.summaries = {place: each for place, each in info.summaries.items() if place > places[-1]}
-        return taken
+        shown = [info.shown for info in infos if info.shown is not None]
+        if len(shown) < len(infos):
+            return []
+        for info in infos:
+            info.shown = None
+        return shown
 
     # -- calls ----------------------------------------------------------------------------------------
 
     def begin_run(self, worker: str, method: str) -> None:
         """Note that a user call begins here: results of an earlier one do not count for it."""
         info = self._workers[worker]
-        info.progress, info.partial = info.progress.at(method), None
+        info.progress, info.partial, info.shown = info.progress.at(method), None, None
 
     def expect(self, worker: str, call: int) -> None:
         """Note that the worker was just given a call, by the group's `submit`."""
@@ -524,13 +512,12 @@ class WorkerTable:
 
     def _message_received(self, info: WorkerInfo, message: messages.Message) -> None:
         if isinstance(message, messages.ProgressReport):
-            if message.progress.summary:
-                info.summaries[message.progress.loads, message.progress.step] = message.progress.summary
             if message.call < info.last_call or (message.call == info.last_call and info.busy is None):
                 return  # the call's answer arrived first, because a large one comes over another connection
             if message.progress != info.progress:
                 info.moved_at = self.clock()
             info.progress, info.partial = message.progress, message.partial
+            info.shown = message.progress if message.progress.summary else info.shown
             self._on_progress(info)
             self.raise_cancelled()  # also here, because `pump` is not called while the inline worker trains
         elif isinstance(message, messages.FunctionReport):

@@ -8,10 +8,10 @@ import numpy as np
 
 from raysgd.core.rank_comparison import Summary
 from raysgd.tf.parts import KerasParts, as_tensor
-from raysgd.training.rank_comparison import BLOCK, Products, direction, numbers, share_of, window
+from raysgd.training.rank_comparison import BLOCK, Products, direction, numbers
 
 
-def summary_of(parts: KerasParts, turn: int) -> Summary:
+def summary_of(parts: KerasParts) -> Summary:
     """Return what this rank reports: the variables that the registered models train, and the
     numbers among the settings of their optimizers. Names of layers and optimizers are left out,
     because Keras numbers them in each process."""
@@ -20,8 +20,7 @@ def summary_of(parts: KerasParts, turn: int) -> Summary:
         for number, model in enumerate(parts.models)
         for place, variable in enumerate(model.trainable_variables)
     }
-    share = share_of(sum(int(np.prod(each.shape)) * as_tensor(each).dtype.size for each in variables.values()))
-    read = {name: _read(as_tensor(each).numpy().reshape(-1), share, turn) for name, each in variables.items()}
+    read = {name: _read(as_tensor(each).numpy().reshape(-1)) for name, each in variables.items()}
     settings = {
         f"{key} of optimizers[{number}] ({type(optimizer).__name__})": float(value)
         for number, optimizer in enumerate(parts.optimizers)
@@ -31,10 +30,9 @@ def summary_of(parts: KerasParts, turn: int) -> Summary:
     return Summary(numbers(read), {}, settings)
 
 
-def _read(flat: np.ndarray, share: float, turn: int) -> Products:
-    start, stop = window(flat.size, share, turn)
-    whole = start + (stop - start) // BLOCK * BLOCK
-    blocks = flat[start:whole].astype(flat.dtype if flat.dtype.itemsize > 2 else np.float32).reshape(-1, BLOCK)
-    rest = flat[whole:stop].astype(np.float64)
+def _read(flat: np.ndarray) -> Products:
+    whole = flat.size // BLOCK * BLOCK
+    blocks = flat[:whole].astype(flat.dtype if flat.dtype.itemsize > 2 else np.float32).reshape(-1, BLOCK)
+    rest = flat[whole:].astype(np.float64)
     products = np.concatenate([blocks @ direction().astype(blocks.dtype), rest]).astype(np.float64)
-    return Products(products, stop - start, flat.dtype.name)
+    return Products(products, flat.size, flat.dtype.name)

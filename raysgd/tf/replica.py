@@ -100,8 +100,8 @@ class TFReplica(ReplicaBase):
             drawn = derived_seed(own, number)
             state.assign(tf.cast([drawn >> 32, drawn & 0xFFFFFFFF], state.dtype))
 
-    def _summary(self, turn: int) -> Summary:
-        return summary_of(self.operator._parts, turn)
+    def _summary(self) -> Summary:
+        return summary_of(self.operator._parts)
 
     def _random_state(self) -> dict[str, Any]:
         return states.random_state()

@@ -144,6 +144,7 @@ class TFTrainer(TrainerBase):
         )
         others = initialization_hook, make_backend, None, name, orphan_s
         engine = make_engine(self._factory, calls, resources, elastic, limits, *others)
+        self._compares = elastic.on_divergence is not None
         self._loads = Loads(engine)
         super().__init__(engine, calls, number, folder, resume=resume is not None)
 

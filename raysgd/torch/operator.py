@@ -14,9 +14,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from raysgd.constants import NUM_SAMPLES, NUM_STEPS, STEPPED_BY_TRAINER, USE_FP16
+from raysgd.constants import NUM_SAMPLES, NUM_STEPS, SCHEDULER_STEP_BATCH, STEPPED_BY_TRAINER, USE_FP16
 from raysgd.core.ranks import RankInfo
-from raysgd.core.sampling_plan import SamplingPlan, StepPlan, optimizer_steps
+from raysgd.core.sampling_plan import optimizer_steps
 from raysgd.data.sharded_stream import ShardedStream
 from raysgd.errors import ConfigError, MissingPartError, shown, suggesting
 from raysgd.ray_data.columns import RayData
@@ -25,14 +25,13 @@ from raysgd.torch.averages import Averages
 from raysgd.torch.batch_mode import MAKES_STEPS, RESIZES, STATIC_GRAPH, KeepBatch
 from raysgd.torch.buffers import KeepBuffers
 from raysgd.torch.data.sample_seeds import seeded_for
-from raysgd.torch.data.sampling import batches_per_epoch, is_planned, planned_epoch, unit_size
+from raysgd.torch.data.sampling import batches_per_epoch
 from raysgd.torch.fsdp import Shards, shard_layers
 from raysgd.torch.monitor import Communication, GradientNorm, Monitor
 from raysgd.torch.parts import Parts, check_parts, check_steps_alone, move
 from raysgd.torch.precision import make_precision
 from raysgd.torch.profiling import Profiler
-from raysgd.torch.schedule_stepping import LoopSchedule
-from raysgd.torch.schedules import MadeFor, why_too_short
+from raysgd.torch.schedules import ENDED, LoopSchedule, length_of, steps_of
 from raysgd.torch.settings import TorchSettings
 from raysgd.torch.skipped_steps import LeaveOut
 from raysgd.torch.step_options import (
@@ -94,8 +93,6 @@ class TrainingOperator(Stepping):
         settings = settings or TorchSettings()
         super().__init__(config, settings, rank_info)
         self._device = torch.device("cuda:0" if settings.use_gpu else "cpu")
-        self._plan: StepPlan | None = None  # what `total_steps` has planned, if it depends on the number of workers
-        self._planned_steps: int | None = None  # what it has returned
         self._parts = Parts(
             options=settings.options,
             exchange=settings.exchange(),
@@ -399,16 +396,20 @@ class TrainingOperator(Stepping):
     # -- for the default methods ----------------------------------------------------------------------
 
     def _keeps_rate(self, scheduler: Any) -> bool:
-        """Return whether a schedule has ended too early, and keeps its last rate."""
-        position, now = self._feed.position, self.world_size
-        made = MadeFor(*(position.made_for or (now, None)))
-        if now != made.workers and not made.changed:
-            made = made._replace(changed=True)
-            position.made_for = tuple(made)
-        why = why_too_short(scheduler, made, now=now, planned=self._planned_steps, needed=self._steps_by_now)
-        if why:
-            self._warn_once("the schedule of %s", why)
-        return bool(why)
+        """Return whether a schedule has made its steps, although those with whom it was planned
+        would not need more until the end of this epoch. It keeps its last rate then."""
+        position, made, planned = self._feed.position, steps_of(scheduler), self._planned_steps
+        workers, saved = position.made_for or (self._settings.num_workers, None)
+        length = length_of(scheduler, saved=saved, planned=planned)
+        if length is None or made is None or made < length:
+            return False
+        needed = self._steps_by_now(workers)
+        if needed is None or needed > max(length, planned or 0):
+            return False
+        batches = 1 if self.scheduler_step_freq == SCHEDULER_STEP_BATCH else self._batches_per_step
+        left = -(-(position.call_expected - position.call_batches) // batches)
+        self._warn_once(ENDED, type(scheduler).__name__, length, made + left)
+        return True
 
     def _begin_epoch(self) -> Schedule | None:
         for model in self._parts.wrapped:
@@ -436,21 +437,6 @@ class TrainingOperator(Stepping):
     def _is_divided(self) -> bool:
         """Return whether raysgd divides the data, or one worker has all of it."""
         return self._settings.add_dist_sampler or not self._settings.distributed
-
-    def _planned_epoch(self, workers: int) -> SamplingPlan | None:
-        """Return how these workers divide an epoch, None if not known, or always alike."""
-        loader = self._parts.train_loader
-        if not self._is_divided or not is_planned(loader) or self._batches_per_epoch(workers) is None:
-            return None
-        return planned_epoch(loader, workers, step=self._keep_batch.division(unit_size(loader)).step)
-
-    def _note_planned(self, steps: int, epochs: int, num_steps: int | None) -> None:
-        self._planned_steps = steps
-        epoch = self._planned_epoch(self._settings.num_workers) if num_steps is None else None
-        plan, known = None if epoch is None else StepPlan.of(epoch, steps, epochs, self._batches_per_step), self._plan
-        # A call for the epochs of a warm-up leaves the plan of the complete run as it is.
-        if plan is None or known is None or not plan.divides_like(known) or plan.epochs > known.epochs:
-            self._plan = plan
 
     def _steps_by_now(self, workers: int) -> int | None:
         """Return these workers' optimizer steps up to the end of this epoch, None if not known."""
@@ -518,13 +504,6 @@ class TrainingOperator(Stepping):
         if self.scheduler_step_freq in STEPPED_BY_TRAINER:
             check_steps_alone(own, self.scheduler_step_freq)
         return own
-
-    @property
-    def _steps_schedule(self) -> bool:
-        """Return whether the default loop steps a schedule, and not the user's code."""
-        own = type(self).train_epoch is not TrainingOperator.train_epoch
-        steps = self.scheduler_step_freq in STEPPED_BY_TRAINER
-        return steps and bool(self._parts.schedulers) and not own
 
     @property
     def _needs_criterion(self) -> list[str]:

@@ -101,10 +101,6 @@ EXCLUDED_WITH_SEVERAL_WORKERS: Exclusions = (
         {"batch": ("global",), "parallel": (None,)},
         "ElasticConfig(batch='global') needs gradients that raysgd averages over its samples: leave one of them out",
     ),
-    (
-        {"on_divergence": ("evict",), "parallel": ("fsdp",)},
-        "it needs ranks with equal weights, and with FSDP each has its own shard: use 'warn' or 'raise'",
-    ),
 )
 
 

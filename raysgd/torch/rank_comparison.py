@@ -3,63 +3,47 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from numbers import Real
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
-from torch.optim import Optimizer
 
 from raysgd.core.rank_comparison import Summary
-from raysgd.training.rank_comparison import BLOCK, Products, direction, numbers, share_of, window
+from raysgd.training.rank_comparison import BLOCK, Products, direction, numbers
 
-MOST_ENTRIES = 64  # of the operator's lists and dictionaries in which modules are looked for
+MOST_ENTRIES = 64  # of a setting that is a list
 # Parameters up to the first size are sent to the CPU as they are; up to the second one they are read in shorter blocks, because the
 # square of one product says little about a parameter's norm.
 TINY, SMALL, SHORT = 1024, 16 * BLOCK, 64
 CONVERTED = 256 * BLOCK  # how many elements of another type than float32 and float64 are converted at once
 
 
-def summary_of(operator: Any, turn: int) -> Summary:
-    """Return what this rank reports: the parameters of the registered models; those of the
-    criterion and of other modules among the operator's attributes, if they train; and the settings
-    of all optimizers, registered or not."""
-    parts, named = operator._parts, dict(_attributes(operator))
-    names = {id(each): name for name, each in reversed(named.items())}
+def summary_of(operator: Any) -> Summary:
+    """Return what this rank reports: the parameters of the registered models; those of other
+    modules that the operator holds, if they train; and the settings of the optimizers."""
+    parts, named = operator._parts, {f"self.{name}": value for name, value in vars(operator).items()}
+    names = {id(each): name for name, each in named.items()}
     registered: dict[str, torch.Tensor] = {}
     for number, (bare, wrapped) in enumerate(zip(parts.models, parts.wrapped, strict=True)):
         label = names.get(id(wrapped)) or names.get(id(bare)) or f"models[{number}]"
         registered |= {f"{name} of {label}": each for name, each in bare.named_parameters()}
     known = {id(each) for each in registered.values()}
-    alone: dict[str, torch.Tensor] = {}
-    for label, module in {**named, "criterion": parts.criterion}.items():
-        for name, each in module.named_parameters() if isinstance(module, nn.Module) else ():
-            if each.requires_grad and id(each) not in known:
-                known.add(id(each))
-                alone[f"{name} of {label}"] = each
+    alone = {
+        f"{name} of {label}": each
+        for label, module in {"criterion": parts.criterion, **named}.items()
+        for name, each in (module.named_parameters() if isinstance(module, nn.Module) else ())
+        if each.requires_grad and id(each) not in known
+    }
     settings: dict[str, Any] = {}
     for number, optimizer in enumerate(parts.optimizers):
         label = names.get(id(optimizer), f"optimizers[{number}]")
         settings |= _settings(f"{label} ({type(optimizer).__name__})", optimizer)
-    stepped = {id(each) for each in parts.optimizers}
-    for label, each in named.items():
-        if isinstance(each, Optimizer) and id(each) not in stepped:
-            settings |= _settings(f"{label} ({type(each).__name__}, which is not registered)", each)
-    read = _read({**registered, **alone}, turn)
+    read = _read({**registered, **alone})
     weights = numbers({name: each for name, each in read.items() if name not in alone})
     return Summary(weights, numbers({name: each for name, each in read.items() if name in alone}), settings)
-
-
-def _attributes(operator: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what the operator holds, also in lists and dictionaries, and how users refer to it."""
-    for name, value in vars(operator).items():
-        yield f"self.{name}", value
-        if isinstance(value, (list, tuple, dict)) and len(value) <= MOST_ENTRIES:
-            members: Iterable[tuple[Any, Any]] = value.items() if isinstance(value, dict) else enumerate(value)
-            for key, each in members:
-                yield f"self.{name}[{key!r}]", each
 
 
 def _settings(label: str, optimizer: Any) -> dict[str, Any]:
@@ -86,19 +70,16 @@ def _plain(value: Any) -> Any:
     return None
 
 
-def _read(parameters: Mapping[str, Any], turn: int) -> dict[str, Products]:
-    """Read the parameters, or a part of them. The results are sent to the CPU together, because
-    each transfer waits for the device."""
+def _read(parameters: Mapping[str, Any]) -> dict[str, Products]:
+    """Read the parameters. The results are sent to the CPU together, because each transfer waits
+    for the device."""
     flat = {_place(name, each): elements_of(each.detach()) for name, each in parameters.items() if not is_lazy(each)}
-    share = share_of(sum(each.numel() * each.element_size() for each in flat.values()))
     found: dict[torch.device, list[torch.Tensor]] = {}
     counts: dict[str, int] = {}
     for name, each in flat.items():
-        start, stop = window(each.numel(), share, turn) if each.numel() > SMALL else (0, each.numel())
-        products = _products(each[start:stop])
+        products = _products(each)
         counts[name] = sum(map(len, products))
         found.setdefault(each.device, []).extend(products)
-        flat[name] = each[start:stop]
     results = {device: torch.cat(every).cpu().double().numpy() for device, every in found.items()}
     places = dict.fromkeys(found, 0)
     read = {}

@@ -31,7 +31,6 @@ from raysgd.torch.fsdp import gathered
 from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.rank_comparison import summary_of
 from raysgd.torch.resharding import Resharding
-from raysgd.torch.schedule_stepping import check_plan, restore_plan
 from raysgd.torch.settings import TorchSettings
 from raysgd.torch.skipped_steps import gathered_objects
 from raysgd.training.feed import Source
@@ -64,7 +63,7 @@ class TorchReplica(ReplicaBase):
         operator._keep_batch.position = self._position
         self._partial_at = 0.0
         self._partial: Measured | None = None
-        self._position.made_for = settings.num_workers, operator._planned_steps, False
+        self._position.made_for = settings.num_workers, operator._planned_steps
         if type(operator).train_epoch is TrainingOperator.train_epoch:
             operator._own_scheduler()  # raises ConfigError for what it cannot step
         self._described: dict[str, tuple[Any, LoaderRows]] = {}  # with the loaders
@@ -94,11 +93,7 @@ class TorchReplica(ReplicaBase):
     # -- data -----------------------------------------------------------------------------------------
 
     def _train_source(self, dataset: Any) -> Source:
-        registered = dataset is None
-        source = super()._train_source(None) if registered else self._opener.for_a_call(dataset, self._position)
-        if registered:
-            check_plan(self.operator, self._position, self._rank_info.world_size, warns=self.rank == 0)
-        return source
+        return super()._train_source(None) if dataset is None else self._opener.for_a_call(dataset, self._position)
 
     def _open_source(self, data: Any, phase: str) -> Source:
         return self._opener.registered(data, self._position_in(phase), phase)
@@ -134,8 +129,8 @@ class TorchReplica(ReplicaBase):
     def _seed_generators(self, alike: int, own: int) -> None:
         states.seed_generators(own)
 
-    def _summary(self, turn: int) -> Summary:
-        return summary_of(self.operator, turn)
+    def _summary(self) -> Summary:
+        return summary_of(self.operator)
 
     def _random_state(self) -> dict[str, Any]:
         return states.random_state()
@@ -335,7 +330,6 @@ class TorchReplica(ReplicaBase):
         states.restore_rest(self.operator, state)
         self.saved_rows = dict(state.get("rows") or {})
         self._adopt_positions(state)
-        restore_plan(self.operator, self._position)
         loader, position = self.operator._parts.train_loader, state.get("loader")
         if loader is not None and position is not None:
             if "train" not in self._sources or self._sources["train"].loader is not loader:
@@ -380,7 +374,6 @@ class TorchReplica(ReplicaBase):
         if self._replaced is not None:
             self._replaced.close()
         self.operator._keep_batch.loaded()
-        self._position.plan = self._position.plan or None  # a script that resumes a run gets a warning of its own
 
     def all_succeeded(self, here: bool) -> bool:
         return all(gathered_objects(here, self._control))

@@ -1,17 +1,26 @@
-"""Learning-rate schedules: who steps them, and what happens if one is too short because fewer
-workers trained, or more epochs, than it was made for. Worker."""
+"""Learning-rate schedules: how many steps they have made, how many they have, and when the default
+loop steps one. Worker."""
 
 from __future__ import annotations
 
-import math
 import warnings
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.optim.lr_scheduler import LambdaLR
 
-from raysgd.errors import ConfigError, counted
+from raysgd.constants import SCHEDULER_STEP_EPOCH, SCHEDULER_STEP_STEP
+from raysgd.errors import ConfigError
 from raysgd.torch.foreign import nested_schedulers
+from raysgd.training.operator_base import Schedule
+
+if TYPE_CHECKING:
+    from raysgd.torch.operator import TrainingOperator
+
+ENDED = (
+    "%s has made the %d steps for which it was planned, and this call ends with step %d. Training continues with its last learning "
+    "rate. A run has more steps than planned if fewer workers train (ElasticConfig(batch='global') keeps the number of steps), or if it "
+    "is resumed with more epochs or another num_workers (to plan again, start a new run in another folder)"
+)
 
 
 def steps_of(scheduler: Any) -> Any:
@@ -33,10 +42,14 @@ def step_in_order(scheduler: Any) -> None:
         scheduler.step()
 
 
-def has_length_in_code(scheduler: Any) -> bool:
-    """Return whether checkpoints do not have what determines the rates: LambdaLR's functions are
-    those of the code that runs."""
-    return isinstance(scheduler, LambdaLR) and not any(scheduler.state_dict()["lr_lambdas"])
+def length_of(scheduler: Any, *, saved: int | None, planned: int | None) -> int | None:
+    """Return how many steps a scheduler has, if it is known: its own `total_steps`, or what
+    `total_steps()` returned in the run that made it, `saved`. A loaded LambdaLR has the functions
+    of the running script, and so its length, `planned`."""
+    own = getattr(scheduler, "total_steps", None)
+    if isinstance(own, int):
+        return own
+    return planned if saved is None or isinstance(scheduler, LambdaLR) else saved
 
 
 def stepped_twice(operator: str, scheduler: Any, freq: str) -> ConfigError:
@@ -47,49 +60,32 @@ def stepped_twice(operator: str, scheduler: Any, freq: str) -> ConfigError:
     )
 
 
-class MadeFor(NamedTuple):
-    """What the schedules of a run were made for. Part of a replica's state, as a tuple.
+class LoopSchedule(Schedule):
+    """Steps the scheduler of one loop, and checks that user code does not do that, too."""
 
-    workers  how many workers
-    steps    how many steps `total_steps()` had planned, None if it had not
-    changed  whether the number of workers was another one when a schedule stepped
-    """
+    def __init__(self, operator: TrainingOperator, scheduler: Any) -> None:
+        self._operator, self._scheduler = operator, scheduler
+        self._per_epoch = operator.scheduler_step_freq == SCHEDULER_STEP_EPOCH
+        self._steps = steps_of(scheduler)
 
-    workers: int
-    steps: int | None = None
-    changed: bool = False
+    def end(self, *, failed: bool = False) -> None:
+        operator, step = self._operator, self._operator._feed.step
+        if failed:
+            if step.outcome == "applied":  # so the batch counts
+                self._step()
+            return
+        if steps_of(self._scheduler) != self._steps:
+            raise stepped_twice(type(operator).__name__, self._scheduler, str(operator.scheduler_step_freq))
+        if step.current.whole:
+            self._step()
+            self._steps = steps_of(self._scheduler)
 
+    def end_epoch(self) -> None:
+        if self._per_epoch and self._operator._feed.epoch_ended:
+            step_in_order(self._scheduler)
 
-def why_too_short(
-    scheduler: Any, made: MadeFor, *, now: int, planned: int | None, needed: Callable[[int], int | None]
-) -> str:
-    """Return why a scheduler that has made all its steps keeps its last learning rate instead of
-    raising an error: the reason is another number of workers, or that the run was resumed with more
-    epochs. Return "" if it must step.
-
-    now      the current number of workers
-    planned  how many steps `total_steps()` has planned, for schedulers that do not say how many
-             they have
-    needed   returns how many steps this many workers make until the end of the running epoch, None
-             if that is not known
-    """
-    own, made_steps = getattr(scheduler, "total_steps", None), steps_of(scheduler)
-    steps = own if isinstance(own, int) else planned
-    if not isinstance(scheduler, LRScheduler) or steps is None or made_steps is None or made_steps < steps:
-        return ""
-    length = (
-        f"{type(scheduler).__name__} has ended: it was made for {steps} steps with {counted(made.workers, 'worker')}"
-    )
-    if (planned or 0) > (made.steps or math.inf):
-        return (
-            f"{length}, and this run, which was resumed with more epochs, has {planned}. Training continues with the current "
-            "learning rate. To change the schedule, start a new run in another folder"
-        )
-    need = needed(max(made.workers, 1)) if made.changed else None
-    if need is None or need > steps:
-        return ""
-    return (
-        f"{length}, and the epochs have more steps, because fewer workers trained in a part of them (now there are {now}). Training "
-        "continues with the current learning rate. With ElasticConfig(batch='global'), the number of steps does not depend on the "
-        "workers"
-    )
+    def _step(self) -> None:
+        operator = self._operator
+        waits = operator.scheduler_step_freq == SCHEDULER_STEP_STEP and not operator._feed.step.closing
+        if not self._per_epoch and not waits and not operator._keeps_rate(self._scheduler):
+            step_in_order(self._scheduler)

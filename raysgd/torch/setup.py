@@ -161,12 +161,12 @@ def no_rows(*_: Any) -> NoReturn:
 def opened(dataset: Any, group: Any, *, named: bool) -> Any:
     """Return what `train(dataset=...)` sends to the workers. The rows of a Ray Dataset are read on
     the driver, and workers get a way to them."""
-    if dataset is None or (not RayData.is_given_as(dataset) and hasattr(dataset, "set_num_shards")):
-        return dataset
+    if dataset is None:
+        return None
     if not RayData.is_given_as(dataset):
         raise ConfigError(
-            f"dataset must be a raysgd.data.Dataset or a Ray Dataset, got {shown(dataset)}: pass one of these, or register "
-            "loaders and other iterables in setup with self.register_data(train_loader=...)"
+            f"dataset must be a Ray Dataset, got {shown(dataset)}: pass one, or register loaders and other iterables in setup with "
+            "self.register_data(train_loader=...)"
         )
     if named:
         no_rows()

@@ -153,7 +153,7 @@ class TorchTrainer(TrainerBase):
         make_backend = partial(strategy.make_backend, join_s=limits.join_s, collective_s=limits.collective_s)
         others = initialization_hook, make_backend, strategy.sharded, name, orphan_s
         engine = make_engine(self._factory, calls, resources, elastic, limits, *others)
-        self._compares = options.parallel is not None
+        self._compares = elastic.on_divergence is not None and options.parallel is not None
         self._loads = ShardedLoads(engine)
         super().__init__(engine, calls, num_workers, folder, resume=resume is not None)
 
@@ -172,12 +172,11 @@ class TorchTrainer(TrainerBase):
         """Train to the end of the epoch, or `num_steps` batches on each worker. Return what was
         measured.
 
-        `dataset` is used by this call instead of the registered data: a `raysgd.data.Dataset`, or a
-        Ray Dataset (from its first row on). `max_retries` is how many worker failures this call may
-        have (-1: any number). The operator's methods get `info`. With `profile=True`, the result
-        has the seconds of each part of a batch. With `reduce_results=False`, return a list with
-        each worker's own results, or with what the operator's `train_epoch` returned there if it is
-        no dict.
+        `dataset`, a Ray Dataset, is used by this call instead of the registered data, from its
+        first row on. `max_retries` is how many worker failures this call may have (-1: any number).
+        The operator's methods get `info`. With `profile=True`, the result has the seconds of each
+        part of a batch. With `reduce_results=False`, return a list with each worker's own results,
+        or with what the operator's `train_epoch` returned there if it is no dict.
         """
         check_call(num_steps, max_retries, info)
         check_flags(profile=profile, reduce_results=reduce_results)

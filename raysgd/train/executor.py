@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
-from raysgd.config import ElasticConfig, WorkerResources, at_least, refuse_comparison, refuse_rates
+from raysgd.config import ElasticConfig, WorkerResources, refuse_comparison, refuse_rates
 from raysgd.core.messages import FunctionReport
 from raysgd.core.policy import PLANNED, Recovery
 from raysgd.core.protocols import Call
@@ -45,8 +45,8 @@ from raysgd.train.errors import (
 from raysgd.train.replica import FunctionReplica, FunctionReplicaFactory
 from raysgd.train.run import FunctionRun, RoundResult, RunOptions, check_function, function_name, payload_of
 from raysgd.train.run_session import Codec, TrainingResultType
-from raysgd.train.settings import HANG_S, REPORTS_AHEAD, CheckpointConfig, check_failure_limit, check_strategy
-from raysgd.train.worker_group import TrainWorkerGroup, WorkerGroup, WorkersChanged, check_resources, limits_for
+from raysgd.train.settings import HANG_S, CheckpointConfig, check_failure_limit, check_strategy
+from raysgd.train.worker_group import WorkerGroup, WorkersChanged, check_resources, limits_for
 from raysgd.workers.calls import Blob
 from raysgd.workers.cluster import driver_address, ensure_cluster
 from raysgd.workers.ray_group import RayGroup
@@ -73,7 +73,6 @@ class BackendExecutor(RunCheckpoints):
     max_retries                      how many worker failures a run survives (-1: any number)
     elastic                          an `ElasticConfig`
     start_with                       how many workers are enough to start; by default all
-    max_reports_ahead                how many rounds of reports the function may be ahead
     """
 
     def __init__(
@@ -87,7 +86,6 @@ class BackendExecutor(RunCheckpoints):
         *,
         elastic: ElasticConfig | None = None,
         start_with: int | None = None,
-        max_reports_ahead: int = REPORTS_AHEAD,
     ) -> None:
         self._config, self._backend = backend_config, backend_of(backend_config)
         self._count, self._least = num_workers, start_with
@@ -95,8 +93,6 @@ class BackendExecutor(RunCheckpoints):
             num_workers, num_cpus_per_worker, num_gpus_per_worker, additional_resources_per_worker
         )
         check_failure_limit("max_retries", max_retries)
-        at_least("max_reports_ahead", max_reports_ahead, 1, whole=True)
-        self._reports_ahead = max_reports_ahead
         self._max_retries = max_retries
         self._elastic = elastic or ElasticConfig(hang_timeout_s=HANG_S)
         refuse_rates(self._elastic, "a training function owns its optimizers")
@@ -180,10 +176,6 @@ class BackendExecutor(RunCheckpoints):
         finally:
             self._group = self._hooks_group = None
             engine.stop()
-
-    def to_worker_group(self) -> TrainWorkerGroup:
-        """Return the objects in the workers. Their shutdown shuts this executor down."""
-        return TrainWorkerGroup(self._active(), self.shutdown)
 
     @property
     def is_started(self) -> bool:
@@ -271,7 +263,6 @@ class BackendExecutor(RunCheckpoints):
                 decode=self._backend.decode_data,
                 decode_checkpoint=functools.partial(_decoded, self._backend),
                 options=options,
-                ahead=self._reports_ahead,
             )
             self._running = claim
             engine.state_changed_by_hand(replaced=True)
@@ -302,7 +293,6 @@ class BackendExecutor(RunCheckpoints):
             try:
                 result = run.next_round(POLL_S)
             except queue.Empty:
-                run.tolerate_ahead()
                 on_poll()
                 continue
             on_poll()
@@ -317,7 +307,6 @@ class BackendExecutor(RunCheckpoints):
     def finish_training(self) -> list[Any]:
         """Wait for the function, also with rounds left. Return what every rank returned."""
         run = self._current("finish_training")
-        run.release()
         assert self._thread is not None
         while self._thread.is_alive():
             self._thread.join(POLL_S)

@@ -19,8 +19,8 @@ logger = logging.getLogger("raysgd")
 
 
 class TrainingIterator:
-    """Yields what all ranks reported in each round: a list of dicts. The function waits in
-    `train.report` when it is `max_reports_ahead` rounds ahead."""
+    """Yields what all ranks reported in each round: a list of dicts. The function does not wait for
+    that."""
 
     def __init__(
         self,

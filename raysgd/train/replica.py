@@ -179,9 +179,6 @@ class FunctionReplica:
     def apply_object(self, function: Callable[[Any], Any], only: int | None = None) -> Any:
         return function(self.instance) if only is None or only == self._rank_info.world_rank else None
 
-    def method(self, name: str, positional: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        return getattr(self.instance, name)(*positional, **named)
-
     # -- stopping -------------------------------------------------------------------------------------
 
     def _at_boundary(self) -> None:

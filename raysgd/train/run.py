@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 import pickle
 import queue
 import threading
@@ -23,9 +22,9 @@ from raysgd.train.checkpoint import Checkpoint
 from raysgd.train.checkpoint_manager import BackgroundWriter, CheckpointManager
 from raysgd.train.errors import ReportMismatchError
 from raysgd.train.run_session import Attempt
-from raysgd.train.settings import REPORTS_AHEAD
 
 DETAILED = "TRAIN_RESULT_ENABLE_DETAILED_AUTOFILLED_METRICS"
+UNSTORED_ROUNDS = 4  # how many rounds the ranks may be ahead of the storage
 CALLS = {"report": "train.report()", "checkpoint": "train.save_checkpoint()"}
 
 
@@ -60,14 +59,9 @@ class Rounds:
             return tuple(queue.popleft() for queue in self._waiting)
         return None
 
-    @property
-    def ahead(self) -> int:
-        """Return by how many rounds some rank is ahead of the slowest one."""
-        return max(map(len, self._waiting), default=0)
-
-    def reports_of(self, rank: int) -> Sequence[Report]:
-        """Return the reports of this rank whose rounds are incomplete."""
-        return self._waiting[rank]
+    def incomplete_of(self, rank: int) -> int:
+        """Return how many rounds in which this rank has reported are incomplete."""
+        return len(self._waiting[rank])
 
     def take_incomplete(self) -> list[Round]:
         """Remove and return the rounds that are still incomplete, oldest first."""
@@ -115,11 +109,10 @@ class ShardMaker(Protocol):
 
 @dataclass(frozen=True)
 class Waiting:
-    """A call of a rank that is not acknowledged: the number of its round, that among the rounds of
-    reports (0 for a checkpoint), and what acknowledges it."""
+    """A call of a rank that is not acknowledged: the number of its round, and what acknowledges
+    it."""
 
     number: int
-    report: int
     acknowledge: Callable[[], None]
 
 
@@ -153,10 +146,9 @@ class FunctionRun:
     Calls `fail` for errors in here, because reports are received while the engine is waiting for
     the function.
 
-    A rank continues when its call is acknowledged. It waits for that in a report while the user has
-    not fetched the last `ahead` rounds, and in any call while the storage is as many rounds behind.
-    So ranks that are in one round wait together: one that continued alone would wait for the others
-    in a collective call, which has a time limit.
+    A rank continues when its call is acknowledged: when it was received, unless the storage is
+    several rounds behind. So ranks that are in one round wait together: one that continued alone
+    would wait for the others in a collective call, which has a time limit.
     """
 
     def __init__(
@@ -168,14 +160,11 @@ class FunctionRun:
         decode: Callable[[dict[str, Any]], dict[str, Any]],
         decode_checkpoint: Callable[[bytes], bytes] = lambda payload: payload,
         options: RunOptions | None = None,
-        ahead: int = REPORTS_AHEAD,
     ) -> None:
         self.number, self.manager = number, manager
         self._fail, self._decode, self._decode_checkpoint = fail, decode, decode_checkpoint
-        self._ahead: float = ahead
-        self._room = ahead  # how many rounds the ranks may be ahead of the storage
-        self._fetched = self._lenience = 0
-        self._settled = self._unstored = 0  # rounds that the writer has done, and checkpoints that it has not
+        # Rounds that the writer has done, and checkpoints that it has not.
+        self._settled = self._unstored = 0
         self._waiting: list[Waiting] = []
         self._lock = threading.Lock()  # for `_waiting` and the numbers above it: three threads use them
         self._mismatched = False
@@ -220,10 +209,7 @@ class FunctionRun:
             if message.kind == "report":
                 metrics = self._decode(metrics)
             payload = bytes(memoryview(body)[split:]) if message.has_checkpoint else None
-            ahead = self._rounds.reports_of(message.rank)
-            number = self._closed + len(ahead) + 1
-            report = self.reports + sum(each.kind == "report" for each in ahead) + 1 if message.kind == "report" else 0
-            waiting = Waiting(number, report, acknowledge)
+            waiting = Waiting(self._closed + self._rounds.incomplete_of(message.rank) + 1, acknowledge)
             complete = self._rounds.add(Report(message.rank, message.kind, metrics, payload))
             if complete is not None:
                 self._close_round(complete)
@@ -292,19 +278,16 @@ class FunctionRun:
         with self._lock:
             self._waiting += more
             for each in list(self._waiting):
-                if everyone or (self._is_fetched(each) and self._is_stored(each)):
+                if everyone or self._is_stored(each):
                     each.acknowledge()
                     self._waiting.remove(each)  # after it, because Ctrl-C can come between the two
 
-    def _is_fetched(self, waiting: Waiting) -> bool:
-        return waiting.report < self._fetched + self._ahead + self._lenience
-
     def _is_stored(self, waiting: Waiting) -> bool:
-        return waiting.number <= self._settled + self._room or not self._unstored
+        return waiting.number <= self._settled + UNSTORED_ROUNDS or not self._unstored
 
     def keeps_ranks_waiting(self) -> bool:
-        """Return whether ranks wait for the user or for the storage."""
-        return bool(self._waiting) and (self.reports - self._fetched >= self._ahead or self._unstored > 0)
+        """Return whether ranks wait for the storage."""
+        return bool(self._waiting) and self._unstored > 0
 
     # -- the user's thread ----------------------------------------------------------------------------
 
@@ -313,24 +296,7 @@ class FunctionRun:
         result = self._complete.get(timeout=timeout)
         if result is None:
             self._complete.put(None)
-            return None
-        with self._lock:
-            self._fetched, self._lenience = self._fetched + 1, 0
-        self._let_continue()
         return result
-
-    def tolerate_ahead(self) -> None:
-        """Let ranks that are ahead continue: the user has waited for some time, and they may wait
-        for a round that others never report, or only after a collective call."""
-        if self._rounds.ahead:
-            with self._lock:
-                self._lenience = max(1, 2 * self._lenience)
-            self._let_continue()
-
-    def release(self) -> None:
-        """Let the function run to its end, because the user fetches no more rounds."""
-        self._ahead = math.inf
-        self._let_continue()
 
     def unfetched(self) -> list[RoundResult]:
         """Remove and return the rounds that are complete now."""

@@ -9,7 +9,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from raysgd.config import ElasticConfig, WorkerResources, at_least, check_flags, one_of
+from raysgd.config import ElasticConfig, WorkerResources, check_flags, one_of
 from raysgd.errors import ConfigError, suggesting_fields
 from raysgd.storage.masking import mask
 
@@ -17,8 +17,6 @@ C = TypeVar("C", bound=type)
 # The default limit for hangs. It is long, because raysgd does not know how long the steps of a function take.
 HANG_S = 1800.0
 TIMESTAMP = "_timestamp"
-# How many rounds of reports a function may be ahead of what was fetched.
-REPORTS_AHEAD = 4
 # Arguments of Ray's classes, and of raysgd's other trainers, that these do not have, and what to do instead.
 ENDS = (
     "the workers of a training function end with the script. Report checkpoints in the function, and resume from the newest "
@@ -215,7 +213,6 @@ class RunConfig:
     failure_config     a FailureConfig
     checkpoint_config  a CheckpointConfig
     callbacks          called with every round of reports
-    max_reports_ahead  how many rounds of reports the function may be ahead of the callbacks
     """
 
     name: str | None = None
@@ -223,10 +220,8 @@ class RunConfig:
     failure_config: FailureConfig | None = None
     checkpoint_config: CheckpointConfig | None = None
     callbacks: Sequence[Any] | None = None
-    max_reports_ahead: int = REPORTS_AHEAD
 
     def __post_init__(self) -> None:
-        at_least("max_reports_ahead", self.max_reports_ahead, 1, whole=True)
         if self.name is not None and (not isinstance(self.name, str) or not self.name or "/" in self.name):
             raise ConfigError(f"RunConfig's name must be the name of a directory, without '/', got {self.name!r}")
         if self.storage_path is not None and not isinstance(self.storage_path, (str, Path)):

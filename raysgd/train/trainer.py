@@ -28,8 +28,8 @@ from raysgd.train.executor import FunctionJob, executor_maker
 from raysgd.train.iterator import TrainingIterator
 from raysgd.train.run import RunOptions, check_function, function_name
 from raysgd.train.run_session import trial_functions
-from raysgd.train.settings import REPORTS_AHEAD, CheckpointConfig, without_rays_own
-from raysgd.train.worker_group import TrainWorkerGroup, WorkerGroup
+from raysgd.train.settings import CheckpointConfig, without_rays_own
+from raysgd.train.worker_group import WorkerGroup
 from raysgd.workers.tracebacks import folding
 
 __all__ = ["Trainer", "get_backend_config_cls", "in_order"]
@@ -69,9 +69,7 @@ class Trainer(RunCheckpoints):
 
     `logdir` is a path, or a URI such as `s3://bucket/runs`: then checkpoints are stored there, and
     what callbacks write in `~/ray_results` is copied there when a run ends. `max_retries` is how
-    many worker failures one run survives (-1: any number). `max_reports_ahead` is how many rounds
-    of reports the function may be ahead of what was fetched; with 1, each `train.report` waits
-    until its round was fetched.
+    many worker failures one run survives (-1: any number).
     """
 
     def __init__(
@@ -84,7 +82,6 @@ class Trainer(RunCheckpoints):
         max_retries: int = 3,
         *,
         elastic: ElasticConfig | None = None,
-        max_reports_ahead: int = REPORTS_AHEAD,
     ) -> None:
         config = parse_backend(backend)
         check_flags(use_gpu=use_gpu)
@@ -92,9 +89,7 @@ class Trainer(RunCheckpoints):
             raise ConfigError(f"elastic must be a raysgd.ElasticConfig, got {elastic!r}")
         wanted = WorkerResources.parse(1, use_gpu, resources_per_worker, gpu_asked=use_gpu)
         self._count, self._worker = num_workers, wanted
-        self._make = executor_maker(
-            config, num_workers, wanted, max_retries, elastic=elastic, max_reports_ahead=max_reports_ahead
-        )
+        self._make = executor_maker(config, num_workers, wanted, max_retries, elastic=elastic)
         self._executor = self._make()
         self.storage, self.logdir = _make_places(logdir)
         self._earlier = max(_newest_run(self.storage), _newest_run(self.logdir))
@@ -234,17 +229,6 @@ class Trainer(RunCheckpoints):
         """Call `func` with these arguments on rank 0 only, and return its value."""
         self._check_started()
         return self._executor.worker_group.execute_object(func, args, kwargs, only=0)[0]
-
-    def to_worker_group(self, train_cls: type, *args: Any, **kwargs: Any) -> TrainWorkerGroup:
-        """Start workers that each hold an object of `train_cls`, with the backend set up, and
-        return them for Ray calls. Shut the group down when you no longer need it."""
-        if self._executor.is_started:
-            raise TrainBackendError(
-                "to_worker_group() starts workers of its own: create a new Trainer for it, and do not start it"
-            )
-        executor = self._make()
-        executor.start(None, train_cls, args, kwargs)
-        return executor.to_worker_group()
 
     def to_tune_trainable(self, train_func: Callable[..., Any], dataset: Any = None) -> Any:
         """Return a Tune Trainable class (extra: tune). Each trial runs `train_func` on workers like

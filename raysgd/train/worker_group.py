@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import functools
-import os
-import platform
 from collections.abc import Callable, Mapping, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 from raysgd.config import ElasticConfig, Limits, WorkerResources, at_least
-from raysgd.core.network import own_address
 from raysgd.core.protocols import Call
 from raysgd.core.ranks import SingleWorkerBackend
 from raysgd.engine.call import Job
 from raysgd.engine.engine import Engine
 from raysgd.environment import FUNCTION_START_LIMIT, seconds_from_environment, start_limit_s
 from raysgd.errors import ConfigError, TrainingFailedError
-from raysgd.torch.devices import visible_gpus
 from raysgd.train.errors import InactiveWorkerGroupError, TrainingWorkerError
 from raysgd.train.replica import FunctionReplica, FunctionReplicaFactory
 from raysgd.train.run_session import Codec
@@ -79,7 +74,7 @@ class WorkerGroup:
         if placement_group not in (None, "default"):
             raise ConfigError(
                 f"WorkerGroup cannot use the placement group {placement_group!r}, because raysgd requests each worker's "
-                "resources separately, so that workers can be added and replaced: leave out placement_group"
+                "resources separately, so that workers can be replaced: leave out placement_group"
             )
         self._resources = check_resources(
             num_workers, num_cpus_per_worker, num_gpus_per_worker, additional_resources_per_worker
@@ -133,16 +128,6 @@ class WorkerGroup:
         if engine is not None:
             engine.stop(force=patience_s <= 0)
 
-    @property
-    def workers(self) -> list[SimpleNamespace]:
-        """Return each worker's object, `actor`, and its process, `metadata`, by rank."""
-        engine = self._active
-        known = zip(engine.nodes, self.execute(_metadata), strict=True)
-        return [
-            SimpleNamespace(actor=RemoteObject(engine, rank), metadata=SimpleNamespace(node_id=node, **process))
-            for rank, (node, process) in enumerate(known)
-        ]
-
     def __len__(self) -> int:
         if self._engine is None:
             return 0
@@ -165,18 +150,6 @@ class WorkerGroup:
         """Call `func(*args, **kwargs)` on the rank `worker_index`. Return its value."""
         self._check_index(worker_index)
         return self._call(func, args, kwargs, worker_index)[worker_index]
-
-    def execute_async(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """Call `func(*args, **kwargs)` on every worker, and return Ray references to the values,
-        for ray.get, which raises Ray's errors for failed workers."""
-        return [self.execute_single_async(rank, func, *args, **kwargs) for rank in range(len(self))]
-
-    def execute_single_async(self, worker_index: int, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Return a Ray reference to `func(*args, **kwargs)` on the rank `worker_index`."""
-        self._check_index(worker_index)
-        engine = self._active
-        call = Call(FunctionReplica.apply, {"function": engine.pack(functools.partial(func, *args, **kwargs))})
-        return engine.reference(worker_index, call)
 
     def execute_object(self, func: Callable[..., Any], args: Any, kwargs: Any, only: int | None = None) -> list[Any]:
         """Return what `func(obj, *args, **kwargs)` returns on all workers, or on `only` one."""
@@ -216,57 +189,3 @@ class WorkerGroup:
     def _check_index(self, index: Any) -> None:
         if not isinstance(index, int) or not 0 <= index < len(self):
             raise ConfigError(f"worker_index must be a rank from 0 to {len(self) - 1}, got {index!r}")
-
-    # -- members --------------------------------------------------------------------------------------
-
-    def add_workers(self, num_workers: int) -> None:
-        """Start `num_workers` more workers, which get the next ranks."""
-        self._active.resize(len(self) + num_workers)
-
-    def remove_workers(self, worker_indexes: Sequence[int]) -> None:
-        """End the workers with these `worker_indexes`. Ranks become consecutive again."""
-        ranks = sorted(set(worker_indexes))
-        for rank in ranks:
-            self._check_index(rank)
-        if len(ranks) == len(self):
-            raise ConfigError("remove_workers() would leave no workers: use shutdown()")
-        self._active.remove(ranks)
-
-
-def _metadata() -> dict[str, Any]:
-    """Return what Ray Train 1.x knew about a worker's process."""
-    gpus = [gpu for gpu in visible_gpus().split(",") if gpu]
-    return {"node_ip": own_address(), "hostname": platform.node(), "gpu_ids": gpus, "pid": os.getpid()}
-
-
-class RemoteObject:
-    """The user's object in one worker: `worker.method.remote(...)` returns a Ray reference."""
-
-    def __init__(self, engine: Engine, rank: int) -> None:
-        self._engine, self._rank = engine, rank
-
-    def __getattr__(self, name: str) -> SimpleNamespace:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return SimpleNamespace(remote=functools.partial(self._call, name))
-
-    def _call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
-        if not self._engine.active:
-            raise InactiveWorkerGroupError("this worker group was shut down")
-        arguments = {"name": method, "positional": self._engine.pack(args), "named": self._engine.pack(kwargs)}
-        return self._engine.reference(self._rank, Call(FunctionReplica.method, arguments))
-
-
-class TrainWorkerGroup(list[RemoteObject]):
-    """Objects of the user's class, one in each worker, by rank, with the backend set up."""
-
-    def __init__(self, engine: Engine, shutdown: Callable[[], None]) -> None:
-        super().__init__(RemoteObject(engine, rank) for rank in range(engine.world_size))
-        self._engine, self._shutdown = engine, shutdown
-
-    def shutdown(self, patience_s: float = PATIENCE_S) -> None:
-        """End the workers after they have closed what they host; with `patience_s=0`, at once."""
-        if patience_s <= 0:
-            self._engine.stop(force=True)
-        if self._engine.active or patience_s <= 0:  # afterwards, the workers may be those of a new start
-            self._shutdown()

@@ -126,6 +126,7 @@ class OperatorBase:
         # Of the running loop, if there is one: how many epochs it has, and how many batches each call of `train`.
         self._run_length: tuple[int | None, int | None] = (None, None)
         self._last_epoch = 0  # with which the running call of `train` ends
+        self._planned_steps: int | None = None  # the most that `total_steps` has returned
 
     # -- what users override --------------------------------------------------------------------------
 
@@ -283,7 +284,7 @@ class OperatorBase:
                 "total_steps(epochs=..., num_steps=...), and train with the same num_steps"
             )
         steps = optimizer_steps(epochs, batches=batches, num_steps=num_steps, window=self._batches_per_step)
-        self._note_planned(steps, epochs, num_steps)
+        self._planned_steps = max(steps, self._planned_steps or 0)  # a call for a warm-up returns fewer
         return steps
 
     # -- for the default methods ----------------------------------------------------------------------
@@ -297,9 +298,6 @@ class OperatorBase:
     def _batches_per_epoch(self, workers: int) -> int | None:
         """Return how many batches an epoch has for each of these workers, None if that is not known
         in advance."""
-
-    def _note_planned(self, steps: int, epochs: int, num_steps: int | None) -> None:
-        """Note what `total_steps` returns."""
 
     def _train_data(self, name: str) -> Any:
         """Return the registered training data for `total_steps`."""

@@ -48,14 +48,11 @@ class Position:
     counted        epochs for users that have begun, if these are calls with a number of steps
                    (Keras' `steps_per_epoch`)
     offset, ended  the position in the current epoch, and whether the epoch has ended
-    stream         the position in a data set passed to `train(dataset=...)`
-    parked         the epoch's position while a call trains on such a data set
+    parked         the epoch's position while a call trains on a data set of its own
     left_out       batches in a row up to now whose step was left out (`LeaveOut`)
-    plan           the `StepPlan` that schedules follow, as a tuple; empty once a warning said that
-                   their plan does not hold
-    planned        how many of its steps the schedules have made
     batch_mode     what was decided about the batch (`BatchMode`), as a tuple
-    made_for       the workers and steps that the schedules were made for (`MadeFor`), as a tuple
+    made_for       for how many workers the schedules were made, and for how many steps, if
+                   `total_steps()` has counted them
     call           the number of the current call, or of the last one. The following belong to it:
     call_batches   batches committed
     call_expected  batches that the call will have, if that is known
@@ -77,29 +74,22 @@ class Position:
     call_units: int = 0
     call_done: bool = False
     call_epoch: int = 0
-    stream: int = 0
     left_out: int = 0
-    planned: int = 0
-    plan: Any = None
     batch_mode: Any = None
     made_for: Any = None
     parked: list[Any] | None = None
 
-    def set_aside(self, *, restart: bool = False) -> None:
-        """Store the epoch's position, because a call on another data set begins, and use the
-        stream's position; with `restart`, its beginning."""
+    def set_aside(self) -> None:
+        """Store the epoch's position, because a call on another data set begins."""
         if self.parked is None:
-            self.parked = [self.offset, self.ended, self.stream if restart else None]
-            self.offset, self.ended = 0 if restart else self.stream, False
+            self.parked, self.offset, self.ended = [self.offset, self.ended], 0, False
             self.epoch += 1
             self.call_epoch = self.epoch
 
     def resume_epoch(self) -> None:
         """Restore the epoch's position, if it was stored."""
         if self.parked is not None:
-            stream, self.offset, self.ended = self.offset, self.parked[0], self.parked[1]
-            self.stream = stream if self.parked[2] is None else self.parked[2]
-            self.parked = None
+            (self.offset, self.ended), self.parked = self.parked[:2], None
 
     @property
     def users_epoch(self) -> int:
@@ -112,9 +102,8 @@ class Position:
     def adopt(self, values: Mapping[str, Any]) -> None:
         for each in fields(self):
             setattr(self, each.name, values.get(each.name, each.default))
-        self.plan = None if self.plan is None else tuple(self.plan)  # JSON makes a list of it
-        self.batch_mode = None if self.batch_mode is None else tuple(self.batch_mode)
-        self.made_for = None if self.made_for is None else tuple(self.made_for)
+        self.batch_mode = None if self.batch_mode is None else tuple(self.batch_mode)  # JSON makes a list of it
+        self.made_for = None if self.made_for is None else tuple(self.made_for)[:2]
 
     def commit(self, step: Step) -> None:
         """Count what a step has trained. From now on its batches are never drawn again."""

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 import numpy as np
 
 BLOCK = 4096
-# Up to the first size all elements are read. Of larger models, one comparison reads the second one, and later ones read the rest.
-ALL_BYTES, SOME_BYTES = 64 << 20, 8 << 20
 # How far apart two ranks may be, as a fraction of a parameter's norm (or of the model's mean square, if that is larger, because a bias
 # can be near zero). All ranks apply the same averaged gradients, so nothing amplifies a difference between them. What differs on
 # processors of two types is the rounding of single operations, by one unit in the last place: 6e-8 in float32, and after n steps at
@@ -30,8 +28,8 @@ ROUGH = {"float16": 2e-3, "bfloat16": 1.6e-2}
 class Products:
     """What was calculated of a parameter.
 
-    products  one number for each block that was read, or the elements of a small parameter
-    elements  how many elements were read
+    products  one number for each block, or the elements of a small parameter
+    elements  how many elements it has
     kind      their type
     """
 
@@ -46,24 +44,6 @@ def direction() -> np.ndarray:
     variance 1."""
     vector: np.ndarray = (np.random.default_rng(0).random(BLOCK) * 2 - 1) * np.sqrt(3.0)
     return vector
-
-
-def share_of(total_bytes: int) -> float:
-    """Return which part of the elements one comparison reads."""
-    return 1.0 if total_bytes <= ALL_BYTES else SOME_BYTES / total_bytes
-
-
-def window(elements: int, share: float, turn: int) -> tuple[int, int]:
-    """Return the elements of a parameter that a comparison reads: whole blocks, and after enough
-    turns each of them once.
-
-    >>> window(3 * BLOCK + 1, 0.5, 0), window(3 * BLOCK + 1, 0.5, 1), window(3 * BLOCK + 1, 0.5, 2)
-    ((0, 8192), (8192, 12289), (0, 8192))
-    """
-    blocks = -(-elements // BLOCK)
-    taken = max(int(blocks * share), 1)
-    start = turn % max(-(-blocks // taken), 1) * taken * BLOCK
-    return start, min(start + taken * BLOCK, elements)
 
 
 def numbers(read: Mapping[str, Products]) -> dict[str, list[float]]:

@@ -49,6 +49,7 @@ Phase = Literal["train", "validation", "test"]
 # The phases of calls that read data; all other calls are made between those of training.
 PHASES: dict[str, Phase] = {"validate": "validation", "test": "test"}
 CALLS: dict[Phase, str] = {"train": "train", "validation": "validate", "test": "test"}
+COMPARED_STEPS = 50  # after so many steps of a run, the ranks' weights are compared
 NOT_RESUMABLE = (
     "AutoCheckpoint(every=...) with batches or seconds saves within an epoch, but nothing can save the place in an iterable "
     "without a length, or in data that the operator divides itself: pass every='epoch', or register a DataLoader of a data set "
@@ -129,7 +130,8 @@ class ReplicaBase(ABC):
         self.half_loaded = False  # this state is a part of one and a part of another
         self._undone_from: dict[str, Any] | None = None  # the random state before a step that was interrupted
         self._snapshots = Snapshotter(settings.snapshot_every, control)
-        self._compare_every, self._compare_at = settings.elastic.compare_every, math.inf
+        # The step after which the driver gets a summary of the weights, and whether it has got one.
+        self._summary_at, self._summarized = math.inf, False
         self._seed_place("train", 0, self.rank)
 
     @classmethod
@@ -176,11 +178,12 @@ class ReplicaBase(ABC):
         epochs: int | None = None,
         counts: bool = False,
         reduced: bool = True,
+        compares: bool = False,
     ) -> Any:
         """Train the rest of the epoch, or of `num_steps`, from the current position. With
         `pause_at`, pause after this step. The call belongs to a loop over `epochs`, if there is
         one. With `counts`, its `num_steps` are an epoch. Unless results are `reduced`, the operator
-        may return any object."""
+        may return any object. The driver `compares` the ranks' weights."""
         position, operator = self._position, self.operator
         new = call != position.call
         if new and dataset is None:
@@ -188,7 +191,8 @@ class ReplicaBase(ABC):
         done = not position.open_call(call)
         if new and (counts or (position.counted and num_steps is None)):
             position.count_call(num_steps or 1)
-        self._plan_comparison()
+        if compares and not self._summarized and self._rank_info.world_size > 1:
+            self._summary_at = position.step + COMPARED_STEPS  # the same on all ranks, as none has sent one
         if done:
             self.take_snapshot()  # the rank that was the first when the call ended may have failed before it sent its own
             return Measured({"epoch": position.users_epoch}, position.call_units)
@@ -267,7 +271,7 @@ class ReplicaBase(ABC):
             policy(step)
         if not counts:
             return
-        if (feed.training and position.step >= self._compare_at) or self._control.due(last=failed):
+        if (feed.training and position.step >= self._summary_at) or self._control.due(last=failed):
             self._report(feed)
         if snapshots.within_epochs and feed.training and not failed and snapshots.due_after_batch(position.step):
             self.take_snapshot(room_s=ROOM_S)
@@ -275,8 +279,9 @@ class ReplicaBase(ABC):
     def _report(self, feed: Feed) -> None:
         """Report the progress, with a summary of the weights if that is due."""
         progress = replace(self._position.progress(feed.call), batches=feed.position.call_batches)
-        if feed.training and self._position.step >= self._compare_at:
-            progress = replace(progress, summary=self._summary_of_steps())
+        if feed.training and self._position.step >= self._summary_at:
+            progress = replace(progress, summary=self.summarize())
+            self._summary_at, self._summarized = math.inf, True
         self._control.report(progress, self._partial_to_report())
 
     def _epoch_arguments(self, batches: Iterator[Any], info: dict[str, Any] | None, num_steps: int | None) -> Any:
@@ -316,23 +321,9 @@ class ReplicaBase(ABC):
             optimizers = ", ".join(type(each).__name__ for each in self.operator._parts.optimizers)
             self.operator._warn_once(NO_STEP, optimizers, position.call_batches, self.how_to_step)
 
-    def _plan_comparison(self) -> None:
-        """Set the next step after which ranks report a summary, which is the same for all ranks
-        that are at the same step."""
-        every, self._compare_at = self._compare_every, math.inf
-        if every is not None and self._rank_info.world_size > 1:
-            self._compare_at = (self._position.step // every + 1) * every
-
-    def _summary_of_steps(self) -> str:
-        """Return the summary that is due, and plan the next one."""
-        assert self._compare_every is not None
-        self._plan_comparison()
-        return self.summarize(self._position.step // self._compare_every)
-
-    def summarize(self, turn: int) -> str:
-        """Return a summary of the weights, as text. Of a large model, each `turn` looks at other
-        elements."""
-        return self._summary(turn).as_text()
+    def summarize(self) -> str:
+        """Return a summary of the weights, as text."""
+        return self._summary().as_text()
 
     def _end_call(self) -> None:
         """Note that a call of `train` is done."""
@@ -717,7 +708,7 @@ class ReplicaBase(ABC):
         cannot be noticed."""
 
     @abstractmethod
-    def _summary(self, turn: int) -> Summary:
+    def _summary(self) -> Summary:
         """Return what this rank reports for a comparison with the other ranks."""
 
     @abstractmethod

@@ -16,7 +16,7 @@ class ReplicaSettings:
     threads         how many cores a worker may use; None: all
     snapshot_every  `ElasticConfig.snapshot_every`
     seed            the trainer's `seed`
-    elastic         the trainer's: `compare_every`, `batch` and `lr` are for replicas
+    elastic         the trainer's: `batch` and `lr` are for replicas
     measures        what the workers measure for callbacks: `MEASURES` of raysgd.callbacks.monitors
     """
 

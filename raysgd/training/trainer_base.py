@@ -52,8 +52,7 @@ class TrainerBase(ABC):
     # How many batches `validate` uses by default; None: all.
     _validation_steps: int | None = None
     _factory: OperatorReplicaFactory  # of the workers
-    # Whether synchronous training keeps the ranks' weights equal.
-    _compares = True
+    _compares: bool  # whether the ranks' weights are compared
 
     def __init__(
         self,
@@ -222,7 +221,7 @@ class TrainerBase(ABC):
         arguments = {"num_steps": num_steps, "profile": profile, "info": self._packed(info), **more}
         self._saves.raise_failed()
         self._loops.begin_call(num_steps)
-        arguments["epochs"] = self._loops.epochs
+        arguments["epochs"], arguments["compares"] = self._loops.epochs, self._compares
         if self._calls.named is not None and self._loops.epochs is None:
             self._calls.named.warn_of_plain_loop(self._engine.progress.epoch)
         return Job(

@@ -19,11 +19,10 @@ from typing import Any
 
 from raysgd.core.connection import ControlAddress
 from raysgd.core.messages import PerformCall
-from raysgd.core.outcomes import Failed, Ok, Outcome, WorkerFailed
+from raysgd.core.outcomes import Outcome, WorkerFailed
 from raysgd.core.protocols import ProcessGroupBackend
-from raysgd.errors import described
 from raysgd.storage.durable import own_folder, private_place
-from raysgd.workers.calls import from_parts, unpickled
+from raysgd.workers.calls import from_parts
 from raysgd.workers.control_client import ControlClient
 from raysgd.workers.gpu_faults import fault_in
 from raysgd.workers.keeper import WorkerTenure
@@ -97,8 +96,7 @@ class WorkerActor:
         thread.join(timeout=WITNESS_S)
 
     def serve(self, term: int = 0) -> None:
-        """Perform calls from the control connection, until one was submitted to Ray; the driver
-        calls this again."""
+        """Perform calls from the control connection, until it ends."""
         watch, calls = self._client.watch, self._client.calls
         while term == self._term and not watch.has_ended and isinstance(message := calls.get(), PerformCall):
             if watch.has_ended:
@@ -121,17 +119,6 @@ class WorkerActor:
         if verb in ("join", "warm"):
             self._client.generation = message.generation
         return self._host.perform(verb, arguments)
-
-    def value(self, verb: str, arguments: dict[str, Any]) -> Any:
-        """Perform a call whose Ray reference the user holds. Return its value, or raise."""
-        outcome = self._host.perform(verb, arguments)
-        if isinstance(outcome, Ok):
-            return unpickled(outcome.value)
-        if not isinstance(outcome, Failed):
-            raise RuntimeError(f"the call was interrupted: {outcome}")
-        if not isinstance(outcome.error, Exception):  # Ray handles KeyboardInterrupt, for example, in its own way
-            raise RuntimeError(f"the function raised {described(outcome.error)}") from outcome.error
-        raise outcome.error
 
     def _on_sigterm(self, signum: int, frame: FrameType | None) -> None:
         """Report a preemption notice to the driver. A second SIGTERM ends the process."""

@@ -96,7 +96,7 @@ class ControlClient:
             self._address, self._connection, self._writable = address, connection, writable
             self.watch, self.call = DriverWatch(self._orphan_s, time.monotonic()), -1
             # What the driver asks the main thread to do.
-            self.calls: queue.SimpleQueue[messages.PerformCall | messages.FreeMainThread] = queue.SimpleQueue()
+            self.calls: queue.SimpleQueue[messages.PerformCall | None] = queue.SimpleQueue()  # None: wait for no more
         self.control.giving = partial(Giving, address, self._worker, waiting=self._waiting)
         self.control.take = partial(take, address, self._worker, waiting=self._waiting)
         for each in (before, bulk):
@@ -227,7 +227,7 @@ class ControlClient:
                 if self._open and self.watch is watch:
                     self.on_driver_ended()
                 watch.has_ended = True
-                calls.put(messages.FreeMainThread())  # also if it was freed when the driver did not answer
+                calls.put(None)  # also if it has ended the wait when the driver did not answer
                 continue
             watch.heard(time.monotonic())
             try:
@@ -236,7 +236,7 @@ class ControlClient:
                 logger.exception("%s could not be carried out", type(message).__name__)
 
     def _handle(self, message: messages.Message) -> None:
-        if isinstance(message, messages.PerformCall | messages.FreeMainThread):
+        if isinstance(message, messages.PerformCall):
             self.calls.put(message)
         elif isinstance(message, messages.Interrupt):
             if message.generation >= self.generation:
@@ -277,7 +277,7 @@ class ControlClient:
             if (connection := self.waited_on) is not None:
                 with contextlib.suppress(OSError):  # it has ended
                     connection.shutdown(socket.SHUT_RDWR)
-            self.calls.put(messages.FreeMainThread())
+            self.calls.put(None)
         elif due == "leave":
             self._abort()
         elif due == "end":

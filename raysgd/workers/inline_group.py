@@ -64,9 +64,6 @@ class InlineGroup:
         self._transfers[transfer.name] = transfer
         return transfer
 
-    def reference(self, worker: str, verb: str, arguments: dict[str, Any]) -> Any:
-        raise RuntimeError("the inline worker is this process, so there are no Ray references: pass use_ray=True")
-
     def rows(self, dataset: Any) -> RowReader:
         if id(dataset) not in self._rows:
             self._rows[id(dataset)] = local_row_reader("given", dataset, None), dataset

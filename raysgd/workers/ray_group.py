@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 from raysgd.config import WorkerResources
-from raysgd.core.messages import FreeMainThread, KillProcess, Message, PerformCall, PreemptionNotice, StartDealer
+from raysgd.core.messages import KillProcess, Message, PerformCall, PreemptionNotice, StartDealer
 from raysgd.core.network import allow_connections
 from raysgd.core.outcomes import Failed
 from raysgd.core.policy import OUT_OF_STEP, UNREACHABLE
@@ -202,12 +202,6 @@ class RayGroup:
         """End the transfers of a call that has ended, or whose outcome is not needed."""
         while handle.transfers:
             handle.transfers.pop().close()
-
-    def reference(self, worker: str, verb: str, arguments: dict[str, Any]) -> Any:
-        require_ray(self._session)
-        reference = self._handles[worker].actor.value.remote(verb, arguments)
-        self.control.send(worker, FreeMainThread())
-        return reference
 
     def pack(self, value: Any) -> Any:
         """Return the user's object pickled, by value. TypeError: it cannot be pickled."""

@@ -73,9 +73,6 @@ class WorkerGroupProtocol(Protocol):
     def dismiss(self, worker: str) -> None:
         """End a worker that is not needed, and free its resources. No event follows."""
 
-    def reference(self, worker: str, verb: str, arguments: dict[str, Any]) -> Any:
-        """Return a Ray reference to the result of a call, for the user to wait for."""
-
     def pack(self, value: Any) -> Any:
         """Return a user's object in the form in which it is sent as an argument."""
 

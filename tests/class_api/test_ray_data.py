@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import ElasticConfig, TorchTrainer
 from raysgd.data import RayData
@@ -119,6 +120,19 @@ def test_a_data_set_for_one_call() -> None:
             trainer.train(dataset=RayData(table().map_batches(broken, concurrency=1), features=["a", "b"], target="y"))
         second = trainer.train(dataset=data, num_steps=3)
         assert second["num_samples"] == 24 and second["train_loss"] < first["train_loss"]
+
+
+def test_the_registered_loader_keeps_its_position() -> None:
+    """After a call on another data set, and after one that ended in an error."""
+    loader = DataLoader(TensorDataset(torch.ones(12, 2), torch.ones(12)), batch_size=4)
+    with TorchTrainer(training_operator_cls=Plain, config={"data": loader}) as trainer:
+        trainer.train(num_steps=1)
+        assert (
+            trainer.train(dataset=RayData(table(), batch_size=8, features=["a", "b"], target="y"))["batch_count"] == 8
+        )
+        with pytest.raises(ConfigError, match="no column z"):
+            trainer.train(dataset=RayData(table(), batch_size=4, features="z", target="y"))
+        assert trainer.train()["batch_count"] == 2
 
 
 def test_invalid_data_is_named() -> None:

@@ -57,16 +57,15 @@ class Direct:
 
 
 class OnWorkers:
-    """The function runs on the workers of one trainer, which all tests share. It may be `ahead` rounds of reports ahead."""
+    """The function runs on the workers of one trainer, which all tests share."""
 
-    def __init__(self, ranks: int, folder: Path, *, ahead: int) -> None:
-        self.ranks, self.ahead = ranks, ahead
+    def __init__(self, ranks: int, folder: Path) -> None:
+        self.ranks = ranks
         self.trainer = Trainer(
             "none",
             num_workers=ranks,
             logdir=folder,
             max_retries=1,
-            max_reports_ahead=ahead,
             elastic=ElasticConfig(hang_timeout_s=60),
         )
         self.trainer.start()
@@ -86,14 +85,14 @@ class OnWorkers:
 
 @pytest.fixture(scope="module")
 def one(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OnWorkers]:
-    made = OnWorkers(1, tmp_path_factory.mktemp("one"), ahead=1)
+    made = OnWorkers(1, tmp_path_factory.mktemp("one"))
     yield made
     made.trainer.shutdown()
 
 
 @pytest.fixture(scope="module")
 def several(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OnWorkers]:
-    made = OnWorkers(2, tmp_path_factory.mktemp("several"), ahead=2)
+    made = OnWorkers(2, tmp_path_factory.mktemp("several"))
     yield made
     made.trainer.shutdown()
 
@@ -237,17 +236,15 @@ def test_reports_and_checkpoints_of_any_size_arrive(two: OnWorkers) -> None:
 
 
 def test_a_report_that_cannot_be_sent_is_not_counted(workers: OnWorkers) -> None:
-    """Otherwise each such error would let the function fall behind what it may be ahead, until it waits for ever."""
-
     def function() -> None:
-        for step in range(workers_ahead + 1):
+        for step in range(3):
             with contextlib.suppress(TypeError):
                 train.report(step=threading.Lock())
             train.report(step=step)
 
-    workers_ahead, listener = workers.ahead, Listener("_training_iteration")
+    listener = Listener("_training_iteration")
     workers.run(function, callbacks=[listener])
-    assert listener.rounds == [[number] * workers.ranks for number in range(1, workers.ahead + 2)]
+    assert listener.rounds == [[number] * workers.ranks for number in range(1, 4)]
 
 
 def test_a_round_appears_when_its_last_rank_has_reported(two: OnWorkers, tmp_path: Path) -> None:
@@ -270,8 +267,6 @@ def test_a_round_appears_when_its_last_rank_has_reported(two: OnWorkers, tmp_pat
 
 
 def test_a_rank_that_reports_more_often_is_named(two: OnWorkers) -> None:
-    """It waits for a round that never comes, and is let through, so that the error can come."""
-
     def function() -> None:
         train.report(step=0)
         for step in range(1, 9):
@@ -304,34 +299,21 @@ def test_ranks_that_make_different_calls_are_named(two: OnWorkers) -> None:
     assert two.run(lambda: 1) == [1, 1]
 
 
-def begins_reports(config: dict[str, Any]) -> int:
-    """Make eight reports, and write the number of the one that is about to be made."""
-    for number in range(1, 9):
-        Path(config["folder"], f"rank{train.world_rank()}").write_text(str(number))
-        train.report(step=number)
-    return train.world_rank()
+def test_a_function_does_not_wait_for_who_reads_its_rounds(workers: OnWorkers, tmp_path: Path) -> None:
+    def function(config: dict[str, str]) -> int:
+        for step in range(9):
+            train.report(step=step)
+        Path(config["folder"], f"rank{train.world_rank()}").touch()
+        wait_for(Path(config["folder"], "go"))
+        return train.world_rank()
 
-
-def test_a_report_returns_when_the_function_is_not_too_far_ahead(workers: OnWorkers, tmp_path: Path) -> None:
-    files = [tmp_path / f"rank{rank}" for rank in range(workers.ranks)]
-
-    def begun(expected: int) -> list[int]:
-        """Wait until all ranks have begun this report. Return which they have begun a little later."""
-        deadline = time.monotonic() + DEADLINE_S
-        while any(not file.exists() or file.read_text() < str(expected) for file in files):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        time.sleep(0.2)
-        return [int(file.read_text()) for file in files]
-
-    rounds = workers.iterate(begins_reports, {"folder": str(tmp_path)})
-    ahead = workers.ahead
-    assert begun(ahead) == [ahead] * workers.ranks, "before anything is fetched"
-    with pytest.raises(TrainBackendError, match=r"begins_reports.*get_final_results\(force=True\)"):
-        workers.run(begins_reports)
-    for fetched in (1, 2):
-        assert [row["step"] for row in next(rounds)] == [fetched] * workers.ranks
-        assert begun(ahead + fetched) == [ahead + fetched] * workers.ranks
+    rounds = workers.iterate(function, {"folder": str(tmp_path)})
+    for rank in range(workers.ranks):
+        wait_for(tmp_path / f"rank{rank}")
+    with pytest.raises(TrainBackendError, match=r"function.*get_final_results\(force=True\)"):
+        workers.run(function, {"folder": str(tmp_path)})
+    (tmp_path / "go").touch()
+    assert [row["step"] for row in next(rounds)] == [0] * workers.ranks
     assert rounds.get_final_results(force=True) == [*range(workers.ranks)]
 
 
@@ -354,14 +336,17 @@ def test_the_iterator_yields_the_rounds_and_then_has_the_results(workers: OnWork
     assert workers.trainer.latest_checkpoint["step"] == 2, "checkpoints are received anyway"
 
 
-def test_the_iterator_raises_the_functions_error_after_its_rounds(workers: OnWorkers) -> None:
-    def function(config: dict[str, int]) -> None:
-        for step in range(config["ahead"] + 1):  # the last one returns when the first round was fetched
+def test_the_iterator_raises_the_functions_error_after_its_rounds(workers: OnWorkers, tmp_path: Path) -> None:
+    def function(config: dict[str, str]) -> None:
+        for step in range(3):
             train.report(step=step)
+        wait_for(Path(config["file"]))
         raise ZeroDivisionError
 
-    rounds = workers.iterate(function, {"ahead": workers.ahead})
+    file = tmp_path / "go"
+    rounds = workers.iterate(function, {"file": str(file)})
     assert [row["step"] for row in next(rounds)] == [0] * workers.ranks
+    file.touch()
     with pytest.raises(ZeroDivisionError):
         list(rounds)
     assert rounds.is_finished() and list(rounds) == []

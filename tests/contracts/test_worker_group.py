@@ -519,25 +519,6 @@ def test_an_object_that_cannot_be_pickled_is_named(shared: Subject) -> None:
         shared.group.pack({"mine": threading.Lock()})
 
 
-@each("shared", PICKLED)
-def test_a_reference_leads_to_the_value_or_to_the_users_error(shared: Subject) -> None:
-    import ray
-
-    worker = shared.workers[0]
-    reference = shared.group.reference(worker, "run", {"call": Call(Probe.give_back, {"value": 5})})
-    failing = shared.group.reference(worker, "run", {"call": Call(Probe.throw, {"error": KeyError("planned")})})
-    assert ray.get(reference) == 5
-    with pytest.raises(KeyError, match="planned"):
-        ray.get(failing)
-    assert shared.settle() == [], "a call by reference has no event"
-
-
-@each("shared", SAME_MEMORY)
-def test_without_ray_there_are_no_references(shared: Subject) -> None:
-    with pytest.raises((RuntimeError, NotImplementedError), match="reference"):
-        shared.group.reference(shared.workers[0], "run", {"call": Call(Probe.give_back, {"value": 5})})
-
-
 # -- messages -----------------------------------------------------------------------------------------
 
 

@@ -79,7 +79,6 @@ ARGUMENTS = {
     "Trainer.start": "initialization_hook train_cls args kwargs",
     "Trainer.run": "train_func config callbacks dataset checkpoint checkpoint_strategy",
     "Trainer.run_iterator": "train_func config dataset checkpoint checkpoint_strategy",
-    "Trainer.to_worker_group": "train_cls args kwargs",
     "Trainer.to_tune_trainable": "train_func dataset",
     "TrainingIterator.get_final_results": "force",
     "BackendExecutor": "backend_config num_workers num_cpus_per_worker num_gpus_per_worker "
@@ -92,8 +91,6 @@ ARGUMENTS = {
     "RunConfig": "name callbacks failure_config checkpoint_config storage_path",
     "ScalingConfig": "num_workers use_gpu resources_per_worker trainer_resources placement_strategy",
     "WorkerGroup.shutdown": "patience_s",
-    "WorkerGroup.add_workers": "num_workers",
-    "WorkerGroup.remove_workers": "worker_indexes",
     "TorchConfig": "backend init_method timeout_s",
     "HorovodConfig": "nics verbose key ssh_port ssh_identity_file ssh_str timeout_s placement_group_timeout_s",
     "DataParallelTrainer": "train_loop_per_worker train_loop_config backend_config scaling_config dataset_config "

@@ -106,9 +106,6 @@ OWNERS: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
     "BaseTorchTrainable": lambda: contextlib.nullcontext(got("torch", "BaseTorchTrainable")),
     "AverageMeter": lambda: contextlib.nullcontext(meter("AverageMeter")),
     "AverageMeterCollection": lambda: contextlib.nullcontext(meter("AverageMeterCollection")),
-    "Dataset": lambda: contextlib.nullcontext(
-        got("data", "Dataset")([1, 2], batch_size=2, download_func=int, max_concurrency=1, transform=None)
-    ),
 }
 
 

@@ -97,7 +97,7 @@ def of_this_rank(operator: Any) -> Any:
     )
 
 
-PLACE = ("step", "applied", "epoch", "offset", "ended", "stream", "parked")
+PLACE = ("step", "applied", "epoch", "offset", "ended", "parked")
 
 
 def complete(trainer: TorchTrainer) -> Any:

@@ -10,11 +10,11 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, get_worker_info, random_split
 
 from raysgd import CheckpointError, ConfigError
-from raysgd.data import Dataset, ShardedStream
+from raysgd.data import ShardedStream
 from tests.faults import LedgerOperator, Numbered
 from tests.local.ground import Fault, LocalGround
 from tests.local.group import Cluster
-from tests.torch.small import Line, Numbers, Recording, flat, inline, operator_of
+from tests.torch.small import Numbers, Recording, inline, operator_of
 from tests.torch.test_rows import Whole
 
 Make = Callable[..., LocalGround]
@@ -137,30 +137,6 @@ def test_drop_last_drops_less_than_one_step(make: Make) -> None:
     ground.trainer.train()
     seen = ground.trained()
     assert max(seen.values()) == 1 and 101 - len(seen) < 2 * 4
-
-
-class Noting(Line):
-    """Notes the first column of the rows that it trains on."""
-
-    def setup(self, config: dict[str, Any]) -> None:
-        super().setup(config)
-        self.noted: list[float] = []
-
-    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        self.noted += batch[0][:, 0].tolist()
-        return super().train_batch(batch, batch_info)
-
-
-def test_a_data_set_for_one_call_is_divided() -> None:
-    pairs = [(torch.tensor([[float(number), 0.0]]), torch.zeros(1, 1)) for number in range(24)]
-    dataset = Dataset(pairs, batch_size=3, max_concurrency=1, transform=lambda pair: (pair[0] + 100, pair[1]))
-    with Cluster(), inline(Noting, num_workers=2) as trainer:
-        for steps, rows in ((3, 18), (1, 24)):
-            result = trainer.train(dataset=dataset, num_steps=steps)
-            assert (result["batch_count"], result["num_samples"]) == (steps, 6 * steps)
-            noted = flat(trainer.apply_all_operators(lambda operator: operator.noted))
-            assert sorted(noted) == [100.0 + number for number in range(rows)]
-        assert trainer.train()["num_samples"] == 12
 
 
 class Computing(Recording):

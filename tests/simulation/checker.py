@@ -30,7 +30,6 @@ class Checker:
     least       the steps in the state that the user has loaded, if the driver has a snapshot of it
     told        the workers that were told of their preemption
     gpus        how often each GPU has failed, by its node and number, as workers have told their driver
-    differing   the workers whose weights differ from those of most ranks, as their summaries of a step have shown, and when
     """
 
     def __init__(self, plan: Any) -> None:
@@ -38,16 +37,13 @@ class Checker:
         self.schedule: Any = None
         self.engine: Any = None
         self.truth: list[Step] = []
-        self.newest, self._formed_at = 0, 0.0
+        self.newest = 0
         self.loads = 0
         self.applied_steps = 0
         self.told: set[Any] = set()
         self.redone = 0
         self.least = 0
         self.gpus: Counter[tuple[str, str]] = Counter()
-        self.differing: dict[str, float] = {}
-        self._differed: set[str] = set()  # before the user has loaded a state
-        self._digests: dict[tuple[int, int], dict[str, int]] = {}
         self._found: Violation | None = None
         self._beyond: dict[str, list[Step]] = {}  # what workers have applied that their driver had given up
         self._short = False  # whether there are fewer workers than training needs
@@ -75,7 +71,7 @@ class Checker:
             self.fail(f"{worker.name} joined generation {group.generation}, but {self.newest} was formed already")
         if group.generation == self.newest and group.members != self._members:
             self.fail(f"generation {group.generation} was formed twice, with different members")
-        self.newest, self._members, self._formed_at = group.generation, group.members, self.schedule.now
+        self.newest, self._members = group.generation, group.members
         if not 1 <= len(group.members) <= self._plan.ranks:
             self.fail(f"a group has {len(group.members)} members, and at most {self._plan.ranks} are wanted")
 
@@ -207,7 +203,6 @@ class Checker:
             self.fail(
                 f"training continues with {len(group.members)} workers, and at least {self._plan.min_workers} are wanted"
             )
-        self._check_evicted(worker)
         if group.generation < self.newest:
             self.fail(f"{worker.name} trained in generation {group.generation}, but {self.newest} has formed")
         if group.generation not in self._began:
@@ -221,26 +216,6 @@ class Checker:
             self.fail(
                 f"{worker.name} applied step {number} as {steps[-1]}, and others applied {self.truth[number - 1 :]}"
             )
-
-    def showed(self, worker: Any, step: int, weights: int) -> None:
-        """Note a summary that a worker sends. If those of most ranks are equal, the others must be evicted."""
-        group = worker.backend.group
-        if not self._plan.compare or group is None or worker.given_up or worker.lost:
-            return
-        digests = self._digests.setdefault((group.generation, step), {})
-        digests[worker.name] = weights
-        if len(digests) == len(group.members):
-            usual, count = Counter(digests.values()).most_common(1)[0]
-            for name, each in digests.items() if 2 * count > len(digests) else ():
-                if each != usual:
-                    self.differing.setdefault(name, self.schedule.now)
-
-    def _check_evicted(self, worker: Any) -> None:
-        """Check that a rank that differs is evicted soon after the driver can know it, and no recovery delays it."""
-        since = self.differing.get(worker.name)
-        begins_at = max(self.schedule.over_at, self.schedule.call_began, self._formed_at)
-        if since is not None and self.schedule.now > max(since, begins_at) + 5.0:
-            self.fail(f"{worker.name} still trains, although its weights differ from those of most ranks")
 
     def _find_again(self, steps: Sequence[Step]) -> None:
         """Count the steps of workers that a driver had given up, if the next one continues from these."""
@@ -290,9 +265,7 @@ class Checker:
             self.fail(f"{worker.name} had applied {len(old)} steps and takes a state of {len(new)}: a step is lost")
 
     def killed(self, worker: Any) -> None:
-        """Check that the driver does not kill a worker that waits for one whose process is stopped, nor one whose weights are right."""
-        if self.schedule.phase == "eviction" and worker.name not in self.differing.keys() | self._differed:
-            self.fail(f"{worker.name} was evicted, although its weights equal those of most ranks")
+        """Check that the driver does not kill a worker that waits for one whose process is stopped."""
         group = worker.backend.group
         if self.schedule.phase == "train" and group is not None and group.waits(worker):
             stopped = [each.name for each in group.members if each.stopped_at is not None and not each.given_up]
@@ -322,8 +295,7 @@ class Checker:
     def loaded(self, steps: Sequence[Step], loads: int) -> None:
         """Note that the user has loaded a checkpoint on all ranks."""
         self.truth, self.loads, self.least, self._discarded, self._beyond = list(steps), loads, 0, [], {}
-        self._differed |= self.differing.keys()
-        self.differing, self._digests, self._trained = {}, {}, {}
+        self._trained = {}
 
     def has_loaded(self, steps: int, *, shown: bool) -> None:
         """Note that the load has ended. `shown` is whether the driver has a snapshot of the state that was loaded."""
@@ -339,9 +311,7 @@ class Checker:
         return weights
 
     def _check_step(self, contributions: Sequence[Any], step: Step) -> None:
-        states = {each[:5] for each in contributions if not each[7]}
-        known = next(iter(states), (0, 0))[1]
-        states |= {(each[0], known, *each[2:5]) for each in contributions if each[7]}
+        states = {each[:5] for each in contributions}
         if len(states) != 1:
             self.fail(f"the ranks of one all-reduce were not in the same step and state: {sorted(states)}")
         parts = [each[5] for each in contributions]

@@ -226,9 +226,7 @@ class Schedule:
             self._count(fault, worker.name)
             error = UserError(f"planned at '{fault.at}' on {worker.name}")
             ends_call = fault.at not in ("hook", "setup", "closing") and worker.client.call > self.first_call
-            ends_call = (
-                ends_call and not worker.client.control.interrupted
-            )  # otherwise, it counts as a part of that failure
+            ends_call = ends_call and not worker.client.control.interrupted  # it is then a part of a peer's failure
             self._checker.thrown(error, worker if ends_call else None, self.recoveries())
             raise error
         if fault.kind == "gpu":
@@ -270,11 +268,6 @@ class Schedule:
     def _lose(self, victim: Worker, seconds: float) -> None:
         victim.loses = True
         self._world.at(min(seconds, LOSES_S), lambda: setattr(victim, "loses", False))
-
-    def _corrupt(self, victim: Worker, seconds: float) -> None:
-        if victim.replica is not None and self._plan.compare:
-            victim.replica.weights += 1 << 70
-            victim.replica.damaged = True
 
     def _disconnect(self, victim: Worker, seconds: float) -> None:
         victim.lose_connection("its control connection was reset", "worker death", dies_in_s=min(seconds, 2.0))

@@ -103,20 +103,7 @@ def count_the_reports_of_each_attempt_from_zero(patch: Patch) -> None:
 
 
 @mutant
-def never_let_a_rank_continue_that_waits_for_the_user(patch: Patch) -> None:
-    original = FunctionRun.next_round
-
-    def next_round(self: FunctionRun, timeout: float) -> RoundResult | None:
-        waiting, self._waiting = self._waiting, []
-        result = original(self, timeout)
-        self._waiting += waiting
-        return result
-
-    patch.setattr(FunctionRun, "next_round", next_round)
-
-
-@mutant
-def take_waiting_for_the_user_for_a_hang(patch: Patch) -> None:
+def take_waiting_for_the_storage_for_a_hang(patch: Patch) -> None:
     patch.setattr(FunctionRun, "keeps_ranks_waiting", lambda self: False)
 
 

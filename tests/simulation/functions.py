@@ -42,7 +42,7 @@ __all__ = ["FunctionPlan", "FunctionResult", "function_plan_for", "run_function"
 MEMORY = (
     "/dev/shm" if os.path.isdir("/dev/shm") else None
 )  # where checkpoints are written, because syncing to disks takes long
-LOOK_S = 0.5  # how often a user that waits for a round lets ranks that are ahead continue
+LOOK_S = 0.5  # how often a user looks for a round
 SAVES = ("with", "rank 0", "apart", "after", "none")
 IN_FUNCTION = ("compute", "report", "report", "reported", "reported", "message", "return", "setup hook")
 SAVING = ("save", "saved")
@@ -58,7 +58,6 @@ class FunctionPlan(Plan):
     saves    how it saves: "with" the report, with that of "rank 0" only, "apart" before the report, "after" it, "none"
     every    after how many steps it saves
     keeps    how many checkpoints are kept in storage
-    ahead    how many rounds it may be ahead of what the user has read
     read_s   how long the user takes for each round
     store_s  how long storing takes for each checkpoint
     in_step  whether the ranks wait for each other in each step, in a collective call
@@ -68,7 +67,6 @@ class FunctionPlan(Plan):
     saves: str = "with"
     every: int = 1
     keeps: int | None = 2
-    ahead: int = 4
     read_s: float = 0.01
     store_s: float = 0.01
     in_step: bool = True
@@ -359,7 +357,6 @@ class FunctionScript:
             plan.ranks,
             max_retries=plan.retries,
             elastic=plan.elastic,
-            max_reports_ahead=plan.ahead,
         )
 
     # -- what is replaced -----------------------------------------------------------------------------
@@ -640,17 +637,14 @@ def function_plan_for(seed: int) -> FunctionPlan:
         saves=saves,
         every=draw.choice([1, 1, 2, 3]),
         keeps=draw.choice([None, 0, 1, 2]),
-        ahead=draw.choice([1, 2, 4, 8]),
-        read_s=draw.choice([0.001, 0.05, 0.5, 0.5, 15.0]),
-        store_s=draw.choice([0.001, 0.1, 3.0]),
+        read_s=draw.choice([0.001, 0.05, 0.5, 15.0]),
+        store_s=draw.choice([0.001, 0.1, 3.0, 15.0]),
         in_step=draw.random() < 0.5,
     )
 
 
 def _fault(draw: random.Random, places: Sequence[str]) -> Fault:
     kind = draw.choice(draw.choice([ON_WORKERS, ON_WORKERS, ("kill",), ("kill",), ON_NODES, ("raise",), ON_DRIVER]))
-    if kind == "corrupt":
-        kind = "disconnect"
     if kind == "raise":
         at = draw.choice([each for each in places if each not in ("message", "setup hook")])
     elif kind in ON_DRIVER or draw.random() < 0.2:

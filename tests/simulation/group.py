@@ -699,9 +699,6 @@ class SimGroup:
             raise ConnectionError("the transfer has ended")
         return transfer
 
-    def reference(self, worker: str, verb: str, arguments: dict[str, Any]) -> Any:
-        raise NotImplementedError("the simulation has no references")
-
     def pack(self, value: Any) -> Any:
         return value
 

@@ -19,7 +19,7 @@ from raysgd.core.policy import PLANNED, Observation
 from raysgd.core.progress import Control, Progress
 from raysgd.core.sampling_plan import RankPart, SamplingPlan
 from raysgd.core.snapshot import Snapshot, SnapshotStore
-from raysgd.engine import boundary, engine, generation, membership, rank_comparison, recovery, watchdog
+from raysgd.engine import boundary, engine, generation, membership, recovery, watchdog
 from raysgd.engine.engine import Engine
 from raysgd.engine.generation import Generation
 from raysgd.engine.membership import Membership
@@ -227,12 +227,6 @@ def let_spares_join(patch: Patch) -> None:
 def continue_with_too_few_workers(patch: Patch) -> None:
     original = policy.decide
     patch.setattr(policy, "decide", lambda now, wait_s: original(replace(now, min_workers=1), wait_s=wait_s))
-
-
-@mutant
-def remove_the_wrong_rank(patch: Patch) -> None:
-    original = Membership.remove
-    patch.setattr(Membership, "remove", lambda self, workers: original(self, self._table.members()[: len(workers)]))
 
 
 @mutant
@@ -503,23 +497,15 @@ def allow_one_failure_less(patch: Patch) -> None:
 
 
 @mutant
-def evict_the_majority(patch: Patch) -> None:
-    def compare(texts: Any) -> Any:
-        return [replace(each, outliers=texts.keys() - each.outliers) for each in original(texts) if each.outliers]
-
-    original = rank_comparison.compare
-    patch.setattr(rank_comparison, "compare", compare)
-
-
-@mutant
 def compare_different_steps(patch: Patch) -> None:
-    def take(self: WorkerTable, workers: Any) -> Any:
-        infos = [self._workers[worker] for worker in workers]
-        if not all(info.summaries for info in infos):
-            return []
-        return [(0, {info.worker: info.summaries[max(info.summaries)] for info in infos})]
+    original = WorkerTable.begin_run
 
-    patch.setattr(WorkerTable, "take_summaries", take)
+    def begin_run(self: WorkerTable, worker: str, method: str) -> None:
+        shown = self._workers[worker].shown
+        original(self, worker, method)
+        self._workers[worker].shown = shown
+
+    patch.setattr(WorkerTable, "begin_run", begin_run)
 
 
 @mutant

@@ -57,7 +57,6 @@ PHASES = (
     "save",
     "load",
     "resize",
-    "remove",
     "idle",
     "recovery",
     "change",
@@ -67,9 +66,9 @@ PHASES = (
     "interruption",
     "shutdown",
 )
-BRIEF = {"agreement", "resize", "remove", "load", "save", "apply", "idle", "change", "growth", "interruption"}
+BRIEF = {"agreement", "resize", "load", "save", "apply", "idle", "change", "growth", "interruption"}
 
-ON_WORKERS = (*["kill"] * 3, "stop", "freeze", "slow", "skew", "disconnect", "reset", "notice", "lose", "corrupt")
+ON_WORKERS = (*["kill"] * 3, "stop", "freeze", "slow", "skew", "disconnect", "reset", "notice", "lose")
 ON_NODES = ("node", "cut", "partition", "split", "drain", "add")
 ON_GPUS = ("gpu", "assert")
 ON_DRIVER = ("ctrl-c", "ctrl-c", "cancel", "callback", "pause", "jump")
@@ -101,7 +100,6 @@ class Fault(Printed):
     disconnect, reset     the driver loses its control connection; its peers lose their connections to it
     notice, drain         SIGTERM, 31 s before its machine is stopped; its machine is drained
     lose                  its reports of progress and its snapshots get lost for a while
-    corrupt               its weights change, in runs in which the driver compares them
     node, add             its machine vanishes; a machine is added
     cut, partition, split its machine's links are blocked: all of them, the one to the driver, the one to another machine
     gpu, assert           its GPU breaks, and with an odd `pick` so it does in each later process; a kernel of the user's
@@ -126,9 +124,9 @@ class Fault(Printed):
 class Plan(Printed):
     """Everything that decides a run. `seed` decides the delays, `later` when nodes are added and how large they are,
     `late` how many of the messages arrive up to half a second late, and `script` the calls of the user's script, such as
-    "train" (an epoch), "train 7" and "resize 2". With `orphan_s`, the trainer has a name. `compare` is when the
-    driver compares the ranks' weights and evicts those that differ ("call", a number of steps, or None), and `retries` how many
-    failures a call may survive."""
+    "train" (an epoch), "train 7" and "resize 2". With `orphan_s`, the trainer has a name. `compare` is after
+    how many steps, and then after calls, the driver compares the ranks' weights, which must be equal (None: never), and
+    `retries` how many failures a call may survive."""
 
     seed: int = 0
     ranks: int = 2
@@ -144,7 +142,7 @@ class Plan(Printed):
     grow: Any = True
     spares: int = 0
     snapshot_every: Any = "epoch"
-    compare: Any = None
+    compare: int | None = None
     retries: int = -1
     orphan_s: float = 0.0
     script: tuple[str, ...] = ("train",)
@@ -161,8 +159,7 @@ class Plan(Printed):
             grow=self.grow,
             snapshot_every=self.snapshot_every,
             hot_spares=self.spares,
-            compare_weights=self.compare,
-            on_divergence="evict" if self.compare else "warn",
+            on_divergence="warn" if self.compare is None else "raise",
         )
 
     @cached_property
@@ -170,7 +167,7 @@ class Plan(Printed):
         return Limits.derive(timeout_s=10.0, hang_timeout_s=10.0, start_s=20.0)
 
 
-OTHER_CALLS = ("validate", "apply", "save", "load", "resize", "remove", "idle")
+OTHER_CALLS = ("validate", "apply", "save", "load", "resize", "idle")
 
 
 def plan_for(seed: int) -> Plan:
@@ -184,8 +181,8 @@ def plan_for(seed: int) -> Plan:
     batch, steps = draw.randint(1, 4), draw.randint(3, 12 if ranks < 8 else 5)
     grow = draw.choice([True, True, True, "epoch", False])
     nodes, later = _machines(draw, ranks)
-    evict = draw.random() < 0.1
-    faults = tuple(_fault(draw, evict) for _ in range(draw.choice([0, 1, 1, 2, 2, 3, 4, 6, 9])))
+    compare = draw.random() < 0.3
+    faults = tuple(_fault(draw) for _ in range(draw.choice([0, 1, 1, 2, 2, 3, 4, 6, 9])))
     places = {fault.at.removeprefix("in ") for fault in faults}
     plan = Plan(
         seed=seed,
@@ -202,7 +199,7 @@ def plan_for(seed: int) -> Plan:
         grow=grow,
         spares=draw.choice([0, 0, 1, 2]) if grow else 0,
         snapshot_every=draw.choice(["epoch", "epoch", 1, 3, None]),
-        compare=draw.choice(["call", 2, 3, 5]) if evict else None,
+        compare=draw.choice([2, 3, 5]) if compare else None,
         retries=draw.choice([-1, -1, -1, -1, -1, 0, 1, 2]),
         script=_script(draw, ranks, places),
         faults=faults,
@@ -264,20 +261,16 @@ def _script(draw: random.Random, ranks: int, places: set[str]) -> tuple[str, ...
     return tuple(filter(None, script))
 
 
-def _fault(draw: random.Random, evict: bool) -> Fault:
+def _fault(draw: random.Random) -> Fault:
     kind = draw.choice(
         draw.choice([ON_WORKERS, ON_WORKERS, ON_NODES, ON_DRIVER, ("raise", "raise", "raise", "loader")])
     )
-    if evict and draw.random() < 0.3:
-        kind = "corrupt"
-    elif kind == "corrupt":
-        kind = "kill"
     count = min(draw.randint(1, 40), draw.randint(1, 40))
     if kind == "raise":
         at = draw.choice(USERS)
     elif kind == "loader":
         at = "data"
-    elif kind in ON_DRIVER or (kind != "corrupt" and draw.random() < 0.4):
+    elif kind in ON_DRIVER or draw.random() < 0.4:
         at = f"in {draw.choice(PHASES)}"
     else:
         at = draw.choice(draw.choice([RUNNING, RUNNING, FORMING, FORMING, STARTING, OTHER]))
@@ -319,4 +312,4 @@ def named_plan_for(seed: int) -> Plan:
     orphan_s = draw.choice([5.0, 20.0, 60.0, 600.0])
     if draw.random() < 0.1:
         faults.append(Fault("abandon", draw.choice([*SENDING, *RUNNING, "in train"]), draw.randint(1, 50)))
-    return replace(plan, faults=tuple(faults), orphan_s=orphan_s, compare=None)
+    return replace(plan, faults=tuple(faults), orphan_s=orphan_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -110,9 +111,8 @@ class SimReplica:
         self.weights = self.initial = worker.number if rank_info.solo else 0  # a group begins with its first rank's
         self.half_loaded = False
         self._refuses = False  # the state that is being loaded
-        self.damaged = False  # whether a fault has changed the weights, or those that they were taken from
         self._meter, self._units_before = AverageMeterCollection(), 0
-        self._compare_at: int | None = None
+        self._compare_at: float | None = None
 
     @property
     def progress(self) -> Progress:
@@ -140,7 +140,8 @@ class SimReplica:
     def train(self, call: int, num_steps: int | None, snapshot_first: bool = False, pause_at: int | None = None) -> Any:
         position = self._position
         done = not position.open_call(call)
-        self._compare_at = self._next_comparison()
+        if self._plan.compare is not None and self._compare_at != math.inf:
+            self._compare_at = position.step + self._plan.compare
         if done:
             self._snapshot()
             return Measured({"epoch": position.epoch}, position.call_units)
@@ -180,7 +181,7 @@ class SimReplica:
         worker.part = part
         worker.point("forward")
         gradient = sum(gradient_of(self._position.epoch, each) for each in range(part.start, part.stop)) * part.fresh
-        given = (len(self.steps), self.weights, self._position.epoch, before, after, part, gradient, self.damaged)
+        given = (len(self.steps), self.weights, self._position.epoch, before, after, part, gradient)
         group = worker.backend.group
         if group is None:
             raise NetworkError("the process group was aborted")
@@ -242,7 +243,7 @@ class SimReplica:
         return memoryview(self._state())
 
     def _state(self) -> bytes:
-        state = (self._position.as_dict(), self.steps, self.weights, self.damaged, self.initial, self.half_loaded)
+        state = (self._position.as_dict(), self.steps, self.weights, self.initial, self.half_loaded)
         return pickle.dumps(state)
 
     def load(self, data: Any, *, other_code: bool = False) -> None:
@@ -254,7 +255,7 @@ class SimReplica:
         self._take(data)
 
     def _take(self, data: Any) -> None:
-        position, self.steps, self.weights, self.damaged, self.initial, self.half_loaded = pickle.loads(data)
+        position, self.steps, self.weights, self.initial, self.half_loaded = pickle.loads(data)
         self._position.adopt(position)
         self._feed = None
 
@@ -314,20 +315,12 @@ class SimReplica:
         if compares or self._control.due(last=last):
             progress = self._position.progress("train")
             if compares:
-                self._compare_at = self._next_comparison()
-                progress = replace(progress, summary=self.summarize(0))
+                progress, self._compare_at = replace(progress, summary=self.summarize()), math.inf
             self._control.report(progress, self.partial())
 
-    def _next_comparison(self) -> int | None:
-        every = self._plan.elastic.compare_every
-        return None if every is None else (self._position.step // every + 1) * every
-
-    def summarize(self, turn: int) -> str:
-        """Return the weights as a summary, in numbers that a float holds."""
-        self._worker.checker.showed(self._worker, self._position.step, self.weights)
-        return Summary(
-            {"weights": [float(self.weights % (1 << 31)), 1.0 + (self.weights >> 70), 0.5]}, {}, {}
-        ).as_text()
+    def summarize(self) -> str:
+        """Return the weights as a summary, in a number that a float holds."""
+        return Summary({"weights": [float(self.weights % (1 << 31)), 1.0, 0.5]}, {}, {}).as_text()
 
     def _snapshot(self, *, wait_s: float = 0.0) -> None:
         if self._rank_info.world_rank == 0 and self._plan.snapshot_every is not None:

@@ -110,7 +110,7 @@ FOUND = {
         grow="epoch",
         spares=1,
         orphan_s=20.0,
-        script=("save", "train", "load 0", "train 4", "remove", "train 16"),
+        script=("save", "train", "load 0", "train 4", "resize 2", "train 16"),
         faults=(
             Fault("kill", "data", count=31, others=2, pick=15),
             Fault("die", "in rendezvous", count=14, pick=53, seconds=8.0),

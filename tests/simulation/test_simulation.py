@@ -125,9 +125,6 @@ FOUND = {
         script=("save", "train 9", "load", "train"),
         faults=(Fault("reset", "applied", count=29), Fault("drain", "save"), Fault("kill", "prepare", count=4)),
     ),
-    "ranks to remove were looked up after a recovery": Plan(
-        seed=3106, samples=1, step_s=0.3, in_place=False, script=("remove",), faults=(Fault("ctrl-c", "in recovery"),)
-    ),
     "a call ended when a planned stop was due": Plan(
         seed=5776,
         ranks=1,
@@ -151,16 +148,6 @@ FOUND = {
             Fault("notice", "run ended", count=11, others=16),
         ),
     ),
-    "a removed worker was still a member after a failure": Plan(
-        seed=10,
-        ranks=3,
-        nodes=(2, 1),
-        samples=1,
-        step_s=0.01,
-        late=0.1,
-        script=("train", "train", "remove"),
-        faults=(Fault("kill", "noticed"), Fault("notice", "run ended", count=6, others=16)),
-    ),
     "a replacement that was preempted while it started joined": Plan(
         seed=3498,
         ranks=1,
@@ -180,21 +167,8 @@ FOUND = {
         step_s=0.3,
         spares=2,
         retries=0,
-        script=("train", "remove", "save", "train", "load", "fit 1"),
+        script=("train", "resize 1", "save", "train", "load", "fit 1"),
         faults=(Fault("stop", "applied", count=15, seconds=25.0), Fault("kill", "data", count=21)),
-    ),
-    "ranks were evicted for weights that a load had replaced": Plan(
-        seed=253,
-        ranks=4,
-        nodes=(1,),
-        later=((11.5, 3),),
-        samples=1,
-        step_s=0.01,
-        late=0.1,
-        snapshot_every=3,
-        compare=3,
-        script=("save", "train 10", "load", "train 4"),
-        faults=(Fault("corrupt", "build ended"),),
     ),
     "a resize that was interrupted was made in the next call": Plan(
         seed=1, samples=4, script=("resize 1", "resize 2"), faults=(Fault("ctrl-c", "in resize", count=4),)
@@ -265,17 +239,6 @@ FOUND = {
         late=0.1,
         faults=(Fault("ctrl-c", "in train", count=2), Fault("ctrl-c", "in interruption")),
     ),
-    "a rank whose weights differ was not to be evicted while it waited for one that was stopped": Plan(
-        seed=55649,
-        ranks=3,
-        nodes=(2, 2, 2),
-        samples=7,
-        step_s=0.01,
-        late=0.1,
-        spares=2,
-        compare=2,
-        faults=(Fault("corrupt", "forward"), Fault("freeze", "in train", count=9)),
-    ),
     "an error ended a call that had gone back, and the call after it was to begin where that one had been": Plan(
         seed=70900,
         nodes=(1, 1),
@@ -292,10 +255,10 @@ FOUND = {
         samples=2,
         step_s=0.01,
         late=0.1,
-        script=("train 13", "remove", "fit 3"),
+        script=("train 13", "resize 1", "fit 3"),
         faults=(
             Fault("callback", "in start"),
-            Fault("cut", "in remove", seconds=8.0),
+            Fault("cut", "in resize", seconds=8.0),
             Fault("stop", "in train"),
         ),
     ),

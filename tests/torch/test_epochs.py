@@ -8,7 +8,6 @@ import torch
 from torch.utils.data import DataLoader
 
 from raysgd import ConfigError
-from raysgd.data import Dataset
 from raysgd.torch import TorchTrainer
 from tests.torch.small import Line, Numbers, Recording, flat, inline, operator_of
 
@@ -74,8 +73,6 @@ def test_an_empty_loader_is_an_error() -> None:
                 trainer.train(num_steps=steps)
             with pytest.raises(ConfigError, match="validation_loader returned no batch"):
                 trainer.validate(num_steps=steps)
-        with pytest.raises(ConfigError, match="returned no batch"):
-            trainer.train(dataset=Dataset([], batch_size=2), num_steps=3)
 
 
 def test_a_used_up_generator_is_an_error_in_its_second_epoch() -> None:
@@ -128,41 +125,6 @@ def test_the_last_batch_of_a_custom_loop_that_ends_early_counts() -> None:
         results = [trainer.train() for _ in range(3)]
         assert [(result["done"], result["epoch"]) for result in results] == [(2, 1), (1, 1), (2, 2)]
         assert seen(trainer) == [*range(12), *range(8)]
-
-
-def pairs(count: int) -> list[tuple[Any, Any]]:
-    return [(torch.tensor([[float(number), 1.0]]), torch.tensor([[0.0]])) for number in range(count)]
-
-
-class Sums(Line):
-    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        x, _ = batch
-        assert x.shape == (2, 2), x.shape
-        return {"first": float(x[0, 0]), "num_samples": len(x)}
-
-
-def test_a_data_set_passed_to_a_call_has_its_own_position() -> None:
-    dataset = Dataset(pairs(6), batch_size=2, max_concurrency=1, transform=lambda pair: (pair[0] + 5, pair[1]))
-    with inline(config={"batch": 6, "rows": 12}) as trainer:
-        trainer.train(num_steps=1)
-        with_data = trainer.train(dataset=dataset, num_steps=2)
-        assert (with_data["batch_count"], with_data["num_samples"]) == (2, 4)
-        assert trainer.train()["batch_count"] == 1, "the epoch of the loader continues where it was"
-    with inline(Sums) as trainer:
-        assert [trainer.train(dataset=dataset, num_steps=1)["first"] for _ in range(4)] == [5, 7, 9, 5], "transformed"
-
-
-def test_an_error_in_a_call_with_a_data_set_does_not_affect_the_next() -> None:
-    def broken(item: Any) -> Any:
-        raise OSError("no connection")
-
-    with inline(Recording) as trainer:
-        trainer.train(num_steps=1)
-        with pytest.raises(OSError, match="no connection"):
-            trainer.train(dataset=Dataset([1, 2], download_func=broken, max_concurrency=1), num_steps=1)
-        seen(trainer)
-        assert trainer.train()["batch_count"] == 2
-        assert seen(trainer) == [*range(4, 12)]
 
 
 @pytest.mark.parametrize("calls", [1, 2, 5])

@@ -1,15 +1,15 @@
-"""Schedules whose steps were counted by hand, and who steps them.
+"""Schedules that have too few steps, and who steps them.
 
-One that the trainer steps and that is too short only because fewer workers trained keeps its last learning rate. Others raise
-their error.
+One that the trainer steps and that is too short only because fewer workers trained, or a resumed run has more epochs, keeps its
+last learning rate. Others raise their error.
 """
 
 from typing import Any
 
 import pytest
-from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, LambdaLR, OneCycleLR, SequentialLR
+from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, CosineAnnealingLR, LambdaLR, OneCycleLR, SequentialLR
 
-from raysgd import ConfigError
+from raysgd import ConfigError, TrainingOptions
 from tests.replicas import OperatorRank, torch_rank
 from tests.torch.small import Line, inline, operator_of
 
@@ -18,6 +18,10 @@ EPOCHS, STEPS = 2, 4  # and batches in an epoch of two workers
 
 def one_cycle(optimizer: Any, steps: int) -> Any:
     return OneCycleLR(optimizer, max_lr=0.1, total_steps=steps)
+
+
+def cosine(optimizer: Any, steps: int) -> Any:
+    return CosineAnnealingLR(optimizer, T_max=steps)
 
 
 def in_sequence(optimizer: Any, steps: int) -> Any:
@@ -66,15 +70,35 @@ COUNTED: dict[str, Any] = {"steps": EPOCHS * STEPS}  # by hand: the trainer does
 BY_USER: dict[str, Any] = {"freq": "manual", "often": 2}
 
 
-def test_the_last_rate_is_held_if_fewer_workers_train(caplog: pytest.LogCaptureFixture) -> None:
-    whole = trained(replica_of(2, 2), range(EPOCHS)).operator
-    replica = trained(replica_of(2, 1, **COUNTED), range(EPOCHS))
-    assert replica.progress.step == 14 > EPOCHS * STEPS == whole.scheduler.last_epoch
+def rate_of(rank: OperatorRank) -> float:
+    return float(rank.operator.optimizer.param_groups[0]["lr"])
+
+
+@pytest.mark.parametrize("how", [COUNTED, *({"kind": kind} for kind in (one_cycle, cosine, in_sequence, from_a_table))])
+def test_the_last_rate_is_held_if_fewer_workers_train(how: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    whole = trained(replica_of(2, 2, **how), range(EPOCHS))
+    replica = trained(replica_of(2, 1, **how), range(EPOCHS))
+    assert replica.progress.step == 14 > EPOCHS * STEPS == whole.operator.scheduler.last_epoch
     assert replica.operator.scheduler.last_epoch == EPOCHS * STEPS
-    assert replica.operator.optimizer.param_groups[0]["lr"] == whole.optimizer.param_groups[0]["lr"]
-    (warning,) = [each for each in caplog.messages if "planned 8" not in each]
-    for part in ("OneCycleLR has ended", "made for 8 steps with 2 workers", "now there are 1", "batch='global'"):
-        assert part in warning
+    assert rate_of(replica) == rate_of(whole)
+    (warning,) = caplog.messages
+    name = type(replica.operator.scheduler).__name__
+    assert f"{name} has made the 8 steps for which it was planned, and this call ends with step 14." in warning
+
+
+def test_a_window_of_batches_is_a_step(caplog: pytest.LogCaptureFixture) -> None:
+    """13 batches of one worker are 5 windows of 3, and 7 of two workers are 3."""
+    how: dict[str, Any] = {"scheduler_step_freq": "step", "options": TrainingOptions(precision="fp32", accumulate=3)}
+    rank = torch_rank(Planned, {"kind": cosine, "rows": 52}, ranks=1, num_workers=2, **how)
+    trained(rank, range(EPOCHS))
+    assert rank.progress.applied == 10 and rank.operator.scheduler.last_epoch == 6
+    assert rate_of(rank) == 0
+    assert "made the 6 steps for which it was planned, and this call ends with step 10." in caplog.messages[0]
+
+
+def test_a_schedule_that_begins_again_in_each_epoch_does_so() -> None:
+    rank = trained(replica_of(2, 1, kind=cosine, epochs=1), range(EPOCHS))
+    assert rank.operator.scheduler.last_epoch == STEPS + 7  # the first epoch has 3 steps more than planned
 
 
 class Breaking(OneCycleLR):
@@ -127,17 +151,36 @@ def test_a_checkpoint_knows_the_number_of_workers() -> None:
         resumed(more, replica_of(2, 2, freq="manual", often=3))
 
 
-def test_a_run_that_is_resumed_with_more_epochs_keeps_the_current_rate(caplog: pytest.LogCaptureFixture) -> None:
-    ended = trained(replica_of(1, 1), range(EPOCHS))
-    longer = replica_of(1, 1, epochs=EPOCHS + 1).resume(ended.checkpoint())
+@pytest.mark.parametrize("kind", [one_cycle, cosine])
+def test_a_run_that_is_resumed_with_more_epochs_keeps_the_last_rate(
+    kind: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    ended = trained(replica_of(1, 1, kind=kind), range(EPOCHS))
+    longer = replica_of(1, 1, epochs=EPOCHS + 1, kind=kind).resume(ended.checkpoint())
     trained(longer, range(EPOCHS, EPOCHS + 1))
     assert longer.progress.step == 21 and longer.operator.scheduler.last_epoch == 14
-    rates = [replica.operator.optimizer.param_groups[0]["lr"] for replica in (longer, ended)]
-    assert rates[0] == rates[1]
+    assert rate_of(longer) == rate_of(ended)
     (warning,) = caplog.messages
-    assert "made for 14 steps with 1 worker, and this run, which was resumed with more epochs, has 21" in warning
+    assert "made the 14 steps for which it was planned, and this call ends with step 21." in warning
+
+
+def test_an_error_ends_more_epochs_than_planned() -> None:
+    ended = trained(replica_of(1, 1), range(EPOCHS))
     with pytest.raises(ValueError, match="Tried to step"):
         trained(ended, range(EPOCHS, EPOCHS + 1))  # it was not planned
+
+
+def test_a_resumed_schedule_has_the_length_in_its_checkpoint_and_a_function_that_of_the_code() -> None:
+    state = trained(replica_of(2, 2, kind=cosine), range(1)).checkpoint()
+    assert resumed(state, replica_of(1, 1, kind=cosine)) == EPOCHS * STEPS
+    state = trained(replica_of(2, 2, kind=from_a_table), range(1)).checkpoint()
+    assert resumed(state, replica_of(1, 1, kind=from_a_table)) == STEPS + 7
+
+
+def test_a_position_of_an_earlier_version_has_more_fields() -> None:
+    state = trained(replica_of(2, 1, kind=cosine), range(1)).checkpoint()
+    state["position"] |= {"plan": [8, 2, 2, 26, 8, False, 1], "planned": 4, "made_for": [2, 8, True]}
+    assert resumed(state, replica_of(2, 1, kind=cosine)) == EPOCHS * STEPS
 
 
 def test_a_checkpoint_fits_whether_or_not_the_steps_were_planned() -> None:

@@ -1,6 +1,6 @@
 """The driver's side of a run: rounds that are incomplete when workers fail, and storage that is slow, fails or hangs.
 
-tests/simulation has the rounds of complete and repeated attempts, tests/contracts/test_function.py who waits for the user."""
+tests/simulation has the rounds of complete and repeated attempts."""
 
 import pickle
 import queue
@@ -15,7 +15,7 @@ from raysgd.core.messages import FunctionReport
 from raysgd.errors import CheckpointError
 from raysgd.train import ReportMismatchError, checkpoint_manager
 from raysgd.train.checkpoint_manager import CheckpointManager
-from raysgd.train.run import FunctionRun
+from raysgd.train.run import UNSTORED_ROUNDS, FunctionRun
 
 
 class Driver:
@@ -24,7 +24,7 @@ class Driver:
     def __init__(self, tmp_path: Path, *, manager: CheckpointManager | None = None, ranks: int = 2) -> None:
         self.failed: list[BaseException] = []
         self.went_on: list[tuple[int, int]] = []  # rank and step
-        self.run = FunctionRun(1, manager or CheckpointManager(tmp_path), fail=self.failed.append, decode=dict, ahead=2)
+        self.run = FunctionRun(1, manager or CheckpointManager(tmp_path), fail=self.failed.append, decode=dict)
         self.attempt = self.run.begin_attempt(ranks)
 
     def report(self, rank: int, *, attempt: int | None = None, checkpoint: Any = None, **metrics: Any) -> None:
@@ -81,28 +81,10 @@ def test_after_a_mismatch_nothing_is_a_round(driver: Driver) -> None:
     assert (len(driver.failed), driver.latest()) == (1, None)
 
 
-def test_the_ranks_wait_when_two_rounds_were_not_fetched(driver: Driver) -> None:
-    for step in range(2):
-        assert not driver.run.keeps_ranks_waiting()
+def test_a_rank_waits_neither_for_the_user_nor_for_other_ranks(driver: Driver) -> None:
+    for step in range(9):
         driver.report(0, step=step)
-        driver.report(1, step=step)
-    assert driver.went_on == [(0, 0), (1, 0)] and driver.run.keeps_ranks_waiting()
-    driver.run.next_round(60)
-    assert driver.went_on == [(0, 0), (1, 0), (0, 1), (1, 1)] and not driver.run.keeps_ranks_waiting()
-    for rank in (0, 1):
-        driver.report(rank, step=2)
-    assert len(driver.went_on) == 4
-    driver.run.release()
-    assert len(driver.went_on) == 6
-
-
-def test_who_waits_when_the_workers_fail_waits_no_longer(driver: Driver) -> None:
-    for rank, step in ((0, 0), (1, 0), (0, 1), (1, 1)):
-        driver.report(rank, step=step)
-    driver.run.begin_attempt(2)
-    assert len(driver.went_on) == 4
-    driver.report(0, step=9)  # late, of the first attempt
-    assert driver.went_on[4:] == [(0, 9)]
+    assert driver.went_on == [(0, step) for step in range(9)] and not driver.run.keeps_ranks_waiting()
 
 
 class SlowStorage(CheckpointManager):
@@ -141,6 +123,19 @@ def test_slow_storage_delays_no_recovery_and_a_round_is_visible_after_its_checkp
     assert driver.run.error is None
 
 
+def test_who_waits_when_the_workers_fail_waits_no_longer(tmp_path: Path) -> None:
+    driver, manager = with_slow_storage(tmp_path)
+    for epoch in range(UNSTORED_ROUNDS + 1):
+        driver.report(0, checkpoint={"epoch": epoch}, step=epoch)
+    assert len(driver.went_on) == UNSTORED_ROUNDS
+    driver.run.begin_attempt(1)
+    assert len(driver.went_on) == UNSTORED_ROUNDS + 1
+    driver.report(0, step=9)  # late, of the first attempt
+    assert driver.went_on[-1] == (0, 9)
+    manager.allowed.set()
+    driver.run.close()
+
+
 def test_an_error_of_the_storage_ends_the_run(tmp_path: Path) -> None:
     driver, manager = with_slow_storage(tmp_path)
     manager.fails = True
@@ -154,14 +149,15 @@ def test_an_error_of_the_storage_ends_the_run(tmp_path: Path) -> None:
 
 def test_the_ranks_wait_for_slow_storage_and_the_driver_does_not(tmp_path: Path) -> None:
     driver, manager = with_slow_storage(tmp_path)
-    for epoch in range(4):
+    for epoch in range(6):
+        assert not driver.run.keeps_ranks_waiting() or epoch > UNSTORED_ROUNDS
         driver.report(0, checkpoint={"epoch": epoch}, step=epoch)
-    assert driver.went_on == [(0, 0), (0, 1)] and driver.run.keeps_ranks_waiting()
-    assert driver.latest() == 3, "all were received"
+    assert driver.went_on == [(0, epoch) for epoch in range(UNSTORED_ROUNDS)] and driver.run.keeps_ranks_waiting()
+    assert driver.latest() == 5, "all were received"
     manager.allowed.set()
     driver.run.close()
-    assert len(driver.went_on) == 4
-    assert len(list(tmp_path.iterdir())) == 4
+    assert len(driver.went_on) == 6
+    assert len(list(tmp_path.iterdir())) == 6
 
 
 def test_a_run_does_not_wait_forever_for_storage_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

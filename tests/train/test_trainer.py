@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from raysgd import NotActiveError, train
-from raysgd.train import RunConfig, Trainer
+from raysgd.train import Trainer
 
 
 @pytest.fixture(scope="module")
@@ -86,30 +86,12 @@ def test_execute_works_on_objects_in_the_workers(ray_cluster: None, tmp_path: Pa
     assert made.execute(lambda counter: counter.add()) == [15, 15]
     assert made.execute_single(lambda counter, times: counter.add(times), 2) == 25
     assert made.execute(Counter.add, times=0) == [25, 15]
-    with pytest.raises(RuntimeError, match="workers of its own"):
-        made.to_worker_group(Counter, 1)
     made.shutdown()
 
 
 def test_execute_without_objects_is_refused(trainer: Trainer) -> None:
     with pytest.raises(ValueError, match="train_cls"):
         trainer.execute(print)
-
-
-def test_to_worker_group(ray_cluster: None, tmp_path: Path) -> None:
-    import ray
-
-    group = Trainer("none", num_workers=2, logdir=tmp_path).to_worker_group(Counter, 1, step=2)
-    assert len(group) == 2
-    assert ray.get(group[0].add.remote()) == 3
-    assert ray.get([worker.add.remote(times=2) for worker in group]) == [7, 5]
-    with pytest.raises(Exception, match="no_such"):
-        ray.get(group[1].no_such.remote())
-    with pytest.raises(IndexError):
-        group[2]
-    group.shutdown()
-    with pytest.raises(RuntimeError, match="shut down"):
-        group[0].add.remote()
 
 
 @pytest.mark.parametrize(
@@ -141,11 +123,3 @@ def test_log_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert Trainer("none", logdir="mine").logdir == home / "mine"
     assert Trainer("none", logdir=tmp_path / "there").logdir == tmp_path / "there"
     assert all(path.is_dir() for path in (first, second, home / "mine", tmp_path / "there"))
-
-
-@pytest.mark.parametrize("value", [0, 1.5, True])
-def test_max_reports_ahead_is_checked(value: Any) -> None:
-    with pytest.raises(ValueError, match="max_reports_ahead must be a whole number of at least 1"):
-        Trainer("none", max_reports_ahead=value)
-    with pytest.raises(ValueError, match="max_reports_ahead must be a whole number of at least 1"):
-        RunConfig(max_reports_ahead=value)

@@ -14,7 +14,7 @@ from raysgd.data.sharded_stream import ShardedStream
 from raysgd.ray_data.columns import RayData
 from raysgd.torch.data.sampling import Division, has_own_batches, is_planned, unit_size
 from raysgd.torch.data.shards import ShardSource
-from raysgd.torch.data.sources import BatchSource, LiveSource, PlannedSource, RowSource, StreamSource
+from raysgd.torch.data.sources import BatchSource, LiveSource, PlannedSource, RowSource
 from raysgd.torch.data.stateful import StatefulSource, has_state
 from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.settings import TorchSettings
@@ -55,12 +55,9 @@ class Opener:
             return StatefulSource(loader, shard=shared, keep=self._keep)
         return LiveSource(loader, shard=shared, together=training, keep=self._keep)
 
-    def for_a_call(self, dataset: Any, position: Position) -> BatchSource:
-        """Return a source for `train(dataset=...)`; of a Ray Dataset, the driver sent a reader."""
-        if not isinstance(dataset, RayData):
-            position.set_aside()
-            return StreamSource(dataset)
-        position.set_aside(restart=True)
+    def for_a_call(self, dataset: RayData, position: Position) -> BatchSource:
+        """Return a source for `train(dataset=...)`: the driver sent a reader of the Ray Dataset."""
+        position.set_aside()
         return self._row_source(dataset, dataset.dataset, dataset, position, training=True, own_call=True)
 
     def _row_source(

@@ -73,12 +73,12 @@ def plan_of(
     )
 
 
-def planned_epoch(loader: DataLoader[Any], workers: int, *, step: int | None = None) -> SamplingPlan:
+def planned_epoch(loader: DataLoader[Any], workers: int) -> SamplingPlan:
     """Return how this many workers divide an epoch of training, without drawing its order."""
     units: Any = loader.batch_sampler if has_own_batches(loader) else loader.sampler
     if isinstance(units, DistributedSampler):  # one for a single rank replaces it
         units = units.dataset
-    return plan_of(loader, len(units), workers, pad=True, division=Division(step))
+    return plan_of(loader, len(units), workers, pad=True)
 
 
 def batches_per_epoch(loader: Any, workers: int, *, divided: bool) -> int | None:

@@ -313,28 +313,6 @@ class LiveSource(BatchSource):
         return bool(answer.item())
 
 
-class StreamSource(BatchSource):
-    """A `raysgd.data.Dataset` that was passed to one call. Its stream is divided by position, so it
-    survives resizes, too. It has no epochs."""
-
-    def __init__(self, dataset: Any) -> None:
-        self._dataset = self.loader = dataset
-
-    def batches(self, rank_info: RankInfo, offset: int) -> Iterator[Drawn]:
-        self._dataset.set_num_shards(rank_info.world_size)
-        step = self._dataset.batch_size * rank_info.world_size
-        for pairs in self._dataset.get_shard(rank_info.world_rank, start=offset):
-            offset += step
-            yield Drawn(tuple(_joined(column) for column in zip(*pairs, strict=True)), offset)
-
-
-def _joined(items: tuple[Any, ...]) -> Any:
-    """Concatenate rows of shape (1, ...), as RaySGD did; else collate as a DataLoader."""
-    if all(isinstance(item, torch.Tensor) and item.dim() > 0 and item.shape[0] == 1 for item in items):
-        return torch.cat(items)
-    return torch.utils.data.default_collate(list(items))
-
-
 class RowSource(BatchSource):
     """A Ray Dataset. Its rows are divided by their position in its stream, which is read once for
     all ranks.

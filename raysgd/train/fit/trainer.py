@@ -146,7 +146,6 @@ class DataParallelTrainer:
             self.run_config.max_failures,
             elastic=scaling.policy(),
             start_with=scaling.least,
-            max_reports_ahead=self.run_config.max_reports_ahead,
         )
         return FunctionJob(
             make=make,
