@@ -33,11 +33,6 @@ def new_folder(where: Any) -> AbstractContextManager[Path]:
     return locations.draft_folder(where)
 
 
-def local_copy(where: Any) -> AbstractContextManager[Path]:
-    """Return a context with a stored folder, as a load reads it."""
-    return locations.folder(locations.place(where))
-
-
 def copy_logs(folder: Path, where: Any) -> None:
     """Copy a run's logs to its storage."""
     locations.copy_logs(folder, locations.place(where))
