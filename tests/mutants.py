@@ -1,4 +1,4 @@
-"""Break saves, loads and training functions in named ways. Each mutant names a test that detects it: it fails.
+"""Break saves, loads, steps with NCCL and training functions in named ways. Each mutant names a test that detects it: it fails.
 
 `python -m tests.mutants [NAME ...]` runs them, each in a process of its own, and prints the tier of the test. With
 `-p tests.mutants`, pytest applies the mutant that RAYSGD_MUTANT names. Those of the engine and of the rounds of
@@ -362,6 +362,40 @@ def take_over_the_commit_of_an_earlier_run(patch: Patch) -> None:
         return original(self, task, attempt, checkpoint, **engines)
 
     patch.setattr(FunctionReplica, "function", function)
+
+
+# -- what has arrived whole ---------------------------------------------------------------------------
+
+
+NCCL = "tests/torch/test_nccl.py::test_"
+HOST = "tests/test_replica_host.py::test_"
+
+
+@mutant(f"{NCCL}after_an_abort_nothing_is_whole_but_what_was_seen")
+def take_what_an_abort_has_cut_off_for_whole(patch: Patch) -> None:
+    instead("raysgd.torch.process_group.TorchBackend._check_not_aborted", lambda self: None)(patch)
+
+
+@mutant(f"{NCCL}a_look_waits_for_the_device_and_then_for_nothing_that_was_seen")
+def look_for_an_abort_without_the_device(patch: Patch) -> None:
+    from raysgd.torch.process_group import TorchBackend
+
+    instead(
+        "raysgd.torch.process_group.TorchBackend.ensure_whole", lambda self, **_: TorchBackend._check_not_aborted(self)
+    )(patch)
+
+
+@mutant(f"{NCCL}a_step_with_broken_gradients_changes_nothing")
+def let_steps_act_on_broken_gradients(patch: Patch) -> None:
+    instead("raysgd.torch.whole_gradients.WholeGradients._look", lambda self, **_: None)(patch)
+
+
+@mutant(f"{HOST}while_a_failure_is_handled_every_exception_is_an_interruption")
+def blame_the_user_for_what_a_failure_has_caused(patch: Patch) -> None:
+    def is_interruption(self: Any, error: BaseException) -> bool:
+        return self._control.interrupted and isinstance(error, (RuntimeError, OSError))
+
+    instead("raysgd.workers.replica_host.ReplicaHost._is_interruption", is_interruption)(patch)
 
 
 if __name__ == "__main__":
