@@ -262,6 +262,7 @@ class ReplicaBase(ABC):
         """Commit a step, unless it is undone, or has `failed` before it was applied. Nothing else
         counts what was trained."""
         position, snapshots, counts = feed.position, self._snapshots, step.outcome != "undone"
+        before = position.step
         for policy in step.policies.before_commit if counts and feed.training and not failed else ():
             policy(step)
         if counts:
@@ -273,7 +274,8 @@ class ReplicaBase(ABC):
             return
         if (feed.training and position.step >= self._summary_at) or self._control.due(last=failed):
             self._report(feed)
-        if snapshots.within_epochs and feed.training and not failed and snapshots.due_after_batch(position.step):
+        due = snapshots.within_epochs and feed.training and not failed
+        if due and snapshots.due_after_batch(position.step, before=before):
             self.take_snapshot(room_s=ROOM_S)
 
     def _report(self, feed: Feed) -> None:

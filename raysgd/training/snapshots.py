@@ -36,7 +36,6 @@ class Snapshotter:
         self._uploading = False
         self._size = 0
         self._warned = self._slow = False
-        self._mark = 0
         self._due_at = time.monotonic() + every if isinstance(every, float) else 0.0
 
     @property
@@ -44,14 +43,15 @@ class Snapshotter:
         """Return whether snapshots are to be taken, and there is a driver that receives them."""
         return self._every is not None and self._control.upload is not None
 
-    def due_after_batch(self, step: int) -> bool:
-        """Return whether a snapshot is due, now that `step` batches are committed."""
+    def due_after_batch(self, step: int, *, before: int) -> bool:
+        """Return whether a snapshot is due, now that `step` batches are committed, and not only the
+        `before` ones. With a number of batches, that is so on all ranks or on none, whatever each
+        has done earlier, because shards are kept together."""
         every = self._every
         if not self.within_epochs:
             return False
         if isinstance(every, int):
-            before, self._mark = self._mark, step // every
-            return self._mark > before  # batches that share a step are committed together
+            return step // every > before // every  # batches that share a step are committed together
         if time.monotonic() < self._due_at:
             return False
         self._due_at = time.monotonic() + every

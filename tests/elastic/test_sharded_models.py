@@ -140,6 +140,17 @@ def test_growth_and_resizing(tmp_path: Path, undisturbed: Any) -> None:
         assert same(weights(sharded), undisturbed[2])
 
 
+def test_new_workers_keep_snapshots_when_the_others_do(tmp_path: Path, undisturbed: Any) -> None:
+    """They have not counted the batches before they joined."""
+    with mortal(tmp_path, grow="epoch", snapshot_every=2, hang_timeout_s=30) as sharded:
+        for count in (2, 4):
+            sharded.train(num_steps=1)
+            sharded.resize(count)
+        sharded.train()
+        assert [each.reason for each in sharded.recoveries] == ["shrink", "growth"]
+        assert same(weights(sharded), undisturbed[0])
+
+
 def held_by_one(sharded: TorchTrainer) -> int:
     """Return how many numbers the model and its optimizer have, of which each parameter that is trained has three."""
     return sum(each.numel() * (3 if each.requires_grad else 1) for each in sharded.get_model().parameters())

@@ -60,4 +60,4 @@ def test_schedules(kind: str, first: int, count: int) -> None:
                 difference, sorted(dead), [(r.in_place, r.batches_redone) for r in run.recoveries[before:]], flush=True
             )
             assert difference < 1e-14
-            assert dead and dead <= {each.rank for each in kills}, "torch's watchdog has ended one"
+            assert dead and dead <= {each.rank for each in kills}, "other processes have ended, too"
