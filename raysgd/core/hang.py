@@ -15,7 +15,7 @@ COLLECTIVE_FRAMES = (
     ("torch/nn/parallel/distributed.py", ""),
     ("torch/distributed/_functional_collectives.py", ""),
     ("horovod/torch/mpi_ops.py", ""),
-    # The device, which makes NCCL's calls, is behind the host: a rank waits for its peers here, and only here.
+    # The device, which makes NCCL's calls, is behind the host: before each step, a rank waits for its peers here.
     ("raysgd/torch/nccl.py", "wait_for_device"),
     # TensorFlow runs a step as one graph function, which contains the all-reduce.
     ("tensorflow/python/eager/execute.py", "quick_execute"),

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import datetime
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, TypeVar, cast
@@ -21,6 +22,10 @@ from torch import nn
 from torch.utils.data._utils import signal_handling
 from torch.utils.data._utils import worker as torch_worker
 from torch.utils.data.dataloader import _DatasetKind
+
+from raysgd.errors import described
+
+logger = logging.getLogger("raysgd")
 
 Loader = TypeVar("Loader")
 
@@ -116,16 +121,21 @@ def abort_groups(found: Sequence[Any]) -> None:
     bracketed = hasattr(nccl, "_group_start")
     if bracketed:
         nccl._group_start()
-    for group in reversed(found):
-        group.abort()
-    if bracketed:
-        nccl._group_end()
+    try:
+        for group in reversed(found):
+            try:
+                group.abort()
+            except Exception as error:  # the other groups must end nevertheless
+                logger.warning("a process group could not be aborted: %s", described(error))
+    finally:
+        if bracketed:
+            nccl._group_end()
 
 
 def forget_groups() -> None:
     """Let torch forget all groups of NCCL, which were aborted. It aborts them again, which does
     nothing. A broken group may refuse."""
-    with contextlib.suppress(RuntimeError):
+    with contextlib.suppress(RuntimeError, ValueError, KeyError, AssertionError):
         dist.distributed_c10d._abort_process_group()
 
 

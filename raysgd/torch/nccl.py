@@ -1,5 +1,5 @@
-"""NCCL's life in a worker: its settings, its groups, the wait for the device, and the end of calls
-in which a peer has failed. Worker.
+"""How a worker uses NCCL: torch's settings for it, its groups, the wait for the device, and the end
+of calls in which a peer has failed. Worker.
 
 A collective call of NCCL's returns when it is launched, and the device makes it later. If a peer
 has failed, the device waits for it, and only an abort ends that: with a part of the sum in the
@@ -12,7 +12,6 @@ at `found_inf`.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import threading
@@ -64,11 +63,16 @@ def wait_for_device() -> None:
 
 
 def form(**arguments: Any) -> None:
-    """Form the default group, and use it, because a connection that fails later is no failure to
-    join. With the device's number, torch forms it now, and divides it for further groups."""
+    """Form the default group. With the device's number, torch connects the ranks now, and divides
+    the group for further ones."""
     where = device()
     dist.init_process_group(NAME, device_id=where if where.type == "cuda" else None, **arguments)
-    used = torch.zeros(1, device=where)
+
+
+def use() -> None:
+    """Make the first collective call, because a connection that fails later is no failure to
+    join."""
+    used = torch.zeros(1, device=device())
     dist.all_reduce(used)
     used.item()
 
@@ -76,17 +80,21 @@ def form(**arguments: Any) -> None:
 def abort_limit_s(rank: int, ranks: int) -> float:
     """Return how long this rank waits for the end of an abort, until it ends its process. NCCL can
     hang in it, and then perhaps on all ranks. So the ranks end one after the other, because the end
-    of one can free the others, and the last one keeps the state for longest.
+    of one can free the others, and the last one keeps the state for longest. The only survivor of
+    two has the state alone.
 
-    >>> abort_limit_s(0, 3), abort_limit_s(1, 3), abort_limit_s(2, 3)
-    (20.0, 70.0, 120.0)
+    >>> abort_limit_s(0, 3), abort_limit_s(1, 3), abort_limit_s(2, 3), abort_limit_s(0, 2)
+    (20.0, 70.0, 120.0, 120.0)
     """
-    return ABORT_S + SPREAD_S * rank / max(ranks - 1, 1)
+    return ABORT_S + SPREAD_S * (rank / (ranks - 1) if ranks > 2 else 1.0)
 
 
 class Abort:
     """Ends the calls of one generation's groups, once, on a thread of its own: the control thread
-    must answer meanwhile. `wait` is for the main thread, before it leaves the groups."""
+    must answer meanwhile. `wait` is for the main thread, before it leaves the groups. What arrived
+    after an abort was `noted` may be incomplete."""
+
+    noted = False
 
     def __init__(self) -> None:
         self._lock, self._ended = threading.Lock(), threading.Event()
@@ -109,9 +117,7 @@ class Abort:
 
     def _run(self, groups: Sequence[Any]) -> None:
         try:
-            # What a group raises that is broken, or that its own main thread is leaving.
-            with contextlib.suppress(RuntimeError, ValueError, KeyError, AssertionError):
-                abort_groups(groups)
+            abort_groups(groups)
         finally:
             self._ended.set()
 

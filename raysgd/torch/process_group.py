@@ -86,8 +86,7 @@ class TorchBackend:
         self._connections = Connections(listening=True)
         self._gloo = GlooConnections()
         self._rank_info = RankInfo(solo=True)
-        self._ending = nccl.Abort()
-        self._aborted = False  # the control thread writes it before it aborts, and `leave` resets it
+        self._ending = nccl.Abort()  # of this generation
         self._whole_after = -1  # how many calls had been made when what had arrived was whole
 
     def __getstate__(self) -> dict[str, Any]:
@@ -147,6 +146,8 @@ class TorchBackend:
             self._form_gloo(rank_info, given)
         else:
             nccl.form(**given)
+            self._check_not_aborted()  # an abort that has found no group is noted by now
+            nccl.use()
             self._form_mesh(rank_info.world_size)
             self._check_not_aborted()
         self._count, self._counted = collective_counter(MESH), dist.group.WORLD
@@ -185,24 +186,25 @@ class TorchBackend:
         if self._groups:
             self._groups_before, self._groups = self._groups, []
         self.abort()
+        self._ending.wait()
         if self.name == "nccl" and dist.is_initialized():
-            self._ending.wait()
             forget_groups()
         if dist.is_initialized():
             with contextlib.suppress(RuntimeError):  # a broken group may refuse an orderly end
                 dist.destroy_process_group()
         self._gloo.end()
-        self._ending, self._aborted, self._whole_after = nccl.Abort(), False, -1
+        self._ending, self._whole_after = nccl.Abort(), -1
 
     def abort(self) -> None:
         """Free this rank from a collective that waits. gloo cannot abort one, but the end of its
         connections ends it within a millisecond. NCCL's groups stay known to torch, so no code
         takes this rank for one without peers."""
-        self._aborted = True
-        if self.name == "nccl" and dist.is_initialized():
-            self._keep_groups()
-            info = self._rank_info
-            self._ending.begin(self._groups, limit_s=nccl.abort_limit_s(info.world_rank, info.world_size))
+        ending, info = self._ending, self._rank_info
+        ending.noted = True  # first: whoever waits for the device looks at it afterwards
+        found = groups() if self.name == "nccl" and dist.is_initialized() else []
+        if found and self._ending is ending:  # otherwise, these are the groups of the next generation
+            self._groups = found
+            ending.begin(found, limit_s=nccl.abort_limit_s(info.world_rank, info.world_size))
         self._connections.shut()
         self._gloo.shut()
 
@@ -220,7 +222,7 @@ class TorchBackend:
         self._groups_before = []  # they hold buffers of their last calls: up to a copy of all gradients
 
     def _check_not_aborted(self) -> None:
-        if self._aborted:
+        if self._ending.noted:
             raise dist.DistBackendError("what this rank has received may be incomplete, because a peer failed")
 
     def _keep_groups(self) -> None:

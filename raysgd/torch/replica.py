@@ -322,6 +322,7 @@ class TorchReplica(ReplicaBase):
         if (position := state.get("validation_loader")) is not None:
             self._sources["validation"] = self._open_source(self.operator._parts.validation_loader, "validation")
             self._sources["validation"].load(position)
+        self._control.ensure_whole()  # shards that were made of it
         self._loaded_from, self.half_loaded = state["world_size"], state.get("half_loaded", False)
 
     def _adopt(self, state: dict[str, Any], *, models: bool = True) -> None:

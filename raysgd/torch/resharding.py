@@ -158,6 +158,7 @@ class Resharding:
             source = (rank - distance) % ranks
             shards[source % count] = self._from_neighbour(tree, source, (rank + distance) % ranks, count)
         content = states.copied({**self._others(), **_without_content(tree)})
+        self._control.ensure_whole()  # before the driver can get to know of it
         snapshot = replace(snapshot, held=(generation, self._taken))
         self._kept.append(KeptSnapshot(snapshot, count, content, shards))
         self._agree("a snapshot")

@@ -49,7 +49,7 @@ class WholeGradients(Policy):
 
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         seen, self._seen = self._seen is optimizer, None
-        return None if seen else after_gradients(args, kwargs, self._look)
+        return after_gradients(args, kwargs, lambda: self._look(unless_seen=seen))
 
     def _look(self, *, unless_seen: bool = False) -> None:
         self._parts.calls.control.ensure_whole(unless_seen=unless_seen)

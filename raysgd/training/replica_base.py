@@ -329,6 +329,7 @@ class ReplicaBase(ABC):
 
     def _end_call(self) -> None:
         """Note that a call of `train` is done."""
+        self._control.ensure_whole()  # user code after the loop can have made collective calls that changed the state
         self._position.call_done = True
         self._position.resume_epoch()
         self.take_snapshot()

@@ -137,7 +137,9 @@ class ReplicaHost:
 
     def _is_interruption(self, error: BaseException) -> bool:
         if self._control.interrupted and isinstance(error, Exception):
-            return True  # a mistake in the user's code comes again when the batch is repeated
+            # A mistake in the user's code comes again when the batch is repeated.
+            logger.info("an error while a failure of another rank is handled counts as a part of it", exc_info=error)
+            return True
         try:
             return self._backend.is_interruption(error)
         except Exception as raised:  # backends read the error's text, and `str()` of a user's error can raise

@@ -190,8 +190,8 @@ def test_each_step_looks_once_before_an_optimizer_acts(makes: str, waits: int) -
     rank.train(1, num_steps=1)
     rank.looks.clear()
     rank.train(2, num_steps=1)
-    assert rank.looks.count(False) == waits, "and again at the commit, if calls were made since"
-    assert rank.looks[-1] is True
+    assert rank.looks.count(False) == waits + 1, "and when the call ends"
+    assert rank.looks[-2:] == [True, False], "again at the commit, if calls were made since"
 
 
 def test_a_closure_computes_gradients_again_and_each_time_they_are_looked_at() -> None:
@@ -227,7 +227,7 @@ def test_a_step_with_broken_gradients_changes_nothing(makes: str, options: dict[
 def test_gloo_registers_nothing() -> None:
     rank = rank_with(asynchronous=False)
     rank.train(1, num_steps=2)
-    assert rank.looks == [False], "when the epoch begins"
+    assert rank.looks == [False, False], "when the epoch begins, and when the call ends"
     assert not any("whole" in type(each).__name__.lower() for each in rank.operator._policies.every)
 
 
