@@ -126,6 +126,8 @@ class Curve(TrainingOperator):
         arm([each for each in self.kills if each.step == batch_info["global_step"]])
         index, x, y = batch
         share = self.mean_of_ones() if self.config.get("calls") else 1.0
+        if share != 1:
+            raise ZeroDivisionError("an error of the user's code, because of what a failed peer has left")
         with self.autocast():
             loss = share * self.criterion(self.model(x), y)
         if SPOILED in index.tolist():

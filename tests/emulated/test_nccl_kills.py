@@ -143,6 +143,6 @@ def test_an_abort_that_hangs(hangs: set[int]) -> None:
         ground.restore()
         ground.lay(Kill(number=1))
         run.train()
-        assert run.world_size == 1 and all(each.in_place for each in run.recoveries)
-        assert sorted(each.batches_redone for each in run.recoveries) == [0] * len(run.recoveries)
+        assert run.world_size == 1 and sum(each.seconds for each in run.recoveries) < 9
+        assert {(each.in_place, each.batches_redone) for each in run.recoveries} == {(True, 0)}
         assert ground.difference() < 1e-15
