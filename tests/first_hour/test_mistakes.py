@@ -236,7 +236,7 @@ DATA: dict[str, Case] = {
     ),
     "a list as a call's data": (
         called("train", dataset=[1, 2]),
-        ["raysgd.data.Dataset", "got [1, 2]", "register_data"],
+        ["dataset must be a Ray Dataset", "got [1, 2]", "register_data"],
     ),
 }
 RESULTS: dict[str, Case] = {
