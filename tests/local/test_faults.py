@@ -392,7 +392,10 @@ MUTANTS: dict[str, tuple[str, Callable[[Any], Any]]] = {
         "raysgd.engine.engine.Engine._run_again",
         lambda original: lambda self, running: None,
     ),
-    "each rank evaluates with its own buffers": ("raysgd.torch.parts.broadcast", lambda original: lambda tensors, control: None),
+    "each rank evaluates with its own buffers": (
+        "raysgd.torch.parts.broadcast",
+        lambda original: lambda tensors, control: None,
+    ),
 }
 
 
