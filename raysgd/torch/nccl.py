@@ -3,11 +3,11 @@ of calls in which a peer has failed. Worker.
 
 A collective call of NCCL's returns when it is launched, and the device makes it later. If a peer
 has failed, the device waits for it, and only an abort ends that: with a part of the sum in the
-buffer, and without an error anywhere. So whoever uses what was received waits for the device first,
-and then looks whether there was an abort. That order is right because the abort is noted before it
-begins, and because nothing else completes a call that a peer has left. Later, a fused optimizer
-could look on the device instead of waiting here, at an element of each reduced bucket, as it does
-at `found_inf`.
+buffer, and without an error anywhere. So the code that uses what was received waits for the device
+first, and then looks whether there was an abort. That order is right because the abort is noted
+before it begins, and because nothing else completes a call that a peer has left. Later, a fused
+optimizer could look on the device instead of waiting here, at an element of each reduced bucket, as
+it does at `found_inf`.
 """
 
 from __future__ import annotations

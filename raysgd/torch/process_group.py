@@ -200,7 +200,7 @@ class TorchBackend:
         connections ends it within a millisecond. NCCL's groups stay known to torch, so no code
         takes this rank for one without peers."""
         ending, info = self._ending, self._rank_info
-        ending.noted = True  # first: whoever waits for the device looks at it afterwards
+        ending.noted = True  # first, because `ensure_whole` looks at it after its wait
         found = groups() if self.name == "nccl" and dist.is_initialized() else []
         if found and self._ending is ending:  # otherwise, these are the groups of the next generation
             self._groups = found

@@ -14,7 +14,7 @@ from raysgd.training.step import Policy, Step
 
 class WholeGradients(Policy):
     """Waits for the device, and looks whether a peer has failed meanwhile: in `self.step`, before
-    anything is decided from the gradients, before each step of an optimizer, whoever makes it, and
+    anything is decided from the gradients, before each step of an optimizer, also in user code, and
     before a step is committed in which a collective call was made after that. It raises an error
     then, and the step is undone.
 
