@@ -236,6 +236,11 @@ BROKEN = WorkerFailed(
 )
 
 
+def asserted(step: int) -> WorkerFailed:
+    error = Failed(RuntimeError(), progress=Progress(step=step))
+    return WorkerFailed("CUDA error: device-side assert triggered", "gpu failure", fault=GpuFault("", True, error))
+
+
 def test_a_replacement_on_a_gpu_that_has_failed_twice_only_holds_it(caplog: pytest.LogCaptureFixture) -> None:
     """The GPU breaks in the set-up of two replacements. Ray gives it to a third, which must not use it, and must not end."""
     scenario = Scenario(room=3)
@@ -272,12 +277,23 @@ def test_the_end_of_a_broken_worker_does_not_hide_why(scenario: Scenario) -> Non
     assert (failure.reason, failure.cause.partition(" on ")[0]) == ("gpu failure", "GPU 3 (GPU-5f1c)")
 
 
+def test_errors_that_a_kernel_may_have_caused_exclude_no_gpu(
+    scenario: Scenario, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They are reported some steps late, so they are at different steps, and a broken kernel fails on each GPU."""
+    for number, step in ((1, 7), (2, 9)):
+        (worker,) = scenario.table.launch(1)
+        scenario.group.events += [started(worker, gpu="3"), CallEnded(worker, number, asserted(step))]
+        scenario.table.pump(0)
+        scenario.table.dismiss(worker)
+    assert not scenario.table.gpu_failures.exclude([("node", "3")]) and "failed 2 times" not in caplog.text
+    assert scenario.table.gpu_failures.suspected == {7, 9}, "the next one at these steps is the user's error"
+
+
 def test_a_worker_that_the_users_code_has_broken_is_no_failure(scenario: Scenario) -> None:
     """Its process ends a moment after it has said so."""
-    error = Failed(RuntimeError(), progress=Progress(step=7))
-    broken = WorkerFailed("CUDA error: device-side assert triggered", "gpu failure", fault=GpuFault("", True, error))
     (worker,) = scenario.table.launch(1)
-    scenario.group.events += [started(worker, gpu="3"), CallEnded(worker, 1, broken)]
+    scenario.group.events += [started(worker, gpu="3"), CallEnded(worker, 1, asserted(7))]
     scenario.table.pump(0)
     scenario.table.acquit(worker)
     scenario.group.events += [WorkerEnded(worker, "its process ended with exit code 79")]

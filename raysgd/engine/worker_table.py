@@ -252,8 +252,10 @@ class WorkerTable:
     def _note_gpu_failure(self, info: WorkerInfo, fault: GpuFault | None) -> None:
         if fault is None or fault.error is None:
             return
-        step = fault.error.progress.step if fault.suspect else None
-        count = self.gpu_failures.note(info.gpus, step=step, known=info.gpu_failures)
+        if fault.suspect:
+            self.gpu_failures.suspected.add(fault.error.progress.step)
+            return
+        count = self.gpu_failures.note(info.gpus, known=info.gpu_failures)
         if info.gpu_failures < count == MOST_FAILURES:
             logger.warning(
                 "%s has failed %d times: raysgd starts no more workers on it. Look for its errors (nvidia-smi -q, and Xid in dmesg) "
@@ -268,7 +270,7 @@ class WorkerTable:
         info = self._workers[worker]
         error, info.broken = suspect(info.broken), None
         assert error is not None
-        self.gpu_failures.acquit(error.progress.step)
+        self.gpu_failures.suspected.discard(error.progress.step)
         info.ended = WorkerEnded(worker, "an error of the user's code has ended its process", "restart")
 
     def parks(self, worker: str) -> bool:

@@ -144,6 +144,7 @@ class Plan(Printed):
     snapshot_every: Any = "epoch"
     compare: int | None = None
     retries: int = -1
+    max_attempts: int = 100
     orphan_s: float = 0.0
     script: tuple[str, ...] = ("train",)
     faults: tuple[Fault, ...] = ()
@@ -154,7 +155,7 @@ class Plan(Printed):
             min_workers=self.min_workers,
             backoff_s=0.2,
             backoff_max_s=1.0,
-            max_attempts=100,
+            max_attempts=self.max_attempts,
             hang_timeout_s=10.0,
             grow=self.grow,
             snapshot_every=self.snapshot_every,

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from raysgd.engine.generation import Generation
-from raysgd.errors import HangError, NotActiveError
+from raysgd.errors import HangError, NotActiveError, TrainingFailedError
 from tests.simulation.checker import Checker
-from tests.simulation.faults import Cancelled
+from tests.simulation.faults import Cancelled, Schedule
 from tests.simulation.group import Worker
 from tests.simulation.mutants import MUTANTS, seeds_needed
 from tests.simulation.plan import Fault, Plan, plan_for
@@ -27,6 +27,18 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 # Shortened schedules that broke a guarantee once, by what was wrong.
 FOUND = {
+    "the only GPU was excluded, because a kernel of the user's failed at two different steps": Plan(
+        seed=23434,
+        ranks=1,
+        nodes=(1,),
+        samples=4,
+        step_s=0.01,
+        late=0.1,
+        compare=5,
+        retries=1,
+        script=("train", "train"),
+        faults=(Fault("assert", "forward", 7),),
+    ),
     "a new worker had taken the only state while a call was cancelled, and was not asked for it": Plan(
         nodes=(2, 1),
         samples=7,
@@ -443,6 +455,16 @@ def test_a_gpu_that_stays_broken_is_used_twice() -> None:
     assert [each.reason for each in result.recoveries] == ["gpu failure", "growth"], "the second one is in a set-up"
     assert result.recoveries[-1].world_size_after == 3 and result.redone == 0
     assert [line.split()[1] for line in result.trace if "<- warm" in line] == ["w4", "w6"], "w5 is not set up"
+
+
+def test_the_call_ends_with_an_error_when_no_gpu_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The only one breaks, in each process that gets it, and no machine is added."""
+    monkeypatch.setattr(Schedule, "_replace", lambda self, node: None)
+    monkeypatch.setattr(Script, "_until_done", lambda self, *given: self._train())
+    plan = Plan(ranks=1, nodes=(1,), max_attempts=10, samples=20, faults=(Fault("gpu", "forward", 5, pick=1),))
+    result = run(plan, tracing=True)
+    assert isinstance(result.error, TrainingFailedError) and "the cluster has room for 0 more" in str(result.error)
+    assert [line.split()[1] for line in result.trace if "<- warm" in line] == ["w2"], "w3 only holds the GPU"
 
 
 def test_a_kernel_that_fails_again_is_an_error_of_the_user() -> None:
