@@ -36,25 +36,61 @@ INIT_FAILED = "Horovod initialization failed"
 _shutdown_lock = threading.Lock()  # if two threads join Horovod's own thread, the behaviour is undefined
 
 
-class HorovodBackend:
-    """Connects the ranks of operators twice: in a torch process group, for what raysgd itself needs
-    from all ranks (an order of samples, a TorchMetrics value), and in Horovod, for gradients. The
-    process group comes first, so that all ranks are alive when they call `hvd.init()`.
+class Ranks:
+    """The part that both backends share. On the driver: owns the rendezvous. On a worker: owns the
+    environment of this generation, and knows the sockets that `hvd.init()` opens.
 
-    On the driver: owns both rendezvous. On a worker: owns the membership, and knows Horovod's
-    sockets.
+    `wait_s` limits how long Horovod waits for the other ranks in `hvd.init()`, and for a host that
+    stops responding.
     """
 
     in_place = True
+
+    def __init__(self, *, host: str, wait_s: float, interface: str | None = None) -> None:
+        self._wait_s, self._interface = wait_s, interface
+        self._rendezvous = HorovodRendezvous(host, wait_s=wait_s)
+        self._environment: dict[str, str] = {}
+        self._connections = Connections()
+
+    def _enter(self, environment: dict[str, str]) -> None:
+        """Prepare this process for `hvd.init()`; without an environment, it is the only rank."""
+        self._environment = environment
+        set_environment(environment, interface=self._interface)
+        watch_init(self._connections)
+
+    def leave(self) -> None:
+        shut_down(self._connections.shut, limit_s=self._wait_s + 10)
+        self._connections.forget()
+
+    def abort(self) -> None:
+        """Close Horovod's connections: its thread fails, and so do calls that wait for it. End
+        `hvd.init()` on ranks that wait in it."""
+        self._connections.shut()
+        if self._environment:
+            threading.Thread(target=end_rendezvous, args=(self._environment,), daemon=True).start()
+
+    def ensure_whole(self, *, unless_seen: bool = False) -> None:
+        """Horovod's calls return when they are done, or raise an error."""
+
+    def collectives(self) -> int:
+        return -1  # Horovod does not count its calls
+
+    def is_interruption(self, error: BaseException) -> bool:
+        return is_interruption(error)
+
+
+class HorovodBackend(Ranks):
+    """Connects the ranks of operators twice: in a torch process group, for what raysgd itself needs
+    from all ranks (an order of samples, a TorchMetrics value), and in Horovod, for gradients. The
+    process group comes first, so that all ranks are alive when they call `hvd.init()`."""
+
     needs_offers = False
 
     def __init__(self, *, host: str = "127.0.0.1", join_s: float = 60.0, collective_s: float = 540.0) -> None:
         from raysgd.torch.process_group import TorchBackend
 
+        super().__init__(host=host, wait_s=min(SILENCE_S, collective_s))
         self._process_group = TorchBackend("gloo", host=host, join_s=join_s, collective_s=collective_s)
-        self._silence_s = min(SILENCE_S, collective_s)
-        self._rendezvous = HorovodRendezvous(host, wait_s=self._silence_s)
-        self._connections = Connections()
 
     def offer(self) -> dict[str, Any]:
         return {}
@@ -65,51 +101,34 @@ class HorovodBackend:
 
     def join(self, rank_info: RankInfo, settings: dict[str, Any]) -> None:
         self._process_group.join(rank_info, settings.get("process_group", {}))
-        set_environment(settings.get("environment", {}))
-        self._connections.opening()
+        self._enter(settings.get("environment", {}))
+        import horovod.torch as hvd
+
         try:
-            _init()
-        finally:
-            self._connections.opened()
+            hvd.init()
+        except ValueError:
+            hvd.shutdown()  # ends its thread, so that the next generation can start one
+            raise
 
     def leave(self) -> None:
-        shut_down(self._connections.shut, limit_s=self._silence_s + 10)
-        self._connections.forget()
+        super().leave()
         self._process_group.leave()
 
     def abort(self) -> None:
-        """Close Horovod's connections: its thread fails, and so do calls that wait for it."""
-        self._connections.shut()
+        super().abort()
         self._process_group.abort()
 
-    def ensure_whole(self, *, unless_seen: bool = False) -> None:
-        """Horovod's calls return when they are done, or raise an error."""
-
-    def collectives(self) -> int:
-        return -1  # most of them are Horovod's, which does not count them
-
     def is_interruption(self, error: BaseException) -> bool:
-        return is_interruption(error) or self._process_group.is_interruption(error)
+        return super().is_interruption(error) or self._process_group.is_interruption(error)
 
 
-class HorovodFunctionBackend(OffersGpus):
-    """Connects the ranks of a training function, which calls `hvd.init()` itself.
-
-    On the driver: owns the rendezvous. On a worker: owns the environment of this generation, and
-    knows the sockets that the function's `hvd.init()` opens.
-
-    Each worker sees the GPUs of all workers on its node, because scripts call
-    `set_device(hvd.local_rank())`. `wait_s` limits how long Horovod waits for the other ranks in
-    `hvd.init()`, and for a host that stops responding.
-    """
-
-    in_place = True
+class HorovodFunctionBackend(Ranks, OffersGpus):
+    """Connects the ranks of a training function, which calls `hvd.init()` itself. Each worker sees
+    the GPUs of all workers on its node, because scripts call `set_device(hvd.local_rank())`."""
 
     def __init__(self, *, host: str, wait_s: float, interface: str | None = None, use_gpu: bool = False) -> None:
-        self._wait_s, self._interface, self.needs_offers = wait_s, interface, use_gpu
-        self._rendezvous = HorovodRendezvous(host, wait_s=wait_s)
-        self._environment: dict[str, str] = {}
-        self._connections = Connections()
+        super().__init__(host=host, wait_s=wait_s, interface=interface)
+        self.needs_offers = use_gpu
 
     def plan(self, rank_infos: Sequence[RankInfo], offers: Sequence[dict[str, Any]] = ()) -> list[dict[str, Any]]:
         gpus = shared_gpus(rank_infos, offers) if self.needs_offers else [None] * len(rank_infos)
@@ -117,42 +136,10 @@ class HorovodFunctionBackend(OffersGpus):
         return [{"environment": each, "gpus": shared} for each, shared in zip(environments, gpus, strict=True)]
 
     def join(self, rank_info: RankInfo, settings: dict[str, Any]) -> None:
-        self._environment = settings.get("environment", {})
-        set_environment(self._environment, interface=self._interface)
-        watch_init(self._connections)
+        self._enter(settings.get("environment", {}))
         torch = sys.modules.get("torch")
         if settings.get("gpus") is not None and not (torch is not None and torch.cuda.is_initialized()):
             see_gpus(settings["gpus"], self.offer()["gpus"])
-
-    def leave(self) -> None:
-        shut_down(self._connections.shut, limit_s=self._wait_s + 10)
-        self._connections.forget()
-
-    def abort(self) -> None:
-        """Make the function's collective fail, and `hvd.init()` on ranks that wait in it."""
-        self._connections.shut()
-        if self._environment:
-            threading.Thread(target=end_rendezvous, args=(self._environment,), daemon=True).start()
-
-    def ensure_whole(self, *, unless_seen: bool = False) -> None:
-        """Horovod's calls return when they are done, or raise an error."""
-
-    def collectives(self) -> int:
-        return -1  # Horovod does not count them
-
-    def is_interruption(self, error: BaseException) -> bool:
-        return is_interruption(error)
-
-
-def _init() -> None:
-    import horovod.torch as hvd
-
-    check_host_name()
-    try:
-        hvd.init()
-    except ValueError:
-        hvd.shutdown()  # ends its thread, so that the next generation can start one
-        raise
 
 
 def check_host_name() -> None:

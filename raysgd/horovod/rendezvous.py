@@ -66,11 +66,12 @@ class HorovodRendezvous:
         from raysgd.horovod.rendezvous_server import RendezvousServer
 
         ranks = rank_variables(rank_infos)
-        self._server = RendezvousServer(self._host, _sizes(ranks), ended=ENDED)
+        server = self._server = RendezvousServer(self._host, _sizes(ranks), ended=ENDED)
         shared = {
             **SINGLE_WORKER,
-            ADDRESS: self._host,
-            PORT: str(self._server.port),
+            # Horovod puts this between "http://" and its own path, and so sends the secret with every request.
+            ADDRESS: f"{self._host}:{server.port}/{server.secret}",
+            PORT: str(server.port),
             "HOROVOD_GLOO_TIMEOUT_SECONDS": str(max(1, round(self._wait_s))),
         }
         return [{**rank, **shared} for rank in ranks]
@@ -99,18 +100,23 @@ def set_environment(environment: Mapping[str, str], *, interface: str | None = N
     # The trainer reports failed peers. Horovod would print them again on every rank.
     os.environ.setdefault("HOROVOD_LOG_LEVEL", "fatal")
     if environment and (INTERFACE not in os.environ or interface is not None):
-        os.environ[INTERFACE] = interface or interface_towards(environment[ADDRESS], variable=INTERFACE)
+        os.environ[INTERFACE] = interface or interface_towards(_host(environment), variable=INTERFACE)
 
 
 def end_rendezvous(environment: Mapping[str, str]) -> None:
     """Tell the server, from a worker, that this generation has ended. Ranks that are still waiting
     in `hvd.init()` fail then. If the server is closed already, no rank is waiting."""
+    secret = environment[ADDRESS].partition("/")[2]
     # A direct connection, because a web proxy cannot reach the driver.
-    connection = http.client.HTTPConnection(environment[ADDRESS], int(environment[PORT]), timeout=END_S)
+    connection = http.client.HTTPConnection(_host(environment), int(environment[PORT]), timeout=END_S)
     try:
-        connection.request("PUT", f"/{ENDED}/1", body="1")
+        connection.request("PUT", f"/{secret}/{ENDED}/1", body="1")
         connection.getresponse().read()
     except (OSError, http.client.HTTPException):
         return
     finally:
         connection.close()
+
+
+def _host(environment: Mapping[str, str]) -> str:
+    return environment[ADDRESS].partition("/")[0].partition(":")[0]

@@ -5,7 +5,9 @@ It imports Horovod.
 
 from __future__ import annotations
 
+import hmac
 import logging
+import secrets
 import socket
 import threading
 from collections.abc import Mapping
@@ -18,12 +20,26 @@ from raysgd.environment import control_ports
 
 logger = logging.getLogger("raysgd")
 
-GONE, NOT_ALLOWED = 410, 405
+FORBIDDEN, GONE = 403, 410
+SECRET_BYTES = 16
 LOOK_S = 0.1  # how often the server's thread looks whether it is to end
 
 
 class Handler(RendezvousHandler):  # type: ignore[misc]
     """Serves one request as Horovod's handler does, except for the methods below."""
+
+    def parse_request(self) -> bool:
+        """Refuse clients of another generation, whose server may have had the same port, and
+        strangers: the path must begin with the secret of this one."""
+        if not super().parse_request():
+            return False
+        # Horovod's client appends ":PORT" to the secret, which it takes for the end of the address.
+        secret, _, path = self.path.lstrip("/").partition("/")
+        if not hmac.compare_digest(secret.partition(":")[0].encode(), self.server.secret.encode()):
+            self.send_status_code(FORBIDDEN)
+            return False
+        self.path: str = f"/{path}"
+        return True
 
     def do_GET(self) -> None:
         """End the wait of a rank in `hvd.init()` when its generation has ended. Horovod's clients
@@ -49,11 +65,6 @@ class Handler(RendezvousHandler):  # type: ignore[misc]
                 self.server.cache.pop(scope, None)
         self.send_status_code(OK)
 
-    def do_HEAD(self) -> None:
-        """Refuse a request that Python's base class answers with the sizes of the script's
-        files."""
-        self.send_status_code(NOT_ALLOWED)
-
 
 class RendezvousServer(RendezvousHTTPServer):  # type: ignore[misc]
     """Owns one port, one thread, and the addresses of one generation. It listens on the driver's
@@ -65,6 +76,7 @@ class RendezvousServer(RendezvousHTTPServer):  # type: ignore[misc]
     def __init__(self, host: str, sizes: Mapping[str, int], *, ended: str) -> None:
         super().__init__((host, 0), Handler, verbose=0)
         self.scope_size, self.ended = dict(sizes), ended
+        self.secret = secrets.token_hex(SECRET_BYTES)
         self.port = int(self.socket.getsockname()[1])
         self._thread = threading.Thread(
             target=self.serve_forever, args=(LOOK_S,), name="raysgd-horovod-rendezvous", daemon=True

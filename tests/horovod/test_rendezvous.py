@@ -10,17 +10,17 @@ import time
 import types
 from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from raysgd import ConfigError, TorchTrainer, TrainingOptions
 from raysgd.core.ranks import RankInfo, assign_ranks
-from raysgd.horovod import backend
+from raysgd.horovod import backend, foreign
 from raysgd.horovod.arguments import HorovodArguments, check_installed
 from raysgd.horovod.backend import HorovodFunctionBackend
 from raysgd.horovod.rendezvous import HorovodRendezvous, end_rendezvous, rank_variables, set_environment
+from raysgd.torch.sockets import Connections
 from raysgd.train.backends import HorovodConfig, parse_backend
 from tests.faults import LedgerOperator
 
@@ -74,12 +74,12 @@ def test_errors_of_failed_peers_are_interruptions(internal_error: type[Exception
 def test_a_host_whose_name_does_not_resolve_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """`hvd.init()` would end the process with SIGSEGV."""
     begun: list[bool] = []
-    horovod = types.SimpleNamespace(init=lambda: begun.append(True))
-    monkeypatch.setitem(sys.modules, "horovod", types.SimpleNamespace(torch=horovod))
-    monkeypatch.setitem(sys.modules, "horovod.torch", horovod)
+    basics = type("HorovodBasics", (), {"init": lambda self: begun.append(True)})
+    monkeypatch.setattr(foreign, "basics", lambda: basics)
     monkeypatch.setattr(socket, "gethostname", lambda: "nowhere.invalid")
+    backend.watch_init(Connections())
     with pytest.raises(ConfigError, match=r"its own name 'nowhere\.invalid' does not resolve .*/etc/hosts"):
-        backend._init()
+        basics().init()
     assert not begun
 
 
@@ -236,22 +236,37 @@ def test_silent_clients_delay_neither_the_ranks_nor_the_end(
 
 
 @pytest.mark.horovod
-def test_the_files_of_the_script_are_not_shown(environment: dict[str, str]) -> None:
-    """Python's own server answers HEAD with a file's size."""
-    assert Path("pyproject.toml").exists()
-    assert asked(environment, "HEAD", "pyproject.toml")[0] == 405
+@pytest.mark.parametrize("method", ["GET", "PUT", "DELETE", "HEAD"])
+@pytest.mark.parametrize("secret", ["", "0" * 32, "/"])
+def test_without_the_secret_of_the_generation_nothing_is_served(
+    environment: dict[str, str], method: str, secret: str
+) -> None:
+    """Such a client can be of an earlier generation, which had the same port."""
+    where = environment["HOROVOD_GLOO_RENDEZVOUS_ADDR"].partition("/")[0]
+    theirs = {**environment, "HOROVOD_GLOO_RENDEZVOUS_ADDR": f"{where}/{secret}"}
+    for path in ("global/1", "raysgd-over/1", "pyproject.toml"):
+        assert asked(theirs, method, path, b"other" if method == "PUT" else b"") == (403, b"")
+    end_rendezvous(theirs)
+    assert asked(environment, "GET", "global/1") == (200, b"address")
 
 
 @pytest.mark.horovod
 @pytest.mark.parametrize(
-    "what", [b"\xff" * 64, b"GET\r\n\r\n", b"PUT /global/1/2 HTTP/1.1\r\n\r\n", b"PUT /global/1 HTTP/1.1\r\n\r\n"]
+    "what",
+    [
+        b"\xff" * 64,
+        b"GET\r\n\r\n",
+        b"PUT /%SECRET/global/1/2 HTTP/1.1\r\n\r\n",
+        b"PUT /%SECRET/global/1 HTTP/1.1\r\n\r\n",
+    ],
 )
 def test_invalid_requests_change_and_print_nothing(
     environment: dict[str, str], what: bytes, capfd: pytest.CaptureFixture[str]
 ) -> None:
     address = ("127.0.0.1", int(environment["HOROVOD_GLOO_RENDEZVOUS_PORT"]))
+    secret = environment["HOROVOD_GLOO_RENDEZVOUS_ADDR"].partition("/")[2].encode()
     with socket.create_connection(address, timeout=30) as client:
-        client.sendall(what)
+        client.sendall(what.replace(b"%SECRET", secret))
         client.shutdown(socket.SHUT_WR)
         assert b" 200 " not in client.recv(4096)
     assert asked(environment, "GET", "global/1") == (200, b"address")
@@ -259,11 +274,12 @@ def test_invalid_requests_change_and_print_nothing(
 
 
 def asked(environment: dict[str, str], method: str, path: str, content: bytes = b"") -> tuple[int, bytes]:
-    """Return the response that a client of Horovod gets."""
+    """Return the response that Horovod's own client gets, which puts the port and its path after the address."""
     where, port = environment["HOROVOD_GLOO_RENDEZVOUS_ADDR"], environment["HOROVOD_GLOO_RENDEZVOUS_PORT"]
-    connection = http.client.HTTPConnection(where, int(port), timeout=10)
+    url = f"{where}:{port}/{path}"
+    connection = http.client.HTTPConnection("127.0.0.1", int(port), timeout=10)
     try:
-        connection.request(method, f"/{path}", body=content or None)
+        connection.request(method, url[url.index("/") :], body=content or None)
         answer = connection.getresponse()
         return answer.status, answer.read()
     finally:
