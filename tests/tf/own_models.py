@@ -1,10 +1,10 @@
-"""Keras models that define train_step or test_step themselves, in Keras 3 or Keras 2. The config's `model` names one."""
+"""Keras models that define train_step or test_step themselves. The config's `model` names one."""
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from tests.tf.small import ROWS, make_data, make_model
@@ -20,15 +20,13 @@ def data_creator(config: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def model_creator(config: dict[str, Any]) -> Any:
-    keras = importlib.import_module(config.get("library", "keras"))
     keras.utils.set_random_seed(3)
-    return {"penalized": _penalized, "tracked": _tracked, "gan": _gan, "hidden": _hidden, "eager": _eager}[
-        config["model"]
-    ](keras)
+    made = {"penalized": _penalized, "tracked": _tracked, "gan": _gan, "hidden": _hidden, "eager": _eager}
+    return made[config["model"]]()
 
 
-def _compiled(keras: Any, model_cls: type, *, normalized: bool = True, **more: Any) -> Any:
-    inner = make_model(keras, normalized=normalized)
+def _compiled(model_cls: type, *, normalized: bool = True, **more: Any) -> Any:
+    inner = make_model(normalized=normalized)
     x = keras.Input((8,))
     model = model_cls(x, inner(x))
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -36,7 +34,7 @@ def _compiled(keras: Any, model_cls: type, *, normalized: bool = True, **more: A
     return model
 
 
-def _penalized(keras: Any) -> Any:
+def _penalized() -> Any:
     """Add a penalty to the compiled loss, update the compiled metrics, and return a number of its own."""
 
     class Penalized(keras.Model):  # type: ignore[name-defined,misc]
@@ -51,10 +49,10 @@ def _penalized(keras: Any) -> Any:
             metrics = self.compute_metrics(x, y, output, sample_weight=weight)
             return {**metrics, "penalty": penalty, "loss": loss}
 
-    return _compiled(keras, Penalized)
+    return _compiled(Penalized)
 
 
-def _eager(keras: Any) -> Any:
+def _eager() -> Any:
     """Read tensors in Python, which a graph cannot."""
 
     class Eager(keras.Model):  # type: ignore[name-defined,misc]
@@ -66,10 +64,10 @@ def _eager(keras: Any) -> Any:
             self.optimizer.apply_gradients(zip(found, self.trainable_variables, strict=True))
             return {"loss": loss, "largest": max(float(tf.reduce_max(abs(each))) for each in found)}
 
-    return _compiled(keras, Eager, run_eagerly=True, metrics=None)
+    return _compiled(Eager, run_eagerly=True, metrics=None)
 
 
-def _tracked(keras: Any) -> Any:
+def _tracked() -> Any:
     """Track the losses of both steps in a metric of its own, and the absolute error in the test step only."""
 
     class Tracked(keras.Model):  # type: ignore[name-defined,misc]
@@ -101,10 +99,10 @@ def _tracked(keras: Any) -> Any:
             self.error.update_state(y[:, None], output[:, None])  # rows of one number each
             return {"seen": self.seen.result(), "error": self.error.result()}
 
-    return _compiled(keras, Tracked, normalized=False)  # a worker would normalize by its own rows
+    return _compiled(Tracked, normalized=False)  # a worker would normalize by its own rows
 
 
-def _gan(keras: Any) -> Any:
+def _gan() -> Any:
     """Two models with an optimizer each, and no call of its own. The data is x alone."""
 
     class Gan(keras.Model):  # type: ignore[name-defined,misc]
@@ -134,7 +132,7 @@ def _gan(keras: Any) -> Any:
     return model
 
 
-def _hidden(keras: Any) -> Any:
+def _hidden() -> Any:
     """Apply gradients without an optimizer, so that they are not averaged."""
 
     class Hidden(keras.Model):  # type: ignore[name-defined,misc]
@@ -148,4 +146,4 @@ def _hidden(keras: Any) -> Any:
                 variable.assign_sub(0.1 * gradient)
             return {"loss": loss}
 
-    return _compiled(keras, Hidden)
+    return _compiled(Hidden)

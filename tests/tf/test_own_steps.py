@@ -15,25 +15,18 @@ from tests.tf.own_models import data_creator, model_creator  # noqa: E402
 from tests.tf.small import ROWS, arrays  # noqa: E402
 
 
-def trainer_of(model: str, library: str = "keras", **given: Any) -> TFTrainer:
-    config = {"model": model, "library": library, **given.pop("config", {})}
+def trainer_of(model: str, **given: Any) -> TFTrainer:
+    config = {"model": model, **given.pop("config", {})}
     return TFTrainer(model_creator, data_creator, config, **given)
 
 
-@pytest.mark.parametrize(
-    ("model", "library"),
-    [
-        *(("tracked", "keras"), ("gan", "keras"), ("eager", "keras"), ("penalized", "tf_keras")),
-        pytest.param("gan", "tf_keras", marks=pytest.mark.more),
-    ],
-)
-def test_one_worker_does_what_fit_does(model: str, library: str) -> None:
-    pytest.importorskip(library)
-    config = {"model": model, "library": library}
+@pytest.mark.parametrize("model", ["tracked", "gan", "eager", "penalized"])
+def test_one_worker_does_what_fit_does(model: str) -> None:
+    config = {"model": model}
     train, test = data_creator(config)
     theirs = model_creator(config)
     history = theirs.fit(train, epochs=2, verbose=0).history
-    with trainer_of(model, library) as trainer:
+    with trainer_of(model) as trainer:
         first, second = trainer.train(), trainer.train()
         mine = trainer.get_model()
         for expected, got in zip(theirs.get_weights(), mine.get_weights(), strict=True):
@@ -50,15 +43,13 @@ def test_one_worker_does_what_fit_does(model: str, library: str) -> None:
                 assert result[f"validation_{name}"] == pytest.approx(value, rel=1e-3, abs=1e-5)
 
 
-@pytest.mark.parametrize("library", ["keras", "tf_keras"])
-def test_a_checkpoint_has_all_optimizers(library: str, tmp_path: Path) -> None:
-    pytest.importorskip(library)
-    with trainer_of("gan", library) as trainer:
+def test_a_checkpoint_has_all_optimizers(tmp_path: Path) -> None:
+    with trainer_of("gan") as trainer:
         trainer.train()
         path = trainer.save(tmp_path / "gan.ckpt")
         trainer.train()
         expected = trainer.state_dict()
-    with trainer_of("gan", library) as trainer:
+    with trainer_of("gan") as trainer:
         trainer.load(path)
         trainer.train()
         state = trainer.state_dict()
@@ -80,18 +71,14 @@ def test_class_weights_reach_the_models_own_step() -> None:
 
 @pytest.mark.slow
 @pytest.mark.more
-@pytest.mark.parametrize(
-    ("model", "library"),
-    [("tracked", "keras"), ("gan", "keras"), pytest.param("gan", "tf_keras", marks=pytest.mark.nightly)],
-)
-def test_two_workers_train_as_one(ray_cluster: None, model: str, library: str) -> None:
-    pytest.importorskip(library)
-    with trainer_of(model, library) as trainer:
+@pytest.mark.parametrize("model", ["tracked", "gan"])
+def test_two_workers_train_as_one(ray_cluster: None, model: str) -> None:
+    with trainer_of(model) as trainer:
         expected = [trainer.train(), trainer.train()]
         if model == "tracked":
             expected.append(trainer.validate())
         weights = copy.deepcopy(trainer.get_model().get_weights())
-    with trainer_of(model, library, num_replicas=2) as trainer:
+    with trainer_of(model, num_replicas=2) as trainer:
         results = [trainer.train(), trainer.train()]
         if model == "tracked":
             results.append(trainer.validate())
