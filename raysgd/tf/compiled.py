@@ -162,9 +162,7 @@ class CompiledOperator(TrainingOperator):
     def _average(self, gradients: Sequence[Any]) -> list[Any]:
         """Return the mean over the ranks of gradients that the model's own step applies."""
         found = [tf.convert_to_tensor(gradient) for gradient in gradients if gradient is not None]
-        arrived = self._sum([gradient * tf.cast(self._fraction, gradient.dtype) for gradient in found])
-        with tf.control_dependencies(arrived):
-            means = iter([tf.identity(gradient) for gradient in arrived])
+        means = iter(self._sum([gradient * tf.cast(self._fraction, gradient.dtype) for gradient in found]))
         return [None if gradient is None else next(means) for gradient in gradients]
 
     def _compare_weights(self) -> None:

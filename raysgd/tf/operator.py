@@ -64,7 +64,6 @@ class TrainingOperator(OperatorBase):
         self._channel = Channel(self._rank_info.world_size)
         # This rank's part of the batch: a variable, so that graph functions are not traced again when it changes.
         self._fraction = tf.Variable(1.0, trainable=False)
-        self._fraction_now = 1.0
         self._parts = KerasParts()
         self._statistics: list[Any] = []
         self._part = Part(self)
@@ -179,11 +178,6 @@ class TrainingOperator(OperatorBase):
         # The optimizer counts its steps without reading the gradients: it must not do so before they have arrived.
         with tf.control_dependencies([tf.convert_to_tensor(gradient) for gradient in gradients]):
             optimizer.apply_gradients(zip(gradients, variables, strict=True))
-
-    def _set_fraction(self, fraction: float) -> None:
-        if fraction != self._fraction_now:
-            self._fraction_now = fraction
-            self._fraction.assign(fraction)
 
     @property
     def _counts(self) -> bool:
@@ -338,13 +332,15 @@ class Part(Policy):
     """Sets this rank's part of a batch. Keeps what a step changes too early, to undo it."""
 
     def __init__(self, operator: TrainingOperator) -> None:
-        self._operator = operator
+        self._operator, self._fraction = operator, 1.0
         self._steps = 0
         self._statistics: list[Any] = []
 
     def begin(self, step: Step) -> None:
-        operator = self._operator
-        operator._set_fraction(step.current.weight / operator.world_size)
+        operator, fraction = self._operator, step.current.weight / self._operator.world_size
+        if fraction != self._fraction:
+            self._fraction = fraction
+            operator._fraction.assign(fraction)
         self._steps = operator._steps_made()
         if operator.world_size > 1:
             self._statistics = [tf.identity(as_tensor(v)) for v in operator._statistics]

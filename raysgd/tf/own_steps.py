@@ -95,7 +95,12 @@ def average_applied(optimizer: Any, average: Callable[[Sequence[Any]], list[Any]
     apply = optimizer.apply  # which apply_gradients calls
 
     def averaged(grads: Sequence[Any], trainable_variables: Any = None) -> Any:
-        return apply(average(list(grads)), trainable_variables)
+        means = average(list(grads))
+        if not optimizer.built:  # variables could not be created below
+            optimizer.build(trainable_variables)
+        # The optimizer counts its steps without reading the gradients: it must not do so before they have arrived.
+        with tf.control_dependencies([mean for mean in means if mean is not None]):
+            return apply(means, trainable_variables)
 
     # Nothing needs converting, and trying takes seconds.
     optimizer.apply = tf.autograph.experimental.do_not_convert(averaged)
