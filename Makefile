@@ -129,11 +129,9 @@ $(VENV)/demo.stamp: $(VENV)/made.stamp $(PACKAGE)
 	@$(PIP_INSTALL) --editable '.[torch]' scikit-learn | $(TELL)
 	@touch $@
 
-# tf-keras asks for the package tensorflow (600 MB, with all it has for GPUs), which would be laid over tensorflow-cpu.
 $(VENV)/dev.stamp: $(VENV)/made.stamp $(PACKAGE)
 	@echo "Installing raysgd and all that its tests, checks and documentation need (some hundred MB: minutes, once)"
 	@$(PIP_INSTALL) --editable '.[dev]' | $(TELL)
-	@$(PIP_INSTALL) --no-deps tf-keras | $(TELL)
 	@touch $@
 
 $(VENV)/bench.stamp: $(VENV)/made.stamp $(PACKAGE)

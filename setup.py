@@ -80,7 +80,7 @@ DEV = [
     "ruff",
     "scikit-learn",
     "setuptools>=64",
-    "tensorflow-cpu",  # and tf-keras without what it asks for: see the Makefile
+    "tensorflow-cpu",
     "types-tqdm",
     "wheel",
 ]

@@ -116,7 +116,7 @@ autodoc_typehints = "signature"
 maximum_signature_line_length = 80
 autodoc_preserve_defaults = True
 # Not part of the environment that builds these pages.
-autodoc_mock_imports = ["horovod", "tensorflow"]
+autodoc_mock_imports = ["horovod", "keras", "tensorflow"]
 
 
 # A row of a table of arguments: names, two spaces or more, text. Lines that continue the text are indented further.

@@ -1,16 +1,16 @@
 """A Keras model in a training function: save, load, resume, with TensorFlow's own strategy on all workers.
 
-TensorFlow's strategy for several workers takes models of Keras 2 only, which is the package tf_keras. (Operators of
-raysgd.tf take both.) The first run trains a few epochs; the second one continues from its checkpoint.
+With several workers, a strategy cannot run `fit` of Keras 3, so the function has a loop of its own. The first run trains
+a few epochs; the second one continues from its checkpoint.
 
     python examples/function_keras.py --num-workers 2
 """
 
 import argparse
 
+import keras
 import numpy as np
 import tensorflow as tf
-import tf_keras
 
 from raysgd import train
 from raysgd.train import Trainer
@@ -26,22 +26,34 @@ def points(size=512):
 def train_func(config):
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
     with strategy.scope():
-        model = tf_keras.Sequential([tf_keras.layers.Dense(1, input_shape=(1,))])
-        model.compile(optimizer=tf_keras.optimizers.SGD(config["lr"]), loss="mse")
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        optimizer = keras.optimizers.SGD(config["lr"])
+        optimizer.build(model.trainable_variables)
     start = 0
     checkpoint = train.load_checkpoint()
     if checkpoint is not None:
         model.set_weights(checkpoint["weights"])
         start = checkpoint["epoch"] + 1
     # The batch size is that of all workers together.
-    data = tf.data.Dataset.from_tensor_slices(points()).batch(32 * train.world_size())
-    options = tf.data.Options()
-    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
-    data = data.with_options(options)
+    size = 32 * train.world_size()
+    data = strategy.experimental_distribute_dataset(tf.data.Dataset.from_tensor_slices(points()).batch(size))
+
+    def part(x, y):
+        """Train on this worker's part of a batch; the optimizer sums the gradients of all workers."""
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum((model(x) - y) ** 2) / size
+        weights = model.trainable_variables
+        optimizer.apply(tape.gradient(loss, weights), weights)
+        return loss
+
+    @tf.function
+    def step(batch):
+        return strategy.reduce("SUM", strategy.run(part, batch), axis=None)
+
     for epoch in range(start, config["epochs"]):
-        loss = model.fit(data, verbose=0).history["loss"][0]
+        losses = [float(step(batch)) for batch in data]
         train.save_checkpoint(epoch=epoch, weights=model.get_weights())
-        train.report(epoch=epoch, train_loss=loss)
+        train.report(epoch=epoch, train_loss=float(np.mean(losses)))
     slope, intercept = (float(np.squeeze(weight)) for weight in model.get_weights())
     return slope, intercept
 

@@ -1,14 +1,13 @@
 """A compiled Keras model on several workers, in the way of RaySGD v1: a function for the model, one for the data.
 
-The model knows its optimizer, loss and metrics; the data set's batch is that of all workers together. Works with
-Keras 3 and, with --library tf_keras, with Keras 2.
+The model knows its optimizer, loss and metrics; the data set's batch is that of all workers together.
 
     python examples/keras_digits.py --num-workers 2
 """
 
 import argparse
-import importlib
 
+import keras
 import tensorflow as tf
 from sklearn.datasets import load_digits
 
@@ -16,7 +15,6 @@ from raysgd.tf import TFTrainer
 
 
 def model_creator(config):
-    keras = importlib.import_module(config["library"])
     model = keras.Sequential([keras.layers.Dense(64, activation="relu"), keras.layers.Dense(10)])
     model.compile(
         optimizer=keras.optimizers.Adam(config["lr"]),
@@ -43,11 +41,10 @@ def main():
     parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--lr", type=float, default=0.003)
     parser.add_argument("--batch-size", type=int, default=64, help="of all workers together")
-    parser.add_argument("--library", choices=["keras", "tf_keras"], default="keras")
     parser.add_argument("--smoke", action="store_true", help="a short run")
     args = parser.parse_args()
 
-    config = {"lr": args.lr, "batch_size": args.batch_size, "library": args.library}
+    config = {"lr": args.lr, "batch_size": args.batch_size}
     with TFTrainer(model_creator, data_creator, config, num_replicas=args.num_workers) as trainer:
         for _ in range(3 if args.smoke else args.epochs):
             result = trainer.train()

@@ -56,14 +56,6 @@ def drain_node(trainer: Any, patch: Any, until: Callable[[], bool], limit_s: flo
     patch.setattr(table.group, "draining", lambda: {} if until() else {node: limit_s})
 
 
-def differences(operators: list[Any]) -> list[Any]:
-    """Compare operators of TensorFlow, as if they were those of the ranks."""
-    from raysgd.core.rank_comparison import compare
-    from raysgd.tf.rank_comparison import summary_of
-
-    return compare({rank: summary_of(parts_of(each)).as_text() for rank, each in enumerate(operators)})
-
-
 def want_workers(trainer: Any, number: int) -> None:
     """Let a started Trainer of functions grow to this number when it next can."""
     trainer._executor._active()._membership.target = number

@@ -222,7 +222,7 @@ def missing(name: str) -> list[str]:
     text = (EXAMPLES / name).read_text(encoding="utf-8")
     operators = re.findall(r"raysgd\.operators\.(\w+) import", text)
     text += "".join((EXAMPLES.parent / f"operators/{each}.py").read_text(encoding="utf-8") for each in operators)
-    packages = ["tensorflow", "keras", "tf_keras", "mlflow", "tensorboard", "torchmetrics", "pytorch_lightning"]
+    packages = ["tensorflow", "keras", "mlflow", "tensorboard", "torchmetrics", "pytorch_lightning"]
     packages += ["timm", "transformers", "peft"]
     needs = [package for package in packages if re.search(rf"^ *(import|from) {package}\b", text, re.MULTILINE)]
     needs += ["horovod"] if 'backend="horovod"' in text else []

@@ -86,7 +86,7 @@ NOT_PRIVATE = {
     *("_Unpickler", "_asdict", "_current_frames", "_exit", "_fields", "_replace"),
     *("_parent", "_strip_protocol"),
 }
-PRIVATE_PACKAGES = ("tensorflow.python", "keras.src", "tf_keras.src")
+PRIVATE_PACKAGES = ("tensorflow.python", "keras.src")
 
 
 def name_of(path: Path) -> str:

@@ -1,27 +1,26 @@
 """RaySGD's API: raysgd's loop trains a compiled Keras model with its compiled loss, optimizer and
 metrics, or with the `train_step` and `test_step` that its class defines. Worker.
 
-`model.fit` does not work with Keras 3 on several workers, and could not be interrupted in the
-middle of an epoch.
+`model.fit` does not work on several workers, and could not be interrupted in the middle of an
+epoch.
 """
 
 from __future__ import annotations
 
-import importlib
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from raysgd.config import at_least
 from raysgd.constants import NUM_SAMPLES
 from raysgd.errors import ConfigError, shown
-from raysgd.tf import foreign
 from raysgd.tf.data import are_arrays
-from raysgd.tf.operator import IN_PIECES, TrainingOperator
-from raysgd.tf.own_steps import OwnStep, average_applied, further_optimizers, own_step
-from raysgd.tf.parts import as_tensor, is_keras_2, one_row, refuse_sum, rows_in, running_statistics
+from raysgd.tf.operator import TrainingOperator
+from raysgd.tf.own_steps import average_applied, further_optimizers, own_step
+from raysgd.tf.parts import as_tensor, one_row, refuse_sum, rows_in, running_statistics
 
 EVALUATE, FIT = "evaluate_config", "fit_config"
 logger = logging.getLogger("raysgd")
@@ -60,26 +59,20 @@ class CompiledOperator(TrainingOperator):
         self.model = model = type(self).model_creator(config)
         if getattr(model, "optimizer", None) is None or not getattr(model, "compiled", True):
             raise ConfigError("model_creator must return a compiled model: call model.compile(optimizer=..., loss=...)")
-        if (steps := foreign.steps_per_execution(model)) > 1:
+        self.register(models=model, optimizers=model.optimizer)
+        self.optimizer = self._parts.optimizers[0]
+        if (steps := model.steps_per_execution) > 1:
             raise ConfigError(
                 f"the model was compiled with steps_per_execution={steps}, which has no effect here: raysgd runs one batch at a "
                 "time, so that it can continue after each of them when a worker fails. Leave it out"
             )
-        if model.jit_compile and not tf.config.list_physical_devices("GPU"):  # where Keras 3 sets it by itself
+        if model.jit_compile and not tf.config.list_physical_devices("GPU"):  # where Keras sets it by itself
             self._warn_once(WITHOUT_XLA)
         if self._settings.distributed:
             for loss in tf.nest.flatten(model.loss):
                 refuse_sum(loss, "a compiled loss")
-        self._keras = importlib.import_module("tf_keras" if is_keras_2(model) else "keras")
-        self._own_train: OwnStep | None = own_step(self._keras, model, "train_step")
-        self._own_test: OwnStep | None = own_step(self._keras, model, "test_step")
-        if self._own_train is not None and self._pieces is not None:
-            raise ConfigError(
-                f"{IN_PIECES}, and {type(model).__name__} has a train_step of its own, which applies gradients at once: leave batch out"
-            )
+        self._own_train, self._own_test = own_step(model, "train_step"), own_step(model, "test_step")
         self._compared = False  # whether the ranks have compared their weights
-        self.register(models=model, optimizers=model.optimizer)
-        self.optimizer = self._parts.optimizers[0]
         fit = dict(self._fit)
         if "shuffle" in fit and not are_arrays(train):
             self._warn_once("config['fit_config'] has shuffle, which Keras ignores for data sets, and raysgd too")
@@ -115,7 +108,7 @@ class CompiledOperator(TrainingOperator):
 
     def _callbacks(self, config: Mapping[str, Any]) -> Any:
         given = config.get("callbacks") or []
-        return self._keras.callbacks.CallbackList(list(given), model=self.model, add_history=False)
+        return keras.callbacks.CallbackList(list(given), model=self.model, add_history=False)
 
     # -- batches --------------------------------------------------------------------------------------
 
@@ -135,16 +128,14 @@ class CompiledOperator(TrainingOperator):
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         x, y, weight = self._weighted(*_unpacked(batch))
-        own, place, step = self._own_train, batch_info["batch_idx"], self._feed.step
-        if step.place == 0:
-            self._fit_callbacks.on_train_batch_begin(place)
+        own, place = self._own_train, batch_info["batch_idx"]
+        self._fit_callbacks.on_train_batch_begin(place)
         with self.timers.record("step"):
             if own is None:
                 loss = self._train_graph(x, y, weight, self._counts)
             else:
                 logs = own((x, y, weight) if self._class_weight() else batch, rows_in(x), counts=self._counts)
-        if step.closing:
-            self._fit_callbacks.on_train_batch_end(place, {"loss": float(loss)} if own is None else logs)
+        self._fit_callbacks.on_train_batch_end(place, {"loss": float(loss)} if own is None else logs)
         if own is not None:
             self._compare_weights()
         return {**({"train_loss": loss} if own is None else {}), NUM_SAMPLES: rows_in(x)}
@@ -171,9 +162,7 @@ class CompiledOperator(TrainingOperator):
     def _average(self, gradients: Sequence[Any]) -> list[Any]:
         """Return the mean over the ranks of gradients that the model's own step applies."""
         found = [tf.convert_to_tensor(gradient) for gradient in gradients if gradient is not None]
-        arrived = self._sum([gradient * tf.cast(self._fraction, gradient.dtype) for gradient in found])
-        with tf.control_dependencies(arrived):
-            means = iter([tf.identity(gradient) for gradient in arrived])
+        means = iter(self._sum([gradient * tf.cast(self._fraction, gradient.dtype) for gradient in found]))
         return [None if gradient is None else next(means) for gradient in gradients]
 
     def _compare_weights(self) -> None:

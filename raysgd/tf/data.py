@@ -30,14 +30,14 @@ from raysgd.training.step import Drawn
 class SharedSource:
     """Draws this rank's rows of every batch. Every row is used once per epoch, over any number of
     resizes. The epoch is read from `position`, because a new process can begin in the middle of an
-    epoch. With `workers`, no rank has more rows at once than if there were so many ranks."""
+    epoch."""
 
-    def __init__(self, loader: Any, position: Position, *, pad: bool, workers: int | None = None) -> None:
+    def __init__(self, loader: Any, position: Position, *, pad: bool) -> None:
         self.loader = loader
-        self._position, self._pad, self._workers = position, pad, workers
+        self._position, self._pad = position, pad
         self._passes = self._epoch = self._passed = 0
         self._live: Iterator[Any] | None = None
-        self._last: list[Drawn] = []
+        self._last: Drawn | None = None
 
     def begin(self, epoch: int, rank_info: RankInfo, shared: bool) -> None:
         """Do nothing: `batches` begins a new pass."""
@@ -45,11 +45,9 @@ class SharedSource:
     def batches(self, rank_info: RankInfo, offset: int) -> Iterator[Drawn]:
         """Return this rank's part of the rest, from the live iterator if that is there."""
         epoch = self._position.epoch
-        last, self._last = self._last, []
         continues = self._live is not None and self._epoch == epoch
-        if continues and last and self._passed == last[0].offset == offset + 1:
-            self._last = last
-            yield from last  # it was drawn before, but not committed
+        if continues and self._last is not None and self._passed == self._last.offset == offset + 1:
+            yield self._last  # it was drawn before, but not committed
         elif not continues or self._passed != offset:
             self._live, self._epoch, self._passed = self._pass(epoch, offset), epoch, offset
         while self._live is not None:
@@ -58,8 +56,9 @@ class SharedSource:
                 self._live = None
                 return
             self._passed += 1
-            self._last = list(self._part_of(batch, rank_info, self._passed))
-            yield from self._last
+            self._last = self._part_of(batch, rank_info, self._passed)
+            if self._last is not None:
+                yield self._last
 
     def steps_left(self, rank_info: RankInfo, offset: int) -> int | None:
         return _length(self.loader, offset)
@@ -78,18 +77,16 @@ class SharedSource:
             return iter(self.loader.skip(offset).prefetch(tf.data.AUTOTUNE))
         return islice(iter(self.loader), offset, None)
 
-    def _part_of(self, batch: Any, rank_info: RankInfo, offset: int) -> Iterator[Drawn]:
-        """Yield this rank's rows of a batch, or their pieces; nothing if it need not take part."""
+    def _part_of(self, batch: Any, rank_info: RankInfo, offset: int) -> Drawn | None:
+        """Return this rank's rows of a batch; None if it need not take part."""
         rows, ranks = rows_in(batch), rank_info.world_size
-        most = -(-rows // self._workers) if self._workers else None
-        if ranks == 1 and (most is None or rows < 2):
-            yield Drawn(batch, offset, rows=rows)
-            return
-        plan = SamplingPlan(total=rows, step_size=rows, world_size=ranks, pad=self._pad, most=most)
-        for part in plan.parts_of(rank_info.world_rank, 0):
-            if part.stop > part.start:
-                cut = _cut(batch, part.start, part.stop)
-                yield Drawn(cut, offset, part.fresh, rows, part.weight, part.whole)
+        if ranks == 1:
+            return Drawn(batch, offset, rows=rows)
+        part = SamplingPlan(total=rows, step_size=rows, world_size=ranks, pad=self._pad).parts(0)[rank_info.world_rank]
+        if part.stop == part.start:
+            return None
+        cut = tf.nest.map_structure(itemgetter(slice(part.start, part.stop)), batch)
+        return Drawn(cut, offset, part.fresh, rows, part.weight)
 
 
 class OwnSource:
@@ -121,28 +118,16 @@ class OwnSource:
 
 
 def make_source(
-    data: Any,
-    position: Position,
-    rank_info: RankInfo,
-    channel: Channel,
-    *,
-    training: bool,
-    workers: int | None = None,
+    data: Any, position: Position, rank_info: RankInfo, channel: Channel, *, training: bool
 ) -> SharedSource | OwnSource:
     """Return the source for a data set, by its own
-    `options.experimental_distribute.auto_shard_policy`. With `workers`, no rank has more rows at
-    once than if there were so many ranks."""
+    `options.experimental_distribute.auto_shard_policy`."""
     policies, policy = tf.data.experimental.AutoShardPolicy, _policy_of(data)
     if policy in (policies.AUTO, policies.DATA):
-        return SharedSource(data, position, pad=training, workers=workers if training else None)
+        return SharedSource(data, position, pad=training)
     if policy not in (policies.FILE, policies.OFF):
         raise ConfigError(
             f"the data set's auto_shard_policy is {policies(policy).name}: it must be AUTO, DATA, FILE or OFF"
-        )
-    if workers and training:
-        raise ConfigError(
-            f"ElasticConfig(batch='global') cannot divide a data set whose auto_shard_policy is {policies(policy).name}, because each "
-            "worker reads data of its own: use AUTO or DATA, or leave batch out"
         )
     own = _own_files(data, rank_info) if policy == policies.FILE else data
     return OwnSource(data, own, channel, together=training and rank_info.world_size > 1)
@@ -223,10 +208,6 @@ def _own_files(data: Any, rank_info: RankInfo) -> Any:
         )
     own = foreign.shard_by_file(data, rank_info.world_size, rank_info.world_rank)
     return own.rebatch(size // rank_info.world_size)
-
-
-def _cut(batch: Any, start: int, stop: int) -> Any:
-    return tf.nest.map_structure(lambda leaf: leaf[start:stop], batch)
 
 
 def _length(data: Any, offset: int) -> int | None:

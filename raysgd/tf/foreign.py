@@ -1,8 +1,8 @@
 """All private names of TensorFlow and Keras that raysgd uses. Worker.
 
-Checked with TensorFlow 2.21, Keras 3.15 and tf_keras 2.21. `tests/test_foreign.py` calls every
-function here, and names the first private name that a new version no longer has. TensorFlow is
-imported inside the functions, because a training function may not have loaded it yet.
+Checked with TensorFlow 2.21 and Keras 3.15. `tests/test_foreign.py` calls every function here, and
+names the first private name that a new version no longer has. TensorFlow is imported inside the
+functions, because a training function may not have loaded it yet.
 """
 
 from __future__ import annotations
@@ -58,19 +58,8 @@ def shard_by_file(data: Any, num_shards: int, index: int) -> Any:
 # -- Keras --------------------------------------------------------------------------------------------
 
 
-def learning_rate_variable(optimizer: Any) -> Any:
-    """Return what holds a learning rate, which Keras 2 does not list among the variables."""
-    return getattr(optimizer, "_learning_rate", None)
-
-
 def layers_without_inner_ones(model: Any) -> Iterator[Any]:
     """Yield the layers of a model that do not consist of other layers."""
     for layer in model._flatten_layers(include_self=True, recursive=True):
         if next(iter(layer._flatten_layers(include_self=False, recursive=True)), None) is None:
             yield layer
-
-
-def steps_per_execution(model: Any) -> int:
-    """Return an argument of `compile`, which Keras 2 keeps in a private variable."""
-    found = model._steps_per_execution if hasattr(model, "_steps_per_execution") else model.steps_per_execution
-    return 1 if found is None else int(found)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from raysgd.config import at_least
@@ -18,7 +19,7 @@ from raysgd.tf.parts import (
     as_tensor,
     assign,
     build_unbuilt,
-    is_keras_2,
+    graph_function,
     refuse_sum,
     rows_in,
     running_statistics,
@@ -26,8 +27,6 @@ from raysgd.tf.parts import (
 from raysgd.training.operator_base import OperatorBase, each_loader
 from raysgd.training.settings import ReplicaSettings
 from raysgd.training.step import Policies, Policy, Step
-
-IN_PIECES = "ElasticConfig(batch='global') lets a worker process its part of a batch in several pieces when there are fewer workers"
 
 
 class TrainingOperator(OperatorBase):
@@ -65,13 +64,10 @@ class TrainingOperator(OperatorBase):
         self._channel = Channel(self._rank_info.world_size)
         # This rank's part of the batch: a variable, so that graph functions are not traced again when it changes.
         self._fraction = tf.Variable(1.0, trainable=False)
-        self._fraction_now = 1.0
         self._parts = KerasParts()
-        in_pieces = settings.elastic.batch == "global" and settings.num_workers > 1
-        self._pieces = Pieces(self) if in_pieces else None
         self._statistics: list[Any] = []
         self._part = Part(self)
-        self._policies = Policies([each for each in (self._part, self._pieces) if each is not None])
+        self._policies = Policies([self._part])
         self.setup(self._config)
         if self._parts.registered:
             self._complete()
@@ -143,15 +139,9 @@ class TrainingOperator(OperatorBase):
         every rank's gradients have arrived.
         """
         unconverted = tf.autograph.experimental.do_not_convert  # nothing needs converting, and trying takes seconds
-        unconverted(self._step)(tape, loss, model, optimizer)
-
-    def _step(self, tape: Any, loss: Any, model: Any, optimizer: Any) -> None:
-        optimizer = self._only(self._parts.optimizers, "optimizer") if optimizer is None else optimizer
-        gradients, variables = self._own_gradients(tape, loss, model, optimizer)
-        if self._pieces is not None:
-            self._pieces.step(gradients, variables, optimizer)
-        else:
-            self.apply_gradients(self._sum(gradients), variables, optimizer=optimizer)
+        optimizer = self._chosen(optimizer)
+        pairs = unconverted(self.gradients)(tape, loss, model=model, optimizer=optimizer)
+        unconverted(self.apply_gradients)(*pairs, optimizer=optimizer)
 
     def gradients(
         self, tape: Any, loss: Any, *, model: Any = None, optimizer: Any = None
@@ -160,18 +150,9 @@ class TrainingOperator(OperatorBase):
         their variables. `tape`, `loss`, `model` and `optimizer` are those of `step`. This is the
         first half of `step`, if you want to clip or count gradients. Under mixed_float16 they are
         still scaled."""
-        if self._pieces is not None:
-            raise ConfigError(
-                f"{IN_PIECES}, and self.gradients() returns those of a whole batch: call self.step(tape, loss)"
-            )
-        optimizer = self._only(self._parts.optimizers, "optimizer") if optimizer is None else optimizer
-        own, variables = self._own_gradients(tape, loss, model, optimizer)
-        return self._sum(own), variables
-
-    def _own_gradients(self, tape: Any, loss: Any, model: Any, optimizer: Any) -> tuple[list[Any], list[Any]]:
-        """Return this worker's part of the gradients, and their variables."""
+        optimizer = self._chosen(optimizer)
         trained = self._parts.trained_by(optimizer) if model is None else list(model.trainable_variables)
-        scale = _scale(optimizer, loss)
+        scale = optimizer.scale_loss(tf.ones_like(loss))
         found = tape.gradient(loss, trained, output_gradients=tf.cast(self._fraction, scale.dtype) * scale)
         pairs = [(g, v) for g, v in zip(found, trained, strict=True) if g is not None]
         if not pairs:
@@ -179,14 +160,13 @@ class TrainingOperator(OperatorBase):
                 "there are no gradients: the loss depends on none of the trainable variables of the model. Compute it inside "
                 "the tape from the model's output"
             )
-        return [tf.convert_to_tensor(gradient) for gradient, _ in pairs], [variable for _, variable in pairs]
+        return self._sum([tf.convert_to_tensor(gradient) for gradient, _ in pairs]), [variable for _, variable in pairs]
 
     def _sum(self, gradients: list[Any]) -> list[Any]:
         """Sum the workers' parts of the gradients; average running statistics with them."""
         if self._channel.size == 1:
             return gradients
-        fraction = self._fraction if self._pieces is None else self._pieces.share
-        parts = [as_tensor(v) * tf.cast(fraction, v.dtype) for v in self._statistics]
+        parts = [as_tensor(v) * tf.cast(self._fraction, v.dtype) for v in self._statistics]
         arrived = self._channel.sum([*gradients, *parts])
         with tf.control_dependencies(arrived):
             for variable, mean in zip(self._statistics, arrived[len(gradients) :], strict=True):
@@ -195,16 +175,9 @@ class TrainingOperator(OperatorBase):
 
     def apply_gradients(self, gradients: Sequence[Any], variables: Sequence[Any], *, optimizer: Any) -> None:
         """Apply `gradients` to `variables` with this `optimizer`: the second half of `step`."""
-        if not hasattr(optimizer, "scale_loss") and hasattr(optimizer, "get_unscaled_gradients"):
-            gradients = optimizer.get_unscaled_gradients(gradients)  # in Keras 2, the caller must do this
         # The optimizer counts its steps without reading the gradients: it must not do so before they have arrived.
         with tf.control_dependencies([tf.convert_to_tensor(gradient) for gradient in gradients]):
             optimizer.apply_gradients(zip(gradients, variables, strict=True))
-
-    def _set_fraction(self, fraction: float) -> None:
-        if fraction != self._fraction_now:
-            self._fraction_now = fraction
-            self._fraction.assign(fraction)
 
     @property
     def _counts(self) -> bool:
@@ -214,10 +187,13 @@ class TrainingOperator(OperatorBase):
     def _steps_made(self) -> int:
         return sum(int(as_tensor(optimizer.iterations)) for optimizer in self._parts.optimizers)
 
-    def _only(self, parts: list[Any], name: str) -> Any:
-        if len(parts) != 1:
-            raise ConfigError(f"{len(parts)} {name}s are registered: pass one of them, step(tape, loss, {name}=...)")
-        return parts[0]
+    def _chosen(self, optimizer: Any) -> Any:
+        registered = self._parts.optimizers
+        if optimizer is None and len(registered) != 1:
+            raise ConfigError(
+                f"{len(registered)} optimizers are registered: pass one of them, step(tape, loss, optimizer=...)"
+            )
+        return registered[0] if optimizer is None else optimizer
 
     # -- registration ---------------------------------------------------------------------------------
 
@@ -231,8 +207,11 @@ class TrainingOperator(OperatorBase):
         metrics     Keras metrics"""
         parts = self._parts
         parts.models, parts.optimizers = parts.as_list(models), parts.as_list(optimizers)
-        if not parts.models or not all(hasattr(type(model), "trainable_variables") for model in parts.models):
-            raise ConfigError(f"models must be a Keras model, or a list or tuple of them, got {models!r}")
+        if not parts.models or not all(isinstance(model, keras.layers.Layer) for model in parts.models):
+            raise ConfigError(
+                f"models must be a model of Keras 3, or a list or tuple of them, got {models!r}. In place of Keras 2 "
+                "(tf_keras, or tf.keras where TF_USE_LEGACY_KERAS is set), `import keras`"
+            )
         if len(parts.optimizers) not in (1, len(parts.models)) or not all(
             hasattr(optimizer, "apply_gradients") for optimizer in parts.optimizers
         ):
@@ -313,8 +292,6 @@ class TrainingOperator(OperatorBase):
         """Create all variables that do not exist yet, and give all ranks rank 0's values."""
         self._build()
         self._statistics = running_statistics(self._parts.models)
-        if self._pieces is not None:
-            self._pieces.create([v for model in self._parts.models for v in model.trainable_variables])
         weights = [variable for model in self._parts.models for variable in model.weights]
         assign(weights, self._channel.broadcast(weights, source=self.world_rank == 0))
 
@@ -325,11 +302,9 @@ class TrainingOperator(OperatorBase):
         for optimizer in parts.optimizers:
             if not getattr(optimizer, "built", False):
                 optimizer.build(parts.trained_by(optimizer))
-        # As Keras' own fit does: in Keras 2 layers may use tensors in `if` statements, in Keras 3 they may not.
-        how = {"reduce_retracing": True, "autograph": any(map(is_keras_2, parts.models))}
-        self._train_graph = tf.function(self._train_step, **how)
-        self._validate_graph = tf.function(self._validate_step, **how)
-        self._predict_graph = tf.function(self._predict_step, **how)
+        self._train_graph = graph_function(self._train_step)
+        self._validate_graph = graph_function(self._validate_step)
+        self._predict_graph = graph_function(self._predict_step)
 
     def _metrics(self) -> list[Any]:
         return self._parts.metrics
@@ -357,17 +332,18 @@ class Part(Policy):
     """Sets this rank's part of a batch. Keeps what a step changes too early, to undo it."""
 
     def __init__(self, operator: TrainingOperator) -> None:
-        self._operator = operator
+        self._operator, self._fraction = operator, 1.0
         self._steps = 0
         self._statistics: list[Any] = []
 
     def begin(self, step: Step) -> None:
-        operator = self._operator
-        operator._set_fraction(step.current.weight / operator.world_size)
-        if step.place == 0:
-            self._steps = operator._steps_made()
-            if operator.world_size > 1:
-                self._statistics = [tf.identity(as_tensor(v)) for v in operator._statistics]
+        operator, fraction = self._operator, step.current.weight / self._operator.world_size
+        if fraction != self._fraction:
+            self._fraction = fraction
+            operator._fraction.assign(fraction)
+        self._steps = operator._steps_made()
+        if operator.world_size > 1:
+            self._statistics = [tf.identity(as_tensor(v)) for v in operator._statistics]
 
     def was_made(self) -> bool:
         """Return whether an optimizer has stepped since the begin: Keras' have no hooks."""
@@ -378,70 +354,9 @@ class Part(Policy):
             assign(self._operator._statistics, self._statistics)
 
 
-class Pieces(Policy):
-    """Adds up the gradients of the pieces of a batch, and steps with the last one. Owns the sums,
-    which are variables, so that graph functions can use them."""
-
-    def __init__(self, operator: TrainingOperator) -> None:
-        self._operator = operator
-        self._closing = tf.Variable(True, trainable=False)
-        self.share = tf.Variable(1.0, trainable=False)  # this rank's part of the batch
-        self._share = 0.0
-        self._sums: dict[Any, Any] = {}
-        self._stepped: list[Any] = []  # graphs in which a step of this batch was traced
-
-    def create(self, variables: Sequence[Any]) -> None:
-        self._sums = {id(v): tf.Variable(tf.zeros(v.shape, v.dtype), trainable=False) for v in variables}
-
-    def begin(self, step: Step) -> None:
-        first = step.place == 0
-        if first:
-            assign([*self._sums.values()], [tf.zeros_like(each) for each in self._sums.values()])
-        self._share = self._operator._fraction_now + (0.0 if first else self._share)
-        self.share.assign(self._share)
-        self._closing.assign(step.closing)
-        self._stepped.clear()
-
-    def step(self, gradients: Sequence[Any], variables: Sequence[Any], optimizer: Any) -> None:
-        place = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-        if any(each is place for each in self._stepped):
-            raise ConfigError(
-                f"{IN_PIECES}, and this operator makes several steps in a batch, of which a later one may use weights that an "
-                "earlier one changed: make one step"
-            )
-        self._stepped.append(place)
-        sums = [self._sums[id(variable)] for variable in variables]
-        added = [total.assign_add(gradient) for total, gradient in zip(sums, gradients, strict=True)]
-
-        def apply() -> Any:
-            self._operator.apply_gradients(
-                self._operator._sum([tf.identity(total) for total in sums]), variables, optimizer=optimizer
-            )
-            return tf.constant(True)
-
-        with tf.control_dependencies([tf.convert_to_tensor(each) for each in added]):
-            tf.cond(self._closing, apply, lambda: tf.constant(False))
-
-
 def _scaling(optimizer: Any, model: Any) -> Any:
     """Return the optimizer, in Keras' loss scaling if the policy is mixed_float16."""
     policy = getattr(getattr(model, "dtype_policy", None), "name", "")
     if policy != "mixed_float16" or "LossScale" in type(optimizer).__name__:
         return optimizer
-    if is_keras_2(model):
-        import tf_keras
-
-        return tf_keras.mixed_precision.LossScaleOptimizer(optimizer)
-    import keras
-
     return keras.optimizers.LossScaleOptimizer(optimizer)
-
-
-def _scale(optimizer: Any, loss: Any) -> Any:
-    """Return the factor by which a mixed-precision optimizer scales the loss, or 1."""
-    one = tf.ones_like(loss)
-    if hasattr(optimizer, "scale_loss"):  # Keras 3: every optimizer has it
-        return optimizer.scale_loss(one)
-    if hasattr(optimizer, "get_scaled_loss"):
-        return optimizer.get_scaled_loss(one)
-    return one

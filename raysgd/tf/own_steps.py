@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from raysgd.tf.channel import Channel
-from raysgd.tf.parts import as_tensor, assign, is_keras_2
+from raysgd.tf.parts import as_tensor, assign, graph_function
 from raysgd.tf.replica import metric_results
 
 
@@ -27,8 +28,7 @@ class OwnStep:
 
     def make(self) -> None:
         """Create the graph function, unless the model is compiled with `run_eagerly=True`."""
-        how = {"reduce_retracing": True, "autograph": is_keras_2(self._model)}
-        self._run: Any = self._step if self._model.run_eagerly else tf.function(self._step, **how)
+        self._run: Any = self._step if self._model.run_eagerly else graph_function(self._step)
 
     def trace(self, spec: Any) -> None:
         """Trace the graph function for any batch size, which creates all variables."""
@@ -75,7 +75,7 @@ class OwnStep:
                 report[prefix + name] = total / rows
 
 
-def own_step(keras: Any, model: Any, name: str) -> OwnStep | None:
+def own_step(model: Any, name: str) -> OwnStep | None:
     """Return the step of this name if the model's class defines it itself."""
     if getattr(type(model), name) is getattr(keras.Model, name):
         return None
@@ -92,22 +92,18 @@ def further_optimizers(model: Any) -> list[Any]:
 
 def average_applied(optimizer: Any, average: Callable[[Sequence[Any]], list[Any]]) -> None:
     """Let an optimizer apply `average(gradients)` instead of the gradients that it gets."""
-    unconverted = tf.autograph.experimental.do_not_convert  # nothing needs converting, and trying takes seconds
-    if hasattr(optimizer, "apply"):  # Keras 3, where apply_gradients calls it
-        apply = optimizer.apply
+    apply = optimizer.apply  # which apply_gradients calls
 
-        def averaged(grads: Sequence[Any], trainable_variables: Any = None) -> Any:
-            return apply(average(list(grads)), trainable_variables)
+    def averaged(grads: Sequence[Any], trainable_variables: Any = None) -> Any:
+        means = average(list(grads))
+        if not optimizer.built:  # variables could not be created below
+            optimizer.build(trainable_variables)
+        # The optimizer counts its steps without reading the gradients: it must not do so before they have arrived.
+        with tf.control_dependencies([mean for mean in means if mean is not None]):
+            return apply(means, trainable_variables)
 
-        optimizer.apply = unconverted(averaged)
-        return
-    apply_gradients = optimizer.apply_gradients
-
-    def averaged_pairs(grads_and_vars: Any, *more: Any, **named: Any) -> Any:
-        gradients, variables = zip(*grads_and_vars, strict=True)
-        return apply_gradients(zip(average(gradients), variables, strict=True), *more, **named)
-
-    optimizer.apply_gradients = unconverted(averaged_pairs)
+    # Nothing needs converting, and trying takes seconds.
+    optimizer.apply = tf.autograph.experimental.do_not_convert(averaged)
 
 
 def _of_any_size(spec: Any) -> Any:

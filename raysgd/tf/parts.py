@@ -1,11 +1,12 @@
-"""What an operator has registered, and where Keras 3 and Keras 2 (tf_keras) differ. Worker."""
+"""What an operator has registered, and its variables. Worker."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -31,8 +32,9 @@ class KerasParts(RegisteredParts):
         return [variable for model in self.models for variable in model.trainable_variables]
 
 
-def is_keras_2(model: Any) -> bool:
-    return any(base.__module__.partition(".")[0] == "tf_keras" for base in type(model).__mro__)
+def graph_function(function: Callable[..., Any]) -> Any:
+    """Return a graph function, made as Keras' own `fit` makes its."""
+    return tf.function(function, reduce_retracing=True, autograph=False)
 
 
 def refuse_sum(loss: Any, name: str) -> None:
@@ -58,16 +60,6 @@ def assign(variables: Sequence[Any], arrays: Sequence[Any]) -> None:
         variable.assign(array)
 
 
-def optimizer_variables(optimizer: Any) -> list[Any]:
-    """Return counters, slots and the rate, in an order that training does not change."""
-    own = optimizer.variables
-    found = list(own() if callable(own) else own)
-    rate = foreign.learning_rate_variable(optimizer)
-    if isinstance(rate, tf.Variable) and all(rate is not each for each in found):
-        found.append(rate)
-    return found
-
-
 def running_statistics(models: Sequence[Any]) -> list[Any]:
     """Return what training changes besides, such as averages of batch normalisation."""
     found = []
@@ -79,7 +71,7 @@ def running_statistics(models: Sequence[Any]) -> list[Any]:
 
 
 def seed_states(models: Sequence[Any]) -> list[Any]:
-    """Return the states of random generators of Keras 3 layers, which are not weights."""
+    """Return the states of the layers' random generators, which are not weights."""
     found = []
     for model in models:
         weights = {id(weight) for weight in model.weights}
@@ -93,8 +85,7 @@ def build_unbuilt(parts: KerasParts) -> None:
     """Create the variables of models that have none yet, from the shape of the data."""
     for model in parts.models:
         # A model with a train_step of its own may consist of models that are built, and have no `call`.
-        base = next((each for each in type(model).__mro__ if each.__name__ == "Model"), type(None))
-        if (not model.built and type(model).call is not getattr(base, "call", None)) or not model.variables:
+        if (not model.built and type(model).call is not keras.Model.call) or not model.variables:
             spec = getattr(parts.train_dataset, "element_spec", None)
             features = spec[0] if isinstance(spec, tuple) else spec
             if features is None or len(parts.models) > 1:

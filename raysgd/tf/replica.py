@@ -15,7 +15,6 @@ from raysgd.core.batch_mode import GLOBAL, PER_WORKER, refused
 from raysgd.core.metrics import Measured
 from raysgd.core.outcomes import Interrupted
 from raysgd.core.progress import Control
-from raysgd.core.rank_comparison import Summary
 from raysgd.core.ranks import RankInfo
 from raysgd.errors import shown
 from raysgd.storage.seen import SeenFile
@@ -25,7 +24,6 @@ from raysgd.tf.data import OwnSource, SharedSource, make_source
 from raysgd.tf.operator import TrainingOperator
 from raysgd.tf.parts import as_tensor, assign, rows_in, seed_states
 from raysgd.tf.process_group import prepare_runtime
-from raysgd.tf.rank_comparison import summary_of
 from raysgd.training.feed import Source
 from raysgd.training.operator_base import log_change
 from raysgd.training.position import Position
@@ -55,7 +53,7 @@ class TFReplica(ReplicaBase):
         self, operator: TrainingOperator, settings: ReplicaSettings, rank_info: RankInfo, control: Control
     ) -> None:
         super().__init__(operator, settings, rank_info, control)
-        self._workers, self._asked = settings.num_workers, settings.elastic.batch
+        self._workers = settings.num_workers
         self._prefix = "train_"
 
     @classmethod
@@ -71,7 +69,7 @@ class TFReplica(ReplicaBase):
 
     def _train_source(self, dataset: Any) -> Source:
         source = super()._train_source(dataset)
-        if isinstance(source, OwnSource) and self._asked == "auto":
+        if isinstance(source, OwnSource):
             log_change(OWN_DATA, self._position, self._rank_info, self._workers)
         return source
 
@@ -79,9 +77,8 @@ class TFReplica(ReplicaBase):
         return PER_WORKER if isinstance(self._sources.get("train"), OwnSource) else GLOBAL
 
     def _open_source(self, data: Any, phase: str) -> Source:
-        channel, training = self.operator._channel, phase == "train"
-        workers = self._workers if self.operator._pieces is not None else None
-        return make_source(data, self._position_in(phase), self._rank_info, channel, training=training, workers=workers)
+        position, channel = self._position_in(phase), self.operator._channel
+        return make_source(data, position, self._rank_info, channel, training=phase == "train")
 
     def _steps_made(self) -> int | None:
         """Loss scaling leaves out steps, and does not count them."""
@@ -99,9 +96,6 @@ class TFReplica(ReplicaBase):
         for number, state in enumerate(seed_states(self.operator._parts.models)):
             drawn = derived_seed(own, number)
             state.assign(tf.cast([drawn >> 32, drawn & 0xFFFFFFFF], state.dtype))
-
-    def _summary(self) -> Summary:
-        return summary_of(self.operator._parts)
 
     def _random_state(self) -> dict[str, Any]:
         return states.random_state()

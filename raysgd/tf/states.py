@@ -9,7 +9,7 @@ import numpy as np
 
 from raysgd.errors import CheckpointError
 from raysgd.storage import values
-from raysgd.tf.parts import assign, optimizer_variables
+from raysgd.tf.parts import assign
 from raysgd.tf.parts import values as values_of
 from raysgd.training.position import check_count
 
@@ -24,7 +24,7 @@ def gather(operator: Any) -> dict[str, Any]:
         "format": FORMAT,
         "version": VERSION,
         "models": [values_of(model.weights) for model in parts.models],
-        "optimizers": [values_of(optimizer_variables(optimizer)) for optimizer in parts.optimizers],
+        "optimizers": [values_of(optimizer.variables) for optimizer in parts.optimizers],
         "operator": operator.state_dict(),
         "global_step": operator.global_step,
     }
@@ -35,7 +35,7 @@ def check(operator: Any, state: dict[str, Any]) -> None:
     parts = operator._parts
     mine = {
         "models": [model.weights for model in parts.models],
-        "optimizers": [optimizer_variables(optimizer) for optimizer in parts.optimizers],
+        "optimizers": [optimizer.variables for optimizer in parts.optimizers],
     }
     for kind, groups in mine.items():
         saved = state.get(kind)
@@ -85,7 +85,7 @@ def restore_variables(operator: Any, state: dict[str, Any]) -> None:
     for model, arrays in zip(parts.models, state["models"], strict=True):
         assign(model.weights, arrays)
     for optimizer, arrays in zip(parts.optimizers, state["optimizers"], strict=True):
-        assign(optimizer_variables(optimizer), arrays)
+        assign(optimizer.variables, arrays)
     operator.global_step = state.get("global_step", operator.global_step)
 
 

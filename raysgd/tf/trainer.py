@@ -13,7 +13,15 @@ import tensorflow as tf
 
 from raysgd.callbacks.base import Callback
 from raysgd.callbacks.monitors import Throughput, measures_in
-from raysgd.config import ORPHAN_S, ElasticConfig, WorkerResources, at_least, check_flags, refuse_rates
+from raysgd.config import (
+    ORPHAN_S,
+    ElasticConfig,
+    WorkerResources,
+    at_least,
+    check_flags,
+    refuse_comparison,
+    refuse_rates,
+)
 from raysgd.errors import ConfigError, shown
 from raysgd.tf import states
 from raysgd.tf.compiled import EVALUATE, FIT, checked_fit_config, operator_from_creators
@@ -119,7 +127,7 @@ class TFTrainer(TrainerBase):
         check_flags(use_gpu=use_gpu)
         resources = WorkerResources.parse(num_cpus_per_worker, use_gpu, resources_per_worker, gpu_asked=use_gpu or None)
         remote, elastic = needs_ray(use_ray, number, resources, elsewhere=name is not None), elastic or ElasticConfig()
-        refuse_rates(elastic, OF_ALL_WORKERS)
+        _check_elastic(elastic)
         fit, evaluate = checked_fit_config(self.config, FIT), checked_fit_config(self.config, EVALUATE)
         run = described_run(TFTrainer, operator_cls, self.config, number, logdir)
         calls = CallRunner(callbacks, run, bar=use_tqdm or bool(verbose or fit.get("verbose")))
@@ -144,7 +152,6 @@ class TFTrainer(TrainerBase):
         )
         others = initialization_hook, make_backend, None, name, orphan_s
         engine = make_engine(self._factory, calls, resources, elastic, limits, *others)
-        self._compares = elastic.on_divergence is not None
         self._loads = Loads(engine)
         super().__init__(engine, calls, number, folder, resume=resume is not None)
 
@@ -289,6 +296,16 @@ def _resolve_num_workers(num_replicas: int | None, num_workers: int | None) -> i
             f"num_replicas={num_replicas} and num_workers={num_workers} mean the same, and differ: pass one"
         )
     return num_workers or num_replicas or 1
+
+
+def _check_elastic(elastic: ElasticConfig) -> None:
+    """Raise ConfigError for fields that have no effect here."""
+    refuse_rates(elastic, OF_ALL_WORKERS)
+    refuse_comparison(elastic, "a TFTrainer does not compare them")
+    if elastic.batch != "auto":
+        raise ConfigError(
+            f"ElasticConfig(batch={elastic.batch!r}) is for TorchTrainer: {OF_ALL_WORKERS}. Leave batch out"
+        )
 
 
 def _check_on_workers(wanted: list[Any]) -> None:

@@ -25,9 +25,8 @@ from raysgd.train.elastic_state import Commit
 from raysgd.train.run_session import Attempt, Codec, Session, Stopped, running
 
 KERAS_3 = (
-    "Keras 3 cannot train a model under a tf.distribute strategy for several workers: `fit` fails with TensorFlow's error about "
-    "a PerReplica value. Use Keras 2 in the training function (pip install tf_keras; import tf_keras as keras), or train "
-    "this model with raysgd.tf.TFTrainer, which takes models of Keras 3"
+    "Keras 3 cannot run `fit` under a tf.distribute strategy for several workers, and fails with TensorFlow's error about a PerReplica "
+    "value. Loop over the batches with strategy.run, as examples/function_keras.py does, or train this model with raysgd.tf.TFTrainer"
 )
 STOP_SIGNAL = signal.SIGUSR2
 SIGNAL_INTERVAL_S = 0.05

@@ -710,9 +710,10 @@ class ReplicaBase(ABC):
         """Return a value that changes with each step of a registered optimizer; None if steps
         cannot be noticed."""
 
-    @abstractmethod
     def _summary(self) -> Summary:
-        """Return what this rank reports for a comparison with the other ranks."""
+        """Return what this rank reports for a comparison with the other ranks. Only where the
+        driver asks for it."""
+        raise NotImplementedError
 
     @abstractmethod
     def _seed_generators(self, alike: int, own: int) -> None:

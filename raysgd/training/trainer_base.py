@@ -52,7 +52,7 @@ class TrainerBase(ABC):
     # How many batches `validate` uses by default; None: all.
     _validation_steps: int | None = None
     _factory: OperatorReplicaFactory  # of the workers
-    _compares: bool  # whether the ranks' weights are compared
+    _compares = False  # whether the ranks' weights are compared
 
     def __init__(
         self,

@@ -196,7 +196,9 @@ def tensorflow_trainer(config: dict[str, Any], **arguments: Any) -> Any:
     from raysgd.tf import TFTrainer
     from tests.tf.small import Small
 
-    return TFTrainer(training_operator_cls=Small, config=config, elastic=PATIENT, **arguments)
+    return TFTrainer(
+        training_operator_cls=Small, config=config, elastic=ElasticConfig(grow=False, hang_timeout_s=120), **arguments
+    )
 
 
 @pytest.mark.nightly

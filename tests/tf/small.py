@@ -1,14 +1,14 @@
-"""A small problem for TFTrainer, in Keras 3 or Keras 2, and faults in it by (rank, step), each of which occurs once."""
+"""A small problem for TFTrainer, and faults in it by (rank, step), each of which occurs once."""
 
 from __future__ import annotations
 
-import importlib
 import os
 import signal
 import time
 from pathlib import Path
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -23,7 +23,7 @@ def make_data() -> tuple[np.ndarray, np.ndarray]:
     return features, (features[:, 0] > 0).astype("int64") + (features[:, 1] > 0)
 
 
-def make_model(keras: Any, *, normalized: bool = False) -> Any:
+def make_model(*, normalized: bool = False) -> Any:
     keras.utils.set_random_seed(3)
     middle = [keras.layers.BatchNormalization()] if normalized else []
     layers = [keras.layers.Dense(16, activation="relu"), *middle, keras.layers.Dense(3)]
@@ -31,8 +31,7 @@ def make_model(keras: Any, *, normalized: bool = False) -> Any:
 
 
 def model_creator(config: dict[str, Any]) -> Any:
-    keras = importlib.import_module(config.get("library", "keras"))
-    model = make_model(keras)
+    model = make_model()
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(optimizer=keras.optimizers.Adam(config.get("lr", 0.01)), loss=loss, metrics=["accuracy"])
     return model
@@ -44,12 +43,11 @@ def data_creator(config: dict[str, Any]) -> tuple[Any, Any]:
 
 
 class Small(TrainingOperator):
-    """The config has `library`, `normalized`, `fault` (rank, step, kind), and `marks`, a folder in which a fault is recorded."""
+    """The config has `normalized`, `fault` (rank, step, kind), and `marks`, a folder in which a fault is recorded."""
 
     def setup(self, config: dict[str, Any]) -> None:
-        keras = importlib.import_module(config.get("library", "keras"))
         self.model, self.optimizer, self.criterion, _ = self.register(
-            models=make_model(keras, normalized=config.get("normalized", False)),
+            models=make_model(normalized=config.get("normalized", False)),
             optimizers=keras.optimizers.Adam(0.01),
             criterion=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
             metrics=keras.metrics.SparseCategoricalAccuracy(name="hits"),

@@ -26,15 +26,13 @@ def trained(data: Any, config: dict[str, Any], epochs: int = 2, **fit: Any) -> t
         return {**result, **trainer.validate()}, trainer.get_model().get_weights()
 
 
-@pytest.mark.parametrize("library", ["keras", "tf_keras"])
-def test_equal_to_fit(library: str) -> None:
-    pytest.importorskip(library)
+def test_equal_to_fit() -> None:
     features, labels = make_data()
     weights = np.linspace(0.5, 2, ROWS).astype("float32")
     how = {"batch_size": 16, "validation_split": SPLIT, "shuffle": False}
-    model = model_creator({"library": library})
+    model = model_creator({})
     history = model.fit(features, labels, sample_weight=weights, epochs=2, verbose=0, **how).history
-    found, mine = trained(((features, labels, weights), None), {"library": library}, **how)
+    found, mine = trained(((features, labels, weights), None), {}, **how)
     for expected, got in zip(model.get_weights(), mine, strict=True):
         np.testing.assert_allclose(got, expected, atol=1e-6)
     assert found["train_accuracy"] == pytest.approx(history["accuracy"][-1])

@@ -10,7 +10,7 @@ pytest.importorskip("tensorflow")
 
 from raysgd import AutoCheckpoint
 from raysgd.tf import TFTrainer
-from tests.peek import differences, finish_saves
+from tests.peek import finish_saves
 from tests.tf.small import Small, arrays
 
 
@@ -46,24 +46,3 @@ def test_a_killed_script_ends_as_if_it_never_was(tmp_path: Path) -> None:
         found = arrays(trainer.state_dict())
         assert all(np.array_equal(one, other) for one, other in zip(found, state, strict=True))
         assert trainer.best_checkpoint is not None and trainer.best_checkpoint.endswith(".ckpt")
-
-
-@pytest.mark.parametrize("library", ["keras", "tf_keras"])
-def test_a_variable_and_a_rate_that_differ_between_ranks_are_named(library: str) -> None:
-    pytest.importorskip(library)
-    ranks = [TFTrainer(training_operator_cls=Small, config={"library": library}) for _ in range(2)]
-    operators = [each.get_local_operator() for each in ranks]
-    for each in ranks:
-        each.train(num_steps=1)
-    assert differences(operators[:1] * 2) == []
-    operators[1].optimizer.learning_rate = 0.02
-    first = operators[1].model.trainable_variables[0]
-    first.assign(-operators[0].model.trainable_variables[0])
-    found = differences(operators)
-    assert {each.kind for each in found} == {"settings", "weights"}
-    (setting,) = [each for each in found if each.kind == "settings"]
-    assert setting.name == "learning_rate of optimizers[0] (Adam)"
-    (weights,) = [each for each in found if each.kind == "weights"]
-    assert weights.name == "kernel (variable 0) of models[0]"
-    for each in ranks:
-        each.shutdown()

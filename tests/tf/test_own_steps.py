@@ -1,6 +1,7 @@
 """Keras models with a train_step or test_step of their own: the weights and the results are those of Keras' fit and evaluate."""
 
 import copy
+import time
 from pathlib import Path
 from typing import Any
 
@@ -9,31 +10,28 @@ import pytest
 
 tf = pytest.importorskip("tensorflow")
 
+import keras  # noqa: E402
+
+from raysgd import ElasticConfig  # noqa: E402
 from raysgd.errors import ConfigError  # noqa: E402
 from raysgd.tf import TFTrainer  # noqa: E402
+from raysgd.tf.own_steps import average_applied  # noqa: E402
 from tests.tf.own_models import data_creator, model_creator  # noqa: E402
-from tests.tf.small import ROWS, arrays  # noqa: E402
+from tests.tf.small import ROWS, arrays, fire  # noqa: E402
 
 
-def trainer_of(model: str, library: str = "keras", **given: Any) -> TFTrainer:
-    config = {"model": model, "library": library, **given.pop("config", {})}
+def trainer_of(model: str, **given: Any) -> TFTrainer:
+    config = {"model": model, **given.pop("config", {})}
     return TFTrainer(model_creator, data_creator, config, **given)
 
 
-@pytest.mark.parametrize(
-    ("model", "library"),
-    [
-        *(("tracked", "keras"), ("gan", "keras"), ("eager", "keras"), ("penalized", "tf_keras")),
-        pytest.param("gan", "tf_keras", marks=pytest.mark.more),
-    ],
-)
-def test_one_worker_does_what_fit_does(model: str, library: str) -> None:
-    pytest.importorskip(library)
-    config = {"model": model, "library": library}
+@pytest.mark.parametrize("model", ["tracked", "gan", "eager", "penalized"])
+def test_one_worker_does_what_fit_does(model: str) -> None:
+    config = {"model": model}
     train, test = data_creator(config)
     theirs = model_creator(config)
     history = theirs.fit(train, epochs=2, verbose=0).history
-    with trainer_of(model, library) as trainer:
+    with trainer_of(model) as trainer:
         first, second = trainer.train(), trainer.train()
         mine = trainer.get_model()
         for expected, got in zip(theirs.get_weights(), mine.get_weights(), strict=True):
@@ -50,15 +48,13 @@ def test_one_worker_does_what_fit_does(model: str, library: str) -> None:
                 assert result[f"validation_{name}"] == pytest.approx(value, rel=1e-3, abs=1e-5)
 
 
-@pytest.mark.parametrize("library", ["keras", "tf_keras"])
-def test_a_checkpoint_has_all_optimizers(library: str, tmp_path: Path) -> None:
-    pytest.importorskip(library)
-    with trainer_of("gan", library) as trainer:
+def test_a_checkpoint_has_all_optimizers(tmp_path: Path) -> None:
+    with trainer_of("gan") as trainer:
         trainer.train()
         path = trainer.save(tmp_path / "gan.ckpt")
         trainer.train()
         expected = trainer.state_dict()
-    with trainer_of("gan", library) as trainer:
+    with trainer_of("gan") as trainer:
         trainer.load(path)
         trainer.train()
         state = trainer.state_dict()
@@ -80,18 +76,14 @@ def test_class_weights_reach_the_models_own_step() -> None:
 
 @pytest.mark.slow
 @pytest.mark.more
-@pytest.mark.parametrize(
-    ("model", "library"),
-    [("tracked", "keras"), ("gan", "keras"), pytest.param("gan", "tf_keras", marks=pytest.mark.nightly)],
-)
-def test_two_workers_train_as_one(ray_cluster: None, model: str, library: str) -> None:
-    pytest.importorskip(library)
-    with trainer_of(model, library) as trainer:
+@pytest.mark.parametrize("model", ["tracked", "gan"])
+def test_two_workers_train_as_one(ray_cluster: None, model: str) -> None:
+    with trainer_of(model) as trainer:
         expected = [trainer.train(), trainer.train()]
         if model == "tracked":
             expected.append(trainer.validate())
         weights = copy.deepcopy(trainer.get_model().get_weights())
-    with trainer_of(model, library, num_replicas=2) as trainer:
+    with trainer_of(model, num_replicas=2) as trainer:
         results = [trainer.train(), trainer.train()]
         if model == "tracked":
             results.append(trainer.validate())
@@ -104,6 +96,52 @@ def test_two_workers_train_as_one(ray_cluster: None, model: str, library: str) -
         assert {name for name in result if name.startswith(("train_", "validation_"))} == set(names) != set()
         for name in names:
             assert result[name] == pytest.approx(wanted[name], rel=1e-4), name
+
+
+def test_a_step_whose_gradients_do_not_arrive_is_not_counted() -> None:
+    optimizer, variable = keras.optimizers.Adam(0.1), keras.Variable(1.0)
+    optimizer.build([variable])
+
+    def late() -> Any:
+        time.sleep(0.3)
+        raise RuntimeError("a peer failed")
+
+    average_applied(optimizer, lambda found: [tf.ensure_shape(tf.py_function(late, [], tf.float32), ())])
+    with pytest.raises(tf.errors.OpError, match="a peer failed"):
+        tf.function(lambda: optimizer.apply([tf.constant(1.0)], [variable]))()
+    assert (int(optimizer.iterations), float(variable)) == (0, 1.0)
+
+
+class Dies(keras.callbacks.Callback):  # type: ignore[misc]
+    """Kills a worker, once, before the ninth step. The other one is waiting for its gradients then."""
+
+    def __init__(self, marks: Path) -> None:
+        super().__init__()
+        self.marks = marks
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        if int(self.model.optimizer.iterations) == 8:
+            fire("kill", str(self.marks))
+
+
+@pytest.mark.slow
+@pytest.mark.more
+@pytest.mark.elastic
+def test_a_worker_failure_loses_no_own_step(ray_cluster: None, tmp_path: Path) -> None:
+    with trainer_of("tracked") as trainer:
+        for _ in range(2):
+            trainer.train()
+        weights = trainer.get_model().get_weights()
+    both, config = ElasticConfig(min_workers=2), {"fit_config": {"callbacks": [Dies(tmp_path)]}}
+    with trainer_of("tracked", config=config, num_replicas=2, elastic=both) as trainer:
+        for _ in range(2):
+            result = trainer.train()
+        (recovery,) = trainer.recoveries
+        mine = trainer.get_model()
+    assert (recovery.reason, recovery.epoch, recovery.batch) == ("worker death", 2, 2)
+    assert (int(mine.optimizer.iterations), result["num_samples"]) == (12, ROWS)
+    for got, wanted in zip(mine.get_weights(), weights, strict=True):
+        np.testing.assert_allclose(got, wanted, atol=2e-6)
 
 
 @pytest.mark.slow

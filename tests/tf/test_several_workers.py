@@ -30,14 +30,12 @@ def undisturbed(epochs: int) -> tuple[dict[str, Any], dict[str, Any]]:
         return trainer.state_dict(), result
 
 
-@pytest.mark.parametrize(("workers", "library"), [(2, "keras"), pytest.param(3, "tf_keras", marks=pytest.mark.nightly)])
-def test_compiled_models_on_several_workers(ray_cluster: None, workers: int, library: str) -> None:
-    pytest.importorskip(library)
-    config = {"library": library}
-    with TFTrainer(model_creator, data_creator, config) as trainer:
+@pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.nightly)])
+def test_compiled_models_on_several_workers(ray_cluster: None, workers: int) -> None:
+    with TFTrainer(model_creator, data_creator, {}) as trainer:
         expected = [trainer.train(), trainer.train(), trainer.validate()]
         state = trainer.state_dict()
-    with TFTrainer(model_creator, data_creator, config, num_replicas=workers) as trainer:
+    with TFTrainer(model_creator, data_creator, {}, num_replicas=workers) as trainer:
         results = [trainer.train(), trainer.train(), trainer.validate()]
         same(trainer.state_dict(), state)
         ranks = trainer.train(reduce_results=False)

@@ -1,6 +1,5 @@
 """TFTrainer with one worker in this process: training, metrics, checkpoints, and invalid arguments."""
 
-import importlib
 from pathlib import Path
 from typing import Any
 
@@ -9,35 +8,32 @@ import pytest
 
 tf = pytest.importorskip("tensorflow")
 
-from raysgd import AutoCheckpoint  # noqa: E402
+import keras  # noqa: E402
+
+from raysgd import AutoCheckpoint, ElasticConfig  # noqa: E402
 from raysgd.constants import BATCH_SIZE  # noqa: E402
 from raysgd.errors import CheckpointError, ConfigError  # noqa: E402
 from raysgd.tf import TFTrainer, TrainingOperator  # noqa: E402
 from tests.tf import small  # noqa: E402
 from tests.tf.small import ROWS, Small, arrays, data_creator, model_creator  # noqa: E402
 
-LIBRARIES = ["keras", "tf_keras"]
-
 
 def of_creators(config: dict[str, Any] | None = None, **given: Any) -> TFTrainer:
     return TFTrainer(model_creator, data_creator, config or {}, **given)
 
 
-def alone(library: str, epochs: int, **fit: Any) -> Any:
+def alone(epochs: int, **fit: Any) -> Any:
     """Return the results of Keras' own `fit`."""
-    config = {"library": library}
-    train, _ = data_creator(config)
-    model = model_creator(config)
+    train, _ = data_creator({})
+    model = model_creator({})
     model.build((None, 8))
     model.fit(train, epochs=epochs, verbose=0, **fit)
     return model
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
-def test_training_equals_keras(library: str) -> None:
-    pytest.importorskip(library)
-    model = alone(library, 2)
-    with of_creators({"library": library}) as trainer:
+def test_training_equals_keras() -> None:
+    model = alone(2)
+    with of_creators() as trainer:
         first, second = trainer.train(), trainer.train()
         result = trainer.validate()
         mine = trainer.get_model().get_weights()
@@ -53,7 +49,6 @@ def test_training_equals_keras(library: str) -> None:
 
 
 def test_fit_config_counts_epochs_and_calls_callbacks() -> None:
-    keras = importlib.import_module("keras")
     heard: list[Any] = []
 
     class Listener(keras.callbacks.Callback):  # type: ignore[name-defined,misc]
@@ -117,7 +112,7 @@ def test_a_call_without_an_optimizer_step_warns_once(caplog: pytest.LogCaptureFi
 
 def test_class_weights_equal_those_of_keras() -> None:
     weights = {0: 0.5, 1: 1.0, 2: 4.0}
-    model = alone("keras", 1, class_weight=weights)
+    model = alone(1, class_weight=weights)
     with of_creators({"fit_config": {"class_weight": weights}}) as trainer:
         trainer.train()
         mine = trainer.get_model().get_weights()
@@ -150,17 +145,14 @@ def test_fit_arguments_without_effect_are_refused_by_name(config: dict[str, Any]
         of_creators(config)
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
-def test_arguments_of_compile_without_effect(library: str, caplog: pytest.LogCaptureFixture) -> None:
-    pytest.importorskip(library)
-
+def test_arguments_of_compile_without_effect(caplog: pytest.LogCaptureFixture) -> None:
     def compiled(**arguments: Any) -> Any:
         def create(config: dict[str, Any]) -> Any:
             model = model_creator(config)
             model.compile(optimizer=model.optimizer, loss=model.loss, **arguments)
             return model
 
-        return TFTrainer(create, data_creator, {"library": library})
+        return TFTrainer(create, data_creator)
 
     with pytest.raises(ConfigError, match=r"compiled with steps_per_execution=4, .* Leave it out"):
         compiled(steps_per_execution=4)
@@ -181,14 +173,36 @@ def test_arguments_are_checked() -> None:
         of_creators(min_workers=1)
     with pytest.raises(TypeError, match="TFTrainer takes no argument 'num_replica': did you mean 'num_replicas'"):
         of_creators(num_replica=2)
+    with pytest.raises(
+        ConfigError, match=r"compares the weights of the ranks, and a TFTrainer does not compare them: leave it"
+    ):
+        of_creators(elastic=ElasticConfig(on_divergence="raise"))
     with pytest.raises(ConfigError, match="compiled model"):
-        TFTrainer(lambda config: small.make_model(importlib.import_module("keras")), data_creator)
+        TFTrainer(lambda config: small.make_model(), data_creator)
+
+
+class OfKeras2:
+    """Stands for a model of tf_keras, with what raysgd uses of a model before it is registered."""
+
+    optimizer, compiled, trainable_variables = object(), True, ()
+
+
+def test_a_model_of_keras_2_is_refused_at_once() -> None:
+    says = r"models must be a model of Keras 3, .*OfKeras2.*In place of Keras 2 .*TF_USE_LEGACY_KERAS is set\), `import keras`"
+
+    class Old(Small):
+        def setup(self, config: dict[str, Any]) -> None:
+            self.register(models=OfKeras2(), optimizers=keras.optimizers.SGD(0.1))
+
+    with pytest.raises(ConfigError, match=says):
+        TFTrainer(lambda config: OfKeras2(), data_creator)
+    with pytest.raises(ConfigError, match=says):
+        TFTrainer(training_operator_cls=Old)
 
 
 def test_a_foreign_checkpoint_changes_nothing(tmp_path: Path) -> None:
     class Other(Small):
         def setup(self, config: dict[str, Any]) -> None:
-            keras = importlib.import_module("keras")
             model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(3)])
             self.register(models=model, optimizers=keras.optimizers.SGD(0.1))
 
@@ -206,7 +220,6 @@ class Pair(TrainingOperator):
     """Two models with an optimizer each, trained by a custom batch method."""
 
     def setup(self, config: dict[str, Any]) -> None:
-        keras = importlib.import_module("keras")
         keras.mixed_precision.set_dtype_policy(config.get("policy", "float32"))
         try:
             models = [keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)]) for _ in range(2)]
