@@ -153,19 +153,6 @@ def send_ahead(patch: Any) -> None:
     )
 
 
-def before_joining(act: Callable[[Any], None]) -> None:
-    """Let this process call this with its rank whenever it joins a process group."""
-    from raysgd.torch.process_group import TorchBackend
-
-    join = TorchBackend.join
-
-    def joining(self: Any, rank_info: Any, settings: Any) -> None:
-        act(rank_info.world_rank)
-        join(self, rank_info, settings)
-
-    TorchBackend.join = joining  # type: ignore[method-assign]
-
-
 def before_resharding(name: str, act: Callable[[int], None]) -> None:
     """Let this process call this with the number of snapshots before it does something of this name with its shards."""
     from raysgd.torch.resharding import Resharding

@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import nn
 
-from raysgd import CheckpointError, ConfigError, TorchTrainer
+from raysgd import CheckpointError, TorchTrainer
 from tests.torch.small import Line, inline, weights
 
 pytestmark = [pytest.mark.more, pytest.mark.skipif(sys.platform != "linux", reason="needs the process limits of Linux")]
@@ -162,15 +162,3 @@ def test_a_worker_that_is_killed_while_it_writes_in_the_background(
         assert torch.equal(stored(tmp_path / "x.pt"), weights(pair))
     pair.resize(2)
     save_again(pair, tmp_path)
-
-
-def test_a_directory_with_other_content_is_not_replaced_by_a_sharded_save(tmp_path: Path) -> None:
-    (tmp_path / "photos").mkdir()
-    (tmp_path / "photos" / "me.jpg").write_bytes(b"1")
-    (tmp_path / "file").write_bytes(b"1")
-    with inline(Wide) as trainer:
-        for name in ("photos", "file"):
-            with pytest.raises(ConfigError, match="contains something else"):
-                trainer.save(tmp_path / name, sharded=True)
-    assert sorted(os.listdir(tmp_path)) == ["file", "photos"]
-    assert os.listdir(tmp_path / "photos") == ["me.jpg"] and (tmp_path / "file").read_bytes() == b"1"

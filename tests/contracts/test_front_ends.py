@@ -37,8 +37,6 @@ def learn(config: dict[str, Any]) -> None:
     first = 0 if found is None else found["step"] + 1
     (folder / f"first-{first}").touch()
     for step in range(first, STEPS):
-        if step == config["raises_at"]:
-            raise ZeroDivisionError("an error of the function")
         train.report({"step": step, "first": first}, checkpoint=Checkpoint.from_dict({"step": step}))
         killed = step == KILLED_AFTER and rank == 1 and once(folder / "killed")
         if not killed:
@@ -89,30 +87,20 @@ def in_a_trial(config: dict[str, Any], folder: Path) -> Seen:
     tune = pytest.importorskip("ray.tune", reason="needs Ray Tune (raysgd[tune])")
     settings = tune.RunConfig(storage_path=str(folder), verbose=0)
     (result,) = tune.Tuner(trainer_of(config, folder).as_trainable(), run_config=settings).fit()
-    if result.error is not None:
-        raise result.error
     with result.checkpoint.as_directory() as files:
         checkpoint = Checkpoint(Path(files) / "checkpoint.zip").to_dict()
     return result.metrics_dataframe.to_dict("records"), checkpoint
 
 
-TRIAL = pytest.param(in_a_trial, marks=pytest.mark.more)
 Run = Callable[[dict[str, Any], Path], Seen]
 
 
 @pytest.mark.elastic
-@pytest.mark.parametrize("run", [with_an_iterator, with_fit, TRIAL])
+@pytest.mark.parametrize("run", [with_an_iterator, with_fit, pytest.param(in_a_trial, marks=pytest.mark.more)])
 def test_no_report_is_lost_or_doubled_when_a_worker_fails(ray_cluster: None, tmp_path: Path, run: Run) -> None:
-    rows, checkpoint = run({"folder": str(tmp_path), "raises_at": -1}, tmp_path / "runs")
+    rows, checkpoint = run({"folder": str(tmp_path)}, tmp_path / "runs")
     resumed_at = KILLED_AFTER + 1
     assert [(row["step"], row["first"]) for row in rows] == [
         (step, 0 if step < resumed_at else resumed_at) for step in range(STEPS)
     ]
     assert checkpoint["step"] == STEPS - 1 and (tmp_path / "killed").exists()
-
-
-@pytest.mark.parametrize("run", [with_fit, TRIAL])  # a Trainer's errors are in test_function.py
-def test_an_error_of_the_function_is_raised_once(ray_cluster: None, tmp_path: Path, run: Run) -> None:
-    with pytest.raises(ZeroDivisionError, match="an error of the function"):
-        run({"folder": str(tmp_path), "raises_at": 0}, tmp_path / "runs")
-    assert not (tmp_path / "killed").exists()

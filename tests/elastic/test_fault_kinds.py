@@ -4,7 +4,6 @@ import os
 import subprocess
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ import pytest
 from raysgd import ElasticConfig
 from tests.faults import Fault, Ground
 from tests.harming import Injected, forget_memory_limits, why_no_memory_limit
-from tests.peek import before_joining
 
 pytestmark = pytest.mark.elastic
 
@@ -115,30 +113,3 @@ def test_the_driver_is_stopped_for_longer_than_the_limit(ground: Ground) -> None
     ground.trainer.apply_all_operators(lambda operator: operator.config.update(pace=0.0))
     assert time.monotonic() - started > seconds
     assert len(ground.trainer.recoveries) == before and ground.trainer.world_size == 3
-
-
-def die_when_joining_again(marks: str) -> Any:
-    """An initialization hook: once, the process is killed when it joins its second generation."""
-
-    def hook() -> None:
-        meetings: list[int] = []
-
-        def dies(rank: int) -> None:
-            meetings.append(rank)
-            if len(meetings) == 2 and rank == 1:
-                Fault(1, 0, "kill", "rendezvous").fire(marks)
-
-        before_joining(dies)
-
-    return hook
-
-
-def test_a_worker_fails_during_the_rendezvous(ray_cluster: None, tmp_path: Path) -> None:
-    marks, elastic = tmp_path / "marks", ElasticConfig(grow=False, hang_timeout_s=60)
-    made = Ground(marks, num_workers=4, elastic=elastic, initialization_hook=die_when_joining_again(str(marks)))
-    with made.trainer as trainer:
-        made.arm(Fault(3, 6))
-        trainer.train()
-        made.assert_epoch_exact()
-        failure = trainer.recoveries[0]
-        assert (failure.removed_ranks, failure.world_size_after, failure.in_place) == ((1, 3), 2, True)

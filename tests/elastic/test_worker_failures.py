@@ -42,17 +42,6 @@ def test_one_of_three_workers_fails_in_an_epoch(ground: Ground) -> None:
     assert result["num_samples"] == ground.samples
 
 
-@pytest.mark.parametrize("along", [(2,), (1, 2)], ids=["two", "all"])
-def test_several_workers_fail_at_once(ground: Ground, along: tuple[int, ...]) -> None:
-    processes, before = ground.trainer.apply_all_workers(os.getpid), len(ground.trainer.recoveries)
-    ground.arm(Fault(0, 5, others=tuple(processes[rank] for rank in along)))
-    assert ground.trainer.train()["num_samples"] == ground.samples
-    ground.assert_epoch_exact()
-    failures = [each for each in ground.trainer.recoveries[before:] if each.reason != "growth"]
-    assert {each.in_place for each in failures} == {len(along) == 1}
-    assert sum(len(each.removed_ranks) for each in failures) == 1 + len(along)
-
-
 def test_a_failure_while_idle(ground: Ground) -> None:
     victim = ground.trainer.apply_all_workers(os.getpid)[1]
     before = len(ground.trainer.recoveries)

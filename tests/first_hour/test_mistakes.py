@@ -93,12 +93,6 @@ def plateau(model: Any, optimizer: Any) -> Any:
     return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
 
 
-def without_attributes(self: Any, config: dict[str, Any]) -> None:
-    model = nn.Linear(2, 1)
-    self.register(models=model, optimizers=torch.optim.SGD(model.parameters(), lr=0.1), criterion=nn.MSELoss())
-    self.register_data(train_loader=DataLoader(TensorDataset(*rows()), batch_size=4))
-
-
 def scheduled(kind: type[Line], step: str | None) -> Callable[[], Any]:
     def call() -> None:
         with inline(kind, scheduler_step_freq=step) as trainer:
@@ -112,7 +106,6 @@ def without_super(self: Any, *args: Any, **kwargs: Any) -> None:
 
 
 ARGUMENTS: dict[str, Case] = {
-    "workers as text": (made(num_workers="2"), ["num_workers", "a whole number", "got '2'"]),
     "use_tqdm as text": (made(use_tqdm="yes"), ["use_tqdm must be True or False", "got 'yes'"]),
     "a callback that is a function": (made(callbacks=[print]), ["raysgd.callbacks.Callback objects", "print"]),
     "a callback that is a class": (made(callbacks=[Callback]), ["got the class Callback", "pass Callback()"]),
@@ -210,10 +203,6 @@ PARTS: dict[str, Case] = {
         scheduled(registering(schedulers=lambda model, optimizer: optimizer), "epoch"),
         ["schedulers got SGD", "one of the optimizers", "pass it as optimizers=..."],
     ),
-    "a model that is not set": (
-        called("train", own(setup=without_attributes)),
-        ["train_batch needs self.model", "set it in setup", "override train_batch"],
-    ),
     "a misspelled part": (
         made(operator=registering(model=1)),
         ["register takes no argument 'model'", "did you mean 'models'"],
@@ -240,10 +229,6 @@ DATA: dict[str, Case] = {
     ),
 }
 RESULTS: dict[str, Case] = {
-    "train_batch returns nothing": (
-        called("train", returning(None)),
-        ["Own.train_batch must return a dict", "got None"],
-    ),
     **{
         f"a metric named {name}": (
             called("train", returning({name: 7})),
@@ -255,10 +240,6 @@ RESULTS: dict[str, Case] = {
         called("validate", own(validate_batch=lambda self, batch, batch_info: {"epoch": 7})),
         ["Own.validate_batch returned a metric named 'epoch'", "'my_epoch'"],
     ),
-    "train_epoch returns nothing": (
-        called("train", own(train_epoch=lambda self, iterator, info: None)),
-        ["Own.train_epoch must return a dict", "got None"],
-    ),
 }
 CALLS: dict[str, Case] = {
     "a misspelled argument of train": (
@@ -268,10 +249,6 @@ CALLS: dict[str, Case] = {
     "fit without a number": (called("fit"), ["fit", "'epochs'"]),
     "a misspelled argument of predict": (called("predict", data=[1], batchsize=2), ["mean 'batch_size'"]),
     "profile as text": (called("validate", profile="yes"), ["profile must be True or False", "got 'yes'"]),
-    "a schedule that is not there": (
-        called("update_scheduler", metric=1),
-        ["needs a scheduler", "register(schedulers=...)"],
-    ),
     "load another state": (called("load_state_dict", state_dict={"a": 1}), ["not a checkpoint of raysgd", "['a']"]),
     "a lock in the config": (
         lambda: send_to_workers(Line, {"path": "x", "guard": threading.Lock()}),

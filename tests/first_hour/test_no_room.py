@@ -9,7 +9,6 @@ import pytest
 from raysgd import ResourceError, shutdown_all
 from raysgd.config import ElasticConfig, Limits
 from raysgd.engine.engine import Engine
-from raysgd.engine.failure import check_can_fit
 from raysgd.workers import cluster, foreign
 from tests.fake_group import FakeGroup, SingleWorkerBackend, started
 
@@ -175,17 +174,3 @@ def test_nodes_may_be_added_to_a_cluster_that_was_joined_or_if_the_user_says_so(
     assert not cluster.can_grow()
     monkeypatch.setenv(name, "300")
     assert cluster.can_grow()
-
-
-def test_the_cluster_of_this_process_does_not_grow(ray_cluster: None) -> None:
-    assert foreign.started_here()
-    with pytest.raises(ResourceError, match="can never hold 9 workers"):
-        from raysgd.config import WorkerResources
-        from raysgd.workers.ray_group import RayGroup
-
-        group = RayGroup(SingleWorkerBackend(), WorkerResources())
-        try:
-            check_can_fit(group, 8)
-            check_can_fit(group, 9)
-        finally:
-            group.stop()

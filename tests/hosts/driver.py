@@ -319,22 +319,6 @@ def drain() -> dict[str, Any]:
         return {"before": before, **facts(of, LONG), "lost_and_doubled": counts}
 
 
-def two() -> dict[str, Any]:
-    """Train two trainers in turns. A host of both fails in an epoch of the first."""
-    counts = []
-    with trainer(config=LONGER) as first, trainer(config=LONGER) as second:
-        for epoch in range(3):
-            for of in (first, second):
-                now(f"epoch {epoch}", of)
-                of.train()
-                counts.append(lost_and_doubled(of, LONG))
-        return {
-            "weights": [weights(first), weights(second)],
-            "counts": counts,
-            "both": [facts(first, LONG), facts(second, LONG)],
-        }
-
-
 def sharded() -> dict[str, Any]:
     """Train a sharded model, of which each half is on two hosts. A host fails in an epoch. Save it to a store."""
     import s3fs
@@ -452,7 +436,7 @@ def functions() -> dict[str, Any]:
     }
 
 
-PARTS = (once, beside, files, slow, calls, epochs, storm, wait, moments, drain, two, sharded)
+PARTS = (once, beside, files, slow, calls, epochs, storm, wait, moments, drain, sharded)
 PARTS += (tensorflow, horovod, loaders, large_loaders, functions)
 
 if __name__ == "__main__":

@@ -371,11 +371,11 @@ class Hosts:
             if host.runs:
                 host.set_names({each.name: each.address for each in self.all})
 
-    def start_ray(self, *, head_cpus: int = 1, cpus: int = 1) -> None:
+    def start_ray(self, *, head_cpus: int = 1) -> None:
         """Start a Ray node on each host. The first host has the head."""
         first, *others = self.all
         first.start_ray(cpus=head_cpus)
-        begun = [(host, host.begin_ray(head=first, cpus=cpus)) for host in others]
+        begun = [(host, host.begin_ray(head=first)) for host in others]
         for host, process in begun:
             host.wait_for_ray(process)
 

@@ -26,10 +26,10 @@ def make() -> Iterator[Callable[..., Hosts]]:
         lacks("hosts", lacking)
     with ExitStack() as stack:
 
-        def made(count: int, *, start: bool = True, cpus: int = 1) -> Hosts:
+        def made(count: int, *, start: bool = True) -> Hosts:
             hosts = stack.enter_context(Hosts(count))
             if start:
-                hosts.start_ray(head_cpus=0, cpus=cpus)
+                hosts.start_ray(head_cpus=0)
             return hosts
 
         yield made
@@ -206,19 +206,6 @@ def test_a_drained_host_is_left_without_a_loss(make: Callable[..., Hosts]) -> No
     assert found["before"][1] not in found["hosts"] and len(found["hosts"]) == 2
     assert all(each["in_place"] and each["batches_redone"] == 0 for each in found["recoveries"])
     assert {each["reason"] for each in found["recoveries"]} <= {"preemption", "growth"}
-
-
-def test_two_trainers_lose_the_same_host(make: Callable[..., Hosts]) -> None:
-    hosts = make(3, cpus=2)
-    with begin(hosts[0], "two") as script:
-        victim = announced(script, hosts, "epoch 1")[1]
-        time.sleep(ENOUGH_S)
-        victim.kill()
-        found = found_by(script)
-    assert found["counts"] == [[0, 0]] * 6
-    for each in found["both"]:
-        assert victim.address not in each["hosts"]
-        assert each["recoveries"][0]["in_place"] and each["recoveries"][0]["batches_redone"] == 0
 
 
 def test_a_function_continues_without_a_host(make: Callable[..., Hosts]) -> None:

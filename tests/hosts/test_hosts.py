@@ -124,13 +124,6 @@ def test_other_frameworks(hosts: Hosts, part: str) -> None:
         assert found["weights"][0] == found["weights"][1]
 
 
-@pytest.mark.nightly
-def test_the_script_runs_beside_a_worker(hosts: Hosts) -> None:
-    found = run(hosts[1], "once")
-    assert sorted(found["hosts"]) == [hosts[1].address, hosts[2].address]
-    assert found["lost_and_doubled"] == [0, 0] and found["recoveries"] == []
-
-
 @pytest.mark.nightly  # it is tried three times, for a minute each
 def test_the_hosts_of_the_workers_that_cannot_reach_each_other_are_named(hosts: Hosts) -> None:
     with hosts[1].without_route_to(hosts[2]):

@@ -163,37 +163,6 @@ FOUND = {
             Fault("die", "in train", count=20),
         ),
     ),
-    "the check did not know that workers wait for a driver that has returned for a moment": Plan(
-        seed=591673,
-        ranks=12,
-        nodes=(12,),
-        samples=58,
-        late=0.1,
-        retries=1,
-        orphan_s=60.0,
-        script=("fit 3",),
-        faults=(
-            Fault("suspend", "in save", count=2, pick=31, seconds=30.98),
-            Fault("suspend", "applied", count=33, pick=40, seconds=40.0),
-        ),
-    ),
-    "the check counted a worker as healthy without which a driver that could not reach it had continued": Plan(
-        seed=406731,
-        ranks=3,
-        nodes=(1, 2, 2, 1),
-        samples=1,
-        step_s=0.01,
-        late=0.1,
-        spares=1,
-        orphan_s=60.0,
-        script=("train 17",),
-        faults=(
-            Fault("die", "submit", count=37),
-            Fault("partition", "data", count=10, seconds=25.0),
-            Fault("die", "in train", count=3),
-            Fault("cut", "attach", others=1, seconds=8.0),
-        ),
-    ),
 }
 
 

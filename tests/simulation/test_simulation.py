@@ -241,39 +241,6 @@ FOUND = {
         in_place=False,
         faults=(Fault("raise", "state_dict"), Fault("raise", "forward", count=2)),
     ),
-    # A check was wrong about these.
-    "the samples of a call that two Ctrl-C had ended counted as those of the call after it": Plan(
-        seed=93652,
-        ranks=1,
-        nodes=(1, 1),
-        samples=1,
-        step_s=0.3,
-        late=0.1,
-        faults=(Fault("ctrl-c", "in train", count=2), Fault("ctrl-c", "in interruption")),
-    ),
-    "an error ended a call that had gone back, and the call after it was to begin where that one had been": Plan(
-        seed=70900,
-        nodes=(1, 1),
-        samples=49,
-        batch=3,
-        late=0.1,
-        min_workers=2,
-        snapshot_every=1,
-        faults=(Fault("node", "applied", count=18, others=16), Fault("raise", "forward", count=20)),
-    ),
-    "steps that fewer workers made again were to end in the same epoch": Plan(
-        seed=57377,
-        nodes=(1, 1, 1, 1),
-        samples=2,
-        step_s=0.01,
-        late=0.1,
-        script=("train 13", "resize 1", "fit 3"),
-        faults=(
-            Fault("callback", "in start"),
-            Fault("cut", "in resize", seconds=8.0),
-            Fault("stop", "in train"),
-        ),
-    ),
 }
 
 

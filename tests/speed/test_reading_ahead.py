@@ -179,19 +179,6 @@ def test_the_next_batch_is_read_before_the_exchange_has_ended(tmp_path: Path) ->
         assert ahead.train()["batch_count"] == 4
 
 
-def test_a_call_reads_no_batch_of_the_next_call(begun: Begun) -> None:
-    limited = begun.again()
-    limited.train(num_steps=2)
-    assert events(limited) == ["read", "forward", "read", "step", "forward", "step"]
-    assert limited.train(num_steps=3)["num_samples"] == 3 * 2 * BATCH  # two of this epoch, one of the next
-    assert events(limited)[:5] == ["read", "forward", "read", "step", "forward"]
-    found = weights(limited)
-    whole = begun.again()
-    whole.train()
-    whole.train(num_steps=1)
-    assert torch.equal(weights(whole), found)
-
-
 READING_LATER: dict[str, tuple[type, dict[str, Any], TrainingOptions | None]] = {
     "own batches": (OwnBatch, {}, None),
     "accumulation": (Operator, {}, TrainingOptions(accumulate=2)),

@@ -6,8 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from raysgd import ElasticConfig, TorchTrainer
-from tests.local.group import Cluster, Fault
 from tests.torch.small import Line, inline, rows
 
 pytestmark = pytest.mark.filterwarnings("ignore:the training loader does not shuffle")
@@ -31,26 +29,6 @@ def test_the_names_and_the_means_of_both_methods() -> None:
             assert f"last_{prefix}target" in result and f"{prefix}accuracy" not in result
             assert result["num_samples"] == 11
         assert "train_accuracy" not in trainer.train()
-
-
-def test_of_several_workers_of_which_one_fails() -> None:
-    """With 11 rows and steps of 6, the last step has 5, and the rank that has failed before had 2 of 6."""
-    _, y = rows(11)
-    with (
-        Cluster([Fault("kill", "forward", rank=1, step=2)]) as cluster,
-        TorchTrainer(
-            training_operator_cls=Measuring,
-            config={"rows": 11, "batch": 2},
-            num_workers=3,
-            use_gpu=False,
-            elastic=ElasticConfig(grow=False),
-        ) as trainer,
-    ):
-        trainer.train()
-        assert not cluster.left and trainer.world_size == 2
-        for result, prefix in ((trainer.train(), "train_"), (trainer.validate(), "val_")):
-            assert result["num_samples"] == 11
-            assert result[f"{prefix}target"] == pytest.approx(y.mean().item())
 
 
 def test_those_of_a_test_have_its_name() -> None:
