@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.optim.lr_scheduler import ConstantLR, LambdaLR, ReduceLROnPlateau, SequentialLR
 
-from raysgd import CheckpointError
+from raysgd import CheckpointError, TrainingOptions
+from raysgd.callbacks import EMA
 from tests.files.torch_cases import Bench, Rich, at, bench, complete, replaced, same, stored
 from tests.local.group import Cluster
 
@@ -120,6 +122,43 @@ CALLS: dict[str, Callable[[Any], Any]] = {
 def test_what_does_not_fit_is_refused_and_changes_nothing(here: Bench, name: str) -> None:
     here.refuses(stored(WRONG[name](here.start)))
     here.next_steps_are_right()
+
+
+class Planned(Rich):
+    """Has schedules of schedules."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        super().setup(config)
+        adam, sgd = self.optimizers
+        inner = [LambdaLR(adam, [lambda epoch: 1.0] * 2), ConstantLR(adam)]
+        schedulers = [SequentialLR(adam, inner, milestones=[3]), ReduceLROnPlateau(sgd)]
+        self.models, self.optimizers, self.criterion, self.schedulers = self.register(
+            models=self.models, optimizers=self.optimizers, criterion=self.criterion, schedulers=schedulers
+        )
+
+
+OPTIONAL: dict[str, Callable[[Any], Any]] = {
+    "scaler: a list": put("amp_native")([1.0]),
+    "scaler: without its scale": without("amp_native", "scale"),
+    "scaler: a scale that is text": put("amp_native", "scale")("big"),
+    "averages: of another number of models": lambda state: {**state, "averages": state["averages"][:1]},
+    "averages: another shape": reshaped("averages", 0, "weight"),
+    "averages: of weights that are not here": put("averages", 0, "extra")(torch.ones(1)),
+    "schedulers in one: none": without("schedulers", 0, "_schedulers"),
+    "schedulers in one: too few": lambda state: put("schedulers", 0, "_schedulers")(
+        state["schedulers"][0]["_schedulers"][:1]
+    )(state),
+    "schedulers in one: text": put("schedulers", 0, "_schedulers", 1)("constant"),
+    "schedulers in one: too many functions": put("schedulers", 0, "_schedulers", 0, "lr_lambdas")([None] * 3),
+}
+
+
+def test_the_state_of_what_is_optional_is_checked(tmp_path: Path) -> None:
+    options = TrainingOptions(precision="fp16")
+    for here in bench(tmp_path, operator=Planned, options=options, callbacks=[EMA(decay=0.9)]):
+        for name, wrong in OPTIONAL.items():
+            assert "Nothing was changed on any rank" in here.refuses(stored(wrong(here.start))), name
+        here.next_steps_are_right()
 
 
 def test_ctrl_c_in_a_load_leaves_the_state_undefined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

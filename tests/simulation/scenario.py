@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -281,6 +282,9 @@ class Script:
                 raise
             if not self.engine.progress.undefined:
                 raise Violation("a rank has refused a state, and the trainer has one") from None
+            with suppress(CheckpointError):
+                self._validate()
+                raise Violation("a call was accepted in an undefined state") from None
             self._load()
             return
         if refuses >= 0:
