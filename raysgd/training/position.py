@@ -118,7 +118,7 @@ class Position:
         for each in fields(self):
             setattr(self, each.name, values.get(each.name, each.default))
         self.batch_mode = None if self.batch_mode is None else tuple(self.batch_mode)  # JSON makes a list of it
-        self.made_for = None if self.made_for is None else tuple(self.made_for)[:2]
+        self.made_for = None if self.made_for is None else tuple(self.made_for)
 
     def commit(self, step: Step) -> None:
         """Count what a step has trained. From now on its batches are never drawn again."""

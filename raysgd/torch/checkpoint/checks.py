@@ -17,6 +17,8 @@ from raysgd.data.sharded_stream import ShardedStream
 from raysgd.errors import CheckpointError
 from raysgd.torch.checkpoint import states
 from raysgd.torch.data.sampling import has_own_batches, is_planned
+from raysgd.torch.data.shards import places_in
+from raysgd.torch.data.stateful import marks_in
 from raysgd.torch.foreign import nested_schedulers
 from raysgd.torch.operator import TrainingOperator
 from raysgd.training.position import check_counters
@@ -263,15 +265,16 @@ def _check_loader(operator: TrainingOperator, state: dict[str, Any]) -> None:
     loader, order = operator._parts.train_loader, saved.get("order")
     for each in saved.get("generators", ()):
         torch.Generator().set_state(each)
+    marks_in(saved)
     position = state.get("position") or {}
     parked = position.get("parked")
     at, ended = (position.get("offset", 0), position.get("ended", True)) if parked is None else parked[:2]
-    _check_places(loader, saved.get("places", []), at=None if ended else at)
+    _check_places(loader, places_in(saved), at=None if ended else at)
     if loader is not None and is_planned(loader) and not ended and order is not None and len(order):
         _check_order(loader, order)
 
 
-def _check_places(loader: Any, places: Any, *, at: int | None) -> None:
+def _check_places(loader: Any, places: list[Any], *, at: int | None) -> None:
     """Check that a ShardedStream can continue at the offset `at`; None: in the next epoch."""
     if not isinstance(loader, ShardedStream) or at is None:
         return
