@@ -272,12 +272,25 @@ def load_on_one_rank_only(patch: Patch) -> None:
     patch.setattr(TorchReplica, "adopt", lambda self, state: self.rank or original(self, state))
 
 
-@mutant("tests/files/test_torch_contents.py::test_an_error_in_the_operators_load_state_dict_undoes_the_load")
-def give_no_state_from_before_back(patch: Patch) -> None:
-    instead("raysgd.torch.checkpoint.states.way_back", lambda operator: lambda: None)(patch)
+@mutant("tests/files/test_torch_contents.py::test_after_an_error_in_load_state_dict_only_a_load_is_accepted")
+def accept_any_call_in_an_undefined_state(patch: Patch) -> None:
+    instead("raysgd.engine.engine.Engine._check_defined", lambda self: None)(patch)
 
 
-@mutant("tests/local/test_faults.py::test_a_load_that_one_rank_refuses_changes_nothing")
+@mutant("tests/contracts/test_replica.py::test_a_state_of_which_a_part_was_loaded_is_none")
+def pass_on_a_state_that_a_failed_load_has_left(patch: Patch) -> None:
+    from raysgd.training.replica_base import ReplicaBase
+
+    always = property(lambda self: False, lambda self, value: None)
+    patch.setattr(ReplicaBase, "undefined", always, raising=False)
+
+
+@mutant("tests/files/test_torch_contents.py::test_no_worker_loads_what_one_refuses")
+def check_no_position(patch: Patch) -> None:
+    instead("raysgd.torch.checkpoint.checks.check_counters", lambda state: None)(patch)
+
+
+@mutant("tests/local/test_faults.py::test_after_an_error_of_one_rank_in_a_load_only_a_load_is_accepted")
 def let_each_rank_decide_about_a_load(patch: Patch) -> None:
     instead("raysgd.torch.replica.TorchReplica.all_succeeded", lambda self, here: here)(patch)
 

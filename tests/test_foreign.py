@@ -153,11 +153,6 @@ def loading_by_copying() -> None:
     for inner in (*own, nn.LazyLinear(1), hooked, after, before, instance):
         assert not torch_foreign.loads_by_copying(nn.Sequential(inner)), inner
 
-    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
-    assert torch_foreign.loads_without_parameters(optimizer)
-    optimizer.register_load_state_dict_post_hook(lambda *args: None)
-    assert not torch_foreign.loads_without_parameters(optimizer)
-
 
 def multiplication() -> None:
     tensors = [torch.ones(2), torch.ones(3)]

@@ -31,7 +31,7 @@ EXAMPLE = "for example --set scheduler_step_freq=batch, --set config.lr=0.1 or -
 STRIKE_AT = 1 / 3  # of a call
 LEAVES_S = 60.0
 TOLERANCE = 1e-3  # of the norm of all weights: what rounding adds up to stays below it
-PLANNED = ("growth", "shrink")
+OF_THE_DRILL = ("growth", "shrink")  # the changes that it makes itself
 LOST = "Return it from state_dict(), and restore it in load_state_dict(); or pass --ignore {}"
 
 
@@ -130,7 +130,7 @@ def train(
             while striker.hit in trainer.apply_all_workers(os.getpid) and time.monotonic() < until:
                 time.sleep(0.2)
             trainer.resize(workers)
-            found.unrest.append([each for each in trainer.recoveries[before:] if each.reason not in PLANNED])
+            found.unrest.append([each for each in trainer.recoveries[before:] if each.reason not in OF_THE_DRILL])
         state = trainer.state_dict()
         found.position = {name: state[name] for name in ("epoch", "global_step")}
         for number, each in enumerate(state.get("schedulers") or ()):

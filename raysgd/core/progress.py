@@ -31,7 +31,8 @@ class Progress:
     finished     whether the running call has trained all its batches
     phase        what the rank is doing, for messages
     applied      optimizer steps since the start of training
-    loads        how often the user has loaded a state
+    loads        how often the user has loaded a state; -1 if the state is undefined, because a load
+                 has begun to change it, and has not completed that
     call         the number of the running call that trains, or of the last one
     summary      of the weights after `step`, once in a run, for a comparison with the other ranks:
                  text of a `Summary`
@@ -49,6 +50,10 @@ class Progress:
     call: int = -1
     summary: str = ""
     lacks_state: bool = False
+
+    @property
+    def undefined(self) -> bool:
+        return self.loads < 0
 
     @property
     def order(self) -> tuple[bool, int, int, int, int, bool]:

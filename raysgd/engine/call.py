@@ -44,6 +44,7 @@ class Job:
                  hang
     needs_state  whether it must find the state with which it began: if all workers fail, it is not
                  made again on an older one
+    replaces     whether it replaces the state, which may be undefined then
     redo         whether to run it again, before a later call, if all workers fail and continue from
                  a snapshot that was taken in it
     compare      the call that returns a rank's `Summary`, as text; None: the ranks are not compared
@@ -58,6 +59,7 @@ class Job:
     hurry_s: float | None = None
     is_waiting: Callable[[], bool] = lambda: False
     needs_state: bool = False
+    replaces: bool = False
     redo: bool = False
     compare: Call | None = None
 

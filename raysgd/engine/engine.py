@@ -40,7 +40,14 @@ from raysgd.engine.call import (
     partial_results_since,
 )
 from raysgd.engine.call_lock import CallLock, Claim
-from raysgd.engine.failure import check_can_fit, held_error, older_state_error, out_of_step_error, raise_user_error
+from raysgd.engine.failure import (
+    UNDEFINED,
+    check_can_fit,
+    held_error,
+    older_state_error,
+    out_of_step_error,
+    raise_user_error,
+)
 from raysgd.engine.generation import Generation
 from raysgd.engine.membership import Membership
 from raysgd.engine.rank_comparison import Comparison
@@ -48,7 +55,7 @@ from raysgd.engine.recovery import RecoveryLog, RecoveryLoop, StateLost
 from raysgd.engine.replacements import Replacements
 from raysgd.engine.watchdog import ask
 from raysgd.engine.worker_table import During, OnReport, Phase, WorkerInfo, WorkerTable
-from raysgd.errors import ClusterError, NotActiveError, counted
+from raysgd.errors import CheckpointError, ClusterError, NotActiveError, counted
 from raysgd.workers.worker_group import WorkerGroupProtocol
 
 logger = logging.getLogger("raysgd")
@@ -377,7 +384,7 @@ class Engine:
         """Run a job to its end, whatever fails. Return the results of its parts, in order."""
         with self.claim(f"the call {job.call.name!r}"):
             self._calls += 1
-            running = self._ready_call(max_failures=job.max_failures)
+            running = self._ready_call(max_failures=job.max_failures, replaces=job.replaces)
             parts: list[PartialResults] = []
             if job.again == "resume":
                 if self._interrupted is not None:
@@ -542,9 +549,12 @@ class Engine:
 
     # -- failures and changes -------------------------------------------------------------------------
 
-    def _ready_call(self, *, max_failures: int) -> RunningCall:
-        """Make sure that the group is up before a call, also after failures of idle workers."""
+    def _ready_call(self, *, max_failures: int, replaces: bool = False) -> RunningCall:
+        """Make sure that the group is up before a call, also after failures of idle workers, and
+        that its state is not undefined, unless the call replaces it."""
         self._check_active()
+        if not replaces:
+            self._check_defined()
         call = RunningCall(self._calls, max_failures, len(self.recoveries))
         outer = self._running
         if outer is not None and outer.max_failures >= 0:  # a save during training, for example, uses up what is left
@@ -557,6 +567,8 @@ class Engine:
             seen = self._observe_idle()
             if seen.kind == "done":
                 if self._generation.up or self._generation.form(self._table.members()):
+                    if not replaces:
+                        self._check_defined()  # Ctrl-C may have ended the load before its ranks could answer
                     return call
                 members = self._table.members()
                 if attempts <= FORM_AT_MOST or any(self._table[worker].ended is not None for worker in members):
@@ -569,6 +581,10 @@ class Engine:
     def _check_active(self) -> None:
         if not self.active:
             raise NotActiveError("this trainer was shut down: to continue, create a new one, and load what you saved")
+
+    def _check_defined(self) -> None:
+        if self.progress.undefined:
+            raise CheckpointError(UNDEFINED)
 
     def _observe_idle(self) -> Observation:
         """Return what has happened to the generation since the last call."""

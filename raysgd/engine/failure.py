@@ -43,6 +43,11 @@ LOADER_HINT = (
     "shared memory (docker run --shm-size=..., or an emptyDir with medium: Memory at /dev/shm in Kubernetes)."
 )
 
+UNDEFINED = (
+    "the state of this trainer is undefined, because a load failed while it changed the state. Only load(), load_state_dict() and "
+    "shutdown() work now: load a checkpoint that the operator accepts"
+)
+
 
 def raise_user_error(outcome: Failed, info: WorkerInfo) -> NoReturn:
     """Raise what the user's code raised on a worker. An error that was raised in this process keeps

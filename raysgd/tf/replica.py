@@ -179,9 +179,9 @@ class TFReplica(ReplicaBase):
     def load(self, data: Any, *, other_code: bool = False) -> None:
         """Load the state of another replica of this trainer, in a new process of a group that may
         have another size."""
-        state, self.half_loaded = states.parse(data), True  # until all of it is loaded
+        state, self.undefined = states.parse(data), True  # until all of it is loaded
         self.adopt(state)
-        self.half_loaded = state.get("half_loaded", False)
+        self.undefined = state.get("undefined", False)
         if state["world_size"] != self._rank_info.world_size:
             self.operator.resized(state["world_size"], self._rank_info.world_size)
 
@@ -193,22 +193,6 @@ class TFReplica(ReplicaBase):
 
     def check(self, state: dict[str, Any]) -> None:
         states.check(self.operator, state)
-
-    def way_back(self) -> Callable[[], None]:
-        operator, numbers = self.operator, states.random_state()
-        before, own = states.parse(states.dump(self.full_state())), dict(vars(operator))
-
-        def go_back() -> None:
-            states.restore_variables(operator, before)
-            self._adopt_positions(before)
-            vars(operator).clear()
-            vars(operator).update(own)
-            # The user's class may refuse a state, so it is loaded only if the attributes are not all that has changed.
-            if states.dump({"operator": operator.state_dict()}) != states.dump({"operator": before["operator"]}):
-                operator.load_state_dict(before["operator"])
-            states.restore_random(numbers)
-
-        return go_back
 
     def adopt(self, state: dict[str, Any]) -> None:
         states.restore(self.operator, state)

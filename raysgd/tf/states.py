@@ -11,7 +11,7 @@ from raysgd.errors import CheckpointError
 from raysgd.storage import values
 from raysgd.tf.parts import assign
 from raysgd.tf.parts import values as values_of
-from raysgd.training.position import check_count
+from raysgd.training.position import check_counters
 
 FORMAT = "raysgd-tensorflow"
 VERSION = 1
@@ -47,8 +47,14 @@ def check(operator: Any, state: dict[str, Any]) -> None:
             here, there = [_of_variable(each) for each in variables], [_of_array(each) for each in arrays]
             if here != there:
                 raise CheckpointError(_difference(f"{kind[:-1]} {number}", here, there))
-    for name in ("global_step", "epoch"):  # which users change
-        check_count(name, state.get(name, 0))
+    check_counters(state)
+    try:
+        for each in state.get("rng") or []:
+            _check_random(each)
+    except Exception as error:
+        raise CheckpointError(
+            f"the checkpoint has a random state that cannot be set ({type(error).__name__}: {error})"
+        ) from error
 
 
 def _of_variable(variable: Any) -> tuple[str, tuple[int, ...]]:
@@ -75,18 +81,13 @@ def _difference(name: str, here: list[Any], there: list[Any]) -> str:
 
 def restore(operator: Any, state: dict[str, Any]) -> None:
     """Load a checked state; the operator's own part last, as only it can check that."""
-    restore_variables(operator, state)
-    operator.load_state_dict(state.get("operator"))
-
-
-def restore_variables(operator: Any, state: dict[str, Any]) -> None:
-    """Load all but the operator's own part."""
     parts = operator._parts
     for model, arrays in zip(parts.models, state["models"], strict=True):
         assign(model.weights, arrays)
     for optimizer, arrays in zip(parts.optimizers, state["optimizers"], strict=True):
         assign(optimizer.variables, arrays)
     operator.global_step = state.get("global_step", operator.global_step)
+    operator.load_state_dict(state.get("operator"))
 
 
 # -- bytes --------------------------------------------------------------------------------------------
@@ -127,7 +128,16 @@ def random_state() -> dict[str, Any]:
 
 
 def restore_random(state: dict[str, Any]) -> None:
+    _set_random(state, random.setstate, np.random.set_state)
+
+
+def _check_random(state: dict[str, Any]) -> None:
+    """Raise the error that `restore_random` would raise."""
+    _set_random(state, random.Random().setstate, np.random.RandomState().set_state)
+
+
+def _set_random(state: dict[str, Any], of_python: Any, of_numpy: Any) -> None:
     version, internal, gauss = state["python"]
     kind, keys, position, has_gauss, cached = state["numpy"]
-    random.setstate((version, tuple(internal), gauss))
-    np.random.set_state((kind, np.asarray(keys, np.uint32), position, has_gauss, cached))
+    of_python((version, tuple(internal), gauss))
+    of_numpy((kind, np.asarray(keys, np.uint32), position, has_gauss, cached))

@@ -224,7 +224,9 @@ class TFTrainer(TrainerBase):
     @exclusive
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned, for any number of workers. Every worker checks the state
-        first: one that does not fit raises CheckpointError, and changes nothing."""
+        first: one that does not fit raises CheckpointError, and changes nothing. After an error in
+        your operator's own, the state is undefined: only `load`, `load_state_dict` and `shutdown`
+        are accepted."""
         self._loops.refuse_load("load_state_dict()")
         self._loads.restore(states.dump(states.shaped(dict(state_dict))))
 

@@ -307,12 +307,6 @@ def loads_by_copying(model: nn.Module) -> bool:
     return all(map(is_usual, model.modules()))
 
 
-def loads_without_parameters(optimizer: Any) -> bool:
-    """Return whether this optimizer's `load_state_dict` is torch's, without hooks."""
-    hooks = (optimizer._optimizer_load_state_dict_pre_hooks, optimizer._optimizer_load_state_dict_post_hooks)
-    return type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict and not any(hooks)
-
-
 def with_module_versions(content: dict[Any, Any], state: Any) -> dict[Any, Any]:
     """Return the content of a changed copy of `state`, with the versions of modules if `state` is a
     model's: modules that convert older states read them when they load."""

@@ -25,7 +25,7 @@ from raysgd.torch.checkpoint.checks import check_fits
 from raysgd.torch.data.opening import Opener
 from raysgd.torch.data.prefetch import make_carrier
 from raysgd.torch.data.rows import LoaderRows
-from raysgd.torch.data.sampling import is_planned, random_sources
+from raysgd.torch.data.sampling import is_planned
 from raysgd.torch.foreign import content_version
 from raysgd.torch.fsdp import gathered
 from raysgd.torch.operator import TrainingOperator
@@ -71,7 +71,6 @@ class TorchReplica(ReplicaBase):
         self._continues_as: tuple[int, int] | None = None
         self.saved_rows: dict[str, list[Any]] = {}  # the part `rows` of the newest state that was loaded
         self._phase: Phase = "train"  # the running call's
-        self._replaced: Any = None  # the source of the train_loader, while a load opens another one
         self._loaded_from = 0  # the number of workers of the group from which a state was loaded; 0 if none was
         for optimizer in operator._parts.optimizers:
             if hasattr(optimizer, "register_step_post_hook"):
@@ -316,19 +315,17 @@ class TorchReplica(ReplicaBase):
         self._continues_as = rank, state["world_size"]
 
     def _take(self, state: dict[str, Any]) -> None:
-        self.half_loaded = True  # an error may follow, and this rank must not pass on what it has then
+        self.undefined = True  # an error may follow, and this rank must not pass on what it has then
         self._continues_as = None
         self._adopt(state)
         if (position := state.get("validation_loader")) is not None:
             self._sources["validation"] = self._open_source(self.operator._parts.validation_loader, "validation")
             self._sources["validation"].load(position)
         self._control.ensure_whole()  # shards that were made of it
-        self._loaded_from, self.half_loaded = state["world_size"], state.get("half_loaded", False)
+        self._loaded_from, self.undefined = state["world_size"], state.get("undefined", False)
 
-    def _adopt(self, state: dict[str, Any], *, models: bool = True) -> None:
-        if models:
-            states.restore_models(self.operator, state)
-        states.restore_rest(self.operator, state)
+    def _adopt(self, state: dict[str, Any]) -> None:
+        states.restore(self.operator, state)
         self.saved_rows = dict(state.get("rows") or {})
         self._adopt_positions(state)
         loader, position = self.operator._parts.train_loader, state.get("loader")
@@ -339,41 +336,16 @@ class TorchReplica(ReplicaBase):
 
     def read(self, source: Any, *, trusted: bool) -> dict[str, Any]:
         if isinstance(source, SeenFile):
-            return states.read(source, trusted=trusted, map_models=states.loads_models_by_copying(self.operator))
+            return states.read(source, trusted=trusted, map_models=states.copies_models(self.operator))
         return states.parse(source.data, trusted=trusted)
 
     def check(self, state: dict[str, Any]) -> None:
         check_fits(self.operator, state)
 
-    def way_back(self) -> Callable[[], None]:
-        put_back, positions = states.way_back(self.operator), self._positions()
-        loader = self.operator._parts.train_loader
-        generators = random_sources(loader) if is_planned(loader) else []
-        drawn = [(each, each.get_state()) for each in generators]
-        own = {name: getattr(self, name) for name in ("_sources", "_validation_began", "saved_rows")}
-        numbers = states.random_state()
-
-        def go_back() -> None:
-            put_back()
-            self._adopt_positions(positions)
-            vars(self).update(own)
-            for generator, drawn_state in drawn:
-                generator.set_state(drawn_state)
-            states.restore_random(numbers)  # last, because a user's load_state_dict may draw some
-
-        return go_back
-
     def adopt(self, state: dict[str, Any]) -> None:
-        """Load what can fail. If the models only copy tensors, that is all but the models."""
-        self._replaced = self._sources.get("train")
-        self._sources = {phase: source for phase, source in self._sources.items() if phase != "train"}
-        self._adopt(state, models=not states.loads_models_by_copying(self.operator))
-
-    def complete_load(self, state: dict[str, Any]) -> None:
-        if states.loads_models_by_copying(self.operator):
-            states.restore_models(self.operator, state)
-        if self._replaced is not None:
-            self._replaced.close()
+        if (source := self._sources.pop("train", None)) is not None:
+            source.close()
+        self._adopt(state)
         self.operator._keep_batch.loaded()
 
     def all_succeeded(self, here: bool) -> bool:
@@ -411,7 +383,7 @@ class TorchReplica(ReplicaBase):
 
     def _unsharded_state(self) -> dict[str, Any]:
         """Return what a peer needs besides shards."""
-        state = states.gather(self.operator) | self._loop_state(for_peers=True) | {"half_loaded": self.half_loaded}
+        state = states.gather(self.operator) | self._loop_state(for_peers=True) | {"undefined": self.undefined}
         return {name: value for name, value in state.items() if name not in ("models", "optimizers", "averages")}
 
     def close(self) -> None:

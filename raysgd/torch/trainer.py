@@ -265,8 +265,9 @@ class TorchTrainer(TrainerBase):
     @exclusive
     def load_state_dict(self, state_dict: Mapping[str, Any], blocking: bool = True) -> None:
         """Load what `state_dict` returned, for any number of workers. Every worker checks the state
-        first: one that does not fit raises CheckpointError, and nothing changes. (`blocking` has no
-        effect; RaySGD had it.)"""
+        first: one that does not fit raises CheckpointError, and nothing changes. After an error in
+        a `load_state_dict` of yours, the state is undefined: only `load`, `load_state_dict` and
+        `shutdown` are accepted. (`blocking` has no effect; RaySGD had it.)"""
         self._loops.refuse_load("load_state_dict()")
         self._saves.raise_failed()
         self._loads.restore(states.dump_given(state_dict), trusted=True)
@@ -291,7 +292,7 @@ class TorchTrainer(TrainerBase):
     def load(self, checkpoint: str | os.PathLike[str], *, trusted: bool = False) -> None:
         """Load `checkpoint`, a path or a URI, for any number of workers. No code in it is run,
         unless it is `trusted` (for operator state of your own types, and for what was saved with
-        `sharded=True`)."""
+        `sharded=True`). What is refused, or fails, is as in `load_state_dict`."""
         self._loops.refuse_load("load()")
         self._saves.raise_failed()
         self._loads.load(checkpoint, trusted=trusted)

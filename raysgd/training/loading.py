@@ -1,33 +1,25 @@
-"""Load a checkpoint on all ranks or on none. Worker.
+"""Load a checkpoint on all ranks. Worker.
 
 Each rank reads the state and checks it, before any of them changes anything. What a check cannot
-foresee (a user's own `load_state_dict`) can still fail on one rank: then all ranks go back to the
-state from before. Meanwhile a rank says that it has no state that others could take, so that no
-state that is half loaded survives a failure.
+foresee (a user's own `load_state_dict`) can still fail on one rank: then the state of all ranks is
+undefined. A rank whose state is undefined has none that others could take.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from raysgd.errors import CheckpointError, described
+from raysgd.errors import CheckpointError
 from raysgd.storage.seen import UnseenError
 from raysgd.training.position import at_its_epoch
 
 if TYPE_CHECKING:
     from raysgd.training.replica_base import ReplicaBase
 
-logger = logging.getLogger("raysgd")
-
-HALF_LOADED = (
-    "the state from before a load that failed could not be restored, so this worker has a part of each: load a checkpoint, or "
-    "create a new trainer"
-)
 T = TypeVar("T")
 
 
@@ -49,7 +41,8 @@ def restore(replica: ReplicaBase, source: Any, trusted: bool, loads: int) -> Ref
 
 
 def take_over(replica: ReplicaBase, read: Callable[[], dict[str, Any]], loads: int) -> Refusal | None:
-    """Load the checkpoint that `read` returns."""
+    """Load the checkpoint that `read` returns. If a worker fails while the ranks change their
+    state, the driver repeats the load."""
 
     def checked() -> dict[str, Any]:
         state = read()
@@ -59,32 +52,12 @@ def take_over(replica: ReplicaBase, read: Callable[[], dict[str, Any]], loads: i
     state, refusal = agreed(replica, checked)
     if state is None or refusal is not None:
         return refusal
-    go_back = replica.way_back()
-    replica.half_loaded = True
-    try:
-        _, refusal = agreed(replica, lambda: replica.adopt(state))
-    except BaseException:  # another rank has failed, or the user has pressed Ctrl-C, and that counts
-        try:
-            _go(replica, go_back)
-        except Exception as error:
-            logger.warning("%s (%s)", HALF_LOADED, described(error))
-        raise
-    if refusal is not None:
-        try:
-            _go(replica, go_back)
-        except Exception as error:
-            why = f"{refusal.why or 'another rank has refused the state'}. Then {HALF_LOADED} ({described(error)})"
-            raise CheckpointError(why) from error
-        return refusal
-    replica.complete_load(state)
-    replica.half_loaded = False
-    replica.end_load(state, loads)
-    return None
-
-
-def _go(replica: ReplicaBase, go_back: Callable[[], None]) -> None:
-    go_back()
-    replica.half_loaded = False
+    replica.undefined = True
+    _, refusal = agreed(replica, lambda: replica.adopt(state))
+    if refusal is None:
+        replica.undefined = False
+        replica.end_load(state, loads)
+    return refusal
 
 
 def agreed(replica: ReplicaBase, part: Callable[[], T]) -> tuple[T | None, Refusal | None]:

@@ -1,4 +1,4 @@
-"""Load a trainer's state from a file: it is verified, and all workers load it, or none of them.
+"""Load a trainer's state from a file: it is verified, all workers check it, and then all load it.
 Driver."""
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 from raysgd.core.protocols import Call
 from raysgd.engine.call import Job
 from raysgd.engine.engine import Engine
+from raysgd.engine.failure import UNDEFINED
 from raysgd.errors import CheckpointError, RemoteTraceback
 from raysgd.storage import checksums, locations, remote
 from raysgd.storage.remote import Uri
@@ -70,13 +71,13 @@ class Loads:
 
     def take(self, method: Callable[..., Any], arguments: dict[str, Any]) -> None:
         """Load a state on all ranks. If one of them refuses it, none loads it, and the reason is
-        raised."""
+        raised. If it fails later, the error says that the state is undefined."""
         engine = self._engine
         # Counted here, so that a rank that loaded this state before the call was repeated has the same number as others, and that
-        # it grows if all ranks are half loaded, which have none.
+        # it grows if the state of all ranks is undefined, and has none.
         loads = self._count = max(self._count, engine.progress.loads) + 1
         with engine.state_replaced_by_hand(loads):
-            values = engine.run(Job(Call(method, {**arguments, "loads": loads})))[-1].values
+            values = engine.run(Job(Call(method, {**arguments, "loads": loads}), replaces=True))[-1].values
             refused = [
                 (rank, each) for rank, each in enumerate(values) if isinstance(each, loading.Refusal) and each.why
             ]
@@ -84,6 +85,5 @@ class Loads:
                 raise UnseenError
             for rank, each in refused:
                 on = f"rank {rank}: " if len(values) > 1 else ""
-                raise CheckpointError(f"{on}{each.why}. Nothing was changed on any rank") from RemoteTraceback(
-                    each.trace
-                )
+                now = f"Now {UNDEFINED}" if engine.progress.undefined else "Nothing was changed on any rank"
+                raise CheckpointError(f"{on}{each.why}. {now}") from RemoteTraceback(each.trace)

@@ -18,6 +18,21 @@ def check_count(name: str, value: Any) -> None:
         raise CheckpointError(f"{name} is {value!r:.60}, and must be an integer of at least 0")
 
 
+def check_counters(state: Mapping[str, Any]) -> None:
+    """Raise CheckpointError unless a state has counters and positions that can be loaded."""
+    for name in ("global_step", "epoch"):  # which users change
+        check_count(name, state.get(name, 0))
+    for name in ("position", "validation_position", "validation_began", "test_position"):
+        values = state.get(name) or {}
+        if not isinstance(values, Mapping):
+            raise CheckpointError(f"{name} is {values!r:.60}, and must be a dictionary")
+        for each in fields(Position):
+            value, usual = values.get(each.name, each.default), each.default
+            fits = value is None or isinstance(value, (list, tuple)) if usual is None else type(value) is type(usual)
+            if not fits or (type(value) is int and value < (-1 if each.name == "call" else 0)):
+                raise CheckpointError(f"{each.name} in {name} is {value!r:.60}, which no position has")
+
+
 def at_its_epoch(state: dict[str, Any]) -> dict[str, Any]:
     """Return a state whose position agrees with its `epoch`. If a user has changed that number, so
     many epochs count as trained, and the next one begins at its beginning. What is not a number of
@@ -103,7 +118,7 @@ class Position:
         for each in fields(self):
             setattr(self, each.name, values.get(each.name, each.default))
         self.batch_mode = None if self.batch_mode is None else tuple(self.batch_mode)  # JSON makes a list of it
-        self.made_for = None if self.made_for is None else tuple(self.made_for)[:2]
+        self.made_for = None if self.made_for is None else tuple(self.made_for)
 
     def commit(self, step: Step) -> None:
         """Count what a step has trained. From now on its batches are never drawn again."""

@@ -32,9 +32,8 @@ from raysgd.core.progress import Control, Progress
 from raysgd.core.protocols import Call
 from raysgd.core.rank_comparison import Summary
 from raysgd.core.ranks import RankInfo
-from raysgd.errors import ConfigError, TrainingFailedError, shown
+from raysgd.errors import ConfigError, shown
 from raysgd.training.feed import Feed, MembershipChange, NoFeed, Source
-from raysgd.training.loading import HALF_LOADED
 from raysgd.training.operator_base import OperatorBase
 from raysgd.training.position import Position
 from raysgd.training.seeding import derived_seed
@@ -127,7 +126,7 @@ class ReplicaBase(ABC):
         self.operator._epochs_before = lambda: max(self._position.epoch - 1, 0)
         self._validation_began = self._val_position.as_dict()
         self._sources: dict[str, Any] = {}
-        self.half_loaded = False  # this state is a part of one and a part of another
+        self.undefined = False  # a load has begun to change the state, and has not completed that
         self._undone_from: dict[str, Any] | None = None  # the random state before a step that was interrupted
         self._snapshots = Snapshotter(settings.snapshot_every, control)
         # The step after which the driver gets a summary of the weights, and whether it has got one.
@@ -141,16 +140,14 @@ class ReplicaBase(ABC):
 
     @property
     def progress(self) -> Progress:
-        progress = self._position.progress(self._control.phase)
-        return replace(progress, loads=-1) if self.half_loaded else progress  # no other rank takes this state
+        phase = self._control.phase
+        return Progress(phase=phase, loads=-1) if self.undefined else self._position.progress(phase)
 
     @property
     def rank(self) -> int:
         return self._rank_info.world_rank
 
     def run(self, call: Call) -> Any:
-        if self.half_loaded and "loads" not in call.arguments and call.method not in (apply, apply_operator):
-            raise TrainingFailedError(HALF_LOADED)
         self._control.phase = call.name
         self._begin_call()
         try:
@@ -633,7 +630,7 @@ class ReplicaBase(ABC):
     def state(self) -> memoryview:
         """Return the state as bytes, for a rank that is behind or new, or for the next script's
         replica in this process."""
-        return self._dump({**self._state_for_peers(), "half_loaded": self.half_loaded})
+        return self._dump({**self._state_for_peers(), "undefined": self.undefined})
 
     def _state_for_peers(self) -> dict[str, Any]:
         """Return the state for another rank of this trainer."""
@@ -658,15 +655,8 @@ class ReplicaBase(ABC):
         """Raise CheckpointError unless the state fits. Nothing is changed."""
 
     @abstractmethod
-    def way_back(self) -> Callable[[], None]:
-        """Return what restores the present state, whatever `adopt` has changed."""
-
-    @abstractmethod
     def adopt(self, state: dict[str, Any]) -> None:
-        """Load what can fail of a checked state."""
-
-    def complete_load(self, state: dict[str, Any]) -> None:  # noqa: B027 - it is optional
-        """Load the rest, now that no rank can refuse the state."""
+        """Load a checked state."""
 
     @abstractmethod
     def all_succeeded(self, here: bool) -> bool:

@@ -158,21 +158,6 @@ def test_checkpoints_contain_the_averages(tmp_path: Path) -> None:
         assert torch.equal(weights(trainer), by_hand(3)[0]), "a trainer without EMA ignores them"
 
 
-def test_a_load_that_fails_keeps_the_averages() -> None:
-    class Refusing(Line):
-        def load_state_dict(self, state_dict: Any) -> None:
-            if state_dict:
-                raise LookupError("planned")
-
-    with inline(Refusing, callbacks=[EMA(DECAY)]) as trainer:
-        trainer.train()
-        state, before = trainer.state_dict(), averaged(trainer)
-        other = [{name: value + 1 for name, value in state["averages"][0].items()}]
-        with pytest.raises(CheckpointError, match="planned"):
-            trainer.load_state_dict({**state, "averages": other, "operator": {"fail": True}})
-        assert torch.equal(averaged(trainer), before)
-
-
 def test_a_resumed_trainer_has_the_averages(tmp_path: Path) -> None:
     for epochs in (1, 2):
         with inline(

@@ -49,7 +49,8 @@ class Rich(TrainingOperator):
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         x, y = batch
         noise = 0.01 * (random.random() + float(numpy.random.rand()))
-        loss = self.criterion(self.models[1](self.models[0](x + noise * torch.rand(x.shape))), y)
+        with self.autocast():
+            loss = self.criterion(self.models[1](self.models[0](x + noise * torch.rand(x.shape))), y)
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         self.backward(loss)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from raysgd import CheckpointError, DivergenceError, ElasticConfig, TorchTrainer, TrainingFailedError
+from raysgd import CheckpointError, DivergenceError, ElasticConfig, TorchTrainer
 from raysgd.torch import TrainingOperator
 from tests.files.damage import flipped
 from tests.local.group import Cluster, Fault
@@ -41,6 +41,8 @@ def samples() -> tuple[torch.Tensor, torch.Tensor]:
 
 class Curve(TrainingOperator):
     """In double precision, so that rounding cannot hide a wrong weight. It notes which samples its weights have seen."""
+
+    refuses: int | None = None  # the rank that loads no state
 
     def setup(self, config: dict[str, Any]) -> None:
         model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4) if config.get("norm") else nn.Tanh(), nn.Linear(4, 1))
@@ -79,7 +81,7 @@ class Curve(TrainingOperator):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         Cluster.running.point("load_state_dict")
-        if self.config.get("refuses") == self.world_rank:
+        if Curve.refuses == self.world_rank:
             raise ValueError("this rank refuses")
         self.seen = list(state["seen"])
 
@@ -221,91 +223,64 @@ def test_each_file_of_a_sharded_checkpoint_is_verified(tmp_path: Path) -> None:
         run.load(folder, trusted=True)
 
 
-def test_a_load_that_one_rank_refuses_changes_nothing(tmp_path: Path, undisturbed: Any) -> None:
+@pytest.mark.parametrize("rank", range(WORKERS))
+def test_after_an_error_of_one_rank_in_a_load_only_a_load_is_accepted(
+    rank: int, tmp_path: Path, undisturbed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with Cluster(), trainer() as run:
-        run.save(tmp_path / "first.pt")
-        run.train(num_steps=2)
-        run.apply_all_operators(lambda operator: operator.config.update(refuses=2))
-        with pytest.raises((CheckpointError, ValueError), match="this rank refuses"):
-            run.load(tmp_path / "first.pt")
-        run.apply_all_operators(lambda operator: operator.config.update(refuses=None))
-        assert len(seen(run)) == 2 * BATCH * WORKERS
-        run.train()
-        torch.testing.assert_close(weights_of(run), undisturbed[0], rtol=1e-12, atol=1e-12)
-
-
-class Stubborn(Curve):
-    """The last rank refuses a state in which more than so many samples were used, and so many other ones."""
-
-    most, others = ROWS, 0
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        refused = len(state["seen"]) > Stubborn.most
-        Cluster.running.point("loading" if refused else "going back")
-        self.seen[:] = state["seen"]  # which only this method can restore
-        if self.world_rank == self.world_size - 1 and (refused or Stubborn.others):
-            Stubborn.others -= not refused
-            raise ValueError("this rank refuses")
-
-
-@pytest.fixture
-def refused(tmp_path: Path) -> Path:
-    """Return a checkpoint that is ahead of those that refuse it."""
-    with Cluster(), trainer(operator=Stubborn) as run:
-        run.train(num_steps=3)
-        return Path(run.save(tmp_path / "refused.pt"))
-
-
-def test_a_rank_that_cannot_go_back_takes_the_state_of_the_others(
-    refused: Path, undisturbed: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with Cluster(), trainer(operator=Stubborn) as run:
-        run.train(num_steps=2)
-        monkeypatch.setattr(Stubborn, "most", 2 * BATCH * WORKERS)
-        monkeypatch.setattr(Stubborn, "others", 1)
-        with pytest.raises(CheckpointError, match="could not be restored"):
-            run.load(refused)
-        assert len(seen(run)) == 2 * BATCH * WORKERS and Stubborn.others == 0
-        run.train()
-        torch.testing.assert_close(weights_of(run), undisturbed[0], rtol=1e-12, atol=1e-12)
-
-
-def test_workers_that_join_a_half_loaded_one_are_half_loaded_too(
-    refused: Path, undisturbed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Only a load helps, and it counts as the newest one."""
-    with Cluster(), trainer(operator=Stubborn) as run:
         good = run.save(tmp_path / "good.pt")
         run.load(good)
-        run.resize(1)
+        run.train(num_steps=2)
         with monkeypatch.context() as patch:
-            patch.setattr(Stubborn, "most", 0)
-            patch.setattr(Stubborn, "others", 1)
-            with pytest.raises(CheckpointError, match=r"this rank refuses.*Then .*could not be restored"):
-                run.load(refused)
-        run.resize(WORKERS)
-        for call in (run.train, run.validate, run.state_dict):
-            with pytest.raises(TrainingFailedError, match="has a part of each: load a checkpoint"):
+            patch.setattr(Curve, "refuses", rank)
+            with pytest.raises(
+                CheckpointError, match=rf"rank {rank}: .*this rank refuses.*Now the state of this trainer"
+            ):
+                run.load(good)
+        assert loads_of(run) == {-1}
+        for call in (run.train, run.validate, run.state_dict, lambda: run.resize(1)):
+            with pytest.raises(CheckpointError, match="the state of this trainer is undefined"):
                 call()
         run.load(good)
-        assert loads_of(run) == {3}  # with the one that was refused
+        assert loads_of(run) == {3}, "the load that failed counts, too"
         run.train()
+        assert not run.recoveries and Counter(seen(run)) == Counter(range(ROWS))
         torch.testing.assert_close(weights_of(run), undisturbed[0], rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("at", ["loading", "going back"])
 @pytest.mark.parametrize("rank", range(WORKERS))
-def test_a_rank_fails_while_one_of_them_refuses_a_load(
-    rank: int, at: str, refused: Path, undisturbed: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("joins", [True, False])
+def test_a_rank_fails_in_a_load_that_follows_an_error(
+    rank: int, joins: bool, tmp_path: Path, undisturbed: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with Cluster([Fault("kill", at, rank=rank, step=2)]) as cluster, trainer(operator=Stubborn) as run:
+    """No rank has a state. One that joins gets what the others have, and not its own initial one, until all have loaded."""
+    with Cluster() as cluster, trainer(elastic={"grow": joins}) as run:
+        good = run.save(tmp_path / "good.pt")
         run.train(num_steps=2)
         with monkeypatch.context() as patch:
-            patch.setattr(Stubborn, "most", 2 * BATCH * WORKERS)
-            with pytest.raises(CheckpointError, match=r"rank \d: .*this rank refuses.*Nothing was changed on any rank"):
-                run.load(refused)
-        assert not cluster.left and len(run.recoveries) == 1
-        assert len(seen(run)) == 2 * BATCH * WORKERS
+            patch.setattr(Curve, "refuses", 1)
+            with pytest.raises(CheckpointError, match="Now the state of this trainer is undefined"):
+                run.load(good)
+            cluster.faults(Fault("kill", "load_state_dict", rank=rank))
+            with pytest.raises(CheckpointError, match=r"this rank refuses.*Now the state of this trainer is undefined"):
+                run.load(good)
+        assert not cluster.left and len(run.recoveries) == 1 and loads_of(run) == {-1}
+        run.load(good)
+        run.train()
+        assert Counter(seen(run)) == Counter(range(ROWS))
+        torch.testing.assert_close(weights_of(run), undisturbed[0], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("rank", range(WORKERS))
+def test_a_load_in_which_a_rank_fails_is_repeated(rank: int, tmp_path: Path, undisturbed: Any) -> None:
+    """Some ranks have changed their state, and some have not."""
+    with Cluster() as cluster, trainer() as run:
+        good = run.save(tmp_path / "good.pt")
+        run.train(num_steps=2)
+        cluster.faults(Fault("kill", "load_state_dict", rank=rank))
+        run.load(good)
+        assert not cluster.left and len(run.recoveries) == 1 and run.recoveries[0].in_place
+        assert loads_of(run) == {1} and not seen(run)
         run.train()
         torch.testing.assert_close(weights_of(run), undisturbed[0], rtol=1e-12, atol=1e-12)
 

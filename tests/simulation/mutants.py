@@ -33,6 +33,7 @@ from raysgd.training.step import Step
 from raysgd.workers.control_client import ControlClient
 from raysgd.workers.events import WorkerEnded
 from raysgd.workers.replica_host import ReplicaHost
+from tests.simulation.replica import SimReplica
 from tests.simulation.seeds import simulate
 
 __all__ = ["MUTANTS", "seeds_needed"]
@@ -176,11 +177,13 @@ def load_what_another_rank_refuses(patch: Patch) -> None:
 
 
 @mutant
-def keep_a_state_that_was_refused(patch: Patch) -> None:
-    def stay(replica: Any, go_back: Any) -> None:
-        replica.half_loaded = False
+def accept_any_call_in_an_undefined_state(patch: Patch) -> None:
+    patch.setattr(Engine, "_check_defined", lambda self: None)
 
-    patch.setattr(loading, "_go", stay)
+
+@mutant
+def pass_on_an_undefined_state(patch: Patch) -> None:
+    patch.setattr(SimReplica, "progress", property(lambda self: self._position.progress(self._control.phase)))
 
 
 # -- generations and members --------------------------------------------------------------------------

@@ -47,7 +47,7 @@ USERS = (
     "state_dict",
     "load_state_dict",
 )
-LOADING = ("restore", "adopting", "going back", "adopted")
+LOADING = ("restore", "adopting", "adopted")
 # What the driver is in, for faults that are injected while it waits for an event.
 PHASES = (
     "start",

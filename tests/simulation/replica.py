@@ -17,9 +17,9 @@ from raysgd.core.protocols import Call
 from raysgd.core.rank_comparison import Summary
 from raysgd.core.ranks import RankInfo
 from raysgd.core.sampling_plan import SamplingPlan
-from raysgd.errors import CheckpointError, TrainingFailedError
+from raysgd.errors import CheckpointError
 from raysgd.training.feed import Feed, MembershipChange, Source
-from raysgd.training.loading import HALF_LOADED, Refusal, take_over
+from raysgd.training.loading import Refusal, take_over
 from raysgd.training.position import Position
 from raysgd.training.snapshots import LOADED_S
 from raysgd.training.step import Drawn
@@ -109,24 +109,22 @@ class SimReplica:
         self._mark = 0
         self.steps: list[Step] = []
         self.weights = self.initial = worker.number if rank_info.solo else 0  # a group begins with its first rank's
-        self.half_loaded = False
+        self.undefined = False
         self._refuses = False  # the state that is being loaded
         self._meter, self._units_before = AverageMeterCollection(), 0
         self._compare_at: float | None = None
 
     @property
     def progress(self) -> Progress:
-        progress = self._position.progress(self._control.phase)
-        return replace(progress, loads=-1) if self.half_loaded else progress
+        phase = self._control.phase
+        return Progress(phase=phase, loads=-1) if self.undefined else self._position.progress(phase)
 
     @property
     def loads(self) -> int:
-        """Return how many checkpoints the user has loaded into this state."""
-        return self._position.loads
+        """Return how many checkpoints the user has loaded into this state; -1 if it is undefined."""
+        return self.progress.loads
 
     def run(self, call: Call) -> Any:
-        if self.half_loaded and "loads" not in call.arguments and call.method is not SimReplica.apply:
-            raise TrainingFailedError(HALF_LOADED)
         self._control.phase = call.name
         try:
             return call.method(self, **call.arguments)
@@ -211,7 +209,7 @@ class SimReplica:
         return self._state() if self._rank_info.world_rank == 0 else None
 
     def restore(self, data: Blob, loads: int, refuses: int = -1) -> Refusal | None:
-        """Load a checkpoint on all ranks, or on none, because the rank `refuses` does."""
+        """Load a checkpoint on all ranks. If the rank `refuses` it, their state is undefined."""
         self._worker.compute()
         self._worker.point("restore")
         self._refuses = refuses >= 0 and refuses % self._rank_info.world_size == self._rank_info.world_rank
@@ -243,37 +241,27 @@ class SimReplica:
         return memoryview(self._state())
 
     def _state(self) -> bytes:
-        state = (self._position.as_dict(), self.steps, self.weights, self.initial, self.half_loaded)
+        state = (self._position.as_dict(), self.steps, self.weights, self.initial, self.undefined)
         return pickle.dumps(state)
 
     def load(self, data: Any, *, other_code: bool = False) -> None:
         position, steps, *_ = pickle.loads(data)
-        loads = -1 if self.half_loaded else self._position.loads
-        self._worker.checker.takes(self._worker, self.steps, loads, steps, position["loads"])
-        self.steps, self.weights, self.half_loaded = [], -1, True
+        self._worker.checker.takes(self._worker, self.steps, self.loads, steps, position["loads"])
+        self.steps, self.weights, self.undefined = [], -1, True
         self._worker.point("load_state_dict")
         self._take(data)
 
     def _take(self, data: Any) -> None:
-        position, self.steps, self.weights, self.initial, self.half_loaded = pickle.loads(data)
+        position, self.steps, self.weights, self.initial, self.undefined = pickle.loads(data)
         self._position.adopt(position)
         self._feed = None
 
     def check(self, state: dict[str, Any]) -> None:
         """All states fit."""
 
-    def way_back(self) -> Callable[[], None]:
-        before = self._state()
-
-        def go_back() -> None:
-            self._worker.point("going back")
-            self._take(before)
-
-        return go_back
-
     def adopt(self, state: dict[str, Any]) -> None:
         self._take(state["content"])
-        self.half_loaded = True
+        self.undefined = True
         self._worker.compute()
         self._worker.point("adopting")
         if self._refuses:
@@ -285,10 +273,8 @@ class SimReplica:
             raise NetworkError("the process group was aborted")
         return all(group.collective(self._worker, here, self._worker.backend.collective_s))
 
-    def complete_load(self, state: dict[str, Any]) -> None:
-        self._worker.point("adopted")
-
     def end_load(self, state: dict[str, Any], loads: int) -> None:
+        self._worker.point("adopted")
         self._position.call, self._position.call_done, self._position.loads = -1, False, loads
         self._snapshot(wait_s=LOADED_S)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,6 +47,8 @@ class Result:
 
 class Script:
     """Runs the user's script, and checks its results."""
+
+    _loads = 0  # the number of the newest load
 
     def __init__(self, plan: Plan, world: World) -> None:
         self.plan, self.world = plan, world
@@ -247,8 +250,10 @@ class Script:
         if len(ran) != len(set(ran)) or not ran:
             raise Violation(f"a function's results are those of {ran}")
 
-    def _call(self, method: Callable[..., Any], arguments: dict[str, Any], again: Any = "repeat") -> Any:
-        return self._run_job(Job(Call(method, arguments), again=again, max_failures=self.plan.retries))[-1].values
+    def _call(self, method: Callable[..., Any], arguments: dict[str, Any], again: Any = "repeat", **job: Any) -> Any:
+        return self._run_job(Job(Call(method, arguments), again=again, max_failures=self.plan.retries, **job))[
+            -1
+        ].values
 
     def _run_job(self, job: Job) -> Any:
         return self.engine.run(job)
@@ -259,26 +264,28 @@ class Script:
         self.checker.saved(self._saved[1])
 
     def _load(self, refuses: int = -1) -> None:
-        """Load what was saved. If a rank `refuses` it, all ranks have the state from before."""
+        """Load what was saved. If a rank `refuses` it, no call but a load is accepted."""
         if self._saved is None:
             return
         data, steps = self._saved
-        loads = self.engine.progress.loads + 1
+        loads = self._loads = max(self._loads, self.engine.progress.loads) + 1
         try:
             with self.engine.state_replaced_by_hand(loads):
                 if refuses < 0:
                     self.checker.loaded(steps, loads)
-                values = self._call(SimReplica.restore, {"data": Large(data), "loads": loads, "refuses": refuses})
+                given = {"data": Large(data), "loads": loads, "refuses": refuses}
+                values = self._call(SimReplica.restore, given, replaces=True)
                 if any(values):
                     raise CheckpointError("a rank refuses")
         except CheckpointError:
             if refuses < 0:
                 raise
-            for name in self.engine._table.members():
-                replica = self.group.workers[name].replica
-                assert replica is not None
-                if replica.loads == loads or replica.half_loaded:
-                    raise Violation(f"{name} has loaded a state that another rank has refused") from None
+            if not self.engine.progress.undefined:
+                raise Violation("a rank has refused a state, and the trainer has one") from None
+            with suppress(CheckpointError):
+                self._validate()
+                raise Violation("a call was accepted in an undefined state") from None
+            self._load()
             return
         if refuses >= 0:
             raise Violation("all ranks have loaded a state that one of them has refused")

@@ -177,12 +177,6 @@ def test_a_resumed_schedule_has_the_length_in_its_checkpoint_and_a_function_that
     assert resumed(state, replica_of(1, 1, kind=from_a_table)) == STEPS + 7
 
 
-def test_a_position_of_an_earlier_version_has_more_fields() -> None:
-    state = trained(replica_of(2, 1, kind=cosine), range(1)).checkpoint()
-    state["position"] |= {"plan": [8, 2, 2, 26, 8, False, 1], "planned": 4, "made_for": [2, 8, True]}
-    assert resumed(state, replica_of(2, 1, kind=cosine)) == EPOCHS * STEPS
-
-
 def test_a_checkpoint_fits_whether_or_not_the_steps_were_planned() -> None:
     planned, counted = ({}, {"steps": 14})
     for saved, here in ((planned, counted), (counted, planned)):

@@ -337,37 +337,6 @@ def test_a_state_of_captured_steps_continues_without_a_gpu() -> None:
         assert torch.equal(weights(trainer), expected)
 
 
-class Refusing(StepLR):
-    refuse = False
-
-    def load_state_dict(self, state_dict: Any) -> None:
-        super().load_state_dict(state_dict)
-        if self.refuse:
-            raise RuntimeError("not this one")
-
-
-def test_models_stay_as_they_are_if_a_scheduler_refuses_its_state(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refusing(optimizer: Any) -> Refusing:
-        return Refusing(optimizer, 1, gamma=0.5)
-
-    arguments: dict[str, Any] = {"config": {"scheduler": refusing}, "scheduler_step_freq": "batch"}
-    with inline(Line, **arguments) as trainer, inline(Line, **arguments) as undisturbed:
-        for each in (trainer, undisturbed):
-            each.train(num_steps=1)
-        path = trainer.save(tmp_path / "line.pt")
-        for each in (trainer, undisturbed):
-            each.train(num_steps=1)
-        before = weights(trainer).clone()
-        monkeypatch.setattr(Refusing, "refuse", True)
-        with pytest.raises(CheckpointError, match="not this one"):
-            trainer.load(path)
-        assert torch.equal(weights(trainer), before)
-        assert trainer.train(num_steps=2)["train_loss"] == undisturbed.train(num_steps=2)["train_loss"]
-        assert torch.equal(weights(trainer), weights(undisturbed))
-
-
 def test_a_worker_that_does_not_see_the_folder_of_its_shards_names_its_machine(tmp_path: Path) -> None:
     says = f"the worker on {socket.gethostname()} does not see .*/parts, .* or a URI"
     with pytest.raises(CheckpointError, match=says):

@@ -1,13 +1,13 @@
 """Check that a checkpoint's content fits an operator before any of it is loaded. Worker.
 
 Only loading shows whether a user's own class accepts its state (the operator, an optimizer that is
-not torch's). If that fails, `training.loading` restores what was there before.
+not torch's).
 """
 
 from __future__ import annotations
 
 import numbers
-from collections.abc import Mapping, Sized
+from collections.abc import Collection, Mapping, Sized
 from typing import Any
 
 import torch
@@ -15,19 +15,24 @@ from torch.nn.parameter import is_lazy
 
 from raysgd.data.sharded_stream import ShardedStream
 from raysgd.errors import CheckpointError
+from raysgd.torch.checkpoint import states
 from raysgd.torch.data.sampling import has_own_batches, is_planned
+from raysgd.torch.data.shards import places_in
+from raysgd.torch.data.stateful import marks_in
+from raysgd.torch.foreign import nested_schedulers
 from raysgd.torch.operator import TrainingOperator
-from raysgd.training.position import check_count
+from raysgd.training.position import check_counters
 
 
 def check_fits(operator: TrainingOperator, state: dict[str, Any]) -> None:
     """Raise CheckpointError with the first thing that does not fit. Nothing is changed. Tensors of
     the state need no content."""
     try:
-        for name in ("global_step", "epoch"):  # which users change
-            check_count(name, state.get(name, 0))
+        check_counters(state)
         _check_parts(operator, state)
         _check_loader(operator, state)
+        for each in state.get("rng") or []:
+            states.check_random(each)
     except CheckpointError:
         raise
     except Exception as error:
@@ -49,9 +54,11 @@ def _check_parts(operator: TrainingOperator, state: dict[str, Any]) -> None:
     for number, (scheduler, of_scheduler) in enumerate(
         zip(parts.schedulers, state.get("schedulers") or [], strict=True)
     ):
-        _check_scheduler(number, scheduler, of_scheduler)
+        _check_scheduler(f"scheduler {number}", scheduler, of_scheduler)
     if parts.averages.on:
         _check_averages(parts.models, state.get("averages"))
+    if scaler := states.saved_scaler(operator, state):
+        _check_values("the gradient scaler", parts.precision.state() or {}, scaler)
 
 
 def _check_model(number: int, mine: dict[str, Any], saved: Any) -> None:
@@ -116,7 +123,7 @@ def _check_optimizer(number: int, optimizer: Any, saved: Mapping[str, Any]) -> N
     if ordinary:
         for mine, theirs in zip(groups, saved_groups, strict=True):
             _check_group(number, mine, theirs)
-        _check_shapes(number, optimizer, saved)
+        _check_states(number, optimizer, saved)
 
 
 def _has_own_state(optimizer: Any) -> bool:
@@ -137,10 +144,9 @@ def _check_group(number: int, mine: dict[str, Any], saved: Mapping[str, Any]) ->
     """Check that a group has all options of this kind of optimizer, which are numbers or tuples of
     them, and the same parameters, if their names are known. (Other versions of torch add or lack
     flags, which take their values from here.)"""
-    for name, value in mine.items():
-        is_flag = isinstance(value, bool) or not isinstance(value, (numbers.Real, tuple, list, str))
-        if name not in saved and not is_flag and name != "param_names":
-            raise CheckpointError(f"optimizer {number} is of another kind: {name} is missing in the checkpoint")
+    options = {name: value for name, value in mine.items() if name not in ("params", "param_names")}
+    flags = {name for name, value in options.items() if isinstance(value, bool) or _form(value) == ""}
+    _check_values(f"optimizer {number}", options, saved, may_lack=flags)
     names, saved_names = mine.get("param_names"), saved.get("param_names")
     if names and saved_names and list(names) != list(saved_names):
         one, other = next(each for each in zip(names, saved_names, strict=True) if each[0] != each[1])
@@ -149,26 +155,71 @@ def _check_group(number: int, mine: dict[str, Any], saved: Mapping[str, Any]) ->
         )
 
 
-def _check_shapes(number: int, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
-    """Compare the shapes of each parameter's state with the parameter, or its state here."""
-    parameters = [each for group in optimizer.param_groups for each in group["params"]]
-    keys = [each for group in saved["param_groups"] for each in group["params"]]
-    total = sum(each.numel() for each in parameters)  # LBFGS has one state for all
+def _check_values(
+    what: str, mine: Mapping[str, Any], saved: Mapping[str, Any], *, may_lack: Collection[str] = ()
+) -> None:
+    """Check that numbers, texts and tuples have not become something else, and that none is
+    missing."""
+    for name, value in mine.items():
+        if name not in saved and name not in may_lack:
+            raise CheckpointError(f"{what} is of another kind: {name} is missing in the checkpoint")
+        here, there = _form(value), _form(saved.get(name))
+        if here and saved.get(name) is not None and here != there:
+            found = there or f"a {type(saved[name]).__name__}"
+            raise CheckpointError(f"{what}: {name} is {here} here, and {found} in the checkpoint")
+
+
+def _form(value: Any) -> str:
+    """Return what a value is, if that is always the same for an option of this name."""
+    if isinstance(value, numbers.Real) or (isinstance(value, torch.Tensor) and value.numel() == 1):
+        return "a number"
+    if isinstance(value, (tuple, list)):
+        return f"a tuple of {len(value)} values"
+    return "a text" if isinstance(value, str) else ""
+
+
+def _check_states(number: int, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+    """Check that each parameter has its state, and compare its shapes with the parameter, or its
+    state here."""
+    parameters = [(each, group) for group in optimizer.param_groups for each in group["params"]]
+    keys = [(each, group) for group in saved["param_groups"] for each in group["params"]]
     of_torch = type(optimizer).__module__.startswith("torch.optim")
-    for key, parameter in zip(keys, parameters, strict=True):
-        present = optimizer.state.get(parameter, {})
-        for name, value in saved["state"].get(key, {}).items():
-            if not isinstance(value, torch.Tensor):
-                continue
-            mine = present.get(name)
-            fits = value.numel() in (1, total) or _is_shaped_like(value, parameter) or not of_torch
-            if isinstance(mine, torch.Tensor) and mine.shape == parameter.shape:
-                fits = value.shape == mine.shape
-            if not fits:
+    unknown = sorted(map(str, saved["state"].keys() - {key for key, _ in keys}))
+    if unknown and of_torch:
+        raise CheckpointError(f"optimizer {number} has no parameters {unknown[:4]}, whose state the checkpoint has")
+    total = sum(each.numel() for each, _ in parameters)  # LBFGS has one state for all
+    for (key, theirs), (parameter, mine) in zip(keys, parameters, strict=True):
+        present, content = optimizer.state.get(parameter, {}), saved["state"].get(key, {})
+        where = f"optimizer {number}: the state of parameter {key}"
+        if of_torch and content and present and _options(mine) == _options(theirs):
+            _check_values(
+                where, {name: each for name, each in present.items() if isinstance(each, torch.Tensor)}, content
+            )
+        for name, value in content.items():
+            if isinstance(value, torch.Tensor):
+                _check_shape(f"{where}: {name}", parameter, present.get(name), value, total if of_torch else -1)
+            elif isinstance(present.get(name), torch.Tensor) and not isinstance(value, numbers.Real):
                 raise CheckpointError(
-                    f"optimizer {number}: {name} of parameter {key} has shape {tuple(value.shape)} in the checkpoint, which does "
-                    f"not fit the parameter's shape {tuple(parameter.shape)}"
+                    f"{where}: {name} is a tensor here and a {type(value).__name__} in the checkpoint"
                 )
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a group that decide what its state contains."""
+    return {name: value for name, value in group.items() if name in ("momentum", "amsgrad", "centered")}
+
+
+def _check_shape(where: str, parameter: torch.Tensor, mine: Any, saved: torch.Tensor, total: int) -> None:
+    """Check the shape of a tensor in a parameter's state. The state of torch's optimizers has one
+    value, the parameter's shape, or `total` values; of others (-1) it is unknown."""
+    fits = saved.numel() in (1, total) or _is_shaped_like(saved, parameter) or total < 0
+    if isinstance(mine, torch.Tensor) and mine.shape == parameter.shape:
+        fits = saved.shape == mine.shape
+    if not fits:
+        raise CheckpointError(
+            f"{where} has shape {tuple(saved.shape)} in the checkpoint, which does not fit the parameter's shape "
+            f"{tuple(parameter.shape)}"
+        )
 
 
 def _is_shaped_like(value: torch.Tensor, parameter: torch.Tensor) -> bool:
@@ -178,12 +229,29 @@ def _is_shaped_like(value: torch.Tensor, parameter: torch.Tensor) -> bool:
     )
 
 
-def _check_scheduler(number: int, scheduler: Any, saved: Any) -> None:
+# Lists with a value for each parameter group or inner scheduler (others, as milestones, may have any length), and what each
+# scheduler that has it needs.
+EVEN_LISTS = {"base_lrs", "_last_lr", "min_lrs", "lr_lambdas", "_schedulers"}
+NEEDED = {"last_epoch", "base_lrs", "lr_lambdas", "_schedulers"}
+
+
+def _check_scheduler(what: str, scheduler: Any, saved: Any) -> None:
     here = scheduler.state_dict()
-    if isinstance(here, Mapping) and isinstance(saved, Mapping):
-        # Private attributes differ between versions of torch.
-        names, saved_names = ({name for name in each if name[:1] != "_"} - {"verbose"} for each in (here, saved))
-        _check_kind(f"scheduler {number}", names, saved_names)
+    if not isinstance(here, Mapping):
+        return
+    if not isinstance(saved, Mapping):
+        raise CheckpointError(
+            f"the state of {what} is a dictionary here, and a {type(saved).__name__} in the checkpoint"
+        )
+    # Private attributes differ between versions of torch.
+    names, saved_names = ({name for name in each if name[:1] != "_"} - {"verbose"} for each in (here, saved))
+    _check_kind(what, names, saved_names)
+    if not type(scheduler).__module__.startswith("torch.optim"):
+        return
+    known = {name: value for name, value in here.items() if name in EVEN_LISTS or not isinstance(value, (list, tuple))}
+    _check_values(what, known, saved, may_lack=known.keys() - NEEDED)
+    for inner, of_inner in zip(nested_schedulers(scheduler), saved.get("_schedulers", ()), strict=True):
+        _check_scheduler(f"a scheduler in {what}", inner, of_inner)
 
 
 # -- the train_loader's order of samples --------------------------------------------------------------
@@ -195,15 +263,18 @@ def _check_loader(operator: TrainingOperator, state: dict[str, Any]) -> None:
     if saved is None:
         return
     loader, order = operator._parts.train_loader, saved.get("order")
+    for each in saved.get("generators", ()):
+        torch.Generator().set_state(each)
+    marks_in(saved)
     position = state.get("position") or {}
     parked = position.get("parked")
     at, ended = (position.get("offset", 0), position.get("ended", True)) if parked is None else parked[:2]
-    _check_places(loader, saved.get("places", []), at=None if ended else at)
+    _check_places(loader, places_in(saved), at=None if ended else at)
     if loader is not None and is_planned(loader) and not ended and order is not None and len(order):
         _check_order(loader, order)
 
 
-def _check_places(loader: Any, places: Any, *, at: int | None) -> None:
+def _check_places(loader: Any, places: list[Any], *, at: int | None) -> None:
     """Check that a ShardedStream can continue at the offset `at`; None: in the next epoch."""
     if not isinstance(loader, ShardedStream) or at is None:
         return

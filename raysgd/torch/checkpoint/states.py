@@ -10,7 +10,7 @@ import os
 import pickle
 import random
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,10 +18,9 @@ import numpy
 import torch
 
 from raysgd.core.tree import mapped
-from raysgd.errors import CheckpointError, described
+from raysgd.errors import CheckpointError
 from raysgd.storage.seen import SeenFile, opened
 from raysgd.torch import foreign
-from raysgd.torch.checkpoint import packing
 from raysgd.torch.fsdp import placed, placed_optimizer
 from raysgd.torch.operator import TrainingOperator
 from raysgd.training.seeding import seed_python_and_numpy
@@ -208,98 +207,39 @@ def completed(saved: Any, optimizer: Any) -> Any:
     """Return an optimizer's saved state with the options that the torch which saved it did not have
     yet, as they are here, and with `capturable` as it is here: a step that was captured as a CUDA
     graph can be continued on CPUs."""
-    if not isinstance(optimizer, torch.optim.Optimizer):
+    if not isinstance(optimizer, torch.optim.Optimizer) or "param_groups" not in saved:
         return saved
     pairs = zip(optimizer.param_groups, saved["param_groups"], strict=True)
     groups = [{**here, **there} | {name: here[name] for name in here if name == "capturable"} for here, there in pairs]
     return {**saved, "param_groups": groups}
 
 
-def loads_models_by_copying(operator: TrainingOperator) -> bool:
-    """Return whether loading the checked state of the models copies tensors and does nothing else.
-    Then it cannot fail, and the rest of the state can be loaded before."""
+def copies_models(operator: TrainingOperator) -> bool:
+    """Return whether loading the state of the models copies tensors and does nothing else."""
     parts = operator._parts
-    own = type(operator).load_state_dict is not TrainingOperator.load_state_dict  # it may need the models' new state
-    usual = all(map(foreign.loads_by_copying, parts.models)) and all(
-        map(foreign.loads_without_parameters, parts.optimizers)
-    )
-    return usual and not own and parts.shards is None
+    return parts.shards is None and all(map(foreign.loads_by_copying, parts.models))
 
 
 def restore(operator: TrainingOperator, state: dict[str, Any]) -> None:
-    restore_models(operator, state)
-    restore_rest(operator, state)
-
-
-def restore_models(operator: TrainingOperator, state: dict[str, Any]) -> None:
-    parts = operator._parts
+    """Load a checked state; the operator's own part last, as only it can check that."""
+    parts, precision = operator._parts, operator._parts.precision
     for model, saved in zip(parts.models, state["models"], strict=True):
         model.load_state_dict(saved if parts.shards is None else placed(saved, model.state_dict()))
-
-
-def restore_rest(operator: TrainingOperator, state: dict[str, Any]) -> None:
-    parts, precision = operator._parts, operator._parts.precision
     for optimizer, saved in zip(parts.optimizers, state["optimizers"], strict=True):
         optimizer.load_state_dict(placed_optimizer(completed(saved, optimizer), optimizer))
     for scheduler, saved in zip(parts.schedulers, state.get("schedulers") or [], strict=True):
         scheduler.load_state_dict(saved)
-    scaler = state.get(precision.key) or state.get("amp")  # RaySGD v1's name
-    if precision.key and scaler:
+    if precision.key and (scaler := saved_scaler(operator, state)):
         precision.load(scaler)
-    parts.averages.load(state.get("averages"))
+    if parts.averages.on:
+        parts.averages.load(state.get("averages"))
     operator.global_step = state.get("global_step", operator.global_step)
     operator.load_state_dict(state.get("operator"))
 
 
-def way_back(operator: TrainingOperator) -> Callable[[], None]:
-    """Return what loads the present state, whatever is loaded meanwhile. Nothing is copied that a
-    load replaces, or that can be loaded last, because it cannot fail: torch's optimizers replace
-    their tensors, and models usually only copy them."""
-    parts, precision = operator._parts, operator._parts.precision
-    models = [] if loads_models_by_copying(operator) else [(each, _kept_model(each)) for each in parts.models]
-    ordinary = [each for each in parts.optimizers if _replaces_tensors(each)]
-    users = [(each, copied(each.state_dict())) for each in (*parts.schedulers, operator)]
-    scaler = copied(precision.state())
-    contents = [vars(each) for each in (operator, parts.averages, *parts.schedulers, *ordinary)]
-    contents += [group for optimizer in ordinary for group in optimizer.param_groups]
-    before = [dict(content) for content in contents]
-    states = models + [(o, copied(o.state_dict())) for o in parts.optimizers if not _replaces_tensors(o)]
-
-    def go_back() -> None:
-        for content, own in zip(contents, before, strict=True):
-            content.clear()
-            content.update(own)
-        for each, state in states:
-            each.load_state_dict(state)
-        if scaler:
-            precision.load(scaler)
-        for each, state in users:  # which may refuse it, so not if their attributes are all that has changed
-            if state is not None and not _are_equal(copied(each.state_dict()), state):
-                each.load_state_dict(state)
-
-    return go_back
-
-
-def _replaces_tensors(optimizer: Any) -> bool:
-    return getattr(type(optimizer), "load_state_dict", None) is torch.optim.Optimizer.load_state_dict
-
-
-def _kept_model(model: torch.nn.Module) -> dict[str, Any]:
-    """Return a copy of its state in main memory; of shards, on their device."""
-    state = model.state_dict()
-    own = {
-        name: value.detach().clone() if hasattr(value, "full_tensor") else copied(value)
-        for name, value in state.items()
-    }
-    return foreign.with_module_versions(own, state)
-
-
-def _are_equal(one: Any, other: Any) -> bool:
-    try:
-        return packing.packed(one) == packing.packed(other)
-    except Exception as error:
-        logger.debug("two states cannot be compared, so that one is loaded: %s", described(error))
-        return False
+def saved_scaler(operator: TrainingOperator, state: dict[str, Any]) -> Any:
+    """Return the saved state of the gradient scaler, which RaySGD v1 called "amp", if any."""
+    return state.get(operator._parts.precision.key) or state.get("amp")
 
 
 def random_state() -> dict[str, Any]:
@@ -324,11 +264,20 @@ def seed_generators(seed: int) -> None:
 
 def restore_random(state: dict[str, Any]) -> None:
     """Set this process's random states. A process without NumPy saved no state for it."""
-    version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal), gauss))
-    torch.set_rng_state(state["torch"])
-    if "numpy" in state:
-        kind, keys, position, has_gauss, cached = state["numpy"]
-        numpy.random.set_state((kind, keys.numpy().astype("uint32"), position, has_gauss, cached))
+    _set_random(state, random.setstate, torch.set_rng_state, numpy.random.set_state)
     if torch.cuda.is_available() and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"])
+
+
+def check_random(state: dict[str, Any]) -> None:
+    """Raise the error that `restore_random` would raise."""
+    _set_random(state, random.Random().setstate, torch.Generator().set_state, numpy.random.RandomState().set_state)
+
+
+def _set_random(state: dict[str, Any], of_python: Any, of_torch: Any, of_numpy: Any) -> None:
+    version, internal, gauss = state["python"]
+    of_python((version, tuple(internal), gauss))
+    of_torch(state["torch"])
+    if "numpy" in state:
+        kind, keys, position, has_gauss, cached = state["numpy"]
+        of_numpy((kind, keys.numpy().astype("uint32"), position, has_gauss, cached))

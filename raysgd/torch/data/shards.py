@@ -20,6 +20,11 @@ Place = tuple[int, list[int], list[int]]
 CLOSE_S = 1.0
 
 
+def places_in(state: Mapping[str, Any]) -> list[Place]:
+    """Return the places in the state of a source."""
+    return [(at, list(counts), list(ended)) for at, counts, ended in state.get("places", ())]
+
+
 class ShardSource(BatchSource):
     """Owns the places of an epoch: an offset, how many samples were used of each shard, and which
     shards have ended. It keeps those of the last `keep` steps, because the caller knows which is
@@ -57,7 +62,7 @@ class ShardSource(BatchSource):
 
     def load(self, state: dict[str, Any]) -> None:
         super().load(state)
-        self._reset([(at, list(counts), list(ended)) for at, counts, ended in state.get("places", ())])
+        self._reset(places_in(state))
 
     def batches(self, rank_info: RankInfo, offset: int) -> Iterator[Drawn]:
         """Return this rank's part of the rest: the last iterator if it stopped at `offset`."""

@@ -76,8 +76,7 @@ class BatchSource:
 
     def load(self, state: dict[str, Any]) -> None:
         """Take the state of a source in another process."""
-        if "epoch" in state:  # not in older checkpoints
-            BatchSource.begin(self, state["epoch"], RankInfo(), shared=False)
+        BatchSource.begin(self, state["epoch"], RankInfo(), shared=False)
 
     def close(self) -> None:
         """End what reads in the background."""

@@ -7,7 +7,7 @@ import io
 import logging
 import pickle
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain, islice
 from typing import Any
 
@@ -27,6 +27,11 @@ MARK_EVERY = 32
 
 def has_state(loader: Any) -> bool:
     return all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
+def marks_in(state: Mapping[str, Any]) -> list[tuple[int, list[Any]]]:
+    """Return the marks in the state of a source."""
+    return [(int(at), list(states)) for at, states in state.get("marks", ())]
 
 
 class StatefulSource(LiveSource):
@@ -61,7 +66,7 @@ class StatefulSource(LiveSource):
 
     def load(self, state: dict[str, Any]) -> None:
         super().load(state)
-        self._loaded = [(int(at), list(states)) for at, states in state.get("marks", ())]
+        self._loaded = marks_in(state)
 
     def batches(self, rank_info: RankInfo, offset: int) -> Iterator[Any]:
         if rank_info.generation != self._generation:
