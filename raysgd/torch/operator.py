@@ -116,6 +116,7 @@ class TrainingOperator(Stepping):
         why = RESIZES if why is None and self._overrides("resized") else why
         self._keep_batch = KeepBatch(self, buffers, why)
         self.setup(self._config)
+        self._refuse_taken_names()
         self._policies = Policies(self._make_policies(settings, buffers))
         self._feed = NoFeed(self._policies)
 
@@ -146,6 +147,17 @@ class TrainingOperator(Stepping):
             (self._profiler is not None, self._profiler),
         ]
         return [policy for needed, policy in wanted if needed]
+
+    def _refuse_taken_names(self) -> None:
+        """Raise ConfigError if `setup` has replaced a method by a value. (Older code has an
+        attribute `metrics`, which replaces nothing.)"""
+        for name, value in vars(self).items():
+            taken = name != "metrics" and callable(getattr(TrainingOperator, name, None))
+            if taken and not callable(value):
+                raise ConfigError(
+                    f"setup sets self.{name} to {shown(value, 40)}, and {name} is a method of TrainingOperator, which training calls: "
+                    "give the attribute another name"
+                )
 
     @property
     def _in_pieces(self) -> bool:
@@ -286,7 +298,7 @@ class TrainingOperator(Stepping):
         is not passed is not returned.
 
         models      a module, or a list or dict of modules
-        optimizers  an optimizer of torch, or several in a list or dict
+        optimizers  an optimizer of torch, or several in a list or tuple; [] if it only validates
         criterion   the loss; it is moved to the device
         schedulers  learning-rate schedulers of the optimizers: one, or a list or dict
         ddp_args    arguments of DistributedDataParallel
@@ -296,6 +308,8 @@ class TrainingOperator(Stepping):
         bare = parts.as_list(models)
         if not bare or not all(isinstance(model, nn.Module) for model in bare):
             raise ConfigError(f"models must be a torch.nn.Module or a list or tuple of them, got {models!r}")
+        if optimizers is None:
+            raise ConfigError("optimizers must not be None: pass [] if this operator only validates or predicts")
         self._check_arguments(criterion, ddp_args, apex_args)
         check_parts(bare, parts.as_list(optimizers), criterion, parts.as_list(schedulers))
         if schedulers is not None and self.scheduler_step_freq is None:

@@ -200,6 +200,11 @@ def broadcast(tensors: Mapping[str, torch.Tensor], control: Control) -> None:
 
 def check_parts(models: list[Any], optimizers: list[Any], criterion: Any, schedulers: list[Any]) -> None:
     """Raise ConfigError for parts of the wrong kind, or that do not belong together."""
+    if any(isinstance(each, DistributedDataParallel) for model in models for each in model.modules()):
+        raise ConfigError(
+            "a registered model is, or holds, a DistributedDataParallel already, and raysgd wraps models itself, again whenever the "
+            "workers change. Its gradients would not be averaged after that. Register the module inside: models=model.module"
+        )
     _check_order(optimizers, schedulers)
     held = {id(parameter) for model in models for parameter in model.parameters()}
     for optimizer in optimizers:

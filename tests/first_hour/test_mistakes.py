@@ -107,6 +107,33 @@ def scheduled(kind: type[Line], step: str | None) -> Callable[[], Any]:
     return call
 
 
+def setting(name: str, value: Any) -> type[Line]:
+    """Return an operator whose setup sets an attribute."""
+
+    def setup(self: Any, config: dict[str, Any]) -> None:
+        Line.setup(self, config)
+        setattr(self, name, value)
+
+    return own(setup=setup)
+
+
+def step_with_a_closure(self: Any, batch: Any, batch_info: Any) -> Any:
+    return {"stepped": self.step(lambda: torch.tensor(0.0))}
+
+
+class Sparse(Line):
+    """Has embeddings with sparse gradients."""
+
+    def make_model(self) -> nn.Module:
+        return nn.Sequential(nn.EmbeddingBag(9, 2, sparse=True), nn.Linear(2, 1))
+
+    def make_optimizer(self, model: nn.Module, lr: Any) -> Any:
+        return torch.optim.SGD(model.parameters(), lr=lr)
+
+    def loaders(self, config: dict[str, Any]) -> dict[str, Any]:
+        return {"train_loader": [(torch.ones(4, 3, dtype=torch.long), torch.ones(4, 1))]}
+
+
 def without_super(self: Any, *args: Any, **kwargs: Any) -> None:
     """Forgets the base class."""
 
@@ -151,6 +178,10 @@ OPERATORS: dict[str, Case] = {
         ["TorchTrainer takes no positional arguments", "TorchTrainer(training_operator_cls=...)"],
     ),
     "no class": (lambda: TorchTrainer(), ["training_operator_cls must be a subclass", "got None"]),
+    "a training function as the operator": (
+        made(operator=lambda config: None),
+        ["subclass of raysgd's TrainingOperator", "For a training function, use raysgd.train.TorchTrainer"],
+    ),
     "a model as the operator": (made(operator=nn.Linear), ["subclass of raysgd's TrainingOperator", "Linear"]),
     "setup without config": (
         made(operator=own(setup=lambda self: None)),
@@ -214,6 +245,11 @@ PARTS: dict[str, Case] = {
         called("train", own(setup=without_attributes)),
         ["train_batch needs self.model", "set it in setup", "override train_batch"],
     ),
+    "no optimizers": (made(operator=registering(optimizers=None)), ["optimizers must not be None", "pass []"]),
+    "a method's name": (
+        made(operator=setting("step", 0)),
+        ["setup sets self.step to 0", "step is a method of TrainingOperator", "another name"],
+    ),
     "a misspelled part": (
         made(operator=registering(model=1)),
         ["register takes no argument 'model'", "did you mean 'models'"],
@@ -266,6 +302,14 @@ CALLS: dict[str, Case] = {
         ["train takes no argument", "did you mean 'num_steps'"],
     ),
     "fit without a number": (called("fit"), ["fit", "'epochs'"]),
+    "a closure as the optimizer": (
+        called("train", own(train_batch=step_with_a_closure)),
+        ["self.step() takes an optimizer, got <function", "passes no closure on", "Call the step(closure)"],
+    ),
+    "sparse gradients that are clipped": (
+        called("train", Sparse, options=TrainingOptions(clip_norm=1.0)),
+        ["clip_norm=1.0 cannot clip", "sparse=False"],
+    ),
     "a misspelled argument of predict": (called("predict", data=[1], batchsize=2), ["mean 'batch_size'"]),
     "profile as text": (called("validate", profile="yes"), ["profile must be True or False", "got 'yes'"]),
     "a schedule that is not there": (
@@ -294,7 +338,15 @@ def test_a_mistake_is_explained(name: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize(
-    ("method", "meant"), [("train_bacth", "train_batch"), ("set_up", "setup"), ("validateBatch", "validate_batch")]
+    ("method", "meant"),
+    [
+        ("train_bacth", "train_batch"),
+        ("set_up", "setup"),
+        ("validateBatch", "validate_batch"),
+        ("training_step", "train_batch"),
+        ("train_step", "train_batch"),
+        ("validation_batch", "validate_batch"),
+    ],
 )
 def test_a_misspelled_method_is_noticed(method: str, meant: str) -> None:
     with pytest.warns(UserWarning, match=f"never calls Own.{method} by itself: did you mean '{meant}'"):
@@ -303,7 +355,41 @@ def test_a_misspelled_method_is_noticed(method: str, meant: str) -> None:
 
 def test_helpers_of_the_users_own_are_no_mistakes(recwarn: pytest.WarningsRecorder) -> None:
     inline(own(train_batches=lambda self: 1, validation=lambda self: 2, step_batch=lambda self: 3)).shutdown()
+    inline(own(train_batch=lambda self, batch, batch_info: {}, train_step=lambda self: 1)).shutdown()
     assert not [warning for warning in recwarn if "never calls" in str(warning.message)]
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (
+            {"per_class": torch.ones(2)},
+            "averages single numbers only, and these metrics have several: per_class. The result",
+        ),
+        (
+            {"num_samples": 0, "loss": 1.0},
+            "num_samples was 0 in all batches of rank 0. So none of them counts in the means",
+        ),
+    ],
+)
+def test_metrics_that_cannot_be_averaged_are_named_once(
+    returned: dict[str, Any], message: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    evaluated = own(train_batch=lambda self, *_: returned, validate_batch=lambda self, *_: returned)
+    for call in ("train", "validate"):
+        caplog.clear()
+        with inline(evaluated) as trainer:
+            getattr(trainer, call)()
+            getattr(trainer, call)()
+        assert len([each for each in caplog.messages if message in each]) == 1, caplog.messages
+
+
+def test_a_collective_call_on_one_worker_says_what_to_write() -> None:
+    gather = own(train_batch=lambda self, batch, batch_info: torch.distributed.all_reduce(torch.ones(1)))
+    with inline(gather) as trainer, pytest.raises(ValueError, match="Default process group") as caught:
+        trainer.train()
+    notes = getattr(caught.value, "__notes__", [])
+    assert "Guard yours with `if self.world_size > 1`" in "".join(notes) or not hasattr(caught.value, "add_note")
 
 
 def test_forgotten_num_samples_are_counted_from_the_batch() -> None:

@@ -101,12 +101,22 @@ def test_the_module_inside_a_model() -> None:
         operator.unwrapped(nn.Linear(1, 1))
 
 
+def wrapped() -> nn.Module:
+    """Return a model in DistributedDataParallel, whose constructor needs a process group."""
+    made = nn.parallel.DistributedDataParallel.__new__(nn.parallel.DistributedDataParallel)
+    nn.Module.__init__(made)
+    made.module = model()
+    return made
+
+
 @pytest.mark.parametrize(
     ("parts", "says"),
     [
         ({"models": None}, "models must be a torch.nn.Module"),
         ({"models": {"net": nn.Linear(1, 1)}}, "list or tuple"),
         ({"models": [nn.Linear(1, 1), 3]}, "list or tuple"),
+        ({"models": wrapped()}, "Register the module inside: models=model.module"),
+        ({"models": nn.Sequential(wrapped())}, "is, or holds, a DistributedDataParallel already"),
         ({"ddp_args": [1]}, "ddp_args must be a dict"),
         ({"apex_args": "O1"}, "apex_args must be a dict"),
     ],
