@@ -28,7 +28,7 @@ from raysgd.torch.data.sample_seeds import seeded_for
 from raysgd.torch.data.sampling import batches_per_epoch
 from raysgd.torch.fsdp import Shards, shard_layers
 from raysgd.torch.monitor import Communication, GradientNorm, Monitor
-from raysgd.torch.parts import Parts, check_parts, check_steps_alone, move
+from raysgd.torch.parts import Parts, check_parts, check_steps_alone, move, refuse_wrapped
 from raysgd.torch.precision import make_precision
 from raysgd.torch.profiling import Profiler
 from raysgd.torch.schedules import ENDED, LoopSchedule, length_of, steps_of
@@ -311,6 +311,8 @@ class TrainingOperator(Stepping):
         if optimizers is None:
             raise ConfigError("optimizers must not be None: pass [] if this operator only validates or predicts")
         self._check_arguments(criterion, ddp_args, apex_args)
+        if parts.options.parallel is not None:
+            refuse_wrapped(bare)
         check_parts(bare, parts.as_list(optimizers), criterion, parts.as_list(schedulers))
         if schedulers is not None and self.scheduler_step_freq is None:
             raise ConfigError(
@@ -428,8 +430,8 @@ class TrainingOperator(Stepping):
     def _begin_epoch(self) -> Schedule | None:
         for model in self._parts.wrapped:
             model.train()
-        scheduler, steps = self._own_scheduler(), self.scheduler_step_freq in STEPPED_BY_TRAINER
-        return LoopSchedule(self, scheduler) if steps and scheduler is not None else None
+        schedulers, steps = self._own_schedulers(), self.scheduler_step_freq in STEPPED_BY_TRAINER
+        return LoopSchedule(self, schedulers) if steps and schedulers else None
 
     def _epoch_info(self, num_steps: int | None) -> Mapping[str, Any]:
         return {NUM_STEPS: num_steps, USE_FP16: self.use_fp16}
@@ -502,22 +504,14 @@ class TrainingOperator(Stepping):
             for model in models
         ]
 
-    def _own_scheduler(self) -> Any:
-        """Return the scheduler that the default loop steps: `self.scheduler`, or the only one
-        registered, also if `self.scheduler` is the list in which it was registered."""
+    def _own_schedulers(self) -> list[Any]:
+        """Return the schedulers that the default loop steps: `self.scheduler`, or all registered
+        ones, also if `self.scheduler` is the list in which they were registered."""
         own = getattr(self, "scheduler", None)
-        schedulers = self._parts.schedulers
-        if not callable(getattr(own, "step", None)):
-            own = schedulers[0] if len(schedulers) == 1 else None
-        if own is None and schedulers and self.scheduler_step_freq in STEPPED_BY_TRAINER:
-            raise ConfigError(
-                f"{len(schedulers)} schedulers are registered, and scheduler_step_freq={self.scheduler_step_freq!r} would step "
-                "none of them: set self.scheduler in setup to the one that the default loop steps, or pass "
-                "scheduler_step_freq='manual' and step them in your own methods"
-            )
-        if self.scheduler_step_freq in STEPPED_BY_TRAINER:
-            check_steps_alone(own, self.scheduler_step_freq)
-        return own
+        schedulers = [own] if callable(getattr(own, "step", None)) else self._parts.schedulers
+        for each in schedulers if self.scheduler_step_freq in STEPPED_BY_TRAINER else ():
+            check_steps_alone(each, str(self.scheduler_step_freq))
+        return schedulers
 
     @property
     def _needs_criterion(self) -> list[str]:

@@ -81,10 +81,6 @@ def other_schedule(model: Any, optimizer: Any) -> Any:
     return torch.optim.lr_scheduler.StepLR(other_parameters(model, optimizer), 1)
 
 
-def two_schedules(model: Any, optimizer: Any) -> Any:
-    return [torch.optim.lr_scheduler.StepLR(optimizer, 1), torch.optim.lr_scheduler.StepLR(optimizer, 2)]
-
-
 def one_schedule(model: Any, optimizer: Any) -> Any:
     return torch.optim.lr_scheduler.StepLR(optimizer, 1)
 
@@ -224,10 +220,6 @@ PARTS: dict[str, Case] = {
     "a schedule's class": (
         scheduled(registering(schedulers=torch.optim.lr_scheduler.StepLR), "epoch"),
         ["schedulers must be", "pass an object"],
-    ),
-    "two schedules for the default loop": (
-        scheduled(registering(schedulers=two_schedules), "epoch"),
-        ["2 schedulers are registered", "would step none of them", "self.scheduler", "'manual'"],
     ),
     "a plateau that the default loop would step": (
         made(operator=registering(schedulers=plateau), scheduler_step_freq="epoch"),

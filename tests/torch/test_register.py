@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
-from raysgd import ConfigError, TrainingOperator
+from raysgd import ConfigError, TrainingOperator, TrainingOptions
 from tests.replicas import operator_alone
 from tests.torch.small import Line
 
@@ -126,6 +126,12 @@ def test_register_refuses(parts: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError) as caught:
         registered(**{"models": one, "optimizers": sgd(one), **parts})
     assert says in str(caught.value)
+
+
+def test_a_model_that_the_user_wraps_is_registered_as_it_is() -> None:
+    body = {"body": lambda operator: operator.register(models=given, optimizers=sgd(given))}
+    given, options = wrapped(), TrainingOptions(parallel=None)
+    assert operator_alone(Bare, body, options=options).answer[0] is given
 
 
 def test_register_data_refuses_objects_that_cannot_be_iterated() -> None:
