@@ -17,6 +17,9 @@ from raysgd.errors import ConfigError, close_to, shown
 from raysgd.training.seeding import LARGEST_SEED
 from raysgd.version import page
 
+# Arguments of the trainers of training functions, whose classes have the same names.
+OF_FUNCTIONS = ("train_loop_per_worker", "train_loop_config", "scaling_config", "run_config", "datasets")
+
 
 def refuse_unknown(
     trainer: type, unknown: Mapping[str, Any], groups: Mapping[str, type], removed: Mapping[str, str] | None = None
@@ -37,6 +40,11 @@ def refuse_unknown(
                 continue
             raise DeprecationWarning(
                 f"{trainer.__name__} takes no {name} any more: {removed[name]}. See {page('migrating')}"
+            )
+        if name in OF_FUNCTIONS:
+            raise TypeError(
+                f"{trainer.__name__} takes no argument {name!r}: it trains an operator class, training_operator_cls=.... The trainers "
+                "of raysgd.train run a training function, and take it"
             )
         if name in owners:
             group, kind = owners[name]

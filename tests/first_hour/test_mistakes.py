@@ -145,6 +145,14 @@ OPTIONS: dict[str, Case] = {
         lambda: Trainer("torch", name="digits"),  # type: ignore[call-arg]
         ["Trainer takes no argument 'name'", "end with the script", "resume from the newest one"],
     ),
+    "an operator as the training function": (
+        lambda: raysgd.train.TorchTrainer(Line),
+        ["the training function must be a function", "An operator class is for raysgd.TorchTrainer"],
+    ),
+    "an argument of the other TorchTrainer": (
+        lambda: TorchTrainer(train_loop_per_worker=print),  # type: ignore[call-arg]
+        ["takes no argument 'train_loop_per_worker'", "trains an operator class", "The trainers of raysgd.train"],
+    ),
     "a misspelled option": (lambda: TrainingOptions(clip_nrom=1), ["TrainingOptions", "did you mean 'clip_norm'"]),  # type: ignore[call-arg]
     "a clip that is a flag": (lambda: TrainingOptions(clip_value=True), ["above 0, or None", "got True"]),
     "a misspelled elastic field": (lambda: ElasticConfig(min_worker=1), ["did you mean 'min_workers'"]),  # type: ignore[call-arg]
