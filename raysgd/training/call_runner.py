@@ -140,8 +140,8 @@ class CallRunner:
                 self.batch_mode = (part.values and part.values[0].batch_mode) or self.batch_mode
             self.stop = any(value.stop for part in parts for value in part.values)
             result = metrics.merge_call([part.values for part in parts])
-            if kind == "train":
-                result.setdefault(BATCH_COUNT, engine.progress.step - before)  # a user's own loop may not have it
+            if kind == "train" and not result.get(BATCH_COUNT):  # a user's own loop does not count them
+                result[BATCH_COUNT] = engine.progress.step - before
             rows = [_plain(value) for value in _by_worker(parts)]
             self._kind = None
             result |= self._callbacks.result(self._result(engine, kind, result, rows, parts, time.monotonic() - began))

@@ -878,3 +878,8 @@ def test_a_trainer_says_what_was_decided() -> None:
             assert trainer.batch_mode == (None if batch == "auto" else batch)
             trainer.train()
             assert trainer.batch_mode == ("global" if batch == "auto" else batch)
+
+
+def test_the_batches_of_an_own_loop_are_counted_although_a_worker_fails() -> None:
+    """18 rows in 2 steps of three workers, and 22 in 4 of two, which have 7 steps for the next 40."""
+    assert [each["batch_count"] for each in Outcome(Looping, KILL).results] == [6, 7]
