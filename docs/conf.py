@@ -71,7 +71,7 @@ SHOWN = {
     "raysgd.train.HorovodConfig": "",
     "raysgd.train.CheckpointConfig": "",
     "raysgd.train.CheckpointStrategy": "",
-    "raysgd.train.TrainingCallback": "start_training handle_result finish_training",
+    "raysgd.train.TrainingCallback": "start_training process_results handle_result finish_training",
     "raysgd.train.callbacks.LoggerCallback": "log_trial_start log_trial_result log_trial_end",
     "raysgd.TrainingOptions": "",
     "raysgd.CreatorOperator": "",

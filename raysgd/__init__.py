@@ -7,10 +7,10 @@ one imports it.
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from raysgd.config import ElasticConfig
-from raysgd.core.lazy import OldModules, load
+from raysgd.core.lazy import REFUSED, OldModules, lazy_names
 from raysgd.core.policy import Recovery
 from raysgd.errors import (
     CheckpointError,
@@ -72,17 +72,10 @@ _HOMES = {
     "TFTrainer": "raysgd.tf.trainer",
     "shutdown_all": "raysgd.engine.engine",
     "AutoCheckpoint": "raysgd.training.auto_checkpoint",
+    "PyTorchTrainer": REFUSED,
 }
 
 if not any(isinstance(finder, OldModules) for finder in sys.meta_path):
     sys.meta_path.append(OldModules("raysgd.compat.import_paths"))
 
-
-def __getattr__(name: str) -> Any:
-    if name == "PyTorchTrainer":
-        raise DeprecationWarning("PyTorchTrainer is called TorchTrainer: from raysgd import TorchTrainer")
-    return load("raysgd", name, _HOMES)
-
-
-def __dir__() -> list[str]:
-    return sorted({*__all__, *_HOMES})
+__getattr__, __dir__ = lazy_names("raysgd", _HOMES, __all__)

@@ -91,9 +91,12 @@ def modules_beside_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         "from .with_a_lock import locked\ndef sent(): return locked()\n"
     )
     (tmp_path / "in_a_package" / "with_a_lock.py").write_text((tmp_path / "with_a_lock.py").read_text())
+    (tmp_path / "with_torchscript.py").write_text(
+        "import torch\n@torch.jit.script\ndef doubled(x: int) -> int:\n    return 2 * x\ndef used(): return doubled(2)\n"
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
     yield
-    for name in ("with_a_lock", "without_one", "in_a_package", "in_a_package.with_a_lock"):
+    for name in ("with_torchscript", "with_a_lock", "without_one", "in_a_package", "in_a_package.with_a_lock"):
         sys.modules.pop(name, None)
 
 
@@ -105,6 +108,12 @@ def test_a_module_whose_content_cannot_be_pickled_is_imported_by_workers(modules
         assert (b"its content" in bytes(packed.data)) == (value is without_one.sent), "others have their content"
     sent = pickle.loads(bytes(pack(without_one.sent).data))  # type: ignore[union-attr]
     assert sent is not without_one.sent and sent()[1] == with_a_lock.locked()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_module_with_a_script_function_of_torch_is_imported_by_workers(modules_beside_the_script: None) -> None:
+    used = import_module("with_torchscript").used
+    assert pickle.loads(bytes(pack(used).data)) is used and used() == 4  # type: ignore[union-attr]
 
 
 def test_a_module_of_a_package_is_imported_although_the_package_is_sent(modules_beside_the_script: None) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
@@ -11,6 +13,31 @@ from raysgd.callbacks.writers import row_of
 from raysgd.config import at_least, one_of
 from raysgd.core.metrics import plain
 from raysgd.errors import ConfigError
+
+logger = logging.getLogger("raysgd")
+
+# Words in the names of metrics of which more is better.
+HIGHER_IS_BETTER = {
+    "acc",
+    "accuracy",
+    "auc",
+    "auroc",
+    "bleu",
+    "f1",
+    "hits",
+    "iou",
+    "map",
+    "precision",
+    "recall",
+    "score",
+}
+
+
+def warn_of_mode(what: str, metric: str, mode: str) -> None:
+    """Warn if the lowest value of a metric is the best one, although its name says that more is
+    better. `what` says what happens to the lowest value."""
+    if mode == "min" and HIGHER_IS_BETTER & set(re.split(r"[^a-z0-9]+|_", metric.lower())):
+        logger.warning("%s the lowest value: pass mode='max' for the highest", what)
 
 
 class EarlyStopping(Callback):
@@ -35,6 +62,7 @@ class EarlyStopping(Callback):
         at_least("patience", patience, 1, whole=True)
         one_of("mode", mode, "min", "max")
         at_least("min_delta", min_delta, 0)
+        warn_of_mode(f"EarlyStopping({metric!r}) waits for", metric, mode)
         self._metric, self._patience, self._sign, self._delta = metric, patience, 1 if mode == "min" else -1, min_delta
         self._cost, self._waited = math.inf, 0
 

@@ -3,10 +3,12 @@ in raysgd uses them. Both.
 
 Python finds no file for these modules. `raysgd.core.lazy.OldModules` creates them from this table
 when they are imported: {old module: {where its names are defined: the names}}, with old=new for a
-new name.
+new name. Names at home in REFUSED raise an error that says what to do instead.
 """
 
 from __future__ import annotations
+
+from raysgd.core.lazy import REFUSED
 
 __all__ = ["MODULES", "homes_of"]
 
@@ -29,18 +31,29 @@ MODULES: dict[str, dict[str, str]] = {
         "raysgd.constants": "BATCH_COUNT BATCH_SIZE NUM_SAMPLES",
         "raysgd.core.average_meters": "AverageMeter AverageMeterCollection",
         "raysgd.compat.utils": "check_for_failure find_free_port override",
+        REFUSED: "TimerCollection TimerStat",
     },
     "raysgd.torch.constants": {
         "raysgd.constants": CONSTANTS,
         "raysgd.compat.constants": "NCCL_TIMEOUT_S SGD_PLACEMENT_GROUP_TIMEOUT_S",
     },
+    "raysgd.torch.distributed_torch_runner": {REFUSED: "DistributedTorchRunner LocalDistributedRunner"},
+    "raysgd.torch.ptl_operator": {REFUSED: "LightningOperator"},
     "raysgd.torch.resnet": {"raysgd.operators.resnet": "ResNet ResNet18 ResNet34 ResNet50 ResNet101 ResNet152"},
+    "raysgd.torch.torch_dataset": {REFUSED: "TorchIterableDataset TorchMLDataset"},
+    "raysgd.torch.torch_runner": {REFUSED: "TorchRunner"},
     "raysgd.torch.torch_trainer": {"raysgd.torch": "BaseTorchTrainable TorchTrainer"},
     "raysgd.torch.training_operator": {
         "raysgd.torch": "CreatorOperator TrainingOperator",
         "raysgd.compat.torch_functions": "get_test_metrics_operator get_test_operator",
+        "torch.cuda": "amp",
     },
     "raysgd.torch.utils": {"raysgd.compat.torch_functions": "setup_address setup_process_group"},
+    "raysgd.torch.worker_group": {
+        REFUSED: "DeactivatedWorkerGroup LocalWorkerGroup RESIZE_COOLDOWN_S RemoteWorkerGroup"
+    },
+    "raysgd.tf.tf_dataset": {REFUSED: "TFMLDataset"},
+    "raysgd.tf.tf_runner": {REFUSED: "TFRunner"},
     "raysgd.tf.tf_trainer": {"raysgd.tf": "TFTrainable TFTrainer"},
     # Ray Train 1.x
     "raysgd.train.backend": {"raysgd.train": f"{BACKENDS} {ERRORS}"},
@@ -55,7 +68,9 @@ MODULES: dict[str, dict[str, str]] = {
     "raysgd.train.callbacks.print": {"raysgd.train.callbacks": "PrintCallback"},
     "raysgd.train.callbacks.profile": {"raysgd.train.callbacks": "TorchTensorboardProfilerCallback"},
     "raysgd.train.callbacks.results_preprocessors": {
-        "raysgd.compat.without_effect": "ExcludedKeysResultsPreprocessor IndexedResultsPreprocessor ResultsPreprocessor"
+        "raysgd.compat.results_preprocessors": "AverageResultsPreprocessor ExcludedKeysResultsPreprocessor "
+        "IndexedResultsPreprocessor MaxResultsPreprocessor ResultsPreprocessor SequentialResultsPreprocessor "
+        "WeightedAverageResultsPreprocessor"
     },
     "raysgd.train.constants": {
         "raysgd.callbacks.base": "PYTORCH_PROFILER_KEY=TRACES",
@@ -68,17 +83,21 @@ MODULES: dict[str, dict[str, str]] = {
         "raysgd.compat.without_effect": "ENABLE_SHARE_CUDA_VISIBLE_DEVICES_ENV TRAIN_ENABLE_WORKER_SPREAD_ENV "
         "TUNE_CHECKPOINT_FILE_NAME",
     },
-    "raysgd.train.session": SESSION,
+    "raysgd.train.session": {
+        **SESSION,
+        REFUSED: "Session TrainingResult get_session init_session shutdown_session",
+    },
     "raysgd.train.utils": {
         "raysgd.compat.utils": "check_for_failure construct_path construct_train_func get_address_and_port update_env_vars",
         "raysgd.compat.without_effect": "RayDataset",
     },
     # AIR
-    "raysgd.air": {"raysgd.train": f"{CONFIGS} session"},
+    "raysgd.air": {"raysgd.train": f"{CONFIGS} session", REFUSED: "DataBatchType DatasetConfig"},
     "raysgd.air.checkpoint": {"raysgd.train": "Checkpoint"},
     "raysgd.air.config": {"raysgd.train": "CheckpointConfig FailureConfig RunConfig ScalingConfig"},
     "raysgd.air.result": {"raysgd.train": "Result"},
     "raysgd.air.session": SESSION,
+    "raysgd.train.batch_predictor": {REFUSED: "BatchPredictor"},
     "raysgd.train.base_trainer": {
         "raysgd.errors": "TrainingFailedError",
         "raysgd.train": "BaseTrainer=DataParallelTrainer",

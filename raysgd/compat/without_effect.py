@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
 from typing import Any
 
 from raysgd.train.backends import CONFIGS
@@ -41,42 +40,3 @@ def __getattr__(name: str) -> Any:
     value, instead = NAMES[name]
     warnings.warn(f"{name} of Ray Train 1.x has no effect in raysgd: {instead}", stacklevel=3)
     return value
-
-
-class ResultsPreprocessor:
-    """Changes the rows of a report when `preprocess` is called, which no callback here does."""
-
-    def __init__(self) -> None:
-        warnings.warn(
-            f"raysgd's callbacks do not call a {type(self).__name__}: call its preprocess(results) in handle_result, or pass "
-            "workers_to_log to a writer",
-            stacklevel=2,
-        )
-
-    def preprocess(self, results: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the rows, one for each worker."""
-        return results
-
-
-class ExcludedKeysResultsPreprocessor(ResultsPreprocessor):
-    """Leaves out the values with these keys."""
-
-    def __init__(self, excluded_keys: Iterable[str] | None = None) -> None:
-        super().__init__()
-        self.excluded_keys = frozenset(excluded_keys or ())
-
-    def preprocess(self, results: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the rows without these keys."""
-        return [{key: value for key, value in row.items() if key not in self.excluded_keys} for row in results]
-
-
-class IndexedResultsPreprocessor(ResultsPreprocessor):
-    """Selects the rows of these workers; of all of them by default."""
-
-    def __init__(self, indices: Sequence[int] | None = None) -> None:
-        super().__init__()
-        self.indices = indices
-
-    def preprocess(self, results: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the selected rows."""
-        return results if self.indices is None else [results[index] for index in self.indices]

@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 FRAMEWORKS = ("torch", "tensorflow")  # each is also the name of the extra that installs it
+REFUSED = "raysgd.compat.refused"  # the home of names that raysgd does not have: it raises an ImportError that says why
 
 
 def load(package: str, name: str, homes: Mapping[str, str]) -> Any:
@@ -33,7 +34,12 @@ def lazy_names(
     package: str, homes: Mapping[str, str], listed: Sequence[str] = ()
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return `__getattr__` and `__dir__` of a package with such names, and `listed` ones."""
-    return lambda name: load(package, name, homes), lambda: sorted({*listed, *homes})
+    return lambda name: load(package, name, homes), lambda: sorted({*listed, *offered(homes)})
+
+
+def offered(homes: Mapping[str, str]) -> list[str]:
+    """Return the names that an import gets."""
+    return sorted(name for name, home in homes.items() if not home.startswith(REFUSED))
 
 
 class OldModules(MetaPathFinder, Loader):
@@ -52,6 +58,6 @@ class OldModules(MetaPathFinder, Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         homes: dict[str, str] = import_module(self._table).homes_of(module.__name__)
-        names: dict[str, Any] = {"__doc__": f"The names of `{module.__name__}`.", "__all__": sorted(homes)}
+        names: dict[str, Any] = {"__doc__": f"The names of `{module.__name__}`.", "__all__": offered(homes)}
         names["__getattr__"], names["__dir__"] = lazy_names(module.__name__, homes)
         module.__dict__.update(names)

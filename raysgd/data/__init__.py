@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from raysgd.core.lazy import lazy_names
+from raysgd.core.lazy import REFUSED, lazy_names
 from raysgd.data.sharded_stream import ShardedStream
 from raysgd.ray_data.columns import RayData
 
@@ -11,4 +11,5 @@ if TYPE_CHECKING:
 
 __all__ = ["RayData", "SampleSeeds", "ShardedStream"]
 
-__getattr__, __dir__ = lazy_names("raysgd.data", {"SampleSeeds": "raysgd.torch.data.sample_seeds"}, __all__)
+_HOMES = {"SampleSeeds": "raysgd.torch.data.sample_seeds", "Dataset": REFUSED}
+__getattr__, __dir__ = lazy_names("raysgd.data", _HOMES, __all__)

@@ -21,6 +21,7 @@ from raysgd.errors import (
     TrainingFailedError,
     WorkerStartError,
     counted,
+    text_of,
 )
 from raysgd.workers.tracebacks import readable
 from raysgd.workers.worker_group import WorkerGroupProtocol
@@ -36,6 +37,15 @@ MORE_ROOM = (
 MEMORY_HINT = (
     "The GPU's memory is full. Use smaller batches (with TrainingOptions(accumulate=...), several share one step), or "
     'TrainingOptions(precision="bf16")'
+)
+NO_GROUP_HINT = (
+    "One worker trains without a process group, so torch's collective calls fail there. Guard yours with `if self.world_size > 1`, or "
+    "use num_workers=2"
+)
+# What to do about errors of torch, by the name of the type and a part of the text.
+HINTS = (
+    ("OutOfMemoryError", "", MEMORY_HINT),
+    ("ValueError", "Default process group has not been init", NO_GROUP_HINT),
 )
 LOADER_HINT = (
     "Data-loader processes usually die because memory runs out. Use fewer loader processes (num_workers of the DataLoader), "
@@ -60,10 +70,9 @@ def raise_user_error(outcome: Failed, info: WorkerInfo) -> NoReturn:
     rank = "a new worker" if info.rank is None else f"rank {info.rank}"
     vars(error)["raysgd_rank"] = info.rank  # not by assignment, which an exception class can refuse
     kind = type(error)
-    if (kind.__module__, kind.__name__) == ("torch", "OutOfMemoryError") and hasattr(
-        error, "add_note"
-    ):  # from Python 3.11 on
-        error.add_note(MEMORY_HINT)
+    for name, text, hint in HINTS if hasattr(error, "add_note") else ():  # from Python 3.11 on
+        if kind.__name__ == name and text in text_of(error):
+            error.add_note(hint)
     if error.__traceback__ is not None:
         raise error
     where = f"on {rank} (process {info.pid} on node {info.machine}):"

@@ -92,7 +92,9 @@ class KeepBatch(Policy):
         self._decides = False  # in the running step
         self._watches = False  # the running batch or piece
         self._was_trained = False  # whether the default loop has trained it
-        self._calls: list[str] = []  # of the operator's helpers, in it
+        # Of the operator's helpers, in it. Several optimizers are cleared together, and stepped together.
+        self._calls: list[str] = []
+        self._stepped: list[Any] = []  # the optimizers that have made a step in it
         self._seen = FirstStep()
         self._before: tuple[list[Any], dict[str, Any]] | None = None  # what the last look at it has shown
         self._own_calls: OwnCalls | None = None
@@ -164,7 +166,7 @@ class KeepBatch(Policy):
         else:
             self._check_schedules()
         self._end_look()  # a user's own loop has not called `trained`
-        self._was_trained, self._calls = False, []
+        self._was_trained, self._calls, self._stepped = False, [], []
         self._watches = self._decides or piece or (self._strict and step.piece > 0)
         if auto and self._watches:
             if not self._decides or step.place == 0:
@@ -195,7 +197,8 @@ class KeepBatch(Policy):
             self._seen.changed = self._seen.changed or _changed(attributes, self._before[1])
 
     def cleared(self, step: Step) -> None:
-        self._calls.append("zero_grad")
+        if self._calls[-1:] != ["zero_grad"]:
+            self._calls.append("zero_grad")
 
     def weighted(self, step: Step, loss: torch.Tensor) -> torch.Tensor:
         first, strict = "backward" not in self._calls, self._strict and self._watches
@@ -216,23 +219,25 @@ class KeepBatch(Policy):
         return loss
 
     def awaits(self, step: Step, optimizer: Any) -> None:
-        self._note_step()
+        self._note_step(optimizer)
         self._check_unchanged(CHANGES_GRADIENTS, CLIPS)
         if not step.current.whole:
             self._check_settings()
 
     def check(self, step: Step, optimizer: Any) -> None:
-        self._note_step()
+        self._note_step(optimizer)
         if self._strict and not self._parts.exchange.at_the_step:
             self._check_unchanged(CHANGES_GRADIENTS, CLIPS)
         if step.piece > 0:
             self._check_settings()
         self._see()
 
-    def _note_step(self) -> None:
+    def _note_step(self, optimizer: Any) -> None:
         if self._strict and self._decides and "backward" not in self._calls:
             self._refuse("makes a step without self.backward(loss)", HELPERS)
-        self._calls.append("step")
+        if self._calls[-1:] != ["step"] or any(each is optimizer for each in self._stepped):
+            self._calls.append("step")
+        self._stepped.append(optimizer)
 
     def _check_settings(self) -> None:
         """Refuse code that changes learning rates after the step of a piece, or again in each."""

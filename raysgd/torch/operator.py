@@ -28,7 +28,7 @@ from raysgd.torch.data.sample_seeds import seeded_for
 from raysgd.torch.data.sampling import batches_per_epoch
 from raysgd.torch.fsdp import Shards, shard_layers
 from raysgd.torch.monitor import Communication, GradientNorm, Monitor
-from raysgd.torch.parts import Parts, check_parts, check_steps_alone, move
+from raysgd.torch.parts import Parts, check_parts, check_steps_alone, move, refuse_wrapped
 from raysgd.torch.precision import make_precision
 from raysgd.torch.profiling import Profiler
 from raysgd.torch.schedules import ENDED, LoopSchedule, length_of, steps_of
@@ -116,6 +116,7 @@ class TrainingOperator(Stepping):
         why = RESIZES if why is None and self._overrides("resized") else why
         self._keep_batch = KeepBatch(self, buffers, why)
         self.setup(self._config)
+        self._refuse_taken_names()
         self._policies = Policies(self._make_policies(settings, buffers))
         self._feed = NoFeed(self._policies)
 
@@ -146,6 +147,17 @@ class TrainingOperator(Stepping):
             (self._profiler is not None, self._profiler),
         ]
         return [policy for needed, policy in wanted if needed]
+
+    def _refuse_taken_names(self) -> None:
+        """Raise ConfigError if `setup` has replaced a method by a value. (Older code has an
+        attribute `metrics`, which replaces nothing.)"""
+        for name, value in vars(self).items():
+            taken = name != "metrics" and callable(getattr(TrainingOperator, name, None))
+            if taken and not callable(value):
+                raise ConfigError(
+                    f"setup sets self.{name} to {shown(value, 40)}, and {name} is a method of TrainingOperator, which training calls: "
+                    "give the attribute another name"
+                )
 
     @property
     def _in_pieces(self) -> bool:
@@ -286,7 +298,7 @@ class TrainingOperator(Stepping):
         is not passed is not returned.
 
         models      a module, or a list or dict of modules
-        optimizers  an optimizer of torch, or several in a list or dict
+        optimizers  an optimizer of torch, or several in a list or tuple; [] if it only validates
         criterion   the loss; it is moved to the device
         schedulers  learning-rate schedulers of the optimizers: one, or a list or dict
         ddp_args    arguments of DistributedDataParallel
@@ -296,7 +308,11 @@ class TrainingOperator(Stepping):
         bare = parts.as_list(models)
         if not bare or not all(isinstance(model, nn.Module) for model in bare):
             raise ConfigError(f"models must be a torch.nn.Module or a list or tuple of them, got {models!r}")
+        if optimizers is None:
+            raise ConfigError("optimizers must not be None: pass [] if this operator only validates or predicts")
         self._check_arguments(criterion, ddp_args, apex_args)
+        if parts.options.parallel is not None:
+            refuse_wrapped(bare)
         check_parts(bare, parts.as_list(optimizers), criterion, parts.as_list(schedulers))
         if schedulers is not None and self.scheduler_step_freq is None:
             raise ConfigError(
@@ -414,8 +430,8 @@ class TrainingOperator(Stepping):
     def _begin_epoch(self) -> Schedule | None:
         for model in self._parts.wrapped:
             model.train()
-        scheduler, steps = self._own_scheduler(), self.scheduler_step_freq in STEPPED_BY_TRAINER
-        return LoopSchedule(self, scheduler) if steps and scheduler is not None else None
+        schedulers, steps = self._own_schedulers(), self.scheduler_step_freq in STEPPED_BY_TRAINER
+        return LoopSchedule(self, schedulers) if steps and schedulers else None
 
     def _epoch_info(self, num_steps: int | None) -> Mapping[str, Any]:
         return {NUM_STEPS: num_steps, USE_FP16: self.use_fp16}
@@ -488,22 +504,14 @@ class TrainingOperator(Stepping):
             for model in models
         ]
 
-    def _own_scheduler(self) -> Any:
-        """Return the scheduler that the default loop steps: `self.scheduler`, or the only one
-        registered, also if `self.scheduler` is the list in which it was registered."""
+    def _own_schedulers(self) -> list[Any]:
+        """Return the schedulers that the default loop steps: `self.scheduler`, or all registered
+        ones, also if `self.scheduler` is the list in which they were registered."""
         own = getattr(self, "scheduler", None)
-        schedulers = self._parts.schedulers
-        if not callable(getattr(own, "step", None)):
-            own = schedulers[0] if len(schedulers) == 1 else None
-        if own is None and schedulers and self.scheduler_step_freq in STEPPED_BY_TRAINER:
-            raise ConfigError(
-                f"{len(schedulers)} schedulers are registered, and scheduler_step_freq={self.scheduler_step_freq!r} would step "
-                "none of them: set self.scheduler in setup to the one that the default loop steps, or pass "
-                "scheduler_step_freq='manual' and step them in your own methods"
-            )
-        if self.scheduler_step_freq in STEPPED_BY_TRAINER:
-            check_steps_alone(own, self.scheduler_step_freq)
-        return own
+        schedulers = [own] if callable(getattr(own, "step", None)) else self._parts.schedulers
+        for each in schedulers if self.scheduler_step_freq in STEPPED_BY_TRAINER else ():
+            check_steps_alone(each, str(self.scheduler_step_freq))
+        return schedulers
 
     @property
     def _needs_criterion(self) -> list[str]:

@@ -198,6 +198,15 @@ def broadcast(tensors: Mapping[str, torch.Tensor], control: Control) -> None:
             each.copy_(part.clone().view(each.dtype).view(each.shape))  # a clone, because a view must be aligned
 
 
+def refuse_wrapped(models: list[Any]) -> None:
+    """Raise ConfigError for a model that is wrapped already, although raysgd wraps it."""
+    if any(isinstance(each, DistributedDataParallel) for model in models for each in model.modules()):
+        raise ConfigError(
+            "a registered model is, or holds, a DistributedDataParallel already, and raysgd wraps models itself, again whenever the "
+            "workers change. Its gradients would not be averaged after that. Register the module inside: models=model.module"
+        )
+
+
 def check_parts(models: list[Any], optimizers: list[Any], criterion: Any, schedulers: list[Any]) -> None:
     """Raise ConfigError for parts of the wrong kind, or that do not belong together."""
     _check_order(optimizers, schedulers)

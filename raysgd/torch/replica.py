@@ -65,7 +65,7 @@ class TorchReplica(ReplicaBase):
         self._partial: Measured | None = None
         self._position.made_for = settings.num_workers, operator._planned_steps
         if type(operator).train_epoch is TrainingOperator.train_epoch:
-            operator._own_scheduler()  # raises ConfigError for what it cannot step
+            operator._own_schedulers()  # raises ConfigError for what it cannot step
         self._described: dict[str, tuple[Any, LoaderRows]] = {}  # with the loaders
         # The rank and the world size of the last script's replica in this process, if its random numbers continue.
         self._continues_as: tuple[int, int] | None = None

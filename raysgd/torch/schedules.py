@@ -61,12 +61,12 @@ def stepped_twice(operator: str, scheduler: Any, freq: str) -> ConfigError:
 
 
 class LoopSchedule(Schedule):
-    """Steps the scheduler of one loop, and checks that user code does not do that, too."""
+    """Steps the schedulers of one loop, and checks that user code does not do that, too."""
 
-    def __init__(self, operator: TrainingOperator, scheduler: Any) -> None:
-        self._operator, self._scheduler = operator, scheduler
+    def __init__(self, operator: TrainingOperator, schedulers: list[Any]) -> None:
+        self._operator, self._schedulers = operator, schedulers
         self._per_epoch = operator.scheduler_step_freq == SCHEDULER_STEP_EPOCH
-        self._steps = steps_of(scheduler)
+        self._steps = [steps_of(each) for each in schedulers]
 
     def end(self, *, failed: bool = False) -> None:
         operator, step = self._operator, self._operator._feed.step
@@ -74,18 +74,20 @@ class LoopSchedule(Schedule):
             if step.outcome == "applied":  # so the batch counts
                 self._step()
             return
-        if steps_of(self._scheduler) != self._steps:
-            raise stepped_twice(type(operator).__name__, self._scheduler, str(operator.scheduler_step_freq))
+        for scheduler, before in zip(self._schedulers, self._steps, strict=True):
+            if steps_of(scheduler) != before:
+                raise stepped_twice(type(operator).__name__, scheduler, str(operator.scheduler_step_freq))
         if step.current.whole:
             self._step()
-            self._steps = steps_of(self._scheduler)
+            self._steps = [steps_of(each) for each in self._schedulers]
 
     def end_epoch(self) -> None:
-        if self._per_epoch and self._operator._feed.epoch_ended:
-            step_in_order(self._scheduler)
+        for each in self._schedulers if self._per_epoch and self._operator._feed.epoch_ended else ():
+            step_in_order(each)
 
     def _step(self) -> None:
         operator = self._operator
         waits = operator.scheduler_step_freq == SCHEDULER_STEP_STEP and not operator._feed.step.closing
-        if not self._per_epoch and not waits and not operator._keeps_rate(self._scheduler):
-            step_in_order(self._scheduler)
+        for each in () if self._per_epoch or waits else self._schedulers:
+            if not operator._keeps_rate(each):
+                step_in_order(each)

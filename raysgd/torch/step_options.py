@@ -40,10 +40,16 @@ class Clip(Policy):
 
     def gradients(self, step: Step, optimizer: Any) -> bool:
         parameters = self._parts.stepped_by(optimizer)
-        if self._value is not None:
-            nn.utils.clip_grad_value_(parameters, self._value)
-        if self._norm is not None:
-            nn.utils.clip_grad_norm_(parameters, self._norm)
+        try:
+            if self._value is not None:
+                nn.utils.clip_grad_value_(parameters, self._value)
+            if self._norm is not None:
+                nn.utils.clip_grad_norm_(parameters, self._norm)
+        except NotImplementedError as error:
+            raise ConfigError(
+                f"{self.option} cannot clip these gradients, because torch does not do that with sparse ones: make embeddings with "
+                "sparse=False, or leave the option out"
+            ) from error
         return True
 
 

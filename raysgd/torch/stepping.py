@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from raysgd.core.ranks import RankInfo
-from raysgd.errors import ConfigError
+from raysgd.errors import ConfigError, shown
 from raysgd.torch.parts import Parts
 from raysgd.torch.wrapping import Exchange
 from raysgd.training.operator_base import OperatorBase
@@ -38,7 +38,8 @@ class Stepping(OperatorBase):
         """Clip the gradients, and apply the step of the `optimizer` (by default the only one). Do
         nothing before the last batch of an accumulation window. Return whether the step was made,
         and neither awaited nor left out."""
-        optimizer = self._only_optimizer() if optimizer is None else optimizer
+        if not hasattr(optimizer, "step"):
+            optimizer = self._only_optimizer(optimizer)
         step, precision, exchange = self._feed.step, self._parts.precision, self._parts.exchange
         if not step.closing:
             for policy in step.policies.awaits:
@@ -75,7 +76,12 @@ class Stepping(OperatorBase):
                 exchange.finish(each)
             each.zero_grad()
 
-    def _only_optimizer(self) -> Any:
+    def _only_optimizer(self, given: Any = None) -> Any:
+        if given is not None:
+            raise ConfigError(
+                f"self.step() takes an optimizer, got {shown(given)}. It makes the step with gradients that self.backward(loss) has "
+                "computed, so it passes no closure on. Call the step(closure) of the optimizer itself"
+            )
         optimizers = self._parts.optimizers
         if len(optimizers) != 1:
             raise ConfigError(f"{len(optimizers)} optimizers are registered: pass one of them, step(optimizer)")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from raysgd.core.lazy import lazy_names
+from raysgd.core.lazy import REFUSED, lazy_names
 from raysgd.ray_data.datasets import DEFAULT_NAME as TRAIN_DATASET_KEY
 from raysgd.ray_data.datasets import DataConfig
 from raysgd.train.backends import Backend, BackendConfig, HorovodConfig, TensorflowConfig, TorchConfig
@@ -103,6 +103,7 @@ _HOMES = {
     "DataParallelTrainer": "raysgd.train.fit.trainer",
     "HorovodTrainer": "raysgd.train.fit.frameworks",
     "SGDIterator": "raysgd.train.iterator",
+    "SyncConfig": REFUSED,
     "TensorflowTrainer": "raysgd.train.fit.frameworks",
     "TorchTrainer": "raysgd.train.fit.frameworks",
     "Trainer": "raysgd.train.trainer",

@@ -36,9 +36,17 @@ __all__ = [
 class TrainingCallback(Callback):
     """The callback of v1. Override the methods that you need. They are called on the driver."""
 
+    results_preprocessor: Any = None  # has `preprocess(results)`, which returns what `handle_result` gets
+
     def start_training(self, logdir: Path) -> None:
         """Called before the function runs, with the run's directory `logdir`. May have a parameter
         `config`, for the config, and `**info`."""
+
+    def process_results(self, results: list[dict[str, Any]]) -> None:
+        """Called after each round of reports: calls `handle_result` with the `results` of the
+        `results_preprocessor`."""
+        chosen = self.results_preprocessor
+        self.handle_result(results if chosen is None else chosen.preprocess(results))
 
     def handle_result(self, results: list[dict[str, Any]]) -> None:
         """Called after each round of reports; `results` has one dict per rank, in rank order."""
@@ -53,7 +61,7 @@ class TrainingCallback(Callback):
         self.start_training(logdir=run.folder, **more)
 
     def on_result(self, result: CallResult) -> None:
-        self.handle_result(result.by_worker)
+        self.process_results(result.by_worker)
 
     def on_end(self, failed: bool) -> None:
         self.finish_training(error=failed)
@@ -137,7 +145,11 @@ class LoggerCallback(Callback):
 
 # The methods that an object needs to be used as one of these callbacks without being a subclass, and the optional ones.
 PROTOCOLS: tuple[tuple[type[Callback], tuple[str, ...], tuple[str, ...]], ...] = (
-    (TrainingCallback, ("start_training", "handle_result"), ("finish_training",)),
+    (
+        TrainingCallback,
+        ("start_training", "handle_result"),
+        ("finish_training", "process_results", "results_preprocessor"),
+    ),
     (LoggerCallback, ("log_trial_result",), ("setup", "log_trial_start", "log_trial_end")),
 )
 

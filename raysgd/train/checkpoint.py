@@ -89,6 +89,13 @@ class Checkpoint:
         folders.unpack(bytes(data), Path(target))
         return made
 
+    @classmethod
+    def from_checkpoint(cls, other: Checkpoint) -> Checkpoint:
+        """Return the checkpoint `other`, as an object of this class."""
+        made = cls.__new__(cls)
+        vars(made).update(vars(other), _other=other)  # which may own a temporary folder
+        return made
+
     def to_bytes(self, *, dumps: Dumps = pickle.dumps) -> bytes:
         """Return the checkpoint as bytes: a dictionary, in which `dumps` pickles what is neither a
         plain value nor an array or a tensor, or a tar archive of the files."""
@@ -191,6 +198,12 @@ class Checkpoint:
         """Return the path or URI where it is stored, or None for a dictionary in memory. A URI
         includes its password or token, which messages and `repr` mask with `***`."""
         return None if self._place is None else locations.text_of(self._place)
+
+    @property
+    def uri(self) -> str | None:
+        """Return the URI where it is stored, `file://...` for a path, or None for a dictionary in
+        memory."""
+        return self._place.absolute().as_uri() if isinstance(self._place, Path) else self.path
 
     def get_internal_representation(self) -> tuple[str, Any]:
         """Return ("data_dict", the dictionary), ("local_path", the path) or ("uri", the URI)."""

@@ -316,8 +316,11 @@ def function_name(function: Any) -> str:
 
 def check_function(function: Any, config: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Return a function and its arguments (none, or the config). Raise ConfigError for others."""
-    if not callable(function):
-        raise ConfigError(f"the training function must be a function of no or one argument, got {function!r}")
+    if not callable(function) or isinstance(function, type):
+        raise ConfigError(
+            f"the training function must be a function of no or one argument, got {function!r}. An operator class is for "
+            "raysgd.TorchTrainer or raysgd.TFTrainer"
+        )
     if config is not None and not isinstance(config, Mapping):
         raise ConfigError(f"config must be a dict, got {config!r}")
     named = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)

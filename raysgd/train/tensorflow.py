@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from raysgd.core.lazy import lazy_names
+from raysgd.core.lazy import REFUSED, lazy_names
 from raysgd.train.backends import TensorflowConfig
 from raysgd.train.run_session import current
 
@@ -23,4 +23,9 @@ def prepare_dataset_shard(tf_dataset_shard: Any) -> Any:
 
 # As in Ray. The module of this name imports Ray, which the workers do not need.
 __path__: list[str] = []  # lets Python look for `raysgd.train.tensorflow.config`, which raysgd.compat provides
-__getattr__ = lazy_names("raysgd.train.tensorflow", {"TensorflowTrainer": "raysgd.train.fit.frameworks"})[0]
+_HOMES = {
+    "TensorflowTrainer": "raysgd.train.fit.frameworks",
+    "TensorflowCheckpoint": REFUSED,
+    "TensorflowPredictor": REFUSED,
+}
+__getattr__ = lazy_names("raysgd.train.tensorflow", _HOMES)[0]

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from raysgd.callbacks.base import TRACES
-from raysgd.core.lazy import lazy_names
+from raysgd.core.lazy import REFUSED, lazy_names
 from raysgd.core.tree import mapped
 from raysgd.errors import ConfigError
 from raysgd.torch.precision import Bf16, Fp16, Precision, make_precision
@@ -253,4 +253,6 @@ class TorchWorkerProfiler:
 
 # As in Ray. The module of this name imports Ray, which the workers do not need.
 __path__: list[str] = []  # lets Python look for `raysgd.train.torch.config`, which raysgd.compat provides
-__getattr__ = lazy_names("raysgd.train.torch", {"TorchTrainer": "raysgd.train.fit.frameworks"})[0]
+_HOMES = dict.fromkeys(("TorchAccelerator", "TorchCheckpoint", "TorchPredictor"), REFUSED)
+_HOMES["TorchTrainer"] = "raysgd.train.fit.frameworks"
+__getattr__ = lazy_names("raysgd.train.torch", _HOMES)[0]

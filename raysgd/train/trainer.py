@@ -12,7 +12,7 @@ from raysgd.callbacks.base import Run
 from raysgd.callbacks.folder import create_folder
 from raysgd.callbacks.history import History
 from raysgd.config import ElasticConfig, WorkerResources, check_flags
-from raysgd.core.lazy import lazy_names
+from raysgd.core.lazy import REFUSED, lazy_names
 from raysgd.core.policy import Recovery
 from raysgd.errors import ConfigError, counted
 from raysgd.ray_data.datasets import is_dataset
@@ -39,6 +39,7 @@ __getattr__ = lazy_names(
     {
         "BaseTrainer": "raysgd.train.fit.trainer:DataParallelTrainer",
         "BACKEND_NAME_TO_CONFIG_CLS_NAME": "raysgd.compat.without_effect",
+        "TrainWorkerGroup": REFUSED,
     },
 )[0]
 

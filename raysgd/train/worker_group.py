@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from raysgd.config import ElasticConfig, Limits, WorkerResources, at_least
+from raysgd.core.lazy import REFUSED, lazy_names
 from raysgd.core.protocols import Call
 from raysgd.core.ranks import SingleWorkerBackend
 from raysgd.engine.call import Job
@@ -22,6 +23,7 @@ from raysgd.workers.serialization import dumps
 
 PATIENCE_S = 5.0
 JOIN_S = 60.0
+__getattr__ = lazy_names("raysgd.train.worker_group", {"Worker": REFUSED, "WorkerMetadata": REFUSED})[0]
 
 
 def limits_for(*, collective_s: float = HANG_S, hang_s: float = HANG_S) -> Limits:

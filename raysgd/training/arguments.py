@@ -17,6 +17,9 @@ from raysgd.errors import ConfigError, close_to, shown
 from raysgd.training.seeding import LARGEST_SEED
 from raysgd.version import page
 
+# Arguments of the trainers of training functions, whose classes have the same names.
+OF_FUNCTIONS = ("train_loop_per_worker", "train_loop_config", "scaling_config", "run_config", "datasets")
+
 
 def refuse_unknown(
     trainer: type, unknown: Mapping[str, Any], groups: Mapping[str, type], removed: Mapping[str, str] | None = None
@@ -38,6 +41,11 @@ def refuse_unknown(
             raise DeprecationWarning(
                 f"{trainer.__name__} takes no {name} any more: {removed[name]}. See {page('migrating')}"
             )
+        if name in OF_FUNCTIONS:
+            raise TypeError(
+                f"{trainer.__name__} takes no argument {name!r}: it trains an operator class, training_operator_cls=.... The trainers "
+                "of raysgd.train run a training function, and take it"
+            )
         if name in owners:
             group, kind = owners[name]
             raise ConfigError(f"{name} is a field of {kind}: pass {group}={kind}({name}=...)")
@@ -56,6 +64,7 @@ def check_common(
     """Raise ConfigError for wrong values of arguments that both trainers have."""
     if not isinstance(operator_cls, type) or not issubclass(operator_cls, base):
         hint = " Pass the class itself, not an instance." if isinstance(operator_cls, base) else ""
+        hint = " For a training function, use raysgd.train.TorchTrainer." if inspect.isfunction(operator_cls) else hint
         raise ConfigError(
             f"training_operator_cls must be a subclass of raysgd's {base.__name__} ({base.__module__}), "
             f"got {operator_cls!r}.{hint}"
@@ -86,6 +95,8 @@ METHODS = {
     "on_preemption_notice": ("deadline_s",),
 }
 NEVER_CALLED = (*METHODS, "train_epoch", "validate")
+ELSEWHERE = {"training_step": "train_batch", "train_step": "train_batch"}  # names of such methods in other libraries
+ELSEWHERE |= dict.fromkeys(("eval_step", "val_step", "validation_batch", "validation_step"), "validate_batch")
 
 
 def _check_methods(operator_cls: type, base: type) -> None:
@@ -115,7 +126,8 @@ def _check_methods(operator_cls: type, base: type) -> None:
         ) from None
     for kind in operator_cls.__mro__[: operator_cls.__mro__.index(base)]:
         for own, value in vars(kind).items():
-            meant = close_to(own, [each for each in NEVER_CALLED if each not in vars(kind)])
+            missing = [each for each in NEVER_CALLED if each not in vars(kind)]
+            meant = ELSEWHERE[own] if ELSEWHERE.get(own) in missing else close_to(own, missing)
             if inspect.isfunction(value) and not hasattr(base, own) and meant and _is_misspelling(own, meant):
                 warnings.warn(
                     f"raysgd never calls {name}.{own} by itself: did you mean {meant!r}? Rename one that you call yourself",
@@ -124,7 +136,7 @@ def _check_methods(operator_cls: type, base: type) -> None:
 
 
 def _is_misspelling(own: str, meant: str) -> bool:
-    same = own.replace("_", "").lower() == meant.replace("_", "").lower()
+    same = ELSEWHERE.get(own) == meant or own.replace("_", "").lower() == meant.replace("_", "").lower()
     longer = own.startswith(meant) or meant.startswith(own)  # a name such as `train_batches` is the user's own
     return same or (not longer and difflib.SequenceMatcher(None, own, meant).ratio() > 0.9)
 

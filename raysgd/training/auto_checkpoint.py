@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from raysgd.callbacks.early_stopping import warn_of_mode
 from raysgd.callbacks.writers import ROW_FIELDS, for_json
 from raysgd.config import at_least, is_real, one_of
 from raysgd.errors import CheckpointError, ConfigError, suggesting_fields
@@ -28,22 +29,6 @@ DRAFT = re.compile(rf"\.{NAME.pattern}\.\w+\.[0-9a-f]{{8}}\.tmp")
 RECORD = ".json"  # written after the checkpoint: a checkpoint without its record is incomplete, and is never loaded
 HISTORY = "raysgd-history.jsonl"
 LISTED = 3  # files in a message
-
-# Words in the names of metrics of which more is better.
-HIGHER_IS_BETTER = {
-    "acc",
-    "accuracy",
-    "auc",
-    "auroc",
-    "bleu",
-    "f1",
-    "hits",
-    "iou",
-    "map",
-    "precision",
-    "recall",
-    "score",
-}
 
 
 @suggesting_fields
@@ -82,15 +67,8 @@ class AutoCheckpoint:
         if self.best is not None and not isinstance(self.best, str):
             raise ConfigError(f"best must be the name of a metric such as 'val_loss', or None, got {self.best!r}")
         one_of("mode", self.mode, "min", "max")
-        if (
-            self.best is not None
-            and self.mode == "min"
-            and HIGHER_IS_BETTER & set(re.split(r"[^a-z0-9]+|_", self.best.lower()))
-        ):
-            logger.warning(
-                "AutoCheckpoint(best=%r) keeps the checkpoint with the lowest value: pass mode='max' for the highest",
-                self.best,
-            )
+        if self.best is not None:
+            warn_of_mode(f"AutoCheckpoint(best={self.best!r}) keeps the checkpoint with", self.best, self.mode)
         if not isinstance(self.trusted, bool):
             raise ConfigError(f"trusted must be True or False, got {self.trusted!r}")
 

@@ -16,6 +16,7 @@ from raysgd.callbacks.base import CallResult, Kind, Run, Underway
 from raysgd.callbacks.callback_list import CallbackList, check_callbacks
 from raysgd.callbacks.history import History
 from raysgd.callbacks.progress_bar import ProgressBar
+from raysgd.constants import BATCH_COUNT
 from raysgd.core import metrics
 from raysgd.core.policy import Recovery
 from raysgd.core.progress import Progress
@@ -129,7 +130,7 @@ class CallRunner:
         call = f"{kind}({'' if steps is None else f'num_steps={steps}'})"
         if self.named is not None and (found := self.named.recorded(call)) is not None:
             return found
-        began, self._kind, self._failed = time.monotonic(), kind, False
+        began, self._kind, self._failed, before = time.monotonic(), kind, False, engine.progress.step
         self._rows.begin()
         try:
             self._callbacks.progress(Underway(kind=kind, worker="", progress=Progress(phase=kind)))
@@ -139,6 +140,8 @@ class CallRunner:
                 self.batch_mode = (part.values and part.values[0].batch_mode) or self.batch_mode
             self.stop = any(value.stop for part in parts for value in part.values)
             result = metrics.merge_call([part.values for part in parts])
+            if kind == "train" and not result.get(BATCH_COUNT):  # a user's own loop does not count them
+                result[BATCH_COUNT] = engine.progress.step - before
             rows = [_plain(value) for value in _by_worker(parts)]
             self._kind = None
             result |= self._callbacks.result(self._result(engine, kind, result, rows, parts, time.monotonic() - began))

@@ -4,6 +4,7 @@ counting. Worker."""
 from __future__ import annotations
 
 import logging
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -12,7 +13,7 @@ from inspect import signature
 from typing import Any, Protocol
 
 from raysgd.config import at_least
-from raysgd.constants import NUM_SAMPLES
+from raysgd.constants import BATCH_COUNT, NUM_SAMPLES
 from raysgd.core.average_meters import AverageMeterCollection
 from raysgd.core.batch_mode import BatchMode, notice
 from raysgd.core.metrics import OWN_NAMES, refuse_own_names
@@ -26,6 +27,15 @@ from raysgd.training.settings import ReplicaSettings
 from raysgd.training.step import Policies, Step
 
 logger = logging.getLogger("raysgd")
+
+SEVERAL = (
+    "raysgd averages single numbers only, and these metrics have several: %s. The result has what rank 0 returned for its last batch. "
+    "Return each number under a name of its own, or register a TorchMetrics object"
+)
+NO_SAMPLES = (
+    "num_samples was 0 in all batches of rank 0. So none of them counts in the means. Return how many samples a batch has, or leave "
+    "num_samples out"
+)
 
 
 @dataclass
@@ -148,8 +158,8 @@ class OperatorBase:
         """Train one pass over `iterator`, and return what to report. Ends early when the group of
         workers changes.
 
-        `info` is what was passed to `train`, `num_steps` the number of batches if it is limited,
-        `epoch_idx` the epoch."""
+        `info` is what was passed to `train`, with `epoch_idx`, `num_steps` the number of batches if
+        it is limited, `epoch_idx` the epoch."""
         common = {**(info or {}), **self._epoch_info(num_steps), "epoch_idx": epoch_idx}
         self._meter, feed, batch_idx = AverageMeterCollection(), self._feed, 0
         named = "batch_info" in signature(self.train_batch).parameters
@@ -179,7 +189,7 @@ class OperatorBase:
                 batch_idx += 1
         if schedule is not None:
             schedule.end_epoch()
-        return dict(self._meter.summary())
+        return self._summary()
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         """Train one step on one batch, and return its metrics."""
@@ -194,7 +204,7 @@ class OperatorBase:
         for batch_idx, batch in enumerate(val_iterator):
             metrics = method(batch, {"batch_idx": batch_idx, **(info or {})})
             self._count(self._feed.step, metrics, name, batch)
-        return dict(self._meter.summary())
+        return self._summary()
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         """Return the metrics of one batch."""
@@ -352,6 +362,17 @@ class OperatorBase:
             step.metrics.clear()
         except (TypeError, ValueError) as error:
             raise type(error)(f"{type(self).__name__}.{of} returned an invalid metric: {error}") from None
+
+    def _summary(self) -> dict[str, Any]:
+        """Return what the loop has measured. Warn of what cannot be averaged."""
+        found = dict(self._meter.summary())
+        shapes = {name: getattr(value, "shape", ()) for name, value in found.items()}
+        several = [name for name, shape in shapes.items() if isinstance(shape, tuple) and math.prod(shape) != 1]
+        if several:
+            self._warn_once(SEVERAL, ", ".join(several))
+        if found[BATCH_COUNT] and not found[NUM_SAMPLES]:
+            self._warn_once(NO_SAMPLES)
+        return found
 
     def _warn_once(self, text: str, *values: Any) -> None:
         """Log a warning of this kind, on the first rank and for the first time only."""

@@ -286,7 +286,7 @@ class ReplicaBase(ABC):
     def _epoch_arguments(self, batches: Iterator[Any], info: dict[str, Any] | None, num_steps: int | None) -> Any:
         """Return what the operator's `train_epoch` is called with."""
         epoch_idx = (self._position.counted or self._position.call_epoch) - 1
-        named = {"info": dict(info or {}), "num_steps": num_steps, "epoch_idx": epoch_idx}
+        named = {"info": {"epoch_idx": epoch_idx, **(info or {})}, "num_steps": num_steps, "epoch_idx": epoch_idx}
         return accepted_arguments(self.operator.train_epoch, batches, **named)
 
     def _running_epoch(self, feed: Feed) -> ExitStack:

@@ -137,9 +137,7 @@ def gpus_for_workers(*, join: bool) -> float | None:
     if not connected and not (join and _existing()[0] != "local"):
         return None
     ensure_cluster()
-    import ray
-
-    group = ray.util.get_current_placement_group()
+    group = own_bundles()
     held = alive_nodes().values() if group is None else group.bundle_specs
     return float(sum(each.get("GPU", 0) for each in held))
 
@@ -329,11 +327,19 @@ def stderr_tail(pid: int) -> str:
         return file.read().decode(errors="replace")
 
 
+def own_bundles() -> Any:
+    """Return the placement group of this process, unless what it starts runs outside of it."""
+    import ray
+
+    captures = ray.get_runtime_context().should_capture_child_tasks_in_placement_group
+    return ray.util.get_current_placement_group() if captures else None
+
+
 def placement() -> Any:
     """Return the scheduling strategy of workers: over the nodes, or in a Tune trial's bundles."""
     import ray
 
-    group = ray.util.get_current_placement_group()
+    group = own_bundles()
     if group is None:
         return "SPREAD"
     return ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group)
@@ -346,9 +352,7 @@ def room_for(resources: WorkerResources) -> int:
 
 def _held(free: Mapping[str, float]) -> Mapping[str, float]:
     """Return what this process may use: all, or the resources of its placement group."""
-    import ray
-
-    group = ray.util.get_current_placement_group()
+    group = own_bundles()
     if group is None:
         return free
     mark = f"_group_{group.id.hex()}"

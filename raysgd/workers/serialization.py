@@ -25,7 +25,7 @@ from raysgd.workers.calls import PickledObject
 # cloudpickle has one list of the modules to pickle by value per process: one thread at a time may change it. It has a module for
 # one object only, because cloudpickle includes the modules of a package that it has.
 _REGISTERING = threading.RLock()
-UNPICKLABLE = (TypeError, pickle.PicklingError, AttributeError)
+UNPICKLABLE = (TypeError, pickle.PickleError, AttributeError)  # torch raises the base class for its script functions
 
 
 def pack(value: Any) -> PickledObject | None:

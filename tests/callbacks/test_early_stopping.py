@@ -52,6 +52,20 @@ def test_it_continues_to_count_after_a_restart(tmp_path: Path) -> None:
         assert epochs_until_stop(EarlyStopping("score", patience=2), **arguments) == 4
 
 
+@pytest.mark.parametrize(
+    ("metric", "mode", "warns"),
+    [("val_accuracy", "min", True), ("val_loss", "min", False), ("val_accuracy", "max", False), ("mAP", "min", True)],
+)
+def test_the_lowest_accuracy_is_most_likely_not_meant(
+    metric: str, mode: Any, warns: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    EarlyStopping(metric, mode=mode)
+    AutoCheckpoint(path=tmp_path, best=metric, mode=mode)
+    expected = [f"EarlyStopping({metric!r}) waits for", f"AutoCheckpoint(best={metric!r}) keeps the checkpoint with"]
+    advice = " the lowest value: pass mode='max' for the highest"
+    assert caplog.messages == ([text + advice for text in expected] if warns else [])
+
+
 def test_mistakes_are_refused() -> None:
     for wrong, message in [
         ({"metric": 3}, "metric must be the name of a metric"),

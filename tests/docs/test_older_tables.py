@@ -47,7 +47,7 @@ def resolved(path: str) -> Any:
     try:
         found = resolved(parent)
         return found if isinstance(found, ModuleNotFoundError) else getattr(found, name)
-    except AttributeError as error:
+    except (AttributeError, ImportError) as error:
         raise LookupError(path) from error
 
 
@@ -65,6 +65,20 @@ def test_the_table_says_what_an_import_finds(page: str) -> None:
     assert not [row for row in found if not row[3] and row[2] != "works"], "say how it differs, or why it is refused"
     wrong = [row for row in found if exists(f"{here(row[0])}.{row[1]}") == (row[2] == "refused")]
     assert wrong == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_refused_name_says_what_to_do_when_it_is_imported(page: str) -> None:
+    for module, name in {(here(row[0]), row[1]) for row in rows(page) if row[2] == "refused"}:
+        if not module.rpartition(".")[2].islower():
+            continue  # a member of a class
+        try:
+            exec(f"from {module} import {name}")
+        except ImportError as error:
+            explains = str(error).startswith(f"raysgd has no {name}: ")
+            assert explains or getattr(error, "name", "") in OPTIONAL, error
+        else:
+            raise AssertionError(f"{module}.{name} was imported")
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -35,9 +35,8 @@ ROWS: list[tuple[str, str, str, str]] = [
     for module, owner, names, outcome, note in ROW.findall(TABLE)
     for name in re.findall(r"`([^`]+)`", names)
 ]
-# What a refused name raises; the others that are refused are modules and names that do not exist.
-RAISED = {"PyTorchTrainer": DeprecationWarning, "TorchTrainer.restore": DeprecationWarning}
-RAISED |= {"TorchTrainer.worker_group": AttributeError}
+# What a refused name raises; the import of another one raises an ImportError that says what to do instead.
+RAISED = {"TorchTrainer.restore": DeprecationWarning, "TorchTrainer.worker_group": AttributeError}
 NEEDS = {"tf": "tensorflow", "TFTrainer": "tensorflow", "TFTrainable": "pandas", "BaseTorchTrainable": "pandas"}
 NEEDS |= {"TorchTrainer.as_trainable": "pandas", "TrainingOperator.from_ptl": "lightning"}
 
@@ -199,10 +198,11 @@ def problem(module: str, name: str, outcome: str) -> str:
     raised = RAISED.get(name, DeprecationWarning if "(" in name else ImportError)
     try:
         if outcome == "refused" and raised is ImportError:
-            exec(f"from raysgd.{module} import {name}")
+            exec(f"from {f'raysgd.{module}'.rstrip('.')} import {name}")
         use(module, name)
     except Exception as error:
-        return "" if outcome == "refused" and isinstance(error, raised) else f"{name}: {error!r}"
+        explained = raised is not ImportError or str(error).startswith(f"raysgd has no {name}: ")
+        return "" if outcome == "refused" and isinstance(error, raised) and explained else f"{name}: {error!r}"
     return f"{name}: {raised.__name__} was not raised" if outcome == "refused" else ""
 
 

@@ -81,10 +81,6 @@ def other_schedule(model: Any, optimizer: Any) -> Any:
     return torch.optim.lr_scheduler.StepLR(other_parameters(model, optimizer), 1)
 
 
-def two_schedules(model: Any, optimizer: Any) -> Any:
-    return [torch.optim.lr_scheduler.StepLR(optimizer, 1), torch.optim.lr_scheduler.StepLR(optimizer, 2)]
-
-
 def one_schedule(model: Any, optimizer: Any) -> Any:
     return torch.optim.lr_scheduler.StepLR(optimizer, 1)
 
@@ -101,6 +97,33 @@ def scheduled(kind: type[Line], step: str | None) -> Callable[[], Any]:
     return call
 
 
+def setting(name: str, value: Any) -> type[Line]:
+    """Return an operator whose setup sets an attribute."""
+
+    def setup(self: Any, config: dict[str, Any]) -> None:
+        Line.setup(self, config)
+        setattr(self, name, value)
+
+    return own(setup=setup)
+
+
+def step_with_a_closure(self: Any, batch: Any, batch_info: Any) -> Any:
+    return {"stepped": self.step(lambda: torch.tensor(0.0))}
+
+
+class Sparse(Line):
+    """Has embeddings with sparse gradients."""
+
+    def make_model(self) -> nn.Module:
+        return nn.Sequential(nn.EmbeddingBag(9, 2, sparse=True), nn.Linear(2, 1))
+
+    def make_optimizer(self, model: nn.Module, lr: Any) -> Any:
+        return torch.optim.SGD(model.parameters(), lr=lr)
+
+    def loaders(self, config: dict[str, Any]) -> dict[str, Any]:
+        return {"train_loader": [(torch.ones(4, 3, dtype=torch.long), torch.ones(4, 1))]}
+
+
 def without_super(self: Any, *args: Any, **kwargs: Any) -> None:
     """Forgets the base class."""
 
@@ -114,6 +137,14 @@ OPTIONS: dict[str, Case] = {
     "a name for a training function": (
         lambda: Trainer("torch", name="digits"),  # type: ignore[call-arg]
         ["Trainer takes no argument 'name'", "end with the script", "resume from the newest one"],
+    ),
+    "an operator as the training function": (
+        lambda: raysgd.train.TorchTrainer(Line),
+        ["the training function must be a function", "An operator class is for raysgd.TorchTrainer"],
+    ),
+    "an argument of the other TorchTrainer": (
+        lambda: TorchTrainer(train_loop_per_worker=print),  # type: ignore[call-arg]
+        ["takes no argument 'train_loop_per_worker'", "trains an operator class", "The trainers of raysgd.train"],
     ),
     "a misspelled option": (lambda: TrainingOptions(clip_nrom=1), ["TrainingOptions", "did you mean 'clip_norm'"]),  # type: ignore[call-arg]
     "a clip that is a flag": (lambda: TrainingOptions(clip_value=True), ["above 0, or None", "got True"]),
@@ -144,6 +175,10 @@ OPERATORS: dict[str, Case] = {
         ["TorchTrainer takes no positional arguments", "TorchTrainer(training_operator_cls=...)"],
     ),
     "no class": (lambda: TorchTrainer(), ["training_operator_cls must be a subclass", "got None"]),
+    "a training function as the operator": (
+        made(operator=lambda config: None),
+        ["subclass of raysgd's TrainingOperator", "For a training function, use raysgd.train.TorchTrainer"],
+    ),
     "a model as the operator": (made(operator=nn.Linear), ["subclass of raysgd's TrainingOperator", "Linear"]),
     "setup without config": (
         made(operator=own(setup=lambda self: None)),
@@ -187,10 +222,6 @@ PARTS: dict[str, Case] = {
         scheduled(registering(schedulers=torch.optim.lr_scheduler.StepLR), "epoch"),
         ["schedulers must be", "pass an object"],
     ),
-    "two schedules for the default loop": (
-        scheduled(registering(schedulers=two_schedules), "epoch"),
-        ["2 schedulers are registered", "would step none of them", "self.scheduler", "'manual'"],
-    ),
     "a plateau that the default loop would step": (
         made(operator=registering(schedulers=plateau), scheduler_step_freq="epoch"),
         ["ReduceLROnPlateau.step needs an argument", "scheduler_step_freq='epoch'", "trainer.update_scheduler(metric)"],
@@ -202,6 +233,11 @@ PARTS: dict[str, Case] = {
     "an optimizer as the scheduler": (
         scheduled(registering(schedulers=lambda model, optimizer: optimizer), "epoch"),
         ["schedulers got SGD", "one of the optimizers", "pass it as optimizers=..."],
+    ),
+    "no optimizers": (made(operator=registering(optimizers=None)), ["optimizers must not be None", "pass []"]),
+    "a method's name": (
+        made(operator=setting("step", 0)),
+        ["setup sets self.step to 0", "step is a method of TrainingOperator", "another name"],
     ),
     "a misspelled part": (
         made(operator=registering(model=1)),
@@ -247,6 +283,14 @@ CALLS: dict[str, Case] = {
         ["train takes no argument", "did you mean 'num_steps'"],
     ),
     "fit without a number": (called("fit"), ["fit", "'epochs'"]),
+    "a closure as the optimizer": (
+        called("train", own(train_batch=step_with_a_closure)),
+        ["self.step() takes an optimizer, got <function", "passes no closure on", "Call the step(closure)"],
+    ),
+    "sparse gradients that are clipped": (
+        called("train", Sparse, options=TrainingOptions(clip_norm=1.0)),
+        ["clip_norm=1.0 cannot clip", "sparse=False"],
+    ),
     "a misspelled argument of predict": (called("predict", data=[1], batchsize=2), ["mean 'batch_size'"]),
     "profile as text": (called("validate", profile="yes"), ["profile must be True or False", "got 'yes'"]),
     "load another state": (called("load_state_dict", state_dict={"a": 1}), ["not a checkpoint of raysgd", "['a']"]),
@@ -271,7 +315,15 @@ def test_a_mistake_is_explained(name: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize(
-    ("method", "meant"), [("train_bacth", "train_batch"), ("set_up", "setup"), ("validateBatch", "validate_batch")]
+    ("method", "meant"),
+    [
+        ("train_bacth", "train_batch"),
+        ("set_up", "setup"),
+        ("validateBatch", "validate_batch"),
+        ("training_step", "train_batch"),
+        ("train_step", "train_batch"),
+        ("validation_batch", "validate_batch"),
+    ],
 )
 def test_a_misspelled_method_is_noticed(method: str, meant: str) -> None:
     with pytest.warns(UserWarning, match=f"never calls Own.{method} by itself: did you mean '{meant}'"):
@@ -280,7 +332,41 @@ def test_a_misspelled_method_is_noticed(method: str, meant: str) -> None:
 
 def test_helpers_of_the_users_own_are_no_mistakes(recwarn: pytest.WarningsRecorder) -> None:
     inline(own(train_batches=lambda self: 1, validation=lambda self: 2, step_batch=lambda self: 3)).shutdown()
+    inline(own(train_batch=lambda self, batch, batch_info: {}, train_step=lambda self: 1)).shutdown()
     assert not [warning for warning in recwarn if "never calls" in str(warning.message)]
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (
+            {"per_class": torch.ones(2)},
+            "averages single numbers only, and these metrics have several: per_class. The result",
+        ),
+        (
+            {"num_samples": 0, "loss": 1.0},
+            "num_samples was 0 in all batches of rank 0. So none of them counts in the means",
+        ),
+    ],
+)
+def test_metrics_that_cannot_be_averaged_are_named_once(
+    returned: dict[str, Any], message: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    evaluated = own(train_batch=lambda self, *_: returned, validate_batch=lambda self, *_: returned)
+    for call in ("train", "validate"):
+        caplog.clear()
+        with inline(evaluated) as trainer:
+            getattr(trainer, call)()
+            getattr(trainer, call)()
+        assert len([each for each in caplog.messages if message in each]) == 1, caplog.messages
+
+
+def test_a_collective_call_on_one_worker_says_what_to_write() -> None:
+    gather = own(train_batch=lambda self, batch, batch_info: torch.distributed.all_reduce(torch.ones(1)))
+    with inline(gather) as trainer, pytest.raises(ValueError, match="Default process group") as caught:
+        trainer.train()
+    notes = getattr(caught.value, "__notes__", [])
+    assert "Guard yours with `if self.world_size > 1`" in "".join(notes) or not hasattr(caught.value, "add_note")
 
 
 def test_forgotten_num_samples_are_counted_from_the_batch() -> None:

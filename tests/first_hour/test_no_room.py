@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from raysgd import ResourceError, shutdown_all
-from raysgd.config import ElasticConfig, Limits
+from raysgd.config import ElasticConfig, Limits, WorkerResources
 from raysgd.engine.engine import Engine
 from raysgd.workers import cluster, foreign
 from tests.fake_group import FakeGroup, SingleWorkerBackend, started
@@ -174,3 +174,25 @@ def test_nodes_may_be_added_to_a_cluster_that_was_joined_or_if_the_user_says_so(
     assert not cluster.can_grow()
     monkeypatch.setenv(name, "300")
     assert cluster.can_grow()
+
+
+@pytest.mark.parametrize(
+    ("captures", "strategy", "room"), [(True, "PlacementGroupSchedulingStrategy", 1), (False, "str", 6)]
+)
+def test_workers_run_in_a_placement_group_only_if_it_captures_them(
+    ray_cluster: None, captures: bool, strategy: str, room: int
+) -> None:
+    """Ray calls it placement_group_capture_child_tasks, which is False by default and True in a trial of Tune."""
+    import ray
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    def look() -> tuple[str, int]:
+        return type(cluster.placement()).__name__, cluster.room_for(WorkerResources.parse(1, False, None))
+
+    group = ray.util.placement_group([{"CPU": 2}])
+    try:
+        inside = PlacementGroupSchedulingStrategy(group, placement_group_capture_child_tasks=captures)
+        task = ray.remote(look).options(num_cpus=1, scheduling_strategy=inside)
+        assert ray.get(task.remote(), timeout=60) == (strategy, room)
+    finally:
+        ray.util.remove_placement_group(group)

@@ -102,6 +102,36 @@ def test_a_worker_that_is_not_replaced_changes_nothing(
     assert mine.mode == "global" and not said(caplog)
 
 
+class Halves(Curve):
+    """Has two optimizers, with one backward pass for both."""
+
+    def register(self, *, models: Any, **parts: Any) -> Any:
+        parts["optimizers"] = [torch.optim.SGD(models[0].parameters(), lr=0.2, momentum=0.9)]
+        parts["optimizers"].append(torch.optim.Adam(models[2].parameters(), lr=0.02))
+        parts["schedulers"] = [torch.optim.lr_scheduler.ExponentialLR(each, 0.9) for each in parts["optimizers"]]
+        model, self.optimizers, *rest = super().register(models=models, **parts)
+        return model, self.optimizers[0], *rest
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        for optimizer in self.optimizers:
+            self.zero_grad(optimizer)
+        loss = self.criterion(self.model(batch[0]), batch[1])
+        self.backward(loss)
+        for optimizer in self.optimizers:
+            self.step(optimizer)
+        return {"train_loss": loss.detach(), "num_samples": len(batch[0])}
+
+
+@pytest.mark.parametrize("faults", [ONE, TWO])
+def test_optimizers_that_share_a_backward_pass_keep_the_batch(faults: Any, caplog: pytest.LogCaptureFixture) -> None:
+    mine = Outcome(Halves, *faults)
+    mine.assert_equals(Outcome(Halves))
+    assert mine.mode == "global" and not said(caplog)
+    steps = 2 * -(-CONFIG["rows"] // (CONFIG["batch"] * WORKERS))
+    rates = [each.param_groups[0]["lr"] for each in mine.operator.optimizers]
+    assert rates == [pytest.approx(lr * 0.9**steps) for lr in (0.2, 0.02)], "each schedule steps once in a step"
+
+
 class Normed(Curve):
     """Has BatchNorm layers, and a buffer that its forward replaces."""
 
@@ -848,3 +878,8 @@ def test_a_trainer_says_what_was_decided() -> None:
             assert trainer.batch_mode == (None if batch == "auto" else batch)
             trainer.train()
             assert trainer.batch_mode == ("global" if batch == "auto" else batch)
+
+
+def test_the_batches_of_an_own_loop_are_counted_although_a_worker_fails() -> None:
+    """18 rows in 2 steps of three workers, and 22 in 4 of two, which have 7 steps for the next 40."""
+    assert [each["batch_count"] for each in Outcome(Looping, KILL).results] == [6, 7]

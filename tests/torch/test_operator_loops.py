@@ -34,7 +34,8 @@ def test_loops_with_any_documented_signature() -> None:
         with inline(type("Own", (Line,), {"train_epoch": override})) as trainer:
             result = trainer.train(num_steps=2, info={"a": 1})
             assert result["seen"] == 2
-            assert result["given"] == ({"a": 1}, 2, 0)[: len(result["given"])]
+            assert result["given"] == ({"a": 1, "epoch_idx": 0}, 2, 0)[: len(result["given"])]
+            assert result["batch_count"] == 2, "although the loop does not return it"
             assert trainer.train(info={"a": 1})["seen"] == 1
     for override in (epoch_with_other_names, epoch_bare):
         with inline(type("Own", (Line,), {"validate": override})) as trainer:
@@ -55,7 +56,7 @@ class NotesInfo(Line):
         return {"given": given[0]}
 
     def train_batch(self, batch: Any, batch_info: Any) -> Any:
-        assert batch_info == {}
+        assert batch_info.keys() == {"epoch_idx"}
         return super().train_batch(batch, batch_info)
 
     def validate_batch(self, batch: Any, batch_info: Any) -> Any:
@@ -64,8 +65,8 @@ class NotesInfo(Line):
 
 def test_info_is_a_dictionary_of_the_call_if_none_is_passed() -> None:
     with inline(NotesInfo) as trainer:
-        assert trainer.train()["given"] == {}
-        assert trainer.train()["given"] == {}, "what a method adds to it is gone with the call"
+        assert trainer.train()["given"] == {"epoch_idx": 0}
+        assert trainer.train()["given"] == {"epoch_idx": 1}, "what a method adds to it is gone with the call"
         assert trainer.validate()["given"] == {}
         given = {"a": 1}
         assert trainer.validate(info=given)["given"] == given

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
-from raysgd import ConfigError, TrainingOperator
+from raysgd import ConfigError, TrainingOperator, TrainingOptions
 from tests.replicas import operator_alone
 from tests.torch.small import Line
 
@@ -101,12 +101,22 @@ def test_the_module_inside_a_model() -> None:
         operator.unwrapped(nn.Linear(1, 1))
 
 
+def wrapped() -> nn.Module:
+    """Return a model in DistributedDataParallel, whose constructor needs a process group."""
+    made = nn.parallel.DistributedDataParallel.__new__(nn.parallel.DistributedDataParallel)
+    nn.Module.__init__(made)
+    made.module = model()
+    return made
+
+
 @pytest.mark.parametrize(
     ("parts", "says"),
     [
         ({"models": None}, "models must be a torch.nn.Module"),
         ({"models": {"net": nn.Linear(1, 1)}}, "list or tuple"),
         ({"models": [nn.Linear(1, 1), 3]}, "list or tuple"),
+        ({"models": wrapped()}, "Register the module inside: models=model.module"),
+        ({"models": nn.Sequential(wrapped())}, "is, or holds, a DistributedDataParallel already"),
         ({"ddp_args": [1]}, "ddp_args must be a dict"),
         ({"apex_args": "O1"}, "apex_args must be a dict"),
     ],
@@ -116,6 +126,12 @@ def test_register_refuses(parts: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError) as caught:
         registered(**{"models": one, "optimizers": sgd(one), **parts})
     assert says in str(caught.value)
+
+
+def test_a_model_that_the_user_wraps_is_registered_as_it_is() -> None:
+    body = {"body": lambda operator: operator.register(models=given, optimizers=sgd(given))}
+    given, options = wrapped(), TrainingOptions(parallel=None)
+    assert operator_alone(Bare, body, options=options).answer[0] is given
 
 
 def test_register_data_refuses_objects_that_cannot_be_iterated() -> None:

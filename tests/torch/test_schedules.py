@@ -218,18 +218,30 @@ def test_a_scheduler_that_only_the_loop_steps_is_none(freq: str) -> None:
 
 
 class Listed(Line):
-    """Keeps its only scheduler in the list in which it was registered."""
+    """Keeps its schedulers in the list in which they were registered."""
 
     def setup(self, config: dict[str, Any]) -> None:
-        super().setup({"scheduler": lambda optimizer: [ConstantLR(optimizer)]})
+        super().setup({"scheduler": lambda optimizer: [ConstantLR(optimizer) for _ in range(config["count"])]})
 
 
-@pytest.mark.parametrize(("freq", "steps"), [("batch", 3), ("epoch", 1)])
-def test_a_list_with_the_only_scheduler_is_stepped(freq: str, steps: int) -> None:
-    with inline(Listed, scheduler_step_freq=freq) as trainer:
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize(("freq", "steps"), [("batch", 3), ("epoch", 1), ("manual", 0)])
+def test_all_schedulers_of_a_list_are_stepped(freq: str, steps: int, count: int) -> None:
+    with inline(Listed, scheduler_step_freq=freq, config={"count": count}) as trainer:
         trainer.train()
-        (scheduler,) = operator_of(trainer).scheduler
-        assert scheduler.last_epoch == steps
+        assert [each.last_epoch for each in operator_of(trainer).scheduler] == [steps] * count
+
+
+def test_only_the_scheduler_that_the_operator_names_is_stepped() -> None:
+    class Named(Listed):
+        def setup(self, config: dict[str, Any]) -> None:
+            super().setup({"count": 2})
+            self.both = self.scheduler
+            self.scheduler = self.both[1]  # type: ignore[index]
+
+    with inline(Named, scheduler_step_freq="batch") as trainer:
+        trainer.train()
+        assert [each.last_epoch for each in operator_of(trainer).both] == [0, 3]
 
 
 class Stepping(Planned):

@@ -43,6 +43,19 @@ def test_dict_round_trip() -> None:
     assert checkpoint.path is None
 
 
+def test_a_checkpoint_of_another_class_and_its_uri(directory: Path) -> None:
+    class Own(Checkpoint):
+        pass
+
+    made = Own.from_checkpoint(Checkpoint.from_bytes(Checkpoint.from_directory(directory).to_bytes()))
+    with made.as_directory() as folder:
+        assert type(made) is Own and (Path(folder) / "weights.bin").read_bytes() == b"123"
+    assert Checkpoint.from_directory(directory).uri == f"file://{directory}"
+    assert Checkpoint("memory://bucket/run").uri == "memory://bucket/run"
+    assert Own.from_checkpoint(Checkpoint.from_dict({"epoch": 3})).to_dict() == {"epoch": 3}
+    assert Checkpoint.from_dict({}).uri is None
+
+
 def test_metadata_round_trip(directory: Path) -> None:
     for checkpoint in (Checkpoint.from_dict({"epoch": 1}), Checkpoint.from_directory(directory)):
         checkpoint.set_metadata({"model": "small"})

@@ -34,13 +34,48 @@ def test_a_name_without_effect_warns_when_it_is_imported() -> None:
         assert len(caught) == 1 and found[name] is not None
 
 
-def test_results_preprocessors_warn_and_work_when_they_are_called() -> None:
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "added"),
+    [
+        ("Average", {"keys": ["loss", "unknown"]}, {"avg(loss)": 1.5}),
+        ("Average", {}, {"avg(loss)": 1.5, "avg(rows)": 4.0}),
+        ("Max", {"keys": ["loss"]}, {"max(loss)": 2.0}),
+        ("WeightedAverage", {"keys": ["loss"], "weight_key": "rows"}, {"weight_avg_rows(loss)": 1.25}),
+        ("WeightedAverage", {"keys": ["loss"], "weight_key": "name"}, {"weight_avg_name(loss)": 1.5}),
+    ],
+)
+def test_results_preprocessors_add_numbers_of_all_workers(kind: str, arguments: Any, added: Any) -> None:
+    """With the keys and the values of Ray 1.13, which leaves out NaN and values that are not numbers."""
+    module = importlib.import_module("raysgd.train.callbacks.results_preprocessors")
+    rows = [{"loss": 1.0, "rows": 6}, {"loss": 2.0, "rows": 2}, {"loss": NAN, "name": "c"}]
+    changed = getattr(module, f"{kind}ResultsPreprocessor")(**arguments).preprocess(rows)
+    assert [{key: row[key] for key in row.keys() - {"loss", "rows", "name"}} for row in changed] == [added] * 3
+
+
+def test_results_preprocessors_select_and_follow_each_other() -> None:
     from raysgd.train.callbacks import results_preprocessors as module  # type: ignore[attr-defined]
 
     rows = [{"loss": 1, "rank": 0}, {"loss": 2, "rank": 1}]
-    with pytest.warns(UserWarning, match=r"do not call a .*: call its preprocess\(results\) in handle_result"):
-        made = [module.ExcludedKeysResultsPreprocessor(["rank"]), module.IndexedResultsPreprocessor([1])]
-    assert made[0].preprocess(rows) == [{"loss": 1}, {"loss": 2}] and made[1].preprocess(rows) == rows[1:]
+    excluded, one = module.ExcludedKeysResultsPreprocessor(["rank"]), module.IndexedResultsPreprocessor(1)
+    assert module.IndexedResultsPreprocessor([0]).preprocess(rows) == rows[:1]
+    assert module.SequentialResultsPreprocessor([excluded, one]).preprocess(rows) == [{"loss": 2}]
+
+
+def test_what_is_refused_is_not_offered() -> None:
+    """A star, and tools that list a module, get only what an import finds."""
+    for module in ("utils", "data", "train", "train.session", "torch.worker_group", ""):
+        found = importlib.import_module(f"raysgd.{module}".rstrip("."))
+        assert not {"TimerStat", "Dataset", "SyncConfig", "Session", "PyTorchTrainer"} & set(dir(found)), module
+        exec(f"from {found.__name__} import *")
+
+
+def test_amp_is_that_of_torch() -> None:
+    from raysgd.torch.training_operator import amp  # type: ignore[import-not-found]
+
+    assert callable(amp.autocast) and callable(amp.GradScaler)
 
 
 def test_old_modules_can_be_imported_in_every_way() -> None:

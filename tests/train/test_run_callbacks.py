@@ -10,6 +10,7 @@ import pytest
 
 from raysgd import train
 from raysgd.callbacks import Callback, CallResult, History, Run
+from raysgd.compat.results_preprocessors import IndexedResultsPreprocessor
 from raysgd.train import DataParallelTrainer, RunConfig, ScalingConfig, Trainer, TrainingCallback
 from raysgd.train import Result as ReadBack
 from raysgd.train.callbacks import LoggerCallback, TorchTensorboardProfilerCallback, Trial, make_callback_list
@@ -136,6 +137,31 @@ def test_callbacks_of_v1(kind: Any, tmp_path: Path) -> None:
     )
     callbacks.end(failed=False)
     assert old.heard == [(tmp_path, {"lr": 1}, {}), rows, False]
+
+
+class Processing(TrainingCallback):
+    """Overrides what Ray 1.11 to 1.13 call with the rows."""
+
+    def __init__(self) -> None:
+        self.heard: list[Any] = []
+
+    def process_results(self, results: list[dict[str, Any]], **info: Any) -> None:
+        self.heard.append(results[1:])
+
+
+class Preprocessing(V1Subclass):
+    """Handles the rows that a preprocessor returns."""
+
+    results_preprocessor = IndexedResultsPreprocessor(1)
+
+
+@pytest.mark.parametrize("kind", [Processing, Preprocessing])
+def test_callbacks_that_preprocess_rows(kind: Any, tmp_path: Path) -> None:
+    old, rows = kind(), [{"rank": 0}, {"rank": 1}]
+    make_callback_list([old]).result(
+        CallResult(kind="report", epoch=0, step=1, metrics=rows[0], by_worker=rows, world_size=2, seconds=0.1)
+    )
+    assert old.heard == [[{"rank": 1}]]
 
 
 class Logging(LoggerCallback):

@@ -140,6 +140,7 @@ def test_get_dataset_config_returns_a_copy() -> None:
     trainer = Own(lambda: None)
     trainer.get_dataset_config()["train"].append(2)
     assert trainer.get_dataset_config() == {"train": [1]}
+    assert train.DataParallelTrainer(lambda: None).get_dataset_config() == train.DataConfig()
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, TypeVar
 
 from raysgd.callbacks.history import History
 from raysgd.errors import ConfigError, counted
+from raysgd.ray_data.datasets import DataConfig
 from raysgd.ray_data.splits import make_splits
 from raysgd.storage.locations import place, text_of
 from raysgd.storage.remote import Uri
@@ -209,8 +210,8 @@ class DataParallelTrainer:
     # -- data -----------------------------------------------------------------------------------------
 
     def get_dataset_config(self) -> Any:
-        """Return a copy of `dataset_config`."""
-        return copy.deepcopy(self.dataset_config)
+        """Return a copy of `dataset_config`, by default a `DataConfig()`."""
+        return copy.deepcopy(DataConfig() if self.dataset_config is None else self.dataset_config)
 
     def preprocess_datasets(self) -> None:
         raise DeprecationWarning("trainers do not preprocess datasets: do it with Ray Data before you pass them")
