@@ -55,6 +55,21 @@ class Measured:
     stop: bool = False
 
 
+class WeightedMean(float):
+    """The mean of a metric that does not count all samples of its result: it has a `weight` of its
+    own."""
+
+    def __new__(cls, mean: float, weight: float) -> WeightedMean:
+        found = super().__new__(cls, mean)
+        found.weight = weight
+        return found
+
+    weight: float
+
+    def __reduce__(self) -> Any:
+        return WeightedMean, (float(self), self.weight)
+
+
 def refuse_own_names(result: Mapping[Any, Any], *, of: str, names: Set[str] = OWN_NAMES) -> None:
     """Raise ValueError for a metric with the name of one of raysgd's own. `of` says whose."""
     found = next((name for name in result if name in names), None)
@@ -133,34 +148,40 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, Real)
 
 
-def _weight(result: Mapping[str, Any]) -> float:
-    samples: Any = result.get(NUM_SAMPLES)
-    return float(samples) if _is_number(samples) and samples == samples else 1.0
+def _weighted(result: Mapping[str, Any], key: str) -> tuple[Any, float]:
+    """Return a metric with its weight: by default, the samples of its result."""
+    value, samples = result[key], result.get(NUM_SAMPLES)
+    if isinstance(value, WeightedMean):
+        return value, value.weight
+    return value, float(samples) if samples is not None and _is_number(samples) and samples == samples else 1.0
 
 
 def _mean(pairs: Sequence[tuple[Any, float]]) -> Any:
-    """Return the mean weighted by samples. A NaN makes it a NaN, so that users see it."""
-    if len(pairs) == 1:
-        return float(pairs[0][0])  # exact, however large it is
+    """Return the weighted mean. A NaN makes it a NaN, so that users see it."""
+    own = any(isinstance(value, WeightedMean) for value, _ in pairs)
     total = sum(weight for _, weight in pairs)
-    if total == 0:
-        return sum(float(value) for value, _ in pairs) / len(pairs)
-    return sum(float(value) * weight for value, weight in pairs if weight) / total
+    if len(pairs) == 1:
+        found = float(pairs[0][0])  # exact, however large it is
+    elif total == 0:
+        found = sum(float(value) for value, _ in pairs) / len(pairs)
+    else:
+        found = sum(float(value) * weight for value, weight in pairs if weight) / total
+    return WeightedMean(found, total) if own else found
 
 
 def merge_ranks(results: Sequence[Mapping[str, Any]]) -> Result:
     """Merge the results of one part of a call over its ranks.
 
     `num_samples` is summed. `epoch` and `batch_count` are the maximum. Other numbers are means
-    weighted by samples, over the ranks that have them. Anything else is the first rank's. `epoch`
-    comes first."""
+    weighted by samples, or by weights of their own, over the ranks that have them. Anything else is
+    the first rank's. `epoch` comes first."""
     rows = [{key: plain(value) for key, value in result.items()} for result in results if result]
     if not rows:
         return {}
     merged: Result = {}
     for key in dict.fromkeys(key for row in rows for key in row):
         holders = [row for row in rows if key in row]
-        numbers = [(row[key], _weight(row)) for row in holders if _is_number(row[key])]
+        numbers = [_weighted(row, key) for row in holders if _is_number(row[key])]
         if len(numbers) < len(holders):
             merged[key] = holders[0][key]
         elif key == NUM_SAMPLES:
@@ -213,7 +234,7 @@ def merge_parts(parts: Sequence[Mapping[str, Any]]) -> Result:
     merged: Result = {}
     for key in dict.fromkeys(key for row in busy for key in row):
         holders = [row for row in busy if key in row]
-        numbers = [(row[key], _weight(row)) for row in holders if _is_number(row[key])]
+        numbers = [_weighted(row, key) for row in holders if _is_number(row[key])]
         if len(numbers) < len(holders) or key.startswith("last_") or key == "epoch":
             merged[key] = holders[-1][key]
         elif key in (NUM_SAMPLES, BATCH_COUNT, SKIPPED, *SECONDS.values()):

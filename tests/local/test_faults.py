@@ -385,8 +385,8 @@ MUTANTS: dict[str, tuple[str, Callable[[Any], Any]]] = {
         lambda original: lambda self, *, failed=False: None if failed else original(self),
     ),
     "unequal shares weigh the same": (
-        "raysgd.torch.step_options.Weigh._weighted",
-        lambda original: lambda self, gradient: gradient,
+        "raysgd.torch.weights.Weigh._arriving",
+        lambda original: lambda self, gradients: None,
     ),
     "calls do not finish those before them": (
         "raysgd.engine.engine.Engine._run_again",
