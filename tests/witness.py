@@ -24,7 +24,7 @@ class Witness(nn.Module):
     def forward(self, rows: list[int], parts: Any = None) -> torch.Tensor:
         """Return 0, whose gradient at each of these rows is its part of the batch: by default, an equal one."""
         found = self.entered[rows]
-        given = torch.full((len(rows),), 1 / len(rows)) if parts is None else parts
+        given = torch.full((len(rows),), 1 / len(rows), dtype=found.dtype) if parts is None else parts
         return ((found - found.detach()) * given.to(found)).sum()
 
 

@@ -132,6 +132,8 @@ def _check_nested(name: str, value: Any, seen: set[int], depth: int) -> None:
 
 def plain(value: Any) -> Any:
     """Return a Python number for a single number (NumPy, torch, TensorFlow), else the value."""
+    if isinstance(value, WeightedMean):
+        return float(value)
     if isinstance(value, (bool, int, float)) or value is None or isinstance(value, (str, bytes, Mapping)):
         return value
     try:
@@ -144,21 +146,28 @@ def plain(value: Any) -> Any:
         return value
 
 
+def _kept(value: Any) -> Any:
+    return value if isinstance(value, WeightedMean) else plain(value)
+
+
 def _is_number(value: Any) -> bool:
     return isinstance(value, Real)
 
 
 def _weighted(result: Mapping[str, Any], key: str) -> tuple[Any, float]:
     """Return a metric with its weight: by default, the samples of its result."""
-    value, samples = result[key], result.get(NUM_SAMPLES)
-    if isinstance(value, WeightedMean):
-        return value, value.weight
-    return value, float(samples) if samples is not None and _is_number(samples) and samples == samples else 1.0
+    value = result[key]
+    return value, value.weight if isinstance(value, WeightedMean) else _samples(result)
 
 
-def _mean(pairs: Sequence[tuple[Any, float]]) -> Any:
-    """Return the weighted mean. A NaN makes it a NaN, so that users see it."""
-    own = any(isinstance(value, WeightedMean) for value, _ in pairs)
+def _samples(result: Mapping[str, Any]) -> float:
+    samples: Any = result.get(NUM_SAMPLES)
+    return float(samples) if _is_number(samples) and samples == samples else 1.0
+
+
+def _mean(pairs: Sequence[tuple[Any, float]], samples: float) -> Any:
+    """Return the weighted mean, of these samples or of other weights. A NaN makes it a NaN, so that
+    users see it."""
     total = sum(weight for _, weight in pairs)
     if len(pairs) == 1:
         found = float(pairs[0][0])  # exact, however large it is
@@ -166,7 +175,7 @@ def _mean(pairs: Sequence[tuple[Any, float]]) -> Any:
         found = sum(float(value) for value, _ in pairs) / len(pairs)
     else:
         found = sum(float(value) * weight for value, weight in pairs if weight) / total
-    return WeightedMean(found, total) if own else found
+    return found if total == samples else WeightedMean(found, total)
 
 
 def merge_ranks(results: Sequence[Mapping[str, Any]]) -> Result:
@@ -175,10 +184,11 @@ def merge_ranks(results: Sequence[Mapping[str, Any]]) -> Result:
     `num_samples` is summed. `epoch` and `batch_count` are the maximum. Other numbers are means
     weighted by samples, or by weights of their own, over the ranks that have them. Anything else is
     the first rank's. `epoch` comes first."""
-    rows = [{key: plain(value) for key, value in result.items()} for result in results if result]
+    rows = [{key: _kept(value) for key, value in result.items()} for result in results if result]
     if not rows:
         return {}
     merged: Result = {}
+    samples = sum(_samples(row) for row in rows)
     for key in dict.fromkeys(key for row in rows for key in row):
         holders = [row for row in rows if key in row]
         numbers = [_weighted(row, key) for row in holders if _is_number(row[key])]
@@ -189,7 +199,7 @@ def merge_ranks(results: Sequence[Mapping[str, Any]]) -> Result:
         elif key in ("epoch", BATCH_COUNT, SKIPPED):
             merged[key] = max(value for value, _ in numbers)
         else:
-            merged[key] = _mean(numbers)
+            merged[key] = _mean(numbers, samples)
     return _ordered(merged)
 
 
@@ -232,6 +242,7 @@ def merge_parts(parts: Sequence[Mapping[str, Any]]) -> Result:
     if not busy:
         return {}
     merged: Result = {}
+    samples = sum(_samples(row) for row in busy)
     for key in dict.fromkeys(key for row in busy for key in row):
         holders = [row for row in busy if key in row]
         numbers = [_weighted(row, key) for row in holders if _is_number(row[key])]
@@ -240,7 +251,7 @@ def merge_parts(parts: Sequence[Mapping[str, Any]]) -> Result:
         elif key in (NUM_SAMPLES, BATCH_COUNT, SKIPPED, *SECONDS.values()):
             merged[key] = sum(value for value, _ in numbers)
         else:
-            merged[key] = _mean(numbers)
+            merged[key] = _mean(numbers, samples)
     return _ordered(merged)
 
 
@@ -254,7 +265,7 @@ def merge_call(parts: Sequence[Sequence[Measured]]) -> Result:
     committed = max((each.committed for part in parts for each in part), default=0)
     if len(parts) > 1 and _is_number(result.get(NUM_SAMPLES)) and committed > result[NUM_SAMPLES]:
         result[NUM_SAMPLES] = committed
-    return result
+    return {name: float(value) if isinstance(value, WeightedMean) else value for name, value in result.items()}
 
 
 def _ordered(result: Result) -> Result:
