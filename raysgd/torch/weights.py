@@ -231,7 +231,7 @@ def labels_counted(labels: torch.Tensor, ignored: int, weight: torch.Tensor | No
     classes."""
     kept = labels != ignored
     if weight is not None:
-        found = (weight[torch.where(kept, labels, 0)] * kept).sum()
+        found = (weight[labels * kept] * kept).sum()
     else:
         found = kept.sum()
     return found.item() if found.is_cpu else found
