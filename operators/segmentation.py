@@ -113,10 +113,11 @@ class SegmentationOperator(Recipe):
         images, masks = batch
         with self.autocast():
             loss = self.criterion(self.score(images, masks.shape[-2:]), masks)
+        counted = (masks != self.ignored).sum()
         self.zero_grad(self.optimizer)
-        self.backward(loss)
+        self.backward(loss, count=counted)
         self.step(self.optimizer)
-        return {"train_loss": loss.detach(), "num_samples": masks.size(0)}
+        return {"train_loss": (loss.detach(), counted), "num_samples": masks.size(0)}
 
     def validate_batch(self, batch: Any, batch_info: Mapping[str, Any]) -> dict[str, Any]:
         images, masks = batch

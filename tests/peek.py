@@ -22,6 +22,17 @@ def options_of(operator: Any) -> Any:
     return operator._settings.options
 
 
+def rows_now(operator: Any) -> list[int]:
+    """Return the indices of the samples in the running batch."""
+    rows: list[int] = operator._feed.step.current.indices
+    return rows
+
+
+def weighs_arriving_gradients(operator: Any) -> bool:
+    """Return whether hooks on the registered parameters weigh gradients, in backward passes that user code makes itself."""
+    return bool(operator._weigh._hooks)
+
+
 def finish_saves(trainer: Any) -> None:
     """Wait until the newest automatic checkpoint is in its folder."""
     trainer._folder.wait()

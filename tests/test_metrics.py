@@ -1,6 +1,7 @@
 """Merging the results of ranks and parts: any split of the same work gives the same values."""
 
 import math
+import pickle
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raysgd.core.average_meters import AverageMeterCollection
-from raysgd.core.metrics import for_all_ranks, merge_parts, merge_ranks, plain
+from raysgd.core.metrics import Measured, for_all_ranks, merge_call, merge_parts, merge_ranks, plain
 
 NAN = float("nan")
 
@@ -137,3 +138,26 @@ def test_other_values_are_unchanged(value: Any) -> None:
 def test_one_rank_stands_for_all(result: dict[str, Any], ranks: int, committed: int, expected: int) -> None:
     assert for_all_ranks(result, ranks, committed) == {**result, "num_samples": expected}
     assert for_all_ranks({"num_samples": "many"}, 2, 0) == {"num_samples": "many"}
+
+
+@settings(max_examples=60, deadline=None)
+@given(BATCHES, st.integers(0, 2))
+def test_a_metric_with_weights_of_its_own(batches: list[tuple[int, float, int, int]], rare: int) -> None:
+    """One has a weight in each batch, and one is returned by some batches only."""
+    meters: dict[int, dict[int, AverageMeterCollection]] = {}
+    for number, (tokens, loss, part, rank) in enumerate(batches):
+        meter = meters.setdefault(part, {}).setdefault(rank, AverageMeterCollection())
+        some = {"some": loss} if number % 3 == rare else {}
+        meter.update({"loss": (loss, tokens), **some}, n=2)
+    parts = [[Measured(meter.summary()) for meter in ranks.values()] for ranks in meters.values()]
+    merged = merge_call(pickle.loads(pickle.dumps(parts)))
+
+    total = sum(tokens for tokens, *_ in batches)
+    assert merged["loss"] == pytest.approx(
+        math.fsum(tokens * loss for tokens, loss, *_ in batches) / total, rel=1e-9, abs=1e-6
+    )
+    those = [loss for number, (_, loss, *_) in enumerate(batches) if number % 3 == rare]
+    assert ("some" in merged) == bool(those)
+    if those:
+        assert merged["some"] == pytest.approx(math.fsum(those) / len(those), rel=1e-9, abs=1e-6)
+    assert all(type(value) in (int, float) for value in merged.values())

@@ -1,4 +1,5 @@
-"""Average what training steps report, weighted by samples. Standard library only. Both."""
+"""Average what training steps report, weighted by samples, or by weights of their own. Standard
+library only. Both."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from raysgd.constants import BATCH_COUNT, NUM_SAMPLES
-from raysgd.core.metrics import check_metric, is_in_range, out_of_range
+from raysgd.core.metrics import WeightedMean, check_metric, is_in_range, out_of_range
 from raysgd.errors import shown
 
 # A float cannot represent every integer above this, so a larger weight is treated as a float.
@@ -33,7 +34,7 @@ class AverageMeter:
         self.count: float = 0
         self._sum: float = 0.0
         self._last: Any = math.nan
-        self._waiting: list[tuple[Any, float]] = []
+        self._waiting: list[tuple[Any, Any]] = []
 
     def update(self, val: Any, n: float = 1) -> None:
         """Add `val`, a number or a one-element tensor, with weight `n`."""
@@ -60,14 +61,16 @@ class AverageMeter:
     @property
     def avg(self) -> float:
         """Return the weighted mean, NaN if the weights add up to 0."""
-        return self.sum / self.count if self.count else math.nan
+        total = self.sum  # the count is complete then
+        return total / self.count if self.count else math.nan
 
-    def _add(self, number: Any, n: float) -> None:
-        self.count += n
-        self._last = number
-        if not n:
-            return  # the mean over an empty batch is NaN, which must not get into the sum
-        if isinstance(number, (float, int)):
+    def _add(self, number: Any, n: Any) -> None:
+        self._last, known = number, isinstance(n, (float, int))
+        if known:
+            self.count += n
+            if not n:
+                return  # the mean over an empty batch is NaN, which must not get into the sum
+        if known and isinstance(number, (float, int)):
             self._sum += float(number) * n
             return
         self._waiting.append((number, n))
@@ -77,13 +80,17 @@ class AverageMeter:
     def _settle(self) -> None:
         if not isinstance(self._last, (float, int)):
             self._last = self._last.item()
-        for tensor, n in self._waiting:
-            self._sum += tensor.item() * n
+        for number, n in self._waiting:
+            weight = n if isinstance(n, (float, int)) else n.item()
+            self.count += weight if weight is not n else 0
+            if weight:
+                self._sum += (number if isinstance(number, (float, int)) else number.item()) * weight
         self._waiting.clear()
 
 
 class AverageMeterCollection:
-    """Meters by metric name, with the count of batches and samples.
+    """Meters by metric name, with the count of batches and samples. A metric counts the samples of
+    its batch; a pair `(value, weight)` counts its weight.
 
     Owns the sums of one worker, and never communicates with other workers. Values that are not
     numbers (text, dictionaries, None, arrays) are not averaged: the latest one is reported. If a
@@ -126,8 +133,11 @@ class AverageMeterCollection:
             self.update(metrics, n=n)
         self.batch_count -= len(pieces) - 1
         for name in pieces[-1][0] if len(pieces) > 1 else ():
-            found = [(_number(metrics.get(name)), n) for metrics, n in pieces if n]
-            numbers = [(number, n) for number, n in found if number is not None]
+            found = [_weighted(name, metrics.get(name), n) for metrics, n in pieces if n]
+            # A weight on the device is not read.
+            numbers = [
+                (number, n) for number, n in found if number is not None and (not isinstance(n, (float, int)) or n)
+            ]
             if numbers and name in self._meters:
                 self._meters[name]._last = sum(number * n for number, n in numbers) / sum(n for _, n in numbers)
 
@@ -137,7 +147,8 @@ class AverageMeterCollection:
         reserved = set(result)
         for name, meter in self._meters.items():
             if name not in reserved:
-                result[name] = meter.avg
+                mean = meter.avg
+                result[name] = mean if meter.count == self.num_samples else WeightedMean(mean, meter.count)
                 # If the user has a metric of this name, that one is reported.
                 if f"last_{name}" not in self._meters:
                     result[f"last_{name}"] = meter.val
@@ -147,7 +158,7 @@ class AverageMeterCollection:
         return result
 
     def _update_one(self, name: str, value: Any, n: float) -> None:
-        number = _number(value, name)
+        number, n = _weighted(name, value, n) if type(value) is tuple else (_number(value, name), n)
         if name not in self._meters and name not in self._others:
             check_metric(name, value)  # only once, because later batches return the same kind of value
         if number is None:
@@ -187,18 +198,27 @@ def _number(value: Any, name: Any = None) -> Any:
     return number
 
 
+def _weighted(name: Any, value: Any, n: float) -> tuple[Any, Any]:
+    """Return a metric's number and weight, in a batch of `n` samples. The number is None if it is
+    not one."""
+    if type(value) is tuple and len(value) == 2:
+        number, weight = _number(value[0], name), _number(value[1], name)
+        if number is not None and weight is not None:
+            known = isinstance(weight, (float, int))
+            return number, 0 if not n else _weight(weight, f"the weight of {_named(name)}") if known else weight
+    return _number(value, name), n
+
+
 def _named(name: Any) -> str:
     return "the value" if name is None else f"the metric {shown(name)}"
 
 
-def _weight(n: Any) -> float:
+def _weight(n: Any, of: str = "num_samples, the number of samples of a batch,") -> float:
     """Return `n` as a Python number that can be a weight. Raise ValueError if it cannot."""
     try:
         number = n.item() if hasattr(n, "item") else n
     except Exception:  # an array of several elements
         number = None
     if not isinstance(number, (float, int)) or not 0 <= number < math.inf or not is_in_range(int(number)):
-        raise ValueError(
-            f"num_samples, the number of samples of a batch, must be a finite number of 0 or more, got {shown(n)}"
-        )
+        raise ValueError(f"{of} must be a finite number of 0 or more, got {shown(n)}")
     return float(number) if number >= _MOST_SAMPLES else number

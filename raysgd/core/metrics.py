@@ -55,6 +55,21 @@ class Measured:
     stop: bool = False
 
 
+class WeightedMean(float):
+    """The mean of a metric that does not count all samples of its result: it has a `weight` of its
+    own."""
+
+    def __new__(cls, mean: float, weight: float) -> WeightedMean:
+        found = super().__new__(cls, mean)
+        found.weight = weight
+        return found
+
+    weight: float
+
+    def __reduce__(self) -> Any:
+        return WeightedMean, (float(self), self.weight)
+
+
 def refuse_own_names(result: Mapping[Any, Any], *, of: str, names: Set[str] = OWN_NAMES) -> None:
     """Raise ValueError for a metric with the name of one of raysgd's own. `of` says whose."""
     found = next((name for name in result if name in names), None)
@@ -117,6 +132,8 @@ def _check_nested(name: str, value: Any, seen: set[int], depth: int) -> None:
 
 def plain(value: Any) -> Any:
     """Return a Python number for a single number (NumPy, torch, TensorFlow), else the value."""
+    if isinstance(value, WeightedMean):
+        return float(value)
     if isinstance(value, (bool, int, float)) or value is None or isinstance(value, (str, bytes, Mapping)):
         return value
     try:
@@ -129,38 +146,52 @@ def plain(value: Any) -> Any:
         return value
 
 
+def _kept(value: Any) -> Any:
+    return value if isinstance(value, WeightedMean) else plain(value)
+
+
 def _is_number(value: Any) -> bool:
     return isinstance(value, Real)
 
 
-def _weight(result: Mapping[str, Any]) -> float:
+def _weighted(result: Mapping[str, Any], key: str) -> tuple[Any, float]:
+    """Return a metric with its weight: by default, the samples of its result."""
+    value = result[key]
+    return value, value.weight if isinstance(value, WeightedMean) else _samples(result)
+
+
+def _samples(result: Mapping[str, Any]) -> float:
     samples: Any = result.get(NUM_SAMPLES)
     return float(samples) if _is_number(samples) and samples == samples else 1.0
 
 
-def _mean(pairs: Sequence[tuple[Any, float]]) -> Any:
-    """Return the mean weighted by samples. A NaN makes it a NaN, so that users see it."""
-    if len(pairs) == 1:
-        return float(pairs[0][0])  # exact, however large it is
+def _mean(pairs: Sequence[tuple[Any, float]], samples: float) -> Any:
+    """Return the weighted mean, of these samples or of other weights. A NaN makes it a NaN, so that
+    users see it."""
     total = sum(weight for _, weight in pairs)
-    if total == 0:
-        return sum(float(value) for value, _ in pairs) / len(pairs)
-    return sum(float(value) * weight for value, weight in pairs if weight) / total
+    if len(pairs) == 1:
+        found = float(pairs[0][0])  # exact, however large it is
+    elif total == 0:
+        found = sum(float(value) for value, _ in pairs) / len(pairs)
+    else:
+        found = sum(float(value) * weight for value, weight in pairs if weight) / total
+    return found if total == samples else WeightedMean(found, total)
 
 
 def merge_ranks(results: Sequence[Mapping[str, Any]]) -> Result:
     """Merge the results of one part of a call over its ranks.
 
     `num_samples` is summed. `epoch` and `batch_count` are the maximum. Other numbers are means
-    weighted by samples, over the ranks that have them. Anything else is the first rank's. `epoch`
-    comes first."""
-    rows = [{key: plain(value) for key, value in result.items()} for result in results if result]
+    weighted by samples, or by weights of their own, over the ranks that have them. Anything else is
+    the first rank's. `epoch` comes first."""
+    rows = [{key: _kept(value) for key, value in result.items()} for result in results if result]
     if not rows:
         return {}
     merged: Result = {}
+    samples = sum(_samples(row) for row in rows)
     for key in dict.fromkeys(key for row in rows for key in row):
         holders = [row for row in rows if key in row]
-        numbers = [(row[key], _weight(row)) for row in holders if _is_number(row[key])]
+        numbers = [_weighted(row, key) for row in holders if _is_number(row[key])]
         if len(numbers) < len(holders):
             merged[key] = holders[0][key]
         elif key == NUM_SAMPLES:
@@ -168,7 +199,7 @@ def merge_ranks(results: Sequence[Mapping[str, Any]]) -> Result:
         elif key in ("epoch", BATCH_COUNT, SKIPPED):
             merged[key] = max(value for value, _ in numbers)
         else:
-            merged[key] = _mean(numbers)
+            merged[key] = _mean(numbers, samples)
     return _ordered(merged)
 
 
@@ -211,15 +242,16 @@ def merge_parts(parts: Sequence[Mapping[str, Any]]) -> Result:
     if not busy:
         return {}
     merged: Result = {}
+    samples = sum(_samples(row) for row in busy)
     for key in dict.fromkeys(key for row in busy for key in row):
         holders = [row for row in busy if key in row]
-        numbers = [(row[key], _weight(row)) for row in holders if _is_number(row[key])]
+        numbers = [_weighted(row, key) for row in holders if _is_number(row[key])]
         if len(numbers) < len(holders) or key.startswith("last_") or key == "epoch":
             merged[key] = holders[-1][key]
         elif key in (NUM_SAMPLES, BATCH_COUNT, SKIPPED, *SECONDS.values()):
             merged[key] = sum(value for value, _ in numbers)
         else:
-            merged[key] = _mean(numbers)
+            merged[key] = _mean(numbers, samples)
     return _ordered(merged)
 
 
@@ -233,7 +265,7 @@ def merge_call(parts: Sequence[Sequence[Measured]]) -> Result:
     committed = max((each.committed for part in parts for each in part), default=0)
     if len(parts) > 1 and _is_number(result.get(NUM_SAMPLES)) and committed > result[NUM_SAMPLES]:
         result[NUM_SAMPLES] = committed
-    return result
+    return {name: float(value) if isinstance(value, WeightedMean) else value for name, value in result.items()}
 
 
 def _ordered(result: Result) -> Result:

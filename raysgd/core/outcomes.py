@@ -107,23 +107,30 @@ class DataLoaderFailure(BaseException):
         return Interrupted(value, f"{where}: {self}", progress, reason=DATA_LOADER)
 
 
-class NotExact(BaseException):
-    """User code has done something in a piece of a batch that it ought to do once in a batch, so
-    the batch must be trained again in one piece. `reason` and `advice` are those of a `BatchMode`.
+class TrainAgain(BaseException):
+    """All ranks must train the batch again. The text says why.
 
     This is not an Exception, so that user code that catches the errors of its batches does not
     catch it.
     """
 
-    def __init__(self, reason: str, advice: str) -> None:
-        super().__init__(reason)
-        self.reason, self.advice = reason, advice
+    how = ""
 
     def interrupted(self, value: Any, progress: Progress) -> Interrupted:
         """Return the outcome of a call that this ended."""
-        return Interrupted(
-            value, f"a batch is trained again in one piece on each worker, because {self}", progress, reason=BATCH
-        )
+        return Interrupted(value, f"a batch is trained again{self.how}, because {self}", progress, reason=BATCH)
+
+
+class NotExact(TrainAgain):
+    """User code has done something in a piece of a batch that it ought to do once in a batch, so
+    the batch must be trained again in one piece. `reason` and `advice` are those of a
+    `BatchMode`."""
+
+    how = " in one piece on each worker"
+
+    def __init__(self, reason: str, advice: str) -> None:
+        super().__init__(reason)
+        self.reason, self.advice = reason, advice
 
 
 Outcome = Ok | Failed | Interrupted | WorkerFailed

@@ -334,10 +334,10 @@ def content_version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def multiply_all(tensors: list[torch.Tensor], factor: float) -> None:
+def multiply_all(tensors: list[torch.Tensor], factor: float | torch.Tensor) -> None:
     """Multiply all tensors in place, with one kernel on a GPU."""
     if tensors:
-        torch._foreach_mul_(tensors, factor)
+        torch._foreach_mul_(tensors, factor.to(tensors[0].device) if isinstance(factor, torch.Tensor) else factor)
 
 
 def buffers_at(places: Iterable[tuple[nn.Module, str]]) -> list[torch.Tensor]:

@@ -42,11 +42,11 @@ from raysgd.torch.step_options import (
     KeepSettings,
     Rates,
     ReadAhead,
-    Weigh,
     samples_in,
     scaling,
 )
 from raysgd.torch.stepping import Stepping
+from raysgd.torch.weights import COUNTING, Counted, Weigh, counted_by_criterion, counted_by_model
 from raysgd.torch.whole_gradients import WholeGradients
 from raysgd.training.feed import NoFeed
 from raysgd.training.operator_base import Schedule, each_loader
@@ -108,6 +108,9 @@ class TrainingOperator(Stepping):
         self._profiler = None if settings.profiler is None else Profiler(settings.profiler)
         averages_gradients = settings.distributed and settings.options.parallel is not None
         self._exact = averages_gradients and settings.options.gradients == "samples"
+        against = "gradients='ranks'" if averages_gradients else "parallel=None on several workers"
+        refused = against if settings.distributed and not self._exact else ""
+        self._weigh = Weigh(self._parts, lambda: self._rank_info.world_size, exact=self._exact, refused=refused)
         own: Any = type(self).metrics  # which can be an attribute of older code, and not the hook
         self._metrics_hook = own if callable(own) else TrainingOperator.metrics
         self._has_metrics = self._metrics_hook is not TrainingOperator.metrics
@@ -134,7 +137,7 @@ class TrainingOperator(Stepping):
             (settings.distributed, buffers),
             (settings.distributed or accumulates, KeepSettings(parts)),
             (in_pieces, self._keep_batch),
-            (exact, Weigh(parts)),
+            (exact or accumulates, self._weigh),
             ("train" in parts.metrics, KeepMetrics(parts)),
             (self._leave_out.on, self._leave_out),
             ("grad_norm" in measures, GradientNorm(self._monitor)),
@@ -188,13 +191,14 @@ class TrainingOperator(Stepping):
         self.zero_grad(self.optimizer)  # first: the forward pass takes up memory that is still in the processor's cache
         lap = self.timers.laps()
         with self.autocast():
-            output, target, loss = self._forward(batch)
+            output, target, loss, count = self._forward(batch)
         lap("fwd")
-        self.backward(loss)
+        self.backward(loss) if count is None else self.backward(loss, count=count)
         lap("grad")
         self.step(self.optimizer)
         lap("apply")
-        result = {"train_loss": loss.detach(), NUM_SAMPLES: samples_in(batch if target is None else target)}
+        measured = loss.detach() if count is None else (loss.detach(), count.value)
+        result = {"train_loss": measured, NUM_SAMPLES: samples_in(batch if target is None else target)}
         return result | self._measured("train_", output, target) if self._has_metrics else result
 
     def skip_step(self, info: dict[str, Any]) -> bool:
@@ -218,8 +222,9 @@ class TrainingOperator(Stepping):
         """Return loss and metrics of one `batch`. `batch_info`: see `train_batch`."""
         self._need("validate_batch", "model", *self._needs_criterion)
         with self.timers.record("eval_fwd"), self.autocast():
-            output, target, loss = self._forward(batch)
-        result = {"val_loss": loss.detach(), NUM_SAMPLES: samples_in(batch if target is None else target)}
+            output, target, loss, count = self._forward(batch)
+        measured = loss.detach() if count is None else (loss.detach(), count.value)
+        result = {"val_loss": measured, NUM_SAMPLES: samples_in(batch if target is None else target)}
         return result | self._measured("val_", output, target)
 
     def metrics(self, output: Any, target: Any) -> dict[str, Any]:
@@ -517,13 +522,15 @@ class TrainingOperator(Stepping):
     def _needs_criterion(self) -> list[str]:
         return [] if self._parts.criterion is None else ["criterion"]
 
-    def _forward(self, batch: Any) -> tuple[Any, Any, Any]:
-        """Return the model's output for a batch, the target, and the loss: of the criterion, or the
-        model's own without a criterion."""
+    def _forward(self, batch: Any) -> tuple[Any, Any, Any, Counted | None]:
+        """Return the model's output for a batch, the target, the loss (of the criterion, or the
+        model's own without a criterion), and what it is a mean over, if that is not samples."""
         if hasattr(self, "criterion"):
             *features, target = self._unpack(batch)
             output = self.model(*features)
-            return output, target, self.criterion(output, target)
+            counts = isinstance(self.criterion, COUNTING)
+            count = counted_by_criterion(self.criterion, target) if counts else None
+            return output, target, self.criterion(output, target), count
         try:
             output, loss = with_own_loss(self.model, batch)
         except TypeError as error:
@@ -534,7 +541,10 @@ class TrainingOperator(Stepping):
             raise MissingPartError(NO_LOSS)
         last = batch[-1] if isinstance(batch, (tuple, list)) else None
         target = batch.get(LABELS) if isinstance(batch, Mapping) else last
-        return output, target if isinstance(target, torch.Tensor) else None, loss
+        if not isinstance(target, torch.Tensor):
+            return output, None, loss, None
+        count = counted_by_model(self.unwrapped(self.model), target) if isinstance(batch, Mapping) else None
+        return output, target, loss, count
 
     def _measured(self, prefix: str, output: Any, target: Any) -> dict[str, Any]:
         """Return what the method `metrics` returns, also if the user has an attribute of that

@@ -20,7 +20,7 @@ from raysgd.core.progress import Control
 from raysgd.errors import ConfigError, shown
 from raysgd.torch import wrapping
 from raysgd.torch.averages import Averages
-from raysgd.torch.foreign import content_version
+from raysgd.torch.foreign import content_version, multiply_all
 from raysgd.torch.fsdp import Shards
 from raysgd.torch.options import TrainingOptions
 from raysgd.torch.precision import Precision
@@ -92,6 +92,13 @@ class Parts(RegisteredParts):
         """Return the tensors that the steps of these optimizers change: the parameters, or with
         Apex, copies of them."""
         return [tensor for each in optimizers for tensor in self.precision.parameters(each)]
+
+    def multiply_gradients(self, factor: Any) -> None:
+        """Multiply the gradients that this rank has computed and not exchanged, in place."""
+        # Once each, because two optimizers may step the same parameter.
+        found = {id(each): each.grad for each in self.stepped_by(*self.optimizers)}
+        multiply_all([each for each in found.values() if each is not None], factor)
+        multiply_all(self.shards.unexchanged_gradients() if self.shards else [], factor)
 
     def gradient_versions(self) -> list[tuple[int, int]]:
         """Return numbers that change when a gradient is changed in place, or replaced."""

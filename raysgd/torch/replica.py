@@ -367,6 +367,7 @@ class TorchReplica(ReplicaBase):
             self._seed_rest_of_epoch()
         self._continues_as = self._undone_from = None
         self.operator._parts.rewrap()
+        self.operator._weigh.joined()
         self.operator._keep_batch.joined(rank_info)
         # A replacement worker has the state of the old group, and `resized` must change it on every rank.
         before = self._loaded_from if old.solo else old.world_size

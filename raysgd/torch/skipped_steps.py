@@ -16,6 +16,7 @@ from torch.nn.utils import get_total_norm
 from raysgd.core.progress import Control
 from raysgd.errors import ConfigError, NonFiniteError
 from raysgd.torch.parts import Parts
+from raysgd.torch.weights import count_of
 from raysgd.torch.wrapping import Exchange
 from raysgd.training.feed import Feed, NoFeed
 from raysgd.training.step import Policy, Step
@@ -123,7 +124,7 @@ class LeaveOut(Policy):
 
     def _forget(self) -> None:
         self._left_out = self._went = self._counts = False
-        self._losses: list[tuple[torch.Tensor, float]] = []
+        self._losses: list[tuple[torch.Tensor, Any]] = []
 
     def on_epoch(self, feed: Feed) -> None:
         self._feed = feed
@@ -145,7 +146,8 @@ class LeaveOut(Policy):
         """Note the loss of a backward pass, and what it counts."""
         # A CUDA graph's next forward pass writes its loss to the same memory.
         kept = loss.detach() if step.closing else loss.detach().clone()
-        self._losses.append((kept, step.current.weight * step.samples if self._exact else step.samples))
+        samples = step.current.weight * step.samples if self._exact else step.samples
+        self._losses.append((kept, samples if step.count is None else count_of(step)))
         return loss
 
     def gradients(self, step: Step, optimizer: Any) -> bool:
@@ -154,8 +156,9 @@ class LeaveOut(Policy):
         parameters = [each for each in self._parts.stepped_by(optimizer) if each.grad is not None]
         infinite, loss = self._action is not None and not _are_finite(parameters), math.nan
         if self._rule is not None or not (self._action is None or self._are_exchanged(parameters)):
-            weights = sum(weight for _, weight in self._losses)
-            total = sum(float(loss) * weight for loss, weight in self._losses)
+            losses = [(float(loss), float(weight)) for loss, weight in self._losses]
+            weights = sum(weight for _, weight in losses)
+            total = sum(loss * weight for loss, weight in losses if weight)
             found, total, weights = summed([infinite, total, weights], self._device, self._control)
             infinite, loss = found > 0, total / (weights or math.nan)
         too_many = self._feed.position.left_out + 1 >= MOST_LEFT_OUT
@@ -205,12 +208,8 @@ class LeaveOut(Policy):
 
     def _samples(self, step: Step) -> list[int] | None:
         """Return the indices of this rank's samples in the step, None if they are not known."""
-        order = getattr(getattr(self._feed, "source", None), "order", None)
-        units = [each.units for each in step.drawn]
-        if order is None or None in units:
-            return None
-        found = [order[place] for start, stop in filter(None, units) for place in range(start, stop)]
-        return [int(index) for each in found for index in (each if isinstance(each, (list, tuple)) else [each])]
+        found = [each.indices for each in step.drawn]
+        return None if None in found else [int(row) for each in found for row in each or ()]
 
 
 def _are_finite(parameters: Sequence[torch.Tensor]) -> bool:

@@ -17,7 +17,7 @@ from torch import nn
 from raysgd.core.timers import Timers
 from raysgd.errors import ConfigError
 from raysgd.torch.data.sources import PlannedSource
-from raysgd.torch.foreign import multiply_all, run_after_backward
+from raysgd.torch.foreign import run_after_backward
 from raysgd.torch.parts import Parts
 from raysgd.training.feed import Feed
 from raysgd.training.step import Policy, Step
@@ -53,52 +53,6 @@ class Clip(Policy):
         return True
 
 
-class Weigh(Policy):
-    """Multiplies gradients by this rank's weight, as they arrive at the parameters, if ranks have
-    different numbers of samples. So the mean over the ranks, which they exchange, is the mean over
-    all samples, for any code that runs the backward pass."""
-
-    in_usual_steps = False
-
-    def __init__(self, parts: Parts) -> None:
-        self._parts, self._weight = parts, 1.0
-        self._hooks: list[Any] = []
-
-    def begin(self, step: Step) -> None:
-        if step.current.weight != self._weight:
-            self._set(step.current.weight)
-
-    def weighted(self, step: Step, loss: torch.Tensor) -> torch.Tensor:
-        if self._hooks and self._parts.shards is None:  # they come after hooks that user code has added since
-            self._set(1.0)
-            self._set(step.current.weight)
-        return loss
-
-    def rest(self) -> None:
-        self._set(1.0)
-
-    def _set(self, weight: float) -> None:
-        self._weight = weight
-        if weight != 1.0 and not self._hooks:
-            self._hook()
-        while weight == 1.0 and self._hooks:
-            self._hooks.pop().remove()
-
-    def _hook(self) -> None:
-        shards, models = self._parts.shards, self._parts.models
-        found = shards.full_parameters() if shards else [p for model in models for p in model.parameters()]
-        for each in {id(parameter): parameter for parameter in found}.values():
-            if each.is_floating_point() or each.is_complex():
-                # A tensor takes a hook only while it requires a gradient, and user code may unfreeze it before its backward pass.
-                trained = each.requires_grad
-                each.requires_grad_(True)
-                self._hooks.append(each.register_hook(self._weighted))
-                each.requires_grad_(trained)
-
-    def _weighted(self, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient * self._weight
-
-
 class Hold(Policy):
     """Lets ranks exchange gradients once in each step: in the backward pass of its last batch."""
 
@@ -126,8 +80,8 @@ class Hold(Policy):
 
 
 class Accumulate(Policy):
-    """Makes the gradients of several batches those of one batch that holds them all, for a loss
-    that is a mean over samples. The window is shorter at the end of an epoch or call."""
+    """Makes the gradients of several batches those of one batch that holds them all, if samples
+    count. The window is shorter at the end of an epoch or call."""
 
     def __init__(self, parts: Parts, *, exact: bool) -> None:
         self._size, self._parts, self._exact = parts.options.accumulate, parts, exact
@@ -149,19 +103,11 @@ class Accumulate(Policy):
         if drawn.whole:
             self._total += step.samples
         if step.closing and self._total != self._usual:
-            self._shorten(begun=not first)
-
-    def _shorten(self, *, begun: bool) -> None:
-        """Give the gradients so far more weight, because this window has fewer samples than usual.
-        This must happen before the ranks exchange gradients, since another rank's window can have
-        another number of samples."""
-        if begun:
-            parts, factor, shards = self._parts, self._usual / self._total, self._parts.shards
-            # Once each, because two optimizers may step the same parameter.
-            found = {id(each): each.grad for each in parts.stepped_by(*parts.optimizers)}
-            multiply_all([each for each in found.values() if each is not None], factor)
-            multiply_all(shards.unexchanged_gradients() if shards else [], factor)
-        self._usual = self._total
+            if not first and step.count is None:
+                # Another rank's window can have another number of samples, so this comes before the exchange.
+                self._parts.multiply_gradients(self._usual / self._total)
+            self._usual = self._total
+        step.share = step.samples / self._usual
 
     def weighted(self, step: Step, loss: torch.Tensor) -> torch.Tensor:
         if step.place > 0 and self._witness is not None and self._witness.grad is None:
@@ -169,7 +115,7 @@ class Accumulate(Policy):
                 f"gradients were cleared in the middle of {self._size} batches that share one step: call "
                 "self.zero_grad() instead of optimizer.zero_grad(); it clears them only where a window begins"
             )
-        return loss * (step.samples / self._usual)
+        return loss
 
     def awaits(self, step: Step, optimizer: Any) -> None:
         """Remember a parameter that has a gradient, to notice if user code clears it before the

@@ -11,6 +11,7 @@ import torch
 from raysgd.core.ranks import RankInfo
 from raysgd.errors import ConfigError, shown
 from raysgd.torch.parts import Parts
+from raysgd.torch.weights import Weigh
 from raysgd.torch.wrapping import Exchange
 from raysgd.training.operator_base import OperatorBase
 from raysgd.training.settings import ReplicaSettings
@@ -20,19 +21,29 @@ class Stepping(OperatorBase):
     """The part of torch's operators that makes steps."""
 
     _parts: Parts
+    _weigh: Weigh
 
     def __init__(self, config: dict[str, Any] | None, settings: ReplicaSettings, rank_info: RankInfo | None) -> None:
         super().__init__(config, settings, rank_info)
         self._in_own_step = self._own_step_made = False  # whether `self.step` runs an optimizer's, and it was made
 
-    def backward(self, loss: torch.Tensor, optimizer: Any = None, *, loss_id: int = 0) -> None:
+    def backward(self, loss: torch.Tensor, optimizer: Any = None, *, count: Any = None, loss_id: int = 0) -> None:
         """Run the backward pass, with the `loss` scaled for the precision and accumulation.
         `optimizer` is the one that it is for, by default the only one. (`loss_id` is for Apex, if
-        its arguments have num_losses.)"""
-        step = self._feed.step
+        its arguments have num_losses.)
+
+        `count` is how many things the loss is a mean over, such as tokens, if these are not
+        samples: a number, or a tensor of one. The step's gradient is then the mean over those of
+        all batches and workers. Pass it in every call, or in none."""
+        step, weigh = self._feed.step, self._weigh
+        step.count = count
         for policy in step.policies.weighted:
             loss = policy(step, loss)
-        self._parts.precision.backward(loss, optimizer, loss_id=loss_id)
+        if not weigh.acts and count is None:
+            self._parts.precision.backward(loss, optimizer, loss_id=loss_id)
+            return
+        self._parts.precision.backward(weigh.loss(step, loss), optimizer, loss_id=loss_id)
+        weigh.passed()
 
     def step(self, optimizer: Any = None) -> bool:
         """Clip the gradients, and apply the step of the `optimizer` (by default the only one). Do

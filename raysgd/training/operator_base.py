@@ -167,7 +167,9 @@ class OperatorBase:
         unchanged = iterator is feed.batches  # one of a subclass may repeat, merge, keep or leave out batches
         for batch in iterator:
             step, batch_idx = feed.step, max(batch_idx, feed.position.call_batches)  # also after a change of the group
-            place = {"piece": step.piece, "last_piece": step.current.whole}
+            place: dict[str, Any] = {"piece": step.piece, "last_piece": step.current.whole}
+            if step.current.indices is not None:
+                place["rows"] = step.current.indices
             batch_info = {"batch_idx": batch_idx, "global_step": self.global_step, **place, **common}
             try:
                 metrics = (

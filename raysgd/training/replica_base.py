@@ -27,7 +27,7 @@ from raysgd.core.metrics import (
     for_all_ranks,
     refuse_own_names,
 )
-from raysgd.core.outcomes import DataLoaderFailure, Interrupted, NotExact
+from raysgd.core.outcomes import DataLoaderFailure, Interrupted, NotExact, TrainAgain
 from raysgd.core.progress import Control, Progress
 from raysgd.core.protocols import Call
 from raysgd.core.rank_comparison import Summary
@@ -155,8 +155,9 @@ class ReplicaBase(ABC):
         except DataLoaderFailure as failure:
             name = self.data_names[PHASES.get(call.name, "train")]
             return failure.interrupted(name, self.partial(), self.progress)
-        except NotExact as found:
-            self._stop_pieces(found)
+        except TrainAgain as found:
+            if isinstance(found, NotExact):
+                self._stop_pieces(found)
             return found.interrupted(self.partial(), self.progress)
         finally:
             self._control.phase = "idle"

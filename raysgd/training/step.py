@@ -31,8 +31,7 @@ class Drawn(NamedTuple):
     rows    the samples of all ranks' batches together, if the source counts them
     weight  this rank's part of these samples, relative to an equal share (`RankPart`)
     whole   False if this is one of several pieces of the rank's batch, and not the last one
-    units   this rank's samples, as (start, stop) of the epoch's order; None if the source has no
-            order
+    indices  of this rank's samples in the data set; None if the source does not divide by index
     """
 
     batch: Any
@@ -41,7 +40,7 @@ class Drawn(NamedTuple):
     rows: int | None = None
     weight: float = 1.0
     whole: bool = True
-    units: tuple[int, int] | None = None
+    indices: list[Any] | None = None
 
 
 class Policy:
@@ -144,6 +143,8 @@ class Step:
     committed  whether the position is behind it
     samples    how many samples the current batch counts among those that share the step, if there
                are several batches
+    share      their part in the step, relative to a batch alone
+    count      what the newest `self.backward` was told to count; None for samples
     metrics    what the batches measured before the last one: values, weight, and whether no piece
                follows
     """
@@ -152,6 +153,7 @@ class Step:
         "batches",
         "closing",
         "committed",
+        "count",
         "current",
         "drawn",
         "metrics",
@@ -160,6 +162,7 @@ class Step:
         "place",
         "policies",
         "samples",
+        "share",
     )
 
     def __init__(self, first: Drawn | None = None, policies: Policies | None = None) -> None:
@@ -171,7 +174,8 @@ class Step:
         self.place, self.piece, self.batches = 0, 0, int(self.current.whole)
         self.closing = self.current.whole
         self.outcome: Outcome = "open"
-        self.samples = 1.0
+        self.samples = self.share = 1.0
+        self.count: Any = None
         self.metrics: list[tuple[dict[str, Any], Any, bool]] = []
 
     def add(self, drawn: Drawn) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.emulated.runs import Ground, Kill, OwnStep, Ruled, emulation, trainer
+from tests.emulated.runs import Counts, Ground, Kill, OwnStep, Ruled, emulation, trainer
 from tests.faults import alive
 
 pytestmark = [pytest.mark.elastic, pytest.mark.usefixtures("ray_cluster")]
@@ -42,9 +42,25 @@ def more(*values: Any) -> Any:
         more({"clip_norm": 0.1, **BUCKETS}, [Kill(number=1)]),
         more({"on_nonfinite": "skip", **INFINITE}, [Kill()]),
         ({"precision": "fp16", **INFINITE}, [Kill()]),
+        # The first call is that of the counts.
+        ({"operator": Counts, **BUCKETS}, [Kill(number=0), Kill(number=1)]),
+        more({"operator": Counts, "accumulate": 2, **BUCKETS}, [Kill(number=0, place="after", step=3)]),
         more({"operator": Ruled, "config": {"spoils": 1e4}, **BUCKETS}, [Kill(number=3)]),
     ],
-    ids=["ddp", "each call", "fsdp", "fsdp's others", "window", "pieces", "clip_norm", "on_nonfinite", "fp16", "rule"],
+    ids=[
+        "ddp",
+        "each call",
+        "fsdp",
+        "fsdp's others",
+        "window",
+        "pieces",
+        "clip_norm",
+        "on_nonfinite",
+        "fp16",
+        "counts",
+        "counts of windows",
+        "rule",
+    ],
 )
 def test_kills_in_a_step(given: dict[str, Any], kills: Sequence[Any]) -> None:
     with trainer(**given) as run:

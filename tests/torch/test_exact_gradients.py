@@ -17,7 +17,7 @@ from raysgd.ray_data.dealer import Dealer, PartRequest
 from raysgd.torch import TrainingOperator
 from tests.data.test_rows import Blocks
 from tests.local.runs import train
-from tests.peek import parts_of
+from tests.peek import parts_of, weighs_arriving_gradients
 from tests.replicas import torch_rank
 
 pytestmark = pytest.mark.filterwarnings("ignore:the training loader does not shuffle")
@@ -170,16 +170,16 @@ def test_rows_of_a_ray_dataset(rows: int, batch: int, workers: int, fewer: int, 
 
 
 def test_where_shares_are_equal_no_parameter_has_a_hook() -> None:
-    seen: list[list[bool]] = []
+    seen: list[bool] = []
 
     class Looks(Curve):
         def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
             if self.world_rank == 0:
-                seen.append([bool(p._backward_hooks) for p in self.model.parameters()])
+                seen.append(weighs_arriving_gradients(self))
             return super().train_batch(batch, batch_info)
 
     train(Looks, {"rows": 13, "batch": 2}, [(None, 3)])
-    assert seen == [[False] * 4, [False] * 4, [True] * 4]
+    assert seen == [False, False, True]
 
 
 def test_a_frozen_layer_that_a_batch_unfreezes_is_weighted() -> None:
@@ -193,6 +193,28 @@ def test_a_frozen_layer_that_a_batch_unfreezes_is_weighted() -> None:
             return result
 
     close(train(Thaws, {"rows": 11, "batch": 2}, [(None, 2)]), train(Curve, {"rows": 11, "batch": 4}, [(None, 1)]))
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_gradients_that_are_taken_inside_a_batch_have_no_weight(direct: bool) -> None:
+    """As the inner step of MAML: the outer loss is not linear in it."""
+
+    class Inner(Curve):
+        def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+            losses = []
+            for x, y in zip(*batch, strict=True):  # tasks of one row
+                weights = dict(self.unwrapped().named_parameters())
+                first = self.criterion(self.model(x), y)
+                taken = torch.autograd.grad(first, list(weights.values()), create_graph=True)
+                moved = {name: each - 0.1 * g for (name, each), g in zip(weights.items(), taken, strict=True)}
+                losses.append(self.criterion(torch.func.functional_call(self.unwrapped(), moved, (x,)), y))
+            self.zero_grad()
+            loss = torch.stack(losses).mean()
+            loss.backward() if direct else self.backward(loss)
+            self.step()
+            return {}
+
+    close(train(Inner, {"rows": 11, "batch": 2}, [(None, 3)]), train(Inner, {"rows": 11, "batch": 6}, [(None, 1)]))
 
 
 def test_a_loss_that_is_a_sum_is_refused() -> None:

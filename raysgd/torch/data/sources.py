@@ -172,7 +172,11 @@ class PlannedSource(BatchSource):
                     after, part = taken.popleft()
                     assert self._open is not None
                     self._open = (self._open[0], after, self._open[2])
-                    yield Drawn(batch, after, part.fresh, part.rows, part.weight, part.whole, (part.start, part.stop))
+                    units = self.order[part.start : part.stop]
+                    rows = units.tolist() if isinstance(units, torch.Tensor) else list(units)
+                    if self._own_batches:
+                        rows = [row for own_batch in rows for row in own_batch]
+                    yield Drawn(batch, after, part.fresh, part.rows, part.weight, part.whole, rows)
             if taken:
                 raise RuntimeError(ENDED_EARLY)
         except (Exception, DataLoaderFailure):

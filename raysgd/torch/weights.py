@@ -1,0 +1,258 @@
+"""What each part of a step weighs in its gradient: its samples, or what its loss is a mean over.
+Worker."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
+
+from raysgd.core.outcomes import TrainAgain
+from raysgd.errors import ConfigError, shown
+from raysgd.torch.nccl import device as nccl_device
+from raysgd.torch.parts import Parts
+from raysgd.training.step import Policy, Step
+
+COUNTING = (nn.CrossEntropyLoss, nn.NLLLoss)
+IGNORED = -100  # the label that models of transformers leave out
+TWICE = (
+    "self.backward(loss, count=...) was called twice in a batch that shares its step with others, with accumulate or because workers "
+    "are missing: add the losses, or leave accumulate out and pass ElasticConfig(batch='per_worker')"
+)
+EACH = "pass count in each call of self.backward, on every rank, or in none"
+
+
+class Counted(NamedTuple):
+    """What a default method passes as a count: it need not travel as long as each sample counts the
+    same."""
+
+    value: Any
+    samples: int
+
+
+class Weigh(Policy):
+    """Gives each part its weight in the step's gradient, so that the mean over the ranks, which
+    they exchange, is the mean over all samples, or over all that `self.backward` was told to count.
+
+    Samples weigh where gradients arrive at the parameters to be exchanged, whichever code runs the
+    backward pass, after the hooks of user code. What `torch.autograd.grad` returns has no weight.
+    Counts weigh in the loss, because with them every step has other weights.
+
+    `ranks` returns how many workers there are. `exact` is whether they exchange means over samples,
+    and `refused` is what the user has passed against that.
+    """
+
+    in_usual_steps = False
+
+    def __init__(self, parts: Parts, ranks: Callable[[], int], *, exact: bool, refused: str) -> None:
+        self._parts, self._workers, self._exact, self._refused = parts, ranks, exact, refused
+        self._weight: float = 1.0  # of this batch
+        self._hooks: list[Any] = []  # each with the node that has it, which torch would forget
+        self._kept: Any = None  # which gradients count, in a pass whose loss has the weight
+        self._differs = False  # whether this rank has had samples that count more or less than others
+        self.joined()
+
+    def _ranks(self) -> int:
+        return self._workers() if self._exact and dist.is_initialized() else 1
+
+    def joined(self) -> None:
+        """Let all ranks agree again in their next backward pass, because a generation begins."""
+        self._agreed, self._counts, self._travels, self._usual = False, False, False, 0.0
+        self.rest()
+
+    def begin(self, step: Step) -> None:
+        self._unusual = step.current.weight != 1.0 or step.place > 0 or not step.closing
+        if step.place == 0:
+            self._forget()
+        self._set(step.current.weight if self._exact else 1.0)
+
+    def rest(self) -> None:
+        self._unusual = False
+        self._forget()
+        self._set(1.0)
+
+    def _forget(self) -> None:
+        """Forget what this rank has counted in a step: the place of its newest batch, the unit of
+        the gradients so far, and how much that was."""
+        self._place, self._unit, self._total = -1, torch.ones(()), torch.zeros(())
+
+    def _set(self, weight: float) -> None:
+        self._weight, self._kept = weight, None
+        if weight != 1.0 and not self._hooks:
+            self._hook()
+        while weight == 1.0 and self._hooks:
+            self._hooks.pop()[1].remove()
+        # Whether `self.backward` needs this policy, also in usual steps.
+        self.acts = self._unusual or self._counts or not self._agreed
+
+    def _hook(self) -> None:
+        shards, models = self._parts.shards, self._parts.models
+        found = shards.full_parameters() if shards else [p for model in models for p in model.parameters()]
+        for each in {id(parameter): parameter for parameter in found}.values():
+            if each.is_floating_point() or each.is_complex():
+                trained = each.requires_grad  # user code may unfreeze it before its backward pass
+                each.requires_grad_(True)
+                node = get_gradient_edge(each).node
+                self._hooks.append((node, node.register_prehook(self._arriving)))
+                each.requires_grad_(trained)
+
+    def _arriving(self, gradients: Any) -> Any:
+        kept, (gradient, *_) = self._kept, gradients
+        if kept is True:
+            return None
+        if kept is None:
+            return (gradient * self._weight,)
+        return (torch.zeros_like(gradient) if kept is False else torch.where(kept, gradient, 0),)
+
+    # -- `self.backward` ------------------------------------------------------------------------------
+
+    def loss(self, step: Step, loss: torch.Tensor) -> torch.Tensor:
+        """Return the loss with its weight. The backward pass follows, and then `passed`."""
+        count = step.count = self._counted(step, step.count)
+        if count is None:
+            return loss if step.share == 1.0 else loss * step.share
+        if isinstance(count, Counted):  # torch's own losses have no gradient where nothing counts
+            self._kept, count = True, count.value
+        else:
+            self._kept = count > 0
+            if self._kept is not True and not self._hooks:
+                self._hook()
+        if self._ranks() == 1 and step.place == 0 and step.closing:
+            return loss
+        return loss * self._factor(step, count).to(loss.device, loss.dtype)
+
+    def passed(self) -> None:
+        """Note the end of the backward pass."""
+        self._set(self._weight)
+
+    def _counted(self, step: Step, count: Any) -> Any:
+        """Return what counts in place of samples; None if nothing does."""
+        if isinstance(count, Counted):
+            count = None if self._refused else count
+        elif count is not None:
+            if self._refused:
+                raise ConfigError(
+                    f"self.backward(loss, count=...) cannot be combined with {self._refused}: leave one out"
+                )
+            count = _checked(count)
+        if not self._agreed:
+            self._agree(count)
+        if (count is not None) != self._counts:
+            how = "without a count after others with one" if count is None else "with a count after others without one"
+            raise ConfigError(f"self.backward was called {how}: {EACH}")
+        if not isinstance(count, Counted) or self._travels:
+            if count is None or step.current.fresh:
+                return count
+            return count._replace(value=0) if isinstance(count, Counted) else 0
+        if count.value != self._usual * count.samples:
+            self._differs = True
+            raise TrainAgain("its loss is the first that is not a mean over equally many labels of each sample")
+        return None
+
+    def _agree(self, count: Any) -> None:
+        """Agree with the other ranks on whether counts are passed, and travel."""
+        own, ranks = isinstance(count, Counted), self._ranks()
+        known = own and not isinstance(count.value, torch.Tensor)
+        usual = float(count.value / count.samples) if known else 0.0
+        travels = count is not None and (ranks == 1 or self._differs or not known or not usual.is_integer())
+        numbers = torch.tensor([count is not None, travels, usual, usual * usual], dtype=torch.float64)
+        if ranks > 1:
+            numbers = self._sum(numbers.to(self._where()))
+            self._parts.calls.control.ensure_whole()
+        counts, travel, sums, squares = numbers.tolist()
+        if counts not in (0, ranks):
+            raise ConfigError(
+                f"{counts:.0f} of {ranks} ranks have passed count to self.backward, and the others have not: {EACH}"
+            )
+        self._agreed, self._counts, self._usual = True, counts > 0, usual
+        self._travels = travel > 0 or ranks * squares != sums * sums
+
+    def _factor(self, step: Step, count: Any) -> torch.Tensor:
+        """Return what a loss that is a mean over `count` things is multiplied by. Until its last
+        batch, a rank's gradients have a unit of their own. Nothing is read from the device here."""
+        if isinstance(count, torch.Tensor):
+            here = count.to(self._where(count), torch.float64)
+        else:
+            here = torch.full((), count, dtype=torch.float64, device=self._where())
+        if step.place == self._place:
+            raise ConfigError(TWICE)
+        if step.place == 0:
+            self._unit = torch.where(here > 0, here, 1.0)
+        total = here if step.place == 0 else self._total.to(here.device) + here
+        if not step.closing:
+            self._place, self._total = step.place, total
+            return here / self._unit
+        of_all = torch.nan_to_num(self._ranks() / self._sum(total.clone()), posinf=0.0)  # nothing may count in a step
+        if step.place > 0:
+            self._place = step.place
+            self._parts.multiply_gradients(self._unit.to(here.device) * of_all)
+        return here * of_all
+
+    def _sum(self, numbers: torch.Tensor) -> torch.Tensor:
+        if self._ranks() > 1:
+            dist.all_reduce(numbers)
+        return numbers
+
+    def _where(self, count: torch.Tensor | None = None) -> torch.device:
+        """Return the device on which ranks add numbers."""
+        if self._ranks() > 1:
+            return torch.device("cpu") if dist.get_backend() == "gloo" else nccl_device()
+        return torch.device("cpu") if count is None else count.device
+
+
+def count_of(step: Step) -> Any:
+    """Return the count of the newest call of `self.backward`; 0 for samples that are repeated."""
+    count = step.count.value if isinstance(step.count, Counted) else step.count
+    return count if step.current.fresh else 0
+
+
+def _checked(count: Any) -> Any:
+    """Return what a user passed as a count: a number, or a tensor on an accelerator, which is not
+    read."""
+    if isinstance(count, torch.Tensor) and count.numel() == 1 and not count.is_cpu:
+        return count.detach().reshape(())
+    with suppress(ValueError, RuntimeError):  # an array of several elements
+        count = count.item() if hasattr(count, "item") else count
+    if not isinstance(count, (int, float)) or not 0 <= count < math.inf:
+        raise ConfigError(
+            f"count must be a number of 0 or more, how many things the loss is a mean over, got {shown(count)}"
+        )
+    return count
+
+
+def labels_counted(labels: torch.Tensor, ignored: int, weight: torch.Tensor | None = None) -> Any:
+    """Return how many labels are not the `ignored` one, or the sum of the weights of their
+    classes."""
+    kept = labels != ignored
+    if weight is not None:
+        found = (weight[labels * kept] * kept).sum()
+    else:
+        found = kept.sum()
+    return found.item() if found.is_cpu else found
+
+
+def _are_labels(target: Any) -> bool:
+    return isinstance(target, torch.Tensor) and target.dim() > 0 and not target.is_floating_point()
+
+
+def counted_by_criterion(criterion: Any, target: Any) -> Counted | None:
+    """Return what the mean of a criterion of these kinds counts; None for samples."""
+    if criterion.reduction != "mean" or not _are_labels(target):
+        return None
+    return Counted(labels_counted(target, criterion.ignore_index, criterion.weight), len(target))
+
+
+def counted_by_model(model: Any, labels: Any) -> Counted | None:
+    """Return what the mean of a model's own loss counts, as models of transformers compute it; None
+    for samples. Causal language models do not predict the first label of a sequence."""
+    if not _are_labels(labels):
+        return None
+    name = getattr(model, "loss_type", None) or type(model).__name__
+    causal = "ForCausalLM" in name or (name.endswith("LMHeadModel") and not name.endswith("WithLMHeadModel"))
+    return Counted(labels_counted(labels[..., 1:] if causal else labels, IGNORED), len(labels))
