@@ -385,11 +385,7 @@ class Engine:
                     running = replace(running, number=number)
                 if self._is_change_due():
                     self._restore(Observation("paused"), running)
-                least = self._membership.least
-                # An error has ended a call that waited for more. Calls that do not train, as `save`, need no more.
-                if self.world_size < least:
-                    detail = f"{counted(self.world_size, 'worker is', 'workers are')} left, and training needs {least}"
-                    self._restore(Observation("broken", reason="restart", detail=detail), running)
+                self._wait_for_least(running)
             outer, self._running = self._running, running
             try:
                 parts = self._run(job, running, parts)
@@ -456,8 +452,17 @@ class Engine:
         for number, (job, end) in list(self._finished.items()):
             lost = lost or _place(end) > _place(self.progress)
             if lost and number < running.number:
+                self._wait_for_least(running)
                 self._run(job, replace(running, number=number))
                 self._finished[number] = job, self.progress  # another number of workers makes another number of steps
+
+    def _wait_for_least(self, running: RunningCall) -> None:
+        """Wait for workers before training, if there are too few, because an error has ended a call
+        that waited for them. Calls that do not train, as `save`, need no more."""
+        least = self._membership.least
+        if self.world_size < least:
+            detail = f"{counted(self.world_size, 'worker is', 'workers are')} left, and training needs {least}"
+            self._restore(Observation("broken", reason="restart", detail=detail), running)
 
     def _check_is_newest(self, job: Job, began: Progress) -> None:
         """Raise an error if new workers continue from an older state than the job began with."""
