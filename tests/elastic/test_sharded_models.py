@@ -15,7 +15,6 @@ import torch
 from raysgd import (
     AutoCheckpoint,
     CheckpointError,
-    ConfigError,
     ElasticConfig,
     TorchTrainer,
     TrainingFailedError,
@@ -309,18 +308,6 @@ def test_a_death_while_a_checkpoint_is_loaded_again(tmp_path: Path, undisturbed:
         assert not list(tmp_path.glob("loads-*"))
         assert redone_in(three) == [(False, 2, 1)]
         assert same(weights(three), undisturbed[1])
-
-
-def test_snapshots_of_sharded_models_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"snapshot_every=100 has no effect.*AutoCheckpoint"):
-        TorchTrainer(
-            training_operator_cls=Layers,
-            config={"batch": 6},
-            num_workers=2,
-            use_gpu=False,
-            options=TrainingOptions(parallel="fsdp"),
-            elastic=ElasticConfig(snapshot_every=100),
-        )
 
 
 def test_a_death_after_a_resize(tmp_path: Path, undisturbed: Any) -> None:
