@@ -38,6 +38,11 @@ def finish_saves(trainer: Any) -> None:
     trainer._folder.wait()
 
 
+def forget_checkpoint(trainer: Any) -> None:
+    """Let the newest automatic checkpoint count as one that was never completed."""
+    trainer._folder.forget(trainer._folder.latest)
+
+
 def newest_snapshot(trainer: Any) -> Any:
     """Return what new workers would start from if all failed."""
     return trainer._engine._table.snapshots.latest()
@@ -162,16 +167,3 @@ def send_ahead(patch: Any) -> None:
     patch.setattr(
         "raysgd.torch.replica.make_carrier", lambda device, **options: type("Ahead", (Carrier,), {"ahead": True})()
     )
-
-
-def before_resharding(name: str, act: Callable[[int], None]) -> None:
-    """Let this process call this with the number of snapshots before it does something of this name with its shards."""
-    from raysgd.torch.resharding import Resharding
-
-    known = getattr(Resharding, name)
-
-    def changed(self: Any, *arguments: Any) -> Any:
-        act(self._taken)
-        return known(self, *arguments)
-
-    setattr(Resharding, name, changed)

@@ -8,7 +8,7 @@ except for the last ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,28 +18,17 @@ from raysgd.core.snapshot import Snapshot
 @dataclass(frozen=True)
 class ShardedState:
     """What the engine knows of a state that is divided among the workers: how many copies of each
-    shard there should be, and functions of a replica.
+    shard there should be, and two functions.
 
-    hand_over   called on all ranks: divide the shards among the ranks `stay`, because the other
-                ones leave
-    snapshots   return what the worker holds of snapshots, as a list of `HeldSnapshot`
-    restore     begin the next generation with this snapshot, of which all its ranks together hold
-                each shard
+    hand_over  a replica's, called on all ranks: divide the shards among the ranks `stay`, because
+               the other ones leave
+    saved      the trainer's: return from which checkpoint the ranks can load the newest state, None
+               if there is none. It first waits for a save that is running if its argument is True
     """
 
     replicas: int
     hand_over: Callable[..., Any]
-    snapshots: Callable[..., Any]
-    restore: Callable[..., Any]
-
-
-@dataclass(frozen=True)
-class HeldSnapshot:
-    """What one worker holds of a snapshot: these of `count` shards, its own and a neighbour's."""
-
-    snapshot: Snapshot
-    count: int
-    indices: tuple[int, ...]
+    saved: Callable[[bool], Snapshot | None] = lambda wait: None
 
 
 @dataclass(frozen=True, order=True)
@@ -86,7 +75,6 @@ class Transfer:
     target: int
     begin: int
     end: int
-    shard: int
 
 
 def layout(workers: int, replicas: int) -> tuple[int, int]:
@@ -124,34 +112,6 @@ def agreed(copies: Sequence[Sequence[ShardCopy]]) -> Agreement | None:
     return None
 
 
-def neighbour(nodes: Sequence[Any], count: int) -> int:
-    """Return how many ranks after each rank the one is that also keeps its part of a snapshot: it
-    holds another one of `count` > 1 shards, and is on another of the ranks' nodes if possible.
-
-        >>> neighbour("aaaa", 4), neighbour("aabb", 4), neighbour("aabb", 2), neighbour("abab", 4)
-        (1, 2, 1, 1)
-    """
-    ranks = len(nodes)
-
-    def apart(distance: int) -> int:
-        return sum(nodes[rank] != nodes[(rank + distance) % ranks] for rank in range(ranks))
-
-    return max((each for each in range(1, ranks) if each % count), key=lambda each: (apart(each), -each))
-
-
-def newest_complete(held: Iterable[HeldSnapshot]) -> Snapshot | None:
-    """Return the newest snapshot of which these workers hold each shard, or None."""
-    complete: dict[tuple[int, int], Snapshot] = {}
-    found: dict[tuple[int, int], set[tuple[int, int]]] = {}
-    for each in held:
-        name = each.snapshot.held
-        assert name is not None
-        found.setdefault(name, set()).update((index, each.count) for index in each.indices)
-        if covered(found[name]):
-            complete[name] = each.snapshot
-    return complete[max(complete)] if complete else None
-
-
 def rows(index: int, count: int, length: int) -> tuple[int, int]:
     """Return the first row of a shard, and the one after its last row.
 
@@ -163,11 +123,11 @@ def rows(index: int, count: int, length: int) -> tuple[int, int]:
 
 
 def transfers(
-    holders: Mapping[int, Collection[int]], count: int, targets: Mapping[int, int], new_count: int, length: int
+    holders: Mapping[int, int], count: int, targets: Mapping[int, int], new_count: int, length: int
 ) -> list[Transfer]:
-    """Return who sends which of a tensor's `length` rows. `holders` are the shards of each rank,
-    `targets` those to hold. Copies of a shard share the work of sending it."""
-    by_shard = {index: sorted(rank for rank, held in holders.items() if index in held) for index in range(count)}
+    """Return who sends which of a tensor's `length` rows. `holders` has the shard of each rank,
+    `targets` the one to hold. Copies of a shard share the work of sending it."""
+    by_shard = {index: sorted(rank for rank, held in holders.items() if held == index) for index in range(count)}
     plan: list[Transfer] = []
     for number, (target, index) in enumerate(sorted(targets.items())):
         begin, end = rows(index, new_count, length)
@@ -176,5 +136,5 @@ def transfers(
             first, last = max(first, begin), min(last, end)
             if first < last:
                 source = target if target in ranks else ranks[number % len(ranks)]
-                plan.append(Transfer(source, target, first, last, shard))
+                plan.append(Transfer(source, target, first, last))
     return plan

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from raysgd.core.metrics import Measured
 from raysgd.core.progress import Progress
+from raysgd.core.protocols import Call
+
+Ask = Callable[[Call], "list[Any] | None"]  # make a call on all ranks, and return their values; None: one has failed
 
 
 @dataclass(frozen=True)
 class Snapshot:
     """One replica's full state as bytes, and its progress when the snapshot was taken. Of a model
-    that is divided among the workers, they keep the snapshot themselves, and `held` is its name
-    there.
+    that is divided among the workers, the state is in a checkpoint instead, and `load(ask)` lets
+    all ranks of a new generation load it, and returns False if one has failed.
 
     `call` is the number of the call that was running, and `partial` that call's partial result over
     all ranks. Without data, training starts from the beginning.
@@ -23,7 +27,7 @@ class Snapshot:
     progress: Progress = field(default_factory=Progress)
     call: int = -1
     partial: Measured | None = None
-    held: tuple[int, int] | None = None
+    load: Callable[[Ask], bool] | None = None
 
 
 class SnapshotStore:

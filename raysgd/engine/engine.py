@@ -117,7 +117,7 @@ class Engine:
             table, generation, replacements, membership, self._log, elastic=elastic, jitter=jitter
         )
         self._comparison = Comparison(elastic)
-        self._keeps_snapshots = elastic.snapshot_every is not None
+        self._keeps_snapshots = elastic.snapshot_every is not None or sharded is not None
         self.active, self._ended, self._reached = True, False, Progress()
         self._call_lock = CallLock()
         self._calls, self._named = 0, term > 0
@@ -392,11 +392,7 @@ class Engine:
                     running = replace(running, number=number)
                 if self._is_change_due():
                     self._restore(Observation("paused"), running)
-                least = self._membership.least
-                # An error has ended a call that waited for more. Calls that do not train, as `save`, need no more.
-                if self.world_size < least:
-                    detail = f"{counted(self.world_size, 'worker is', 'workers are')} left, and training needs {least}"
-                    self._restore(Observation("broken", reason="restart", detail=detail), running)
+                self._wait_for_least(running)
             outer, self._running = self._running, running
             try:
                 parts = self._run(job, running, parts)
@@ -443,8 +439,8 @@ class Engine:
                 revived.call != running.number or _place(revived.progress) < _place(began)
             )
             if goes_back:
-                self._check_is_newest(job, began)
                 self._run_again(running)
+                self._check_is_newest(job, began)
             if job.again == "keep" and not goes_back and (kept := _kept(outcomes)):
                 return [kept]
             parts = self._still_counting(parts, revived, running)
@@ -453,7 +449,9 @@ class Engine:
         """Finish the calls before this one, if all workers have failed and continue from a snapshot
         in one of them: the snapshot of its end had not arrived. Otherwise this call would train the
         rest of that epoch, and the run one epoch less."""
-        newest, here = self._table.snapshots.latest(), _place(self.progress)
+        newest, here = self._generation.newest_snapshot(), _place(self.progress)
+        if newest is None and self._generation.is_sharded:
+            self._finished = {}  # without a checkpoint, a failure ends the call with an error
         for number, (_, end) in list(self._finished.items()):
             if _place(end) <= _place(newest.progress) if newest is not None else _place(end) > here:
                 del self._finished[number]  # without a snapshot, training starts over, and the log says so
@@ -461,12 +459,22 @@ class Engine:
         for number, (job, end) in list(self._finished.items()):
             lost = lost or _place(end) > _place(self.progress)
             if lost and number < running.number:
+                self._wait_for_least(running)
                 self._run(job, replace(running, number=number))
                 self._finished[number] = job, self.progress  # another number of workers makes another number of steps
 
+    def _wait_for_least(self, running: RunningCall) -> None:
+        """Wait for workers before training, if there are too few, because an error has ended a call
+        that waited for them. Calls that do not train, as `save`, need no more."""
+        least = self._membership.least
+        if self.world_size < least:
+            detail = f"{counted(self.world_size, 'worker is', 'workers are')} left, and training needs {least}"
+            self._restore(Observation("broken", reason="restart", detail=detail), running)
+
     def _check_is_newest(self, job: Job, began: Progress) -> None:
         """Raise an error if new workers continue from an older state than the job began with."""
-        if job.needs_state and (self._snapshot_is_stale or self.progress.order < began.order):
+        stale = self._snapshot_is_stale and not self._generation.is_sharded  # a checkpoint is not used when it is
+        if job.needs_state and (stale or self.progress.order < began.order):
             raise older_state_error(job.call.name, began, self.progress)
 
     def _with_hangs(self, seen: Observation, hung: list[Any]) -> Observation:
@@ -595,6 +603,8 @@ class Engine:
             return Observation("broken", reason="restart", detail="an error ended a call while it replaced all workers")
         alive = Ok()
         seen = classify({m.worker: alive if m.ended is None else self._table.failure_of(m) for m in members})
+        if seen.kind == "done" and self._generation.lacks_shards(self._table.members()):
+            return Observation("broken", reason="restart", detail="the workers that are left lack shards")
         if seen.kind == "done" and not self._generation.up and not self._backend.in_place:
             return Observation("broken", reason="restart", detail="an error ended the generation")
         return seen

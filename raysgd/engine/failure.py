@@ -196,6 +196,17 @@ def failed_error(
     return kind("\n".join(lines))
 
 
+def shards_lost_error(left: int, before: int) -> TrainingFailedError:
+    """Return the error about a sharded model of which a part is lost, without a checkpoint."""
+    return TrainingFailedError(
+        f"training failed: a part of the model was lost with the workers that have failed ({left} of {before} are left), and there is no "
+        "checkpoint from which raysgd could continue: this trainer has neither loaded a file nor completed an automatic checkpoint since "
+        "its state was last changed outside of train(). Start again from what you have saved. So that the "
+        "next failure does not end the run, let each shard be on two workers, with TrainingOptions(parallel='fsdp', replicas=2), or "
+        "pass checkpoints=AutoCheckpoint(...), with every=... for checkpoints within an epoch"
+    )
+
+
 def older_state_error(call: str, wanted: Progress, found: Progress) -> CheckpointError:
     """Return the error of a call that needs a state which no worker has any more."""
     return CheckpointError(

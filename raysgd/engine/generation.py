@@ -22,7 +22,7 @@ from raysgd.core.policy import UNREACHABLE
 from raysgd.core.progress import most_advanced
 from raysgd.core.protocols import Call, ProcessGroupBackend
 from raysgd.core.ranks import RankInfo, assign_ranks
-from raysgd.core.shard_copies import ShardedState, covered, layout, newest_complete
+from raysgd.core.shard_copies import ShardedState, covered, layout
 from raysgd.core.snapshot import Snapshot
 from raysgd.engine.failure import no_room_error, raise_user_error, unfinished_error, warn_no_room
 from raysgd.engine.watchdog import ask
@@ -189,15 +189,16 @@ class Generation:
 
     # -- forming --------------------------------------------------------------------------------------
 
-    def form(self, workers: Sequence[str], *, state: Any = None) -> bool:
+    def form(self, workers: Sequence[str], *, state: Any = None, saved: Snapshot | None = None) -> bool:
         """Try once to form a generation of these workers, in this order. New ones load `state`, if
-        there is one. Raise the error of the user's set-up."""
+        there is one; all load what was `saved`, if too few shards are left. Raise the error of the
+        user's set-up."""
         self.up = False
         self._table.group.check()
-        self.up = self._form(workers, state)
+        self.up = self._form(workers, state, saved)
         return self.up
 
-    def _form(self, workers: Sequence[str], state: Any) -> bool:
+    def _form(self, workers: Sequence[str], state: Any, saved: Snapshot | None) -> bool:
         self._table.expect_ranks(workers)
         built = self._built(workers)
         new = [worker for worker in workers if worker not in built]
@@ -216,6 +217,8 @@ class Generation:
         if new and not self._build(new):
             return False
         if new and state is not None and not self.load(new, state):
+            return False
+        if saved is not None and not self._load_saved(workers, saved):
             return False
         self._table.enter_group(workers)
         if self._sharded is not None:
@@ -248,6 +251,25 @@ class Generation:
     def lacks_shards(self, workers: Sequence[str]) -> bool:
         """Return whether the state is divided, and these have no copy of a part of it."""
         return self.is_sharded and not covered(self._shards[worker] for worker in workers if worker in self._shards)
+
+    def newest_snapshot(self, *, wait: bool = False) -> Snapshot | None:
+        """Return what new workers can start from. With `wait`, this may be a checkpoint that is
+        being saved now."""
+        latest = self._table.snapshots.latest()
+        return self._sharded.saved(wait) if latest is None and self._sharded is not None else latest
+
+    def _load_saved(self, workers: Sequence[str], saved: Snapshot) -> bool:
+        """Let all workers load a checkpoint. Return False if one has failed. Raise an error if the
+        checkpoint cannot be loaded."""
+        assert saved.load is not None
+
+        def ask_all(call: Call) -> list[Any] | None:
+            outcomes = self._ask(
+                workers, "run", {"call": call}, self.limits.setup_s, on_trouble=lambda: self.interrupt(workers)
+            )
+            return [getattr(each, "value", None) for each in outcomes.values()] if self._all_ok(outcomes) else None
+
+        return saved.load(ask_all)
 
     def hand_over(self, stay: Sequence[str]) -> bool:
         """Divide all shards among the members that stay. Return False if a worker has failed."""
@@ -310,23 +332,6 @@ class Generation:
                 return False
             self._table.snapshots.offer(Snapshot(transfer.data, outcome.progress, call=call))
             return True
-
-    def load_snapshot(self, workers: Sequence[str], snapshot: Snapshot) -> bool:
-        """Let workers load the state of a snapshot, also if it is theirs."""
-        if snapshot.held is None or self._sharded is None:
-            return self.load(workers, snapshot.data)
-        self._shards = {}
-        call = Call(self._sharded.restore, {"held": snapshot.held})
-        return self._succeeds(workers, "run", {"call": call}, self.limits.setup_s)
-
-    def snapshot_of(self, workers: Sequence[str]) -> Snapshot | None:
-        """Return the newest snapshot, or, of a state that is divided among the workers, the newest
-        one of which these hold each shard."""
-        latest = self._table.snapshots.latest()
-        if latest is None or latest.data or self._sharded is None:
-            return latest
-        outcomes = self._ask(workers, "run", {"call": Call(self._sharded.snapshots)}, self.limits.hang_s)
-        return newest_complete(each for ok in outcomes.values() if isinstance(ok, Ok) for each in ok.value)
 
     def _prepare(self, new: Sequence[str]) -> bool:
         given = {worker: {"hook": self._hook, "rank": self._table[worker].rank} for worker in new}

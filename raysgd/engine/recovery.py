@@ -16,7 +16,7 @@ from raysgd.core.outcomes import DATA_LOADER
 from raysgd.core.progress import Progress, most_advanced
 from raysgd.core.snapshot import Snapshot
 from raysgd.engine.call import RunningCall
-from raysgd.engine.failure import failed_error, raise_user_error, unfinished_error
+from raysgd.engine.failure import failed_error, raise_user_error, shards_lost_error, unfinished_error
 from raysgd.engine.generation import Generation
 from raysgd.engine.membership import Membership
 from raysgd.engine.replacements import Replacements
@@ -107,8 +107,10 @@ def _begins(revived: Snapshot | None) -> str:
     """Return with which state training continues."""
     if revived is None:
         return "in place"
+    if revived.load is not None:
+        return "from a checkpoint"
     # Without one, it is the initial state of one of them, or what one has taken from a member that then failed.
-    return "from a snapshot" if revived.data or revived.held is not None else "with the state of a new worker"
+    return "from a snapshot" if revived.data else "with the state of a new worker"
 
 
 class RecoveryLoop:
@@ -170,6 +172,8 @@ class RecoveryLoop:
                 self._wait(decision.seconds, now, case)
                 case.phases["wait"] = case.phases.get("wait", 0.0) + self._table.clock() - began
         self._note(case)
+        if self._generation.is_sharded:
+            self._table.snapshots.forget()  # the state of workers that all have left, which soon is an older one
         return case.revived
 
     def _let_leave(self, case: _Case) -> bool:
@@ -207,15 +211,16 @@ class RecoveryLoop:
     def _form(self, case: _Case, survivors: list[str], joining: list[str]) -> bool:
         """Form a generation of these workers. They begin with the survivors' state, or, if none
         holds it any more, with a snapshot. Return False if that failed."""
-        workers, state = [*survivors, *joining], None
+        workers, state, saved = [*survivors, *joining], None, None
         if not survivors or self._generation.lacks_shards(survivors):
             revived = self._revive(workers, case.call.number)
             if revived is None:
                 return False
             case.revived = revived
+            saved = revived if revived.load is not None else None
             if not self._in_place:  # they take it when they have joined and are set up
                 state = revived.data or None
-        return self._generation.form(workers, state=state)
+        return self._generation.form(workers, state=state, saved=saved)
 
     def _not_formed(self, case: _Case, survivors: list[str], joining: list[str]) -> None:
         """Take the replacements back after a failed try. If no worker has failed, the network
@@ -244,6 +249,9 @@ class RecoveryLoop:
     def _check(self, case: _Case, survivors: list[str]) -> None:
         """Raise an error if only the user's set-up is in the way, or after too many attempts."""
         replacements = self._replacements
+        if self._generation.lacks_shards(survivors) and self._generation.newest_snapshot(wait=True) is None:
+            self._note(case, continues=False)
+            raise shards_lost_error(len(survivors), case.world)
         if not survivors and replacements.ready == 0 and replacements.starting == 0:
             if replacements.failure is not None:
                 raise_user_error(replacements.failure, WorkerInfo("a new worker"))
@@ -288,14 +296,11 @@ class RecoveryLoop:
             logger.warning("%s in %s: %s of %d failed%s (%s)", seen.reason, where, ranks, case.world, on, seen.detail)
 
     def _survivors(self, case: _Case) -> list[str]:
-        """Return the members that can continue in place: none if a shard is lost without a
-        snapshot, or if processes cannot rejoin; then their state is saved as a snapshot."""
+        """Return the members that can continue: none if processes cannot rejoin; then their state
+        is saved as a snapshot."""
         survivors = self._table.members()
-        lost = self._generation.lacks_shards(survivors) and self._generation.snapshot_of(survivors) is None
-        if survivors and lost:
-            logger.warning("no copy of a shard is left, nor a snapshot of it: training starts over with new workers")
-        if survivors and (lost or not self._in_place):
-            progress = {} if lost else {worker: self._table[worker].progress for worker in survivors}
+        if survivors and not self._in_place:
+            progress = {worker: self._table[worker].progress for worker in survivors}
             while progress and not self._generation.rescue_state(best := most_advanced(progress), case.call.number):
                 del progress[best]  # it failed, too, so try the next most advanced one
             for worker in survivors:
@@ -335,18 +340,12 @@ class RecoveryLoop:
         """Return the snapshot that these processes start from when no member is left, or members
         lack a shard: the newest one, or an empty one if they all take the initial state of the
         first of them. Return None if they could not load it."""
-        snapshot = self._generation.snapshot_of(joining) or Snapshot()
-        if self._generation.is_sharded:
-            usable = bool(snapshot.data) or snapshot.held is not None
-            if usable or not self._table.members():
-                self._table.snapshots.forget()  # a newer one may be incomplete, and would be kept instead of later ones
-            if usable:
-                self._table.snapshots.offer(snapshot)
-            return snapshot if not usable or self._generation.load_snapshot(joining, snapshot) else None
+        snapshot = self._generation.newest_snapshot() or Snapshot()
         progress = {worker: self._table[worker].progress for worker in joining}
-        if self._in_place and (furthest := progress[most_advanced(progress)]).order >= snapshot.progress.order:
+        furthest = progress[most_advanced(progress)]
+        if self._in_place and not self._generation.is_sharded and furthest.order >= snapshot.progress.order:
             return Snapshot(progress=furthest, call=call)
-        if snapshot.data and self._in_place and not self._generation.load_snapshot(joining, snapshot):
+        if snapshot.data and self._in_place and not self._generation.load(joining, snapshot.data):
             return None
         return snapshot
 

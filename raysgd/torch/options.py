@@ -197,10 +197,10 @@ class TrainingOptions:
         refuse(EXCLUDED_WITH_SEVERAL_WORKERS if num_workers > 1 else (), given)
         if self.parallel is None and num_workers > 1:
             refuse_comparison(elastic, "with parallel=None raysgd does not know whether they should be equal")
-        if self.parallel == "fsdp" and isinstance(elastic.snapshot_every, float):
+        if self.parallel == "fsdp" and num_workers > 1 and elastic.snapshot_every not in ("epoch", None):
             raise ConfigError(
-                "with parallel='fsdp' all workers make a snapshot together, and their clocks differ: set "
-                f"snapshot_every to 'epoch', a number of batches or None, got {elastic.snapshot_every!r} seconds"
+                f"snapshot_every={elastic.snapshot_every!r} has no effect with parallel='fsdp', because no process has the full state of "
+                "the model: leave it out, and pass checkpoints=AutoCheckpoint(..., every=...)"
             )
         if num_workers % self.replicas:
             raise ConfigError(

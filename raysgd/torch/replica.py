@@ -10,14 +10,11 @@ from typing import Any
 
 import torch
 
-from raysgd.core.messages import SnapshotUpload
 from raysgd.core.metrics import SECONDS, SKIPPED, Measured
 from raysgd.core.outcomes import NotExact
 from raysgd.core.progress import Control
 from raysgd.core.rank_comparison import Summary
 from raysgd.core.ranks import RankInfo
-from raysgd.core.shard_copies import HeldSnapshot, ShardedState
-from raysgd.core.snapshot import Snapshot
 from raysgd.errors import CheckpointError, ConfigError
 from raysgd.storage.seen import SeenFile
 from raysgd.torch.checkpoint import packing, states
@@ -245,39 +242,6 @@ class TorchReplica(ReplicaBase):
     def _dump(self, state: dict[str, Any]) -> memoryview:
         return packing.packed(state)
 
-    def take_snapshot(self, room_s: float | None = None) -> None:
-        """Let the ranks keep a snapshot of their shards, for each other. The driver only gets to
-        know that there is one."""
-        kept = self._resharding is not None and self._rank_info.world_size > 1
-        super().take_snapshot(room_s) if not kept else self._keep_snapshot(self.partial())
-
-    def _keep_snapshot(self, partial: Measured) -> None:
-        if self._resharding is None or self._rank_info.world_size == 1 or not self._snapshots.wanted:
-            return
-        partial = self._of_all_ranks(partial)
-        snapshot = Snapshot(b"", self.progress, self._position.call, partial)
-        self._resharding.keep_snapshot(snapshot)
-        if self.rank == 0:
-            self._snapshots.send(SnapshotUpload(snapshot.progress, snapshot.call, partial), [])
-
-    def held_snapshots(self) -> list[HeldSnapshot]:
-        """Return what this rank holds of snapshots."""
-        return [] if self._resharding is None else self._resharding.held_snapshots()
-
-    def restore_snapshot(self, held: tuple[int, int]) -> None:
-        """Begin the next generation with this snapshot."""
-        self._give(held)
-
-    @classmethod
-    def sharded_state(cls, replicas: int) -> ShardedState:
-        return ShardedState(replicas, cls.hand_over, cls.held_snapshots, cls.restore_snapshot)
-
-    def _give(self, given: Any) -> None:
-        """Let the next generation begin with a full state, or with a snapshot that its ranks
-        hold."""
-        assert self._resharding is not None
-        self._resharding.give(given)
-
     def checkpoint_writer(self, ranks: list[Any], *, later: bool) -> Callable[[Any], None] | None:
         """Return what writes the checkpoint to a file, on rank 0. With `later`, training may
         continue before that. `ranks` are the random states of all ranks. If the model is sharded,
@@ -294,7 +258,7 @@ class TorchReplica(ReplicaBase):
         """Load the state of another replica of this trainer. It is trusted, and it fits, unless
         that had `other_code`. Shards are made of it in the next generation."""
         if self._resharding is not None:
-            self._give(data)
+            self._resharding.give(data)
             return
         state = packing.unpack(data)
         if other_code:
@@ -362,6 +326,7 @@ class TorchReplica(ReplicaBase):
             state = self._resharding.rejoin(rank_info)
             if state is not None:
                 self._take(state)
+            self.undefined = self.undefined or self._resharding.is_lost
         self._rank_info = self.operator._rank_info = rank_info
         if self._continues_as != (rank_info.world_rank, rank_info.world_size):
             self._seed_rest_of_epoch()
@@ -374,7 +339,6 @@ class TorchReplica(ReplicaBase):
         if before and before != rank_info.world_size:
             self.operator.resized(before, rank_info.world_size)
         self._units_before = self._position.call_units
-        self._keep_snapshot(Measured({"epoch": self._position.epoch}, self._position.call_units))
 
     def hand_over(self, stay: list[int]) -> None:
         """Give the ranks that stay the shards of all ranks, before the others leave. All ranks call

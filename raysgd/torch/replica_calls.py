@@ -111,7 +111,18 @@ def save_shards(
     return reported(replica, transfers[replica.rank], write, later=later)
 
 
-def restore_shards(replica: TorchReplica, folder: Place, files: shard_files.Files, loads: int) -> Refusal | None:
+def load_again(
+    replica: TorchReplica, method: Callable[..., Any], arguments: dict[str, Any], workers: int, loads: int | None
+) -> Refusal | None:
+    """Load what this trainer has saved or loaded when it had so many workers, because too few
+    shards of the state after it are left."""
+    refusal: Refusal | None = method(replica, **arguments, loads=loads)
+    if refusal is None and workers != replica.operator.world_size:
+        replica.operator.resized(workers, replica.operator.world_size)
+    return refusal
+
+
+def restore_shards(replica: TorchReplica, folder: Place, files: shard_files.Files, loads: int | None) -> Refusal | None:
     """Load a sharded checkpoint, of which each rank verifies some files."""
     operator, ranks = replica.operator, replica.operator.world_size
     with closing(shard_files.ShardFolder(folder, files)) as source:

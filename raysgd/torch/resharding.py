@@ -1,11 +1,10 @@
 """Shard a model again when the workers change: survivors exchange the shards of the newest
-committed step, or, if those are not complete, of the newest snapshot, which each rank keeps for
-itself and a neighbour. Worker."""
+committed step. Worker."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,18 +13,7 @@ import torch.distributed as dist
 
 from raysgd.core.progress import Control, Progress
 from raysgd.core.ranks import RankInfo
-from raysgd.core.shard_copies import (
-    Agreement,
-    HeldSnapshot,
-    ShardCopy,
-    Transfer,
-    agreed,
-    layout,
-    neighbour,
-    rows,
-    transfers,
-)
-from raysgd.core.snapshot import Snapshot
+from raysgd.core.shard_copies import Agreement, ShardCopy, Transfer, agreed, layout, rows, transfers
 from raysgd.core.tree import mapped
 from raysgd.errors import ConfigError
 from raysgd.torch.checkpoint import packing, states
@@ -58,17 +46,6 @@ class HeldShards:
     tree: dict[str, Any]
 
 
-@dataclass(frozen=True)
-class KeptSnapshot:
-    """What one rank keeps of a snapshot, on the CPU: its own shard as a tree, with all that is not
-    sharded, and the tensors of shards by their numbers, also a neighbour's."""
-
-    snapshot: Snapshot
-    count: int
-    tree: dict[str, Any]
-    shards: dict[int, Tensors]
-
-
 class Resharding:
     """Owns what one rank holds for the next generation besides its live shards, and the agreement
     on each optimizer step.
@@ -96,10 +73,8 @@ class Resharding:
         # Generation, index and number of the live shards. The generation is -1 while there are none.
         self._live = (-1 if rank_info.solo else rank_info.generation, *self._place(rank_info))
         self._earlier: list[HeldShards] = []
-        self._given: Any = None  # a full state, which all ranks have, or the name of a snapshot that they hold
-        self._kept: list[KeptSnapshot] = []  # the newest one last; those before the newest complete one are dropped
-        self._node, self._nodes = rank_info.node_rank, list[int]()  # those of all ranks are known after a snapshot
-        self._taken = 0  # snapshots in this generation
+        self._given: Any = None  # a full state, which all ranks have
+        self.is_lost = False  # the ranks of this generation had too few shards for a state
         # An optimizer whose step waits for other ranks, and its settings.
         self._ready: tuple[Any, list[dict[str, Any]]] | None = None
         for optimizer in operator._parts.optimizers:
@@ -127,78 +102,14 @@ class Resharding:
         if self._ranks == 1 or not self._operator._parts.shards_made:
             return
         self._ready = (optimizer, settings_of([optimizer]))
-        self._agree("a step")
-
-    def _agree(self, on: str) -> None:
-        """Return when all ranks are here."""
         arrived = torch.ones(1, device=self._operator.device)
         dist.all_reduce(arrived)
         self._control.ensure_whole()
         if int(arrived.item()) != self._ranks:
-            raise dist.DistBackendError(f"the ranks could not agree on {on}, because a peer failed")
+            raise dist.DistBackendError("the ranks could not agree on a step, because a peer failed")
 
     def _after_step(self, *_: Any) -> None:
         self._ready = None
-
-    # -- snapshots ------------------------------------------------------------------------------------
-
-    def keep_snapshot(self, snapshot: Snapshot) -> None:
-        """Keep this rank's shard and a neighbour's, with the state that is not sharded. All ranks
-        call this together. The snapshot before is kept until all ranks have this one."""
-        generation, index, count = self._live
-        rank, ranks = dist.get_rank(), dist.get_world_size()
-        self._nodes = self._nodes or gathered_objects(self._node, self._control)
-        self._taken += 1
-        assert self._operator._parts.shards is not None
-        self._operator._parts.shards.reshard()
-        tree = _in_pieces(self._operator)
-        shards: dict[int, Tensors] = {index: {path: states.copied(each) for path, each in _locals(tree).items()}}
-        if count > 1:
-            distance = neighbour(self._nodes, count)
-            source = (rank - distance) % ranks
-            shards[source % count] = self._from_neighbour(tree, source, (rank + distance) % ranks, count)
-        content = states.copied({**self._others(), **_without_content(tree)})
-        self._control.ensure_whole()  # before the driver can get to know of it
-        snapshot = replace(snapshot, held=(generation, self._taken))
-        self._kept.append(KeptSnapshot(snapshot, count, content, shards))
-        self._agree("a snapshot")
-        del self._kept[:-1]
-
-    def _from_neighbour(self, tree: Any, source: int, target: int, count: int) -> Tensors:
-        """Send this rank's shard to one rank, and return that of another one: one tensor after the
-        other."""
-        received: dict[Path, torch.Tensor] = {}
-        for path, piece in _pieces(tree).items():
-            if piece.dim is None or piece.local is None:  # each rank has all of it
-                continue
-            # As many rows as the largest shard has, because the calls of all ranks are counted and compared.
-            largest, (begin, end) = rows(0, count, _length(piece))[1], rows(source % count, count, _length(piece))
-            shape = [largest if dim == piece.dim else size for dim, size in enumerate(piece.shape)]
-            sent, buffer = piece.local.new_zeros(shape), piece.local.new_empty(shape)
-            sent.narrow(piece.dim, 0, piece.local.shape[piece.dim]).copy_(piece.local)
-            calls = [dist.P2POp(dist.isend, sent, target), dist.P2POp(dist.irecv, buffer, source)]
-            for work in dist.batch_isend_irecv(calls):
-                work.wait()
-            received[path] = states.copied(buffer.narrow(piece.dim, 0, end - begin))
-        return received
-
-    def held_snapshots(self) -> list[HeldSnapshot]:
-        return [HeldSnapshot(each.snapshot, each.count, tuple(each.shards)) for each in self._kept]
-
-    def _from_snapshot(self, rank_info: RankInfo) -> dict[str, Any]:
-        """Return the state of the snapshot that this generation begins with, with its shards
-        divided among the ranks."""
-        kept = next((each for each in self._kept if each.snapshot.held == self._given), None)
-        everything = gathered_objects(None if kept is None else (kept.count, tuple(kept.shards)), self._control)
-        holders = {rank: found[1] for rank, found in enumerate(everything) if found is not None}
-        lead = min(holders)
-        state = _broadcast(
-            kept.tree if kept is not None and rank_info.world_rank == lead else None, lead, self._control
-        )
-        shards = kept.shards if kept is not None else {}
-        state = self._divided(rank_info, state, state, shards, holders, everything[lead][0])
-        self._given = None
-        return state
 
     # -- changes --------------------------------------------------------------------------------------
 
@@ -208,17 +119,17 @@ class Resharding:
         self._earlier = []
 
     def give(self, data: Any) -> None:
-        """Let the next generation begin with this, which all its ranks are given."""
+        """Let the next generation begin with this full state, which all its ranks are given."""
         self._given, self._earlier = data, []
 
     def hand_over(self, stay: Sequence[int]) -> None:
         """Divide the shards among the ranks that stay, while all ranks are there. All call this."""
         count, rank = self._live[2], dist.get_rank()
-        holders = {each: [each % count] for each in range(dist.get_world_size())}
+        holders = {each: each % count for each in range(dist.get_world_size())}
         tree = _in_pieces(self._operator)
         outline = _broadcast(_without_content(tree), 0, self._control)
         targets = {each: index for index, each in enumerate(stay)}
-        moved = self._moved(outline, {rank % count: _locals(tree)}, holders, count, targets, len(stay))
+        moved = self._moved(outline, _locals(tree), holders, count, targets, len(stay))
         if rank in stay:
             copy = replace(self._copy(), handed=True, count=len(stay), index=stay.index(rank))
             self._earlier = [HeldShards(copy, _replaced(tree, moved))]
@@ -226,32 +137,34 @@ class Resharding:
     def rejoin(self, rank_info: RankInfo) -> dict[str, Any] | None:
         """Divide the newest state of which there is a copy of each shard among the ranks of a new
         generation, or the full state that all ranks were given. Return the state that this rank
-        must adopt, None if it has it already. All ranks call this."""
+        must adopt, None if it has it already, or if there is none (`is_lost`). All ranks call
+        this."""
         shards, rank = self._operator._parts.shards, rank_info.world_rank
         assert shards is not None
         if shards.made:
             shards.rest()
-        self._ranks, self._node, self._nodes, self._taken = rank_info.world_size, rank_info.node_rank, [], 0
+        self._ranks, self.is_lost = rank_info.world_size, False
         held = self._held()
         everything = gathered_objects((list(held), self._given is not None, self._progress().order), self._control)
         if all(given for _, given, _ in everything):
-            return (self._from_snapshot if isinstance(self._given, tuple) else self._from_full_state)(rank_info)
+            state: dict[str, Any] = packing.unpack(self._given)
+            self._begin_empty(rank_info)
+            return state
         agreement = agreed([copies for copies, *_ in everything])
         if agreement is None:
-            if any(copies or given for copies, given, _ in everything):
-                raise RuntimeError(f"no state has a copy of each shard: {[copies for copies, *_ in everything]}")
+            self.is_lost = any(copies or given for copies, given, _ in everything)
+            if self.is_lost:
+                self._begin_empty(rank_info)
             self._live = (rank_info.generation, *self._place(rank_info))
-            return None  # these are the first ranks
+            return None
         used = self._used(held, agreement, rank) if rank in agreement.holders else None
         orders = [order for *_, order in everything]
         lead = max(agreement.holders.keys() - agreement.late, key=lambda rank: (orders[rank], -rank))
         behind = used is None or rank in agreement.late or orders[rank] != orders[lead]
         mine = used.tree if used is not None else {}
         state = _broadcast({**self._others(), **_without_content(mine)} if rank == lead else None, lead, self._control)
-        own = {} if used is None else {used.copy.index: _locals(mine)}
-        holders = {rank: [index] for rank, index in agreement.holders.items()}
         self._earlier = [] if used is None else [used]
-        state = self._divided(rank_info, state, state if behind else mine, own, holders, agreement.count)
+        state = self._divided(rank_info, state, state if behind else mine, _locals(mine), agreement)
         if behind:
             return state
         self._operator._parts.averages.load(state.get("averages"))
@@ -295,9 +208,8 @@ class Resharding:
         rank_info: RankInfo,
         outline: dict[str, Any],
         state: dict[str, Any],
-        held: Mapping[int, Tensors],
-        holders: Mapping[int, Collection[int]],
-        count: int,
+        own: Tensors,
+        agreement: Agreement,
     ) -> dict[str, Any]:
         """Divide the shards that ranks hold among all ranks. Return the state with this rank's new
         shards, which the models have now."""
@@ -305,7 +217,7 @@ class Resharding:
         assert shards is not None
         index, new_count = self._place(rank_info)
         targets = {rank: rank % new_count for rank in range(rank_info.world_size)}
-        moved = self._moved(outline, held, holders, count, targets, new_count)
+        moved = self._moved(outline, own, agreement.holders, agreement.count, targets, new_count)
         mesh = shards.mesh()
         state = _replaced(state, {path: _on_mesh(piece, mesh) for path, piece in moved.items()})
         self._live = (-1, index, new_count)  # if a rank fails now, the models may have parts of them
@@ -313,39 +225,38 @@ class Resharding:
         self._live, self._ready = (rank_info.generation, index, new_count), None
         return state
 
-    def _from_full_state(self, rank_info: RankInfo) -> dict[str, Any]:
+    def _begin_empty(self, rank_info: RankInfo) -> None:
+        """Shard the models without values, because a state is loaded next."""
         shards = self._operator._parts.shards
         assert shards is not None
         shards.shard_again(shards.mesh(), None, [{} for _ in self._operator._parts.optimizers])
-        state: dict[str, Any] = packing.unpack(self._given)
-        self._given, self._ready, self._live = None, None, (rank_info.generation, *self._place(rank_info))
-        return state
+        self._given, self._earlier, self._ready = None, [], None
+        self._live = (rank_info.generation, *self._place(rank_info))
 
     def _moved(
         self,
         outline: Any,
-        held: Mapping[int, Tensors],
-        holders: Mapping[int, Collection[int]],
+        own: Tensors,
+        holders: Mapping[int, int],
         count: int,
         targets: Mapping[int, int],
         new_count: int,
     ) -> dict[Path, Piece]:
         """Return this rank's new rows of each tensor in the outline, which the holders send: one
-        tensor after the other. `held` are the shards that this rank holds."""
+        tensor after the other. `own` are the rows that this rank holds."""
         moved, rank, device = {}, dist.get_rank(), self._operator.device
         for path, piece in _pieces(outline).items():
             sources, shards, to, parts = holders, count, targets, new_count
-            own = {index: tensors.get(path) for index, tensors in held.items()}
             if piece.dim is None:  # each rank has all of it
-                sources, shards, to, parts = dict.fromkeys(holders, (0,)), 1, dict.fromkeys(targets, 0), 1
-                own = {0: next((each for each in own.values() if each is not None), None)}
+                sources, shards, to, parts = dict.fromkeys(holders, 0), 1, dict.fromkeys(targets, 0), 1
+            first = rows(sources[rank], shards, _length(piece))[0] if rank in sources else 0
             plan = [
                 each
                 for each in transfers(sources, shards, to, parts, _length(piece))
                 if rank in (each.source, each.target)
             ]
             new_rows = rows(to[rank], parts, _length(piece)) if rank in to else (0, 0)
-            moved[path] = replace(piece, local=_exchanged(piece, own, shards, new_rows, plan, rank, device))
+            moved[path] = replace(piece, local=_exchanged(piece, own.get(path), first, new_rows, plan, rank, device))
         self._control.ensure_whole()
         return moved
 
@@ -357,15 +268,14 @@ def _length(piece: Piece) -> int:
 
 def _exchanged(
     piece: Piece,
-    own: Mapping[int, torch.Tensor | None],
-    count: int,
+    own: torch.Tensor | None,
+    first: int,
     new_rows: tuple[int, int],
     plan: Sequence[Transfer],
     rank: int,
     device: torch.device,
 ) -> torch.Tensor:
-    """Return the new rows of one tensor. `own` are this rank's rows of it, by the numbers of
-    `count` shards."""
+    """Return the new rows of one tensor. `own` are this rank's rows of it, from row `first` on."""
     dim, shape = piece.dim or 0, list(piece.shape) or [1]
     shape[dim] = new_rows[1] - new_rows[0]
     new = torch.empty(shape, dtype=piece.dtype, device=device)
@@ -373,10 +283,8 @@ def _exchanged(
     for each in plan:
         length = each.end - each.begin
         if each.source == rank:
-            local = own[each.shard]
-            assert local is not None
-            first = rows(each.shard, count, _length(piece))[0]
-            sent = local.reshape(local.shape or (1,)).narrow(dim, each.begin - first, length)
+            assert own is not None
+            sent = own.reshape(own.shape or (1,)).narrow(dim, each.begin - first, length)
             if each.target == rank:
                 new.narrow(dim, each.begin - new_rows[0], length).copy_(sent)
             else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -15,6 +15,8 @@ from raysgd.callbacks.monitors import Averaging, Measure, averaging_in, measures
 from raysgd.callbacks.torch_profiler import ProfilerSettings
 from raysgd.config import ElasticConfig, WorkerResources, at_least
 from raysgd.constants import BATCH_SIZE
+from raysgd.core.shard_copies import ShardedState
+from raysgd.core.snapshot import Snapshot
 from raysgd.errors import ConfigError, shown
 from raysgd.ray_data.columns import RayData
 from raysgd.torch.options import TrainingOptions
@@ -31,6 +33,11 @@ OTHER_ROWS = (
     "the checkpoint was saved with other rows in the {}: the data is divided by other indices now, so rows that were trained on can be "
     "in the validation. Divide it in the same way in each run, for example with random_split(..., "
     "generator=torch.Generator().manual_seed(0))"
+)
+ONE_COPY = (
+    "parallel='fsdp' with replicas=1 keeps one copy of each shard of the model, so training ends with an error when a worker fails, "
+    "unless load() has given it a file to begin with again. Pass TrainingOptions(replicas=2), with which the other workers continue, or "
+    "checkpoints=AutoCheckpoint(...), from the newest of which they do"
 )
 NOT_NAMED = (
     "a trainer with name= cannot read a Ray Dataset: the process that reads it ends with the script. Leave out the name, or pass a "
@@ -123,6 +130,18 @@ def _is_gpu_there(in_ray: bool | None) -> bool:
             gpus,
         )
     return bool(gpus)
+
+
+def sharded_state(
+    options: TrainingOptions, num_workers: int, checkpoints: Any, saved: Callable[[bool], Snapshot | None]
+) -> ShardedState | None:
+    """Return how the state is divided among the workers, None if each has all of it. Warn if a
+    worker failure will end training."""
+    if options.parallel != "fsdp" or num_workers == 1:
+        return None
+    if options.replicas == 1 and checkpoints is None:
+        logger.warning(ONE_COPY)
+    return ShardedState(options.replicas, TorchReplica.hand_over, saved)
 
 
 def replica_factory(

@@ -10,11 +10,9 @@ from typing import Any
 
 from raysgd.config import Exclusions, one_of, refuse
 from raysgd.core.protocols import ProcessGroupBackend
-from raysgd.core.shard_copies import ShardedState
 from raysgd.errors import ConfigError
 from raysgd.torch.options import TrainingOptions
 from raysgd.torch.process_group import TorchBackend, name_for
-from raysgd.torch.replica import TorchReplica
 from raysgd.torch.wrapping import Exchange
 
 NOT_WITH_HOROVOD: Exclusions = (
@@ -35,14 +33,12 @@ class Strategy:
     make_exchange  makes the object that averages gradients, in each worker
     wraps          whether models are wrapped in DistributedDataParallel
     asynchronous   whether collective calls return before the device has made them
-    sharded        for FSDP: how the state is divided among the workers
     """
 
     make_backend: Callable[..., ProcessGroupBackend]
     make_exchange: Callable[[], Exchange] = Exchange
     wraps: bool = True
     asynchronous: bool = False
-    sharded: ShardedState | None = None
 
     def of_replicas(self, workers: int) -> dict[str, Any]:
         """Return what the replicas of so many workers need to know of it."""
@@ -69,7 +65,6 @@ def choose_strategy(backend: Any, options: TrainingOptions, horovod_args: Any, *
         return Strategy(
             make_backend=functools.partial(TorchBackend, name, replicas=options.replicas),
             asynchronous=name == "nccl",
-            sharded=TorchReplica.sharded_state(options.replicas) if options.parallel == "fsdp" else None,
         )
     return _horovod(options, horovod_args, use_gpu=use_gpu)
 

@@ -14,6 +14,7 @@ import torch
 from raysgd.callbacks.base import Callback
 from raysgd.config import ORPHAN_S, ElasticConfig, check_flags
 from raysgd.core.protocols import Call
+from raysgd.core.snapshot import Snapshot
 from raysgd.engine.call import Job
 from raysgd.errors import CheckpointError, ConfigError, suggesting
 from raysgd.ray_data.reader import SharedRowReaders, local_row_reader
@@ -84,6 +85,8 @@ class TorchTrainer(TrainerBase):
         serialize_data_creation  no effect; pass it to `TrainingOperator.from_creators`
     """
 
+    _loads: ShardedLoads
+
     @suggesting
     def __init__(
         self,
@@ -120,9 +123,8 @@ class TorchTrainer(TrainerBase):
         refuse_unknown(TorchTrainer, unknown, setup.GROUPS, setup.REMOVED)
         check_flags(use_tqdm=use_tqdm, add_dist_sampler=add_dist_sampler)
         setup.warn_without_effect(use_local and num_workers != 1, serialize_data_creation)
-        check_common(
-            training_operator_cls, TrainingOperator, num_workers, initialization_hook, timeout_s, elastic, seed
-        )
+        common = num_workers, initialization_hook, timeout_s, elastic, seed
+        check_common(training_operator_cls, TrainingOperator, *common)
         options = TrainingOptions.checked(options).resolved(wrap_ddp=wrap_ddp, use_fp16=use_fp16)
         folder, elastic = opened_folder(checkpoints, resume, ".pt"), elastic or ElasticConfig()
         self.config, worker_config = setup.per_worker_config(config, num_workers)
@@ -130,6 +132,7 @@ class TorchTrainer(TrainerBase):
         resources, self.use_gpu = setup.worker_resources(num_cpus_per_worker, use_gpu, resources_per_worker, in_ray)
         options.check_with(num_workers=num_workers, use_gpu=self.use_gpu, elastic=elastic, name=name)
         strategy = choose_strategy(backend, options, horovod_args, gpus=resources.gpus)
+        sharded = setup.sharded_state(options, num_workers, checkpoints, self._newest_saved)
         remote = setup.needs_processes(use_ray, num_workers, resources, named=name is not None)
         settings = TorchSettings(
             num_workers=num_workers,
@@ -144,17 +147,17 @@ class TorchTrainer(TrainerBase):
             seed=seed,
             scheduler_step_freq=scheduler_step_freq,
             elastic=elastic,
-            snapshot_every=elastic.snapshot_every,
+            snapshot_every=elastic.snapshot_every if sharded is None else None,
             rows=setup.no_rows if name else SharedRowReaders(uuid4().hex[:8]) if remote else local_row_reader,
         )
         run = described_run(TorchTrainer, training_operator_cls, self.config, num_workers, logdir)
         calls, limits = CallRunner(callbacks, run, bar=use_tqdm), limits_of(timeout_s, elastic)
         self._factory = setup.replica_factory(training_operator_cls, worker_config, settings, calls.on_workers)
         make_backend = partial(strategy.make_backend, join_s=limits.join_s, collective_s=limits.collective_s)
-        others = initialization_hook, make_backend, strategy.sharded, name, orphan_s
+        others = initialization_hook, make_backend, sharded, name, orphan_s
         engine = make_engine(self._factory, calls, resources, elastic, limits, *others)
         self._compares = elastic.on_divergence is not None and options.parallel is not None
-        self._loads = ShardedLoads(engine)
+        self._loads = ShardedLoads(engine, folder, is_sharded=sharded is not None)
         super().__init__(engine, calls, num_workers, folder, resume=resume is not None)
 
     # -- training -------------------------------------------------------------------------------------
@@ -206,7 +209,19 @@ class TorchTrainer(TrainerBase):
     def update_scheduler(self, metric: Any) -> None:
         """Call `step(metric)` on every registered scheduler of every worker."""
         self._engine.run(Job(Call(replica_calls.update_scheduler, {"metric": metric}), again="keep"))
-        self._engine.state_changed_by_hand()
+        self._state_changed_by_hand()
+
+    def _state_changed_by_hand(self) -> None:
+        super()._state_changed_by_hand()
+        self._loads.state_changed_by_hand()
+
+    def _newest_saved(self, wait: bool) -> Snapshot | None:
+        return self._loads.newest(wait)
+
+    def _start_save(self, path: str) -> Callable[[], Any]:
+        finish = super()._start_save(path)
+        self._loads.saves(path)
+        return finish
 
     def _load_automatic(self, path: str) -> None:
         assert self._folder is not None

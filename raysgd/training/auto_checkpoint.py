@@ -255,6 +255,15 @@ class CheckpointFolder:
         if error is not None:
             raise CheckpointError(f"the automatic checkpoint in {self} could not be saved: {error}") from error
 
+    def wait_until_ended(self) -> None:
+        """Wait for the save that is running, whether it fails or not."""
+        if self._saving is not None:
+            self._saving.join()
+
+    def has(self, path: str) -> bool:
+        """Return whether this checkpoint is complete."""
+        return any(self.path(place) == path for place in list(self._scores))
+
     def forget(self, place: SavedPlace) -> None:
         self._scores.pop(place, None)
         try:

@@ -34,13 +34,14 @@ class Refusal:
     unseen: bool = False
 
 
-def restore(replica: ReplicaBase, source: Any, trusted: bool, loads: int) -> Refusal | None:
+def restore(replica: ReplicaBase, source: Any, trusted: bool, loads: int | None) -> Refusal | None:
     """Load a checkpoint from a file that this rank may see, or from bytes that were sent to it.
-    `loads` counts the user's loads; it is the same on each rank that has loaded this one."""
+    `loads` counts the user's loads; it is the same on each rank that has loaded this one. None: the
+    state is this trainer's own, and so are the calls that it counts."""
     return take_over(replica, lambda: replica.read(source, trusted=trusted), loads)
 
 
-def take_over(replica: ReplicaBase, read: Callable[[], dict[str, Any]], loads: int) -> Refusal | None:
+def take_over(replica: ReplicaBase, read: Callable[[], dict[str, Any]], loads: int | None) -> Refusal | None:
     """Load the checkpoint that `read` returns. If a worker fails while the ranks change their
     state, the driver repeats the load."""
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from raysgd.workers.calls import Blob
 
 logger = logging.getLogger("raysgd")
 
+Take = Callable[[Callable[..., Any], dict[str, Any]], None]  # call a replica's function on all ranks
+
 
 class Loads:
     """Lets the workers load states."""
@@ -31,6 +34,18 @@ class Loads:
         self._count = 0  # the number of the newest load
 
     def load(self, path: str | os.PathLike[str], *, trusted: bool = False) -> None:
+        self._load(path, self.take, trusted=trusted)
+        where = locations.place(path)
+        self._loaded(partial(self._load, where.absolute() if isinstance(where, Path) else where, trusted=trusted))
+
+    def restore(self, data: Any, *, trusted: bool = False) -> None:
+        self._restore(data, self.take, trusted=trusted)
+        self._loaded(partial(self._restore, data, trusted=trusted))
+
+    def _loaded(self, again: Callable[[Take], None]) -> None:
+        """Note that all ranks have loaded a state, which this loads again."""
+
+    def _load(self, path: str | os.PathLike[str] | Uri, take: Take, *, trusted: bool) -> None:
         where = locations.usable_place(path)
         if isinstance(where, Uri):
             remote.check_scheme(where)
@@ -39,34 +54,34 @@ class Loads:
             with readable():
                 is_folder = where.is_dir()
             if is_folder:
-                self._load_folder(where, trusted=trusted)
+                self._load_folder(where, take, trusted=trusted)
             else:
-                has_checksums = self._load_file(where, trusted=trusted)
+                has_checksums = self._load_file(where, take, trusted=trusted)
         except CheckpointError as error:
             raise CheckpointError(str(error) if str(where) in str(error) else f"{where}: {error}") from error
         if not has_checksums:
             locations.warn_without_checksums(where)
 
-    def _load_folder(self, folder: locations.Place, *, trusted: bool) -> None:
+    def _load_folder(self, folder: locations.Place, take: Take, *, trusted: bool) -> None:
         raise CheckpointError("it is a directory: pass load() the file that save() wrote")
 
-    def restore(self, data: Any, *, trusted: bool = False) -> None:
-        self.take(loading.restore, {"source": Blob(data), "trusted": trusted})
+    def _restore(self, data: Any, take: Take, *, trusted: bool) -> None:
+        take(loading.restore, {"source": Blob(data), "trusted": trusted})
 
-    def _load_file(self, where: locations.Place, *, trusted: bool) -> bool:
+    def _load_file(self, where: locations.Place, take: Take, *, trusted: bool) -> bool:
         """Let the workers read the file themselves, if they all see it. Return whether it has
         checksums."""
         if isinstance(where, Path):
             file, has_checksums = verified_file(where)
             if file is not None:
                 try:
-                    self.take(loading.restore, {"source": file, "trusted": trusted})
+                    take(loading.restore, {"source": file, "trusted": trusted})
                     return has_checksums
                 except UnseenError:
                     logger.debug("a worker does not see %s, or cannot read it, so the driver sends its content", where)
         data = locations.read(where)
         has_checksums = checksums.verify(data)
-        self.restore(data, trusted=trusted)
+        self._restore(data, take, trusted=trusted)
         return has_checksums
 
     def take(self, method: Callable[..., Any], arguments: dict[str, Any]) -> None:
@@ -78,12 +93,16 @@ class Loads:
         loads = self._count = max(self._count, engine.progress.loads) + 1
         with engine.state_replaced_by_hand(loads):
             values = engine.run(Job(Call(method, {**arguments, "loads": loads}), replaces=True))[-1].values
-            refused = [
-                (rank, each) for rank, each in enumerate(values) if isinstance(each, loading.Refusal) and each.why
-            ]
-            if any(each.unseen for _, each in refused):
-                raise UnseenError
-            for rank, each in refused:
-                on = f"rank {rank}: " if len(values) > 1 else ""
-                now = f"Now {UNDEFINED}" if engine.progress.undefined else "Nothing was changed on any rank"
-                raise CheckpointError(f"{on}{each.why}. {now}") from RemoteTraceback(each.trace)
+            raise_refused(
+                values, f"Now {UNDEFINED}" if engine.progress.undefined else "Nothing was changed on any rank"
+            )
+
+
+def raise_refused(values: Sequence[Any], consequence: str) -> None:
+    """Raise the reason if a rank has refused to load a state. `values` are those of all ranks."""
+    refused = [(rank, each) for rank, each in enumerate(values) if isinstance(each, loading.Refusal) and each.why]
+    if any(each.unseen for _, each in refused):
+        raise UnseenError
+    for rank, each in refused:
+        on = f"rank {rank}: " if len(values) > 1 else ""
+        raise CheckpointError(f"{on}{each.why}. {consequence}") from RemoteTraceback(each.trace)

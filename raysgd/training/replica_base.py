@@ -664,11 +664,12 @@ class ReplicaBase(ABC):
         """Return whether all ranks have succeeded, which all ask together. `here` is whether this
         one has."""
 
-    def end_load(self, state: dict[str, Any], loads: int) -> None:
-        """Complete the load of a checkpoint: forget the calls of the trainer that wrote it, take a
-        snapshot, and restore this rank's random states. `loads` is how often this trainer has
-        loaded a state; a state with more loads is newer than any other."""
-        self._position.call, self._position.call_done, self._position.loads = -1, False, loads
+    def end_load(self, state: dict[str, Any], loads: int | None) -> None:
+        """Complete the load of a checkpoint: forget the calls of the trainer that wrote it, unless
+        that was this one, take a snapshot, and restore this rank's random states. `loads` is how
+        often this trainer has loaded a state; a state with more loads is newer than any other."""
+        if loads is not None:
+            self._position.call, self._position.call_done, self._position.loads = -1, False, loads
         self._val_position.call, self._val_position.ended = -1, True
         self._tested.call = -1
         self.take_snapshot()

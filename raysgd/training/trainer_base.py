@@ -311,8 +311,11 @@ class TrainerBase(ABC):
         self._saves.raise_failed()
         call = Call(method, {"function": self._engine.pack(fn)})
         parts = self._engine.run(Job(call, again="keep"))
-        self._engine.state_changed_by_hand()
+        self._state_changed_by_hand()
         return [outcome.value for outcome in parts[-1].outcomes if hasattr(outcome, "value")]
+
+    def _state_changed_by_hand(self) -> None:
+        self._engine.state_changed_by_hand()
 
     def _values(self, method: Callable[..., Any], **given: Any) -> list[Any]:
         """Call a function of replicas on every rank, and return its values in rank order."""
@@ -473,7 +476,7 @@ def make_engine(
         target=settings.num_workers,
         elastic=elastic,
         limits=limits,
-        sharded=sharded if settings.distributed else None,
+        sharded=sharded,
         term=0 if calls.named is None else calls.named.tenure.term,
         on_progress=calls.on_progress,
         on_recovery=calls.on_recovery,

@@ -12,11 +12,17 @@ from typing import Any
 import pytest
 import torch
 
-from raysgd import CheckpointError, ElasticConfig, TorchTrainer, TrainingOptions
+from raysgd import (
+    AutoCheckpoint,
+    CheckpointError,
+    ElasticConfig,
+    TorchTrainer,
+    TrainingFailedError,
+    TrainingOptions,
+)
 from raysgd.torch import TrainingOperator
 from tests import storing
-from tests.faults import alive
-from tests.peek import before_resharding, newest_snapshot
+from tests.peek import finish_saves, forget_checkpoint
 from tests.speed.test_fsdp import Layers, same, trainer, weights
 
 pytestmark = [pytest.mark.more, pytest.mark.elastic, pytest.mark.usefixtures("ray_cluster")]
@@ -39,6 +45,9 @@ class Mortal(Layers):
         self._end_if_marked("after", batch_info["global_step"])
         return result
 
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._end_if_marked("loads", 0)
+
     def _end_if_marked(self, when: str, step: int) -> None:
         mark = Path(self.config["marks"]) / f"{when}-{step}-{self.world_rank}"
         if mark.exists():
@@ -59,7 +68,9 @@ def repeated(marks: Path, workers: int = 4) -> int:
     return sum(count > workers for count in Counter((marks / "ledger").read_text(encoding="utf-8").split()).values())
 
 
-def mortal(marks: Path, workers: int = 4, replicas: int = 2, **elastic: Any) -> TorchTrainer:
+def mortal(
+    marks: Path, workers: int = 4, replicas: int = 2, checkpoints: AutoCheckpoint | None = None, **elastic: Any
+) -> TorchTrainer:
     return TorchTrainer(
         training_operator_cls=Mortal,
         config={"batch": 12 // workers, "marks": str(marks)},
@@ -67,6 +78,7 @@ def mortal(marks: Path, workers: int = 4, replicas: int = 2, **elastic: Any) -> 
         use_gpu=False,
         options=TrainingOptions(clip_norm=0.5, parallel="fsdp", replicas=replicas),
         elastic=ElasticConfig(batch="global", **elastic),
+        checkpoints=checkpoints,
     )
 
 
@@ -103,13 +115,15 @@ def held(sharded: TorchTrainer) -> list[int]:
     ids=["one", "one after its step", "two with different shards", "both copies of one shard"],
 )
 def test_kills(fates: list[str], left: int, in_place: bool, tmp_path: Path, undisturbed: Any) -> None:
+    """Without a copy of each shard, training continues from the state that was loaded before."""
     for fate in fates:
         (tmp_path / fate).touch()
-    with mortal(tmp_path, grow=False, snapshot_every=3) as four:
+    with mortal(tmp_path, grow=False) as four:
         pids = four.apply_all_workers(os.getpid)
+        four.load_state_dict(four.state_dict())
         four.train()
         assert not list(tmp_path.glob("*-*"))
-        assert {each.in_place for each in four.recoveries} == {in_place}
+        assert {(each.in_place, each.batches_redone) for each in four.recoveries} == {(in_place, 0 if in_place else 3)}
         assert four.world_size == left
         assert set(four.apply_all_workers(os.getpid)) < set(pids)  # no survivor was replaced
         assert same(weights(four), undisturbed[0])
@@ -140,17 +154,6 @@ def test_growth_and_resizing(tmp_path: Path, undisturbed: Any) -> None:
         assert same(weights(sharded), undisturbed[2])
 
 
-def test_new_workers_keep_snapshots_when_the_others_do(tmp_path: Path, undisturbed: Any) -> None:
-    """They have not counted the batches before they joined."""
-    with mortal(tmp_path, grow="epoch", snapshot_every=2, hang_timeout_s=30) as sharded:
-        for count in (2, 4):
-            sharded.train(num_steps=1)
-            sharded.resize(count)
-        sharded.train()
-        assert [each.reason for each in sharded.recoveries] == ["shrink", "growth"]
-        assert same(weights(sharded), undisturbed[0])
-
-
 def held_by_one(sharded: TorchTrainer) -> int:
     """Return how many numbers the model and its optimizer have, of which each parameter that is trained has three."""
     return sum(each.numel() * (3 if each.requires_grad else 1) for each in sharded.get_model().parameters())
@@ -177,81 +180,146 @@ def test_a_step_that_only_some_ranks_have_made(tmp_path: Path, undisturbed: Any)
         assert same(weights(four), undisturbed[0])
 
 
-@pytest.mark.parametrize(
-    ("fates", "redone"),
-    [(["before-3-1"], 1), (["after-3-0"], 2), (["before-3-1", "before-3-3"], 1), (["before-3-1", "before-3-2"], 3)],
-    ids=["one", "the first one after its step", "two", "one and its neighbour"],
-)
-def test_snapshots_in_the_memory_of_neighbours(
-    fates: list[str], redone: int, tmp_path: Path, undisturbed: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    """There is one copy of each shard. Rank 2 keeps the snapshot of rank 1's shard, and so on."""
+def two_shards(marks: Path, *fates: str, every: Any = None) -> TorchTrainer:
+    """Return a trainer of two workers, with one copy of each shard, and with checkpoints if they are made every so often."""
     for fate in fates:
-        (tmp_path / fate).touch()
-    with mortal(tmp_path, replicas=1, grow=False, snapshot_every=2) as four:
-        pids = four.apply_all_workers(os.getpid)
-        four.train()
-        is_lost = redone == 3
-        assert not list(tmp_path.glob("*-*"))
-        assert [(each.in_place, each.batches_redone) for each in four.recoveries] == [(False, redone)]
-        assert same(weights(four), undisturbed[0])
-        assert ("no copy of a shard is left, nor a snapshot of it" in caplog.text) == is_lost
-        now = four.apply_all_workers(os.getpid)
-        assert set(now).isdisjoint(pids) if is_lost else set(now) == set(pids) - set(dead(pids))
-        four.train()
-        assert same(weights(four), undisturbed[1])
-        kept = newest_snapshot(four)
-        assert kept is not None and kept.progress.step == 8 and not bytes(kept.data), "the driver has no shards"
-    assert repeated(tmp_path) == redone or (fates[0].startswith("after") and repeated(tmp_path) < redone)
+        (marks / fate).touch()
+    checkpoints = None if every is None else AutoCheckpoint(path=marks / "checkpoints", every=every)
+    return mortal(marks, 2, 1, checkpoints, grow=False)
 
 
-def test_one_death_after_another(tmp_path: Path, undisturbed: Any) -> None:
-    """The second one is not taken for ranks that make different collective calls, although they have divided the model again."""
-    for fate in ("before-1-1", "before-3-1"):
-        (tmp_path / fate).touch()
-    with mortal(tmp_path, grow=False) as four:
-        four.train()
-        assert [(each.in_place, each.batches_redone) for each in four.recoveries] == [(True, 0), (False, 2)]
-        assert four.world_size == 2 and same(weights(four), undisturbed[0])
+def redone_in(trainer: TorchTrainer) -> list[tuple[bool, int, int]]:
+    return [(each.in_place, each.batches_redone, each.world_size_after) for each in trainer.recoveries]
 
 
-def dead(pids: list[int]) -> list[int]:
-    return [pid for pid in pids if not alive(pid)]
+@pytest.mark.parametrize(
+    ("every", "fates", "redone"),
+    [
+        ("epoch", ["before-6-1"], [2]),
+        (3, ["before-7-1"], [1]),
+        ("epoch", ["before-6-0", "before-6-1"], [1]),  # as far as the script's process has heard
+    ],
+    ids=["of the last epoch", "within the epoch", "without a survivor"],
+)
+def test_a_lost_shard_is_in_the_newest_checkpoint(
+    every: Any, fates: list[str], redone: list[int], tmp_path: Path, undisturbed: Any
+) -> None:
+    with two_shards(tmp_path, *fates, every=every) as two:
+        results = []
+        for epoch in two.epochs(3):
+            results.append(two.train())
+            finish_saves(two)
+            assert same(weights(two), undisturbed[epoch - 1])
+        assert not list(tmp_path.glob("before-*"))
+        left = 1 if len(fates) == 1 else 2
+        for in_place, batches, workers in redone_in(two):
+            assert not in_place and workers == left and (batches in (1, 2) if left == 2 else [batches] == redone)
+    assert [each["num_samples"] for each in results] == [42] * 3
+    if left == 2:
+        assert repeated(tmp_path, 1) > 0
 
 
-@pytest.mark.parametrize(("when", "redone"), [("_from_neighbour", 2), ("_agree", 0)])
-def test_a_death_while_a_snapshot_is_exchanged(when: str, redone: int, tmp_path: Path, undisturbed: Any) -> None:
-    """Rank 1 dies before it sends its shard of the second snapshot, or when all have sent theirs, and none knows that the others have."""
+def test_a_checkpoint_that_could_not_be_completed(tmp_path: Path, undisturbed: Any) -> None:
+    """The call before is made again, too, under its own number: its results and its epoch stay."""
+    with two_shards(tmp_path, every="epoch") as two:
+        for epoch in two.epochs(3):
+            if epoch == 3:
+                finish_saves(two)
+                forget_checkpoint(two)
+                (tmp_path / "before-10-1").touch()
+            result = two.train()
+            assert result["epoch"] == epoch and result["num_samples"] == 42
+        assert redone_in(two) == [(False, 6, 1)]
+        assert same(weights(two), undisturbed[2])
+        assert [row["epoch"] for row in two.history] == [1, 2, 3]
 
-    def die_in_the_next(name: str) -> None:
-        def die(taken: int) -> None:
-            if torch.distributed.get_rank() == 1 and taken > 2 and not mark.exists():
-                mark.touch()
-                os.kill(os.getpid(), signal.SIGKILL)
 
-        mark = tmp_path / "dead"
-        before_resharding(name, die)
+def test_a_lost_shard_is_in_what_was_loaded(tmp_path: Path, undisturbed: Any) -> None:
+    """In a file, a folder or a dictionary, and not in what was loaded before."""
+    with two_shards(tmp_path) as two:
+        two.train()
+        whole, parts = two.save(tmp_path / "whole.pt"), two.save(tmp_path / "parts", sharded=True)
+        state = two.state_dict()
+    loads: list[Callable[[TorchTrainer], None]] = [
+        lambda trainer: trainer.load(whole),
+        lambda trainer: trainer.load(parts, trusted=True),
+        lambda trainer: trainer.load_state_dict(state),
+    ]
+    for load in loads:
+        with two_shards(tmp_path) as two:
+            two.load_state_dict(two.state_dict())
+            load(two)
+            two.train(num_steps=1)
+            (tmp_path / "before-6-0").touch()
+            two.train()
+            assert redone_in(two) == [(False, 2, 1)]
+            assert same(weights(two), undisturbed[1])
+            two.train()
+            assert same(weights(two), undisturbed[2])
 
-    with mortal(tmp_path, replicas=1, grow=False, snapshot_every=3) as four:
-        four.apply_all_workers(partial(die_in_the_next, when))
-        four.train(num_steps=1)
-        four.train()
-        assert [(each.in_place, each.batches_redone) for each in four.recoveries] == [(False, redone)]
-        assert same(weights(four), undisturbed[0])
-        four.train()
-        assert same(weights(four), undisturbed[1])
+
+def test_a_lost_shard_without_a_checkpoint_is_an_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with two_shards(tmp_path, "before-3-1") as two:
+        assert "replicas=1 keeps one copy of each shard" in caplog.text
+        assert "TrainingOptions(replicas=2)" in caplog.text and "checkpoints=AutoCheckpoint(...)" in caplog.text
+        for _ in range(2):
+            with pytest.raises(
+                TrainingFailedError, match=r"(?s)a part of the model was lost .*1 of [12] are left.*replicas=2"
+            ):
+                two.train()
+    caplog.clear()
+    with mortal(tmp_path, 2), two_shards(tmp_path, every="epoch"):
+        assert "one copy of each shard" not in caplog.text
+
+
+def test_a_checkpoint_without_a_later_change_is_not_used(tmp_path: Path) -> None:
+    with (
+        two_shards(tmp_path, "before-5-1", every="epoch") as two,
+        pytest.raises(TrainingFailedError, match="outside of train"),
+    ):
+        for epoch in two.epochs(2):
+            if epoch == 2:
+                finish_saves(two)
+                two.apply_all_operators(lambda operator: operator.optimizer.param_groups[0].update(lr=0.5))
+            two.train()
+
+
+def test_a_checkpoint_that_is_gone(tmp_path: Path) -> None:
+    with (
+        two_shards(tmp_path, "before-5-1", every="epoch") as two,
+        pytest.raises(CheckpointError, match="too few shards"),
+    ):
+        for epoch in two.epochs(2):
+            if epoch == 2:
+                finish_saves(two)
+                Path(two.latest_checkpoint or "").unlink()
+            two.train()
+
+
+def test_a_death_while_a_checkpoint_is_loaded_again(tmp_path: Path, undisturbed: Any) -> None:
+    """Of three workers, one fails in a step, and another one when it loads the checkpoint."""
+    with mortal(tmp_path, 3, 1, AutoCheckpoint(path=tmp_path / "checkpoints"), grow=False) as three:
+        for epoch in three.epochs(2):
+            if epoch == 2:
+                finish_saves(three)
+                (tmp_path / "before-6-1").touch()
+                (tmp_path / "loads-0-0").touch()
+            three.train()
+        assert not list(tmp_path.glob("loads-*"))
+        assert redone_in(three) == [(False, 2, 1)]
+        assert same(weights(three), undisturbed[1])
 
 
 def test_a_death_after_a_resize(tmp_path: Path, undisturbed: Any) -> None:
-    """The workers that leave take a part of the last snapshot with them, so the ones that stay have made a new one."""
-    with mortal(tmp_path, replicas=1, grow=False) as sharded:
-        sharded.train()
-        sharded.resize(3)
-        assert all(each.in_place for each in sharded.recoveries)
-        victim = sharded.apply_all_workers(os.getpid)[1]
-        os.kill(victim, signal.SIGKILL)
-        sharded.train()
-        assert sharded.world_size == 2 and [each.batches_redone for each in sharded.recoveries] == [0, 0]
+    """The workers that leave have given their shards to those that stay, and the checkpoint is older."""
+    with mortal(tmp_path, 4, 1, AutoCheckpoint(path=tmp_path / "checkpoints"), grow=False) as sharded:
+        for epoch in sharded.epochs(2):
+            if epoch == 2:
+                finish_saves(sharded)
+                sharded.resize(3)
+                (tmp_path / "before-5-1").touch()
+            sharded.train()
+        assert redone_in(sharded) == [(True, 0, 3), (False, 1, 2)]
         assert same(weights(sharded), undisturbed[1])
 
 

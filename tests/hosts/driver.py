@@ -325,7 +325,7 @@ def sharded() -> dict[str, Any]:
 
     s3fs.S3FileSystem().mkdir(BUCKET)
     counts = []
-    with trainer(config=LONGER, num_workers=4, options=SHARDED, elastic={"snapshot_every": "epoch"}) as of:
+    with trainer(config=LONGER, num_workers=4, options=SHARDED) as of:
         for epoch in range(2):
             now(f"epoch {epoch}", of)
             of.train()

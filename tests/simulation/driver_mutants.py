@@ -38,7 +38,7 @@ def seeds_needed(name: str, most: int, *, step: int = 10) -> int | None:
     with pytest.MonkeyPatch.context() as patch:
         MUTANTS[name](patch)
         for first in range(0, most, step):
-            if simulate(first, min(step, most - first), named=True).failed:
+            if simulate(first, min(step, most - first), kind="named").failed:
                 return first + step
     return None
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from raysgd.config import ElasticConfig, Limits
 
-__all__ = ["HARMLESS", "KINDS", "PHASES", "Fault", "Plan", "named_plan_for", "plan_for"]
+__all__ = ["HARMLESS", "KINDS", "PHASES", "PLANS", "Fault", "Plan", "named_plan_for", "plan_for", "sharded_plan_for"]
 
 # Moments in a worker at which a fault can be injected. Where the user's code runs, it can also raise an error.
 RUNNING = ("data", "forward", "reduced", "applied", "message")
@@ -124,7 +124,8 @@ class Fault(Printed):
 class Plan(Printed):
     """Everything that decides a run. `seed` decides the delays, `later` when nodes are added and how large they are,
     `late` how many of the messages arrive up to half a second late, and `script` the calls of the user's script, such as
-    "train" (an epoch), "train 7" and "resize 2". With `orphan_s`, the trainer has a name. `compare` is after
+    "train" (an epoch), "train 7" and "resize 2". With `orphan_s`, the trainer has a name. With `replicas`, the model is
+    sharded, with so many copies of each shard. `compare` is after
     how many steps, and then after calls, the driver compares the ranks' weights, which must be equal (None: never), and
     `retries` how many failures a call may survive."""
 
@@ -146,6 +147,7 @@ class Plan(Printed):
     retries: int = -1
     max_attempts: int = 100
     orphan_s: float = 0.0
+    replicas: int = 0
     script: tuple[str, ...] = ("train",)
     faults: tuple[Fault, ...] = ()
 
@@ -314,3 +316,28 @@ def named_plan_for(seed: int) -> Plan:
     if draw.random() < 0.1:
         faults.append(Fault("abandon", draw.choice([*SENDING, *RUNNING, "in train"]), draw.randint(1, 50)))
     return replace(plan, faults=tuple(faults), orphan_s=orphan_s)
+
+
+def sharded_plan_for(seed: int) -> Plan:
+    """Draw a plan of a sharded model, most of whose scripts save."""
+    draw = random.Random(f"sharded plan {seed}")
+    plan = plan_for(seed)
+    ranks = max(plan.ranks, 2)
+    script = [line for line in plan.script for line in ([line, "save"] if draw.random() < 0.5 else [line])]
+    samples = max(plan.samples, ranks * plan.batch)
+    nodes = plan.nodes if plan.ranks == ranks else (*plan.nodes, 1)
+    global_batch = plan.global_batch and ranks * plan.batch
+    plan = replace(plan, ranks=ranks, samples=samples, nodes=nodes, global_batch=global_batch)
+    plan = replace(plan, in_place=True, snapshot_every=None, compare=None)
+    faults = plan.faults
+    if draw.random() < 0.3:  # a worker fails, and another one while the others load
+        kind, at, count = draw.choice(["kill", "kill", "reset"]), draw.choice(LOADING), draw.randint(1, 4)
+        faults = (
+            Fault("kill", "applied", draw.randint(1, 30)),
+            Fault(kind, at, count, pick=draw.randrange(64)),
+            *faults,
+        )
+    return replace(plan, replicas=draw.choice([1, 1, 2, 2, 3]), script=tuple(script), faults=faults)
+
+
+PLANS = {"": plan_for, "named": named_plan_for, "sharded": sharded_plan_for}

@@ -180,20 +180,25 @@ class SimReplica:
         worker.point("forward")
         gradient = sum(gradient_of(self._position.epoch, each) for each in range(part.start, part.stop)) * part.fresh
         given = (len(self.steps), self.weights, self._position.epoch, before, after, part, gradient)
-        group = worker.backend.group
-        if group is None:
-            raise NetworkError("the process group was aborted")
-        contributions = group.collective(worker, given, worker.backend.collective_s)
+        contributions = self._exchanged(given)
         worker.point("reduced")
         self.weights = hash((self.weights, sum(each[6] for each in contributions)))
         self.steps.append(Step(self._position.epoch, before, after, self._position.call))
         self._position.applied += 1
         step.outcome = "applied"
-        worker.checker.applied(worker, group, self.steps, contributions)
+        worker.checker.applied(worker, worker.backend.group, self.steps, contributions)
         worker.point("applied")
         size = part.stop - part.start
         mean = sum(value_of(sample) for sample in range(part.start, part.stop)) / max(size, 1)
         self._meter.update({"value": mean}, size * step.current.fresh)
+
+    def _exchanged(self, given: Any) -> list[Any]:
+        """Return what all ranks contribute to a step, in rank order."""
+        group = self._worker.backend.group
+        if group is None:
+            raise NetworkError("the process group was aborted")
+        contributions: list[Any] = group.collective(self._worker, given, self._worker.backend.collective_s)
+        return contributions
 
     def validate(self, call: int) -> Any:
         for _ in range(3):
@@ -273,9 +278,10 @@ class SimReplica:
             raise NetworkError("the process group was aborted")
         return all(group.collective(self._worker, here, self._worker.backend.collective_s))
 
-    def end_load(self, state: dict[str, Any], loads: int) -> None:
+    def end_load(self, state: dict[str, Any], loads: int | None) -> None:
         self._worker.point("adopted")
-        self._position.call, self._position.call_done, self._position.loads = -1, False, loads
+        if loads is not None:
+            self._position.call, self._position.call_done, self._position.loads = -1, False, loads
         self._snapshot(wait_s=LOADED_S)
 
     def close(self) -> None:

@@ -13,6 +13,7 @@ from raysgd.constants import NUM_SAMPLES
 from raysgd.core import metrics
 from raysgd.core.policy import PLANNED, Recovery
 from raysgd.core.protocols import Call
+from raysgd.core.shard_copies import ShardedState
 from raysgd.engine.call import Job
 from raysgd.engine.engine import Engine
 from raysgd.errors import CheckpointError, DivergenceError, ResourceError, TrainingFailedError, WorkerStartError
@@ -49,6 +50,7 @@ class Script:
     """Runs the user's script, and checks its results."""
 
     _loads = 0  # the number of the newest load
+    replica_cls: type[SimReplica] = SimReplica
 
     def __init__(self, plan: Plan, world: World) -> None:
         self.plan, self.world = plan, world
@@ -83,7 +85,12 @@ class Script:
             on_progress=schedule.on_progress,
             on_recovery=self.checker.recovered,
             during=schedule.during,
+            sharded=self.sharded_state(),
         )
+
+    def sharded_state(self) -> ShardedState | None:
+        """Return what the engine knows of a sharded model."""
+        return None
 
     # -- the user's code in the workers ---------------------------------------------------------------
 
@@ -94,7 +101,7 @@ class Script:
         worker = self.group.current[self.world.current()]
         worker.compute()
         worker.point("setup")
-        worker.replica = SimReplica(worker, self.plan, rank_info, control)
+        worker.replica = self.replica_cls(worker, self.plan, rank_info, control)
         return worker.replica
 
     # -- the script -----------------------------------------------------------------------------------
@@ -161,8 +168,11 @@ class Script:
                     raise Violation(f"{name} ended {took_s:.1f} s after Ctrl-C") from None
             except DivergenceError:
                 raise
-            except TrainingFailedError:
+            except TrainingFailedError as error:
                 self.checker.raise_found()
+                if self._is_over(error):
+                    self._over = True
+                    return
                 self.checker.gave_up(self._failures_since(recoveries))
             except (ResourceError, WorkerStartError):
                 if name != "resize" or not self.schedule.struck:
@@ -170,6 +180,10 @@ class Script:
                 return  # the machines that it asked for were not there in time
             self.world.note("SCRIPT an error was raised")
             self.checker.ended()
+
+    def _is_over(self, error: TrainingFailedError) -> bool:
+        """Return whether the script can do nothing about an error."""
+        return False
 
     def _failures_since(self, count: int) -> int:
         return sum(each.reason not in PLANNED for each in self.engine.recoveries[count:])
@@ -318,7 +332,9 @@ def run(plan: Plan, *, tracing: bool = False) -> Result:
 
         return run_named(plan, tracing=tracing)
     world = World(plan.seed, tracing=tracing)
-    script, result = Script(plan, world), Result(plan, trace=world.trace)
+    from tests.simulation.shards import ShardedScript
+
+    script, result = (ShardedScript if plan.replicas else Script)(plan, world), Result(plan, trace=world.trace)
     try:
         script.run()
     except (Exception, KeyboardInterrupt, Violation) as error:

@@ -15,7 +15,7 @@ import traceback
 from collections import Counter
 from dataclasses import dataclass, field
 
-from tests.simulation.plan import KINDS, PHASES, named_plan_for, plan_for
+from tests.simulation.plan import KINDS, PHASES, PLANS
 from tests.simulation.scenario import run
 from tests.simulation.shrink import shrink
 
@@ -69,16 +69,16 @@ class Summary:
         return ["  " + " ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
 
 
-def simulate(first: int, count: int, *, tracing: bool = False, named: bool = False) -> Summary:
-    """Run the seeds from `first` on. With `named`, the script of each ends, is stopped, or is started twice."""
+def simulate(first: int, count: int, *, tracing: bool = False, kind: str = "") -> Summary:
+    """Run the seeds from `first` on, of a kind in PLANS."""
     logger = logging.getLogger("raysgd")
     level = logger.level
     logger.setLevel(logging.DEBUG if tracing else logging.CRITICAL)
     began, summary = time.process_time(), Summary()
     try:
         for seed in range(first, first + count):
-            result = run((named_plan_for if named else plan_for)(seed), tracing=tracing)
-            faults = Counter({f"{kind} in {phase}": count for (kind, phase), count in result.struck.items()})
+            result = run(PLANS[kind](seed), tracing=tracing)
+            faults = Counter({f"{fault} in {phase}": count for (fault, phase), count in result.struck.items()})
             recovered = Counter(each.reason for each in result.recoveries)
             summary.add(Summary(1, result.steps, result.redone, 0.0, result.slowest_s, faults, recovered, []))
             if tracing:
@@ -97,15 +97,15 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]:.300}"
 
 
-def _simulate(chunk: tuple[int, int, bool]) -> Summary:
-    return simulate(*chunk[:2], named=chunk[2])
+def _simulate(chunk: tuple[int, int, str]) -> Summary:
+    return simulate(*chunk[:2], kind=chunk[2])
 
 
-def _shortened(failure: str, named: bool) -> str:
+def _shortened(failure: str, kind: str) -> str:
     """Return a failure with its shortened plan."""
     seed = int(failure.split()[1].rstrip(":"))
     logging.getLogger("raysgd").setLevel(logging.CRITICAL)
-    plan = shrink((named_plan_for if named else plan_for)(seed))
+    plan = shrink(PLANS[kind](seed))
     return f"{failure}\n  shortened: {plan!r}\n  gives: {describe(run(plan).error or AssertionError('nothing'))}"
 
 
@@ -115,25 +115,27 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--seed", type=int, help="only this one, with all that happens in it")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="how many share the work")
-    parser.add_argument(
-        "--named", action="store_true", help="of trainers with a name, whose scripts end and are started again"
-    )
+    for kind, about in (
+        ("named", "of trainers with a name, whose scripts end and are started again"),
+        ("sharded", "of sharded models"),
+    ):
+        parser.add_argument(f"--{kind}", action="store_const", const=kind, default="", dest="kind", help=about)
     options = parser.parse_args()
     if options.seed is not None:
         logging.basicConfig(stream=sys.stdout, format="%(message)s")
-        total = simulate(options.seed, 1, tracing=True, named=options.named)
+        total = simulate(options.seed, 1, tracing=True, kind=options.kind)
     else:
         total = _simulate_all(options)
     print(total)
     for failure in total.failed[:5]:
-        print(_shortened(failure, options.named), flush=True)
+        print(_shortened(failure, options.kind), flush=True)
     return bool(total.failed)
 
 
 def _simulate_all(options: argparse.Namespace) -> Summary:
     """Run the seeds in several processes, and print those that fail."""
     total, end = Summary(), options.first + options.seeds
-    chunks = [(start, min(CHUNK, end - start), options.named) for start in range(options.first, end, CHUNK)]
+    chunks = [(start, min(CHUNK, end - start), options.kind) for start in range(options.first, end, CHUNK)]
     with multiprocessing.get_context("spawn").Pool(options.processes) as pool:
         for summary in pool.imap(_simulate, chunks):
             total.add(summary)

@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from raysgd.core.protocols import Call
+from raysgd.core.snapshot import Ask, Snapshot
 from raysgd.engine.engine import Engine
 from raysgd.errors import CheckpointError, ConfigError
 from raysgd.storage import durable, locations, remote
@@ -18,7 +20,8 @@ from raysgd.storage.remote import Uri
 from raysgd.storage.seen import readable
 from raysgd.torch import replica_calls
 from raysgd.torch.checkpoint import shard_files
-from raysgd.training.loads import Loads
+from raysgd.training.auto_checkpoint import CheckpointFolder
+from raysgd.training.loads import Loads, Take, raise_refused
 from raysgd.training.saves import SaveHandle, Saves
 from raysgd.training.writing import Report
 
@@ -35,9 +38,66 @@ def save_shards(saves: Saves, engine: Engine, path: str | os.PathLike[str], *, b
 
 
 class ShardedLoads(Loads):
-    """Also loads sharded checkpoints."""
+    """Also loads sharded checkpoints. If the model `is_sharded`, owns what the ranks load when too
+    few shards are left after a failure: what was loaded last, or the newest automatic checkpoint in
+    the `folder`."""
 
-    def _load_folder(self, folder: locations.Place, *, trusted: bool) -> None:
+    def __init__(self, engine: Engine, folder: CheckpointFolder | None, *, is_sharded: bool) -> None:
+        super().__init__(engine)
+        self._folder, self._is_sharded = folder, is_sharded
+        self._saved: list[tuple[str | None, Snapshot]] = []  # with the paths of automatic ones, the newest last
+
+    def newest(self, wait: bool) -> Snapshot | None:
+        """Return the newest one that is complete. With `wait`, first wait for a save that is
+        running."""
+        folder = self._folder
+        if folder is not None and wait:
+            folder.wait_until_ended()
+        complete = [n for n, (path, _) in enumerate(self._saved) if path is None or (folder and folder.has(path))]
+        self._saved = self._saved[complete[-1] if complete else 0 :]
+        return self._saved[0][1] if complete else None
+
+    def state_changed_by_hand(self) -> None:
+        """Note that what was saved lacks a change."""
+        self._saved = []
+
+    def saves(self, path: str) -> None:
+        """Note that the present state is being saved as an automatic checkpoint."""
+        assert self._folder is not None
+        if self._is_sharded:
+            again = partial(self._load, path, trusted=self._folder.settings.trusted)
+            self._saved.append((path, self._snapshot(again, None)))
+
+    def _loaded(self, again: Callable[[Take], None]) -> None:
+        if self._is_sharded:
+            self._saved = [(None, self._snapshot(again, self._count))]
+
+    def _snapshot(self, again: Callable[[Take], None], loads: int | None) -> Snapshot:
+        """Return the present state as a snapshot, which the ranks of a new generation load."""
+        at, workers = self._engine.progress, self._engine.world_size
+
+        def load(ask: Ask) -> bool:
+            def take(method: Callable[..., Any], arguments: dict[str, Any]) -> None:
+                given = {"method": method, "arguments": arguments, "workers": workers, "loads": loads}
+                values = ask(Call(replica_calls.load_again, given))
+                if values is None:
+                    raise _RankFailed
+                raise_refused(values, "Training cannot continue from it")
+
+            try:
+                again(take)
+            except _RankFailed:
+                return False
+            except CheckpointError as error:
+                raise CheckpointError(
+                    f"too few shards of the model were left after a failure, and the checkpoint from which training would continue "
+                    f"cannot be loaded: {error}. Start again from another checkpoint"
+                ) from error
+            return True
+
+        return Snapshot(progress=at, call=at.call, load=load)
+
+    def _load_folder(self, folder: locations.Place, take: Take, *, trusted: bool) -> None:
         with readable():
             inner, files = shard_files.read_manifest(folder)
         if not trusted:
@@ -47,10 +107,14 @@ class ShardedLoads(Loads):
             )
         if isinstance(folder, Uri) and remote.is_in_this_process(folder):
             with locations.folder(folder) as local:
-                self.take(replica_calls.restore_shards, {"folder": local / inner, "files": files})
+                take(replica_calls.restore_shards, {"folder": local / inner, "files": files})
         else:
             here = folder.absolute() if isinstance(folder, Path) else folder
-            self.take(replica_calls.restore_shards, {"folder": here / inner, "files": files})
+            take(replica_calls.restore_shards, {"folder": here / inner, "files": files})
+
+
+class _RankFailed(Exception):
+    """A rank has failed while it loaded a checkpoint."""
 
 
 class _ShardedDraft:
