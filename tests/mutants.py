@@ -94,14 +94,6 @@ def store_the_live_tensors_in_the_background(patch: Patch) -> None:
     instead("raysgd.torch.checkpoint.states.unchanging", lambda state, *, in_shards: state)(patch)
 
 
-@mutant("tests/class_api/test_checkpoints.py::test_a_trainer_that_loads_its_checkpoint_repeats_the_same_steps")
-def save_rank_0s_random_state_for_all_ranks(patch: Patch) -> None:
-    from raysgd.training.saves import Saves
-
-    original = Saves.random_states
-    patch.setattr(Saves, "random_states", lambda self: (found := original(self))[:1] * len(found))
-
-
 @mutant("tests/torch/test_states.py::test_every_save_has_the_versions_of_modules")
 def leave_the_versions_of_modules_out_of_shards(patch: Patch) -> None:
     instead("raysgd.torch.checkpoint.shard_files.with_module_versions", lambda state, source: state)(patch)
@@ -283,11 +275,6 @@ def let_each_rank_decide_about_a_load(patch: Patch) -> None:
 
 
 REPEATS = "tests/torch/test_states.py::test_training_after_a_load_equals_uninterrupted_training"
-
-
-@mutant(REPEATS)
-def load_no_random_states(patch: Patch) -> None:
-    instead("raysgd.torch.replica.TorchReplica._restore_random_state", lambda self, state: None)(patch)
 
 
 @mutant(REPEATS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import numpy as np
@@ -114,20 +113,3 @@ def shaped(state: Any) -> dict[str, Any]:
     if version > VERSION:
         raise CheckpointError(f"this checkpoint was written by a newer raysgd (format version {version})")
     return state
-
-
-# -- random states ------------------------------------------------------------------------------------
-
-
-def random_state() -> dict[str, Any]:
-    """Return this process's random states, of Python and NumPy (TensorFlow's cannot be read)."""
-    version, internal, gauss = random.getstate()
-    kind, keys, position, has_gauss, cached = np.random.get_state()
-    return {"python": [version, list(internal), gauss], "numpy": [kind, keys, position, has_gauss, cached]}
-
-
-def restore_random(state: dict[str, Any]) -> None:
-    version, internal, gauss = state["python"]
-    kind, keys, position, has_gauss, cached = state["numpy"]
-    random.setstate((version, tuple(internal), gauss))
-    np.random.set_state((kind, np.asarray(keys, np.uint32), position, has_gauss, cached))

@@ -78,7 +78,7 @@ def take_over(replica: ReplicaBase, read: Callable[[], dict[str, Any]], loads: i
         return refusal
     replica.complete_load(state)
     replica.half_loaded = False
-    replica.end_load(state, loads)
+    replica.end_load(loads)
     return None
 
 

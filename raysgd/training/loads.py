@@ -17,6 +17,7 @@ from raysgd.storage import checksums, locations, remote
 from raysgd.storage.remote import Uri
 from raysgd.storage.seen import UnseenError, readable, verified_file
 from raysgd.training import loading
+from raysgd.training.seeding import DrawnAnew
 from raysgd.workers.calls import Blob
 
 logger = logging.getLogger("raysgd")
@@ -25,8 +26,8 @@ logger = logging.getLogger("raysgd")
 class Loads:
     """Lets the workers load states."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine, drawn_anew: DrawnAnew) -> None:
+        self._engine, self._drawn_anew = engine, drawn_anew
         self._count = 0  # the number of the newest load
 
     def load(self, path: str | os.PathLike[str], *, trusted: bool = False) -> None:
@@ -87,3 +88,4 @@ class Loads:
                 raise CheckpointError(f"{on}{each.why}. Nothing was changed on any rank") from RemoteTraceback(
                     each.trace
                 )
+        self._drawn_anew.say("a state was loaded")

@@ -8,13 +8,11 @@ import io
 import logging
 import os
 import pickle
-import random
 import re
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
-import numpy
 import torch
 
 from raysgd.core.tree import mapped
@@ -24,7 +22,6 @@ from raysgd.torch import foreign
 from raysgd.torch.checkpoint import packing
 from raysgd.torch.fsdp import placed, placed_optimizer
 from raysgd.torch.operator import TrainingOperator
-from raysgd.training.seeding import seed_python_and_numpy
 
 logger = logging.getLogger("raysgd")
 
@@ -300,35 +297,3 @@ def _are_equal(one: Any, other: Any) -> bool:
     except Exception as error:
         logger.debug("two states cannot be compared, so that one is loaded: %s", described(error))
         return False
-
-
-def random_state() -> dict[str, Any]:
-    """Return this process's random states as plain values and tensors."""
-    version, internal, gauss = random.getstate()
-    numpy_state: Any = numpy.random.get_state()
-    kind, keys, position, has_gauss, cached = numpy_state
-    state: dict[str, Any] = {
-        "python": [version, list(internal), gauss],
-        "torch": torch.get_rng_state(),
-        "numpy": [kind, torch.from_numpy(keys.astype("int64")), position, has_gauss, cached],
-    }
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def seed_generators(seed: int) -> None:
-    seed_python_and_numpy(seed)
-    torch.manual_seed(seed)
-
-
-def restore_random(state: dict[str, Any]) -> None:
-    """Set this process's random states. A process without NumPy saved no state for it."""
-    version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal), gauss))
-    torch.set_rng_state(state["torch"])
-    if "numpy" in state:
-        kind, keys, position, has_gauss, cached = state["numpy"]
-        numpy.random.set_state((kind, keys.numpy().astype("uint32"), position, has_gauss, cached))
-    if torch.cuda.is_available() and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"])
