@@ -62,6 +62,42 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         session.config.add_cleanup(patch.undo)
 
 
+# -- random numbers by place -------------------------------------------------------------------------
+
+
+PLACES = "tests/local/test_random_numbers.py::"
+BY_HAND = f"{PLACES}test_a_loop_by_hand_with_the_same_places_ends_with_the_same_weights"
+
+
+@mutant(f"{BY_HAND}[2-here]")
+def read_here_without_a_place(patch: Patch) -> None:
+    instead("raysgd.torch.data.sampling.seed_generators", lambda seed: None)(patch)
+
+
+@mutant(f"{BY_HAND}[2-processes]")
+def read_in_loader_processes_without_a_place(patch: Patch) -> None:
+    instead("raysgd.torch.data.sampling._units_to_read", units_to_read)(patch)
+
+
+def units_to_read(seed: int, units: Any) -> Any:
+    return units
+
+
+@mutant(f"{PLACES}test_a_worker_that_fails_changes_no_number[2-applied-no replacement]")
+def seed_parts_by_rank(patch: Patch) -> None:
+    from raysgd.training.feed import Feed
+
+    def enter(feed: Feed, seed: Any) -> None:
+        seed(epoch=feed.position.epoch, offset=feed.position.offset, part=feed.rank_info.world_rank)
+
+    patch.setattr(Feed, "_enter_part", enter)
+
+
+@mutant(f"{PLACES}test_a_load_in_mid_epoch_continues_with_the_same_numbers[2-2-processes]")
+def seed_once_per_epoch(patch: Patch) -> None:
+    instead("raysgd.training.feed.Feed._enter_part", lambda feed, seed: None)(patch)
+
+
 # -- what a save writes -------------------------------------------------------------------------------
 
 

@@ -36,7 +36,7 @@ from raysgd.torch.skipped_steps import gathered_objects
 from raysgd.training.feed import Source
 from raysgd.training.operator_base import each_loader
 from raysgd.training.replica_base import Phase, ReplicaBase
-from raysgd.training.seeding import seed_generators
+from raysgd.training.seeding import seed_python_and_numpy
 
 PARTIAL_S = 10.0
 
@@ -82,7 +82,8 @@ class TorchReplica(ReplicaBase):
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
         if settings.seed is not None:
-            seed_generators(settings.seed)
+            seed_python_and_numpy(settings.seed)
+            torch.manual_seed(settings.seed)  # also GPUs that are not initialized yet
 
     def _begin_call(self) -> None:
         if self._resharding is not None:

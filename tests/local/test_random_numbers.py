@@ -239,3 +239,36 @@ def test_validations_draw_the_same_on_any_number_of_workers() -> None:
         with Cluster(), trainer(workers) as run:
             found.append(run.validate(num_steps=12 // workers)["val_loss"])
     assert found[0] == pytest.approx(found[1], rel=1e-12)
+
+
+@pytest.mark.parametrize("seed", [None, SEED])
+def test_a_run_without_a_seed_says_once_that_numbers_are_drawn_anew(
+    seed: int | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    logging.getLogger("raysgd").disabled = False
+    with Cluster([Fault("kill", "reduced", rank=1, step=3)]), trainer(2, grow=True, seed=seed) as run:
+        run.train()
+        run.resize(2)  # waits for the replacement worker
+        run.save(tmp_path / "one.pt")
+        run.load(tmp_path / "one.pt")
+        run.load(tmp_path / "one.pt")
+    with Cluster(), trainer(2, seed=seed) as run:
+        run.train(num_steps=1)
+        run.resize(1)
+        assert len([each for each in caplog.messages if "this run has no seed" in each]) == (seed is None)
+        run.load(tmp_path / "one.pt")
+    said = [each for each in caplog.messages if "this run has no seed" in each]
+    assert [each.partition(", and")[0] for each in said] == (
+        ["new workers, or a new script, continue", "a state was loaded"] if seed is None else []
+    )
+
+
+def test_a_run_without_a_seed_seeds_nothing() -> None:
+    def seed(_: Any) -> int:
+        return torch.initial_seed()
+
+    with Cluster(), trainer(2, seed=None) as run:
+        before = run.apply_all_operators(seed)
+        run.train(num_steps=2)
+        run.validate(num_steps=1)
+        assert run.apply_all_operators(seed) == before
