@@ -96,9 +96,9 @@ class Program:
             assert last or not (self.folder / RETURNED).exists(), "it was killed too late"
         return returned(self.folder)
 
-    def run_by_hand(self) -> Results:
+    def run_by_hand(self, before: Callable[[], None] | None = None) -> Results:
         """Run the same program by hand, on processes of its own."""
-        rows, weights = by_hand.run(self._loop, self.folder, self._of_loop())
+        rows, weights = by_hand.run(partial(prepared, before, self._loop), self.folder, self._of_loop())
         return rows, weights if isinstance(weights, list) else [weights]
 
     def run_under_torchrun(self) -> Results:
@@ -122,6 +122,12 @@ class Program:
 
     def _of_loop(self) -> dict[str, Any]:
         return {**self.given, **({"folder": self.folder} if self.name == "dcgan" else {})}
+
+
+def prepared(before: Callable[[], None] | None, loop: Any, rank: int, **settings: Any) -> Any:
+    if before is not None:
+        before()
+    return loop(rank, **settings)
 
 
 def flat(weights: Sequence[Any]) -> list[Any]:

@@ -288,7 +288,7 @@ class SimReplica:
     def complete_load(self, state: dict[str, Any]) -> None:
         self._worker.point("adopted")
 
-    def end_load(self, state: dict[str, Any], loads: int) -> None:
+    def end_load(self, loads: int) -> None:
         self._position.call, self._position.call_done, self._position.loads = -1, False, loads
         self._snapshot(wait_s=LOADED_S)
 
