@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from raysgd.torch.options import TrainingOptions
     from raysgd.torch.trainer import TorchTrainer
     from raysgd.training.auto_checkpoint import AutoCheckpoint
+    from raysgd.training.seeding import seed_for
 
 # What `from raysgd import *` imports: not TFTrainer, so that a script for PyTorch does not load TensorFlow.
 __all__ = [
@@ -61,6 +62,7 @@ __all__ = [
     "TrainingOptions",
     "WorkerStartError",
     "__version__",
+    "seed_for",
     "shutdown_all",
 ]
 
@@ -73,6 +75,7 @@ _HOMES = {
     "shutdown_all": "raysgd.engine.engine",
     "AutoCheckpoint": "raysgd.training.auto_checkpoint",
     "PyTorchTrainer": REFUSED,
+    "seed_for": "raysgd.training.seeding",
 }
 
 if not any(isinstance(finder, OldModules) for finder in sys.meta_path):

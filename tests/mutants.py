@@ -62,6 +62,42 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         session.config.add_cleanup(patch.undo)
 
 
+# -- random numbers by place -------------------------------------------------------------------------
+
+
+PLACES = "tests/local/test_random_numbers.py::"
+BY_HAND = f"{PLACES}test_a_loop_by_hand_with_the_same_places_ends_with_the_same_weights"
+
+
+@mutant(f"{BY_HAND}[2-here]")
+def read_here_without_a_place(patch: Patch) -> None:
+    instead("raysgd.torch.data.sampling.seed_generators", lambda seed: None)(patch)
+
+
+@mutant(f"{BY_HAND}[2-processes]")
+def read_in_loader_processes_without_a_place(patch: Patch) -> None:
+    instead("raysgd.torch.data.sampling._units_to_read", units_to_read)(patch)
+
+
+def units_to_read(seed: int, units: Any) -> Any:
+    return units
+
+
+@mutant(f"{PLACES}test_a_worker_that_fails_changes_no_number[2-applied-no replacement]")
+def seed_parts_by_rank(patch: Patch) -> None:
+    from raysgd.training.feed import Feed
+
+    def enter(feed: Feed, seed: Any) -> None:
+        seed(epoch=feed.position.epoch, offset=feed.position.offset, part=feed.rank_info.world_rank)
+
+    patch.setattr(Feed, "_enter_part", enter)
+
+
+@mutant(f"{PLACES}test_a_load_in_mid_epoch_continues_with_the_same_numbers[2-2-processes]")
+def seed_once_per_epoch(patch: Patch) -> None:
+    instead("raysgd.training.feed.Feed._enter_part", lambda feed, seed: None)(patch)
+
+
 # -- what a save writes -------------------------------------------------------------------------------
 
 
@@ -92,14 +128,6 @@ def leave_one_shard_out_of_a_save(patch: Patch) -> None:
 @mutant("tests/speed/test_background_saves.py::test_save_returns_before_the_file_exists_and_shutdown_waits_for_it")
 def store_the_live_tensors_in_the_background(patch: Patch) -> None:
     instead("raysgd.torch.checkpoint.states.unchanging", lambda state, *, in_shards: state)(patch)
-
-
-@mutant("tests/class_api/test_checkpoints.py::test_a_trainer_that_loads_its_checkpoint_repeats_the_same_steps")
-def save_rank_0s_random_state_for_all_ranks(patch: Patch) -> None:
-    from raysgd.training.saves import Saves
-
-    original = Saves.random_states
-    patch.setattr(Saves, "random_states", lambda self: (found := original(self))[:1] * len(found))
 
 
 @mutant("tests/torch/test_states.py::test_every_save_has_the_versions_of_modules")
@@ -296,11 +324,6 @@ def let_each_rank_decide_about_a_load(patch: Patch) -> None:
 
 
 REPEATS = "tests/torch/test_states.py::test_training_after_a_load_equals_uninterrupted_training"
-
-
-@mutant(REPEATS)
-def load_no_random_states(patch: Patch) -> None:
-    instead("raysgd.torch.replica.TorchReplica._restore_random_state", lambda self, state: None)(patch)
 
 
 @mutant(REPEATS)

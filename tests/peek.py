@@ -112,11 +112,6 @@ def record_run(folder: Path, settings: dict[str, Any]) -> None:
     RunRecord(folder, folder, "DataParallelTrainer", {}, None).begin(settings)
 
 
-def save_no_random_states(trainer: Any) -> None:
-    """Leave the random states out of what this trainer saves."""
-    trainer._saves.random_states = lambda: []
-
-
 def set_limits(
     patch: Any,
     *,

@@ -52,7 +52,6 @@ def write(path, pictures):
 
 class Rings(TrainingOperator):
     def setup(self, config):
-        torch.manual_seed(0)
         models = networks(config["noise"], config["width"])
         optimizers = [torch.optim.Adam(model.parameters(), lr=config["lr"], betas=(0.5, 0.999)) for model in models]
         (self.generator, self.discriminator), (self.g_optimizer, self.d_optimizer), self.criterion = self.register(
@@ -61,7 +60,6 @@ class Rings(TrainingOperator):
         order = torch.Generator().manual_seed(1)
         self.register_data(train_loader=DataLoader(rings(config["rings"]), config[BATCH_SIZE], True, generator=order))
         self.shown = torch.randn(8, config["noise"], device=self.device)
-        torch.manual_seed(2 + self.world_rank)  # from now on, each worker draws other noise
 
     def train_epoch(self, iterator, info=None, num_steps=None, epoch_idx=0):
         result = super().train_epoch(iterator, info, num_steps, epoch_idx)
@@ -101,6 +99,7 @@ def main(argv=None):
         training_operator_cls=Rings,
         num_workers=args.workers,
         config={**vars(args), BATCH_SIZE: args.batch, "pictures": str(folder)},
+        seed=0,
         callbacks=[PrintCallback(["d_loss", "g_loss"])],
     ) as trainer:
         return list(trainer.fit(args.epochs, validate_every=0)), trainer.get_model()

@@ -34,7 +34,6 @@ def texts(count, seed):
 
 class Topics(TrainingOperator):
     def setup(self, config):
-        torch.manual_seed(0)
         tokens = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="[UNK]"))
         tokens.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
         self.tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=tokens, pad_token="[PAD]")
@@ -67,6 +66,7 @@ def main(argv=None):
         num_workers=args.workers,
         config=vars(args),
         scheduler_step_freq="batch",
+        seed=0,
         options=TrainingOptions(clip_norm=1.0),
         callbacks=[LearningRateMonitor(), PrintCallback(["train_loss", "last_lr", "val_loss", "val_accuracy"])],
     ) as trainer:

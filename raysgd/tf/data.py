@@ -10,7 +10,7 @@ ranks only agree on the end of the epoch.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from operator import itemgetter
 from typing import Any
@@ -24,16 +24,17 @@ from raysgd.tf import foreign
 from raysgd.tf.channel import Channel
 from raysgd.tf.parts import rows_in
 from raysgd.training.position import Position
+from raysgd.training.seeding import Places, seed_python_and_numpy
 from raysgd.training.step import Drawn
 
 
 class SharedSource:
     """Draws this rank's rows of every batch. Every row is used once per epoch, over any number of
     resizes. The epoch is read from `position`, because a new process can begin in the middle of an
-    epoch."""
+    epoch. `begun` is called before each pass."""
 
-    def __init__(self, loader: Any, position: Position, *, pad: bool) -> None:
-        self.loader = loader
+    def __init__(self, loader: Any, position: Position, *, pad: bool, begun: Callable[[], None] = lambda: None) -> None:
+        self.loader, self._begun = loader, begun
         self._position, self._pad = position, pad
         self._passes = self._epoch = self._passed = 0
         self._live: Iterator[Any] | None = None
@@ -73,6 +74,7 @@ class SharedSource:
             if isinstance(self.loader, tf.data.Dataset):
                 iter(self.loader)
         self._passes += 1
+        self._begun()
         if isinstance(self.loader, tf.data.Dataset):
             return iter(self.loader.skip(offset).prefetch(tf.data.AUTOTUNE))
         return islice(iter(self.loader), offset, None)
@@ -93,14 +95,23 @@ class OwnSource:
     """Draws from data that only this rank has. An epoch lasts until all ranks have used up their
     data; a rank that has none left repeats its last batch, with weight 0."""
 
-    def __init__(self, loader: Any, data: Any, channel: Channel, *, together: bool) -> None:
-        self.loader, self.data = loader, data
+    def __init__(
+        self,
+        loader: Any,
+        data: Any,
+        channel: Channel,
+        *,
+        together: bool,
+        begun: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.loader, self.data, self._begun = loader, data, begun
         self._channel, self._together = channel, together
 
     def begin(self, epoch: int, rank_info: RankInfo, shared: bool) -> None:
         """Do nothing: `batches` begins a new pass."""
 
     def batches(self, rank_info: RankInfo, offset: int) -> Iterator[Drawn]:
+        self._begun()
         live = islice(iter(self.data), offset, None)
         last: Any = None
         while True:
@@ -118,19 +129,31 @@ class OwnSource:
 
 
 def make_source(
-    data: Any, position: Position, rank_info: RankInfo, channel: Channel, *, training: bool
+    data: Any,
+    position: Position,
+    rank_info: RankInfo,
+    channel: Channel,
+    *,
+    training: bool,
+    places: Places | None = None,
 ) -> SharedSource | OwnSource:
     """Return the source for a data set, by its own
-    `options.experimental_distribute.auto_shard_policy`."""
+    `options.experimental_distribute.auto_shard_policy`. With `places`, Python's and NumPy's
+    generators are seeded for each pass, alike on all ranks."""
+
+    def begun() -> None:
+        if places is not None:
+            seed_python_and_numpy(places.number(epoch=position.epoch))
+
     policies, policy = tf.data.experimental.AutoShardPolicy, _policy_of(data)
     if policy in (policies.AUTO, policies.DATA):
-        return SharedSource(data, position, pad=training)
+        return SharedSource(data, position, pad=training, begun=begun)
     if policy not in (policies.FILE, policies.OFF):
         raise ConfigError(
             f"the data set's auto_shard_policy is {policies(policy).name}: it must be AUTO, DATA, FILE or OFF"
         )
     own = _own_files(data, rank_info) if policy == policies.FILE else data
-    return OwnSource(data, own, channel, together=training and rank_info.world_size > 1)
+    return OwnSource(data, own, channel, together=training and rank_info.world_size > 1, begun=begun)
 
 
 def are_arrays(data: Any) -> bool:

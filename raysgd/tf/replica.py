@@ -3,9 +3,9 @@ Worker."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,13 +22,13 @@ from raysgd.tf import states
 from raysgd.tf.channel import Channel
 from raysgd.tf.data import OwnSource, SharedSource, make_source
 from raysgd.tf.operator import TrainingOperator
-from raysgd.tf.parts import as_tensor, assign, rows_in, seed_states
+from raysgd.tf.parts import assign, rows_in, seed_states
 from raysgd.tf.process_group import prepare_runtime
 from raysgd.training.feed import Source
 from raysgd.training.operator_base import log_change
 from raysgd.training.position import Position
 from raysgd.training.replica_base import Phase, ReplicaBase
-from raysgd.training.seeding import derived_seed, seed_python_and_numpy
+from raysgd.training.seeding import Places, derived_seed, seed_python_and_numpy
 from raysgd.training.settings import ReplicaSettings
 
 # TensorFlow's own default for operations that have a seed, if no global seed is set. So such operations do what they do
@@ -77,8 +77,8 @@ class TFReplica(ReplicaBase):
         return PER_WORKER if isinstance(self._sources.get("train"), OwnSource) else GLOBAL
 
     def _open_source(self, data: Any, phase: str) -> Source:
-        position, channel = self._position_in(phase), self.operator._channel
-        return make_source(data, position, self._rank_info, channel, training=phase == "train")
+        position, channel, training = self._position_in(phase), self.operator._channel, phase == "train"
+        return make_source(data, position, self._rank_info, channel, training=training, places=self.places(phase))
 
     def _steps_made(self) -> int | None:
         """Loss scaling leaves out steps, and does not count them."""
@@ -88,30 +88,17 @@ class TFReplica(ReplicaBase):
     def _was_made(self) -> bool:
         return self.operator._part.was_made()
 
-    def _seed_generators(self, alike: int, own: int) -> None:
-        """All ranks read the complete data, so what the data draws must be the same on all of them.
-        Layers draw their own numbers. (`tf.random.set_seed` would let the operations of graph
-        functions repeat their numbers in each epoch.)"""
-        seed_python_and_numpy(alike)
+    def _seeding(self, phase: str) -> Callable[..., None] | None:
+        """Return what seeds the layers for a place. Python's and NumPy's generators are seeded when
+        a pass over the data begins: TensorFlow reads it in threads of its own.
+        (`tf.random.set_seed` would let the operations of graph functions repeat their numbers.)"""
+        places = self.places(phase)
+        return None if places is None else partial(self._seed_layers, places)
+
+    def _seed_layers(self, places: Places, **place: Any) -> None:
         for number, state in enumerate(seed_states(self.operator._parts.models)):
-            drawn = derived_seed(own, number)
+            drawn = derived_seed(places.number(**place), number)
             state.assign(tf.cast([drawn >> 32, drawn & 0xFFFFFFFF], state.dtype))
-
-    def _random_state(self) -> dict[str, Any]:
-        return states.random_state()
-
-    def _restore_random_state(self, state: dict[str, Any]) -> None:
-        states.restore_random(state)
-
-    @contextmanager
-    def _keeping_random_state(self) -> Iterator[None]:
-        layers = seed_states(self.operator._parts.models) if self._seed is not None else []
-        kept = [as_tensor(state).numpy() for state in layers]
-        try:
-            with super()._keeping_random_state():
-                yield
-        finally:
-            assign(layers, kept)
 
     # -- results --------------------------------------------------------------------------------------
 
@@ -138,33 +125,34 @@ class TFReplica(ReplicaBase):
 
     # -- calls ----------------------------------------------------------------------------------------
 
-    def checkpoint_writer(self, ranks: list[Any], *, later: bool) -> Callable[[Any], None] | None:
+    def checkpoint_writer(self, *, later: bool) -> Callable[[Any], None] | None:
         """Return what writes the checkpoint to a file, on rank 0. Training may continue before
-        that. `ranks` are the random states of all ranks."""
+        that."""
         if self.rank != 0:
             return None
-        content = states.dump({**self.full_state(), "rng": ranks})
+        content = states.dump(self.full_state())
         return lambda file: file.write(content)
 
     def predict(self, batches: list[Any]) -> Any:
         """Return this rank's outputs, each with the place of its batch in the data."""
         control, outputs = self._control, []
-        source = SharedSource(batches, Position(epoch=1), pad=False)
-        with self._keeping_random_state():
-            for number, drawn in enumerate(source.batches(self._rank_info, 0)):
-                if control.interrupted:
-                    return Interrupted(None, "a peer failed", self.progress)
-                batch = tf.nest.map_structure(tf.convert_to_tensor, drawn.batch)
-                output = self.operator.predict_batch(batch, {"batch_idx": number})
-                found = tf.nest.map_structure(np.asarray, output)
-                if any(leaf.shape[:1] != (rows_in(batch),) for leaf in tf.nest.flatten(found)):
-                    raise TypeError(
-                        "predict_batch must return a tensor with a row for each sample, or a list, tuple or dict of such "
-                        f"tensors, got {shown(output)} for {rows_in(batch)} samples"
-                    )
-                outputs.append((drawn.offset, found))
-                if control.due():
-                    control.report(replace(self.progress, batches=number + 1))
+        source, seed = SharedSource(batches, Position(epoch=1), pad=False), self._seeding("predict")
+        for number, drawn in enumerate(source.batches(self._rank_info, 0)):
+            if control.interrupted:
+                return Interrupted(None, "a peer failed", self.progress)
+            if seed is not None:
+                seed(epoch=1, offset=drawn.offset, part=self.rank)
+            batch = tf.nest.map_structure(tf.convert_to_tensor, drawn.batch)
+            output = self.operator.predict_batch(batch, {"batch_idx": number})
+            found = tf.nest.map_structure(np.asarray, output)
+            if any(leaf.shape[:1] != (rows_in(batch),) for leaf in tf.nest.flatten(found)):
+                raise TypeError(
+                    "predict_batch must return a tensor with a row for each sample, or a list, tuple or dict of such "
+                    f"tensors, got {shown(output)} for {rows_in(batch)} samples"
+                )
+            outputs.append((drawn.offset, found))
+            if control.due():
+                control.report(replace(self.progress, batches=number + 1))
         return outputs
 
     # -- state ----------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import numpy as np
@@ -48,13 +47,6 @@ def check(operator: Any, state: dict[str, Any]) -> None:
             if here != there:
                 raise CheckpointError(_difference(f"{kind[:-1]} {number}", here, there))
     check_counters(state)
-    try:
-        for each in state.get("rng") or []:
-            _check_random(each)
-    except Exception as error:
-        raise CheckpointError(
-            f"the checkpoint has a random state that cannot be set ({type(error).__name__}: {error})"
-        ) from error
 
 
 def _of_variable(variable: Any) -> tuple[str, tuple[int, ...]]:
@@ -115,29 +107,3 @@ def shaped(state: Any) -> dict[str, Any]:
     if version > VERSION:
         raise CheckpointError(f"this checkpoint was written by a newer raysgd (format version {version})")
     return state
-
-
-# -- random states ------------------------------------------------------------------------------------
-
-
-def random_state() -> dict[str, Any]:
-    """Return this process's random states, of Python and NumPy (TensorFlow's cannot be read)."""
-    version, internal, gauss = random.getstate()
-    kind, keys, position, has_gauss, cached = np.random.get_state()
-    return {"python": [version, list(internal), gauss], "numpy": [kind, keys, position, has_gauss, cached]}
-
-
-def restore_random(state: dict[str, Any]) -> None:
-    _set_random(state, random.setstate, np.random.set_state)
-
-
-def _check_random(state: dict[str, Any]) -> None:
-    """Raise the error that `restore_random` would raise."""
-    _set_random(state, random.Random().setstate, np.random.RandomState().set_state)
-
-
-def _set_random(state: dict[str, Any], of_python: Any, of_numpy: Any) -> None:
-    version, internal, gauss = state["python"]
-    kind, keys, position, has_gauss, cached = state["numpy"]
-    of_python((version, tuple(internal), gauss))
-    of_numpy((kind, np.asarray(keys, np.uint32), position, has_gauss, cached))

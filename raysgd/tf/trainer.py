@@ -130,7 +130,7 @@ class TFTrainer(TrainerBase):
         _check_elastic(elastic)
         fit, evaluate = checked_fit_config(self.config, FIT), checked_fit_config(self.config, EVALUATE)
         run = described_run(TFTrainer, operator_cls, self.config, number, logdir)
-        calls = CallRunner(callbacks, run, bar=use_tqdm or bool(verbose or fit.get("verbose")))
+        calls = CallRunner(callbacks, run, bar=use_tqdm or bool(verbose or fit.get("verbose")), seed=seed)
         _check_on_workers(calls.on_workers)
         settings = ReplicaSettings(
             distributed=number > 1,
@@ -152,7 +152,7 @@ class TFTrainer(TrainerBase):
         )
         others = initialization_hook, make_backend, None, name, orphan_s
         engine = make_engine(self._factory, calls, resources, elastic, limits, *others)
-        self._loads = Loads(engine)
+        self._loads = Loads(engine, calls.drawn_anew)
         super().__init__(engine, calls, number, folder, resume=resume is not None)
 
     # -- training -------------------------------------------------------------------------------------

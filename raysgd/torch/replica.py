@@ -33,9 +33,9 @@ from raysgd.torch.skipped_steps import gathered_objects
 from raysgd.training.feed import Source
 from raysgd.training.operator_base import each_loader
 from raysgd.training.replica_base import Phase, ReplicaBase
+from raysgd.training.seeding import seed_python_and_numpy
 
 PARTIAL_S = 10.0
-DRAWN = "drawn"  # in a state: the rank and the random state of the last script's replica in this process
 
 
 class TorchReplica(ReplicaBase):
@@ -64,8 +64,6 @@ class TorchReplica(ReplicaBase):
         if type(operator).train_epoch is TrainingOperator.train_epoch:
             operator._own_schedulers()  # raises ConfigError for what it cannot step
         self._described: dict[str, tuple[Any, LoaderRows]] = {}  # with the loaders
-        # The rank and the world size of the last script's replica in this process, if its random numbers continue.
-        self._continues_as: tuple[int, int] | None = None
         self.saved_rows: dict[str, list[Any]] = {}  # the part `rows` of the newest state that was loaded
         self._phase: Phase = "train"  # the running call's
         self._loaded_from = 0  # the number of workers of the group from which a state was loaded; 0 if none was
@@ -80,7 +78,8 @@ class TorchReplica(ReplicaBase):
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
         if settings.seed is not None:
-            states.seed_generators(settings.seed)
+            seed_python_and_numpy(settings.seed)
+            torch.manual_seed(settings.seed)  # also GPUs that are not initialized yet
 
     def _begin_call(self) -> None:
         if self._resharding is not None:
@@ -92,15 +91,12 @@ class TorchReplica(ReplicaBase):
         return super()._train_source(None) if dataset is None else self._opener.for_a_call(dataset, self._position)
 
     def _open_source(self, data: Any, phase: str) -> Source:
-        return self._opener.registered(data, self._position_in(phase), phase)
+        return self._opener.registered(data, self._position_in(phase), phase, self.places(phase))
 
     def _feed_options(self, phase: str) -> dict[str, Any]:
         if phase != "train":
             return {"carrier": self._carrier}
-        # One rank can have begun a step when the driver ends, and others not.
-        undoes = self._control.outlives_driver and self._rank_info.world_size > 1
-        window = self.operator._parts.options.accumulate
-        return {"carrier": self._carrier, "window": window, "random_state": self._random_state if undoes else None}
+        return {"carrier": self._carrier, "window": self.operator._parts.options.accumulate}
 
     def _stop_pieces(self, found: NotExact) -> None:
         self.operator._keep_batch.interfered(found)
@@ -122,17 +118,8 @@ class TorchReplica(ReplicaBase):
         trained = [each for each in parameters if each.requires_grad]
         return (self._position.applied, sum(map(content_version, trained))) if trained else None
 
-    def _seed_generators(self, alike: int, own: int) -> None:
-        states.seed_generators(own)
-
     def _summary(self) -> Summary:
         return summary_of(self.operator)
-
-    def _random_state(self) -> dict[str, Any]:
-        return states.random_state()
-
-    def _restore_random_state(self, state: dict[str, Any]) -> None:
-        states.restore_random(state)
 
     # -- results --------------------------------------------------------------------------------------
 
@@ -229,12 +216,7 @@ class TorchReplica(ReplicaBase):
         return {**self._positions(), **loaders, **({"rows": rows} if rows else {})}
 
     def _state_for_peers(self) -> dict[str, Any]:
-        """Return the full state, with the random state for the next script's replica in this
-        process."""
-        return {**self.full_state(for_peers=True), DRAWN: self._drawn()}
-
-    def _drawn(self) -> list[Any]:
-        return [self.rank, self._undone_from or states.random_state()]
+        return self.full_state(for_peers=True)
 
     def _packed_copy(self, state: dict[str, Any]) -> Sequence[Any]:
         return packing.pack(state, copy=True)
@@ -242,13 +224,13 @@ class TorchReplica(ReplicaBase):
     def _dump(self, state: dict[str, Any]) -> memoryview:
         return packing.packed(state)
 
-    def checkpoint_writer(self, ranks: list[Any], *, later: bool) -> Callable[[Any], None] | None:
+    def checkpoint_writer(self, *, later: bool) -> Callable[[Any], None] | None:
         """Return what writes the checkpoint to a file, on rank 0. With `later`, training may
-        continue before that. `ranks` are the random states of all ranks. If the model is sharded,
-        all ranks take part, because each has a part of it."""
+        continue before that. If the model is sharded, all ranks take part, because each has a part
+        of it."""
         if self.rank != 0 and not self.in_shards:
             return None
-        state = {**self.full_state(), "rng": ranks}
+        state = self.full_state()
         if self.rank != 0:
             return None
         written = states.unchanging(state, in_shards=self.in_shards) if later else state
@@ -269,18 +251,9 @@ class TorchReplica(ReplicaBase):
                     f"the state of the last script (here: the checkpoint) does not fit the code of this one: {error}"
                 ) from error
         self._take(state)
-        if other_code:
-            self._continue_numbers(state)
-
-    def _continue_numbers(self, state: dict[str, Any]) -> None:
-        """Draw the next random numbers of the last script's replica in this process."""
-        rank, numbers = state[DRAWN]
-        states.restore_random(numbers)
-        self._continues_as = rank, state["world_size"]
 
     def _take(self, state: dict[str, Any]) -> None:
         self.undefined = True  # an error may follow, and this rank must not pass on what it has then
-        self._continues_as = None
         self._adopt(state)
         if (position := state.get("validation_loader")) is not None:
             self._sources["validation"] = self._open_source(self.operator._parts.validation_loader, "validation")
@@ -328,9 +301,6 @@ class TorchReplica(ReplicaBase):
                 self._take(state)
             self.undefined = self.undefined or self._resharding.is_lost
         self._rank_info = self.operator._rank_info = rank_info
-        if self._continues_as != (rank_info.world_rank, rank_info.world_size):
-            self._seed_rest_of_epoch()
-        self._continues_as = self._undone_from = None
         self.operator._parts.rewrap()
         self.operator._weigh.joined()
         self.operator._keep_batch.joined(rank_info)

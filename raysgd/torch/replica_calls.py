@@ -52,17 +52,19 @@ def predict(replica: TorchReplica, data: Any, batch_size: int) -> Any:
     """Return this rank's outputs, each with the place of its step in the data. Training's random
     numbers stay as they are."""
     loader = data if isinstance(data, DataLoader) else DataLoader(data, batch_size=batch_size)
-    source, operator, control = PlannedSource(loader, pad=False), replica.operator, replica._control
+    places, operator, control = replica.places("predict"), replica.operator, replica._control
+    source = PlannedSource(loader, pad=False, places=places)
     outputs: list[tuple[int, Any]] = []
     for model in operator._parts.wrapped:
         model.eval()
-    kept = replica._keeping_random_state()
-    with kept, torch.random.fork_rng(devices=[]), torch.no_grad(), operator._validating():
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), operator._validating():
         source.begin(0, replica._rank_info, replica._distributed)
         for number, drawn in enumerate(source.batches(replica._rank_info, 0)):
             if control.interrupted:
                 return Interrupted(None, "a peer failed", replica.progress)
             batch = replica._carrier.arrived(replica._carrier.send(drawn.batch))
+            if places is not None and drawn.first is not None:
+                places.enter(epoch=1, offset=drawn.first)
             outputs.append((drawn.offset, states.copied(operator.predict_batch(batch, {"batch_idx": number}))))
             if control.due():
                 control.report(replace(replica.progress, batches=number + 1))
@@ -99,11 +101,9 @@ def rows_that_differ(replica: TorchReplica) -> list[str]:
     return [name for name, rows, (_, indices) in pairs if rows.indices != indices]
 
 
-def save_shards(
-    replica: TorchReplica, folder: Place, transfers: list[str], ranks: list[Any], later: bool
-) -> Report | None:
+def save_shards(replica: TorchReplica, folder: Place, transfers: list[str], later: bool) -> Report | None:
     """Write this rank's shard files, now or in the background. Report their sizes and digests."""
-    store = shard_files.write(folder, {**replica.full_state(raw=True), "rng": ranks}, later=later)
+    store = shard_files.write(folder, replica.full_state(raw=True), later=later)
 
     def write(give: Callable[[Any], None]) -> Report:
         return {name: list(astuple(entry)) for name, entry in store().items()}

@@ -151,13 +151,13 @@ class TorchTrainer(TrainerBase):
             rows=setup.no_rows if name else SharedRowReaders(uuid4().hex[:8]) if remote else local_row_reader,
         )
         run = described_run(TorchTrainer, training_operator_cls, self.config, num_workers, logdir)
-        calls, limits = CallRunner(callbacks, run, bar=use_tqdm), limits_of(timeout_s, elastic)
+        calls, limits = CallRunner(callbacks, run, bar=use_tqdm, seed=seed), limits_of(timeout_s, elastic)
         self._factory = setup.replica_factory(training_operator_cls, worker_config, settings, calls.on_workers)
         make_backend = partial(strategy.make_backend, join_s=limits.join_s, collective_s=limits.collective_s)
         others = initialization_hook, make_backend, sharded, name, orphan_s
         engine = make_engine(self._factory, calls, resources, elastic, limits, *others)
         self._compares = elastic.on_divergence is not None and options.parallel is not None
-        self._loads = ShardedLoads(engine, folder, is_sharded=sharded is not None)
+        self._loads = ShardedLoads(engine, calls.drawn_anew, folder, is_sharded=sharded is not None)
         super().__init__(engine, calls, num_workers, folder, resume=resume is not None)
 
     # -- training -------------------------------------------------------------------------------------

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from raysgd.train.iterator import SGDIterator, TrainingIterator
     from raysgd.train.trainer import Trainer
     from raysgd.train.worker_group import WorkerGroup
+    from raysgd.training.seeding import seed_for
 
     session: Any
 
@@ -92,6 +93,7 @@ __all__ = [
     "local_rank",
     "report",
     "save_checkpoint",
+    "seed_for",
     "session",
     "world_rank",
     "world_size",
@@ -109,6 +111,7 @@ _HOMES = {
     "Trainer": "raysgd.train.trainer",
     "TrainingIterator": "raysgd.train.iterator",
     "WorkerGroup": "raysgd.train.worker_group",
+    "seed_for": "raysgd.training.seeding",
     "session": "raysgd.train.session",
     "tensorflow": "raysgd.train.tensorflow",
     "torch": "raysgd.train.torch",

@@ -26,6 +26,7 @@ from raysgd.engine.engine import Engine
 from raysgd.engine.worker_table import WorkerInfo
 from raysgd.errors import check_arguments, counted
 from raysgd.training.named import NamedRun
+from raysgd.training.seeding import DrawnAnew
 from raysgd.workers.tracebacks import fold_frames
 
 logger = logging.getLogger("raysgd")
@@ -53,7 +54,8 @@ def exclusive(method: F) -> F:
 class CallRunner:
     """Owns a trainer's callbacks, the first of which is its history."""
 
-    def __init__(self, callbacks: Any, run: Run, *, bar: bool = False) -> None:
+    def __init__(self, callbacks: Any, run: Run, *, bar: bool = False, seed: int | None = None) -> None:
+        self.drawn_anew = DrawnAnew(seed)
         self._saved_at: float | None = None
         self.stop = False  # whether the user's code on the workers wants the loop over epochs to end
         self.batch_mode = ""  # what the workers have decided about the batch
@@ -99,6 +101,9 @@ class CallRunner:
         """Call the callbacks. One that stops training because of the recovery does so at the next
         progress message or at the end of the call, because the workers are between two generations
         now."""
+        stayed = recovery.world_size_before - len(recovery.removed_ranks)
+        if recovery.world_size_after > stayed or recovery.reason == "takeover" or not recovery.in_place:
+            self.drawn_anew.say("new workers, or a new script, continue")
         self._callbacks.recovery(recovery)
 
     def on_wait(self, what: str) -> None:

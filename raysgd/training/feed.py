@@ -138,13 +138,12 @@ class Feed:
     window      how many batches share one optimizer step
     policies    of the operator; those that do not act in usual steps get the unusual ones, and the
                 step after each, in which they go back to the usual
-    seed        called before and after an epoch begins: `seed(epoch)`, and then `seed(epoch, rank)`
-    random_state  called before the first batch of each step is read
+    seed        called with its place before an epoch begins, and before each of its parts
+                (`Places`)
     call, name  what the loop is for, and what its data is called
 
     batches      what the operator's loop iterates over
     step         the newest step
-    drew_from    what `random_state` has returned for it
     looked_at    whether the next step counts as unusual, whatever it is
     stopped      whether the loop was ended by MembershipChange, with batches left
     epoch_ended  whether the loop has reached the end of an epoch
@@ -164,8 +163,7 @@ class Feed:
         window: int = 1,
         policies: Policies = NO_POLICIES,
         carrier: Carrier | None = None,
-        seed: Callable[..., None] = lambda epoch, *own: None,
-        random_state: Callable[[], Any] | None = None,
+        seed: Callable[..., None] | None = None,
         call: str = "train",
         name: str = "train_loader",
     ) -> None:
@@ -173,7 +171,6 @@ class Feed:
         self._limit, self._pause_at, self._shared, self._window = limit, pause_at, shared, window
         self._carrier, self._seed, self.call, self._name = carrier or Carrier(), seed, call, name
         self.policies, self.looked_at = policies, False
-        self._random_state, self.drew_from = random_state, None
         self.training = call == "train"
         self._reader: Reader | None = None  # of the running epoch
         self.step = Step()
@@ -198,8 +195,6 @@ class Feed:
                         self._stop()
                 if not control.begin(position.step + 1):
                     self._stop()
-                if self._random_state is not None:
-                    self.drew_from = self._random_state()
             elif control.interrupted:
                 self._stop()
             drawn = self._read()
@@ -215,6 +210,8 @@ class Feed:
             if window > 1 and drawn.whole:  # it is shorter at the end of an epoch or call
                 assert self._reader is not None
                 self.step.closing = self.step.batches == window or self._reader.last
+            if self._seed is not None:
+                self._enter_part(self._seed)
             yield self.step
 
     @property
@@ -247,6 +244,14 @@ class Feed:
         """Return how many collective calls this rank has begun in this generation; -1 if they are
         not counted."""
         return self._control.collectives()
+
+    def _enter_part(self, seed: Callable[..., None]) -> None:
+        drawn, info = self.step.current, self.rank_info
+        if drawn.first is not None:
+            seed(epoch=self.position.epoch, offset=drawn.first)
+        else:  # each rank has a part of its own, or several pieces
+            part = info.world_rank + info.world_size * self.step.piece
+            seed(epoch=self.position.epoch, offset=drawn.offset, part=part)
 
     def reopen(self) -> None:
         """Divide the rest of the epoch again, from the next batch on. All ranks must call this
@@ -314,14 +319,12 @@ class Feed:
 
     def _begin_epoch(self) -> None:
         epoch = self.position.epoch + 1
-        self._seed(epoch)  # the order of the data depends on nothing else
+        if self._seed is not None:
+            self._seed(epoch=epoch)  # the order of the data depends on nothing else
         self.source.begin(epoch - 1, self.rank_info, self._shared)
         self._control.ensure_whole()  # the order, of which rank 0 may have sent a part
-        self._seed(epoch, self.rank_info.world_rank)
         self.position.epoch = epoch
         self.position.offset, self.position.ended = 0, False
-        if self._random_state is not None:
-            self.drew_from = self._random_state()  # what the epoch has seeded and drawn is not repeated
 
     def _end_epoch(self) -> None:
         self.position.ended = self.epoch_ended = True

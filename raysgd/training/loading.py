@@ -57,7 +57,7 @@ def take_over(replica: ReplicaBase, read: Callable[[], dict[str, Any]], loads: i
     _, refusal = agreed(replica, lambda: replica.adopt(state))
     if refusal is None:
         replica.undefined = False
-        replica.end_load(state, loads)
+        replica.end_load(loads)
     return refusal
 
 

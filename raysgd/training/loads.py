@@ -19,6 +19,7 @@ from raysgd.storage import checksums, locations, remote
 from raysgd.storage.remote import Uri
 from raysgd.storage.seen import UnseenError, readable, verified_file
 from raysgd.training import loading
+from raysgd.training.seeding import DrawnAnew
 from raysgd.workers.calls import Blob
 
 logger = logging.getLogger("raysgd")
@@ -29,8 +30,8 @@ Take = Callable[[Callable[..., Any], dict[str, Any]], None]  # call a replica's 
 class Loads:
     """Lets the workers load states."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine, drawn_anew: DrawnAnew) -> None:
+        self._engine, self._drawn_anew = engine, drawn_anew
         self._count = 0  # the number of the newest load
 
     def load(self, path: str | os.PathLike[str], *, trusted: bool = False) -> None:
@@ -96,6 +97,7 @@ class Loads:
             raise_refused(
                 values, f"Now {UNDEFINED}" if engine.progress.undefined else "Nothing was changed on any rank"
             )
+        self._drawn_anew.say("a state was loaded")
 
 
 def raise_refused(values: Sequence[Any], consequence: str) -> None:

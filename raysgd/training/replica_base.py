@@ -10,9 +10,9 @@ import pickle
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, ClassVar, Literal, cast
 
 from raysgd.core.average_meters import AverageMeterCollection
@@ -36,7 +36,7 @@ from raysgd.errors import ConfigError, shown
 from raysgd.training.feed import Feed, MembershipChange, NoFeed, Source
 from raysgd.training.operator_base import OperatorBase
 from raysgd.training.position import Position
-from raysgd.training.seeding import derived_seed
+from raysgd.training.seeding import ONCE, Places
 from raysgd.training.settings import ReplicaSettings
 from raysgd.training.snapshots import LOADED_S, ROOM_S, Snapshotter
 from raysgd.training.step import Step
@@ -127,11 +127,9 @@ class ReplicaBase(ABC):
         self._validation_began = self._val_position.as_dict()
         self._sources: dict[str, Any] = {}
         self.undefined = False  # a load has begun to change the state, and has not completed that
-        self._undone_from: dict[str, Any] | None = None  # the random state before a step that was interrupted
         self._snapshots = Snapshotter(settings.snapshot_every, control)
         # The step after which the driver gets a summary of the weights, and whether it has got one.
         self._summary_at, self._summarized = math.inf, False
-        self._seed_place("train", 0, self.rank)
 
     @classmethod
     @abstractmethod
@@ -249,8 +247,6 @@ class ReplicaBase(ABC):
                 step.outcome = "applied"
             if not step.counts(failed=failed):
                 step.outcome = "undone"
-                if self._control.interrupted:  # otherwise, the user's code may draw other numbers, and succeed
-                    self._undone_from = feed.drew_from
             self._end(feed, step, failed=failed)
         self._waited, feed.failure, self.operator._feed = feed.waited_s, None, NoFeed(self.operator._policies)
         if failure is not None and not failed:
@@ -335,10 +331,12 @@ class ReplicaBase(ABC):
     def _make_feed(self, source: Source, phase: str, limit: int | None, *, pause_at: int | None = None) -> Feed:
         """Return what a loop reads; its steps are the operator's."""
         kind, name = split(phase)
-        self._undone_from = None
+        position, seed = self._position_in(phase), self._seeding(phase)
+        if seed is not None:  # what user code draws before its loop begins
+            seed(epoch=position.epoch, offset=position.offset, part=ONCE)
         feed = self.operator._feed = Feed(
             source,
-            self._position_in(phase),
+            position,
             self._rank_info,
             self._control,
             limit=limit,
@@ -346,7 +344,7 @@ class ReplicaBase(ABC):
             shared=self._distributed,
             call=CALLS[kind],
             name=self.data_names[kind] + (f"[{name!r}]" if name else ""),
-            seed=partial(self._seed_place, phase),
+            seed=seed,
             policies=self.operator._policies,
             **self._feed_options(phase),
         )
@@ -446,7 +444,7 @@ class ReplicaBase(ABC):
         batches = self._batches(feed)
         given, named = accepted_arguments(operator.validate, batches, info=dict(info or {}))
         try:
-            with self._keeping_random_state(), operator._validating(), operator.timers.record("validation"):
+            with operator._validating(), operator.timers.record("validation"):
                 result = operator.validate(*given, **named)
             batches.close()
             self._leave(feed)
@@ -461,27 +459,16 @@ class ReplicaBase(ABC):
 
     # -- random numbers -------------------------------------------------------------------------------
 
-    def _seed_place(self, phase: str, epoch: int, *own: int) -> None:
-        """With a trainer's `seed`, seed the random generators for an epoch, alike on all ranks;
-        with `own`, for what this rank alone does in it."""
-        if self._seed is not None:
-            self._seed_generators(derived_seed(self._seed, phase, epoch), derived_seed(self._seed, phase, epoch, *own))
+    def places(self, phase: str) -> Places | None:
+        """Return the places of this phase, for which a trainer's `seed` decides all random
+        numbers."""
+        kind, name = split(phase)
+        return None if self._seed is None else Places(self._seed, CALLS.get(kind, kind), name)
 
-    def _seed_rest_of_epoch(self) -> None:
-        """Seed what this rank does after a change of the group, or in a new process, so that it
-        draws no numbers again."""
-        self._seed_place("train", self._position.epoch, self.rank, self._position.step)
-
-    @contextmanager
-    def _keeping_random_state(self) -> Iterator[None]:
-        """Return a context that does not change the random numbers of training, if the trainer has
-        a `seed`."""
-        state = self._random_state() if self._seed is not None else None
-        try:
-            yield
-        finally:
-            if state is not None:
-                self._restore_random_state(state)
+    def _seeding(self, phase: str) -> Callable[..., None] | None:
+        """Return what seeds this process for one of these places."""
+        places = self.places(phase)
+        return None if places is None else places.enter
 
     def notice_preemption(self, deadline_s: float | None) -> None:
         """Tell the operator that this machine will be stopped."""
@@ -626,7 +613,6 @@ class ReplicaBase(ABC):
         began.adopt(state.get("validation_began") or self._val_position.as_dict())
         self._validation_began = began.as_dict()
         self._tested.adopt(state.get("test_position") or {})
-        self._seed_rest_of_epoch()
 
     def state(self) -> memoryview:
         """Return the state as bytes, for a rank that is behind or new, or for the next script's
@@ -664,18 +650,15 @@ class ReplicaBase(ABC):
         """Return whether all ranks have succeeded, which all ask together. `here` is whether this
         one has."""
 
-    def end_load(self, state: dict[str, Any], loads: int | None) -> None:
+    def end_load(self, loads: int | None) -> None:
         """Complete the load of a checkpoint: forget the calls of the trainer that wrote it, unless
-        that was this one, take a snapshot, and restore this rank's random states. `loads` is how
-        often this trainer has loaded a state; a state with more loads is newer than any other."""
+        that was this one, and take a snapshot. `loads` is how often this trainer has loaded a
+        state; a state with more loads is newer than any other."""
         if loads is not None:
             self._position.call, self._position.call_done, self._position.loads = -1, False, loads
         self._val_position.call, self._val_position.ended = -1, True
         self._tested.call = -1
         self.take_snapshot()
-        ranks = state.get("rng") or []
-        if self.rank < len(ranks):
-            self._restore_random_state(ranks[self.rank])
         self._snapshots.wait(LOADED_S)  # otherwise the load would be undone if all workers failed now
 
     # -- what frameworks do differently ---------------------------------------------------------------
@@ -706,19 +689,6 @@ class ReplicaBase(ABC):
         """Return what this rank reports for a comparison with the other ranks. Only where the
         driver asks for it."""
         raise NotImplementedError
-
-    @abstractmethod
-    def _seed_generators(self, alike: int, own: int) -> None:
-        """Seed this process's random generators. `alike` is the same on all ranks, `own` is not,
-        except for the order of the data."""
-
-    @abstractmethod
-    def _random_state(self) -> dict[str, Any]:
-        """Return the random states of this process."""
-
-    @abstractmethod
-    def _restore_random_state(self, state: dict[str, Any]) -> None:
-        """Set the random states of this process."""
 
     @abstractmethod
     def _open_source(self, data: Any, phase: str) -> Source:

@@ -260,9 +260,8 @@ class Saves:
         check_flags(blocking=blocking)
         stall_s = stall_s or max(self._engine.limits.hang_s, STALL_AT_LEAST_S)
         save = _Save(draft, self._engine.group.transfer, stall_s, self._on_saved)
-        call = Call(method, {"ranks": self.random_states()})
         job = Job(
-            call,
+            Call(method),
             prepare=lambda: save.begin(writers(), later=not blocking),
             needs_state=True,
             is_waiting=save.moves,
@@ -279,12 +278,8 @@ class Saves:
         threading.Thread(target=save.wait_for_reports, name="raysgd-save", daemon=True).start()
         return SaveHandle(save)
 
-    def random_states(self) -> list[Any]:
-        return self._engine.run(Job(Call(writing.random_state), needs_state=True))[-1].values
-
     def content(self) -> Any:
-        call = Call(writing.checkpoint, {"ranks": self.random_states()})
-        return self._engine.run(Job(call, needs_state=True))[-1].values[0].data
+        return self._engine.run(Job(Call(writing.checkpoint), needs_state=True))[-1].values[0].data
 
     def raise_failed(self) -> None:
         """Raise the first error of a background save that the user has not seen."""

@@ -1,14 +1,62 @@
-"""Seeds for every place of a run, from the trainer's `seed`. Both."""
+"""Random numbers that belong to a place in the run, and not to a process. Both."""
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import random
-from typing import Any
+import sys
+from typing import Any, NamedTuple
 
 import numpy
 
+logger = logging.getLogger("raysgd")
+
 LARGEST_SEED = 2**63 - 1
+ONCE = -1  # the part of what does not belong to one part
+
+
+class Places(NamedTuple):
+    """The places of one kind of call with one loader, in a run with a `seed`."""
+
+    seed: int
+    call: str = "train"
+    loader: str = ""
+
+    def number(self, *, epoch: int, offset: int | None = None, part: int = 0, reading: bool = False) -> int:
+        return derived_seed(self.seed, self.call, self.loader, epoch, offset, part, reading)
+
+    def enter(self, **place: Any) -> None:
+        seed_generators(self.number(**place))
+
+
+def seed_for(
+    seed: int,
+    *,
+    epoch: int,
+    offset: int | None = None,
+    part: int = 0,
+    reading: bool = False,
+    call: str = "train",
+    loader: str = "",
+) -> None:
+    """Seed the generators of Python, NumPy and torch for a place in a run, as a trainer with this
+    `seed` does before each part of a batch. torch's are those of the CPU and of the current GPU. A
+    loop of your own draws the same numbers with
+
+        seed_for(7, epoch=1)                             before it draws the order of the epoch
+        seed_for(7, epoch=1, offset=16, reading=True)    before it reads the part from sample 16 on
+        seed_for(7, epoch=1, offset=16)                  before it trains on this part
+
+    epoch    counted from 1; of validations and tests, the number of the pass over the data
+    offset   where the part begins in the epoch's order, in samples, or in batches of a batch
+             sampler. Of data without an order, where it ends
+    part     0; of data without an order, the rank
+    reading  whether the data set gets the samples now
+    call     "train", "validate", "test" or "predict" (whose epoch is 1)
+    loader   the name of the loader, if several have been registered with names
+    """
+    Places(seed, call, loader).enter(epoch=epoch, offset=offset, part=part, reading=reading)
 
 
 def derived_seed(seed: int, *place: Any) -> int:
@@ -18,6 +66,32 @@ def derived_seed(seed: int, *place: Any) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") & LARGEST_SEED
 
 
+def seed_generators(seed: int) -> None:
+    """Seed the generators of Python, NumPy and, if it is imported, torch."""
+    seed_python_and_numpy(seed)
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed takes 200 us, of which most are for other devices
+        if torch.cuda.is_initialized():
+            torch.cuda.manual_seed(seed)
+
+
 def seed_python_and_numpy(seed: int) -> None:
     random.seed(seed)
     numpy.random.seed(seed & 0xFFFFFFFF)
+
+
+class DrawnAnew:
+    """Says once in a run without a `seed` that random numbers do not continue."""
+
+    def __init__(self, seed: int | None) -> None:
+        self._said = seed is not None
+
+    def say(self, why: str) -> None:
+        if not self._said:
+            self._said = True
+            logger.warning(
+                "%s, and this run has no seed: from here on, shuffling and dropout draw other numbers than in an undisturbed run "
+                "(a generator that you have passed to a loader or sampler continues). Pass seed=n to the trainer to prevent that",
+                why,
+            )

@@ -32,6 +32,7 @@ class Drawn(NamedTuple):
     weight  this rank's part of these samples, relative to an equal share (`RankPart`)
     whole   False if this is one of several pieces of the rank's batch, and not the last one
     indices  of this rank's samples in the data set; None if the source does not divide by index
+    first    the place of the first of them in the epoch's order
     """
 
     batch: Any
@@ -41,6 +42,7 @@ class Drawn(NamedTuple):
     weight: float = 1.0
     whole: bool = True
     indices: list[Any] | None = None
+    first: int | None = None
 
 
 class Policy:

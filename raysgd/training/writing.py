@@ -43,13 +43,9 @@ class DraftFile:
         return file
 
 
-def random_state(replica: Any) -> Any:
-    return replica._random_state()
-
-
-def checkpoint(replica: Any, ranks: list[Any]) -> Any:
+def checkpoint(replica: Any) -> Any:
     """Return the complete checkpoint as bytes, on rank 0."""
-    write = replica.checkpoint_writer(ranks, later=False)
+    write = replica.checkpoint_writer(later=False)
     if write is None:
         return None
     buffer = io.BytesIO()
@@ -57,10 +53,9 @@ def checkpoint(replica: Any, ranks: list[Any]) -> Any:
     return buffer.getbuffer()
 
 
-def save(replica: Any, draft: DraftFile, transfers: list[str], ranks: list[Any], later: bool) -> Report | None:
-    """Write the checkpoint to the draft, from rank 0. `ranks` are the random states of all
-    ranks."""
-    write = replica.checkpoint_writer(ranks, later=later)
+def save(replica: Any, draft: DraftFile, transfers: list[str], later: bool) -> Report | None:
+    """Write the checkpoint to the draft, from rank 0."""
+    write = replica.checkpoint_writer(later=later)
     return None if write is None else reported(replica, transfers[0], partial(_write, draft, write), later=later)
 
 

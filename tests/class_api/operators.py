@@ -1,6 +1,5 @@
 """Operators for the tests on a cluster. They are pickled by value, because this module is not installed on the workers."""
 
-import random
 from typing import Any
 
 import torch
@@ -62,13 +61,8 @@ class Classes(TrainingOperator):
         return super().train_batch(batch, batch_info)
 
 
-class Drawing(Classes):
-    """Seeds the random generators differently on each rank. Its own state is larger than one message."""
-
-    def setup(self, config: dict[str, Any]) -> None:
-        super().setup(config)
-        random.seed(self.world_rank)
-        torch.manual_seed(self.world_rank)
+class Large(Classes):
+    """Its own state is larger than one message."""
 
     def state_dict(self) -> Any:
         return {"by": self.note, "table": torch.ones(2_000_000)}

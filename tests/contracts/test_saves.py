@@ -33,10 +33,7 @@ class Worker:
     def __init__(self, control: Control, write: Write) -> None:
         self._control, self.write = control, write
 
-    def _random_state(self) -> None:
-        """Return nothing."""
-
-    def checkpoint_writer(self, ranks: list[Any], *, later: bool) -> Write:
+    def checkpoint_writer(self, *, later: bool) -> Write:
         return self.write
 
 

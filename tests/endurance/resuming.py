@@ -20,7 +20,6 @@ class Digits(TrainingOperator):
     """Draws random numbers for the order, in the model, and on each rank."""
 
     def setup(self, config: dict[str, Any]) -> None:
-        torch.manual_seed(5)
         x = torch.randn(160, 4)
         model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 1))
         self.model, self.optimizer, self.criterion = self.register(
@@ -30,7 +29,6 @@ class Digits(TrainingOperator):
         self.register_data(
             train_loader=DataLoader(data, batch_size=4, shuffle=True), validation_loader=DataLoader(data, batch_size=40)
         )
-        torch.manual_seed(self.world_rank)
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         time.sleep(0.01)
@@ -54,6 +52,7 @@ def main() -> None:
         use_gpu=False,
         checkpoints=AutoCheckpoint(path=folder, every=every, best="val_loss"),
         resume="auto",
+        seed=5,
         callbacks=[Saying()],
     ) as trainer:
         print("RESUMED", trainer.resumed_from, flush=True)

@@ -59,11 +59,11 @@ class Format:
 
 
 def of_trainer(trainer: Any, **sharded: Any) -> Format:
-    """Return a trainer's format. Random states fill nine tenths of a file, and so of the bits, so they are left out. Before each load
-    the trainer has other weights than the checkpoint, and a refused one does not change them."""
+    """Return a trainer's format. Before each load the trainer has other weights than the checkpoint, and a refused one does not change
+    them."""
 
     def state() -> Any:
-        found = {name: value for name, value in trainer.state_dict().items() if name != "rng"}
+        found = trainer.state_dict()
         return {**found, "position": {**found["position"], "loads": 0}}  # which counts these loads
 
     def spoil(operator: Any) -> None:
@@ -89,7 +89,6 @@ def of_trainer(trainer: Any, **sharded: Any) -> Format:
         return found
 
     before: list[Any] = []
-    peek.save_no_random_states(trainer)
     return Format(save, load, trainer.shutdown)
 
 

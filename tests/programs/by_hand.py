@@ -1,6 +1,6 @@
 """Run a loop of torch.distributed, written by hand, in processes of its own, and compare what it measures with raysgd's.
 
-Such a loop takes model and data from the program (`examples/programs`), and nothing from raysgd.
+Such a loop takes model and data from the program (`examples/programs`), and nothing from raysgd but `seed_for`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,18 @@ from torch import nn
 
 from tests.forked_workers import fresh_processes
 
-__all__ = ["Share", "Weight", "arguments", "assert_equal", "assert_equal_weights", "collated", "own", "run", "total"]
+__all__ = [
+    "Share",
+    "Weight",
+    "arguments",
+    "assert_equal",
+    "assert_equal_weights",
+    "collated",
+    "own",
+    "place",
+    "run",
+    "total",
+]
 
 Loop = Callable[..., Any]
 
@@ -53,6 +64,13 @@ def own(order: torch.Tensor, size: int, rank: int, workers: int) -> Iterator[tup
     each rank, and those of the first ranks can be longer by one."""
     for batch in order.split(size):
         yield batch.tensor_split(workers)[rank], len(batch)
+
+
+def place(number: int, size: int, samples: int, rank: int, workers: int) -> int:
+    """Return where this rank's samples of a batch begin in the epoch, for `raysgd.seed_for`."""
+    first = number * size
+    base, extra = divmod(min(size, samples - first), workers)
+    return first + rank * base + min(rank, extra)
 
 
 class Share:

@@ -35,7 +35,7 @@ from raysgd.callbacks import Callback
 from raysgd.callbacks.base import Run
 from tests.programs import by_hand
 
-__all__ = ["Kills", "Program", "flat", "note_steps", "steps", "with_hook", "without_dropout"]
+__all__ = ["Kills", "Program", "flat", "note_steps", "steps", "with_hook"]
 
 LATER = 3  # steps, or calls of modules or Keras' callbacks in a validation, until a worker obeys
 NEEDS = {"text_classifier": "transformers", "keras_convnet": "tensorflow", "lightning_manual": "lightning"}
@@ -137,12 +137,10 @@ def flat(weights: Sequence[Any]) -> list[Any]:
 
 class Kills:
     """Owns when which rank is killed, by epoch: in a "step", "between" the training and what follows it, or in a "validation".
-    And what has been killed, and what the trainer said at its end. `before` is called first on each worker."""
+    And what has been killed, and what the trainer said at its end."""
 
-    def __init__(
-        self, folder: Path, plan: Mapping[int, tuple[str, int]], before: Callable[[], None] | None = None
-    ) -> None:
-        self.folder, self.plan, self.before = folder, dict(plan), before
+    def __init__(self, folder: Path, plan: Mapping[int, tuple[str, int]]) -> None:
+        self.folder, self.plan = folder, dict(plan)
         self.killed: list[int] = []
         self.recoveries: list[Any] = []
         self.world_size, self.batch_mode = 0, ""
@@ -160,7 +158,7 @@ def with_kills(base: Any, kills: Kills) -> Any:
         number = 0
 
         def __init__(self, *creators: Any, **given: Any) -> None:
-            self._noting, hook = Noting(), partial(obey, str(kills.folder), framework, kills.before)
+            self._noting, hook = Noting(), partial(obey, str(kills.folder), framework)
             callbacks = [*given.get("callbacks", ()), self._noting]
             super().__init__(*creators, **{**given, "initialization_hook": hook, "callbacks": callbacks})
             self._wanted = self.world_size
@@ -196,16 +194,8 @@ def with_kills(base: Any, kills: Kills) -> Any:
     return Disturbed
 
 
-def without_dropout() -> None:
-    """Switch off the text classifier's dropout in this process, because each worker draws it by itself."""
-    sizes = import_module("examples.programs.text_classifier").SIZES
-    sizes |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-
-
-def obey(folder: str, framework: str, before: Callable[[], None] | None) -> None:
+def obey(folder: str, framework: str) -> None:
     """Let this worker end itself when it is asked to."""
-    if before is not None:
-        before()
 
     def look(point: str) -> None:
         path = Path(folder, f"{os.getpid()}.{point}")

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from examples.programs import dcgan
+from raysgd import seed_for
 from tests.programs import by_hand
 
 pytestmark = [pytest.mark.usefixtures("ray_cluster"), pytest.mark.slow]
@@ -37,12 +38,11 @@ class Loop:
         order = torch.Generator().manual_seed(1)
         self.shuffled = torch.utils.data.DataLoader(range(config["rings"]), shuffle=True, generator=order)  # type: ignore[arg-type]
         self.shown = torch.randn(8, config["noise"])
-        torch.manual_seed(2 + rank)
 
     def run(self) -> Any:
         rows = []
         for epoch in range(1, self.config["epochs"] + 1):
-            rows.append(self.train())
+            rows.append(self.train(epoch))
             if self.rank == 0:
                 self.draw(self.folder / f"epoch_{epoch}.pgm")
         return rows, [model.state_dict() for model in self.models]
@@ -53,10 +53,12 @@ class Loop:
             dcgan.write(path, generator(self.shown))
         generator.train()
 
-    def train(self) -> dict[str, float]:
+    def train(self, epoch: int) -> dict[str, float]:
         d_losses = g_losses = samples = 0.0
         order = torch.cat(list(self.shuffled))
-        for mine, size in by_hand.own(order, self.config["batch"], self.rank, self.config["workers"]):
+        how = self.config["batch"], self.rank, self.config["workers"]
+        for number, (mine, size) in enumerate(by_hand.own(order, *how)):
+            seed_for(0, epoch=epoch, offset=by_hand.place(number, how[0], len(order), *how[1:]))
             for weight in self.weights:
                 weight.value = len(mine) * self.config["workers"] / size
             drawn = self.generator(torch.randn(len(mine), self.config["noise"]))

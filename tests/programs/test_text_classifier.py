@@ -9,6 +9,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, RandomSampler
 
+from raysgd import seed_for
 from tests.programs import by_hand
 
 for package in ("tokenizers", "transformers"):
@@ -47,10 +48,11 @@ def loop(rank: int, workers: int, epochs: int, rows: int, batch: int) -> tuple[l
     model, weight = DistributedDataParallel(bare) if workers > 1 else bare, by_hand.Weight(bare)
 
     figures = []
-    for _ in range(epochs):
+    for epoch in range(1, epochs + 1):
         model.train()
         lost = right = 0.0
-        for texts in training:
+        for number, texts in enumerate(training):
+            seed_for(0, epoch=epoch, offset=by_hand.place(number, batch * workers, rows, rank, workers))
             mine, rate = len(texts["labels"]), optimizer.param_groups[0]["lr"]
             weight.value = mine * workers / by_hand.total(mine)[0]
             optimizer.zero_grad()

@@ -101,11 +101,11 @@ def first(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> dict[s
         return {
             "train": trainer.train(),
             "weights": bits(trainer),
+            "dropout": trainer.apply_all_operators(dropout),
             "validate": trainer.validate(),
             "test": trainer.test(),
             "predict": trainer.predict(X, batch_size=9),
             "expected": trainer.get_model().predict(X, verbose=0),
-            "dropout": trainer.apply_all_operators(dropout),
         }
 
 

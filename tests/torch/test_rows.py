@@ -139,7 +139,7 @@ def test_a_load_warns_of_another_division(
     with inline(Split, config=before) as trainer:
         trainer.train(num_steps=2)
         path = trainer.save(tmp_path / "saved.pt")
-    with inline(Split, config=after) as trainer:
+    with inline(Split, config=after, seed=1) as trainer:
         trainer.load(path)
         assert [SAYS in each for each in caplog.messages] == [True] * warns
         trainer.load_state_dict({name: part for name, part in trainer.state_dict().items() if name != "rows"})

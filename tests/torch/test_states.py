@@ -43,7 +43,8 @@ def halving(optimizer: Any) -> StepLR:
     return StepLR(optimizer, 2, gamma=0.5)
 
 
-ARGUMENTS: dict[str, Any] = {"config": {"shuffle": True, "scheduler": halving}, "scheduler_step_freq": "batch"}
+CONFIG: dict[str, Any] = {"shuffle": True, "scheduler": halving}
+ARGUMENTS: dict[str, Any] = {"config": CONFIG, "scheduler_step_freq": "batch", "seed": 5}
 
 
 def seed_all(seed: int) -> None:
@@ -56,7 +57,6 @@ def seed_all(seed: int) -> None:
 def test_training_after_a_load_equals_uninterrupted_training(tmp_path: Path, before: int) -> None:
     """The weights are equal, also in the middle of a shuffled epoch, with dropout."""
     with inline(Noisy, **ARGUMENTS) as trainer:
-        seed_all(5)
         trainer.train(num_steps=before)
         path = trainer.save(tmp_path / "line.pt")
         steps = [trainer.train(num_steps=3), trainer.train()]
@@ -77,13 +77,29 @@ def test_state_dict_does_the_same_without_a_file() -> None:
         first.train()
         state = first.state_dict()
         kept = weights(first)
-        assert {"models", "optimizers", "schedulers", "operator", "epoch", "global_step", "rng"} <= state.keys()
+        assert {"models", "optimizers", "schedulers", "operator", "epoch", "global_step"} <= state.keys()
         assert state["epoch"] == 1
         assert not any(key.startswith("module.") for key in state["models"][0])
         first.train()
         second.load_state_dict(state)
         assert torch.equal(kept, weights(second)), "the state is a copy"
         assert second.train()["epoch"] == 2
+
+
+def test_random_states_in_older_checkpoints_are_ignored(tmp_path: Path) -> None:
+    version, internal, gauss = random.Random(3).getstate()
+    rng = [{"python": [version, list(internal), gauss], "torch": torch.Generator().manual_seed(3).get_state()}]
+    with inline(Noisy, **ARGUMENTS) as trainer:
+        trainer.train()
+        torch.save({**trainer.state_dict(), "rng": rng}, tmp_path / "old.pt")
+        trainer.train()
+        expected = weights(trainer)
+        seed_all(99)
+        trainer.load(tmp_path / "old.pt")
+        torch.manual_seed(99)
+        assert torch.initial_seed() == 99 and random.getstate() == random.Random(99).getstate()
+        trainer.train()
+        assert torch.equal(weights(trainer), expected)
 
 
 @pytest.mark.parametrize(("epoch", "within"), [(7, 0), (0, 1)])

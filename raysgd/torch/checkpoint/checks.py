@@ -31,8 +31,6 @@ def check_fits(operator: TrainingOperator, state: dict[str, Any]) -> None:
         check_counters(state)
         _check_parts(operator, state)
         _check_loader(operator, state)
-        for each in state.get("rng") or []:
-            states.check_random(each)
     except CheckpointError:
         raise
     except Exception as error:

@@ -23,6 +23,7 @@ from raysgd.torch.checkpoint import shard_files
 from raysgd.training.auto_checkpoint import CheckpointFolder
 from raysgd.training.loads import Loads, Take, raise_refused
 from raysgd.training.saves import SaveHandle, Saves
+from raysgd.training.seeding import DrawnAnew
 from raysgd.training.writing import Report
 
 logger = logging.getLogger("raysgd")
@@ -42,8 +43,10 @@ class ShardedLoads(Loads):
     few shards are left after a failure: what was loaded last, or the newest automatic checkpoint in
     the `folder`."""
 
-    def __init__(self, engine: Engine, folder: CheckpointFolder | None, *, is_sharded: bool) -> None:
-        super().__init__(engine)
+    def __init__(
+        self, engine: Engine, drawn_anew: DrawnAnew, folder: CheckpointFolder | None, *, is_sharded: bool
+    ) -> None:
+        super().__init__(engine, drawn_anew)
         self._folder, self._is_sharded = folder, is_sharded
         self._saved: list[tuple[str | None, Snapshot]] = []  # with the paths of automatic ones, the newest last
 

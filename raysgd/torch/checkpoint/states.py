@@ -8,13 +8,11 @@ import io
 import logging
 import os
 import pickle
-import random
 import re
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
-import numpy
 import torch
 
 from raysgd.core.tree import mapped
@@ -23,7 +21,6 @@ from raysgd.storage.seen import SeenFile, opened
 from raysgd.torch import foreign
 from raysgd.torch.fsdp import placed, placed_optimizer
 from raysgd.torch.operator import TrainingOperator
-from raysgd.training.seeding import seed_python_and_numpy
 
 logger = logging.getLogger("raysgd")
 
@@ -240,44 +237,3 @@ def restore(operator: TrainingOperator, state: dict[str, Any]) -> None:
 def saved_scaler(operator: TrainingOperator, state: dict[str, Any]) -> Any:
     """Return the saved state of the gradient scaler, which RaySGD v1 called "amp", if any."""
     return state.get(operator._parts.precision.key) or state.get("amp")
-
-
-def random_state() -> dict[str, Any]:
-    """Return this process's random states as plain values and tensors."""
-    version, internal, gauss = random.getstate()
-    numpy_state: Any = numpy.random.get_state()
-    kind, keys, position, has_gauss, cached = numpy_state
-    state: dict[str, Any] = {
-        "python": [version, list(internal), gauss],
-        "torch": torch.get_rng_state(),
-        "numpy": [kind, torch.from_numpy(keys.astype("int64")), position, has_gauss, cached],
-    }
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def seed_generators(seed: int) -> None:
-    seed_python_and_numpy(seed)
-    torch.manual_seed(seed)
-
-
-def restore_random(state: dict[str, Any]) -> None:
-    """Set this process's random states. A process without NumPy saved no state for it."""
-    _set_random(state, random.setstate, torch.set_rng_state, numpy.random.set_state)
-    if torch.cuda.is_available() and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"])
-
-
-def check_random(state: dict[str, Any]) -> None:
-    """Raise the error that `restore_random` would raise."""
-    _set_random(state, random.Random().setstate, torch.Generator().set_state, numpy.random.RandomState().set_state)
-
-
-def _set_random(state: dict[str, Any], of_python: Any, of_torch: Any, of_numpy: Any) -> None:
-    version, internal, gauss = state["python"]
-    of_python((version, tuple(internal), gauss))
-    of_torch(state["torch"])
-    if "numpy" in state:
-        kind, keys, position, has_gauss, cached = state["numpy"]
-        of_numpy((kind, keys.numpy().astype("uint32"), position, has_gauss, cached))

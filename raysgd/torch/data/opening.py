@@ -19,6 +19,7 @@ from raysgd.torch.data.stateful import StatefulSource, has_state
 from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.settings import TorchSettings
 from raysgd.training.position import Position
+from raysgd.training.seeding import Places
 
 
 @dataclass(frozen=True)
@@ -30,8 +31,8 @@ class Opener:
     control: Control
     _seen: list[tuple[str, Any]] = field(default_factory=list)
 
-    def registered(self, loader: Any, position: Position, phase: str) -> BatchSource:
-        """Return a source for data that the operator registered."""
+    def registered(self, loader: Any, position: Position, phase: str, places: Places | None = None) -> BatchSource:
+        """Return a source for data that the operator registered. Reading it seeds for `places`."""
         training = phase == "train"
         if RayData.is_given_as(loader):
             assert self.settings.rows is not None
@@ -50,10 +51,10 @@ class Opener:
             keep, unit = self.operator._keep_batch, unit_size(loader)
             divide = (lambda: keep.division(unit)) if training else Division
             asked = training and settings.elastic.batch == "global"
-            return PlannedSource(loader, pad=training, division=divide, asked=asked)
+            return PlannedSource(loader, pad=training, division=divide, asked=asked, places=places)
         if training and has_state(loader):
-            return StatefulSource(loader, shard=shared, keep=self._keep)
-        return LiveSource(loader, shard=shared, together=training, keep=self._keep)
+            return StatefulSource(loader, shard=shared, keep=self._keep, places=places)
+        return LiveSource(loader, shard=shared, together=training, keep=self._keep, places=places)
 
     def for_a_call(self, dataset: RayData, position: Position) -> BatchSource:
         """Return a source for `train(dataset=...)`: the driver sent a reader of the Ray Dataset."""

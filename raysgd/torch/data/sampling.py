@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from torch.utils.data.distributed import DistributedSampler
 from raysgd.core.sampling_plan import RankPart, SamplingPlan
 from raysgd.errors import ConfigError
 from raysgd.torch.foreign import loader_with
+from raysgd.training.seeding import seed_generators
 
 # The units of an epoch in their order: sample indices (a range, a tensor) or whole batches of a user's batch sampler.
 Order = range | torch.Tensor | list[Any]
@@ -242,23 +243,34 @@ def _listed(units: Any) -> list[int]:
 class Picker:
     """The batch sampler of a planned loader: yields one rank's units, step by step. Its plan is
     replaced in place, because persistent loader processes keep the sampler that they started with.
-    With `tensors`, the units are tensors if the order is one, instead of lists."""
+    With `tensors`, the units are tensors if the order is one, instead of lists. Unless code of the
+    user reads them `elsewhere`, in a process of the loader, it does so when they are yielded."""
 
     def __init__(self, *, own_batches: bool, batched: bool) -> None:
-        self._own_batches, self._batched, self.tensors = own_batches, batched, False
+        self._own_batches, self._batched, self.tensors, self.elsewhere = own_batches, batched, False, False
+        self._number: Callable[..., int] | None = None
         self._order: Order = range(0)
         self._plan = SamplingPlan(total=0, step_size=1, world_size=1)
         self._rank = self._offset = 0
         self._taken: deque[tuple[int, RankPart]] = deque()
 
-    def follow(self, order: Order, plan: SamplingPlan, rank: int, offset: int) -> deque[tuple[int, RankPart]]:
+    def follow(
+        self,
+        order: Order,
+        plan: SamplingPlan,
+        rank: int,
+        offset: int,
+        number: Callable[..., int] | None = None,
+    ) -> deque[tuple[int, RankPart]]:
         """Replace the plan. Return where the loader's next pass will add, for each batch that it
-        begins to read, the offset after its step, and this rank's part or piece of it."""
+        begins to read, the offset after its step, and this rank's part or piece of it. `number`
+        returns the seed for reading the part from an offset on."""
         if self.tensors and isinstance(order, range):
             order = torch.arange(order.start, order.stop, order.step)
         elif self.tensors and isinstance(order, torch.Tensor) and len(order) and int(order.min()) < 0:
             order = order.tolist()
         self._order, self._plan, self._rank, self._offset = order, plan, rank, offset
+        self._number = None if self.tensors else number  # what gathers draws nothing
         self._taken = deque()  # a loader's thread may still add to the one before
         return self._taken
 
@@ -277,7 +289,7 @@ class Picker:
         return sum(part.stop > part.start for part in self._plan.parts_of(self._rank, self._offset))
 
     def __iter__(self) -> Iterator[Any]:
-        order, offset, own, taken = self._order, self._offset, self._own_batches, self._taken
+        order, offset, own, taken, number = self._order, self._offset, self._own_batches, self._taken, self._number
         size, total, tensors = self._plan.step_size, self._plan.total, self.tensors and isinstance(order, torch.Tensor)
         read = _identity if tensors else _listed if isinstance(order, torch.Tensor) else list
         for part in self._plan.parts_of(self._rank, offset):
@@ -287,9 +299,30 @@ class Picker:
                 units: Any = read(order[part.start : part.stop])
                 if own:
                     units = [index for batch in units for index in batch]
-                yield units if self._batched else units[0]
+                units = units if self._batched else units[0]
+                if number is not None and self.elsewhere:
+                    units = Units(number(offset=part.start), units)
+                elif number is not None:
+                    seed_generators(number(offset=part.start))
+                yield units
             if part.whole:
                 offset = after
+
+
+class Units(NamedTuple):
+    """What a loader process gets as `units`. When it gets them, it seeds its generators, and it
+    reads them next."""
+
+    seed: int
+    units: Any
+
+    def __reduce__(self) -> Any:
+        return _units_to_read, tuple(self)
+
+
+def _units_to_read(seed: int, units: Any) -> Any:
+    seed_generators(seed)
+    return units
 
 
 def following(loader: DataLoader[Any], picker: Picker) -> DataLoader[Any]:
@@ -298,7 +331,7 @@ def following(loader: DataLoader[Any], picker: Picker) -> DataLoader[Any]:
     if loader.batch_sampler is not None:
         changed["batch_sampler"] = picker
     gathered = gathering(loader)
-    picker.tensors = bool(gathered)
+    picker.tensors, picker.elsewhere = bool(gathered), loader.num_workers > 0
     return loader_with(loader, **changed, **gathered)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -37,6 +38,7 @@ from raysgd.torch.data.sampling import (
 )
 from raysgd.torch.foreign import end_processes, live_iterator
 from raysgd.training.position import Position
+from raysgd.training.seeding import Places
 from raysgd.training.step import Drawn
 
 ENDED_EARLY = (
@@ -87,7 +89,8 @@ class PlannedSource(BatchSource):
 
     Owns the epoch's order. The caller owns the offset, because only committed batches count.
     `division` returns how steps are divided now, and `asked` is whether the user has asked for a
-    constant batch. `divides` says whether the batches can be divided at all.
+    constant batch. `divides` says whether the batches can be divided at all. Where code of the user
+    reads a part, the generators are seeded for its place among `places`.
     """
 
     def __init__(
@@ -97,8 +100,9 @@ class PlannedSource(BatchSource):
         pad: bool,
         division: Callable[[], Division] = Division,
         asked: bool = False,
+        places: Places | None = None,
     ) -> None:
-        self.loader, self._pad, self._division = loader, pad, division
+        self.loader, self._pad, self._division, self._places = loader, pad, division, places
         self._own_batches = own = has_own_batches(loader)
         self.divides = own or loader.batch_size is not None
         if asked and not self.divides:
@@ -158,10 +162,13 @@ class PlannedSource(BatchSource):
     def _generate(self, rank_info: RankInfo, offset: int) -> Generator[Drawn]:
         if self._pad and self._own_batches:
             self.order = evened(self.order, self._division().step or rank_info.world_size, offset)
-        if self._seed != torch.initial_seed():
-            self._seed = torch.initial_seed()
-            self._twin.generator.manual_seed(self._seed)  # the processes of the loader get their seeds from it
-        taken = self._picker.follow(self.order, self._plan(rank_info), rank_info.world_rank, offset)
+        places, epoch = self._places, self._epoch + 1
+        seed = torch.initial_seed() if places is None else places.number(epoch=epoch)
+        if self._seed != seed:
+            self._seed = seed
+            self._twin.generator.manual_seed(seed)  # the processes of the loader get their seeds from it
+        number = None if places is None else partial(places.number, epoch=epoch, reading=True)
+        taken = self._picker.follow(self.order, self._plan(rank_info), rank_info.world_rank, offset, number)
         try:
             with closing(LoaderIterator(self._twin)) as live:
                 for batch in live:
@@ -176,7 +183,7 @@ class PlannedSource(BatchSource):
                     rows = units.tolist() if isinstance(units, torch.Tensor) else list(units)
                     if self._own_batches:
                         rows = [row for own_batch in rows for row in own_batch]
-                    yield Drawn(batch, after, part.fresh, part.rows, part.weight, part.whole, rows)
+                    yield Drawn(batch, after, part.fresh, part.rows, part.weight, part.whole, rows, part.start)
             if taken:
                 raise RuntimeError(ENDED_EARLY)
         except (Exception, DataLoaderFailure):
@@ -229,8 +236,10 @@ class LiveSource(BatchSource):
 
     resumable = False
 
-    def __init__(self, loader: Iterable[Any], *, shard: bool, together: bool, keep: int = 1) -> None:
-        self.loader, self._shard, self._together = loader, shard, together
+    def __init__(
+        self, loader: Iterable[Any], *, shard: bool, together: bool, keep: int = 1, places: Places | None = None
+    ) -> None:
+        self.loader, self._shard, self._together, self._places = loader, shard, together, places
         self._used: Any = loader
         self._live: Iterator[Any] | None = None
         self._kept: deque[Drawn] = deque(maxlen=keep)
@@ -247,6 +256,7 @@ class LiveSource(BatchSource):
     def batches(self, rank_info: RankInfo, offset: int) -> Iterator[Drawn]:
         """Yield first what was drawn before a worker failed, but was not committed."""
         if self._live is None:
+            self._enter(offset + 1, rank_info)
             self._live = self._opened(rank_info)
         again = [drawn for drawn in self._kept if drawn.offset > offset]
         while True:
@@ -254,6 +264,7 @@ class LiveSource(BatchSource):
             if again:
                 drawn = again.pop(0)
             else:
+                self._enter(offset, rank_info)
                 drawn = Drawn(self._next(), offset)
                 self._kept.append(drawn)  # before the vote, which fails if a peer has failed
                 if offset == 1 and self._shard and rank_info.world_size > 1:
@@ -264,6 +275,10 @@ class LiveSource(BatchSource):
                 self._kept.clear()
                 return
             yield drawn
+
+    def _enter(self, offset: int, rank_info: RankInfo) -> None:
+        if self._places is not None:
+            self._places.enter(epoch=self._epoch + 1, offset=offset, part=rank_info.world_rank, reading=True)
 
     def _see_first(self, batch: Any) -> None:
         digest = "" if batch is END else first_of(batch)

@@ -19,6 +19,7 @@ from raysgd.errors import counted
 from raysgd.torch.data.loading import LoaderIterator
 from raysgd.torch.data.sources import END, LiveSource
 from raysgd.torch.foreign import forget_iterator, live_iterator
+from raysgd.training.seeding import Places
 
 logger = logging.getLogger("raysgd")
 
@@ -47,8 +48,8 @@ class StatefulSource(LiveSource):
 
     resumable = True
 
-    def __init__(self, loader: Iterable[Any], *, shard: bool, keep: int) -> None:
-        super().__init__(loader, shard=shard, together=True, keep=keep)
+    def __init__(self, loader: Iterable[Any], *, shard: bool, keep: int, places: Places | None = None) -> None:
+        super().__init__(loader, shard=shard, together=True, keep=keep, places=places)
         self._keep = keep
         self._generation: int | None = None
         self._marks: list[tuple[int, list[Any]]] = []
