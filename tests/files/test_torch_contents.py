@@ -50,10 +50,6 @@ WRONG: dict[str, Callable[[Any], Any]] = {
     "version: text": put("version")("1"),
     "version: infinite": put("version")(float("nan")),
     "format: that of a TFTrainer": put("format")("raysgd-tensorflow"),
-    "random states: without NumPy's keys": put("rng")(
-        [{"python": [3, [0] * 625, None], "torch": torch.get_rng_state(), "numpy": []}]
-    ),
-    "random states: of nothing": put("rng")([{}]),
     # models
     "weight: another shape": reshaped("models", 0, "weight"),
     "weight: text": put("models", 0, "weight")("heavy"),

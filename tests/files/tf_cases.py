@@ -157,8 +157,6 @@ WRONG: dict[str, tuple[tuple[Any, ...], Any]] = {
     "a step that is a text": (("position", "step"), "4"),
     "a negative offset": (("position", "offset"), -4),
     "a position that is a list": (("validation_position",), [1]),
-    "a random state without numbers": (("rng", 0, "python", 1), [1, 2]),
-    "a random state of nothing": (("rng", 0), {"#": "dict", "items": []}),
     "a dictionary with a list for a key": (("operator",), {"#": "dict", "items": [[[1], 2]]}),
     "a dictionary with one key twice": (("operator",), {"#": "dict", "items": [["a", 1], ["a", 2]]}),
     "a tuple of a number": (("operator",), {"#": "tuple", "items": 5}),
