@@ -26,8 +26,8 @@ class Places(NamedTuple):
     def number(self, *, epoch: int, offset: int | None = None, part: int = 0, reading: bool = False) -> int:
         return derived_seed(self.seed, self.call, self.loader, epoch, offset, part, reading)
 
-    def enter(self, **place: Any) -> None:
-        seed_generators(self.number(**place))
+    def enter(self, *, epoch: int, offset: int | None = None, part: int = 0, reading: bool = False) -> None:
+        seed_generators(derived_seed(self.seed, self.call, self.loader, epoch, offset, part, reading))
 
 
 def seed_for(
