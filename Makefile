@@ -12,8 +12,9 @@ PACKAGE := setup.py pyproject.toml constraints.txt
 SOURCES := $(shell find raysgd operators -name '*.py')
 PAGES := $(shell find docs -name '*.md') docs/conf.py $(wildcard examples/notebooks/*.ipynb)
 
-PURE := $(patsubst %,tests/test_%.py,config constants hang watchdog meters metrics sampling_plan policy progress \
-	replacements atomic_writes timers compat_utils) tests/data tests/elastic/test_boundary.py tests/train/test_rounds.py
+PURE := tests/test_config.py tests/core tests/compat/test_constants.py tests/compat/test_utils.py tests/data \
+	$(addprefix tests/,$(addsuffix .py,engine/test_boundary engine/test_replacements engine/test_watchdog \
+	storage/test_atomic_writes ray_data/test_datasets ray_data/test_rows train/test_rounds))
 
 # Of pip's output, only what explains a wait: big downloads, builds, the unpacking. Warnings and errors are kept.
 TELL := awk '/Downloading .*[0-9][0-9]\.[0-9]+ [MG]B/ { print "  pip: downloading " $$2 " " $$3 $$4; fflush() } \
@@ -73,7 +74,7 @@ sim: $(VENV)/dev.stamp
 
 # The job server is installed in an environment of its own: with it, each cluster of the tests would start a dashboard.
 jobs: $(VENV)/jobs.stamp
-	@RAYSGD_TIER=nightly $(BIN)/python -m pytest -q tests/first_hour/test_jobs.py
+	@RAYSGD_TIER=nightly $(BIN)/python -m pytest -q tests/workers/test_jobs.py
 
 # The interpreters must be installed. ARGS=oldest or ARGS=newest picks one combination.
 versions:

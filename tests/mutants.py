@@ -125,17 +125,17 @@ def leave_one_shard_out_of_a_save(patch: Patch) -> None:
     patch.setattr(shard_files, "write", write)
 
 
-@mutant("tests/speed/test_background_saves.py::test_save_returns_before_the_file_exists_and_shutdown_waits_for_it")
+@mutant("tests/training/test_background_saves.py::test_save_returns_before_the_file_exists_and_shutdown_waits_for_it")
 def store_the_live_tensors_in_the_background(patch: Patch) -> None:
     instead("raysgd.torch.checkpoint.states.unchanging", lambda state, *, in_shards: state)(patch)
 
 
-@mutant("tests/torch/test_states.py::test_every_save_has_the_versions_of_modules")
+@mutant("tests/torch/checkpoint/test_states.py::test_every_save_has_the_versions_of_modules")
 def leave_the_versions_of_modules_out_of_shards(patch: Patch) -> None:
     instead("raysgd.torch.checkpoint.shard_files.with_module_versions", lambda state, source: state)(patch)
 
 
-@mutant("tests/files/test_torch_damage.py::test_every_save_has_checksums")
+@mutant("tests/torch/checkpoint/test_damage.py::test_every_save_has_checksums")
 def write_no_checksums(patch: Patch) -> None:
     from raysgd.torch.checkpoint import states
 
@@ -174,12 +174,12 @@ def complete_a_save_that_was_abandoned(patch: Patch) -> None:
     instead("raysgd.training.saves._Save.close", lambda self, error: None)(patch)
 
 
-@mutant("tests/test_atomic_writes.py::test_a_file_is_on_the_disk_before_it_is_renamed_and_the_new_name_after")
+@mutant("tests/storage/test_atomic_writes.py::test_a_file_is_on_the_disk_before_it_is_renamed_and_the_new_name_after")
 def rename_a_file_before_it_is_on_the_disk(patch: Patch) -> None:
     instead("raysgd.storage.durable.DurableFile.sync", lambda self: None)(patch)
 
 
-@mutant("tests/class_api/test_sharded_saves.py::test_a_save_that_fails_at_its_end_leaves_the_old_shards")
+@mutant("tests/torch/checkpoint/test_sharded_saves.py::test_a_save_that_fails_at_its_end_leaves_the_old_shards")
 def delete_the_old_shards_before_the_new_ones_are_listed(patch: Patch) -> None:
     from raysgd.storage import locations
     from raysgd.torch.checkpoint import shard_files
@@ -194,7 +194,7 @@ def delete_the_old_shards_before_the_new_ones_are_listed(patch: Patch) -> None:
     patch.setattr(_ShardedDraft, "_replace", replace)
 
 
-@mutant("tests/files/test_function_checkpoints.py::test_metadata_and_the_list_agree_at_every_moment")
+@mutant("tests/train/test_function_checkpoints.py::test_metadata_and_the_list_agree_at_every_moment")
 def write_the_list_before_its_files(patch: Patch) -> None:
     from raysgd.storage import folders, locations
     from raysgd.train import checkpoint
@@ -207,7 +207,7 @@ def write_the_list_before_its_files(patch: Patch) -> None:
     patch.setattr(checkpoint, "_write_listed", write_listed)
 
 
-@mutant("tests/speed/test_background_saves.py::test_each_failed_save_is_reported")
+@mutant("tests/training/test_background_saves.py::test_each_failed_save_is_reported")
 def forget_the_error_of_a_save_in_the_background(patch: Patch) -> None:
     instead("raysgd.training.saves.Saves.raise_failed", lambda self: None)(patch)
 
@@ -215,7 +215,7 @@ def forget_the_error_of_a_save_in_the_background(patch: Patch) -> None:
 # -- which checkpoints stay ---------------------------------------------------------------------------
 
 
-@mutant("tests/class_api/test_auto_checkpoints.py::test_the_newest_and_the_best_stay")
+@mutant("tests/training/test_auto_checkpoint.py::test_the_newest_and_the_best_stay")
 def delete_the_best_of_the_automatic_checkpoints(patch: Patch) -> None:
     from raysgd.training.auto_checkpoint import CheckpointFolder
 
@@ -226,12 +226,12 @@ def delete_the_best_of_the_automatic_checkpoints(patch: Patch) -> None:
     patch.setattr(CheckpointFolder, "_prune", prune)
 
 
-@mutant("tests/class_api/test_auto_checkpoints.py::test_a_damaged_or_incomplete_checkpoint_is_never_taken")
+@mutant("tests/training/test_auto_checkpoint.py::test_a_damaged_or_incomplete_checkpoint_is_never_taken")
 def resume_from_a_damaged_checkpoint(patch: Patch) -> None:
     instead("raysgd.training.auto_checkpoint.CheckpointFolder.is_damaged", lambda self, place: False)(patch)
 
 
-@mutant("tests/class_api/test_auto_checkpoints.py::test_a_folder_belongs_to_one_trainer")
+@mutant("tests/training/test_auto_checkpoint.py::test_a_folder_belongs_to_one_trainer")
 def let_two_trainers_use_one_folder(patch: Patch) -> None:
     instead("raysgd.storage.claims.fcntl.flock", lambda descriptor, how: None)(patch)
 
@@ -261,7 +261,7 @@ def number_checkpoints_again_after_a_resume(patch: Patch) -> None:
 # -- what a load verifies -----------------------------------------------------------------------------
 
 
-@mutant("tests/files/test_torch_damage.py::test_a_flipped_bit_in_any_part_is_detected")
+@mutant("tests/torch/checkpoint/test_damage.py::test_a_flipped_bit_in_any_part_is_detected")
 def compare_no_checksum_of_a_file(patch: Patch) -> None:
     instead("raysgd.storage.checksums.verify", lambda source: True)(patch)
 
@@ -271,12 +271,12 @@ def compare_no_digest_of_a_shard(patch: Patch) -> None:
     instead("raysgd.torch.checkpoint.shard_files.verify", lambda folder, files: None)(patch)
 
 
-@mutant("tests/files/test_function_checkpoints.py::test_added_files_are_ignored_and_changed_files_are_reported")
+@mutant("tests/train/test_function_checkpoints.py::test_added_files_are_ignored_and_changed_files_are_reported")
 def compare_no_digest_of_a_functions_folder(patch: Patch) -> None:
     instead("raysgd.storage.folders.check_entry", lambda where, name, found, listed: None)(patch)
 
 
-@mutant("tests/files/test_torch_trust.py::test_no_code_from_a_file_runs")
+@mutant("tests/torch/checkpoint/test_trust.py::test_no_code_from_a_file_runs")
 def trust_every_file(patch: Patch) -> None:
     import torch
 
@@ -284,7 +284,7 @@ def trust_every_file(patch: Patch) -> None:
     patch.setattr(torch, "load", lambda *given, **named: original(*given, **{**named, "weights_only": False}))
 
 
-@mutant("tests/files/test_torch_contents.py::test_what_does_not_fit_is_refused_and_changes_nothing")
+@mutant("tests/torch/checkpoint/test_contents.py::test_what_does_not_fit_is_refused_and_changes_nothing")
 def load_a_state_that_does_not_fit(patch: Patch) -> None:
     instead("raysgd.torch.replica.TorchReplica.check", lambda self, state: None)(patch)
 
@@ -300,7 +300,7 @@ def load_on_one_rank_only(patch: Patch) -> None:
     patch.setattr(TorchReplica, "adopt", lambda self, state: self.rank or original(self, state))
 
 
-@mutant("tests/files/test_torch_contents.py::test_after_an_error_in_load_state_dict_only_a_load_is_accepted")
+@mutant("tests/torch/checkpoint/test_contents.py::test_after_an_error_in_load_state_dict_only_a_load_is_accepted")
 def accept_any_call_in_an_undefined_state(patch: Patch) -> None:
     instead("raysgd.engine.engine.Engine._check_defined", lambda self: None)(patch)
 
@@ -313,7 +313,7 @@ def pass_on_a_state_that_a_failed_load_has_left(patch: Patch) -> None:
     patch.setattr(ReplicaBase, "undefined", always, raising=False)
 
 
-@mutant("tests/files/test_torch_contents.py::test_no_worker_loads_what_one_refuses")
+@mutant("tests/torch/checkpoint/test_contents.py::test_no_worker_loads_what_one_refuses")
 def check_no_position(patch: Patch) -> None:
     instead("raysgd.torch.checkpoint.checks.check_counters", lambda state: None)(patch)
 
@@ -323,7 +323,7 @@ def let_each_rank_decide_about_a_load(patch: Patch) -> None:
     instead("raysgd.torch.replica.TorchReplica.all_succeeded", lambda self, here: here)(patch)
 
 
-REPEATS = "tests/torch/test_states.py::test_training_after_a_load_equals_uninterrupted_training"
+REPEATS = "tests/torch/checkpoint/test_states.py::test_training_after_a_load_equals_uninterrupted_training"
 
 
 @mutant(REPEATS)
@@ -404,7 +404,7 @@ def take_over_the_commit_of_an_earlier_run(patch: Patch) -> None:
 
 
 NCCL = "tests/torch/test_nccl.py::test_"
-HOST = "tests/test_replica_host.py::test_"
+HOST = "tests/workers/test_replica_host.py::test_"
 
 
 @mutant(f"{NCCL}after_an_abort_nothing_is_whole_but_what_was_seen")

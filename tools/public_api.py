@@ -1,6 +1,6 @@
 """List the public API, names and signatures, one per line: `python tools/public_api.py` writes tests/public_api.txt.
 
-`tests/test_public_names.py` compares it with the code, so a change of the API is a line in the diff of a commit. Types are left
+`tests/package/test_public_names.py` compares it with the code, so a change of the API is a line in the diff of a commit. Types are left
 out, because Python versions write them differently; mypy checks them.
 """
 

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LIMIT_S = 60.0
 UNKNOWN_S = 5.0  # for a file of tests that no run has measured
 # What almost every change can break, whatever it imports.
-ALWAYS = ("tests/test_foreign.py", "tests/test_lazy_imports.py")
+ALWAYS = ("tests/package/test_foreign.py", "tests/package/test_lazy_imports.py")
 
 
 def changed(since: str) -> set[str]:

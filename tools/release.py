@@ -70,7 +70,7 @@ def main() -> int:
         wheel = build(Path(folder))
     print("\n".join(f"built {path.relative_to(ROOT)}, {path.stat().st_size:,} bytes" for path in sorted(OUT.iterdir())))
     environment = {**os.environ, "RAYSGD_WHEEL": str(wheel), "RAYSGD_TIER": "nightly"}
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "tests/test_wheel.py"]
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "tests/package/test_wheel.py"]
     if subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode:
         left.append("the tests of the wheel fail")
     if left:

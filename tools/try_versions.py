@@ -48,19 +48,14 @@ FOR_TESTS = (
 # Private names of torch and Ray, state dictionaries and files, process groups, worker processes, failures and growth in
 # both APIs, sharded models, and the example that the README begins with.
 TESTS = (
-    *(
-        "tests/test_foreign.py",
-        "tests/torch",
-        "tests/class_api/test_checkpoints.py",
-        "tests/files/test_torch_folders.py",
-    ),
+    *("tests/package/test_foreign.py", "tests/torch", "tests/train/test_trainer.py"),
     *(
         "tests/contracts/test_worker_group.py",
         "tests/elastic/test_function_faults.py",
         "tests/elastic/test_membership.py",
+        "tests/elastic/test_worker_failures.py",
     ),
-    *("tests/elastic/test_worker_failures.py", "tests/speed/test_fsdp.py", "tests/train/test_trainer.py"),
-    "tests/test_examples.py::test_example[quickstart.py]",
+    "tests/examples/test_examples.py::test_example[quickstart.py]",
 )
 
 

@@ -1,7 +1,7 @@
 """All private names of Horovod that raysgd uses. Worker.
 
-Checked with Horovod 0.28.1. `tests/test_foreign.py` calls every function here, and names the first
-private name that a new version of Horovod no longer has.
+Checked with Horovod 0.28.1. `tests/package/test_foreign.py` calls every function here, and names
+the first private name that a new version of Horovod no longer has.
 """
 
 from __future__ import annotations

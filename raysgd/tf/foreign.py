@@ -1,8 +1,8 @@
 """All private names of TensorFlow and Keras that raysgd uses. Worker.
 
-Checked with TensorFlow 2.21 and Keras 3.15. `tests/test_foreign.py` calls every function here, and
-names the first private name that a new version no longer has. TensorFlow is imported inside the
-functions, because a training function may not have loaded it yet.
+Checked with TensorFlow 2.21 and Keras 3.15. `tests/package/test_foreign.py` calls every function
+here, and names the first private name that a new version no longer has. TensorFlow is imported
+inside the functions, because a training function may not have loaded it yet.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """All private names of torch and Lightning that raysgd uses. Worker.
 
 Checked with torch 2.10, 2.13 and 2.15, and with Lightning 2.6; 2.1 has the same names.
-`tests/test_foreign.py` (and `tests/speed/test_fsdp.py`, `tests/lightning`) call every function
-here, and name the first private name that a new version no longer has. Names in a checkpoint's
-pickle are not among them, because they are part of the file format.
+`tests/package/test_foreign.py` (and `tests/torch/test_fsdp.py`, `tests/torch/lightning`) call every
+function here, and name the first private name that a new version no longer has. Names in a
+checkpoint's pickle are not among them, because they are part of the file format.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Wrap all private names of Ray that raysgd uses. Both.
 
-Checked with Ray 2.60. `tests/test_foreign.py` calls every function here, and names the first
-private name that a new version of Ray no longer has."""
+Checked with Ray 2.60. `tests/package/test_foreign.py` calls every function here, and names the
+first private name that a new version of Ray no longer has."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ import pytest
 from tests.attacks.attackers import Storm, listening, note_ports
 from tests.background import Background
 from tests.faults import Fault, Ground
-from tests.files.damage import megabytes_of
+from tests.storage.damage import megabytes_of
 
 pytestmark = [
     pytest.mark.more,

@@ -29,8 +29,8 @@ from raysgd.train import (
     TrainingIterator,
     TrainingWorkerError,
 )
-from tests.class_api.test_metric_values import LARGE
 from tests.faults import once
+from tests.training.test_metric_values import LARGE
 
 DEADLINE_S = 60.0
 

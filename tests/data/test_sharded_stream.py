@@ -16,8 +16,8 @@ from raysgd.data import ShardedStream
 from raysgd.data.sharded_stream import AGAIN, ShardFeed, ShardStep, ShardTeam, even_out, make_teams
 from raysgd.torch.data import shards
 from raysgd.torch.data.shards import ShardSource
+from tests.torch.data.sources import begin, drawn
 from tests.torch.small import Recording, inline
-from tests.torch.sources import begin, drawn
 
 Sample = tuple[int, int]
 

@@ -121,7 +121,7 @@ def trainable(_: Any) -> None:
 
 
 def from_lightning(_: Any) -> None:
-    from tests.lightning.modules import Net
+    from tests.torch.lightning.modules import Net
 
     with inline(got("torch", "TrainingOperator").from_ptl(Net)) as trainer:
         assert "train_loss" in trainer.train()

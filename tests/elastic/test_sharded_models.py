@@ -23,7 +23,7 @@ from raysgd import (
 from raysgd.torch import TrainingOperator
 from tests import storing
 from tests.peek import finish_saves, forget_checkpoint
-from tests.speed.test_fsdp import Layers, same, trainer, weights
+from tests.torch.test_fsdp import Layers, same, trainer, weights
 
 pytestmark = [pytest.mark.more, pytest.mark.elastic, pytest.mark.usefixtures("ray_cluster")]
 

@@ -16,10 +16,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import CheckpointError, DivergenceError, ElasticConfig, TorchTrainer
 from raysgd.torch import TrainingOperator
-from tests.files.damage import flipped
 from tests.local.group import Cluster, Fault
 from tests.local.runs import weights_of
 from tests.peek import loads_of
+from tests.storage.damage import flipped
 from tests.tiers import NIGHTLY
 
 ROWS, BATCH, WORKERS, STEPS = 26, 2, 3, 5

@@ -14,8 +14,8 @@ from raysgd.data import ShardedStream
 from tests.faults import LedgerOperator, Numbered
 from tests.local.ground import Fault, LocalGround
 from tests.local.group import Cluster
+from tests.torch.data.test_rows import Whole
 from tests.torch.small import Numbers, Recording, inline, operator_of
-from tests.torch.test_rows import Whole
 
 Make = Callable[..., LocalGround]
 

@@ -15,9 +15,9 @@ from raysgd.core.sampling_plan import SamplingPlan
 from raysgd.data import RayData
 from raysgd.ray_data.dealer import Dealer, PartRequest
 from raysgd.torch import TrainingOperator
-from tests.data.test_rows import Blocks
 from tests.local.runs import train
 from tests.peek import parts_of, weighs_arriving_gradients
+from tests.ray_data.test_rows import Blocks
 from tests.replicas import torch_rank
 
 pytestmark = pytest.mark.filterwarnings("ignore:the training loader does not shuffle")

@@ -25,7 +25,7 @@ from raysgd.train import Checkpoint
 from raysgd.train.run import payload_of
 from raysgd.workers import serialization
 from tests import storing
-from tests.files.damage import Touches
+from tests.storage.damage import Touches
 
 
 @pytest.fixture

@@ -1,0 +1,18 @@
+"""The trainer on which the modules of this folder try files of TorchTrainer. Each test leaves it in the state that it had."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.torch.checkpoint.cases import Bench, bench
+
+
+@pytest.fixture(scope="package")
+def torch_bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    yield from bench(tmp_path_factory.mktemp("bench"))
+
+
+@pytest.fixture(scope="module")
+def here(torch_bench: Bench) -> Bench:
+    torch_bench.back()  # the random states of this process, too, which other modules change
+    return torch_bench
