@@ -118,7 +118,7 @@ class FakeGroup:
     def releasing(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def stop(self) -> None:
+    def stop(self, *, leave: bool = False) -> None:
         """There is no process to end."""
 
 

@@ -241,7 +241,7 @@ class Engine:
             try:
                 self._backend.plan([])
             finally:
-                self.group.leave() if leave else self.group.stop()
+                self.group.stop(leave=leave)
         except Exception:
             self._ended = True
             raise
@@ -674,7 +674,7 @@ def _packed(group: WorkerGroupProtocol, *values: Any) -> list[Any]:
     try:
         return [group.pack(value) for value in values]
     except BaseException:
-        group.leave()
+        group.stop(leave=True)
         raise
 
 

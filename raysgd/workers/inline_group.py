@@ -110,10 +110,7 @@ class InlineGroup:
     def releasing(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def leave(self) -> None:
-        self.stop()
-
-    def stop(self) -> None:
+    def stop(self, *, leave: bool = False) -> None:
         if self._launched:
             self.dismiss(self._worker)
         self._rows = {}  # reading a dataset ends with the last reference to its reader

@@ -373,16 +373,12 @@ class RayGroup:
         if room is not None and ended:
             cluster.wait_for_room(self._resources, room + len(ended), ended)
 
-    def leave(self) -> None:
-        """Let the workers be orphans, which the next driver of this trainer takes over."""
-        self._handles = {}
-        self.control.close(dismiss=False)
-        if self._tenure is not None:
-            self._tenure.stop(end=False)
-
-    def stop(self) -> None:
-        if self._tenure is not None and self._tenure.superseded:
-            self.leave()
+    def stop(self, *, leave: bool = False) -> None:
+        if leave or (self._tenure is not None and self._tenure.superseded):
+            self._handles = {}
+            self.control.close(dismiss=False)
+            if self._tenure is not None:
+                self._tenure.stop(end=False)
             return
         with self.releasing():
             for worker in list(self._handles):

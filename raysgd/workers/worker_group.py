@@ -101,8 +101,6 @@ class WorkerGroupProtocol(Protocol):
     def releasing(self) -> AbstractContextManager[None]:
         """Wait, on exit, until the resources of workers that were dismissed meanwhile are free."""
 
-    def leave(self) -> None:
-        """Let the workers be orphans, which the next driver takes over."""
-
-    def stop(self) -> None:
-        """End all workers, and return when those of this machine have ended."""
+    def stop(self, *, leave: bool = False) -> None:
+        """End all workers, and return when those of this machine have ended. With `leave`, let them
+        be orphans instead, which the next driver takes over."""

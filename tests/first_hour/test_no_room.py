@@ -40,7 +40,7 @@ class Slots(FakeGroup):
     def dismiss(self, worker: str) -> None:
         self.places["free"] = min(self.places["free"] + 1, 4)
 
-    def stop(self) -> None:
+    def stop(self, *, leave: bool = False) -> None:
         self.places["free"] = 4
 
 

@@ -702,11 +702,8 @@ class SimGroup:
     def pack(self, value: Any) -> Any:
         return value
 
-    def leave(self) -> None:
-        self.driver_ended()
-
-    def stop(self) -> None:
-        if self.superseded:
+    def stop(self, *, leave: bool = False) -> None:
+        if leave or self.superseded:
             self.driver_ended()
             return
         for worker in list(self._known):
