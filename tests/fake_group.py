@@ -97,9 +97,6 @@ class FakeGroup:
     def dismiss(self, worker: str) -> None:
         self.dismissed.append(worker)
 
-    def pack(self, value: Any) -> Any:
-        return value
-
     def room(self) -> int:
         return self.free
 

@@ -69,9 +69,6 @@ class InlineGroup:
             self._rows[id(dataset)] = local_row_reader("given", dataset, None), dataset
         return self._rows[id(dataset)][0]
 
-    def pack(self, value: Any) -> Any:
-        return value
-
     def poll(self, timeout: float) -> list[Event]:
         events, self._events = self._events, []
         return events

@@ -36,7 +36,7 @@ from raysgd.workers.foreign import draining_nodes, hide_deaths_of
 from raysgd.workers.keeper import Tenure
 from raysgd.workers.processes import LocalProcess, end_all
 from raysgd.workers.ray_control_service import GcsQuery, gcs_limit_s, require_ray
-from raysgd.workers.serialization import dumps, pack
+from raysgd.workers.serialization import dumps
 from raysgd.workers.transfer import Transfer
 from raysgd.workers.user_code import UserCode, pack_modules, user_folders
 
@@ -202,10 +202,6 @@ class RayGroup:
         """End the transfers of a call that has ended, or whose outcome is not needed."""
         while handle.transfers:
             handle.transfers.pop().close()
-
-    def pack(self, value: Any) -> Any:
-        """Return the user's object pickled, by value. TypeError: it cannot be pickled."""
-        return pack(value)
 
     def _up(self, worker: str, done: Future[Any]) -> None:
         error = done.exception()

@@ -73,9 +73,6 @@ class WorkerGroupProtocol(Protocol):
     def dismiss(self, worker: str) -> None:
         """End a worker that is not needed, and free its resources. No event follows."""
 
-    def pack(self, value: Any) -> Any:
-        """Return a user's object in the form in which it is sent as an argument."""
-
     def transfer(self) -> TransferProtocol:
         """Return a new transfer of a state."""
 

@@ -112,7 +112,7 @@ class Subject:
 
     def build(self) -> None:
         for worker in self.workers:
-            assert isinstance(self.perform(worker, "build", factory=self.group.pack(Probe), rank_info=RankInfo()), Ok)
+            assert isinstance(self.perform(worker, "build", factory=Probe, rank_info=RankInfo()), Ok)
 
     def until(self, kind: type[Event], count: int = 1) -> list[Event]:
         """Return all events up to the `count`th one of this type."""
@@ -496,8 +496,8 @@ def test_ctrl_c_in_the_inline_worker_reaches_the_user() -> None:
 
 @each("shared", ALL)
 def test_a_hook_runs_on_the_worker(shared: Subject) -> None:
-    assert isinstance(shared.perform(shared.workers[0], "prepare", hook=shared.group.pack(None)), Ok)
-    failed = shared.perform(shared.workers[0], "prepare", hook=shared.group.pack(planned_hook))
+    assert isinstance(shared.perform(shared.workers[0], "prepare", hook=None), Ok)
+    failed = shared.perform(shared.workers[0], "prepare", hook=planned_hook)
     assert isinstance(failed, Failed) and type(failed.error) is PlannedError
 
 
@@ -508,15 +508,8 @@ def planned_hook() -> None:
 @each("shared", SAME_MEMORY)
 def test_objects_are_not_copied_within_one_process(shared: Subject) -> None:
     lock = threading.Lock()
-    assert shared.group.pack(lock) is lock
     outcome = shared.run(shared.workers[0], Probe.give_back, value=lock)
     assert isinstance(outcome, Ok) and outcome.value is lock
-
-
-@each("shared", PICKLED)
-def test_an_object_that_cannot_be_pickled_is_named(shared: Subject) -> None:
-    with pytest.raises(TypeError, match=r"lock.* cannot be sent to the workers"):
-        shared.group.pack({"mine": threading.Lock()})
 
 
 # -- messages -----------------------------------------------------------------------------------------

@@ -699,9 +699,6 @@ class SimGroup:
             raise ConnectionError("the transfer has ended")
         return transfer
 
-    def pack(self, value: Any) -> Any:
-        return value
-
     def stop(self, *, leave: bool = False) -> None:
         if leave or self.superseded:
             self.driver_ended()
