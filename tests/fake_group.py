@@ -65,9 +65,6 @@ class FakeGroup:
         self.launched += count
         return [next(self._names) for _ in range(count)]
 
-    def check(self) -> None:
-        """No other driver takes over."""
-
     def submit(self, worker: str, verb: str, arguments: dict[str, Any], *, generation: int = 0) -> int:
         call, outcome = next(self._calls), self.outcomes.get(verb, Ok())
         if outcome is not None:

@@ -194,7 +194,6 @@ class Generation:
         there is one; all load what was `saved`, if too few shards are left. Raise the error of the
         user's set-up."""
         self.up = False
-        self._table.group.check()
         self.up = self._form(workers, state, saved)
         return self.up
 

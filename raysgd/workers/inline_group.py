@@ -50,9 +50,6 @@ class InlineGroup:
     def adopt(self) -> list[str]:
         return []
 
-    def check(self) -> None:
-        """Do nothing, because this worker ends with its driver."""
-
     def submit(self, worker: str, verb: str, arguments: dict[str, Any], *, generation: int = 0) -> int:
         self._calls += 1
         outcome = self._host.perform(verb, arguments)

@@ -125,7 +125,7 @@ class RayGroup:
         The actors of a trainer without a name have none, because Ray's client would wait for the
         GCS to register them."""
         require_ray(self._session)
-        self.check()
+        self._check()
         self.control.expected_workers = len(self._handles) + count
         allow_connections(self.control.expected_workers, each=CONNECTIONS)
         address, environment = self.control.address_for_workers(), cluster.forking_environment() or None
@@ -148,7 +148,7 @@ class RayGroup:
             workers.append(worker)
         return workers
 
-    def check(self) -> None:
+    def _check(self) -> None:
         if self._tenure is not None:
             self._tenure.check()
 
@@ -167,6 +167,7 @@ class RayGroup:
         """Start one call. It ends with a `CallEnded` event, which has the number returned here, or
         a `WorkerEnded` event."""
         require_ray(self._session)
+        self._check()
         handle, call = self._handles[worker], next(self._calls)
         if not handle.serving:
             handle.serving = True
@@ -222,7 +223,7 @@ class RayGroup:
         """Return what has happened, and wait up to `timeout` for the first event. An error here (no
         room for a dealer, Ctrl-C) loses at most the event that it belongs to."""
         if self._tenure is not None and self._tenure.superseded:
-            self.check()
+            self._check()
         with contextlib.suppress(queue.Empty):
             self._arrived.append(self._events.get(timeout=timeout if not self._arrived else 0.0))
             while True:
@@ -318,7 +319,7 @@ class RayGroup:
         handle = self._handles.get(worker)
         if handle is None:
             return
-        self.check()
+        self._check()
         if handle.process is not None:
             handle.process.kill()
         elif handle.pid:
@@ -329,7 +330,7 @@ class RayGroup:
 
     def _end(self, worker: str, handle: _Handle) -> None:
         """End a worker that has failed, so that it cannot come back."""
-        self.check()
+        self._check()
         self._end_transfers(handle)
         self.control.disconnect(worker)
         self._end_actor(handle.actor)
@@ -346,7 +347,7 @@ class RayGroup:
         handle = self._handles.get(worker)
         if handle is None:
             return
-        self.check()
+        self._check()
         self._end_transfers(handle)
         self.control.disconnect(worker)
         self._end_actor(handle.actor)

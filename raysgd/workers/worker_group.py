@@ -37,9 +37,10 @@ class WorkerGroupProtocol(Protocol):
     """Starts workers, sends them calls and messages, and returns what happened as events. Decides
     nothing.
 
-    The engine calls all methods, on the thread of the trainer's call. `elastic` is False for a
-    group whose worker cannot fail and which cannot grow. `listener` receives events that happen
-    inside `submit`, before `poll` could return them."""
+    The engine calls all methods, on the thread of the trainer's call. `poll`, and what starts a
+    call, or starts or ends a process, raises `SupersededError` if another driver has taken over the
+    workers. `elastic` is False for a group whose worker cannot fail and which cannot grow.
+    `listener` receives events that happen inside `submit`, before `poll` could return them."""
 
     elastic: bool
     listener: Callable[[Event], None]
@@ -50,10 +51,6 @@ class WorkerGroupProtocol(Protocol):
     def adopt(self) -> list[str]:
         """Return the names of the workers that a driver of this trainer has left, and let them
         connect to this one. `WorkerStarted` or `WorkerEnded` follows for each."""
-
-    def check(self) -> None:
-        """Raise `SupersededError` if another driver has taken over the workers. `poll`, and what
-        starts or ends a process, checks it, too."""
 
     def submit(self, worker: str, verb: str, arguments: dict[str, Any], *, generation: int = 0) -> int:
         """Start a call and return its number, which its `CallEnded` event also has."""

@@ -524,7 +524,7 @@ class SimGroup:
             self.superseded = True
             self.driver_ended()
 
-    def check(self) -> None:
+    def _check(self) -> None:
         for _ in range(RENEWALS):
             if self.superseded or (self.term and self.world.clock() - self.renewed_at > WITNESSED_S):
                 self.renew()
@@ -545,7 +545,7 @@ class SimGroup:
     # -- workers --------------------------------------------------------------------------------------
 
     def launch(self, count: int) -> list[str]:
-        self.check()
+        self._check()
         names = [f"w{next(self._names)}" for _ in range(count)]
         self._known.update(dict.fromkeys(names))
         self.launched += names
@@ -569,6 +569,7 @@ class SimGroup:
             self.world.at(self.world.between(0.1, 0.6), worker.begin)
 
     def submit(self, worker: str, verb: str, arguments: dict[str, Any], *, generation: int = 0) -> int:
+        self._check()
         call = self.last_call = self.last_call + 1
         self.world.note(
             "%s <- %s %s (call %d, generation %d)",
@@ -639,7 +640,7 @@ class SimGroup:
             self.world.at(self.unreachable_s, give_up)
 
     def kill(self, worker: str) -> None:
-        self.check()
+        self._check()
         self.world.note("kill %s", worker)
         if worker in self.workers:
             process = self.workers[worker]
@@ -655,7 +656,7 @@ class SimGroup:
         self._end(worker)
 
     def _end(self, worker: str) -> None:
-        self.check()
+        self._check()
         process = self.workers.get(worker)
         if process is not None and process.alive:
             self.checker.dismissed(process)
