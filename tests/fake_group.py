@@ -13,6 +13,7 @@ from raysgd.core.progress import Control, Progress
 from raysgd.core.ranks import SingleWorkerBackend
 from raysgd.engine.worker_table import WorkerTable
 from raysgd.workers.events import CallEnded, Event, MessageReceived, PartReceived, WorkerEnded, WorkerStarted
+from raysgd.workers.worker_group import Room
 
 __all__ = [
     "FakeGroup",
@@ -94,17 +95,8 @@ class FakeGroup:
     def dismiss(self, worker: str) -> None:
         self.dismissed.append(worker)
 
-    def room(self) -> int:
-        return self.free
-
-    def capacity(self) -> int:
-        return self.free + self.launched
-
-    def can_grow(self) -> bool:
-        return False
-
-    def demand(self, count: int) -> str:
-        return f"{count} CPU ({self.room()} free)"
+    def room(self) -> Room:
+        return Room(self.free, self.free + self.launched, needs={"CPU": (1, self.free)})
 
     def draining(self) -> dict[str, float | None]:
         return {}

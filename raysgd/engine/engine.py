@@ -188,13 +188,13 @@ class Engine:
         if not others or not self.group.elastic:
             return
         room = self.group.room()
-        if room < self._least:
+        if room.free < self._least:
             for engine in others:
                 engine.give_up_spares()
             room = self.group.room()
-        if room < self._least <= min(self.group.capacity(), room + sum(others.values())):
+        if room.free < self._least <= min(room.capacity, room.free + sum(others.values())):
             sizes = {engine: counted(size, "worker") for engine, size in others.items()}
-            raise held_error(self.group, self._least, sizes)
+            raise held_error(room, self._least, sizes)
 
     def stop(self, *, force: bool = False, leave: bool = False) -> None:
         """End every worker. If Ctrl-C interrupted an earlier call of `stop`, finish what it began.

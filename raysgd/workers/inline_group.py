@@ -18,6 +18,7 @@ from raysgd.ray_data.reader import RowReader, local_row_reader
 from raysgd.workers.events import CallEnded, Event, MessageReceived, WorkerStarted
 from raysgd.workers.replica_host import ReplicaHost
 from raysgd.workers.transfer import InlineTransfer
+from raysgd.workers.worker_group import Room
 
 
 class InlineGroup:
@@ -80,23 +81,14 @@ class InlineGroup:
         self._host.perform("close", {})
         self._launched = False
 
-    def room(self) -> int:
-        return 0 if self._launched else 1
-
-    def demand(self, count: int) -> str:
-        return "nothing: the worker is this process"
+    def room(self) -> Room:
+        return Room(0 if self._launched else 1, 1)
 
     def draining(self) -> dict[str, float | None]:
         return {}
 
     def is_node_alive(self, node: str) -> bool:
         return True
-
-    def capacity(self) -> int:
-        return 1
-
-    def can_grow(self) -> bool:
-        return False
 
     def silent_for(self, worker: str) -> float:
         return 0.0

@@ -39,6 +39,7 @@ from raysgd.workers.ray_control_service import GcsQuery, gcs_limit_s, require_ra
 from raysgd.workers.serialization import dumps
 from raysgd.workers.transfer import Transfer
 from raysgd.workers.user_code import UserCode, pack_modules, user_folders
+from raysgd.workers.worker_group import Room
 
 logger = logging.getLogger("raysgd")
 
@@ -368,7 +369,7 @@ class RayGroup:
         yield
         ended = [actor for worker, actor in held.items() if worker not in self._handles]
         if room is not None and ended:
-            cluster.wait_for_room(self._resources, room + len(ended), ended)
+            cluster.wait_for_room(self._resources, room.free + len(ended), ended)
 
     def stop(self, *, leave: bool = False) -> None:
         if leave or (self._tenure is not None and self._tenure.superseded):
@@ -392,25 +393,9 @@ class RayGroup:
 
     # -- the cluster ----------------------------------------------------------------------------------
 
-    def room(self) -> int:
+    def room(self) -> Room:
         self.draining()  # raises an error at once if Ray is known not to answer
         return cluster.room_for(self._resources)
-
-    def capacity(self) -> int:
-        self.draining()
-        return cluster.capacity(self._resources)
-
-    def can_grow(self) -> bool:
-        return cluster.can_grow()
-
-    def demand(self, count: int) -> str:
-        """Return what `count` workers need, and what is free: "4 CPU (2 free)"."""
-        free: dict[str, float] = {}
-        for node in cluster.free_by_node().values():
-            for name, amount in node.items():
-                free[name] = free.get(name, 0.0) + amount
-        wanted = self._resources.as_dict()
-        return ", ".join(f"{count * n:g} {name} ({free.get(name, 0):g} free)" for name, n in wanted.items())
 
     def draining(self) -> dict[str, float | None]:
         """Return what Ray's last answer means now. ClusterError: none for too long."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from raysgd.core.messages import Message
@@ -31,6 +32,26 @@ class TransferProtocol(Protocol):
 
     def close(self) -> None:
         """End the transfer."""
+
+
+@dataclass(frozen=True)
+class Room:
+    """For how many workers a cluster has room.
+
+    free      how many more fit now
+    capacity  how many there could be if it were empty
+    grows     whether nodes may be added to it while a request waits for them
+    needs     of each resource, how much a worker needs, and how much is free
+    """
+
+    free: int
+    capacity: int
+    grows: bool = False
+    needs: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+
+    def demand(self, count: int) -> str:
+        """Return what `count` workers need, and what is free: "4 CPU (2 free)"."""
+        return ", ".join(f"{count * each:g} {name} ({free:g} free)" for name, (each, free) in self.needs.items())
 
 
 class WorkerGroupProtocol(Protocol):
@@ -73,17 +94,8 @@ class WorkerGroupProtocol(Protocol):
     def transfer(self) -> TransferProtocol:
         """Return a new transfer of a state."""
 
-    def room(self) -> int:
-        """Return how many more workers fit into the cluster now."""
-
-    def capacity(self) -> int:
-        """Return how many such workers the cluster could hold if it were empty."""
-
-    def can_grow(self) -> bool:
-        """Return whether nodes may be added to the cluster while a request waits for them."""
-
-    def demand(self, count: int) -> str:
-        """Return what `count` workers need, and what is free, for messages."""
+    def room(self) -> Room:
+        """Return for how many workers the cluster has room now."""
 
     def draining(self) -> dict[str, float | None]:
         """Return the nodes that will be removed, and in how many seconds (None: unknown). Raise

@@ -23,6 +23,7 @@ from raysgd.workers.control_client import ControlClient
 from raysgd.workers.events import CallEnded, Event, MessageReceived, WorkerEnded, WorkerStarted
 from raysgd.workers.keeper import RENEWALS
 from raysgd.workers.replica_host import ReplicaHost
+from raysgd.workers.worker_group import Room
 from tests.simulation.network import DRIVER, Link, Network, ProcessGroup, SimBackend
 from tests.simulation.replica import GpuError, SimReplica
 from tests.simulation.world import Condition, Process, Wake, World
@@ -709,17 +710,10 @@ class SimGroup:
 
     # -- the cluster ----------------------------------------------------------------------------------
 
-    def room(self) -> int:
-        return max(sum(node.free for node in self.nodes) - len(self._pending), 0)
-
-    def capacity(self) -> int:
-        return sum(node.slots for node in self.nodes if node.alive)
-
-    def can_grow(self) -> bool:
-        return True
-
-    def demand(self, count: int) -> str:
-        return f"{count} CPU ({self.room()} free)"
+    def room(self) -> Room:
+        free = max(sum(node.free for node in self.nodes) - len(self._pending), 0)
+        capacity = sum(node.slots for node in self.nodes if node.alive)
+        return Room(free, capacity, grows=True, needs={"CPU": (1, free)})
 
     def draining(self) -> dict[str, float | None]:
         return {node.name: node.removed_at - self.world.now for node in self.nodes if node.draining}
