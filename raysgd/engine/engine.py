@@ -72,8 +72,9 @@ class Engine:
     """Owns the group of workers and the objects that keep it running, and the number of the newest
     call. Only one thread at a time may call it; a second one gets an error. `living` are the
     engines of this process, because only this process can end the workers of an earlier one that
-    hold the resources of the next. `during` returns a context that the engine enters for each
-    `Phase` of its work, for those who watch it."""
+    hold the resources of the next. `factory` and `hook` are packed for the workers. `during`
+    returns a context that the engine enters for each `Phase` of its work, for those who watch
+    it."""
 
     living: ClassVar[weakref.WeakSet[Engine]] = weakref.WeakSet()
 
@@ -83,7 +84,7 @@ class Engine:
         backend: ProcessGroupBackend,
         factory: Any,
         *,
-        hook: Callable[[], Any] | None = None,
+        hook: Any = None,
         notice: Callable[..., Any] | None = None,
         target: int,
         least: int | None = None,
@@ -105,9 +106,8 @@ class Engine:
             group, silent_s=limits.silent_s, clock=clock, on_progress=on_progress, on_report=on_report, during=during
         )
         self._log = RecoveryLog(self._cancellable(on_recovery), self._cancellable(on_wait))
-        packed = _packed(group, factory, hook)
         self._generation = generation = Generation(
-            table, backend, limits, factory=packed[0], hook=packed[1], sharded=sharded, term=term
+            table, backend, limits, factory=factory, hook=hook, sharded=sharded, term=term
         )
         self._replacements = replacements = Replacements(table, generation, spares=elastic.hot_spares)
         self._membership = membership = Membership(
@@ -188,13 +188,13 @@ class Engine:
         if not others or not self.group.elastic:
             return
         room = self.group.room()
-        if room < self._least:
+        if room.free < self._least:
             for engine in others:
                 engine.give_up_spares()
             room = self.group.room()
-        if room < self._least <= min(self.group.capacity(), room + sum(others.values())):
+        if room.free < self._least <= min(room.capacity, room.free + sum(others.values())):
             sizes = {engine: counted(size, "worker") for engine, size in others.items()}
-            raise held_error(self.group, self._least, sizes)
+            raise held_error(room, self._least, sizes)
 
     def stop(self, *, force: bool = False, leave: bool = False) -> None:
         """End every worker. If Ctrl-C interrupted an earlier call of `stop`, finish what it began.
@@ -241,7 +241,7 @@ class Engine:
             try:
                 self._backend.plan([])
             finally:
-                self.group.leave() if leave else self.group.stop()
+                self.group.stop(leave=leave)
         except Exception:
             self._ended = True
             raise
@@ -375,10 +375,6 @@ class Engine:
     def cancel(self, error: BaseException | None) -> None:
         """Stop the running call, which raises `error`; None withdraws that. For any thread."""
         self._table.cancel(error)
-
-    def pack(self, value: Any) -> Any:
-        """Return a user's object in the form in which it is sent to workers in a job."""
-        return self.group.pack(value)
 
     def run(self, job: Job) -> list[PartialResults]:
         """Run a job to its end, whatever fails. Return the results of its parts, in order."""
@@ -666,16 +662,6 @@ def shutdown_all() -> None:
     """End the workers of all trainers of this process, also of those without a variable."""
     for engine in list(Engine.living):
         engine.stop()
-
-
-def _packed(group: WorkerGroupProtocol, *values: Any) -> list[Any]:
-    """Return the user's objects in the form in which they are sent. If one cannot be pickled, close
-    the group, because the engine does not exist yet. Workers of an earlier script wait again."""
-    try:
-        return [group.pack(value) for value in values]
-    except BaseException:
-        group.leave()
-        raise
 
 
 def _kept(outcomes: Mapping[str, Outcome]) -> PartialResults | None:

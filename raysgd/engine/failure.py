@@ -24,7 +24,7 @@ from raysgd.errors import (
     text_of,
 )
 from raysgd.workers.tracebacks import readable
-from raysgd.workers.worker_group import WorkerGroupProtocol
+from raysgd.workers.worker_group import Room, WorkerGroupProtocol
 
 logger = logging.getLogger("raysgd")
 
@@ -103,11 +103,12 @@ def no_room_error(
             f"other programs, ask for fewer workers, or set the environment variable {START_LIMIT} to how many seconds to wait"
         )
     had = f"the cluster had no room for {missing} of {counted(target, 'worker')} within {limit_s:g} s"
-    return ResourceError(f"{had}: {_sizes(group, missing)}. {_advice(group)}")
+    room = group.room()
+    return ResourceError(f"{had}: {_sizes(room, missing)}. {_advice(room)}")
 
 
-def _advice(group: WorkerGroupProtocol) -> str:
-    if group.capacity() > 0:
+def _advice(room: Room) -> str:
+    if room.capacity > 0:
         return MORE_ROOM
     return (
         "No machine is large enough for one such worker. Ask for smaller ones (num_cpus_per_worker, resources_per_worker; "
@@ -117,27 +118,27 @@ def _advice(group: WorkerGroupProtocol) -> str:
 
 def check_can_fit(group: WorkerGroupProtocol, count: int) -> None:
     """Raise an error at once if even an empty cluster could never hold so many workers."""
-    if group.capacity() >= count or group.can_grow():
+    room = group.room()
+    if room.capacity >= count or room.grows:
         return
     raise ResourceError(
-        f"the cluster can never hold {counted(count, 'worker')}: {_sizes(group, count)}. This script started the cluster, so nothing adds "
-        f"nodes to it by itself. {_advice(group)}. If you are about to add nodes, set the environment variable {START_LIMIT} to how "
+        f"the cluster can never hold {counted(count, 'worker')}: {_sizes(room, count)}. This script started the cluster, so nothing adds "
+        f"nodes to it by itself. {_advice(room)}. If you are about to add nodes, set the environment variable {START_LIMIT} to how "
         "many seconds to wait for them"
     )
 
 
-def _sizes(group: WorkerGroupProtocol, count: int) -> str:
-    capacity = group.capacity()
-    needed = f"{counted(count, 'worker needs', 'workers need')} {group.demand(count)}"
-    return f"{needed}, and an empty cluster could hold {counted(capacity, 'such worker')}"
+def _sizes(room: Room, count: int) -> str:
+    needed = f"{counted(count, 'worker needs', 'workers need')} {room.demand(count)}"
+    return f"{needed}, and an empty cluster could hold {counted(room.capacity, 'such worker')}"
 
 
-def held_error(group: WorkerGroupProtocol, count: int, holders: Mapping[Any, str]) -> ResourceError:
+def held_error(room: Room, count: int, holders: Mapping[Any, str]) -> ResourceError:
     """Return the error about workers whose resources other trainers of this process hold. `holders`
     has the engines of these, with a description."""
     session = vars(sys.modules["__main__"])
     wanted = counted(count, "worker, which needs", "workers, which need")
-    lines = [f"the cluster has no room for {wanted} {group.demand(count)}."]
+    lines = [f"the cluster has no room for {wanted} {room.demand(count)}."]
     ways = []
     for engine, size in holders.items():
         names = [name for name, value in session.items() if getattr(value, "_engine", None) is engine]
@@ -158,7 +159,7 @@ def warn_no_room(group: WorkerGroupProtocol, missing: int, waited_s: float, limi
     if waited_s < QUIET_S:
         return False
     waiting = counted(missing, "worker is", "workers are")
-    logger.warning("%s waiting for %s, for at most %.0f s", waiting, group.demand(missing), limit_s)
+    logger.warning("%s waiting for %s, for at most %.0f s", waiting, group.room().demand(missing), limit_s)
     return True
 
 

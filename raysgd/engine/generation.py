@@ -97,7 +97,7 @@ class Generation:
     def start(self, target: int, least: int) -> None:
         """Launch and set up the first workers: as many of `target` as fit, and at least `least`."""
         for attempt in range(1, ATTEMPTS + 1):
-            room = self._table.group.room()
+            room = self._table.group.room().free
             count = max(least, min(target, room))
             workers = self._table.launch(count)
             if self._wait_for_start(workers, target, least, no_room=count > room):
@@ -148,7 +148,7 @@ class Generation:
                 return False
             for worker in [each for each in workers if self._table.parks(each)]:
                 workers.remove(worker)
-                full = self._table.group.room() <= 0
+                full = self._table.group.room().free <= 0
                 if not full or len(workers) < least:
                     workers += self._table.launch(1)
                     no_room = no_room or full
@@ -194,7 +194,6 @@ class Generation:
         there is one; all load what was `saved`, if too few shards are left. Raise the error of the
         user's set-up."""
         self.up = False
-        self._table.group.check()
         self.up = self._form(workers, state, saved)
         return self.up
 

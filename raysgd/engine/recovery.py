@@ -311,7 +311,7 @@ class RecoveryLoop:
 
     def _replace_all(self, left: int) -> None:
         """Start new processes for all. Their places are free, before Ray shows it."""
-        places = min(self._membership.target, max(left, self._table.group.capacity()))
+        places = min(self._membership.target, max(left, self._table.group.room().capacity))
         wanted = places - self._replacements.ready - self._replacements.starting
         if wanted > 0:
             self._replacements.launch(wanted)
@@ -325,7 +325,7 @@ class RecoveryLoop:
             survivors=len(survivors),
             ready=self._replacements.ready,
             starting=self._replacements.starting,
-            free=self._table.group.room() if short and not self._may_end(survivors) else 0,
+            free=self._table.group.room().free if short and not self._may_end(survivors) else 0,
             target=target,
             min_workers=least,
             failures=self._log.failures_since(case.call.recoveries_before) + (case.seen.reason not in policy.PLANNED),
@@ -354,7 +354,7 @@ class RecoveryLoop:
         deadline = self._table.clock() + seconds
         if now.starting == 0:
             missing = max(now.min_workers - now.survivors, 1)
-            demand = self._table.group.demand(missing)
+            demand = self._table.group.room().demand(missing)
             wanted = counted(missing, "more worker, which needs", "more workers, which need")
             self._log.on_wait(f"{wanted} {demand}")
             logger.warning(
@@ -368,7 +368,7 @@ class RecoveryLoop:
             )
         elif now.survivors == 0 and not case.awaits:
             case.awaits = True
-            demand = self._table.group.demand(now.starting)
+            demand = self._table.group.room().demand(now.starting)
             self._log.on_wait(f"{counted(now.starting, 'new worker')} to start")
             wanted = counted(now.starting, "new worker to start, which needs", "new workers to start, which need")
             logger.warning("waiting for %s %s", wanted, demand)
@@ -377,7 +377,7 @@ class RecoveryLoop:
             self._replacements.tick()
             if self._replacements.ready > now.ready or self._replacements.starting < now.starting:
                 return
-            if now.starting == 0 and self._table.group.room() > now.free:
+            if now.starting == 0 and self._table.group.room().free > now.free:
                 return
 
     def _note(self, case: _Case, *, continues: bool = True) -> None:

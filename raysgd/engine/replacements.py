@@ -95,7 +95,7 @@ class Replacements:
             spares=self._spares,
             ready=self.ready,
             starting=self.starting,
-            room=self._table.group.room(),
+            room=self._table.group.room().free,
         )
         if count > 0:
             self.launch(count)
@@ -106,7 +106,7 @@ class Replacements:
                 "training runs without %d of %s until there is room for %s",
                 without,
                 counted(self._spares, "hot spare"),
-                self._table.group.demand(without),
+                self._table.group.room().demand(without),
             )
 
     def look_at_once(self) -> None:
@@ -145,7 +145,7 @@ class Replacements:
     def _is_overdue(self, info: WorkerInfo) -> bool:
         """Return whether to start a second one, of which the first that is up is used: Ray can
         forget an actor that was starting on a node that failed."""
-        return self._table.clock() - info.since > self._overdue_s and self._table.group.room() > 0
+        return self._table.clock() - info.since > self._overdue_s and self._table.group.room().free > 0
 
     def _follow_up(self, info: WorkerInfo) -> None:
         if self._table.parks(info.worker):

@@ -194,7 +194,7 @@ class TFTrainer(TrainerBase):
         not `batch_size`. It is read here, in the driver's process.
         """
         at_least("batch_size", batch_size, 1, whole=True)
-        ranks = self._values(TFReplica.predict, batches=self._engine.pack(_batches(data, batch_size)))
+        ranks = self._values(TFReplica.predict, batches=self._packed(_batches(data, batch_size)))
         outputs = [(offset, rank, each) for rank, own in enumerate(ranks) for offset, each in own]
         outputs.sort(key=lambda output: output[:2])
         return tf.nest.map_structure(lambda *parts: np.concatenate(parts), *(each for *_, each in outputs))

@@ -183,7 +183,7 @@ class TorchTrainer(TrainerBase):
         """
         check_call(num_steps, max_retries, info)
         check_flags(profile=profile, reduce_results=reduce_results)
-        data = self._engine.pack(setup.opened(dataset, self._engine.group, named=self._calls.named is not None))
+        data = self._packed(setup.opened(dataset, self._engine.group, named=self._calls.named is not None))
         job = self._train_job(num_steps, profile, info, max_retries, dataset=data, reduced=reduce_results)
         result, each = self._calls.measure(self._engine, "train", job)
         return result if reduce_results else each
@@ -199,7 +199,7 @@ class TorchTrainer(TrainerBase):
         """
         setup.check_predicted(data, batch_size)
         self._saves.raise_failed()
-        ranks = self._values(replica_calls.predict, data=self._engine.pack(data), batch_size=batch_size)
+        ranks = self._values(replica_calls.predict, data=self._packed(data), batch_size=batch_size)
         outputs = [(offset, rank, each) for rank, own in enumerate(ranks) for offset, each in own]
         if not outputs:
             raise ConfigError(f"predict() got data without a sample: {data!r}")

@@ -50,7 +50,7 @@ from raysgd.train.worker_group import WorkerGroup, WorkersChanged, check_resourc
 from raysgd.workers.calls import Blob
 from raysgd.workers.cluster import driver_address, ensure_cluster
 from raysgd.workers.ray_group import RayGroup
-from raysgd.workers.serialization import dumps
+from raysgd.workers.serialization import dumps, pack
 
 logger = logging.getLogger("raysgd")
 
@@ -136,11 +136,13 @@ class BackendExecutor(RunCheckpoints):
             collective_s=limits.collective_s,
         )
         make = None if train_cls is None else functools.partial(train_cls, *train_cls_args, **(train_cls_kwargs or {}))
+        codec = Codec(dumps, self._backend.encode_data, self._backend.decode_data)
+        factory, hook = pack(FunctionReplicaFactory(codec, make)), pack(initialization_hook)
         engine = Engine(
             RayGroup(backend, self._resources, unreachable_s=limits.unreachable_s),
             backend,
-            FunctionReplicaFactory(Codec(dumps, self._backend.encode_data, self._backend.decode_data), make),
-            hook=initialization_hook,
+            factory,
+            hook=hook,
             target=self._count,
             least=self._least,
             elastic=self._elastic,
@@ -253,7 +255,7 @@ class BackendExecutor(RunCheckpoints):
                 initial=payload_of(checkpoint, dumps),
             )
             manager.check_storage()
-            packed = engine.pack(task)
+            packed = pack(task)
             self._recoveries_before = len(engine.recoveries)
             ready()
             self._run = run = FunctionRun(

@@ -19,7 +19,7 @@ from raysgd.train.replica import FunctionReplica, FunctionReplicaFactory
 from raysgd.train.run_session import Codec
 from raysgd.train.settings import HANG_S
 from raysgd.workers.ray_group import RayGroup
-from raysgd.workers.serialization import dumps
+from raysgd.workers.serialization import dumps, pack
 
 PATIENCE_S = 5.0
 JOIN_S = 60.0
@@ -83,7 +83,7 @@ class WorkerGroup:
         )
         self._count = num_workers
         make = None if actor_cls is None else functools.partial(actor_cls, *actor_cls_args, **(actor_cls_kwargs or {}))
-        self._factory = FunctionReplicaFactory(Codec(dumps), make)
+        self._factory = pack(FunctionReplicaFactory(Codec(dumps), make))
         self._has_object = actor_cls is not None
         self._engine: Engine | None = None
         self._guard: Callable[[], None] = lambda: None
@@ -178,7 +178,7 @@ class WorkerGroup:
             raise ConfigError(f"the first argument must be a function, got {func!r}")
         engine = self._active
         bound = functools.partial(func, *args, **kwargs) if args or kwargs else func
-        call = Call(method, {"function": engine.pack(bound), "only": only})
+        call = Call(method, {"function": pack(bound), "only": only})
         max_failures, generation = self._max_failures(), engine.generation
         try:
             outcomes = engine.run(Job(call, again="keep", max_failures=max_failures))[-1].outcomes

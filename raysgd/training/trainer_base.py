@@ -39,6 +39,7 @@ from raysgd.training.replica_base import (
 )
 from raysgd.training.saves import SaveHandle, Saves
 from raysgd.workers.inline_group import InlineGroup
+from raysgd.workers.serialization import pack
 
 # What a call measured: epoch, batch_count, num_samples, and the metrics that the operator returned.
 Metrics = dict[str, Any]
@@ -218,7 +219,7 @@ class TrainerBase(ABC):
     def _train_job(
         self, num_steps: int | None, profile: bool, info: Mapping[str, Any] | None, max_retries: int, **more: Any
     ) -> Job:
-        arguments = {"num_steps": num_steps, "profile": profile, "info": self._packed(info), **more}
+        arguments = {"num_steps": num_steps, "profile": profile, "info": self._packed(info and dict(info)), **more}
         self._saves.raise_failed()
         self._loops.begin_call(num_steps)
         arguments["epochs"], arguments["compares"] = self._loops.epochs, self._compares
@@ -282,15 +283,16 @@ class TrainerBase(ABC):
     ) -> Metrics | list[Any]:
         check_call(num_steps, 0, info)
         check_flags(profile=profile, reduce_results=reduce_results)
-        arguments = {"num_steps": num_steps, "profile": profile, "info": self._packed(info), "call": call}
-        arguments["reduced"] = reduce_results
+        arguments = {"num_steps": num_steps, "profile": profile, "call": call, "reduced": reduce_results}
+        arguments["info"] = self._packed(info and dict(info))
         self._saves.raise_failed()
         method = ReplicaBase.validate if kind == "validate" else ReplicaBase.test
         result, each = self._calls.measure(self._engine, kind, Job(Call(method, arguments)))
         return result if reduce_results else each
 
-    def _packed(self, info: Mapping[str, Any] | None) -> Any:
-        return self._engine.pack(dict(info) if info is not None else None)
+    def _packed(self, value: Any) -> Any:
+        """Return a user's object in the form in which it is sent to the workers."""
+        return pack(value) if self._engine.group.elastic else value
 
     # -- functions on the workers ---------------------------------------------------------------------
 
@@ -309,7 +311,7 @@ class TrainerBase(ABC):
         if not callable(fn):
             raise ConfigError(f"fn must be a function, got {fn!r}")
         self._saves.raise_failed()
-        call = Call(method, {"function": self._engine.pack(fn)})
+        call = Call(method, {"function": self._packed(fn)})
         parts = self._engine.run(Job(call, again="keep"))
         self._state_changed_by_hand()
         return [outcome.value for outcome in parts[-1].outcomes if hasattr(outcome, "value")]
@@ -461,17 +463,19 @@ def make_engine(
         ensure_cluster(resources, lasting=named is not None)
         backend = make_backend(host=driver_address()) if settings.distributed else backend
     group: Any = InlineGroup(backend)
+    sent: tuple[Any, Any] = factory, hook
     if settings.threads is not None:  # of a process of its own
         from raysgd.workers.ray_group import RayGroup
 
+        sent = pack(factory), pack(hook)  # before there is a group, which an error here would leave open
         calls.named = None if named is None else NamedRun(new_tenure(*named), factory)
         tenure = None if calls.named is None else calls.named.tenure
         group = RayGroup(backend, resources, unreachable_s=limits.unreachable_s, tenure=tenure)
     return Engine(
         group,
         backend,
-        factory,
-        hook=hook,
+        sent[0],
+        hook=sent[1],
         notice=ReplicaBase.notice_preemption if listens else None,
         target=settings.num_workers,
         elastic=elastic,

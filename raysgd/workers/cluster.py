@@ -17,6 +17,7 @@ from raysgd.errors import ClusterError, ConfigError, ResourceError, described
 from raysgd.workers import foreign, lasting_cluster
 from raysgd.workers.fork_server import command_to_fork, start_fork_server
 from raysgd.workers.ray_control_service import GcsQuery, ask, gcs_limit_s, require_ray
+from raysgd.workers.worker_group import Room
 
 logger = logging.getLogger("raysgd")
 
@@ -345,9 +346,12 @@ def placement() -> Any:
     return ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group)
 
 
-def room_for(resources: WorkerResources) -> int:
-    """Return how many more workers fit now, of which none spans two nodes."""
-    return sum(resources.fits(_held(free)) for free in free_by_node().values())
+def room_for(resources: WorkerResources) -> Room:
+    """Return for how many workers there is room. None of them spans two nodes."""
+    free = list(free_by_node().values())
+    needs = {name: (each, sum(node.get(name, 0.0) for node in free)) for name, each in resources.as_dict().items()}
+    capacity = sum(resources.fits(total) for total in alive_nodes().values())
+    return Room(sum(resources.fits(_held(node)) for node in free), capacity, can_grow(), needs)
 
 
 def _held(free: Mapping[str, float]) -> Mapping[str, float]:
@@ -357,11 +361,6 @@ def _held(free: Mapping[str, float]) -> Mapping[str, float]:
         return free
     mark = f"_group_{group.id.hex()}"
     return {name.removesuffix(mark): amount for name, amount in free.items() if name.endswith(mark)}
-
-
-def capacity(resources: WorkerResources) -> int:
-    """Return how many workers the whole cluster could hold if it were empty."""
-    return sum(resources.fits(total) for total in alive_nodes().values())
 
 
 def can_grow() -> bool:
@@ -393,7 +392,7 @@ def wait_for_room(resources: WorkerResources, room: int, ended: Sequence[Any]) -
     def wait() -> None:
         ray.wait([actor.__ray_ready__.remote() for actor in ended], num_returns=len(ended), timeout=ENDED_S)
         until = time.monotonic() + FREED_S
-        while room_for(resources) < room and time.monotonic() < until:
+        while room_for(resources).free < room and time.monotonic() < until:
             time.sleep(LOOK_S)
 
     within(ENDED_S + FREED_S, wait)

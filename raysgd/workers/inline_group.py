@@ -18,6 +18,7 @@ from raysgd.ray_data.reader import RowReader, local_row_reader
 from raysgd.workers.events import CallEnded, Event, MessageReceived, WorkerStarted
 from raysgd.workers.replica_host import ReplicaHost
 from raysgd.workers.transfer import InlineTransfer
+from raysgd.workers.worker_group import Room
 
 
 class InlineGroup:
@@ -50,9 +51,6 @@ class InlineGroup:
     def adopt(self) -> list[str]:
         return []
 
-    def check(self) -> None:
-        """Do nothing, because this worker ends with its driver."""
-
     def submit(self, worker: str, verb: str, arguments: dict[str, Any], *, generation: int = 0) -> int:
         self._calls += 1
         outcome = self._host.perform(verb, arguments)
@@ -69,9 +67,6 @@ class InlineGroup:
             self._rows[id(dataset)] = local_row_reader("given", dataset, None), dataset
         return self._rows[id(dataset)][0]
 
-    def pack(self, value: Any) -> Any:
-        return value
-
     def poll(self, timeout: float) -> list[Event]:
         events, self._events = self._events, []
         return events
@@ -86,11 +81,8 @@ class InlineGroup:
         self._host.perform("close", {})
         self._launched = False
 
-    def room(self) -> int:
-        return 0 if self._launched else 1
-
-    def demand(self, count: int) -> str:
-        return "nothing: the worker is this process"
+    def room(self) -> Room:
+        return Room(0 if self._launched else 1, 1)
 
     def draining(self) -> dict[str, float | None]:
         return {}
@@ -98,22 +90,13 @@ class InlineGroup:
     def is_node_alive(self, node: str) -> bool:
         return True
 
-    def capacity(self) -> int:
-        return 1
-
-    def can_grow(self) -> bool:
-        return False
-
     def silent_for(self, worker: str) -> float:
         return 0.0
 
     def releasing(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def leave(self) -> None:
-        self.stop()
-
-    def stop(self) -> None:
+    def stop(self, *, leave: bool = False) -> None:
         if self._launched:
             self.dismiss(self._worker)
         self._rows = {}  # reading a dataset ends with the last reference to its reader

@@ -36,9 +36,10 @@ from raysgd.workers.foreign import draining_nodes, hide_deaths_of
 from raysgd.workers.keeper import Tenure
 from raysgd.workers.processes import LocalProcess, end_all
 from raysgd.workers.ray_control_service import GcsQuery, gcs_limit_s, require_ray
-from raysgd.workers.serialization import dumps, pack
+from raysgd.workers.serialization import dumps
 from raysgd.workers.transfer import Transfer
 from raysgd.workers.user_code import UserCode, pack_modules, user_folders
+from raysgd.workers.worker_group import Room
 
 logger = logging.getLogger("raysgd")
 
@@ -125,7 +126,7 @@ class RayGroup:
         The actors of a trainer without a name have none, because Ray's client would wait for the
         GCS to register them."""
         require_ray(self._session)
-        self.check()
+        self._check()
         self.control.expected_workers = len(self._handles) + count
         allow_connections(self.control.expected_workers, each=CONNECTIONS)
         address, environment = self.control.address_for_workers(), cluster.forking_environment() or None
@@ -148,7 +149,7 @@ class RayGroup:
             workers.append(worker)
         return workers
 
-    def check(self) -> None:
+    def _check(self) -> None:
         if self._tenure is not None:
             self._tenure.check()
 
@@ -167,6 +168,7 @@ class RayGroup:
         """Start one call. It ends with a `CallEnded` event, which has the number returned here, or
         a `WorkerEnded` event."""
         require_ray(self._session)
+        self._check()
         handle, call = self._handles[worker], next(self._calls)
         if not handle.serving:
             handle.serving = True
@@ -203,10 +205,6 @@ class RayGroup:
         while handle.transfers:
             handle.transfers.pop().close()
 
-    def pack(self, value: Any) -> Any:
-        """Return the user's object pickled, by value. TypeError: it cannot be pickled."""
-        return pack(value)
-
     def _up(self, worker: str, done: Future[Any]) -> None:
         error = done.exception()
         if error is not None:
@@ -226,7 +224,7 @@ class RayGroup:
         """Return what has happened, and wait up to `timeout` for the first event. An error here (no
         room for a dealer, Ctrl-C) loses at most the event that it belongs to."""
         if self._tenure is not None and self._tenure.superseded:
-            self.check()
+            self._check()
         with contextlib.suppress(queue.Empty):
             self._arrived.append(self._events.get(timeout=timeout if not self._arrived else 0.0))
             while True:
@@ -322,7 +320,7 @@ class RayGroup:
         handle = self._handles.get(worker)
         if handle is None:
             return
-        self.check()
+        self._check()
         if handle.process is not None:
             handle.process.kill()
         elif handle.pid:
@@ -333,7 +331,7 @@ class RayGroup:
 
     def _end(self, worker: str, handle: _Handle) -> None:
         """End a worker that has failed, so that it cannot come back."""
-        self.check()
+        self._check()
         self._end_transfers(handle)
         self.control.disconnect(worker)
         self._end_actor(handle.actor)
@@ -350,7 +348,7 @@ class RayGroup:
         handle = self._handles.get(worker)
         if handle is None:
             return
-        self.check()
+        self._check()
         self._end_transfers(handle)
         self.control.disconnect(worker)
         self._end_actor(handle.actor)
@@ -371,18 +369,14 @@ class RayGroup:
         yield
         ended = [actor for worker, actor in held.items() if worker not in self._handles]
         if room is not None and ended:
-            cluster.wait_for_room(self._resources, room + len(ended), ended)
+            cluster.wait_for_room(self._resources, room.free + len(ended), ended)
 
-    def leave(self) -> None:
-        """Let the workers be orphans, which the next driver of this trainer takes over."""
-        self._handles = {}
-        self.control.close(dismiss=False)
-        if self._tenure is not None:
-            self._tenure.stop(end=False)
-
-    def stop(self) -> None:
-        if self._tenure is not None and self._tenure.superseded:
-            self.leave()
+    def stop(self, *, leave: bool = False) -> None:
+        if leave or (self._tenure is not None and self._tenure.superseded):
+            self._handles = {}
+            self.control.close(dismiss=False)
+            if self._tenure is not None:
+                self._tenure.stop(end=False)
             return
         with self.releasing():
             for worker in list(self._handles):
@@ -399,25 +393,9 @@ class RayGroup:
 
     # -- the cluster ----------------------------------------------------------------------------------
 
-    def room(self) -> int:
+    def room(self) -> Room:
         self.draining()  # raises an error at once if Ray is known not to answer
         return cluster.room_for(self._resources)
-
-    def capacity(self) -> int:
-        self.draining()
-        return cluster.capacity(self._resources)
-
-    def can_grow(self) -> bool:
-        return cluster.can_grow()
-
-    def demand(self, count: int) -> str:
-        """Return what `count` workers need, and what is free: "4 CPU (2 free)"."""
-        free: dict[str, float] = {}
-        for node in cluster.free_by_node().values():
-            for name, amount in node.items():
-                free[name] = free.get(name, 0.0) + amount
-        wanted = self._resources.as_dict()
-        return ", ".join(f"{count * n:g} {name} ({free.get(name, 0):g} free)" for name, n in wanted.items())
 
     def draining(self) -> dict[str, float | None]:
         """Return what Ray's last answer means now. ClusterError: none for too long."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from raysgd.core.messages import Message
@@ -33,13 +34,34 @@ class TransferProtocol(Protocol):
         """End the transfer."""
 
 
+@dataclass(frozen=True)
+class Room:
+    """For how many workers a cluster has room.
+
+    free      how many more fit now
+    capacity  how many there could be if it were empty
+    grows     whether nodes may be added to it while a request waits for them
+    needs     of each resource, how much a worker needs, and how much is free
+    """
+
+    free: int
+    capacity: int
+    grows: bool = False
+    needs: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+
+    def demand(self, count: int) -> str:
+        """Return what `count` workers need, and what is free: "4 CPU (2 free)"."""
+        return ", ".join(f"{count * each:g} {name} ({free:g} free)" for name, (each, free) in self.needs.items())
+
+
 class WorkerGroupProtocol(Protocol):
     """Starts workers, sends them calls and messages, and returns what happened as events. Decides
     nothing.
 
-    The engine calls all methods, on the thread of the trainer's call. `elastic` is False for a
-    group whose worker cannot fail and which cannot grow. `listener` receives events that happen
-    inside `submit`, before `poll` could return them."""
+    The engine calls all methods, on the thread of the trainer's call. `poll`, and what starts a
+    call, or starts or ends a process, raises `SupersededError` if another driver has taken over the
+    workers. `elastic` is False for a group whose worker cannot fail and which cannot grow.
+    `listener` receives events that happen inside `submit`, before `poll` could return them."""
 
     elastic: bool
     listener: Callable[[Event], None]
@@ -50,10 +72,6 @@ class WorkerGroupProtocol(Protocol):
     def adopt(self) -> list[str]:
         """Return the names of the workers that a driver of this trainer has left, and let them
         connect to this one. `WorkerStarted` or `WorkerEnded` follows for each."""
-
-    def check(self) -> None:
-        """Raise `SupersededError` if another driver has taken over the workers. `poll`, and what
-        starts or ends a process, checks it, too."""
 
     def submit(self, worker: str, verb: str, arguments: dict[str, Any], *, generation: int = 0) -> int:
         """Start a call and return its number, which its `CallEnded` event also has."""
@@ -73,23 +91,11 @@ class WorkerGroupProtocol(Protocol):
     def dismiss(self, worker: str) -> None:
         """End a worker that is not needed, and free its resources. No event follows."""
 
-    def pack(self, value: Any) -> Any:
-        """Return a user's object in the form in which it is sent as an argument."""
-
     def transfer(self) -> TransferProtocol:
         """Return a new transfer of a state."""
 
-    def room(self) -> int:
-        """Return how many more workers fit into the cluster now."""
-
-    def capacity(self) -> int:
-        """Return how many such workers the cluster could hold if it were empty."""
-
-    def can_grow(self) -> bool:
-        """Return whether nodes may be added to the cluster while a request waits for them."""
-
-    def demand(self, count: int) -> str:
-        """Return what `count` workers need, and what is free, for messages."""
+    def room(self) -> Room:
+        """Return for how many workers the cluster has room now."""
 
     def draining(self) -> dict[str, float | None]:
         """Return the nodes that will be removed, and in how many seconds (None: unknown). Raise
@@ -101,8 +107,6 @@ class WorkerGroupProtocol(Protocol):
     def releasing(self) -> AbstractContextManager[None]:
         """Wait, on exit, until the resources of workers that were dismissed meanwhile are free."""
 
-    def leave(self) -> None:
-        """Let the workers be orphans, which the next driver takes over."""
-
-    def stop(self) -> None:
-        """End all workers, and return when those of this machine have ended."""
+    def stop(self, *, leave: bool = False) -> None:
+        """End all workers, and return when those of this machine have ended. With `leave`, let them
+        be orphans instead, which the next driver takes over."""

@@ -112,7 +112,7 @@ class Subject:
 
     def build(self) -> None:
         for worker in self.workers:
-            assert isinstance(self.perform(worker, "build", factory=self.group.pack(Probe), rank_info=RankInfo()), Ok)
+            assert isinstance(self.perform(worker, "build", factory=Probe, rank_info=RankInfo()), Ok)
 
     def until(self, kind: type[Event], count: int = 1) -> list[Event]:
         """Return all events up to the `count`th one of this type."""
@@ -320,7 +320,8 @@ def test_a_call_whose_arguments_are_sent_first(shared: Subject) -> None:
 
 @each("fresh", ALL)
 def test_each_launched_worker_starts_once_and_takes_room(fresh: Subject) -> None:
-    group, room, most = fresh.group, fresh.group.room(), fresh.group.capacity()
+    group, before = fresh.group, fresh.group.room()
+    room, most = before.free, before.capacity
     assert most >= room >= fresh.size
     fresh.launch()
     assert len(set(fresh.workers)) == fresh.size
@@ -328,20 +329,20 @@ def test_each_launched_worker_starts_once_and_takes_room(fresh: Subject) -> None
     assert all(event.pid > 0 and group.is_node_alive(event.node) for event in fresh.starts)
     assert fresh.settle() == []
     for _ in range(POLLS):
-        if group.room() == room - fresh.size:
+        if group.room().free == room - fresh.size:
             break
         assert group.poll(POLL_S) == []
-    assert (group.room(), group.capacity()) == (room - fresh.size, most)
+    assert (group.room().free, group.room().capacity) == (room - fresh.size, most)
     outcome = fresh.run(fresh.workers[0], Probe.give_back, value=1)
     assert isinstance(outcome, Failed) and "hosts no replica" in str(outcome.error)
     with group.releasing():
         for worker in fresh.workers:
             group.dismiss(worker)
     for _ in range(POLLS):
-        if group.room() == room:
+        if group.room().free == room:
             break
         assert group.poll(POLL_S) == []
-    assert group.room() == room, "the resources of dismissed workers are free"
+    assert group.room().free == room, "the resources of dismissed workers are free"
     assert fresh.settle() == [], "a worker that was dismissed is not reported"
     assert all(fresh.ended(worker) for worker in fresh.workers)
 
@@ -496,8 +497,8 @@ def test_ctrl_c_in_the_inline_worker_reaches_the_user() -> None:
 
 @each("shared", ALL)
 def test_a_hook_runs_on_the_worker(shared: Subject) -> None:
-    assert isinstance(shared.perform(shared.workers[0], "prepare", hook=shared.group.pack(None)), Ok)
-    failed = shared.perform(shared.workers[0], "prepare", hook=shared.group.pack(planned_hook))
+    assert isinstance(shared.perform(shared.workers[0], "prepare", hook=None), Ok)
+    failed = shared.perform(shared.workers[0], "prepare", hook=planned_hook)
     assert isinstance(failed, Failed) and type(failed.error) is PlannedError
 
 
@@ -508,15 +509,8 @@ def planned_hook() -> None:
 @each("shared", SAME_MEMORY)
 def test_objects_are_not_copied_within_one_process(shared: Subject) -> None:
     lock = threading.Lock()
-    assert shared.group.pack(lock) is lock
     outcome = shared.run(shared.workers[0], Probe.give_back, value=lock)
     assert isinstance(outcome, Ok) and outcome.value is lock
-
-
-@each("shared", PICKLED)
-def test_an_object_that_cannot_be_pickled_is_named(shared: Subject) -> None:
-    with pytest.raises(TypeError, match=r"lock.* cannot be sent to the workers"):
-        shared.group.pack({"mine": threading.Lock()})
 
 
 # -- messages -----------------------------------------------------------------------------------------
@@ -581,5 +575,5 @@ def test_silence_is_measured_from_the_last_message(shared: Subject) -> None:
 def test_the_state_of_the_cluster(shared: Subject) -> None:
     assert shared.group.draining() == {}
     assert all(shared.group.is_node_alive(event.node) for event in shared.starts)
-    assert shared.size == 1 or shared.group.demand(3) == f"3 CPU ({shared.group.room()} free)"
+    assert shared.size == 1 or shared.group.room().demand(3) == f"3 CPU ({shared.group.room().free} free)"
     assert shared.size == 1 or not shared.group.is_node_alive("unknown")

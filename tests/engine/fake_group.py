@@ -13,6 +13,7 @@ from raysgd.core.progress import Control, Progress
 from raysgd.core.ranks import SingleWorkerBackend
 from raysgd.engine.worker_table import WorkerTable
 from raysgd.workers.events import CallEnded, Event, MessageReceived, PartReceived, WorkerEnded, WorkerStarted
+from raysgd.workers.worker_group import Room
 
 __all__ = [
     "FakeGroup",
@@ -65,9 +66,6 @@ class FakeGroup:
         self.launched += count
         return [next(self._names) for _ in range(count)]
 
-    def check(self) -> None:
-        """No other driver takes over."""
-
     def submit(self, worker: str, verb: str, arguments: dict[str, Any], *, generation: int = 0) -> int:
         call, outcome = next(self._calls), self.outcomes.get(verb, Ok())
         if outcome is not None:
@@ -97,20 +95,8 @@ class FakeGroup:
     def dismiss(self, worker: str) -> None:
         self.dismissed.append(worker)
 
-    def pack(self, value: Any) -> Any:
-        return value
-
-    def room(self) -> int:
-        return self.free
-
-    def capacity(self) -> int:
-        return self.free + self.launched
-
-    def can_grow(self) -> bool:
-        return False
-
-    def demand(self, count: int) -> str:
-        return f"{count} CPU ({self.room()} free)"
+    def room(self) -> Room:
+        return Room(self.free, self.free + self.launched, needs={"CPU": (1, self.free)})
 
     def draining(self) -> dict[str, float | None]:
         return {}
@@ -118,7 +104,7 @@ class FakeGroup:
     def releasing(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def stop(self) -> None:
+    def stop(self, *, leave: bool = False) -> None:
         """There is no process to end."""
 
 

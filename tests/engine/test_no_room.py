@@ -10,6 +10,7 @@ from raysgd import ResourceError, shutdown_all
 from raysgd.config import ElasticConfig, Limits, WorkerResources
 from raysgd.engine.engine import Engine
 from raysgd.workers import cluster, foreign
+from raysgd.workers.worker_group import Room
 from tests.engine.fake_group import FakeGroup, SingleWorkerBackend, started
 
 LIMITS = Limits(start_s=0.5, setup_s=5, join_s=5, collective_s=5, hang_s=60)
@@ -22,17 +23,12 @@ class Slots(FakeGroup):
         super().__init__(names=(f"{id(self)}-{number}" for number in range(100)))
         self.places, self.grows = places, grows
 
-    def capacity(self) -> int:
-        return 4
-
-    def room(self) -> int:
-        return self.places["free"]
-
-    def can_grow(self) -> bool:
-        return self.grows
+    def room(self) -> Room:
+        free = self.places["free"]
+        return Room(free, 4, self.grows, needs={"CPU": (1, free)})
 
     def launch(self, count: int) -> list[str]:
-        names, fit = super().launch(count), min(count, self.room())
+        names, fit = super().launch(count), min(count, self.places["free"])
         self.places["free"] -= fit
         self.events += map(started, names[:fit])
         return names
@@ -40,7 +36,7 @@ class Slots(FakeGroup):
     def dismiss(self, worker: str) -> None:
         self.places["free"] = min(self.places["free"] + 1, 4)
 
-    def stop(self) -> None:
+    def stop(self, *, leave: bool = False) -> None:
         self.places["free"] = 4
 
 
@@ -187,7 +183,7 @@ def test_workers_run_in_a_placement_group_only_if_it_captures_them(
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     def look() -> tuple[str, int]:
-        return type(cluster.placement()).__name__, cluster.room_for(WorkerResources.parse(1, False, None))
+        return type(cluster.placement()).__name__, cluster.room_for(WorkerResources.parse(1, False, None)).free
 
     group = ray.util.placement_group([{"CPU": 2}])
     try:

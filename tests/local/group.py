@@ -212,6 +212,7 @@ class Cluster:
         self.replace(
             {
                 "raysgd.torch.trainer.make_engine": self._make_engine,
+                "raysgd.training.trainer_base.pack": lambda value: value,
                 "raysgd.torch.trainer.choose_strategy": self._strategy,
                 "torch.distributed.is_initialized": lambda: self._has_group(),
                 "torch.distributed.get_rank": lambda group=None: self.here.host.rank,

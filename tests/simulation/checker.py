@@ -112,7 +112,7 @@ class Checker:
     # -- drivers --------------------------------------------------------------------------------------
 
     def acts(self, group: Any) -> None:
-        """Check that a driver that forms a generation, or starts or ends a process, is the newest one."""
+        """Check that a driver that starts a call, or starts or ends a process, is the newest one."""
         if group.keeper is not None and group.term != group.keeper.term:
             self.fail(f"the driver of term {group.term} acts in term {group.keeper.term}")
 

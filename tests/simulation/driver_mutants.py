@@ -69,12 +69,12 @@ def renew_a_term_that_is_over(patch: Patch) -> None:
 
 @mutant
 def act_without_renewing_after_a_stop(patch: Patch) -> None:
-    def check(self: SimGroup) -> None:
+    def _check(self: SimGroup) -> None:
         if self.superseded:
             self.renew()
         self.checker.acts(self)
 
-    patch.setattr(SimGroup, "check", check)
+    patch.setattr(SimGroup, "_check", _check)
 
 
 @mutant

@@ -24,7 +24,7 @@ from raysgd import train
 from raysgd.core.policy import PLANNED, Recovery
 from raysgd.engine.engine import Engine
 from raysgd.errors import ResourceError, WorkerStartError
-from raysgd.train import Checkpoint, CheckpointConfig, TrainingWorkerError, executor, replica, run_session
+from raysgd.train import Checkpoint, CheckpointConfig, TrainingWorkerError, executor, replica, run_session, worker_group
 from raysgd.train import run as rounds
 from raysgd.train.backends import Backend, BackendConfig
 from raysgd.train.executor import BackendExecutor
@@ -401,6 +401,8 @@ class FunctionScript:
 
         patch.setattr(executor, "Engine", engine)
         patch.setattr(executor, "Blob", Large)
+        for each in (executor, worker_group):
+            patch.setattr(each, "pack", lambda value: value)
         patch.setattr(executor, "RayGroup", lambda *_, **__: self.group)
         patch.setattr(executor, "ensure_cluster", lambda *_: None)
         patch.setattr(executor, "driver_address", lambda: "driver")

@@ -23,6 +23,7 @@ from raysgd.workers.control_client import ControlClient
 from raysgd.workers.events import CallEnded, Event, MessageReceived, WorkerEnded, WorkerStarted
 from raysgd.workers.keeper import RENEWALS
 from raysgd.workers.replica_host import ReplicaHost
+from raysgd.workers.worker_group import Room
 from tests.simulation.network import DRIVER, Link, Network, ProcessGroup, SimBackend
 from tests.simulation.replica import GpuError, SimReplica
 from tests.simulation.world import Condition, Process, Wake, World
@@ -524,7 +525,7 @@ class SimGroup:
             self.superseded = True
             self.driver_ended()
 
-    def check(self) -> None:
+    def _check(self) -> None:
         for _ in range(RENEWALS):
             if self.superseded or (self.term and self.world.clock() - self.renewed_at > WITNESSED_S):
                 self.renew()
@@ -545,7 +546,7 @@ class SimGroup:
     # -- workers --------------------------------------------------------------------------------------
 
     def launch(self, count: int) -> list[str]:
-        self.check()
+        self._check()
         names = [f"w{next(self._names)}" for _ in range(count)]
         self._known.update(dict.fromkeys(names))
         self.launched += names
@@ -569,6 +570,7 @@ class SimGroup:
             self.world.at(self.world.between(0.1, 0.6), worker.begin)
 
     def submit(self, worker: str, verb: str, arguments: dict[str, Any], *, generation: int = 0) -> int:
+        self._check()
         call = self.last_call = self.last_call + 1
         self.world.note(
             "%s <- %s %s (call %d, generation %d)",
@@ -639,7 +641,7 @@ class SimGroup:
             self.world.at(self.unreachable_s, give_up)
 
     def kill(self, worker: str) -> None:
-        self.check()
+        self._check()
         self.world.note("kill %s", worker)
         if worker in self.workers:
             process = self.workers[worker]
@@ -655,7 +657,7 @@ class SimGroup:
         self._end(worker)
 
     def _end(self, worker: str) -> None:
-        self.check()
+        self._check()
         process = self.workers.get(worker)
         if process is not None and process.alive:
             self.checker.dismissed(process)
@@ -699,14 +701,8 @@ class SimGroup:
             raise ConnectionError("the transfer has ended")
         return transfer
 
-    def pack(self, value: Any) -> Any:
-        return value
-
-    def leave(self) -> None:
-        self.driver_ended()
-
-    def stop(self) -> None:
-        if self.superseded:
+    def stop(self, *, leave: bool = False) -> None:
+        if leave or self.superseded:
             self.driver_ended()
             return
         for worker in list(self._known):
@@ -714,17 +710,10 @@ class SimGroup:
 
     # -- the cluster ----------------------------------------------------------------------------------
 
-    def room(self) -> int:
-        return max(sum(node.free for node in self.nodes) - len(self._pending), 0)
-
-    def capacity(self) -> int:
-        return sum(node.slots for node in self.nodes if node.alive)
-
-    def can_grow(self) -> bool:
-        return True
-
-    def demand(self, count: int) -> str:
-        return f"{count} CPU ({self.room()} free)"
+    def room(self) -> Room:
+        free = max(sum(node.free for node in self.nodes) - len(self._pending), 0)
+        capacity = sum(node.slots for node in self.nodes if node.alive)
+        return Room(free, capacity, grows=True, needs={"CPU": (1, free)})
 
     def draining(self) -> dict[str, float | None]:
         return {node.name: node.removed_at - self.world.now for node in self.nodes if node.draining}

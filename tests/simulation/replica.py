@@ -278,7 +278,7 @@ class SimReplica:
             raise NetworkError("the process group was aborted")
         return all(group.collective(self._worker, here, self._worker.backend.collective_s))
 
-    def end_load(self, state: dict[str, Any], loads: int | None) -> None:
+    def end_load(self, loads: int | None) -> None:
         self._worker.point("adopted")
         if loads is not None:
             self._position.call, self._position.call_done, self._position.loads = -1, False, loads

@@ -15,6 +15,7 @@ from raysgd.core.ranks import SingleWorkerBackend
 from raysgd.workers import user_code
 from raysgd.workers.events import CallEnded, Event, WorkerEnded
 from raysgd.workers.ray_group import RayGroup
+from raysgd.workers.serialization import pack
 from raysgd.workers.user_code import add_to_path, install, pack_modules, user_folders
 from tests.background import Background
 
@@ -156,7 +157,7 @@ def test_a_worker_imports_modules_of_the_users_folder(
             events += group.poll(1.0)
             if call is None and events:
                 shutil.rmtree(folder) if elsewhere else None
-                call = group.submit(worker, "prepare", {"hook": group.pack(imports_helper)})
+                call = group.submit(worker, "prepare", {"hook": pack(imports_helper)})
         assert isinstance(events[-1], CallEnded) and isinstance(events[-1].outcome, Ok), events
     finally:
         group.stop()
