@@ -36,6 +36,7 @@ KEPT_BYTES, GROWTH_BYTES, LARGEST_KEPT_BYTES = 256 << 20, 16 << 20, 32 << 20
 LEAVE_S = 3.0
 WITNESS_S = 1.0
 GPU_BROKEN = 79
+PEERS_LEAVE_S = 1.0
 
 
 class WorkerActor:
@@ -108,6 +109,8 @@ class WorkerActor:
                     self._client.answer(message.call, lost)
             if isinstance(outcome, WorkerFailed):  # an orderly end could wait for the GPU
                 _remove_temporary_folder()
+                # Until the driver has interrupted the peers: gloo may forget what they receive when a connection ends.
+                time.sleep(PEERS_LEAVE_S)
                 os._exit(GPU_BROKEN)
 
     def _perform(self, message: PerformCall) -> Outcome:

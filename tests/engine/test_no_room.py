@@ -1,6 +1,7 @@
 """What can never fit fails at once; a trainer whose room another trainer of this process holds says so at once."""
 
 import re
+import time
 import types
 from typing import Any
 
@@ -183,7 +184,12 @@ def test_workers_run_in_a_placement_group_only_if_it_captures_them(
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     def look() -> tuple[str, int]:
-        return type(cluster.placement()).__name__, cluster.room_for(WorkerResources.parse(1, False, None)).free
+        for _ in range(150):  # workers of other tests may still be ending
+            free = cluster.room_for(WorkerResources.parse(1, False, None)).free
+            if free == room:
+                break
+            time.sleep(0.2)
+        return type(cluster.placement()).__name__, free
 
     group = ray.util.placement_group([{"CPU": 2}])
     try:
