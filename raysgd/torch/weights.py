@@ -122,12 +122,12 @@ class Weigh(Policy):
         count = step.count = self._counted(step, step.count)
         if count is None:
             return loss if step.share == 1.0 else loss * step.share
-        if isinstance(count, Counted):  # torch's own losses have no gradient where nothing counts
-            self._kept, count = True, count.value
-        else:
-            self._kept = count > 0
-            if self._kept is not True and not self._hooks:
-                self._hook()
+        default = isinstance(count, Counted)
+        count = count.value if default else count
+        # torch's own losses have no gradient where nothing counts, and hooks are slow where the count must not be read.
+        self._kept = True if default and isinstance(count, torch.Tensor) else count > 0
+        if self._kept is not True and not self._hooks:
+            self._hook()
         if self._ranks() == 1 and step.place == 0 and step.closing:
             return loss
         return loss * self._factor(step, count).to(loss.device, loss.dtype)

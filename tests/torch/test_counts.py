@@ -15,7 +15,7 @@ from raysgd.torch import TrainingOperator
 from raysgd.torch.weights import labels_counted
 from tests.local.group import Cluster, Fault
 from tests.local.runs import train, weights_of
-from tests.torch.counted import Counting, Default, Weighted, by_hand, data_of, model_of
+from tests.torch.counted import IGNORED, Counting, Default, Weighted, by_hand, data_of, model_of
 from tests.witness import Witness, Witnessing, entered, witness_group
 
 pytestmark = pytest.mark.filterwarnings("ignore:the training loader does not shuffle")
@@ -317,6 +317,21 @@ class OwnLoss(TrainingOperator):
 def test_models_with_their_own_loss_count_shifted_labels() -> None:
     alone = train(OwnLoss, {"rows": ROWS, "batch": 6}, [(None, 1)])
     torch.testing.assert_close(train(OwnLoss, {"rows": ROWS, "batch": 3}, [(None, 2)]), alone, rtol=1e-12, atol=1e-12)
+
+
+class Masked(Causal):
+    """Its loss and gradients are NaN where nothing counts."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits, kept = self.inner(x), (labels != IGNORED)[:, 1:].flatten()
+        losses = cross_entropy(logits[:, :-1].flatten(0, 1), labels.clamp(min=0)[:, 1:].flatten(), reduction="none")
+        return {"logits": logits, "loss": (losses * kept).sum() / kept.sum()}
+
+
+def test_a_model_whose_own_loss_is_nan_on_a_rank_without_labels(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = train(OwnLoss, {"rows": ROWS, "batch": 3}, [(None, 1)])
+    monkeypatch.setitem(globals(), "Causal", Masked)
+    torch.testing.assert_close(train(OwnLoss, {"rows": ROWS, "batch": 1}, [(None, 3)]), alone, rtol=1e-12, atol=1e-12)
 
 
 def test_a_rule_gets_the_mean_over_what_the_step_counts() -> None:
