@@ -166,7 +166,8 @@ class AverageMeterCollection:
             return
         if name not in self._meters:
             self._meters[name] = AverageMeter()
-        self._meters[name]._add(number, n)
+        if not isinstance(n, (float, int)) or n:  # the mean over an empty batch, often NaN, is not the latest value
+            self._meters[name]._add(number, n)
 
 
 def _is_tensor(value: Any) -> bool:
@@ -204,8 +205,9 @@ def _weighted(name: Any, value: Any, n: float) -> tuple[Any, Any]:
     if type(value) is tuple and len(value) == 2:
         number, weight = _number(value[0], name), _number(value[1], name)
         if number is not None and weight is not None:
-            known = isinstance(weight, (float, int))
-            return number, 0 if not n else _weight(weight, f"the weight of {_named(name)}") if known else weight
+            if n and isinstance(weight, (float, int)):
+                weight = _weight(weight, f"the weight of {_named(name)} (return other pairs as lists)")
+            return number, weight if n else 0
     return _number(value, name), n
 
 

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from raysgd.config import ElasticConfig
 from raysgd.core import policy
-from raysgd.core.outcomes import DATA_LOADER
+from raysgd.core.outcomes import BATCH, DATA_LOADER
 from raysgd.core.progress import Progress, most_advanced
 from raysgd.core.snapshot import Snapshot
 from raysgd.engine.call import RunningCall
@@ -81,16 +81,10 @@ class RecoveryLog:
         )
         self.recoveries.append(recovery)
         if continues:
-            change = ""
-            if recovery.reason in ("preemption", "shrink"):
-                change = f"{ranked(recovery.removed_ranks)} left, "
-            elif recovery.reason == "growth":
-                joined = counted(after - before, "new worker") if after > before else "no new worker"
-                change = f"{joined} joined, "
             logger.warning(
                 "%s: %straining continues with %s (%d before), %s, %s redone, after %.2f s",
                 recovery.reason,
-                change,
+                _change(recovery),
                 counted(after, "worker"),
                 before,
                 _begins(revived),
@@ -101,6 +95,17 @@ class RecoveryLog:
             left = f"{counted(after, 'worker is', 'workers are')} left ({before} before)"
             logger.error("%s: the call ends with an error; %s", recovery.reason, left)
         self._on_recovery(recovery)
+
+
+def _change(recovery: policy.Recovery) -> str:
+    """Return the beginning of a log line: which workers have left or joined, or why a batch is
+    trained again."""
+    if recovery.reason in ("preemption", "shrink"):
+        return f"{ranked(recovery.removed_ranks)} left, "
+    if recovery.reason == "growth":
+        new = recovery.world_size_after - recovery.world_size_before
+        return f"{counted(new, 'new worker') if new > 0 else 'no new worker'} joined, "
+    return f"{recovery.detail}; " if recovery.reason == BATCH else ""
 
 
 def _begins(revived: Snapshot | None) -> str:

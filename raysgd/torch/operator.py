@@ -46,7 +46,7 @@ from raysgd.torch.step_options import (
     scaling,
 )
 from raysgd.torch.stepping import Stepping
-from raysgd.torch.weights import COUNTING, Counted, Weigh, counted_by_criterion, counted_by_model
+from raysgd.torch.weights import Counted, Weigh, counted_by_criterion, counted_by_model
 from raysgd.torch.whole_gradients import WholeGradients
 from raysgd.training.feed import NoFeed
 from raysgd.training.operator_base import Schedule, each_loader
@@ -110,7 +110,11 @@ class TrainingOperator(Stepping):
         self._exact = averages_gradients and settings.options.gradients == "samples"
         against = "gradients='ranks'" if averages_gradients else "parallel=None on several workers"
         refused = against if settings.distributed and not self._exact else ""
-        self._weigh = Weigh(self._parts, lambda: self._rank_info.world_size, exact=self._exact, refused=refused)
+        # Where training a batch again would repeat more than a default method does.
+        travel = settings.options.accumulate > 1 or bool(self._overrides("train_epoch", "train_batch", "backward"))
+        self._weigh = Weigh(
+            self._parts, lambda: self._rank_info.world_size, exact=self._exact, refused=refused, travel=travel
+        )
         own: Any = type(self).metrics  # which can be an attribute of older code, and not the hook
         self._metrics_hook = own if callable(own) else TrainingOperator.metrics
         self._has_metrics = self._metrics_hook is not TrainingOperator.metrics
@@ -193,7 +197,11 @@ class TrainingOperator(Stepping):
         with self.autocast():
             output, target, loss, count = self._forward(batch)
         lap("fwd")
-        self.backward(loss) if count is None else self.backward(loss, count=count)
+        self._counted = count  # a user's `backward` may have no such argument
+        try:
+            self.backward(loss)
+        finally:
+            self._counted = None
         lap("grad")
         self.step(self.optimizer)
         lap("apply")
@@ -528,9 +536,7 @@ class TrainingOperator(Stepping):
         if hasattr(self, "criterion"):
             *features, target = self._unpack(batch)
             output = self.model(*features)
-            counts = isinstance(self.criterion, COUNTING)
-            count = counted_by_criterion(self.criterion, target) if counts else None
-            return output, target, self.criterion(output, target), count
+            return output, target, self.criterion(output, target), counted_by_criterion(self.criterion, output, target)
         try:
             output, loss = with_own_loss(self.model, batch)
         except TypeError as error:

@@ -26,6 +26,7 @@ class Stepping(OperatorBase):
     def __init__(self, config: dict[str, Any] | None, settings: ReplicaSettings, rank_info: RankInfo | None) -> None:
         super().__init__(config, settings, rank_info)
         self._in_own_step = self._own_step_made = False  # whether `self.step` runs an optimizer's, and it was made
+        self._counted: Any = None  # by the default `train_batch`, for the backward pass that it begins
 
     def backward(self, loss: torch.Tensor, optimizer: Any = None, *, count: Any = None, loss_id: int = 0) -> None:
         """Run the backward pass, with the `loss` scaled for the precision and accumulation.
@@ -36,7 +37,7 @@ class Stepping(OperatorBase):
         samples: a number, or a tensor of one. The step's gradient is then the mean over those of
         all batches and workers. Pass it in every call, or in none."""
         step, weigh = self._feed.step, self._weigh
-        step.count = count
+        count = step.count = self._counted if count is None else count
         for policy in step.policies.weighted:
             loss = policy(step, loss)
         if not weigh.acts and count is None:

@@ -19,13 +19,16 @@ from raysgd.torch.nccl import device as nccl_device
 from raysgd.torch.parts import Parts
 from raysgd.training.step import Policy, Step
 
-COUNTING = (nn.CrossEntropyLoss, nn.NLLLoss)
+COUNTING = (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward)
 IGNORED = -100  # the label that models of transformers leave out
 TWICE = (
     "self.backward(loss, count=...) was called twice in a batch that shares its step with others, with accumulate or because workers "
     "are missing: add the losses, or leave accumulate out and pass ElasticConfig(batch='per_worker')"
 )
-EACH = "pass count in each call of self.backward, on every rank, or in none"
+EACH = (
+    "pass count in each call of self.backward, on every rank, or in none (the default train_batch passes one if the criterion is a "
+    "CrossEntropyLoss or NLLLoss)"
+)
 
 
 class Counted(NamedTuple):
@@ -45,13 +48,15 @@ class Weigh(Policy):
     Counts weigh in the loss, because with them every step has other weights.
 
     `ranks` returns how many workers there are. `exact` is whether they exchange means over samples,
-    and `refused` is what the user has passed against that.
+    and `refused` is what the user has passed against that. With `travel`, counts travel in every
+    step, so that no batch must be trained again.
     """
 
     in_usual_steps = False
 
-    def __init__(self, parts: Parts, ranks: Callable[[], int], *, exact: bool, refused: str) -> None:
+    def __init__(self, parts: Parts, ranks: Callable[[], int], *, exact: bool, refused: str, travel: bool) -> None:
         self._parts, self._workers, self._exact, self._refused = parts, ranks, exact, refused
+        self._travel = travel
         self._weight: float = 1.0  # of this batch
         self._hooks: list[Any] = []  # each with the node that has it, which torch would forget
         self._kept: Any = None  # which gradients count, in a pass whose loss has the weight
@@ -117,12 +122,12 @@ class Weigh(Policy):
         count = step.count = self._counted(step, step.count)
         if count is None:
             return loss if step.share == 1.0 else loss * step.share
-        if isinstance(count, Counted):  # torch's own losses have no gradient where nothing counts
-            self._kept, count = True, count.value
-        else:
-            self._kept = count > 0
-            if self._kept is not True and not self._hooks:
-                self._hook()
+        default = isinstance(count, Counted)
+        count = count.value if default else count
+        # torch's own losses have no gradient where nothing counts, and hooks are slow where the count must not be read.
+        self._kept = True if default and isinstance(count, torch.Tensor) else count > 0
+        if self._kept is not True and not self._hooks:
+            self._hook()
         if self._ranks() == 1 and step.place == 0 and step.closing:
             return loss
         return loss * self._factor(step, count).to(loss.device, loss.dtype)
@@ -143,6 +148,8 @@ class Weigh(Policy):
             count = _checked(count)
         if not self._agreed:
             self._agree(count)
+        if self._ranks() == 1 and step.place == 0 and step.closing:
+            return count  # nothing shares its step
         if (count is not None) != self._counts:
             how = "without a count after others with one" if count is None else "with a count after others without one"
             raise ConfigError(f"self.backward was called {how}: {EACH}")
@@ -160,7 +167,8 @@ class Weigh(Policy):
         own, ranks = isinstance(count, Counted), self._ranks()
         known = own and not isinstance(count.value, torch.Tensor)
         usual = float(count.value / count.samples) if known else 0.0
-        travels = count is not None and (ranks == 1 or self._differs or not known or not usual.is_integer())
+        always = ranks == 1 or self._travel or self._differs or not known
+        travels = count is not None and (always or not usual.is_integer())
         numbers = torch.tensor([count is not None, travels, usual, usual * usual], dtype=torch.float64)
         if ranks > 1:
             numbers = self._sum(numbers.to(self._where()))
@@ -231,7 +239,7 @@ def labels_counted(labels: torch.Tensor, ignored: int, weight: torch.Tensor | No
     classes."""
     kept = labels != ignored
     if weight is not None:
-        found = (weight[labels * kept] * kept).sum()
+        found = (weight[labels.long() * kept] * kept).sum()
     else:
         found = kept.sum()
     return found.item() if found.is_cpu else found
@@ -241,10 +249,15 @@ def _are_labels(target: Any) -> bool:
     return isinstance(target, torch.Tensor) and target.dim() > 0 and not target.is_floating_point()
 
 
-def counted_by_criterion(criterion: Any, target: Any) -> Counted | None:
-    """Return what the mean of a criterion of these kinds counts; None for samples."""
-    if criterion.reduction != "mean" or not _are_labels(target):
+def counted_by_criterion(criterion: Any, output: Any, target: Any) -> Counted | None:
+    """Return what the mean of torch's own criteria counts; None for samples. A subclass with a
+    `forward` of its own may compute another mean."""
+    if getattr(type(criterion), "forward", None) not in COUNTING or criterion.reduction != "mean":
         return None
+    if not isinstance(target, torch.Tensor) or not target.dim():
+        return None
+    if target.is_floating_point():  # the probabilities of the classes
+        return Counted(output.numel() // output.shape[1 if output.dim() > 1 else 0], len(target))
     return Counted(labels_counted(target, criterion.ignore_index, criterion.weight), len(target))
 
 

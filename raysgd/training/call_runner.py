@@ -103,7 +103,9 @@ class CallRunner:
         now."""
         stayed = recovery.world_size_before - len(recovery.removed_ranks)
         if recovery.world_size_after > stayed or recovery.reason == "takeover" or not recovery.in_place:
-            self.drawn_anew.say("new workers, or a new script, continue")
+            self.drawn_anew.note("new workers, or a new script, continue")
+        if self._kind == "train":
+            self.drawn_anew.say()
         self._callbacks.recovery(recovery)
 
     def on_wait(self, what: str) -> None:
@@ -137,6 +139,8 @@ class CallRunner:
             return found
         began, self._kind, self._failed, before = time.monotonic(), kind, False, engine.progress.step
         self._rows.begin()
+        if kind == "train":
+            self.drawn_anew.say()
         try:
             self._callbacks.progress(Underway(kind=kind, worker="", progress=Progress(phase=kind)))
             self._callbacks.raise_stop()

@@ -97,7 +97,7 @@ class Loads:
             raise_refused(
                 values, f"Now {UNDEFINED}" if engine.progress.undefined else "Nothing was changed on any rank"
             )
-        self._drawn_anew.say("a state was loaded")
+        self._drawn_anew.note("a state was loaded")
 
 
 def raise_refused(values: Sequence[Any], consequence: str) -> None:

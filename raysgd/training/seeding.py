@@ -82,16 +82,19 @@ def seed_python_and_numpy(seed: int) -> None:
 
 
 class DrawnAnew:
-    """Says once in a run without a `seed` that random numbers do not continue."""
+    """Says once in a run without a `seed` that random numbers do not continue: when it trains."""
 
     def __init__(self, seed: int | None) -> None:
-        self._said = seed is not None
+        self._said, self._why = seed is not None, ""
 
-    def say(self, why: str) -> None:
-        if not self._said:
+    def note(self, why: str) -> None:
+        self._why = self._why or why
+
+    def say(self) -> None:
+        if self._why and not self._said:
             self._said = True
             logger.warning(
                 "%s, and this run has no seed: from here on, shuffling and dropout draw other numbers than in an undisturbed run "
                 "(a generator that you have passed to a loader or sampler continues). Pass seed=n to the trainer to prevent that",
-                why,
+                self._why,
             )

@@ -12,9 +12,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import ConfigError, ElasticConfig, TorchTrainer, TrainingOptions
 from raysgd.torch import TrainingOperator
+from raysgd.torch.weights import labels_counted
 from tests.local.group import Cluster, Fault
 from tests.local.runs import train, weights_of
-from tests.torch.counted import Counting, Default, Weighted, by_hand, data_of, model_of
+from tests.torch.counted import IGNORED, Counting, Default, Weighted, by_hand, data_of, model_of
 from tests.witness import Witness, Witnessing, entered, witness_group
 
 pytestmark = pytest.mark.filterwarnings("ignore:the training loader does not shuffle")
@@ -190,6 +191,88 @@ def test_the_gradient_scaler() -> None:
         torch.testing.assert_close(mine, theirs, rtol=0.02, atol=0.003)
 
 
+class OwnBackward(Default):
+    def backward(self, loss: torch.Tensor, optimizer: Any = None) -> None:  # type: ignore[override]
+        super().backward(loss, optimizer)
+
+
+def test_a_backward_of_older_code_has_no_argument_count() -> None:
+    check(OwnBackward, 3, [(None, 2)])
+
+
+class OfRows(nn.CrossEntropyLoss):
+    """Has a mean of its own."""
+
+    def forward(self, scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return cross_entropy(scores, labels, reduction="none").sum(1).mean()
+
+
+class Mixed(Default):
+    """Has probabilities in place of labels in some batches. The ranks differ in which."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        super().setup(config)
+        loader = DataLoader(data_of(config["rows"], ROWS), batch_size=config["batch"], collate_fn=mixed)
+        self.register_data(train_loader=loader)
+
+
+def mixed(rows: list[Any]) -> Any:
+    x, y = map(torch.stack, zip(*rows, strict=True))
+    return x, nn.functional.one_hot(y, 5).transpose(1, 2).double() if x[0, 0, 0] > 0 else y
+
+
+class OfRowsOnly(Default):
+    def setup(self, config: dict[str, Any]) -> None:
+        super().setup(config)
+        self.criterion = OfRows()
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_subclass_of_a_criterion_with_a_mean_of_its_own_counts_samples(workers: int) -> None:
+    alone = train(OfRowsOnly, {"rows": ROWS, "batch": 6}, [(None, 1)])
+    mine = train(OfRowsOnly, {"rows": ROWS, "batch": 6 // workers}, [(None, workers)])
+    torch.testing.assert_close(mine, alone, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_labels_that_are_probabilities_in_some_batches(workers: int) -> None:
+    check(Mixed, 6 // workers, [(None, workers)], full=ROWS)
+
+
+def test_one_worker_may_count_in_some_batches_only() -> None:
+    class Some(Default):
+        def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+            if batch_info["batch_idx"] % 2:
+                return super().train_batch(batch, batch_info)
+            self.zero_grad()
+            self.backward(self.criterion(self.model(batch[0]), batch[1]))
+            self.step()
+            return {}
+
+    check(Some, 3, [(None, 1)])
+
+
+def test_where_own_code_would_run_twice_counts_travel_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Notes(Late):
+        def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+            begun.append(self.world_rank)
+            return super().train_batch(batch, batch_info)
+
+    begun: list[int] = []
+    made = sums(monkeypatch)
+    check(Notes, 3, [(None, 2)], full=14)
+    assert sorted(begun) == [0] * 4 + [1] * 4 and made == [4, 4] + [1, 1] * 4
+    made.clear()
+    check(Late, 3, [(None, 2)], full=14, accumulate=2)
+    assert made == [4, 4] + [1, 1] * 2
+
+
+def test_the_log_says_why_a_batch_is_trained_again(caplog: pytest.LogCaptureFixture) -> None:
+    check(Late, 3, [(None, 2)], full=14)
+    (line,) = [each for each in caplog.messages if each.startswith("batch: ")]
+    assert "is trained again, because its loss is the first that is not a mean over equally many labels" in line
+
+
 def test_a_count_of_the_mean_of_metrics() -> None:
     """Also in a validation, whose batches the ranks divide in another way."""
     results: list[Any] = []
@@ -234,6 +317,21 @@ class OwnLoss(TrainingOperator):
 def test_models_with_their_own_loss_count_shifted_labels() -> None:
     alone = train(OwnLoss, {"rows": ROWS, "batch": 6}, [(None, 1)])
     torch.testing.assert_close(train(OwnLoss, {"rows": ROWS, "batch": 3}, [(None, 2)]), alone, rtol=1e-12, atol=1e-12)
+
+
+class Masked(Causal):
+    """Its loss and gradients are NaN where nothing counts."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits, kept = self.inner(x), (labels != IGNORED)[:, 1:].flatten()
+        losses = cross_entropy(logits[:, :-1].flatten(0, 1), labels.clamp(min=0)[:, 1:].flatten(), reduction="none")
+        return {"logits": logits, "loss": (losses * kept).sum() / kept.sum()}
+
+
+def test_a_model_whose_own_loss_is_nan_on_a_rank_without_labels(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = train(OwnLoss, {"rows": ROWS, "batch": 3}, [(None, 1)])
+    monkeypatch.setitem(globals(), "Causal", Masked)
+    torch.testing.assert_close(train(OwnLoss, {"rows": ROWS, "batch": 1}, [(None, 3)]), alone, rtol=1e-12, atol=1e-12)
 
 
 def test_a_rule_gets_the_mean_over_what_the_step_counts() -> None:
@@ -296,3 +394,8 @@ def test_two_losses_in_a_batch_of_several() -> None:
 
     with pytest.raises(ConfigError, match="was called twice in a batch that shares its step"):
         train(Twice, {"rows": 12, "batch": 3}, [(None, 2)], options=options(accumulate=2), scheduler_step_freq="epoch")
+
+
+def test_labels_of_eight_bits_with_weights_of_classes() -> None:
+    labels = torch.tensor([2, 0, 1, 2], dtype=torch.uint8)
+    assert labels_counted(labels, 0, torch.tensor([1.0, 2.0, 4.0])) == 10

@@ -45,12 +45,15 @@ class Late(Default):
     full = 14
 
 
-@pytest.mark.parametrize("parallel", ["ddp", pytest.param("fsdp", marks=pytest.mark.more)])
-def test_default_methods_of_which_one_begins_to_count_later(parallel: Any) -> None:
-    with two(Late, TrainingOptions(parallel=parallel, accumulate=2), scheduler_step_freq="epoch") as trainer:
+@pytest.mark.parametrize(
+    ("parallel", "accumulate"), [("ddp", 1), ("ddp", 2), pytest.param("fsdp", 1, marks=pytest.mark.more)]
+)
+def test_default_methods_of_which_one_begins_to_count_later(parallel: Any, accumulate: int) -> None:
+    options = TrainingOptions(parallel=parallel, accumulate=accumulate)
+    with two(Late, options, scheduler_step_freq="epoch") as trainer:
         result = trainer.train()
         found = weights(trainer)
-        assert [each.batches_redone for each in trainer.recoveries] == [0]
+        assert [each.batches_redone for each in trainer.recoveries] == [0] * (accumulate == 1)
     assert result["num_samples"] == ROWS
-    theirs, _ = by_hand(ROWS, 4 * BATCH, full=14)
+    theirs, _ = by_hand(ROWS, 2 * accumulate * BATCH, full=14)
     torch.testing.assert_close(found, theirs, rtol=1e-12, atol=1e-12)
