@@ -130,6 +130,7 @@ class Engine:
         self._finished: dict[int, tuple[Job, Progress]] = {}
         self._revived: Snapshot | None = None  # what new workers have last started from, in the pause of a job
         self._outage_raised = False  # whether the error about the current outage of Ray was raised
+        self._load_failed = False  # after it had begun to change the state, and none has succeeded since
 
     # -- life -----------------------------------------------------------------------------------------
 
@@ -315,6 +316,12 @@ class Engine:
         """Return all changes of the workers so far, in a new list."""
         return list(self._log.recoveries)
 
+    @property
+    def undefined(self) -> bool:
+        """Return whether a load has failed while it changed the state, and none has succeeded
+        since. New workers, with the state of an older snapshot, change nothing about that."""
+        return self._load_failed or self.progress.undefined
+
     def state_changed_by_hand(self, *, replaced: bool = False) -> None:
         """Note that the user has changed the state, so that the newest snapshot lacks the change.
         With `replaced`, drop the snapshot, because nothing in it is valid any more."""
@@ -331,9 +338,10 @@ class Engine:
         try:
             yield
         except BaseException:
-            self._finished = finished
+            self._finished, self._load_failed = finished, self.undefined
             self._table.snapshots.take_back(kept, loads)
             raise
+        self._load_failed = False
         self._table.snapshots.require(loads)
         newest = self._table.snapshots.latest()
         if newest is not None:
@@ -591,7 +599,7 @@ class Engine:
             raise NotActiveError("this trainer was shut down: to continue, create a new one, and load what you saved")
 
     def _check_defined(self) -> None:
-        if self.progress.undefined:
+        if self.undefined:
             raise CheckpointError(UNDEFINED)
 
     def _observe_idle(self) -> Observation:
