@@ -447,8 +447,9 @@ class Engine:
                 revived.call != running.number or _place(revived.progress) < _place(began)
             )
             if goes_back:
+                lacks_change = self._snapshot_is_stale and not self._generation.is_sharded  # no checkpoint is used then
                 self._run_again(running)
-                self._check_is_newest(job, began)
+                self._check_is_newest(job, began, lacks_change=lacks_change)
             if job.again == "keep" and not goes_back and (kept := _kept(outcomes)):
                 return [kept]
             parts = self._still_counting(parts, revived, running)
@@ -479,10 +480,10 @@ class Engine:
             detail = f"{counted(self.world_size, 'worker is', 'workers are')} left, and training needs {least}"
             self._restore(Observation("broken", reason="restart", detail=detail), running)
 
-    def _check_is_newest(self, job: Job, began: Progress) -> None:
-        """Raise an error if new workers continue from an older state than the job began with."""
-        stale = self._snapshot_is_stale and not self._generation.is_sharded  # a checkpoint is not used when it is
-        if job.needs_state and (stale or self.progress.order < began.order):
+    def _check_is_newest(self, job: Job, began: Progress, *, lacks_change: bool) -> None:
+        """Raise an error if new workers continue from an older state than the job began with, or
+        from one that lacks a change made by hand."""
+        if job.needs_state and (lacks_change or self.progress.order < began.order):
             raise older_state_error(job.call.name, began, self.progress)
 
     def _with_hangs(self, seen: Observation, hung: list[Any]) -> Observation:
