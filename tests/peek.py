@@ -1,5 +1,6 @@
 """What tests look at, or change, inside trainers and operators. When these are rebuilt, it is this module that follows."""
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,19 @@ def finish_saves(trainer: Any) -> None:
 def forget_checkpoint(trainer: Any) -> None:
     """Let the newest automatic checkpoint count as one that was never completed."""
     trainer._folder.forget(trainer._folder.latest)
+
+
+def delay_saves(trainer: Any, until: Callable[[], bool]) -> None:
+    """Let no automatic checkpoint be complete until a condition holds."""
+    rows = trainer._folder._rows
+    original = rows.write
+
+    def write(size: int) -> None:
+        while not until():
+            time.sleep(0.02)
+        original(size)
+
+    rows.write = write
 
 
 def newest_snapshot(trainer: Any) -> Any:

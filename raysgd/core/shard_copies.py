@@ -23,7 +23,8 @@ class ShardedState:
     hand_over  a replica's, called on all ranks: divide the shards among the ranks `stay`, because
                the other ones leave
     saved      the trainer's: return from which checkpoint the ranks can load the newest state, None
-               if there is none. It first waits for a save that is running if its argument is True
+               if there is none. If its argument is True, it first waits for a save that is running;
+               otherwise it may return what is still being saved
     """
 
     replicas: int

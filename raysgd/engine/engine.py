@@ -130,6 +130,7 @@ class Engine:
         self._finished: dict[int, tuple[Job, Progress]] = {}
         self._revived: Snapshot | None = None  # what new workers have last started from, in the pause of a job
         self._outage_raised = False  # whether the error about the current outage of Ray was raised
+        self._load_failed = False  # after it had begun to change the state, and none has succeeded since
 
     # -- life -----------------------------------------------------------------------------------------
 
@@ -315,6 +316,12 @@ class Engine:
         """Return all changes of the workers so far, in a new list."""
         return list(self._log.recoveries)
 
+    @property
+    def undefined(self) -> bool:
+        """Return whether a load has failed while it changed the state, and none has succeeded
+        since. New workers, with the state of an older snapshot, change nothing about that."""
+        return self._load_failed or self.progress.undefined
+
     def state_changed_by_hand(self, *, replaced: bool = False) -> None:
         """Note that the user has changed the state, so that the newest snapshot lacks the change.
         With `replaced`, drop the snapshot, because nothing in it is valid any more."""
@@ -331,9 +338,10 @@ class Engine:
         try:
             yield
         except BaseException:
-            self._finished = finished
+            self._finished, self._load_failed = finished, self.undefined
             self._table.snapshots.take_back(kept, loads)
             raise
+        self._load_failed = False
         self._table.snapshots.require(loads)
         newest = self._table.snapshots.latest()
         if newest is not None:
@@ -435,8 +443,9 @@ class Engine:
                 revived.call != running.number or _place(revived.progress) < _place(began)
             )
             if goes_back:
+                lacks_change = self._snapshot_is_stale and not self._generation.is_sharded  # no checkpoint is used then
                 self._run_again(running)
-                self._check_is_newest(job, began)
+                self._check_is_newest(job, began, lacks_change=lacks_change)
             if job.again == "keep" and not goes_back and (kept := _kept(outcomes)):
                 return [kept]
             parts = self._still_counting(parts, revived, running)
@@ -467,10 +476,10 @@ class Engine:
             detail = f"{counted(self.world_size, 'worker is', 'workers are')} left, and training needs {least}"
             self._restore(Observation("broken", reason="restart", detail=detail), running)
 
-    def _check_is_newest(self, job: Job, began: Progress) -> None:
-        """Raise an error if new workers continue from an older state than the job began with."""
-        stale = self._snapshot_is_stale and not self._generation.is_sharded  # a checkpoint is not used when it is
-        if job.needs_state and (stale or self.progress.order < began.order):
+    def _check_is_newest(self, job: Job, began: Progress, *, lacks_change: bool) -> None:
+        """Raise an error if new workers continue from an older state than the job began with, or
+        from one that lacks a change made by hand."""
+        if job.needs_state and (lacks_change or self.progress.order < began.order):
             raise older_state_error(job.call.name, began, self.progress)
 
     def _with_hangs(self, seen: Observation, hung: list[Any]) -> Observation:
@@ -587,7 +596,7 @@ class Engine:
             raise NotActiveError("this trainer was shut down: to continue, create a new one, and load what you saved")
 
     def _check_defined(self) -> None:
-        if self.progress.undefined:
+        if self.undefined:
             raise CheckpointError(UNDEFINED)
 
     def _observe_idle(self) -> Observation:

@@ -252,8 +252,8 @@ class Generation:
         return self.is_sharded and not covered(self._shards[worker] for worker in workers if worker in self._shards)
 
     def newest_snapshot(self, *, wait: bool = False) -> Snapshot | None:
-        """Return what new workers can start from. With `wait`, this may be a checkpoint that is
-        being saved now."""
+        """Return what new workers can start from. Without `wait`, this may be a checkpoint that is
+        still being saved."""
         latest = self._table.snapshots.latest()
         return self._sharded.saved(wait) if latest is None and self._sharded is not None else latest
 

@@ -345,7 +345,7 @@ class RecoveryLoop:
         """Return the snapshot that these processes start from when no member is left, or members
         lack a shard: the newest one, or an empty one if they all take the initial state of the
         first of them. Return None if they could not load it."""
-        snapshot = self._generation.newest_snapshot() or Snapshot()
+        snapshot = self._generation.newest_snapshot(wait=True) or Snapshot()
         progress = {worker: self._table[worker].progress for worker in joining}
         furthest = progress[most_advanced(progress)]
         if self._in_place and not self._generation.is_sharded and furthest.order >= snapshot.progress.order:

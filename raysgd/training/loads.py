@@ -94,9 +94,7 @@ class Loads:
         loads = self._count = max(self._count, engine.progress.loads) + 1
         with engine.state_replaced_by_hand(loads):
             values = engine.run(Job(Call(method, {**arguments, "loads": loads}), replaces=True))[-1].values
-            raise_refused(
-                values, f"Now {UNDEFINED}" if engine.progress.undefined else "Nothing was changed on any rank"
-            )
+            raise_refused(values, f"Now {UNDEFINED}" if engine.undefined else "Nothing was changed on any rank")
         self._drawn_anew.note("a state was loaded")
 
 

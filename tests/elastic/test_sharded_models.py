@@ -22,7 +22,7 @@ from raysgd import (
 )
 from raysgd.torch import TrainingOperator
 from tests import storing
-from tests.peek import finish_saves, forget_checkpoint
+from tests.peek import delay_saves, finish_saves, forget_checkpoint
 from tests.torch.test_fsdp import Layers, same, trainer, weights
 
 pytestmark = [pytest.mark.more, pytest.mark.elastic, pytest.mark.usefixtures("ray_cluster")]
@@ -232,6 +232,22 @@ def test_a_checkpoint_that_could_not_be_completed(tmp_path: Path, undisturbed: A
         assert redone_in(two) == [(False, 6, 1)]
         assert same(weights(two), undisturbed[2])
         assert [row["epoch"] for row in two.history] == [1, 2, 3]
+
+
+def test_calls_after_a_checkpoint_that_is_still_being_saved_are_made_again(tmp_path: Path, undisturbed: Any) -> None:
+    """The first checkpoint takes longer than the next call of train(), and a worker fails in the one after that."""
+    died: list[Path] = []
+    with two_shards(tmp_path, every="epoch") as two:
+        delay_saves(two, lambda: bool(died) and not died[0].exists())
+        for epoch in two.epochs(2):
+            counted = [two.train(num_steps=2)["num_samples"]]
+            if epoch == 2:
+                died.append(tmp_path / "before-7-1")
+                died[0].touch()
+            counted.append(two.train(num_steps=2)["num_samples"])
+            assert counted == [24, 18]
+        assert redone_in(two) == [(False, 3, 1)]
+        assert same(weights(two), undisturbed[1])
 
 
 def test_a_lost_shard_is_in_what_was_loaded(tmp_path: Path, undisturbed: Any) -> None:

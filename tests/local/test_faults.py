@@ -271,6 +271,30 @@ def test_a_rank_fails_in_a_load_that_follows_an_error(
         torch.testing.assert_close(weights_of(run), undisturbed[0], rtol=1e-12, atol=1e-12)
 
 
+def test_after_such_an_error_new_workers_do_not_train_on_an_older_snapshot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even if they were started by a load, which was then refused before it changed anything."""
+    (tmp_path / "bad.pt").write_bytes(b"bad")
+    with Cluster() as cluster, trainer() as run:
+        good = run.save(tmp_path / "good.pt")
+        run.train(num_steps=2)
+        with monkeypatch.context() as patch:
+            patch.setattr(Curve, "refuses", 1)
+            with pytest.raises(CheckpointError, match="Now the state of this trainer is undefined"):
+                run.load(good)
+        for worker in cluster.workers:
+            worker.die("SIGKILL")
+        with pytest.raises(CheckpointError, match=r"bad\.pt: .*Now the state of this trainer is undefined"):
+            run.load(tmp_path / "bad.pt")
+        assert len(run.recoveries) == 1 and not run.recoveries[0].in_place
+        with pytest.raises(CheckpointError, match="the state of this trainer is undefined"):
+            run.train()
+        run.load(good)
+        run.train()
+        assert Counter(seen(run)) == Counter(range(ROWS))
+
+
 @pytest.mark.parametrize("rank", range(WORKERS))
 def test_a_load_in_which_a_rank_fails_is_repeated(rank: int, tmp_path: Path, undisturbed: Any) -> None:
     """Some ranks have changed their state, and some have not."""
@@ -311,6 +335,20 @@ def test_calls_train_their_epochs_if_all_workers_are_lost_after_one() -> None:
         assert torch.equal(weights_of(run), before)
         run.train()
         torch.testing.assert_close(weights_of(run), after, rtol=1e-12, atol=1e-12)
+    assert redone == [1], "the snapshot was there: another seed is needed"
+
+
+def test_a_state_without_a_change_by_hand_is_not_saved(tmp_path: Path) -> None:
+    """All workers fail in a save before the snapshot of the epoch's end has arrived, and the end of the epoch is trained again."""
+    with Cluster(seed=2) as cluster, trainer() as run:
+        run.train()
+        run.apply_all_operators(lambda operator: operator.optimizer.param_groups[0].update(lr=0.5))
+        for worker in cluster.workers:
+            worker.die("SIGKILL")
+        with pytest.raises(CheckpointError, match=r"all workers failed during 'save'.*nothing was saved"):
+            run.save(tmp_path / "new.pt")
+        assert not (tmp_path / "new.pt").exists() and Counter(seen(run)) == Counter(range(ROWS))
+        redone = [each.batches_redone for each in run.recoveries]
     assert redone == [1], "the snapshot was there: another seed is needed"
 
 

@@ -120,7 +120,7 @@ def _check_optimizer(number: int, optimizer: Any, saved: Mapping[str, Any]) -> N
     _check_kind(f"optimizer {number}", names, saved_names)
     if ordinary:
         for mine, theirs in zip(groups, saved_groups, strict=True):
-            _check_group(number, mine, theirs)
+            _check_group(number, mine, theirs, optimizer.defaults)
         _check_states(number, optimizer, saved)
 
 
@@ -138,13 +138,15 @@ def _check_kind(what: str, names: set[str], saved_names: set[str]) -> None:
         )
 
 
-def _check_group(number: int, mine: dict[str, Any], saved: Mapping[str, Any]) -> None:
+def _check_group(number: int, mine: dict[str, Any], saved: Mapping[str, Any], defaults: Collection[str]) -> None:
     """Check that a group has all options of this kind of optimizer, which are numbers or tuples of
     them, and the same parameters, if their names are known. (Other versions of torch add or lack
-    flags, which take their values from here.)"""
+    flags, which take their values from here.) What users add, and no optimizer has among its
+    `defaults`, may have any value."""
     options = {name: value for name, value in mine.items() if name not in ("params", "param_names")}
     flags = {name for name, value in options.items() if isinstance(value, bool) or _form(value) == ""}
-    _check_values(f"optimizer {number}", options, saved, may_lack=flags)
+    values = {name: value if name in defaults else None for name, value in options.items()}
+    _check_values(f"optimizer {number}", values, saved, may_lack=flags)
     names, saved_names = mine.get("param_names"), saved.get("param_names")
     if names and saved_names and list(names) != list(saved_names):
         one, other = next(each for each in zip(names, saved_names, strict=True) if each[0] != each[1])
@@ -196,7 +198,7 @@ def _check_states(number: int, optimizer: torch.optim.Optimizer, saved: Mapping[
         for name, value in content.items():
             if isinstance(value, torch.Tensor):
                 _check_shape(f"{where}: {name}", parameter, present.get(name), value, total if of_torch else -1)
-            elif isinstance(present.get(name), torch.Tensor) and not isinstance(value, numbers.Real):
+            elif of_torch and isinstance(present.get(name), torch.Tensor) and not isinstance(value, numbers.Real):
                 raise CheckpointError(
                     f"{where}: {name} is a tensor here and a {type(value).__name__} in the checkpoint"
                 )

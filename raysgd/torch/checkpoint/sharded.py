@@ -51,14 +51,14 @@ class ShardedLoads(Loads):
         self._saved: list[tuple[str | None, Snapshot]] = []  # with the paths of automatic ones, the newest last
 
     def newest(self, wait: bool) -> Snapshot | None:
-        """Return the newest one that is complete. With `wait`, first wait for a save that is
-        running."""
+        """Return the newest one that is complete. If none is, return the one that is being saved;
+        with `wait`, wait for that before."""
         folder = self._folder
         if folder is not None and wait:
             folder.wait_until_ended()
         complete = [n for n, (path, _) in enumerate(self._saved) if path is None or (folder and folder.has(path))]
         self._saved = self._saved[complete[-1] if complete else 0 :]
-        return self._saved[0][1] if complete else None
+        return self._saved[0][1] if complete or (self._saved and not wait) else None
 
     def state_changed_by_hand(self) -> None:
         """Note that what was saved lacks a change."""
@@ -94,7 +94,7 @@ class ShardedLoads(Loads):
             except CheckpointError as error:
                 raise CheckpointError(
                     f"too few shards of the model were left after a failure, and the checkpoint from which training would continue "
-                    f"cannot be loaded: {error}. Start again from another checkpoint"
+                    f"cannot be loaded: {error}. Create a new trainer, and load another checkpoint"
                 ) from error
             return True
 

@@ -157,6 +157,46 @@ def test_the_state_of_what_is_optional_is_checked(tmp_path: Path) -> None:
         here.next_steps_are_right()
 
 
+class Remembering(torch.optim.SGD):
+    """Remembers the newest gradients from its second step on."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        for each in self.param_groups[0]["params"]:
+            first = not self.state[each]
+            self.state[each]["newest"] = None if first else each.grad.clone()
+        return super().step(closure)
+
+
+class Own(Rich):
+    """Has an optimizer and a parameter group of the user's."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        super().setup(config)
+        first, second = self.models
+        own = Remembering(first.parameters(), lr=0.1)
+        sgd = torch.optim.SGD([{"params": list(second.parameters()), "scales": (), "stage": 0}], lr=0.1)
+        self.models, self.optimizers, self.criterion, self.schedulers = self.register(
+            models=self.models,
+            optimizers=[own, sgd],
+            criterion=self.criterion,
+            schedulers=[ConstantLR(own), ReduceLROnPlateau(sgd)],
+        )
+
+
+def test_what_users_add_to_optimizers_may_have_any_form(tmp_path: Path) -> None:
+    for here in bench(tmp_path, operator=Own):
+        state: Any = here.start
+        for path, value in (
+            ((*ADAM, "state", 0, "newest"), None),
+            ((*SGD, "param_groups", 0, "scales"), (0.5, 0.25)),
+            ((*SGD, "param_groups", 0, "stage"), "last"),
+        ):
+            state = put(*path)(value)(state)
+        here.trainer.load_state_dict(state)
+        assert same(here.trainer.state_dict()["optimizers"], state["optimizers"])
+        here.trainer.train(num_steps=1)
+
+
 def test_ctrl_c_in_a_load_leaves_the_state_undefined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The worker is the script's process, and cannot say what it has changed."""
 
