@@ -32,7 +32,7 @@ class GpuFailures:
 
     def note(self, gpus: Iterable[Gpu], *, known: int = 0) -> int:
         """Add a failure of these GPUs, which one worker had, and return how often they have failed.
-        When the worker started, it was `known` times: others that share its GPU have failed with
+        When the worker was set up, it was `known` times: others that share its GPU have failed with
         it, and that is one failure."""
         gpus = frozenset(gpus)
         if self.count(gpus) <= known:

@@ -94,7 +94,7 @@ class WorkerInfo:
     moved_at    when it last made progress
     ended       how it failed
     broken      the outcome with which it said that its GPU is broken
-    gpus        the GPUs that Ray has given to it, and how often they had failed when it started
+    gpus        the GPUs that Ray has given to it, and how often they had failed before its set-up
     killed_for  why the driver killed it: the reason and the details of its failure
     unfinished  what it did not finish in time, with its stack; empty if its process is stopped and
                 shows none
@@ -278,7 +278,10 @@ class WorkerTable:
         table any more then, but keeps that GPU until the group stops: otherwise, Ray would give it
         to the next one."""
         info = self._workers[worker]
-        if info.stage < Stage.UP or not self.gpu_failures.exclude(info.gpus):
+        if info.stage < Stage.UP:
+            return False
+        if not self.gpu_failures.exclude(info.gpus):
+            info.gpu_failures = self.gpu_failures.count(info.gpus)
             return False
         del self._workers[worker]
         logger.warning(
@@ -479,7 +482,6 @@ class WorkerTable:
             info.stage, info.node, info.pid = max(info.stage, Stage.UP), event.node, event.pid
             info.address, info.local = event.address, event.local
             info.gpus = tuple((event.node, number) for number in event.gpus)
-            info.gpu_failures = self.gpu_failures.count(info.gpus)
             info.moved_at = self.clock()
         elif isinstance(event, WorkerEnded):
             info.ended = info.ended or event  # a broken GPU is known before its process has ended

@@ -25,7 +25,7 @@ from raysgd.training.snapshots import LOADED_S
 from raysgd.training.step import Drawn
 from raysgd.training.step import Step as OptimizerStep
 from raysgd.workers.calls import Blob
-from tests.simulation.network import NetworkError
+from tests.simulation.network import NetworkError, ProcessGroup
 
 __all__ = ["GpuError", "SimReplica", "Step", "UserError", "steps_of", "value_of", "weights_after"]
 
@@ -180,25 +180,24 @@ class SimReplica:
         worker.point("forward")
         gradient = sum(gradient_of(self._position.epoch, each) for each in range(part.start, part.stop)) * part.fresh
         given = (len(self.steps), self.weights, self._position.epoch, before, after, part, gradient)
-        contributions = self._exchanged(given)
+        group = worker.backend.group
+        if group is None:
+            raise NetworkError("the process group was aborted")
+        contributions = self._exchanged(group, given)
         worker.point("reduced")
         self.weights = hash((self.weights, sum(each[6] for each in contributions)))
         self.steps.append(Step(self._position.epoch, before, after, self._position.call))
         self._position.applied += 1
         step.outcome = "applied"
-        worker.checker.applied(worker, worker.backend.group, self.steps, contributions)
+        worker.checker.applied(worker, group, self.steps, contributions)
         worker.point("applied")
         size = part.stop - part.start
         mean = sum(value_of(sample) for sample in range(part.start, part.stop)) / max(size, 1)
         self._meter.update({"value": mean}, size * step.current.fresh)
 
-    def _exchanged(self, given: Any) -> list[Any]:
+    def _exchanged(self, group: ProcessGroup, given: Any) -> list[Any]:
         """Return what all ranks contribute to a step, in rank order."""
-        group = self._worker.backend.group
-        if group is None:
-            raise NetworkError("the process group was aborted")
-        contributions: list[Any] = group.collective(self._worker, given, self._worker.backend.collective_s)
-        return contributions
+        return group.collective(self._worker, given, self._worker.backend.collective_s)
 
     def validate(self, call: int) -> Any:
         for _ in range(3):

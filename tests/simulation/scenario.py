@@ -50,6 +50,7 @@ class Script:
     """Runs the user's script, and checks its results."""
 
     _loads = 0  # the number of the newest load
+    _recoveries = 0  # before the running call
     replica_cls: type[SimReplica] = SimReplica
 
     def __init__(self, plan: Plan, world: World) -> None:
@@ -147,13 +148,13 @@ class Script:
         while True:
             self.world.note("SCRIPT %s %s", name, given)
             self.schedule.begin_call()
-            recoveries = len(self.engine.recoveries)
+            self._recoveries = len(self.engine.recoveries)
             try:
                 with self.schedule.during("train" if name == "fit" else name):
                     getattr(self, f"_{name}")(*map(int, given))
                 self.checker.raise_found()
                 self.checker.returned()
-                self.checker.survived(self._failures_since(recoveries) if name not in HARDY else 0)
+                self.checker.survived(self._failures() if name not in HARDY else 0)
                 return
             except UserError as error:
                 self.checker.raise_found()
@@ -173,7 +174,7 @@ class Script:
                 if self._is_over(error):
                     self._over = True
                     return
-                self.checker.gave_up(self._failures_since(recoveries))
+                self.checker.gave_up(self._failures())
             except (ResourceError, WorkerStartError):
                 if name != "resize" or not self.schedule.struck:
                     raise
@@ -185,8 +186,8 @@ class Script:
         """Return whether the script can do nothing about an error."""
         return False
 
-    def _failures_since(self, count: int) -> int:
-        return sum(each.reason not in PLANNED for each in self.engine.recoveries[count:])
+    def _failures(self) -> int:
+        return sum(each.reason not in PLANNED for each in self.engine.recoveries[self._recoveries :])
 
     # -- its calls ------------------------------------------------------------------------------------
 
@@ -299,6 +300,7 @@ class Script:
             with suppress(CheckpointError):
                 self._validate()
                 raise Violation("a call was accepted in an undefined state") from None
+            self._recoveries = len(self.engine.recoveries)  # the next load is a call of its own
             self._load()
             return
         if refuses >= 0:

@@ -16,7 +16,7 @@ from raysgd.errors import TrainingFailedError
 from raysgd.training.loading import Refusal, take_over
 from raysgd.workers.calls import Blob
 from tests.simulation.group import Large
-from tests.simulation.network import NetworkError
+from tests.simulation.network import NetworkError, ProcessGroup
 from tests.simulation.replica import SimReplica
 from tests.simulation.scenario import Script
 
@@ -50,8 +50,8 @@ class ShardedReplica(SimReplica):
             self._worker.checker.may_load_again = False
         return super().run(call)
 
-    def _exchanged(self, given: Any) -> list[Any]:
-        contributions = super()._exchanged(given)
+    def _exchanged(self, group: ProcessGroup, given: Any) -> list[Any]:
+        contributions = super()._exchanged(group, given)
         self._ready = True
         self._worker.point("message")
         self._together("the gradients are here")

@@ -27,6 +27,18 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 # Shortened schedules that broke a guarantee once, by what was wrong.
 FOUND = {
+    "a worker that started on a GPU before its failure was known did not count": Plan(
+        seed=38567,
+        ranks=3,
+        nodes=(1, 2),
+        samples=1,
+        step_s=0.3,
+        late=0.1,
+        spares=2,
+        snapshot_every=None,
+        script=("save", "train 10"),
+        faults=(Fault("gpu", "forward", pick=61),),
+    ),
     "the only GPU was excluded, because a kernel of the user's failed at two different steps": Plan(
         seed=23434,
         ranks=1,

@@ -26,6 +26,7 @@ from raysgd.workers.events import Event, WorkerStarted
 from raysgd.workers.foreign import DeathFilter, hide_deaths_of
 from raysgd.workers.processes import LocalProcess
 from raysgd.workers.ray_group import RayGroup
+from raysgd.workers.worker_group import Room
 from tests.faults import Fault, Ground
 
 PARAGRAPH = (
@@ -182,7 +183,7 @@ def test_the_system_tells_how_a_process_has_ended(end: str, how: str) -> None:
 
 def test_waiting_for_new_workers_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     """All workers failed, and four are starting: every look at them was a line of the log."""
-    group = SimpleNamespace(demand=lambda count: f"{count} CPU (0 free)", room=lambda: 0)
+    group = SimpleNamespace(room=lambda: Room(0, 0, grows=True, needs={"CPU": (1, 0)}))
     parts: Any = SimpleNamespace(
         group=group, in_place=True, clock=lambda: 0.0, pump=lambda seconds: 0, on_wait=lambda what: None
     )
