@@ -173,7 +173,7 @@ def files() -> dict[str, Any]:
     modules.mkdir()
     (modules / "lonely.py").write_text("WORD = 'borrowed'\n", encoding="utf-8")
     sys.path.insert(0, str(modules))
-    with trainer(BorrowingOperator) as of:
+    with trainer(BorrowingOperator, seed=1) as of:
         of.train()
         saved = weights(of)
         of.save("/tmp/whole.pt")
