@@ -41,6 +41,7 @@ MODULES: dict[str, dict[str, str]] = {
     "raysgd.torch.ptl_operator": {REFUSED: "LightningOperator"},
     "raysgd.torch.resnet": {"raysgd.operators.resnet": "ResNet ResNet18 ResNet34 ResNet50 ResNet101 ResNet152"},
     "raysgd.torch.torch_dataset": {REFUSED: "TorchIterableDataset TorchMLDataset"},
+    "raysgd.data.dataset": {REFUSED: "Dataset"},
     "raysgd.torch.torch_runner": {REFUSED: "TorchRunner"},
     "raysgd.torch.torch_trainer": {"raysgd.torch": "BaseTorchTrainable TorchTrainer"},
     "raysgd.torch.training_operator": {
