@@ -12,8 +12,8 @@ MOST_FAILURES = 2
 
 
 class GpuFailures:
-    """Owns the failures of GPUs, and the steps of those that a kernel of the user's may have
-    caused: these count for no GPU, because the same kernel fails on every one.
+    """Owns the failures of GPUs, and the steps of those that a user's kernel may have caused: these
+    count for no GPU, because the same kernel fails on every one.
 
     >>> failures = GpuFailures()
     >>> failures.note([("node", "3")]), failures.note([("node", "3")], known=1)

@@ -41,7 +41,7 @@ class Counted(NamedTuple):
 
 class Weigh(Policy):
     """Gives each part its weight in the step's gradient, so that the mean over the ranks, which
-    they exchange, is the mean over all samples, or over all that `self.backward` was told to count.
+    they exchange, is the mean over all samples, or over all that `self.backward` got as counts.
 
     Samples weigh where gradients arrive at the parameters to be exchanged, whichever code runs the
     backward pass, after the hooks of user code. What `torch.autograd.grad` returns has no weight.

@@ -146,7 +146,7 @@ class Step:
     samples    how many samples the current batch counts among those that share the step, if there
                are several batches
     share      their part in the step, relative to a batch alone
-    count      what the newest `self.backward` was told to count; None for samples
+    count      what the newest `self.backward` got as `count`; None for samples
     metrics    what the batches measured before the last one: values, weight, and whether no piece
                follows
     """

@@ -39,7 +39,7 @@ FOUND = {
         script=("save", "train 10"),
         faults=(Fault("gpu", "forward", pick=61),),
     ),
-    "the only GPU was excluded, because a kernel of the user's failed at two different steps": Plan(
+    "the only GPU was excluded, because a user's kernel failed at two different steps": Plan(
         seed=23434,
         ranks=1,
         nodes=(1,),

@@ -168,7 +168,7 @@ class Remembering(torch.optim.SGD):
 
 
 class Own(Rich):
-    """Has an optimizer and a parameter group of the user's."""
+    """Has an optimizer and a parameter group with options that torch does not have."""
 
     def setup(self, config: dict[str, Any]) -> None:
         super().setup(config)
