@@ -428,7 +428,7 @@ def let_steps_act_on_broken_gradients(patch: Patch) -> None:
 
 @mutant(f"{HOST}while_a_failure_is_handled_every_exception_is_an_interruption")
 def blame_the_user_for_what_a_failure_has_caused(patch: Patch) -> None:
-    def is_interruption(self: Any, error: BaseException) -> bool:
+    def is_interruption(self: Any, error: BaseException, verb: str) -> bool:
         return self._control.interrupted and isinstance(error, (RuntimeError, OSError))
 
     instead("raysgd.workers.replica_host.ReplicaHost._is_interruption", is_interruption)(patch)

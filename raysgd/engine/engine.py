@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import random
+import sys
 import threading
 import time
 import weakref
@@ -464,6 +465,7 @@ class Engine:
         for number, (job, end) in list(self._finished.items()):
             lost = lost or _place(end) > _place(self.progress)
             if lost and number < running.number:
+                self._finished[number] = job, replace(end, step=sys.maxsize)  # an error may end it again
                 self._wait_for_least(running)
                 self._run(job, replace(running, number=number))
                 self._finished[number] = job, self.progress  # another number of workers makes another number of steps

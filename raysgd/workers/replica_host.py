@@ -40,6 +40,8 @@ CALLED = {
 }
 # The verbs that run the user's set-up.
 SET_UP = ("prepare", "build", "warm", "attach")
+# In these, the user's code makes no collective call: a failure of another rank cannot cause its errors.
+OUTSIDE_THE_GROUP = ("state", "load")
 SET_UPS = 3  # of a replacement, on a GPU whose memory a process that has failed still holds
 PACKAGE = Path(__file__).resolve().parent.parent
 
@@ -114,7 +116,7 @@ class ReplicaHost:
     def _outcome_of(self, error: BaseException, verb: str, called: str) -> Outcome:
         if (broken := self._broken(error, verb, called)) is not None:
             return broken  # without leaving the group, which could wait for the GPU
-        interrupted = self._is_interruption(error)
+        interrupted = self._is_interruption(error, verb)
         place = place_of(_frames(error), self._collectives(), self._control.begun_after, self._control.called())
         self._backend.leave()
         if interrupted:
@@ -135,8 +137,8 @@ class ReplicaHost:
             fault = replace(fault, error=self._failed(error, called))
         return WorkerFailed(described(error).splitlines()[0], GPU, progress=self._progress, fault=fault)
 
-    def _is_interruption(self, error: BaseException) -> bool:
-        if self._control.interrupted and isinstance(error, Exception):
+    def _is_interruption(self, error: BaseException, verb: str) -> bool:
+        if self._control.interrupted and isinstance(error, Exception) and verb not in OUTSIDE_THE_GROUP:
             # A mistake in the user's code comes again when the batch is repeated.
             logger.info("an error while a failure of another rank is handled counts as a part of it", exc_info=error)
             return True

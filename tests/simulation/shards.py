@@ -82,22 +82,24 @@ class ShardedReplica(SimReplica):
     def joined(self, rank_info: RankInfo) -> None:
         super().joined(rank_info)
         held, given = self._held(), self._given
-        everything = self._together((held, given is not None, self._state()))
+        everything = self._together((held, given is not None, self._state(), self._worker.name))
         place = (rank_info.generation, *self._place(rank_info))
+        members = self._worker.checker.engine._table.members()  # only their shards are promised to be used
+        promised = agreed([copies if name in members else [] for copies, *_, name in everything])
         agreement, self.is_lost = agreed([list(copies) for copies, *_ in everything]), False
         self._live = (-1, *place[1:])  # if a rank fails now, it may have a part of its new shards
-        if all(given for _, given, _ in everything):
+        if all(given for _, given, *_ in everything):
             state = bytes(given)
         elif agreement is not None:
             found = agreement.generation, agreement.handed
             lead = min(agreement.holders.keys() - agreement.late)
             state = next(each for copy, each in everything[lead][0].items() if (copy.generation, copy.handed) == found)
             self._earlier = {copy: each for copy, each in held.items() if (copy.generation, copy.handed) == found}
-        elif any(copies or given for copies, given, _ in everything):
+        elif any(copies or given for copies, given, *_ in everything):
             self.steps, self.weights, self.undefined, self.is_lost, state = [], -1, True, True, self._state()
         else:
             state = everything[0][2]  # the first ranks begin with the first one's
-        self._worker.checker.divides(lost=not (agreement or all(given for _, given, _ in everything)))
+        self._worker.checker.divides(lost=not (promised or all(given for _, given, *_ in everything)))
         self._together("shards")
         self._take(state)
         self._live, self._given, self._ready = place, None, False

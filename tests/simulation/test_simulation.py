@@ -27,6 +27,24 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 # Shortened schedules that broke a guarantee once, by what was wrong.
 FOUND = {
+    "an error of user code ended the redo of an earlier call, and no later call finished it": Plan(
+        seed=33045,
+        samples=51,
+        step_s=0.01,
+        late=0.1,
+        script=("fit 1", "apply", "train"),
+        faults=(Fault("disconnect", "in apply", count=2, others=16), Fault("raise", "state_dict")),
+    ),
+    "an error in the user's state_dict counted as a part of a failure, and the worker with it was ended": Plan(
+        seed=39891,
+        ranks=1,
+        nodes=(1,),
+        samples=4,
+        step_s=0.01,
+        late=0.1,
+        in_place=False,
+        faults=(Fault("raise", "state_dict"), Fault("raise", "forward", count=4)),
+    ),
     "a worker that started on a GPU before its failure was known did not count": Plan(
         seed=38567,
         ranks=3,

@@ -73,6 +73,9 @@ class Raises(Echo):
     def run(self, call: Call) -> Any:
         raise call.arguments["error"]
 
+    def state(self) -> Any:
+        raise ValueError("the user's state_dict")
+
 
 @pytest.mark.parametrize("interrupted", [False, True])
 @pytest.mark.parametrize("error", [ValueError(), KeyError(), RuntimeError(), OSError(), SystemExit(3)], ids=repr)
@@ -84,6 +87,7 @@ def test_while_a_failure_is_handled_every_exception_is_an_interruption(error: An
         control.interrupt()
     outcome = host.perform("run", {"call": Call(Raises.run, {"error": error})})
     assert isinstance(outcome, Interrupted if interrupted and isinstance(error, Exception) else Failed)
+    assert isinstance(host.perform("state", {"transfer": ""}), Failed)  # no peer takes part in that
 
 
 class Loads(Echo):
