@@ -66,11 +66,13 @@ class Job:
 
 @dataclass(frozen=True)
 class RunningCall:
-    """The call that the engine is in, and how many recoveries there were before it."""
+    """The call that the engine is in, how many recoveries there were before it, and whether it
+    `replaces` the state, of which it needs none then."""
 
     number: int
     max_failures: int
     recoveries_before: int
+    replaces: bool = False
 
 
 @dataclass(frozen=True)

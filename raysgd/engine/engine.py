@@ -570,12 +570,12 @@ class Engine:
         self._check_active()
         if not replaces:
             self._check_defined()
-        call = RunningCall(self._calls, max_failures, len(self.recoveries))
+        call = RunningCall(self._calls, max_failures, len(self.recoveries), replaces)
         outer = self._running
         if outer is not None and outer.max_failures >= 0:  # a save during training, for example, uses up what is left
             left = max(outer.max_failures - self._log.failures_since(outer.recoveries_before), 0)
             if max_failures < 0 or left < max_failures:
-                call = replace(outer, number=self._calls)
+                call = replace(call, max_failures=outer.max_failures, recoveries_before=outer.recoveries_before)
         attempts = 0
         while True:
             attempts += 1

@@ -202,8 +202,8 @@ def shards_lost_error(left: int, before: int) -> TrainingFailedError:
     return TrainingFailedError(
         f"training failed: a part of the model was lost with the workers that have failed ({left} of {before} are left), and there is no "
         "checkpoint from which raysgd could continue: this trainer has neither loaded a file nor completed an automatic checkpoint since "
-        "its state was last changed outside of train(). Create a new trainer, and load what you have saved. So that the "
-        "next failure does not end the run, let each shard be on two workers, with TrainingOptions(parallel='fsdp', replicas=2), or "
+        "its state was last changed outside of train(). Call load() with what you have saved. So that the next "
+        "failure does not end the run, let each shard be on two workers, with TrainingOptions(parallel='fsdp', replicas=2), or "
         "pass checkpoints=AutoCheckpoint(...), with every=... for checkpoints within an epoch"
     )
 

@@ -254,7 +254,8 @@ class RecoveryLoop:
     def _check(self, case: _Case, survivors: list[str]) -> None:
         """Raise an error if only the user's set-up is in the way, or after too many attempts."""
         replacements = self._replacements
-        if self._generation.lacks_shards(survivors) and self._generation.newest_snapshot(wait=True) is None:
+        lost = self._generation.lacks_shards(survivors) and not case.call.replaces
+        if lost and self._generation.newest_snapshot(wait=True) is None:
             self._note(case, continues=False)
             raise shards_lost_error(len(survivors), case.world)
         if not survivors and replacements.ready == 0 and replacements.starting == 0:

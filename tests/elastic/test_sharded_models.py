@@ -274,7 +274,11 @@ def test_a_lost_shard_is_in_what_was_loaded(tmp_path: Path, undisturbed: Any) ->
             assert same(weights(two), undisturbed[2])
 
 
-def test_a_lost_shard_without_a_checkpoint_is_an_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_after_a_lost_shard_without_a_checkpoint_only_a_load_helps(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, undisturbed: Any
+) -> None:
+    with two_shards(tmp_path) as two:
+        start = two.state_dict()
     with two_shards(tmp_path, "before-3-1") as two:
         assert "replicas=1 keeps one copy of each shard" in caplog.text
         assert "TrainingOptions(replicas=2)" in caplog.text and "checkpoints=AutoCheckpoint(...)" in caplog.text
@@ -283,6 +287,9 @@ def test_a_lost_shard_without_a_checkpoint_is_an_error(tmp_path: Path, caplog: p
                 TrainingFailedError, match=r"(?s)a part of the model was lost .*1 of [12] are left.*replicas=2"
             ):
                 two.train()
+        two.load_state_dict(start)
+        two.train()
+        assert same(weights(two), undisturbed[0])
     caplog.clear()
     with mortal(tmp_path, 2), two_shards(tmp_path, every="epoch"):
         assert "one copy of each shard" not in caplog.text
