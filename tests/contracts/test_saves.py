@@ -45,6 +45,7 @@ class Engine:
         self.group, self.limits = self, SimpleNamespace(hang_s=20.0)
         self.writes: list[Write] = [lambda file: torch.save(CONTENT, file)]
         self.control = Control()
+        self.wait: Callable[[], Any] = lambda: None  # after each of them
         self.opened: list[Giving] = []
         self.control.giving = self._giving
 
@@ -61,6 +62,7 @@ class Engine:
             if "draft" in arguments and not self._seen:  # a file of the same name, on another machine
                 arguments["draft"] = replace(arguments["draft"], mark=b"another file")
             value = job.call.method(Worker(self.control, write), **arguments)
+            self.wait()
         return [SimpleNamespace(values=[value])]
 
 
@@ -131,11 +133,7 @@ def test_a_worker_that_seemed_to_fail_never_mixes_its_bytes_with_another_ones(en
         goes_on.wait(60)
         file.write(b"bytes of the first" * 100_000)
 
-    def write(file: Any) -> None:
-        began.wait(60)
-        torch.save(CONTENT, file)
-
-    engine.writes = [lost, write]
+    engine.writes, engine.wait = [lost, *engine.writes], lambda: began.wait(60)
     _, handle = in_background(engine, tmp_path)
     handle.result(60)
     assert_new(tmp_path)
