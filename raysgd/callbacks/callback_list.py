@@ -37,6 +37,9 @@ class CallbackList:
     def on_workers(self) -> list[Any]:
         return [callback.on_workers for callback in self._all if callback.on_workers is not None]
 
+    def has(self, *kinds: type[Callback]) -> bool:
+        return any(isinstance(callback, kinds) for callback in self._all)
+
     def start(self, run: Run) -> None:
         self._call("on_start", run)
 

@@ -15,6 +15,7 @@ from typing import Any, TypeVar, cast
 from raysgd.callbacks.base import CallResult, Kind, Run, Underway
 from raysgd.callbacks.callback_list import CallbackList, check_callbacks
 from raysgd.callbacks.history import History
+from raysgd.callbacks.printing import PrintCallback
 from raysgd.callbacks.progress_bar import ProgressBar
 from raysgd.constants import BATCH_COUNT
 from raysgd.core import metrics
@@ -70,6 +71,11 @@ class CallRunner:
     @property
     def on_workers(self) -> list[Any]:
         return self._callbacks.on_workers
+
+    @property
+    def shows_results(self) -> bool:
+        """Return whether a callback prints or draws each result."""
+        return self._callbacks.has(PrintCallback, ProgressBar)
 
     def resume(self, rows: Sequence[Mapping[str, Any]]) -> None:
         self._callbacks.resume(rows)

@@ -5,6 +5,7 @@ import errno
 import io
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +151,28 @@ def test_printing() -> None:
         "failed: ZeroDivisionError: planned",
         "train     epoch 1  2 workers  1.5 s  train_loss=0.5",
     ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "given", "lines"),
+    [
+        ({}, {}, 3),
+        ({}, {"progress": False}, 0),
+        ({"use_tqdm": True}, {}, 0),
+        ({"callbacks": [PrintCallback(["train_loss"])]}, {}, 0),
+    ],
+)
+def test_fit_prints_a_line_for_each_epoch_unless_a_callback_does(
+    arguments: dict[str, Any], given: dict[str, Any], lines: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with TorchTrainer(training_operator_cls=Line, use_gpu=False, **arguments) as trainer:
+        trainer.fit(3, validate_every=2, **given)
+        trainer.train()  # which returns what it has measured, and prints nothing
+    found = [line for line in capsys.readouterr().out.splitlines() if not line.startswith(("train", "validate"))]
+    assert len(found) == lines
+    for epoch, line in enumerate(found, start=1):
+        validated = r"  val_loss=\S+  val_accuracy=\S+" if epoch == 2 else ""
+        assert re.fullmatch(rf"epoch {epoch}/3  \d+\.\d s  train_loss=\S+{validated}  [\d,]+ samples/s", line), line
 
 
 @pytest.mark.parametrize(
