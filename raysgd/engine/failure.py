@@ -82,9 +82,11 @@ def raise_user_error(outcome: Failed, info: WorkerInfo) -> NoReturn:
 def unfinished_error(stories: Sequence[str], *, silent: bool = False) -> WorkerStartError:
     """Return the error about workers whose set-up did not end in time, or that were `silent` for
     too long in it."""
-    limit = "ElasticConfig(hang_timeout_s=...)"
-    if not silent:
-        limit = f"timeout_s or {limit}: the larger one is the limit (training functions have only the second one)"
+    limit = (
+        "ElasticConfig(hang_timeout_s=...)"
+        if silent
+        else "timeout_s (of training functions, ElasticConfig(hang_timeout_s=...))"
+    )
     advice = f"If the set-up only needs more time, increase {limit}."
     why = "raysgd did not try again, because a second attempt would take as long."
     return WorkerStartError("\n".join([*stories, f"{advice} {why}"]))
