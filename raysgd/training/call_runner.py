@@ -64,6 +64,7 @@ class CallRunner:
         self._callbacks = CallbackList([self.history, *check_callbacks(callbacks), *([ProgressBar()] if bar else [])])
         self._rows = RowsCheck()
         self._kind: Kind | None = None
+        self._size = 0  # how many workers there are
         self._failed = False
         self._open = False
         self.named: NamedRun | None = None
@@ -99,7 +100,13 @@ class CallRunner:
             if info.partial is not None and info.rank is not None:
                 for warning in self._rows.see(info.worker, info.rank, info.partial):
                     logger.warning("%s", warning)
-            now = Underway(kind=self._kind, worker=info.worker, progress=info.progress, metrics=partial.metrics)
+            now = Underway(
+                kind=self._kind,
+                worker=info.worker,
+                progress=info.progress,
+                metrics=partial.metrics,
+                world_size=self._size,
+            )
             self._callbacks.progress(now)
             self._callbacks.raise_stop()
 
@@ -107,6 +114,7 @@ class CallRunner:
         """Call the callbacks. One that stops training because of the recovery does so at the next
         progress message or at the end of the call, because the workers are between two generations
         now."""
+        self._size = recovery.world_size_after
         stayed = recovery.world_size_before - len(recovery.removed_ranks)
         if recovery.world_size_after > stayed or recovery.reason == "takeover" or not recovery.in_place:
             self.drawn_anew.note("new workers, or a new script, continue")
@@ -144,6 +152,7 @@ class CallRunner:
         if self.named is not None and (found := self.named.recorded(call)) is not None:
             return found
         began, self._kind, self._failed, before = time.monotonic(), kind, False, engine.progress.step
+        self._size = engine.world_size
         self._rows.begin()
         if kind == "train":
             self.drawn_anew.say()

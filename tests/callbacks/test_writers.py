@@ -26,7 +26,7 @@ from raysgd.callbacks import (
     csv_files,
     json_files,
 )
-from tests.callbacks.recording import Line, result
+from tests.callbacks.recording import Line, result, run_points
 
 
 def report(step: int, **metrics: Any) -> CallResult:
@@ -123,6 +123,20 @@ def test_json_as_in_v1(tmp_path: Path, which: Any, ranks: list[int]) -> None:
 def test_invalid_ranks_are_refused(wrong: Any) -> None:
     with pytest.raises((ValueError, TypeError)):
         JsonLoggerCallback(workers_to_log=wrong)
+
+
+def test_points_within_a_call(tmp_path: Path) -> None:
+    """Nothing else than `train` has them, and a call of fewer batches has none."""
+    every: Any = {"log_every": 2}
+    for callback in (JsonLinesCallback(**every), CSVCallback(**every), JsonLinesCallback("without.jsonl")):
+        run_points(callback, tmp_path)
+    lines = [json.loads(line) for line in (tmp_path / "history.jsonl").read_text().splitlines()]
+    assert [(row["kind"], row["step"], row["loss"]) for row in lines] == [("batch", 12, 0.5), ("batch", 15, 0.25)]
+    with open(tmp_path / "batch.csv", encoding="utf-8") as file:
+        assert [(row["step"], row["world_size"]) for row in csv.DictReader(file)] == [("12", "3"), ("15", "3")]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["batch.csv", "history.jsonl"]
+    with pytest.raises(ConfigError, match="log_every must be"):
+        CSVCallback(log_every=0)
 
 
 def test_printing() -> None:
