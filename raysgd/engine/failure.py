@@ -42,10 +42,15 @@ NO_GROUP_HINT = (
     "One worker trains without a process group, so torch's collective calls fail there. Guard yours with `if self.world_size > 1`, or "
     "use num_workers=2"
 )
+ONE_ROW_HINT = (
+    "BatchNorm cannot train on a single value, and a rank had one row. Usually it is the last step of an epoch, which the ranks divide: "
+    "pass drop_last=True to the training loader, or another batch_size"
+)
 # What to do about errors of torch, by the name of the type and a part of the text.
 HINTS = (
     ("OutOfMemoryError", "", MEMORY_HINT),
     ("ValueError", "Default process group has not been init", NO_GROUP_HINT),
+    ("ValueError", "Expected more than 1 value per channel", ONE_ROW_HINT),
 )
 LOADER_HINT = (
     "Data-loader processes usually die because memory runs out. Use fewer loader processes (num_workers of the DataLoader), "
