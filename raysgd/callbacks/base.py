@@ -109,6 +109,7 @@ class Callback:
 
     # Set this to True to end the loop over `trainer.epochs()`, or `trainer.fit()`, after the current epoch.
     wants_stop: bool = False
+    stop_reason: str = ""  # for the line in the log that says so
 
     # What the workers do for this callback (`ProfilerSettings`, `Averaging`, `Measure`), if anything.
     on_workers: Any = None

@@ -50,7 +50,8 @@ class CallbackList:
         """Return whether a callback wants the loop over epochs to end. Each ends only one loop."""
         wanting = [callback for callback in self._all if callback.wants_stop]
         for callback in wanting:
-            callback.wants_stop = False
+            callback.wants_stop, why = False, f": {callback.stop_reason}" if callback.stop_reason else ""
+            logger.warning("%s ends the loop over epochs%s", type(callback).__name__, why)
         return bool(wanting)
 
     def progress(self, now: Underway) -> None:

@@ -66,7 +66,7 @@ class CallRunner:
         self._kind: Kind | None = None
         self._size = 0  # how many workers there are
         self._failed = False
-        self._open = False
+        self._open = self._is_new_folder = False
         self.named: NamedRun | None = None
 
     @property
@@ -128,11 +128,12 @@ class CallRunner:
     # -- the trainer's calls --------------------------------------------------------------------------
 
     def start(self, engine: Engine) -> None:
-        self._open = True
+        self._open, self._is_new_folder = True, not self.run.folder.exists()
         self.run = replace(self.run, processes=engine.processes)
         try:
             self._callbacks.start(self.run)
             self._callbacks.raise_stop()
+            self._say_folder()
             (engine.start if self.named is None else partial(self.named.start, engine))()
             if self.named is not None and self.named.attached:
                 self.resume(self.named.rows)
@@ -170,6 +171,7 @@ class CallRunner:
             self._kind = None
             result |= self._callbacks.result(self._result(engine, kind, result, rows, parts, time.monotonic() - began))
             self._callbacks.raise_stop()
+            self._say_folder()
             each = _returned(kind, parts) or rows
             if self.named is not None:
                 self.named.commit(call, result, each, engine, self.history)
@@ -189,6 +191,12 @@ class CallRunner:
     def exited(self, error: BaseException | None) -> None:
         """Note that the trainer's `with` block has ended, and whether an error ended it."""
         self._failed = self._failed or error is not None
+
+    def _say_folder(self) -> None:
+        """Say, once, where callbacks have begun to write."""
+        if self._is_new_folder and self.run.folder.exists():
+            self._is_new_folder = False
+            logger.warning("callbacks write to %s", self.run.folder)
 
     def describe(self, engine: Engine) -> str:
         state = {None: "idle", "train": "training", "validate": "validating", "test": "testing"}.get(self._kind) or str(

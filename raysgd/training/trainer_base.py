@@ -4,6 +4,7 @@ Driver."""
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import time
 from abc import ABC, abstractmethod
@@ -42,6 +43,8 @@ from raysgd.training.replica_base import (
 from raysgd.training.saves import SaveHandle, Saves
 from raysgd.workers.inline_group import InlineGroup
 from raysgd.workers.serialization import pack
+
+logger = logging.getLogger("raysgd")
 
 # What a call measured: epoch, batch_count, num_samples, and the metrics that the operator returned.
 Metrics = dict[str, Any]
@@ -115,6 +118,8 @@ class TrainerBase(ABC):
             record = self._loops.resume(self._load_automatic)
             if record is not None:
                 self._calls.resume(record["history"])
+            elif not self.attached:
+                logger.warning("training starts from the beginning: there is no checkpoint in %s", self._folder)
         except BaseException as error:
             self._calls.exited(error)
             self._stop(force=True, leave=self.attached)

@@ -125,6 +125,17 @@ def test_invalid_ranks_are_refused(wrong: Any) -> None:
         JsonLoggerCallback(workers_to_log=wrong)
 
 
+def test_the_log_says_once_where_callbacks_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for callbacks in ([], [CSVCallback()]):
+        with TorchTrainer(training_operator_cls=Line, use_gpu=False, callbacks=callbacks) as trainer:
+            trainer.fit(2)
+    assert caplog.messages == [f"callbacks write to {trainer.logdir}"]
+    assert trainer.logdir.is_relative_to(tmp_path) and (trainer.logdir / "train.csv").exists()
+
+
 def test_points_within_a_call(tmp_path: Path) -> None:
     """Nothing else than `train` has them, and a call of fewer batches has none."""
     every: Any = {"log_every": 2}
