@@ -86,7 +86,7 @@ class Limits:
     def derive(cls, *, timeout_s: float, hang_timeout_s: float, start_s: float) -> Limits:
         return cls(
             start_s=start_s,
-            setup_s=max(timeout_s, hang_timeout_s),
+            setup_s=timeout_s,
             join_s=min(timeout_s, JOIN_AT_MOST_S),
             collective_s=min(timeout_s, 0.9 * hang_timeout_s),
             hang_s=hang_timeout_s,

@@ -13,7 +13,7 @@ from raysgd.errors import suggesting_fields
 
 # The key of profiler traces, {file name: bytes}, in a worker's report. Users never see it.
 TRACES = "__traces__"
-Kind = Literal["train", "validate", "test", "report"]
+Kind = Literal["train", "validate", "test", "report", "batch"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,15 +47,17 @@ class Underway:
     """The progress of one worker in the running call, with that worker's metrics so far. The first
     one of a call announces the call, and has an empty `worker`.
 
-    kind      "train", "validate" or "test"
-    progress  the epoch, and the batches and samples that the worker has done
-    metrics   its metrics so far
+    kind        "train", "validate" or "test"
+    progress    the epoch, and the batches and samples that the worker has done
+    metrics     its metrics so far
+    world_size  how many workers there are
     """
 
     kind: Kind
     worker: str
     progress: Progress
     metrics: Mapping[str, Any] = field(default_factory=dict)
+    world_size: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +65,8 @@ class CallResult:
     """The result of one call of `train`, `validate` or `test`, or one round of a function's
     reports.
 
-    kind        "train", "validate", "test", or "report" for a training function
+    kind        "train", "validate", "test", "report" for a training function, or "batch" for a
+                point within a call, which only a callback with `log_every` makes
     world_size  how many workers there were at its end
     epoch       the epoch of the result; None if a training function does not report one
     step        batches trained since the start of training; for a training function, the number of
@@ -106,6 +109,7 @@ class Callback:
 
     # Set this to True to end the loop over `trainer.epochs()`, or `trainer.fit()`, after the current epoch.
     wants_stop: bool = False
+    stop_reason: str = ""  # for the line in the log that says so
 
     # What the workers do for this callback (`ProfilerSettings`, `Averaging`, `Measure`), if anything.
     on_workers: Any = None

@@ -37,6 +37,9 @@ class CallbackList:
     def on_workers(self) -> list[Any]:
         return [callback.on_workers for callback in self._all if callback.on_workers is not None]
 
+    def has(self, *kinds: type[Callback]) -> bool:
+        return any(isinstance(callback, kinds) for callback in self._all)
+
     def start(self, run: Run) -> None:
         self._call("on_start", run)
 
@@ -47,7 +50,8 @@ class CallbackList:
         """Return whether a callback wants the loop over epochs to end. Each ends only one loop."""
         wanting = [callback for callback in self._all if callback.wants_stop]
         for callback in wanting:
-            callback.wants_stop = False
+            callback.wants_stop, why = False, f": {callback.stop_reason}" if callback.stop_reason else ""
+            logger.warning("%s ends the loop over epochs%s", type(callback).__name__, why)
         return bool(wanting)
 
     def progress(self, now: Underway) -> None:

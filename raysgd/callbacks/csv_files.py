@@ -7,18 +7,20 @@ import io
 from pathlib import Path
 from typing import Any
 
-from raysgd.callbacks.base import Callback, CallResult, Run
-from raysgd.callbacks.writers import flat, row_of
+from raysgd.callbacks.base import CallResult, Run
+from raysgd.callbacks.writers import Writer, flat, row_of
 from raysgd.errors import text_of
 from raysgd.storage import locations
 
 
-class CSVCallback(Callback):
+class CSVCallback(Writer):
     """Writes `train.csv` and `validate.csv` (for a training function, `report.csv`), one line per
     result, in `folder` (by default the log folder). Appends to existing files. A metric that
-    appears later becomes a new column, which is empty in the lines before."""
+    appears later becomes a new column, which is empty in the lines before. With `log_every=n`, also
+    `batch.csv`, with a line about every n batches."""
 
-    def __init__(self, folder: str | Path | None = None) -> None:
+    def __init__(self, folder: str | Path | None = None, *, log_every: int | None = None) -> None:
+        super().__init__(log_every)
         self._given = None if folder is None else Path(folder).expanduser()
         self.folder = self._given
         self._headers: dict[Path, list[str]] = {}

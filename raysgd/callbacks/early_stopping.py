@@ -12,7 +12,7 @@ from raysgd.callbacks.base import Callback, CallResult
 from raysgd.callbacks.writers import row_of
 from raysgd.config import at_least, one_of
 from raysgd.core.metrics import plain
-from raysgd.errors import ConfigError
+from raysgd.errors import ConfigError, counted
 
 logger = logging.getLogger("raysgd")
 
@@ -65,6 +65,7 @@ class EarlyStopping(Callback):
         warn_of_mode(f"EarlyStopping({metric!r}) waits for", metric, mode)
         self._metric, self._patience, self._sign, self._delta = metric, patience, 1 if mode == "min" else -1, min_delta
         self._cost, self._waited = math.inf, 0
+        self._measured: bool | None = None  # None before the first result
 
     @property
     def best(self) -> float | None:
@@ -80,12 +81,16 @@ class EarlyStopping(Callback):
                 "EarlyStopping ends loops over trainer.epochs() and trainer.fit() of a TorchTrainer or TFTrainer; a training "
                 "function ends its own loop"
             )
-        row = row_of(result)
+        row, self._measured = row_of(result), bool(self._measured)
         if result.kind == "validate" and self._metric.startswith("val") and self._metric not in row:
             raise ConfigError(
                 f"EarlyStopping({self._metric!r}) was not measured: choose one of {', '.join(result.metrics)}"
             )
         self._see(row)
+
+    def on_end(self, failed: bool) -> None:
+        if not failed and self._measured is False:
+            logger.warning("EarlyStopping(%r) had no effect, because no result had this metric", self._metric)
 
     def _see(self, row: Mapping[str, Any]) -> None:
         if row.get("kind") == "test" and not self._metric.startswith("test_"):
@@ -93,6 +98,7 @@ class EarlyStopping(Callback):
         value = plain(row.get(self._metric))
         if not isinstance(value, (int, float)):
             return
+        self._measured = True
         self.wants_stop = False
         if self._sign * value < self._cost - self._delta:
             self._cost, self._waited = self._sign * value, 0
@@ -100,3 +106,6 @@ class EarlyStopping(Callback):
         self._waited += 1
         if self._waited >= self._patience:
             self.wants_stop, self._waited = True, 0
+            mode, best = "min" if self._sign == 1 else "max", "none" if self.best is None else f"{self.best:.4g}"
+            results = counted(self._patience, "result")
+            self.stop_reason = f"{self._metric} has not improved for {results} (mode={mode!r}, best value {best})"

@@ -8,20 +8,22 @@ from pathlib import Path
 from typing import Any
 
 from raysgd.callbacks.base import Callback, CallResult, Run
-from raysgd.callbacks.writers import check_ranks, for_json, row_of
+from raysgd.callbacks.writers import Writer, check_ranks, for_json, row_of
 from raysgd.storage import locations
 
 
-class JsonLinesCallback(Callback):
+class JsonLinesCallback(Writer):
     """Writes one complete line per result, as soon as there is a result, to `path` (by default
     `history.jsonl` in the log folder). Appends to an existing file.
 
         {"kind": "train", "epoch": 1, "step": 90, "world_size": 2, "seconds": 1.3, "train_loss": 0.43, ...}
 
-    NaN and infinity are written as the texts "NaN", "Infinity" and "-Infinity".
+    NaN and infinity are written as the texts "NaN", "Infinity" and "-Infinity". With `log_every=n`,
+    there is also a line of the kind "batch" about every n batches.
     """
 
-    def __init__(self, path: str | Path | None = None) -> None:
+    def __init__(self, path: str | Path | None = None, *, log_every: int | None = None) -> None:
+        super().__init__(log_every)
         self._given = None if path is None else Path(path).expanduser()
         self.path = self._given
         self._is_whole = False

@@ -11,8 +11,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from raysgd.callbacks.base import Callback, CallResult, Run
+from raysgd.callbacks.base import CallResult, Run
 from raysgd.callbacks.writers import (
+    Writer,
     check_rank,
     flat,
     for_json,
@@ -29,7 +30,7 @@ TAG, RECOVERIES = "raysgd.recoveries", "recoveries.json"
 OWN = (DATABASE, ARTIFACTS, "mlruns")
 
 
-class MLflowCallback(Callback):
+class MLflowCallback(Writer):
     """Creates one MLflow run per trainer (for functions, per run). Logs the config as parameters,
     and each scalar as a metric over the batches trained so far (for functions, one rank's scalars
     over its reports). Recoveries and planned changes of the workers are metrics `recovery_...`, the
@@ -44,6 +45,7 @@ class MLflowCallback(Callback):
     tags             tags of the MLflow run
     logdir           the folder whose content `save_artifact` stores; by default the log folder
     worker_to_log    of functions, the rank whose scalars are logged
+    log_every        also log a point `batch_...` about every so many batches of a call of train()
     save_artifact    store the content of the log folder with the MLflow run at the end
 
     Uses its own client, so it does not touch an MLflow run that your script has started.
@@ -59,7 +61,10 @@ class MLflowCallback(Callback):
         save_artifact: bool = False,
         logdir: str | Path | None = None,
         worker_to_log: int = 0,
+        *,
+        log_every: int | None = None,
     ) -> None:
+        super().__init__(log_every)
         self.tracking_uri = tracking_uri
         self._registry_uri, self._experiment_id, self._experiment_name = registry_uri, experiment_id, experiment_name
         self._tags, self._save_artifact = dict(tags or {}), save_artifact
@@ -96,7 +101,8 @@ class MLflowCallback(Callback):
         else:
             values = {**scalars(result.metrics), f"{result.kind}_seconds": result.seconds}
             values["world_size"] = float(result.world_size)
-        logged = [metric(name, value, now, result.step) for name, value in values.items()]
+        prefix = "batch_" if result.kind == "batch" else ""
+        logged = [metric(prefix + name.removeprefix(prefix), value, now, result.step) for name, value in values.items()]
         self._client.log_batch(self.run_id, metrics=logged)
         self._store_recoveries(self._client)
 

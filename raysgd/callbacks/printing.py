@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from typing import Any, TextIO
 
 from raysgd.callbacks.base import Callback, CallResult
@@ -28,7 +29,7 @@ class PrintCallback(Callback):
     def on_result(self, result: CallResult) -> None:
         at = f"epoch {result.epoch}" if result.epoch is not None else f"report {result.step}"
         workers = counted(result.world_size, "worker")
-        shown = "  ".join(f"{name}={value:.4g}" for name, value in self._selected(result).items())
+        shown = _shown(self._selected(result))
         self._print(f"{result.kind:<8}  {at}  {workers}  {result.seconds:.1f} s  {shown}".rstrip())
 
     def on_recovery(self, recovery: Recovery) -> None:
@@ -42,7 +43,24 @@ class PrintCallback(Callback):
         found = scalars(result.metrics)
         if self._metrics is not None:
             return {name: found[name] for name in self._metrics if name in found}
-        return {n: v for n, v in found.items() if n not in OMITTED and not n.startswith(("last_", "_", "profile/"))}
+        return own_metrics(found)
 
     def _print(self, line: str) -> None:
         print(line, file=self._file or sys.stdout, flush=True)
+
+
+def own_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the numbers that the operator has measured, without those of the last batch."""
+    left_out = ("last_", "_", "profile/")
+    return {n: v for n, v in scalars(metrics).items() if n not in OMITTED and not n.startswith(left_out)}
+
+
+def epoch_line(epoch: int, epochs: int, seconds: float, train: Mapping[str, Any], validation: Mapping[str, Any]) -> str:
+    """Return the line that `fit` prints after an epoch, whose training took `seconds`."""
+    shown = _shown(own_metrics(train) | own_metrics(validation))
+    speed = train.get("num_samples", 0) / max(seconds, 1e-6)
+    return f"epoch {epoch}/{epochs}  {seconds:.1f} s  {shown}  {speed:,.0f} samples/s"
+
+
+def _shown(numbers: Mapping[str, Any]) -> str:
+    return "  ".join(f"{name}={value:.4g}" for name, value in numbers.items())

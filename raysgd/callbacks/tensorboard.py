@@ -11,24 +11,28 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from raysgd.callbacks.base import Callback, CallResult, Run
-from raysgd.callbacks.writers import check_rank, import_extra, recovery_scalars, recovery_text, tagged_scalars
+from raysgd.callbacks.base import CallResult, Run
+from raysgd.callbacks.writers import Writer, check_rank, import_extra, recovery_scalars, recovery_text, tagged_scalars
 from raysgd.core.policy import Recovery
 
 USER = "TensorBoardCallback"
 DT_STRING = 7  # of tensorboard.compat.proto.types_pb2
 
 
-class TensorBoardCallback(Callback):
+class TensorBoardCallback(Writer):
     """Writes an event file for `tensorboard --logdir`: each scalar as `train/...` or `validate/...`
-    over the batches trained so far. For training functions: the scalars of the rank
-    `worker_to_log`, under their own names, over its reports. Each recovery, and each planned change
-    of the workers, is a text `recovery`, and its numbers are `recovery/...`.
+    over the batches trained so far, with `log_every=n` also about every n batches as `batch/...`.
+    For training functions: the scalars of the rank `worker_to_log`, under their own names, over its
+    reports. Each recovery, and each planned change of the workers, is a text `recovery`, and its
+    numbers are `recovery/...`.
 
     Owns the open file.
     """
 
-    def __init__(self, logdir: str | Path | None = None, worker_to_log: int = 0) -> None:
+    def __init__(
+        self, logdir: str | Path | None = None, worker_to_log: int = 0, *, log_every: int | None = None
+    ) -> None:
+        super().__init__(log_every)
         self._given = None if logdir is None else Path(logdir).expanduser()
         self._worker = check_rank(worker_to_log)
         self._events: _EventFile | None = None

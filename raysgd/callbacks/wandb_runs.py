@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from raysgd.callbacks.base import Callback, CallResult, Run
+from raysgd.callbacks.base import CallResult, Run
 from raysgd.callbacks.writers import (
+    Writer,
     check_rank,
     for_json,
     import_extra,
@@ -18,7 +19,7 @@ from raysgd.callbacks.writers import (
 from raysgd.core.policy import Recovery
 
 
-class WandbCallback(Callback):
+class WandbCallback(Writer):
     """Creates one W&B run per trainer (for functions, per run). Logs the config, and each scalar as
     `train/...` or `validate/...` over `step`, the batches trained so far. A function's scalars keep
     their own names. Recoveries and planned changes of the workers are `recovery/...`.
@@ -30,6 +31,7 @@ class WandbCallback(Callback):
              default, WANDB_MODE
     dir      where W&B writes its files; by default, the log folder
     init     further arguments of `wandb.init`
+    log_every  also log a point `batch/...` about every so many batches of a call of `train`
     """
 
     def __init__(
@@ -41,7 +43,9 @@ class WandbCallback(Callback):
         dir: str | Path | None = None,
         worker_to_log: int = 0,
         init: Mapping[str, Any] | None = None,
+        log_every: int | None = None,
     ) -> None:
+        super().__init__(log_every)
         self._project, self._name, self._mode, self._init = project, name, mode, dict(init or {})
         self._given = None if dir is None else Path(dir).expanduser()
         self._worker = check_rank(worker_to_log)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable, Mapping
 from importlib import import_module
 from typing import Any
 
-from raysgd.callbacks.base import CallResult
+from raysgd.callbacks.base import Callback, CallResult, Underway
+from raysgd.config import at_least
 from raysgd.core.metrics import plain
 from raysgd.core.policy import Recovery
 from raysgd.errors import ConfigError, counted, ranked, text_of
@@ -15,6 +17,30 @@ from raysgd.errors import ConfigError, counted, ranked, text_of
 ROW_FIELDS = ("kind", "epoch", "step", "world_size", "seconds")
 # Numbers that measure the amount of work and not its quality. They are plotted only on request.
 COUNTS = ("epoch", "step", "world_size", "seconds", "batch_count", "num_samples", "skipped_steps")
+
+
+class Writer(Callback):
+    """Writes each result, and with `log_every=n` also points within calls of `train`, as results of
+    the kind "batch": one worker's values of its last batch, at most every n batches, as its
+    progress messages come."""
+
+    def __init__(self, log_every: int | None) -> None:
+        if log_every is not None:
+            at_least("log_every", log_every, 1, whole=True)
+        self._every, self._written, self._began = log_every, 0, 0.0
+
+    def on_progress(self, now: Underway) -> None:
+        batches = now.progress.batches
+        if not now.worker:  # a call begins
+            self._written, self._began = 0, time.monotonic()
+        last = {name.removeprefix("last_"): value for name, value in now.metrics.items() if name.startswith("last_")}
+        if self._every is None or now.kind != "train" or batches // self._every <= self._written // self._every:
+            return
+        if last:
+            self._written = batches
+            at: dict[str, Any] = {"epoch": now.progress.epoch, "step": now.progress.step, "world_size": now.world_size}
+            took = time.monotonic() - self._began
+            self.on_result(CallResult(kind="batch", metrics=last, by_worker=[], seconds=took, **at))
 
 
 def for_json(value: Any, *, strict: bool = True) -> Any:

@@ -191,7 +191,7 @@ def judge_weights(apart: float, natural: float) -> Finding:
     text = f"the difference to those without faults is {apart:.1g} of their norm"
     if natural > TOLERANCE:
         text += f", and on one worker, without faults, {natural:.1g}: they depend on the workers or on chance"
-        todo = "Switch off dropout, BatchNorm and augmentation for the drill, and seed all random numbers"
+        todo = "Switch off dropout, BatchNorm, augmentation and bf16 for the drill, and seed all random numbers"
         return Finding("weights", text, todo, fails=False)
     todo = "Return what influences training from state_dict(), and let the errors of collective calls pass"
     return Finding("weights", text, todo if apart > TOLERANCE else "")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from raysgd.core.outcomes import CollectivePlace
+from raysgd.errors import counted
 
 # Frames of a rank that is waiting for its peers: (end of the file's path, function; "" for any function).
 COLLECTIVE_FRAMES = (
@@ -42,7 +44,7 @@ UNORDERED = (
 PACKAGE, RAY = str(Path(__file__).resolve().parent.parent), "-packages/ray/"
 # Each worker sends "alive" every second. Workers whose last messages are this close together stopped sending together.
 TOGETHER_S = 2.5
-MOST_FRAMES = 20
+MOST_FRAMES, SHOWN_FRAMES = 20, 6
 
 # The part of the user's code that a verb calls, for messages.
 USERS_PART = {
@@ -143,7 +145,39 @@ def describe_rank(report: RankReport) -> str:
     where = f"rank {report.rank} on {report.node or 'this machine'}, in {report.phase or '?'}, batch {report.batch}"
     if report.stack is None:
         return f"{where}: does not answer (its process is stopped, or its machine has failed)"
-    return "\n    ".join([f"{where}, at", *report.stack[:6]])
+    return "\n    ".join([f"{where}, at", *_folded(report.stack)])
+
+
+def _folded(stack: Sequence[str]) -> list[str]:
+    """Return the innermost frame and the user's ones, and how many of libraries are between them;
+    without frames of the user, the innermost ones."""
+    frames = _within(stack)
+    own = [index for index, frame in enumerate(frames) if index and is_user_frame(frame)][:SHOWN_FRAMES]
+    if not own:
+        return frames[:SHOWN_FRAMES]
+    shown = frames[:1]
+    for before, index in pairwise((0, *own)):
+        shown += [f"[{counted(index - before - 1, 'frame')} of libraries]"] if index - before > 1 else []
+        shown.append(frames[index])
+    return shown
+
+
+def _within(stack: Sequence[str]) -> list[str]:
+    """Return the frames of a stack without what called raysgd."""
+    frames = [frame for frame in stack if not frame.startswith("<frozen ")] or list(stack)
+    outermost = max((index for index, frame in enumerate(frames) if frame.startswith(PACKAGE)), default=len(frames) - 1)
+    return frames[: outermost + 1]
+
+
+def describe_slow(report: RankReport, verb: str, seconds: float, limit_s: float) -> str:
+    """Return that a rank is still in its set-up, and where it is."""
+    rank = "a replacement worker" if report.rank is None else f"rank {report.rank}"
+    where = (
+        f"{rank} on node {report.node or '?'} has been in {USERS_PART[verb]} for {seconds:.0f} s (limit {limit_s:g} s)"
+    )
+    if report.stack is None:
+        return f"{where}, and does not answer"
+    return "\n    ".join([f"{where}. It is at", *_folded(report.stack)])
 
 
 def describe_unfinished(report: RankReport, verb: str, limit_s: float) -> str:
@@ -156,9 +190,7 @@ def describe_unfinished(report: RankReport, verb: str, limit_s: float) -> str:
             f"{where} has not answered for {max(report.silent_s, limit_s):.0f} s (limit {limit_s:g} s) in {what}: its process "
             "is stopped, or native code holds Python's global interpreter lock. Its stack cannot be shown"
         )
-    frames = [frame for frame in report.stack if not frame.startswith("<frozen ")] or list(report.stack)
-    outermost = max((index for index, frame in enumerate(frames) if frame.startswith(PACKAGE)), default=len(frames) - 1)
-    frames = frames[: outermost + 1]  # without what called raysgd
+    frames = _within(report.stack)
     while len(frames) > 1 and (frames[-1].startswith(PACKAGE) or RAY in frames[-1]):
         frames.pop()  # raysgd's and Ray's frames that called the user's code
     return "\n    ".join([f"{where} did not finish {what} within {limit_s:g} s. It is at", *frames[:MOST_FRAMES]])

@@ -42,10 +42,15 @@ NO_GROUP_HINT = (
     "One worker trains without a process group, so torch's collective calls fail there. Guard yours with `if self.world_size > 1`, or "
     "use num_workers=2"
 )
+ONE_ROW_HINT = (
+    "BatchNorm cannot train on a single value, and a rank had one row. Usually it is the last step of an epoch, which the ranks divide: "
+    "pass drop_last=True to the training loader, or another batch_size"
+)
 # What to do about errors of torch, by the name of the type and a part of the text.
 HINTS = (
     ("OutOfMemoryError", "", MEMORY_HINT),
     ("ValueError", "Default process group has not been init", NO_GROUP_HINT),
+    ("ValueError", "Expected more than 1 value per channel", ONE_ROW_HINT),
 )
 LOADER_HINT = (
     "Data-loader processes usually die because memory runs out. Use fewer loader processes (num_workers of the DataLoader), "
@@ -82,9 +87,11 @@ def raise_user_error(outcome: Failed, info: WorkerInfo) -> NoReturn:
 def unfinished_error(stories: Sequence[str], *, silent: bool = False) -> WorkerStartError:
     """Return the error about workers whose set-up did not end in time, or that were `silent` for
     too long in it."""
-    limit = "ElasticConfig(hang_timeout_s=...)"
-    if not silent:
-        limit = f"timeout_s or {limit}: the larger one is the limit (training functions have only the second one)"
+    limit = (
+        "ElasticConfig(hang_timeout_s=...)"
+        if silent
+        else "timeout_s (of training functions, ElasticConfig(hang_timeout_s=...))"
+    )
     advice = f"If the set-up only needs more time, increase {limit}."
     why = "raysgd did not try again, because a second attempt would take as long."
     return WorkerStartError("\n".join([*stories, f"{advice} {why}"]))

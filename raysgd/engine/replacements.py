@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable
 from raysgd.core.outcomes import Failed, Ok
 from raysgd.core.policy import count_to_launch, is_time_to_join
 from raysgd.engine.generation import Generation
-from raysgd.engine.watchdog import end_if_silent, unfinished
+from raysgd.engine.watchdog import WARN_PART, end_if_silent, unfinished, warn_of_slow
 from raysgd.engine.worker_table import Stage, WorkerInfo, WorkerTable
 from raysgd.errors import counted
 
@@ -37,6 +37,7 @@ class Replacements:
         self._start_s, self._setup_s = generation.limits.start_s, generation.limits.setup_s
         self.failure: Failed | None = None  # the error of the user's code that ended the set-up of the newest one
         self.unfinished = ""  # what the newest one did not finish within the limit for its set-up
+        self._warned: set[str] = set()  # of those whose set-up takes long
         self._ready_at = 0.0
         self._look_at = 0.0
         self._pause_s = LOOK_EVERY_S
@@ -172,6 +173,9 @@ class Replacements:
             self._drop(info, story or f"its set-up took longer than {self._setup_s:g} s")
         else:
             end_if_silent(self._table, info.worker, "warm")
+            if self._table.clock() - info.moved_at > self._setup_s * WARN_PART and info.worker not in self._warned:
+                self._warned.add(info.worker)
+                warn_of_slow(self._table, [info.worker], {info.worker: "warm"}, self._setup_s)
 
     def _set_ready(self, worker: str) -> None:
         self._table.set_stage(worker, Stage.READY)

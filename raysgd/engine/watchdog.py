@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from raysgd.core.hang import RankReport, blocking_ranks, describe_rank, describe_unfinished, is_in_collective
+from raysgd.core.hang import (
+    USERS_PART,
+    RankReport,
+    blocking_ranks,
+    describe_rank,
+    describe_slow,
+    describe_unfinished,
+    is_in_collective,
+)
 from raysgd.core.messages import StackReport
 from raysgd.core.outcomes import CollectivePlace, Ok, Outcome
 from raysgd.core.policy import drift
@@ -19,6 +28,7 @@ logger = logging.getLogger("raysgd")
 SILENT_S = 2.5
 # For a rank to leave a collective call, after it was interrupted: at least, and as a part of the limit of a hang.
 LEAVE_S, LEAVE_PART = 10.0, 0.1
+WARN_PART = 0.1  # of the limit of a set-up
 ASK_EVERY_S = 1.0  # at first, for ranks that may be in a collective call which others do not make
 
 
@@ -61,10 +71,16 @@ class TimeLimit:
         self._table, self._verbs, self._limit_s = table, verbs, limit_s
         self._given_up_at: dict[str, float] = {}  # of those that were killed
         self._look_at = table.clock()
+        self._warn_at = table.clock() + limit_s * WARN_PART
 
     def tick(self, running: Collection[str]) -> bool:
         """Return whether the time of some was up."""
         table = self._table
+        if table.clock() >= self._warn_at:
+            self._warn_at = math.inf
+            warn_of_slow(
+                table, [worker for worker in running if self._verbs[worker] in USERS_PART], self._verbs, self._limit_s
+            )
         if table.clock() >= self._look_at:
             self._look_at = table.clock() + LOOK_S
             for worker in list(running):
@@ -88,6 +104,14 @@ class TimeLimit:
             table.kill(worker, "hang", story)
 
 
+def warn_of_slow(table: WorkerTable, workers: Sequence[str], verbs: Mapping[str, str], limit_s: float) -> None:
+    """Log where workers are whose set-up has taken a tenth of its limit: those that block the
+    others."""
+    reports = stacks_of(table, workers)
+    for worker in blocking_ranks(reports) or list(reports):
+        logger.warning("%s", describe_slow(reports[worker], verbs[worker], limit_s * WARN_PART, limit_s))
+
+
 def end_if_silent(table: WorkerTable, worker: str, verb: str) -> None:
     """Kill the worker if it sends not even "alive": its process is stopped."""
     if table[worker].killed_for is None and table.silent_for(worker) > table.silent_s:
@@ -97,13 +121,7 @@ def end_if_silent(table: WorkerTable, worker: str, verb: str) -> None:
 def unfinished(table: WorkerTable, workers: Sequence[str], verbs: Mapping[str, str], limit_s: float) -> dict[str, str]:
     """Return, for each of these workers that is still busy, what it did not finish in time, and
     where it is. Workers that block the others come first."""
-    number, found, deadline = table.request_stacks(workers), dict[str, StackReport](), table.clock() + SILENT_S
-    while (
-        len(found) < len(workers) and table.clock() < deadline
-    ):  # they answer at once, unless their process is stopped
-        table.pump(0.05)
-        found |= dict(table.take_answers(StackReport, number))
-    reports = {w: report_of(table, w, found.get(w)) for w in workers if table[w].busy is not None}
+    reports = stacks_of(table, workers)
     blocking = blocking_ranks(reports) or list(reports)
     waiting = [worker for worker in reports if worker not in blocking]
     first = ", ".join(f"rank {reports[worker].rank}" for worker in blocking)
@@ -112,6 +130,17 @@ def unfinished(table: WorkerTable, workers: Sequence[str], verbs: Mapping[str, s
         if reports[worker].stack is not None:
             table.set_unfinished(worker, stories[worker])
     return stories | {worker: f"waited for {first} in '{verbs[worker]}' for {limit_s:g} s" for worker in waiting}
+
+
+def stacks_of(table: WorkerTable, workers: Sequence[str]) -> dict[str, RankReport]:
+    """Ask the workers where they are. Return the answers of those that are still busy."""
+    number, found, deadline = table.request_stacks(workers), dict[str, StackReport](), table.clock() + SILENT_S
+    while (
+        len(found) < len(workers) and table.clock() < deadline
+    ):  # they answer at once, unless their process is stopped
+        table.pump(0.05)
+        found |= dict(table.take_answers(StackReport, number))
+    return {w: report_of(table, w, found.get(w)) for w in workers if table[w].busy is not None}
 
 
 def report_of(table: WorkerTable, worker: str, answer: StackReport | None) -> RankReport:

@@ -15,6 +15,7 @@ from typing import Any, TypeVar, cast
 from raysgd.callbacks.base import CallResult, Kind, Run, Underway
 from raysgd.callbacks.callback_list import CallbackList, check_callbacks
 from raysgd.callbacks.history import History
+from raysgd.callbacks.printing import PrintCallback
 from raysgd.callbacks.progress_bar import ProgressBar
 from raysgd.constants import BATCH_COUNT
 from raysgd.core import metrics
@@ -63,13 +64,19 @@ class CallRunner:
         self._callbacks = CallbackList([self.history, *check_callbacks(callbacks), *([ProgressBar()] if bar else [])])
         self._rows = RowsCheck()
         self._kind: Kind | None = None
+        self._size = 0  # how many workers there are
         self._failed = False
-        self._open = False
+        self._open = self._is_new_folder = False
         self.named: NamedRun | None = None
 
     @property
     def on_workers(self) -> list[Any]:
         return self._callbacks.on_workers
+
+    @property
+    def shows_results(self) -> bool:
+        """Return whether a callback prints or draws each result."""
+        return self._callbacks.has(PrintCallback, ProgressBar)
 
     def resume(self, rows: Sequence[Mapping[str, Any]]) -> None:
         self._callbacks.resume(rows)
@@ -93,7 +100,13 @@ class CallRunner:
             if info.partial is not None and info.rank is not None:
                 for warning in self._rows.see(info.worker, info.rank, info.partial):
                     logger.warning("%s", warning)
-            now = Underway(kind=self._kind, worker=info.worker, progress=info.progress, metrics=partial.metrics)
+            now = Underway(
+                kind=self._kind,
+                worker=info.worker,
+                progress=info.progress,
+                metrics=partial.metrics,
+                world_size=self._size,
+            )
             self._callbacks.progress(now)
             self._callbacks.raise_stop()
 
@@ -101,6 +114,7 @@ class CallRunner:
         """Call the callbacks. One that stops training because of the recovery does so at the next
         progress message or at the end of the call, because the workers are between two generations
         now."""
+        self._size = recovery.world_size_after
         stayed = recovery.world_size_before - len(recovery.removed_ranks)
         if recovery.world_size_after > stayed or recovery.reason == "takeover" or not recovery.in_place:
             self.drawn_anew.note("new workers, or a new script, continue")
@@ -114,11 +128,12 @@ class CallRunner:
     # -- the trainer's calls --------------------------------------------------------------------------
 
     def start(self, engine: Engine) -> None:
-        self._open = True
+        self._open, self._is_new_folder = True, not self.run.folder.exists()
         self.run = replace(self.run, processes=engine.processes)
         try:
             self._callbacks.start(self.run)
             self._callbacks.raise_stop()
+            self._say_folder()
             (engine.start if self.named is None else partial(self.named.start, engine))()
             if self.named is not None and self.named.attached:
                 self.resume(self.named.rows)
@@ -138,6 +153,7 @@ class CallRunner:
         if self.named is not None and (found := self.named.recorded(call)) is not None:
             return found
         began, self._kind, self._failed, before = time.monotonic(), kind, False, engine.progress.step
+        self._size = engine.world_size
         self._rows.begin()
         if kind == "train":
             self.drawn_anew.say()
@@ -155,6 +171,7 @@ class CallRunner:
             self._kind = None
             result |= self._callbacks.result(self._result(engine, kind, result, rows, parts, time.monotonic() - began))
             self._callbacks.raise_stop()
+            self._say_folder()
             each = _returned(kind, parts) or rows
             if self.named is not None:
                 self.named.commit(call, result, each, engine, self.history)
@@ -174,6 +191,12 @@ class CallRunner:
     def exited(self, error: BaseException | None) -> None:
         """Note that the trainer's `with` block has ended, and whether an error ended it."""
         self._failed = self._failed or error is not None
+
+    def _say_folder(self) -> None:
+        """Say, once, where callbacks have begun to write."""
+        if self._is_new_folder and self.run.folder.exists():
+            self._is_new_folder = False
+            logger.warning("callbacks write to %s", self.run.folder)
 
     def describe(self, engine: Engine) -> str:
         state = {None: "idle", "train": "training", "validate": "validating", "test": "testing"}.get(self._kind) or str(

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from raysgd.callbacks.history import History
-from raysgd.errors import CheckpointError, ConfigError
+from raysgd.errors import CheckpointError, ConfigError, counted
 from raysgd.training.auto_checkpoint import AutoCheckpoint, CheckpointFolder, SavedPlace
 
 logger = logging.getLogger("raysgd")
@@ -111,7 +111,8 @@ class EpochLoops:
             for damaged in [newer for newer in folder.newest_first() if newer > place]:
                 folder.forget(damaged)
             self._resumed, self._mark = place, place.step
-            logger.info("training resumes from %s", path)
+            done = counted(place.done, "epoch"), counted(place.step, "batch", "batches")
+            logger.warning("training resumes from %s: %s and %s are done", path, *done)
             self._record = folder.record(place)
             return self._record
         if tried:

@@ -7,6 +7,7 @@ import logging
 import pickle
 import re
 import sys
+import time
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -99,9 +100,11 @@ class NamedRun:
         """Say what becomes of the workers, because the script has ended by an error."""
         if not self.tenure.superseded:
             logger.warning(
-                "the workers of the trainer %r keep its state for %g s: run the script again to continue, or end them with "
-                "`raysgd end %s`",
-                *(self.tenure.name, self.tenure.orphan_s, self.tenure.name),
+                "the workers of the trainer %r keep its state for %g s (until %s), and their CPUs and GPUs: run the script again to "
+                "continue, or end them with `raysgd end %s`",
+                *(self.tenure.name, self.tenure.orphan_s),
+                time.strftime("%H:%M:%S", time.localtime(time.time() + self.tenure.orphan_s)),
+                self.tenure.name,
             )
 
     def warn_of_plain_loop(self, epochs: int) -> None:

@@ -4,7 +4,9 @@ Driver."""
 from __future__ import annotations
 
 import atexit
+import logging
 import os
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -14,6 +16,7 @@ from typing import Any, Literal, TypeVar
 from raysgd.callbacks.base import Run
 from raysgd.callbacks.folder import folder_to_be
 from raysgd.callbacks.history import History
+from raysgd.callbacks.printing import epoch_line
 from raysgd.config import ORPHAN_S, ElasticConfig, Limits, WorkerResources, at_least, check_flags
 from raysgd.core.policy import Recovery
 from raysgd.core.protocols import Call, ProcessGroupBackend
@@ -40,6 +43,8 @@ from raysgd.training.replica_base import (
 from raysgd.training.saves import SaveHandle, Saves
 from raysgd.workers.inline_group import InlineGroup
 from raysgd.workers.serialization import pack
+
+logger = logging.getLogger("raysgd")
 
 # What a call measured: epoch, batch_count, num_samples, and the metrics that the operator returned.
 Metrics = dict[str, Any]
@@ -113,6 +118,8 @@ class TrainerBase(ABC):
             record = self._loops.resume(self._load_automatic)
             if record is not None:
                 self._calls.resume(record["history"])
+            elif not self.attached:
+                logger.warning("training starts from the beginning: there is no checkpoint in %s", self._folder)
         except BaseException as error:
             self._calls.exited(error)
             self._stop(force=True, leave=self.attached)
@@ -147,9 +154,10 @@ class TrainerBase(ABC):
         validation_steps: int | None = None,
         max_retries: int = 3,
         info: Mapping[str, Any] | None = None,
+        progress: bool = True,
     ) -> History:
         """Train for `epochs` epochs, and validate after each `validate_every`-th one (0: never).
-        Return the history.
+        Print one line for each epoch, unless a callback shows the results, and return the history.
 
             for epoch in trainer.epochs(epochs):
                 trainer.train(num_steps, max_retries=max_retries, info=info)
@@ -160,7 +168,9 @@ class TrainerBase(ABC):
         validation_steps  batches in each validation; None: all of them
         max_retries       how many worker failures each epoch survives (-1: any number)
         info              a dictionary that the operator's methods get
+        progress          False: print nothing
         """
+        check_flags(progress=progress)
         at_least("validate_every", validate_every, 0, whole=True)
         check_call(num_steps, max_retries, info)
         check_call(validation_steps, 0, None)
@@ -170,9 +180,13 @@ class TrainerBase(ABC):
                 "validate_every=0"
             )
         for epoch in self.epochs(epochs):
-            self.train(num_steps, max_retries=max_retries, info=info)
-            if validate_every and epoch % validate_every == 0:
-                self.validate(validation_steps, info=info)
+            began = time.monotonic()
+            trained = self.train(num_steps, max_retries=max_retries, info=info)
+            seconds = time.monotonic() - began
+            validates = validate_every and epoch % validate_every == 0
+            validated = self.validate(validation_steps, info=info) if validates else {}
+            if progress and not self._calls.shows_results:
+                print(epoch_line(epoch, epochs, seconds, trained, validated), flush=True)
         return self.history
 
     @abstractmethod

@@ -111,7 +111,7 @@ def _connect(gpus: float, *, lasting: bool) -> None:
         _join_lasting(start=True)
         return
     # Without the dashboard Ray starts in half the time. Users who want the dashboard call ray.init() first.
-    interpreter = start_fork_server() or sys.executable
+    interpreter, others = start_fork_server() or sys.executable, foreign.clusters_here()
     try:
         with foreign.quick_start(interpreter) as settings:
             ray.init(address="local", include_dashboard=False, logging_level=logging.WARNING, _system_config=settings)
@@ -119,6 +119,14 @@ def _connect(gpus: float, *, lasting: bool) -> None:
         raise ClusterError(f"Ray did not start on this machine: {described(error)}. {NOT_STARTED}") from error
     _launchers[require_ray()] = ""
     cpus = ray.cluster_resources().get("CPU", 0)
+    if others:
+        logger.warning(
+            "another script of this machine has started a Ray cluster for itself (%s), so this one has started its own with %g "
+            "CPUs: each takes all CPUs and GPUs for free. To share them, run `ray start --head` before the scripts",
+            ", ".join(others),
+            cpus,
+        )
+        return
     logger.warning("no Ray cluster is running here: started a local one with %g CPUs for this script", cpus)
 
 

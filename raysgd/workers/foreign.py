@@ -44,6 +44,13 @@ def address_of_this_machine() -> str:
     return str(read_ray_address() or "")
 
 
+def clusters_here() -> list[str]:
+    """Return the addresses of all clusters that have processes on this machine."""
+    from ray._private import services
+
+    return sorted(services.find_gcs_addresses())
+
+
 def probe_gcs(address: str, limit_s: float) -> str:
     """Return "ok" if a GCS answers there, "token" if it refuses this process's token, "no node" if
     none of its nodes is on this machine, and otherwise what happened."""

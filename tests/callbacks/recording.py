@@ -1,5 +1,6 @@
 """A small operator, and a callback that records its calls."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -98,3 +99,15 @@ def called_by_a_trainer(*callbacks: Callback) -> CallbackList:
 def underway(worker: str = "", metrics: Any = None, **progress: Any) -> Underway:
     """Return what callbacks hear while a call of train() runs; `progress` are the worker's counters."""
     return Underway(kind="train", worker=worker, progress=Progress(**progress), metrics=metrics or {})
+
+
+def run_points(callback: Any, folder: Path) -> None:
+    """Let a callback hear of a call of train() and one of validate(), each of which reports four times."""
+    callback.on_start(Run(trainer="TorchTrainer", name="Line", num_workers=3, folder=folder))
+    for kind in ("train", "validate"):
+        callback.on_progress(Underway(kind=kind, worker="", progress=Progress(phase=kind)))
+        for batches, loss in ((1, 4.0), (2, 0.5), (3, 2.0), (5, 0.25)):
+            metrics = {"loss": 9.0, "last_loss": loss, "num_samples": 8}
+            progress = Progress(step=10 + batches, epoch=1, batches=batches)
+            callback.on_progress(Underway(kind=kind, worker="a", progress=progress, metrics=metrics, world_size=3))
+    callback.on_end(False)

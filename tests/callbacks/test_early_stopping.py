@@ -80,3 +80,14 @@ def test_mistakes_are_refused() -> None:
     report = CallResult(kind="report", epoch=1, step=1, metrics={}, by_worker=[], world_size=1, seconds=0.0)
     with pytest.raises(ConfigError, match="a training function ends its own loop"):
         EarlyStopping("val_loss").on_result(report)
+
+
+def test_the_log_says_why_the_loop_ended(caplog: pytest.LogCaptureFixture) -> None:
+    epochs_until_stop(EarlyStopping("score", patience=2))
+    assert (
+        "EarlyStopping ends the loop over epochs: score has not improved for 2 results (mode='min', best value 1)"
+        in caplog.messages
+    )
+    caplog.clear()
+    epochs_until_stop(EarlyStopping("unknown"))
+    assert caplog.messages == ["EarlyStopping('unknown') had no effect, because no result had this metric"]

@@ -12,7 +12,7 @@ import pytest
 from raysgd import ElasticConfig, Recovery
 from raysgd.callbacks import Callback, MLflowCallback, Run, TensorBoardCallback, WandbCallback
 from raysgd.train.callbacks import make_callback_list
-from tests.callbacks.recording import result
+from tests.callbacks.recording import result, run_points
 from tests.callbacks.test_writers import report, run_callback, trained
 from tests.local.ground import Fault, LocalGround
 from tests.local.group import Cluster
@@ -24,6 +24,20 @@ def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
     events = accumulators.EventAccumulator(str(folder))
     events.Reload()
     return {tag: [(each.step, each.value) for each in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+@pytest.mark.parametrize("kind", [TensorBoardCallback, MLflowCallback])
+def test_points_within_a_call(kind: Any, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard" if kind is TensorBoardCallback else "mlflow")
+    callback = kind(log_every=2)
+    run_points(callback, tmp_path)
+    if kind is TensorBoardCallback:
+        assert curves(tmp_path)["batch/loss"] == [(12, 0.5), (15, 0.25)]
+        return
+    from mlflow.tracking import MlflowClient
+
+    points = MlflowClient(callback.tracking_uri).get_metric_history(callback.run_id, "batch_loss")
+    assert [(point.step, point.value) for point in points] == [(12, 0.5), (15, 0.25)]
 
 
 def test_results_in_tensorboard(tmp_path: Path) -> None:

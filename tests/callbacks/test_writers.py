@@ -5,6 +5,7 @@ import errno
 import io
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from raysgd.callbacks import (
     csv_files,
     json_files,
 )
-from tests.callbacks.recording import Line, result
+from tests.callbacks.recording import Line, result, run_points
 
 
 def report(step: int, **metrics: Any) -> CallResult:
@@ -124,6 +125,31 @@ def test_invalid_ranks_are_refused(wrong: Any) -> None:
         JsonLoggerCallback(workers_to_log=wrong)
 
 
+def test_the_log_says_once_where_callbacks_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for callbacks in ([], [CSVCallback()]):
+        with TorchTrainer(training_operator_cls=Line, use_gpu=False, callbacks=callbacks) as trainer:
+            trainer.fit(2)
+    assert caplog.messages == [f"callbacks write to {trainer.logdir}"]
+    assert trainer.logdir.is_relative_to(tmp_path) and (trainer.logdir / "train.csv").exists()
+
+
+def test_points_within_a_call(tmp_path: Path) -> None:
+    """Nothing else than `train` has them, and a call of fewer batches has none."""
+    every: Any = {"log_every": 2}
+    for callback in (JsonLinesCallback(**every), CSVCallback(**every), JsonLinesCallback("without.jsonl")):
+        run_points(callback, tmp_path)
+    lines = [json.loads(line) for line in (tmp_path / "history.jsonl").read_text().splitlines()]
+    assert [(row["kind"], row["step"], row["loss"]) for row in lines] == [("batch", 12, 0.5), ("batch", 15, 0.25)]
+    with open(tmp_path / "batch.csv", encoding="utf-8") as file:
+        assert [(row["step"], row["world_size"]) for row in csv.DictReader(file)] == [("12", "3"), ("15", "3")]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["batch.csv", "history.jsonl"]
+    with pytest.raises(ConfigError, match="log_every must be"):
+        CSVCallback(log_every=0)
+
+
 def test_printing() -> None:
     out = io.StringIO()
     callback = PrintCallback(file=out)
@@ -150,6 +176,28 @@ def test_printing() -> None:
         "failed: ZeroDivisionError: planned",
         "train     epoch 1  2 workers  1.5 s  train_loss=0.5",
     ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "given", "lines"),
+    [
+        ({}, {}, 3),
+        ({}, {"progress": False}, 0),
+        ({"use_tqdm": True}, {}, 0),
+        ({"callbacks": [PrintCallback(["train_loss"])]}, {}, 0),
+    ],
+)
+def test_fit_prints_a_line_for_each_epoch_unless_a_callback_does(
+    arguments: dict[str, Any], given: dict[str, Any], lines: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with TorchTrainer(training_operator_cls=Line, use_gpu=False, **arguments) as trainer:
+        trainer.fit(3, validate_every=2, **given)
+        trainer.train()  # which returns what it has measured, and prints nothing
+    found = [line for line in capsys.readouterr().out.splitlines() if not line.startswith(("train", "validate"))]
+    assert len(found) == lines
+    for epoch, line in enumerate(found, start=1):
+        validated = r"  val_loss=\S+  val_accuracy=\S+" if epoch == 2 else ""
+        assert re.fullmatch(rf"epoch {epoch}/3  \d+\.\d s  train_loss=\S+{validated}  [\d,]+ samples/s", line), line
 
 
 @pytest.mark.parametrize(

@@ -82,5 +82,28 @@ def test_a_description_has_rank_node_phase_and_stack() -> None:
     assert "does not answer" in describe_rank(RankReport(rank=1))
 
 
+def test_a_description_shows_the_users_lines_behind_those_of_libraries() -> None:
+    """DistributedDataParallel sends the buffers of BatchNorm in its forward pass, below which there are eight frames."""
+    torch = [f"/x/torch/nn/parallel/distributed.py:{line} f" for line in range(8)]
+    users, caller = "/u/train.py:31 train_batch", "/u/train.py:9 helper"
+    stack = (
+        *torch,
+        users,
+        f"{PACKAGE}/training/step.py:3 g",
+        caller,
+        f"{PACKAGE}/workers/actor.py:5 run",
+        "/p/threading.py:1 run",
+    )
+    lines = describe_rank(RankReport(rank=0, stack=stack)).splitlines()[1:]
+    assert [line.strip() for line in lines] == [
+        torch[0],
+        "[7 frames of libraries]",
+        users,
+        "[1 frame of libraries]",
+        caller,
+    ]
+    assert describe_rank(RankReport(rank=0, stack=tuple(torch))).count("\n") == 6
+
+
 def test_the_librarys_own_frames_are_recognized() -> None:
     assert str(Path(raysgd.__file__).resolve().parent) == PACKAGE

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -323,7 +324,9 @@ def test_another_script_with_this_name_must_fit_and_its_code_is_taken(outcome: A
     assert "NameError" in seen["broken"].stderr
     assert "model 0: weight has shape (2, 1) here and (1, 1)" in seen["shaped"].stderr
     assert "no data" in seen["in_setup"].stderr
-    assert "keep its state for 600 s" in seen["in_setup"].stderr
+    assert re.search(
+        r"keep its state for 600 s \(until \d\d:\d\d:\d\d\), and their CPUs and GPUs", seen["in_setup"].stderr
+    )
     assert "cannot pickle" in seen["unpicklable"].stderr
     assert "calls train() outside of a loop over trainer.epochs(n)" in seen["plain"].stderr
     attached, _, rows, recoveries = json.loads(seen["plain"].stdout.splitlines()[-1])

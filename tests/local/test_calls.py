@@ -330,8 +330,9 @@ def test_a_set_up_that_hangs_in_a_replacement_stops_no_other_worker(
     with monkeypatch.context() as patch:
         patch.setattr(Stuck, "stuck", True)
         ground.arm(Fault(1, 3))
-        while not any(said in message for message in caplog.messages):
+        while not any("did not finish" in message for message in caplog.messages):
             ground.trainer.train()
+        assert sum("has been in its set-up" in message for message in caplog.messages) == 1
         with pytest.raises(WorkerStartError, match=said):
             ground.trainer.resize(2)
         assert ground.trainer.world_size == 1 and ground.trainer.validate()["num_samples"] == 50
@@ -341,6 +342,17 @@ def test_a_set_up_that_hangs_in_a_replacement_stops_no_other_worker(
     ground.trainer.train()
     assert reasons(ground)[0] == "worker death"
     assert len(set(ground.trained().values())) == 1
+
+
+def test_a_set_up_that_hangs_at_the_start_is_shown_before_its_limit(
+    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """After a tenth of `timeout_s`, which is the limit also if `hang_timeout_s` is larger."""
+    monkeypatch.setattr(Stuck, "stuck", True)
+    with pytest.raises(WorkerStartError, match=r"(?s)within 20 s.*increase timeout_s"):
+        make(operator=Stuck, num_workers=2, timeout_s=20)
+    warnings = [message for message in caplog.messages if "for 2 s (limit 20 s)" in message]
+    assert len(warnings) == 2 and all("has been in its set-up" in each for each in warnings)
 
 
 class StuckData(Numbered):

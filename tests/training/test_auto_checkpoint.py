@@ -129,6 +129,17 @@ def test_a_killed_script_ends_with_the_weights_of_an_undisturbed_run(
         assert torch.equal(weights(trainer), undisturbed[0])
 
 
+def test_the_log_says_where_training_begins(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    lived_until(tmp_path, fitted, {"die_at": 8})
+    with started(tmp_path) as trainer:
+        path = trainer.resumed_from
+    here = [message for message in caplog.messages if message.startswith("training ")]
+    assert here == [
+        f"training starts from the beginning: there is no checkpoint in {tmp_path}",
+        f"training resumes from {path}: 1 epoch and 5 batches are done",
+    ]
+
+
 @pytest.mark.parametrize(("every", "step"), [(3, 6), (1e-6, 8)])
 def test_every_says_when_a_checkpoint_is_made(tmp_path: Path, every: Any, step: int) -> None:
     lived_until(tmp_path, fitted, {"die_at": 8}, every=every)
@@ -256,7 +267,7 @@ def test_what_this_run_has_no_record_of_is_neither_deleted_nor_replaced(
     caplog.clear()
     with started(tmp_path, settings={"keep": 1}) as trainer:
         assert trainer.resumed_from == str(first)
-        assert [record.levelname for record in caplog.records].count("WARNING") == 1
+        assert sum("neither loads nor deletes" in message for message in caplog.messages) == 1
         assert "raysgd neither loads nor deletes loop1-epoch00002-step000000010.pt" in caplog.text
         fitted(trainer)
         assert trainer.latest_checkpoint == str(users) and users.is_file()

@@ -369,6 +369,14 @@ def test_a_collective_call_on_one_worker_says_what_to_write() -> None:
     assert "Guard yours with `if self.world_size > 1`" in "".join(notes) or not hasattr(caught.value, "add_note")
 
 
+def test_batchnorm_with_one_row_says_how_to_avoid_it() -> None:
+    alone = own(train_batch=lambda self, batch, batch_info: nn.BatchNorm1d(1)(torch.ones(1, 1)))
+    with inline(alone) as trainer, pytest.raises(ValueError, match="Expected more than 1 value") as caught:
+        trainer.train()
+    notes = getattr(caught.value, "__notes__", [])
+    assert "pass drop_last=True" in "".join(notes) or not hasattr(caught.value, "add_note")
+
+
 def test_forgotten_num_samples_are_counted_from_the_batch() -> None:
     with inline(returning({"loss": 1.0})) as trainer:
         result = trainer.train()

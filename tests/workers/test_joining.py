@@ -131,6 +131,21 @@ def test_no_cluster_is_started_without_the_gpus_that_workers_need(
     assert init == []
 
 
+@pytest.mark.parametrize("others", [[], ["10.0.0.1:6379"]])
+def test_a_cluster_beside_that_of_another_script_is_announced(
+    others: list[str], monkeypatch: pytest.MonkeyPatch, init: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    found(monkeypatch, "")
+    monkeypatch.setattr(foreign, "clusters_here", lambda: others)
+    monkeypatch.setattr(cluster, "start_fork_server", lambda: "")
+    monkeypatch.setattr(cluster, "require_ray", lambda: "session")
+    monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 4.0})
+    cluster.ensure_cluster()
+    (message,) = caplog.messages
+    assert len(init) == 1 and "4 CPUs" in message
+    assert ("10.0.0.1:6379" in message and "ray start --head" in message) == bool(others)
+
+
 def test_a_submitted_job_joins_its_cluster_without_a_probe(monkeypatch: pytest.MonkeyPatch, init: list[Any]) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")

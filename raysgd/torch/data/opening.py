@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sized
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
+from torch import nn
 from torch.utils.data import DataLoader, SequentialSampler
 
 from raysgd.constants import BATCH_SIZE
 from raysgd.core.progress import Control
 from raysgd.data.sharded_stream import ShardedStream
+from raysgd.errors import counted
 from raysgd.ray_data.columns import RayData
 from raysgd.torch.data.sampling import Division, has_own_batches, is_planned, unit_size
 from raysgd.torch.data.shards import ShardSource
@@ -48,6 +51,8 @@ class Opener:
         if is_planned(loader) and (shared or not settings.distributed):
             if training and shared and self.operator.world_rank == 0:
                 _warn_without_shuffling(loader)
+            if training and self.operator.world_rank == 0:
+                _warn_of_single_rows(loader, self.operator._parts.models, settings.num_workers)
             keep, unit = self.operator._keep_batch, unit_size(loader)
             divide = (lambda: keep.division(unit)) if training else Division
             asked = training and settings.elastic.batch == "global"
@@ -94,7 +99,22 @@ def _warn_without_shuffling(loader: DataLoader[Any]) -> None:
         return
     warnings.warn(
         "the training loader does not shuffle, so every epoch goes through the data in the same order: pass shuffle=True to the "
-        "DataLoader in register_data(train_loader=...), unless the order is meant. (ray.util.sgd shuffled it by itself on several "
-        "workers.)",
+        "DataLoader in register_data(train_loader=...), unless the order is meant, as where the operator keeps a state between "
+        "batches. (ray.util.sgd shuffled it by itself on several workers.)",
         stacklevel=2,
     )
+
+
+def _warn_of_single_rows(loader: DataLoader[Any], models: list[nn.Module], workers: int) -> None:
+    """Warn, once per process, if the last step of an epoch has one row for a rank, which
+    BatchNorm1d refuses to train on."""
+    if loader.batch_size is None or loader.drop_last or has_own_batches(loader):
+        return
+    rows = len(cast(Sized, loader.sampler))
+    left = rows % (loader.batch_size * workers)
+    if 0 < left < 2 * workers and any(type(part) is nn.BatchNorm1d for model in models for part in model.modules()):
+        warnings.warn(
+            f"the last step of an epoch has {left} of {rows} rows for {counted(workers, 'worker')}, and BatchNorm1d cannot train on a "
+            "single row: pass drop_last=True to the training loader, or another batch_size",
+            stacklevel=2,
+        )
