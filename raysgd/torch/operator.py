@@ -28,7 +28,7 @@ from raysgd.torch.data.sample_seeds import seeded_for
 from raysgd.torch.data.sampling import batches_per_epoch
 from raysgd.torch.fsdp import Shards, shard_layers
 from raysgd.torch.monitor import Communication, GradientNorm, Monitor
-from raysgd.torch.parts import Parts, check_parts, check_steps_alone, move, refuse_wrapped
+from raysgd.torch.parts import Parts, check_parts, check_steps_alone, move, refuse_wrapped, set_modes
 from raysgd.torch.precision import make_precision
 from raysgd.torch.profiling import Profiler
 from raysgd.torch.schedules import ENDED, LoopSchedule, length_of, steps_of
@@ -57,6 +57,10 @@ NO_LOSS = (
     "the default batch methods need self.criterion, or a model that takes the complete batch and returns its own loss: set it in setup "
     "(self.model, self.optimizer, self.criterion = self.register(...)), or let the model return an object or a dict with `loss`, or a "
     "tuple with one single number, such as (logits, loss), or override train_batch and validate_batch"
+)
+EVAL_MODE = (
+    "setup has left the model %s in eval mode, in which from_pretrained() returns one, and an optimizer trains it: without dropout, and "
+    "with fixed statistics of BatchNorm. Unless this is meant, call train() on the model in setup"
 )
 
 logger = logging.getLogger("raysgd")
@@ -124,6 +128,8 @@ class TrainingOperator(Stepping):
         self._keep_batch = KeepBatch(self, buffers, why)
         self.setup(self._config)
         self._refuse_taken_names()
+        self._parts.keep_modes()
+        self._warn_of_eval_mode()
         self._policies = Policies(self._make_policies(settings, buffers))
         self._feed = NoFeed(self._policies)
 
@@ -165,6 +171,12 @@ class TrainingOperator(Stepping):
                     f"setup sets self.{name} to {shown(value, 40)}, and {name} is a method of TrainingOperator, which training calls: "
                     "give the attribute another name"
                 )
+
+    def _warn_of_eval_mode(self) -> None:
+        stepped = {id(each) for each in self._parts.stepped_by(*self._parts.optimizers) if each.requires_grad}
+        for model in self._parts.wrapped:
+            if not model.training and any(id(each) in stepped for each in model.parameters()):
+                self._warn_once(EVAL_MODE, type(self.unwrapped(model)).__name__)
 
     @property
     def _in_pieces(self) -> bool:
@@ -221,8 +233,6 @@ class TrainingOperator(Stepping):
     def validate(self, val_iterator: Iterable[Any], info: dict[str, Any] | None = None) -> dict[str, Any]:
         """Validate on one pass over `val_iterator`, without gradients and in eval mode. Return what
         to report. `info` is what was passed to `validate`."""
-        for model in self._parts.wrapped:
-            model.eval()
         with torch.no_grad():
             return super().validate(val_iterator, info)
 
@@ -441,8 +451,7 @@ class TrainingOperator(Stepping):
         return True
 
     def _begin_epoch(self) -> Schedule | None:
-        for model in self._parts.wrapped:
-            model.train()
+        set_modes(self._parts.modes)
         schedulers, steps = self._own_schedulers(), self.scheduler_step_freq in STEPPED_BY_TRAINER
         return LoopSchedule(self, schedulers) if steps and schedulers else None
 

@@ -274,7 +274,7 @@ class LightningOperator(TrainingOperator):
         if not modules.overrides(module, self._base, "validation_step"):
             raise ConfigError(f"validate() needs a validation_step in {type(module).__name__}")
         self._meter, feed = AverageMeterCollection(), self._feed
-        with self._attached("validating"), torch.no_grad(), _evaluating(module):
+        with self._attached("validating"), torch.no_grad():
             module.on_validation_start()
             module.on_validation_epoch_start()
             for batch_idx, batch in enumerate(val_iterator):
@@ -368,18 +368,6 @@ class _TrainingStep(nn.Module):
 
     def forward(self, *arguments: Any) -> Any:
         return self.module.training_step(*arguments)  # type: ignore[operator]
-
-
-@contextlib.contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
-    """Set eval mode, and restore each submodule's mode afterwards, as some are frozen."""
-    modes = [(part, part.training) for part in module.modules()]
-    module.eval()
-    try:
-        yield
-    finally:
-        for part, training in modes:
-            part.training = training
 
 
 def _outputs(output: Any) -> dict[str, Any]:
