@@ -28,6 +28,7 @@ from raysgd.torch.data.sample_seeds import seeded_for
 from raysgd.torch.data.sampling import batches_per_epoch
 from raysgd.torch.fsdp import Shards, shard_layers
 from raysgd.torch.monitor import Communication, GradientNorm, Monitor
+from raysgd.torch.moved_weights import KeepWeights
 from raysgd.torch.parts import Parts, check_parts, check_steps_alone, move, refuse_wrapped, set_modes
 from raysgd.torch.precision import make_precision
 from raysgd.torch.profiling import Profiler
@@ -139,12 +140,14 @@ class TrainingOperator(Stepping):
         accumulates, clips = options.accumulate > 1, options.clip_norm is not None or options.clip_value is not None
         exact, in_pieces = self._exact, self._in_pieces
         own = self._overrides("train_epoch", "train_batch", "backward", "step", "skip_step")
+        moves = bool(self._overrides("train_epoch", "train_batch"))
         alone = accumulates or own or "seconds" in measures
         reads_ahead = settings.distributed and settings.wrap_ddp and self.device.type == "cpu" and not alone
         wanted: list[tuple[bool, Any]] = [
             (self._whole is not None, self._whole),
             (True, parts.precision),
             (settings.distributed, buffers),
+            (moves and settings.distributed and options.parallel != "fsdp", KeepWeights(parts)),
             (settings.distributed or accumulates, KeepSettings(parts)),
             (in_pieces, self._keep_batch),
             (exact or accumulates, self._weigh),
