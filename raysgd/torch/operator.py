@@ -221,7 +221,7 @@ class TrainingOperator(Stepping):
         self.step(self.optimizer)
         lap("apply")
         measured = loss.detach() if count is None else (loss.detach(), count.value)
-        result = {"train_loss": measured, NUM_SAMPLES: samples_in(batch if target is None else target)}
+        result = {"train_loss": measured, NUM_SAMPLES: self._samples_in(batch, target)}
         return result | self._measured("train_", output, target) if self._has_metrics else result
 
     def skip_step(self, info: dict[str, Any]) -> bool:
@@ -245,7 +245,7 @@ class TrainingOperator(Stepping):
         with self.timers.record("eval_fwd"), self.autocast():
             output, target, loss, count = self._forward(batch)
         measured = loss.detach() if count is None else (loss.detach(), count.value)
-        result = {"val_loss": measured, NUM_SAMPLES: samples_in(batch if target is None else target)}
+        result = {"val_loss": measured, NUM_SAMPLES: self._samples_in(batch, target)}
         return result | self._measured("val_", output, target)
 
     def metrics(self, output: Any, target: Any) -> dict[str, Any]:
@@ -486,8 +486,11 @@ class TrainingOperator(Stepping):
             return None
         return optimizer_steps(self._last_epoch, batches=batches, num_steps=None, window=self._batches_per_step)
 
-    def _samples_in(self, batch: Any) -> float:
-        return samples_in(batch)
+    def _samples_in(self, batch: Any, target: Any = None) -> float:
+        drawn = self._feed.step.current
+        if drawn.samples is not None and batch is drawn.batch:
+            return drawn.samples
+        return samples_in(batch if target is None else target)
 
     def _validating(self) -> AbstractContextManager[Any]:
         return self._parts.validating(self.world_size)

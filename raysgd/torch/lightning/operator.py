@@ -20,7 +20,6 @@ from raysgd.torch.lightning.logging import LoggedValues
 from raysgd.torch.lightning.schedulers import Schedules, read_configuration
 from raysgd.torch.lightning.trainer_stub import StepServices, TrainerStub
 from raysgd.torch.operator import TrainingOperator
-from raysgd.torch.step_options import samples_in
 from raysgd.training.feed import NoFeed
 
 
@@ -188,7 +187,7 @@ class LightningOperator(TrainingOperator):
             self._optimize(arguments)
         else:
             self._outputs = _outputs(self._training_step(arguments))
-        return _measured("train_loss", self._outputs, batch)
+        return _measured("train_loss", self._outputs, self._samples_in(batch))
 
     def _optimize(self, arguments: tuple[Any, ...]) -> None:
         """Step automatically: the optimizer calls the closure once, or several times (L-BFGS)."""
@@ -297,7 +296,7 @@ class LightningOperator(TrainingOperator):
         arguments = (batch, batch_info["batch_idx"]) if self._indexed[1] else (batch,)
         with self.timers.record("eval_fwd"), self.autocast():
             self._outputs = self.module.validation_step(*arguments)
-        return _measured("val_loss", _outputs(self._outputs), batch)
+        return _measured("val_loss", _outputs(self._outputs), self._samples_in(batch))
 
     # -- both -----------------------------------------------------------------------------------------
 
@@ -381,13 +380,13 @@ def _outputs(output: Any) -> dict[str, Any]:
     return {key: value.detach() if isinstance(value, torch.Tensor) else value for key, value in output.items()}
 
 
-def _measured(name: str, outputs: dict[str, Any], batch: Any) -> dict[str, Any]:
-    """Return what is reported for a batch if the module logs nothing: the numbers in the step's
-    dictionary, each by its key and the loss as `name`. What is not a number, such as predictions,
-    is only for the module's hooks."""
+def _measured(name: str, outputs: dict[str, Any], samples: float) -> dict[str, Any]:
+    """Return what is reported for a batch of so many samples if the module logs nothing: the
+    numbers in the step's dictionary, each by its key and the loss as `name`. What is not a number,
+    such as predictions, is only for the module's hooks."""
     numbers = {key: value for key, value in outputs.items() if _is_number(value)}
     loss = {name: numbers.pop("loss")} if "loss" in numbers else {}
-    return {NUM_SAMPLES: samples_in(batch), **loss, **numbers}
+    return {NUM_SAMPLES: samples, **loss, **numbers}
 
 
 def _is_number(value: Any) -> bool:
