@@ -127,7 +127,7 @@ class TrainingOperator(Stepping):
         buffers, why = KeepBuffers(self._parts), MAKES_STEPS if self._has_own_steps else None
         why = RESIZES if why is None and self._overrides("resized") else why
         self._keep_batch = KeepBatch(self, buffers, why)
-        self.setup(self._config)
+        self._set_up()
         self._refuse_taken_names()
         self._parts.keep_modes()
         self._warn_of_eval_mode()
@@ -345,7 +345,7 @@ class TrainingOperator(Stepping):
                 "register got schedulers, but the trainer does not say when they step: pass it "
                 "scheduler_step_freq='batch', 'step', 'epoch' or 'manual'"
             )
-        if schedulers is None and self.scheduler_step_freq in STEPPED_BY_TRAINER and self.world_rank == 0:
+        if schedulers is None and self.scheduler_step_freq in STEPPED_BY_TRAINER and self._rank_info.world_rank == 0:
             logger.warning(
                 "scheduler_step_freq=%r has no effect, because register() got no schedulers: pass it schedulers=..., which are "
                 "then stepped, and saved in checkpoints",

@@ -91,7 +91,7 @@ class LightningOperator(TrainingOperator):
     def _prepare_data(self) -> None:
         """Call prepare_data on the first worker of each machine, while the others wait."""
         per_node = getattr(self.module, "prepare_data_per_node", True)
-        if self.local_rank == 0 and (per_node or self.world_rank == 0):
+        if self.local_rank == 0 and (per_node or self._rank_info.world_rank == 0):
             self.module.prepare_data()
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.barrier(device_ids=self.device_ids)
