@@ -63,7 +63,7 @@ class ContrastiveOperator(Recipe):
     def make_model(self, config: Mapping[str, Any]) -> Any:
         given = config.get("model")
         if isinstance(given, str):
-            return CLIPModel.from_pretrained(given)
+            return CLIPModel.from_pretrained(given).train()
         if callable(given) and not isinstance(given, CLIPConfig):
             return given()
         return CLIPModel(CLIPConfig(**SMALL_CLIP) if given is None else given)

@@ -81,7 +81,7 @@ class FineTuningOperator(Recipe):
     def make_model(self, config: Mapping[str, Any]) -> Any:
         given, options = config.get("model", SMALL_LLAMA), config.get("model_args", {})
         if isinstance(given, (str, bytes)) or hasattr(given, "__fspath__"):
-            model = AutoModelForCausalLM.from_pretrained(given, **options)
+            model = AutoModelForCausalLM.from_pretrained(given, **options).train()
         else:
             given = LlamaConfig(**given) if isinstance(given, dict) else given
             model = AutoModelForCausalLM.from_config(given, **options)

@@ -97,7 +97,7 @@ class TextClassificationOperator(Recipe):
     def make_model(self, config: Mapping[str, Any]) -> Any:
         given = config.get("model")
         if isinstance(given, str):
-            return AutoModelForSequenceClassification.from_pretrained(given, num_labels=self.classes)
+            return AutoModelForSequenceClassification.from_pretrained(given, num_labels=self.classes).train()
         if given is None:
             given = BertConfig(
                 vocab_size=len(self.tokenizer),

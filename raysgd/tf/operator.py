@@ -68,7 +68,7 @@ class TrainingOperator(OperatorBase):
         self._statistics: list[Any] = []
         self._part = Part(self)
         self._policies = Policies([self._part])
-        self.setup(self._config)
+        self._set_up()
         if self._parts.registered:
             self._complete()
 

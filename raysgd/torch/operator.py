@@ -28,7 +28,8 @@ from raysgd.torch.data.sample_seeds import seeded_for
 from raysgd.torch.data.sampling import batches_per_epoch
 from raysgd.torch.fsdp import Shards, shard_layers
 from raysgd.torch.monitor import Communication, GradientNorm, Monitor
-from raysgd.torch.parts import Parts, check_parts, check_steps_alone, move, refuse_wrapped
+from raysgd.torch.moved_weights import KeepWeights
+from raysgd.torch.parts import Parts, check_parts, check_steps_alone, move, refuse_wrapped, set_modes
 from raysgd.torch.precision import make_precision
 from raysgd.torch.profiling import Profiler
 from raysgd.torch.schedules import ENDED, LoopSchedule, length_of, steps_of
@@ -57,6 +58,10 @@ NO_LOSS = (
     "the default batch methods need self.criterion, or a model that takes the complete batch and returns its own loss: set it in setup "
     "(self.model, self.optimizer, self.criterion = self.register(...)), or let the model return an object or a dict with `loss`, or a "
     "tuple with one single number, such as (logits, loss), or override train_batch and validate_batch"
+)
+EVAL_MODE = (
+    "setup has left the model %s in eval mode, in which from_pretrained() returns one, and an optimizer trains it: without dropout, and "
+    "with fixed statistics of BatchNorm. Unless this is meant, call train() on the model in setup"
 )
 
 logger = logging.getLogger("raysgd")
@@ -122,8 +127,10 @@ class TrainingOperator(Stepping):
         buffers, why = KeepBuffers(self._parts), MAKES_STEPS if self._has_own_steps else None
         why = RESIZES if why is None and self._overrides("resized") else why
         self._keep_batch = KeepBatch(self, buffers, why)
-        self.setup(self._config)
+        self._set_up()
         self._refuse_taken_names()
+        self._parts.keep_modes()
+        self._warn_of_eval_mode()
         self._policies = Policies(self._make_policies(settings, buffers))
         self._feed = NoFeed(self._policies)
 
@@ -133,12 +140,14 @@ class TrainingOperator(Stepping):
         accumulates, clips = options.accumulate > 1, options.clip_norm is not None or options.clip_value is not None
         exact, in_pieces = self._exact, self._in_pieces
         own = self._overrides("train_epoch", "train_batch", "backward", "step", "skip_step")
+        moves = bool(self._overrides("train_epoch", "train_batch"))
         alone = accumulates or own or "seconds" in measures
         reads_ahead = settings.distributed and settings.wrap_ddp and self.device.type == "cpu" and not alone
         wanted: list[tuple[bool, Any]] = [
             (self._whole is not None, self._whole),
             (True, parts.precision),
             (settings.distributed, buffers),
+            (moves and settings.distributed and options.parallel != "fsdp", KeepWeights(parts)),
             (settings.distributed or accumulates, KeepSettings(parts)),
             (in_pieces, self._keep_batch),
             (exact or accumulates, self._weigh),
@@ -165,6 +174,12 @@ class TrainingOperator(Stepping):
                     f"setup sets self.{name} to {shown(value, 40)}, and {name} is a method of TrainingOperator, which training calls: "
                     "give the attribute another name"
                 )
+
+    def _warn_of_eval_mode(self) -> None:
+        stepped = {id(each) for each in self._parts.stepped_by(*self._parts.optimizers) if each.requires_grad}
+        for model in self._parts.wrapped:
+            if not model.training and any(id(each) in stepped for each in model.parameters()):
+                self._warn_once(EVAL_MODE, type(self.unwrapped(model)).__name__)
 
     @property
     def _in_pieces(self) -> bool:
@@ -206,7 +221,7 @@ class TrainingOperator(Stepping):
         self.step(self.optimizer)
         lap("apply")
         measured = loss.detach() if count is None else (loss.detach(), count.value)
-        result = {"train_loss": measured, NUM_SAMPLES: samples_in(batch if target is None else target)}
+        result = {"train_loss": measured, NUM_SAMPLES: self._samples_in(batch, target)}
         return result | self._measured("train_", output, target) if self._has_metrics else result
 
     def skip_step(self, info: dict[str, Any]) -> bool:
@@ -221,8 +236,6 @@ class TrainingOperator(Stepping):
     def validate(self, val_iterator: Iterable[Any], info: dict[str, Any] | None = None) -> dict[str, Any]:
         """Validate on one pass over `val_iterator`, without gradients and in eval mode. Return what
         to report. `info` is what was passed to `validate`."""
-        for model in self._parts.wrapped:
-            model.eval()
         with torch.no_grad():
             return super().validate(val_iterator, info)
 
@@ -232,7 +245,7 @@ class TrainingOperator(Stepping):
         with self.timers.record("eval_fwd"), self.autocast():
             output, target, loss, count = self._forward(batch)
         measured = loss.detach() if count is None else (loss.detach(), count.value)
-        result = {"val_loss": measured, NUM_SAMPLES: samples_in(batch if target is None else target)}
+        result = {"val_loss": measured, NUM_SAMPLES: self._samples_in(batch, target)}
         return result | self._measured("val_", output, target)
 
     def metrics(self, output: Any, target: Any) -> dict[str, Any]:
@@ -332,7 +345,7 @@ class TrainingOperator(Stepping):
                 "register got schedulers, but the trainer does not say when they step: pass it "
                 "scheduler_step_freq='batch', 'step', 'epoch' or 'manual'"
             )
-        if schedulers is None and self.scheduler_step_freq in STEPPED_BY_TRAINER and self.world_rank == 0:
+        if schedulers is None and self.scheduler_step_freq in STEPPED_BY_TRAINER and self._rank_info.world_rank == 0:
             logger.warning(
                 "scheduler_step_freq=%r has no effect, because register() got no schedulers: pass it schedulers=..., which are "
                 "then stepped, and saved in checkpoints",
@@ -441,8 +454,7 @@ class TrainingOperator(Stepping):
         return True
 
     def _begin_epoch(self) -> Schedule | None:
-        for model in self._parts.wrapped:
-            model.train()
+        set_modes(self._parts.modes)
         schedulers, steps = self._own_schedulers(), self.scheduler_step_freq in STEPPED_BY_TRAINER
         return LoopSchedule(self, schedulers) if steps and schedulers else None
 
@@ -474,8 +486,11 @@ class TrainingOperator(Stepping):
             return None
         return optimizer_steps(self._last_epoch, batches=batches, num_steps=None, window=self._batches_per_step)
 
-    def _samples_in(self, batch: Any) -> float:
-        return samples_in(batch)
+    def _samples_in(self, batch: Any, target: Any = None) -> float:
+        drawn = self._feed.step.current
+        if drawn.samples is not None and batch is drawn.batch:
+            return drawn.samples
+        return samples_in(batch if target is None else target)
 
     def _validating(self) -> AbstractContextManager[Any]:
         return self._parts.validating(self.world_size)

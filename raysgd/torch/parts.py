@@ -75,6 +75,7 @@ class Parts(RegisteredParts):
     calls: ModelCalls = field(default_factory=ModelCalls)
     averages: Averages = field(default_factory=Averages)
     precision: Precision = field(default_factory=Precision)
+    modes: dict[nn.Module, bool] = field(default_factory=dict)  # whether each is in train mode, at the end of `setup`
 
     @staticmethod
     def is_single(value: Any) -> bool:
@@ -115,6 +116,18 @@ class Parts(RegisteredParts):
         wrapping.rewrap(self.wrapped, self.trained, self.ddp_args, self.options, self.calls)
         self.exchange.joined()
 
+    def keep_modes(self) -> None:
+        """Note the modes in which `setup` has left the models."""
+        before = self._modes_now()
+        for model in self.wrapped:
+            if model.training:
+                model.train()  # a model may override it, for example to keep its BatchNorm layers in eval mode
+        self.modes = {each: mode and each.training for each, mode in before.items()}
+        set_modes(self.modes)
+
+    def _modes_now(self) -> dict[nn.Module, bool]:
+        return {each: each.training for model in self.wrapped for each in model.modules()}
+
     def begin_measuring(self, phase: str) -> None:
         """Reset the registered metric, because a new call begins."""
         if phase in self.metrics:
@@ -133,11 +146,18 @@ class Parts(RegisteredParts):
 
     @contextmanager
     def validating(self, ranks: int) -> Iterator[None]:
-        """Return a context in which all ranks have the same models: the averaged weights, if there
-        are any, and the buffers of rank 0, whose models are saved. They all begin it together. In
-        it no rank waits for another one, because they validate different numbers of batches."""
+        """Return a context in which all ranks have the same models, in eval mode: the averaged
+        weights, if there are any, and the buffers of rank 0, whose models are saved. They all begin
+        it together. In it no rank waits for another one, because they validate different numbers of
+        batches."""
         with self._buffers_of_rank_0(ranks), self.averages.in_place(), self._quiet():
-            yield
+            before = self._modes_now()
+            for model in self.wrapped:
+                model.eval()
+            try:
+                yield
+            finally:
+                set_modes(before)
 
     @contextmanager
     def _buffers_of_rank_0(self, ranks: int) -> Iterator[None]:
@@ -177,6 +197,13 @@ class Parts(RegisteredParts):
                 model.require_forward_param_sync = True  # type: ignore[assignment]
             if self.shards is not None:
                 self.shards.end_validation()
+
+
+def set_modes(modes: Mapping[nn.Module, bool]) -> None:
+    """Set whether modules are in train mode; each comes after those that contain it."""
+    for each, mode in modes.items():
+        if each.training != mode:
+            each.train(mode)
 
 
 @torch.no_grad()

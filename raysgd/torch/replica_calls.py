@@ -55,8 +55,6 @@ def predict(replica: TorchReplica, data: Any, batch_size: int) -> Any:
     places, operator, control = replica.places("predict"), replica.operator, replica._control
     source = PlannedSource(loader, pad=False, places=places)
     outputs: list[tuple[int, Any]] = []
-    for model in operator._parts.wrapped:
-        model.eval()
     with torch.random.fork_rng(devices=[]), torch.no_grad(), operator._validating():
         source.begin(0, replica._rank_info, replica._distributed)
         for number, drawn in enumerate(source.batches(replica._rank_info, 0)):

@@ -171,6 +171,8 @@ class LeaveOut(Policy):
         self._left_out, self._went = self._left_out or infinite or refused, True
         # A gradient scaler counts the steps with infinite gradients itself.
         self._counts |= refused or (infinite and self._parts.precision.key != "amp_native")
+        if not step.drawn:  # user code makes it without a batch of the iterator, so nothing else ends it
+            self.on_step(step)
         return not (infinite or refused)
 
     def _are_exchanged(self, parameters: Sequence[torch.Tensor]) -> bool:
@@ -209,7 +211,7 @@ class LeaveOut(Policy):
     def _samples(self, step: Step) -> list[int] | None:
         """Return the indices of this rank's samples in the step, None if they are not known."""
         found = [each.indices for each in step.drawn]
-        return None if None in found else [int(row) for each in found for row in each or ()]
+        return None if None in found or not found else [int(row) for each in found for row in each or ()]
 
 
 def _are_finite(parameters: Sequence[torch.Tensor]) -> bool:

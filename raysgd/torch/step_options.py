@@ -96,7 +96,7 @@ class Accumulate(Policy):
     def begin(self, step: Step) -> None:
         drawn, first = step.current, step.place == 0
         # Those of all ranks, if gradients are weighted by them.
-        step.samples = float((drawn.rows if self._exact else None) or samples_in(drawn.batch))
+        step.samples = float((drawn.rows if self._exact else None) or drawn.samples or samples_in(drawn.batch))
         if first:
             self._total, self._usual, self._witness = 0.0, step.samples * self._size, None
             self._schedules = [copy.deepcopy(each.state_dict()) for each in self._parts.schedulers]

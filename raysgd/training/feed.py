@@ -173,7 +173,7 @@ class Feed:
         self.policies, self.looked_at = policies, False
         self.training = call == "train"
         self._reader: Reader | None = None  # of the running epoch
-        self.step = Step()
+        self.step = Step(policies=policies.usual())  # for steps that user code makes before the first batch
         self.batches: Any = None
         self.failure: BaseException | None = None  # of the data
         self.stopped = self.epoch_ended = False

@@ -36,6 +36,10 @@ NO_SAMPLES = (
     "num_samples was 0 in all batches of rank 0. So none of them counts in the means. Return how many samples a batch has, or leave "
     "num_samples out"
 )
+RANK_IN_SETUP = (
+    "setup reads self.world_rank. It runs once in each process, and ranks change when workers fail: what only rank 0 has, such as a "
+    "writer, would be missing on its successor. Read self.is_first at the time of use, create the object on all ranks, or use a callback"
+)
 
 
 @dataclass
@@ -131,6 +135,7 @@ class OperatorBase:
         self.timers = Timers()
         self.global_step = 0
         self._sized = False  # whether `world_size` was read since a batch began that is looked at
+        self._in_setup = False
         self._testing = False  # whether `validate` runs for a test
         self._epochs_before: Callable[[], int] = lambda: 0  # how many epochs were begun before the current one
         # Of the running loop, if there is one: how many epochs it has, and how many batches each call of `train`.
@@ -249,7 +254,14 @@ class OperatorBase:
 
     @property
     def world_rank(self) -> int:
+        if self._in_setup and self._settings.num_workers > 1 and not self._rank_info.solo:
+            self._warn_once(RANK_IN_SETUP)
         return self._rank_info.world_rank
+
+    @property
+    def is_first(self) -> bool:
+        """Return whether this is rank 0 now. If rank 0 fails, another worker becomes it."""
+        return self.world_rank == 0
 
     @property
     def local_rank(self) -> int:
@@ -300,6 +312,11 @@ class OperatorBase:
         return steps
 
     # -- for the default methods ----------------------------------------------------------------------
+
+    def _set_up(self) -> None:
+        self._in_setup = True
+        self.setup(self._config)
+        self._in_setup = False
 
     @property
     def _batches_per_step(self) -> int:
@@ -378,7 +395,7 @@ class OperatorBase:
 
     def _warn_once(self, text: str, *values: Any) -> None:
         """Log a warning of this kind, on the first rank and for the first time only."""
-        if self.world_rank == 0 and text not in self._explained:
+        if self._rank_info.world_rank == 0 and text not in self._explained:
             self._explained.add(text)
             logger.warning(text, *values)
 

@@ -33,6 +33,7 @@ class Drawn(NamedTuple):
     whole   False if this is one of several pieces of the rank's batch, and not the last one
     indices  of this rank's samples in the data set; None if the source does not divide by index
     first    the place of the first of them in the epoch's order
+    samples  how many these are, None if an item of the data set is a batch
     """
 
     batch: Any
@@ -43,6 +44,7 @@ class Drawn(NamedTuple):
     whole: bool = True
     indices: list[Any] | None = None
     first: int | None = None
+    samples: int | None = None
 
 
 class Policy:

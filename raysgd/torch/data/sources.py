@@ -183,7 +183,8 @@ class PlannedSource(BatchSource):
                     rows = units.tolist() if isinstance(units, torch.Tensor) else list(units)
                     if self._own_batches:
                         rows = [row for own_batch in rows for row in own_batch]
-                    yield Drawn(batch, after, part.fresh, part.rows, part.weight, part.whole, rows, part.start)
+                    samples = None if self.loader.batch_sampler is None else len(rows)
+                    yield Drawn(batch, after, part.fresh, part.rows, part.weight, part.whole, rows, part.start, samples)
             if taken:
                 raise RuntimeError(ENDED_EARLY)
         except (Exception, DataLoaderFailure):

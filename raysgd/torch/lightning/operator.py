@@ -20,7 +20,6 @@ from raysgd.torch.lightning.logging import LoggedValues
 from raysgd.torch.lightning.schedulers import Schedules, read_configuration
 from raysgd.torch.lightning.trainer_stub import StepServices, TrainerStub
 from raysgd.torch.operator import TrainingOperator
-from raysgd.torch.step_options import samples_in
 from raysgd.training.feed import NoFeed
 
 
@@ -92,7 +91,7 @@ class LightningOperator(TrainingOperator):
     def _prepare_data(self) -> None:
         """Call prepare_data on the first worker of each machine, while the others wait."""
         per_node = getattr(self.module, "prepare_data_per_node", True)
-        if self.local_rank == 0 and (per_node or self.world_rank == 0):
+        if self.local_rank == 0 and (per_node or self._rank_info.world_rank == 0):
             self.module.prepare_data()
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.barrier(device_ids=self.device_ids)
@@ -188,7 +187,7 @@ class LightningOperator(TrainingOperator):
             self._optimize(arguments)
         else:
             self._outputs = _outputs(self._training_step(arguments))
-        return _measured("train_loss", self._outputs, batch)
+        return _measured("train_loss", self._outputs, self._samples_in(batch))
 
     def _optimize(self, arguments: tuple[Any, ...]) -> None:
         """Step automatically: the optimizer calls the closure once, or several times (L-BFGS)."""
@@ -274,7 +273,7 @@ class LightningOperator(TrainingOperator):
         if not modules.overrides(module, self._base, "validation_step"):
             raise ConfigError(f"validate() needs a validation_step in {type(module).__name__}")
         self._meter, feed = AverageMeterCollection(), self._feed
-        with self._attached("validating"), torch.no_grad(), _evaluating(module):
+        with self._attached("validating"), torch.no_grad():
             module.on_validation_start()
             module.on_validation_epoch_start()
             for batch_idx, batch in enumerate(val_iterator):
@@ -297,7 +296,7 @@ class LightningOperator(TrainingOperator):
         arguments = (batch, batch_info["batch_idx"]) if self._indexed[1] else (batch,)
         with self.timers.record("eval_fwd"), self.autocast():
             self._outputs = self.module.validation_step(*arguments)
-        return _measured("val_loss", _outputs(self._outputs), batch)
+        return _measured("val_loss", _outputs(self._outputs), self._samples_in(batch))
 
     # -- both -----------------------------------------------------------------------------------------
 
@@ -370,18 +369,6 @@ class _TrainingStep(nn.Module):
         return self.module.training_step(*arguments)  # type: ignore[operator]
 
 
-@contextlib.contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
-    """Set eval mode, and restore each submodule's mode afterwards, as some are frozen."""
-    modes = [(part, part.training) for part in module.modules()]
-    module.eval()
-    try:
-        yield
-    finally:
-        for part, training in modes:
-            part.training = training
-
-
 def _outputs(output: Any) -> dict[str, Any]:
     """Return a step's result as the dictionary that batch hooks get, without the autograd graph."""
     if output is None:
@@ -393,13 +380,13 @@ def _outputs(output: Any) -> dict[str, Any]:
     return {key: value.detach() if isinstance(value, torch.Tensor) else value for key, value in output.items()}
 
 
-def _measured(name: str, outputs: dict[str, Any], batch: Any) -> dict[str, Any]:
-    """Return what is reported for a batch if the module logs nothing: the numbers in the step's
-    dictionary, each by its key and the loss as `name`. What is not a number, such as predictions,
-    is only for the module's hooks."""
+def _measured(name: str, outputs: dict[str, Any], samples: float) -> dict[str, Any]:
+    """Return what is reported for a batch of so many samples if the module logs nothing: the
+    numbers in the step's dictionary, each by its key and the loss as `name`. What is not a number,
+    such as predictions, is only for the module's hooks."""
     numbers = {key: value for key, value in outputs.items() if _is_number(value)}
     loss = {name: numbers.pop("loss")} if "loss" in numbers else {}
-    return {NUM_SAMPLES: samples_in(batch), **loss, **numbers}
+    return {NUM_SAMPLES: samples, **loss, **numbers}
 
 
 def _is_number(value: Any) -> bool:

@@ -1,0 +1,89 @@
+"""Weights that user code moves before its step, as SAM and momentum encoders do: a step that is
+made again begins with those of the last one. Worker."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+
+from raysgd.torch.foreign import copy_all
+from raysgd.torch.parts import Parts
+from raysgd.torch.stepping import after_gradients, closure_in
+from raysgd.training.step import Policy, Step
+
+
+class KeepWeights(Policy):
+    """Restores the weights of a step that is undone, for operators that move weights before an
+    optimizer acts. Of an optimizer that calls a closure several times, its state too.
+
+    Which weights move is seen in the first step, of which all are copied: whenever a model is
+    called, a backward pass begins or a closure ends, and when the first optimizer acts. If none
+    moves, later steps cost nothing.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._known = False  # whether the first step is committed
+        self._now: list[torch.Tensor] = []
+        self._before: list[torch.Tensor] = []  # their contents at the beginning of the step
+        self._moved: set[int] = set()  # places in these lists
+        self._acted = False  # whether an optimizer has acted in the first step
+        self._hooks: list[Any] = []
+        self._states: list[tuple[Any, dict[str, Any]]] = []  # of optimizers, before a step with a closure
+
+    def begin(self, step: Step) -> None:
+        if step.place > 0:
+            return
+        if self._known:
+            copy_all(self._now, self._before)
+            return
+        self._now = [each for model in self._parts.models for each in model.parameters()]
+        self._before, self._moved, self._acted = [each.clone() for each in self._now], set(), False
+        if not self._hooks:
+            hooked = [each for each in self._parts.optimizers if hasattr(each, "register_step_pre_hook")]
+            self._hooks = [each.register_step_pre_hook(self._acts) for each in hooked]
+            self._hooks += [each.register_forward_pre_hook(self._look) for each in self._parts.wrapped]
+
+    def weighted(self, step: Step, loss: Any) -> Any:
+        self._look()
+        return loss
+
+    def on_step(self, step: Step) -> None:
+        states, self._states = self._states, []
+        if step.outcome == "undone":
+            copy_all(self._before, self._now)
+            for optimizer, state in states:
+                optimizer.load_state_dict(state)
+        elif not self._known and step.outcome != "skipped":
+            self._look()
+            self._known, self.in_usual_steps = True, bool(self._moved)
+            self._now, self._before = ([each[place] for place in self._moved] for each in (self._now, self._before))
+            for hook in self._hooks if not (states and self._moved) else ():
+                hook.remove()
+
+    def _acts(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Called before an optimizer's step."""
+        if closure_in(args, kwargs) is not None and _iterates(optimizer):
+            self._states.append((optimizer, copy.deepcopy(optimizer.state_dict())))
+        if self._acted or self._known:
+            return None
+        found = after_gradients(args, kwargs, self._look_again)
+        self._acted = True
+        return found
+
+    def _look(self, *_: Any) -> None:
+        if not self._acted:
+            self._look_again()
+
+    def _look_again(self) -> None:
+        if not self._known:
+            pairs = enumerate(zip(self._now, self._before, strict=True))
+            self._moved |= {place for place, pair in pairs if place not in self._moved and not torch.equal(*pair)}
+
+
+def _iterates(optimizer: Any) -> bool:
+    """Return whether this optimizer may change weights between two calls of its closure: torch's
+    others call it once, first."""
+    return isinstance(optimizer, torch.optim.LBFGS) or not type(optimizer).__module__.startswith("torch.optim.")
