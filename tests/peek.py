@@ -39,6 +39,17 @@ def finish_saves(trainer: Any) -> None:
     trainer._folder.wait()
 
 
+def leave_no_checkpoint_out(trainer: Any) -> None:
+    """Let each automatic checkpoint wait until the one before is in the folder."""
+    folder = trainer._folder
+
+    def is_saving() -> bool:
+        folder.wait_until_ended()
+        return False
+
+    folder.is_saving = is_saving
+
+
 def forget_checkpoint(trainer: Any) -> None:
     """Let the newest automatic checkpoint count as one that was never completed."""
     trainer._folder.forget(trainer._folder.latest)

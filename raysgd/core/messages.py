@@ -49,8 +49,8 @@ class Open(Message):
     `FunctionReport`, `StartDealer` and large `CallAnswer` follow, and the driver answers each with
     `Received`. It is opened before the first of them.
 
-    With the name of one, it gives or takes one state, or takes an argument: `GiveState` or
-    `TakeState` follows. The driver closes it if that transfer has ended."""
+    With the name of one, it gives or takes one state, takes an argument, or asks something:
+    `GiveState`, `TakeState` or `Ask` follows. The driver closes it if that transfer has ended."""
 
     worker: str
     transfer: str = ""
@@ -231,3 +231,17 @@ class TakeState(Message):
 @dataclass(frozen=True)
 class State(Message):
     """The driver passes the state on, while it arrives. Body: the state."""
+
+
+@dataclass(frozen=True)
+class Ask(Message):
+    """A rank asks the driver something about the running call. `Answer` follows."""
+
+    question: Any
+
+
+@dataclass(frozen=True)
+class Answer(Message):
+    """The driver's answer."""
+
+    answer: Any

@@ -146,6 +146,12 @@ def plain(value: Any) -> Any:
         return value
 
 
+def numbers(result: Mapping[str, Any]) -> Result:
+    """Return what of a result is a number."""
+    kept = {name: _kept(value) for name, value in result.items()}
+    return {name: value for name, value in kept.items() if _is_number(value)}
+
+
 def _kept(value: Any) -> Any:
     return value if isinstance(value, WeightedMean) else plain(value)
 

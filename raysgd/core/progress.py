@@ -115,13 +115,13 @@ class Control:
     Owns the stop requests of one worker, its phase (for reports of hangs) and the last published
     progress. `upload` sends a snapshot to the driver; it is None if the driver takes no snapshots.
     `deliver` sends a message that must not get lost, and returns when the driver has acknowledged
-    it. `giving(name)` returns what sends this worker's state to those that `take` it.
-    `on_interrupt` is called on the control thread. `outlives_driver` is whether the worker waits
-    for another driver when its own ends. `begun_after` holds, for the newest steps, how many
-    collective calls (`collectives`) had been made when each began; `called` returns the steps and
-    lines of the newest calls of models, which make some of them. `ensure_whole` is the backend's.
-    Never blocks the control thread, and costs the training thread one attribute read per batch
-    while there is no request.
+    it. `giving(name)` returns what sends this worker's state to those that `take` it, and
+    `ask(name, question)` the driver's answer. `on_interrupt` is called on the control thread.
+    `outlives_driver` is whether the worker waits for another driver when its own ends.
+    `begun_after` holds, for the newest steps, how many collective calls (`collectives`) had been
+    made when each began; `called` returns the steps and lines of the newest calls of models, which
+    make some of them. `ensure_whole` is the backend's. Never blocks the control thread, and costs
+    the training thread one attribute read per batch while there is no request.
 
     The ranks agree on a planned stop in two phases. The control thread writes `stop_at` and then
     reads `begun`; the training thread writes `begun` and then reads `stop_at`. So at least one of
@@ -147,6 +147,7 @@ class Control:
         self.deliver: Deliverer = lambda message, body: None
         self.giving: Callable[[str], Any] = _no_transfers
         self.take: Callable[[str], Any] = _no_transfers
+        self.ask: Callable[[str, Any], Any] = _no_transfers
         self.on_interrupt: Callable[[], None] = lambda: None
         self.collectives: Callable[[], int] = lambda: -1
         self.ensure_whole: Callable[..., None] = lambda *, unless_seen=False: None

@@ -36,8 +36,6 @@ class Job:
                  the result
     lead         how many steps ahead of all ranks a planned stop is first proposed
     prepare      returns more arguments, whenever the call is fanned out
-    paused       called when all ranks have stopped at a boundary, and may make other calls; returns
-                 whether only the job wanted that stop
     hurry_s      how long ranks may continue after one has stopped for a planned change; None: all
                  stop at the same step
     is_waiting   whether the ranks wait for the user, or for a transfer that moves, which is not a
@@ -55,7 +53,6 @@ class Job:
     max_failures: int = 3
     lead: int = 2
     prepare: Callable[[], Mapping[str, Any]] = dict
-    paused: Callable[[], bool] = lambda: False
     hurry_s: float | None = None
     is_waiting: Callable[[], bool] = lambda: False
     needs_state: bool = False

@@ -123,13 +123,14 @@ class Engine:
         self._call_lock = CallLock()
         self._calls, self._named = 0, term > 0
         self.trained = 0  # the number of the newest call that trains and has returned
-        # The call that trains in which an earlier driver has ended, and what was measured in it.
-        self._interrupted: tuple[int, list[PartialResults]] | None = None
+        # The call that trains in which an earlier driver has ended (None: it has no number here), and what was measured
+        # in it.
+        self._interrupted: tuple[int | None, list[PartialResults]] | None = None
+        self.measured: Sequence[PartialResults] = ()  # in the parts of the running call that have ended
         self._running: RunningCall | None = None
         self._snapshot_is_stale = True
         # Calls that ended after the newest snapshot, and how.
         self._finished: dict[int, tuple[Job, Progress]] = {}
-        self._revived: Snapshot | None = None  # what new workers have last started from, in the pause of a job
         self._outage_raised = False  # whether the error about the current outage of Ray was raised
         self._load_failed = False  # after it had begun to change the state, and none has succeeded since
 
@@ -182,6 +183,11 @@ class Engine:
             parts = partial_results_since(revived, parts, call=newest)
         self._interrupted = (newest, parts) if newest > trained else None
         return True
+
+    def continue_call(self, measured: PartialResults) -> None:
+        """Let the next call that trains continue the one in which the loaded state was saved, with
+        what that had measured."""
+        self._interrupted = None, [measured]
 
     def _check_not_held(self) -> None:
         """Raise an error at once if idle engines of this process hold what the first workers need.
@@ -394,7 +400,7 @@ class Engine:
             if job.again == "resume":
                 if self._interrupted is not None:
                     (number, parts), self._interrupted = self._interrupted, None
-                    running = replace(running, number=number)
+                    running = running if number is None else replace(running, number=number)
                 if self._is_change_due():
                     self._restore(Observation("paused"), running)
                 self._wait_for_least(running)
@@ -417,7 +423,8 @@ class Engine:
         network_at: Progress | None = None  # where the newest network fault was, with all workers alive
         hung: list[Any] = []  # where code hung, as often as it hung there in a row
         while True:
-            call = self._prepared(job, running)  # first, because `prepare` may itself call and change the workers
+            self.measured = parts
+            call = self._prepared(job, running)
             fan_out = FanOut(self._table, self._generation, job, self._wants_boundary, comparison=self._comparison)
             fan_out.run(call)
             self._note_snapshot(running)
@@ -436,8 +443,6 @@ class Engine:
                 if job.compare is not None:
                     self._compare_ranks(job.compare, fan_out, self._table.clock() - began_at)
                 return parts
-            if seen.kind == "paused" and self._is_own_pause(job, parts, running):
-                continue
             revived = self._restore(seen, running, since=fan_out.troubled_at)
             # Whether training continues from a state from before this call. A new worker can have taken such a one.
             goes_back = revived is not None and (
@@ -529,13 +534,6 @@ class Engine:
         part_of = running.number if self._named and job.again == "resume" else -1
         return replace(job.call, arguments={**job.call.arguments, **more}, part_of=part_of)
 
-    def _is_own_pause(self, job: Job, parts: list[PartialResults], running: RunningCall) -> bool:
-        """Let the job use a pause. Return whether only it wanted one: no member changes."""
-        self._revived = None
-        own = job.paused()
-        parts[:] = self._still_counting(parts, self._revived, running)  # workers may have failed in a call of the job
-        return own and not self._is_change_due()
-
     def _note_snapshot(self, running: RunningCall) -> None:
         newest = self._table.snapshots.latest()
         if newest is not None and newest.call == running.number:
@@ -572,7 +570,7 @@ class Engine:
             self._check_defined()
         call = RunningCall(self._calls, max_failures, len(self.recoveries), replaces)
         outer = self._running
-        if outer is not None and outer.max_failures >= 0:  # a save during training, for example, uses up what is left
+        if outer is not None and outer.max_failures >= 0:  # a callback's call during training uses up what is left
             left = max(outer.max_failures - self._log.failures_since(outer.recoveries_before), 0)
             if max_failures < 0 or left < max_failures:
                 call = replace(call, max_failures=outer.max_failures, recoveries_before=outer.recoveries_before)
@@ -631,9 +629,7 @@ class Engine:
         if seen.kind == "done":
             return None
         with self._table.during(phase):
-            revived = self._recovery.recover(seen, call, since=since, world=world)
-        self._revived = revived or self._revived
-        return revived
+            return self._recovery.recover(seen, call, since=since, world=world)
 
     def _network_or_out_of_step(
         self, seen: Observation, outcomes: Mapping[str, Outcome], before: Progress | None

@@ -30,6 +30,7 @@ from raysgd.training.auto_checkpoint import AutoCheckpoint
 from raysgd.training.call_runner import CallRunner, exclusive
 from raysgd.training.loops import opened_folder
 from raysgd.training.trainer_base import TrainerBase, described_run, limits_of, make_engine
+from raysgd.training.within_call import Contents
 
 logger = logging.getLogger("raysgd")
 
@@ -222,6 +223,9 @@ class TorchTrainer(TrainerBase):
         finish = super()._start_save(path)
         self._loads.saves(path)
         return finish
+
+    def _saved_within(self, path: str, contents: Contents) -> None:
+        self._loads.saved_within(path, contents)
 
     def _load_automatic(self, path: str) -> None:
         assert self._folder is not None

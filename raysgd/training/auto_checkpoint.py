@@ -18,6 +18,7 @@ from typing import Any, Literal
 from raysgd.callbacks.early_stopping import warn_of_mode
 from raysgd.callbacks.writers import ROW_FIELDS, for_json
 from raysgd.config import at_least, is_real, one_of
+from raysgd.core.metrics import Measured, WeightedMean
 from raysgd.errors import CheckpointError, ConfigError, suggesting_fields
 from raysgd.storage import checksums, folders, locations
 from raysgd.storage.claims import FolderClaim
@@ -88,6 +89,10 @@ class SavedPlace:
         return f"loop{self.loop}-epoch{self.done:05}-step{self.step:09}"
 
 
+class WriterFailed(CheckpointError):
+    """A worker has failed while it wrote a checkpoint."""
+
+
 class CheckpointFolder:
     """Owns the automatic checkpoints of one run: those in its folder that have a record, with their
     scores, and the save that is running. Everything else in the folder is the user's, and is
@@ -105,6 +110,7 @@ class CheckpointFolder:
 
     def _read(self) -> None:
         self._scores: dict[SavedPlace, float | None] = {}
+        self._not_finite: set[SavedPlace] = set()  # those whose loss or score was not
         self._unrecorded: dict[str, str] = {}  # names of files that are not this run's, and why
         try:
             names = locations.names(self._where)
@@ -116,12 +122,17 @@ class CheckpointFolder:
                 self._unrecorded |= dict.fromkeys(files, f"there is no {place.name}{RECORD}")
                 continue
             try:
-                score = self._record(place)["score"]
+                record = self._record(place)
             except CheckpointError as error:
                 self._unrecorded |= dict.fromkeys(files, str(error))
                 continue
             if len(files) == 2:
-                self._scores[place] = score
+                self._note(place, record["score"], finite=record.get("finite", True))
+
+    def _note(self, place: SavedPlace, score: float | None, *, finite: bool) -> None:
+        if not finite:
+            self._not_finite.add(place)
+        self._scores[place] = score
 
     def refuse_earlier_run(self) -> None:
         """Raise an error if there are checkpoints, which a new run would mix with its own."""
@@ -189,8 +200,9 @@ class CheckpointFolder:
         return self._cost(score) < (math.inf if best is None else self._cost(scores[best]))
 
     def record(self, place: SavedPlace) -> dict[str, Any]:
-        """Return what was stored with a checkpoint: its score, how many epochs and workers the run
-        had, and its history."""
+        """Return what was stored with a checkpoint: its score, whether that and the loss were
+        finite, how many epochs and workers the run had, its history, and, of one within a call,
+        what that had `measured`."""
         found = self._record(place)
         return {**found, "history": [*self._rows.read(found["before"]), *found["newest"]]}
 
@@ -218,33 +230,52 @@ class CheckpointFolder:
         score: float | None,
         rows: Sequence[Mapping[str, Any]],
         start: Callable[[str], Callable[[], Any]],
-        **run: int,
+        run: Mapping[str, int],
+        *,
+        finite: bool = True,
+        measured: Callable[[], Measured] | None = None,
+        written: Callable[[str], None] = lambda path: None,
+        fail: Callable[[BaseException], None] = lambda error: None,
     ) -> None:
         """Save a checkpoint, after the one that is running. `start(path)` copies the state, and
         returns a function that returns when the file is complete; that is waited for in a thread.
-        Raise the error of an earlier save."""
+        Raise the error of an earlier save.
+
+        Within a call, the thread also waits for what that has `measured`, calls `written` with the
+        path, and `fail` with an error. A worker's failure is none there: training continues."""
         self.wait()
         assert self._claim is not None
         check = self._claim.check
         check()
         self._keep_unrecorded(place)
-        finish = start(locations.text_of(self._file(place)))
-        stored = self._rows.add(rows)
-        record = folders.dump_json({"score": score, **stored, **run})
+        path = locations.text_of(self._file(place))
+        finish = start(path)
+        record = {"score": score, **self._rows.add(rows), **run}
 
         def complete() -> None:
             try:
                 finish()
+                if measured is not None:
+                    record["measured"] = numbers_of(measured())
+                record["finite"] = finite and is_finite(record.get("measured", {}).get("metrics", {}))
                 check()
-                self._rows.write(stored["before"]["bytes"])
-                locations.write(self._file(place, RECORD), record)
-                self._scores[place] = score
+                self._rows.write(record["before"]["bytes"])
+                locations.write(self._file(place, RECORD), folders.dump_json(record))
+                self._note(place, score, finite=record["finite"])
+                written(path)
                 self._prune()
             except BaseException as error:
+                if measured is not None and isinstance(error, WriterFailed):
+                    logger.warning("no automatic checkpoint was saved after step %d: %s", place.step, error)
+                    return
                 self._error = error
+                fail(self._not_saved(error))
 
         self._saving = threading.Thread(target=complete, name="raysgd-auto-checkpoint", daemon=True)
         self._saving.start()
+
+    def is_saving(self) -> bool:
+        return self._saving is not None and self._saving.is_alive()
 
     def wait(self) -> None:
         """Wait for the save that is running. Raise the error of a save that has failed."""
@@ -253,7 +284,10 @@ class CheckpointFolder:
             saving.join()
         error, self._error = self._error, None
         if error is not None:
-            raise CheckpointError(f"the automatic checkpoint in {self} could not be saved: {error}") from error
+            raise self._not_saved(error) from error
+
+    def _not_saved(self, error: BaseException) -> CheckpointError:
+        return CheckpointError(f"the automatic checkpoint in {self} could not be saved: {error}")
 
     def wait_until_ended(self) -> None:
         """Wait for the save that is running, whether it fails or not."""
@@ -274,7 +308,8 @@ class CheckpointFolder:
 
     def _prune(self) -> None:
         newest = self.newest_first()
-        stay = {*newest[: self.settings.keep], self.best}
+        finite = next((place for place in newest if place not in self._not_finite), None)
+        stay = {*newest[: self.settings.keep], self.best, finite}
         for place in newest:
             if place not in stay:
                 self.forget(place)
@@ -348,6 +383,29 @@ class StoredRows:
             return []
         self._data, self._crc, self._count = bytearray(data), part["crc"], len(rows)
         return rows
+
+
+def is_finite(values: Mapping[str, Any]) -> bool:
+    """Return whether no loss among these metrics is infinite or NaN."""
+    return all(math.isfinite(value) for name, value in values.items() if "loss" in name and isinstance(value, float))
+
+
+def numbers_of(measured: Measured) -> dict[str, Any]:
+    """Return the numbers of a result for a record, and the weights of those that have their own."""
+    found = {name: each for name, each in measured.metrics.items() if isinstance(each, (int, float))}
+    weights = {name: each.weight for name, each in found.items() if isinstance(each, WeightedMean)}
+    numbers = {name: float(each) if name in weights else each for name, each in found.items()}
+    return {"metrics": numbers, "weights": weights, "committed": measured.committed}
+
+
+def measured_in(record: Mapping[str, Any]) -> Measured | None:
+    """Return what the call had measured in which a checkpoint was made, None of one after a
+    call."""
+    found = record.get("measured")
+    if found is None:
+        return None
+    weighted = {name: WeightedMean(found["metrics"][name], weight) for name, weight in found["weights"].items()}
+    return Measured({**found["metrics"], **weighted}, found["committed"])
 
 
 def _size(file: Path) -> int:

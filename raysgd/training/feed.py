@@ -1,4 +1,4 @@
-"""The steps of one loop over the data: draw them, and decide when the loop ends, pauses or stops.
+"""The steps of one loop over the data: draw them, and decide when the loop ends or stops.
 Worker."""
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from raysgd.core.ranks import RankInfo
 from raysgd.errors import ConfigError, counted
 from raysgd.training.position import Position
 from raysgd.training.step import NO_POLICIES, Drawn, Policies, Step
+from raysgd.training.writing import Asking
 
 
 class MembershipChange(BaseException):
@@ -133,7 +134,7 @@ class Feed:
     source      draws the batches
     position    what is committed; the feed itself changes it only when an epoch begins or ends
     limit       how many batches the call may have; None for the rest of the epoch
-    pause_at    stop before the batch that follows this step, unless the epoch ends there
+    asking      asks for checkpoints between two batches
     shared      whether the data is divided among the ranks
     window      how many batches share one optimizer step
     policies    of the operator; those that do not act in usual steps get the unusual ones, and the
@@ -158,7 +159,7 @@ class Feed:
         control: Control,
         *,
         limit: int | None = None,
-        pause_at: int | None = None,
+        asking: Asking | None = None,
         shared: bool = False,
         window: int = 1,
         policies: Policies = NO_POLICIES,
@@ -168,7 +169,7 @@ class Feed:
         name: str = "train_loader",
     ) -> None:
         self.source, self.position, self.rank_info, self._control = source, position, rank_info, control
-        self._limit, self._pause_at, self._shared, self._window = limit, pause_at, shared, window
+        self._limit, self._asking, self._shared, self._window = limit, asking, shared, window
         self._carrier, self._seed, self.call, self._name = carrier or Carrier(), seed, call, name
         self.policies, self.looked_at = policies, False
         self.training = call == "train"
@@ -189,10 +190,8 @@ class Feed:
                     self._note_end_of_epoch()
                     position.call_done = True
                     return
-                if self._pause_at is not None and position.step >= self._pause_at and not position.ended:
-                    self._note_end_of_epoch()
-                    if not position.ended:
-                        self._stop()
+                if self._asking is not None and position.step >= self._asking.step:
+                    self._ask(self._asking)
                 if not control.begin(position.step + 1):
                     self._stop()
             elif control.interrupted:
@@ -234,7 +233,7 @@ class Feed:
     def read_ahead(self) -> None:
         """Read the batch that follows the current one, if it is certain that this call has it."""
         control, position = self._control, self.position
-        certain = position.call_batches + 1 < position.call_expected and position.step + 1 != self._pause_at
+        certain = position.call_batches + 1 < position.call_expected
         if certain and not control.attention and self._reader is not None:
             control.phase = "loading data"
             self._reader.read_ahead()
@@ -334,6 +333,18 @@ class Feed:
         position = self.position
         if not position.ended and self.source.steps_left(self.rank_info, position.offset) == 0:
             self._end_epoch()
+
+    def _ask(self, asking: Asking) -> None:
+        """Make a checkpoint if it is due, unless the epoch ends here: that after the call has all
+        that this one would have."""
+        self._note_end_of_epoch()
+        if self.position.ended or (self._reader is not None and self._reader.last):
+            return
+        try:
+            asking.ask()
+        except BaseException as failure:
+            self.failure = failure  # this loop has ended, also if the user's code catches it
+            raise
 
     def _refuse_empty(self) -> None:
         """Raise an error for an epoch without a batch. Only one rank's part of a validation may be

@@ -4,16 +4,23 @@ Driver."""
 from __future__ import annotations
 
 import logging
-import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from raysgd.callbacks.history import History
+from raysgd.core.metrics import Measured
 from raysgd.errors import CheckpointError, ConfigError, counted
-from raysgd.training.auto_checkpoint import AutoCheckpoint, CheckpointFolder, SavedPlace
+from raysgd.training.auto_checkpoint import AutoCheckpoint, CheckpointFolder, SavedPlace, is_finite, measured_in
+from raysgd.training.within_call import Contents, Schedule, WithinCall
 
 logger = logging.getLogger("raysgd")
+
+NOT_FINITE = (
+    "training resumes from %s, whose loss or score was not finite: to continue from an older one, load() it in a new run with "
+    "another path"
+)
 
 
 def opened_folder(checkpoints: Any, resume: Any, suffix: str) -> CheckpointFolder | None:
@@ -33,6 +40,27 @@ def opened_folder(checkpoints: Any, resume: Any, suffix: str) -> CheckpointFolde
     return folder
 
 
+@dataclass(frozen=True)
+class CallOfTrain:
+    """What checkpoints within a call of `train` need of the trainer.
+
+    part      returns the step with which a part of the call begins, of how many ranks, and what the
+              parts before have measured
+    listen    lets a function answer the ranks, and returns the name under which they ask it
+    hand_out  begins a save, and returns the arguments of the workers' part and its handle
+    written   is called when the checkpoint with this path is complete
+    resume    lets the next call continue one that had measured this up to a step
+    fail      ends the call with this error
+    """
+
+    part: Callable[[], tuple[int, int, Sequence[Sequence[Measured]]]]
+    listen: Callable[[Callable[[Any], Any]], str]
+    hand_out: Callable[[str], tuple[dict[str, Any], Any]]
+    written: Callable[[str, Contents], None]
+    resume: Callable[[Measured, int], None]
+    fail: Callable[[BaseException], None]
+
+
 class EpochLoops:
     """Owns where the script is in its loops over `epochs()`, and when the next automatic checkpoint
     is due.
@@ -41,6 +69,7 @@ class EpochLoops:
     step       returns how many batches have been trained
     start      copies the state, and returns a function that waits until it is in the file of this
                path
+    within     what checkpoints within a call of `train` need of the trainer
     stop       returns whether a callback wants the loop to end, once
     scheduled  returns whether the operator has registered schedulers
     begun      is called with the number of the loop and its epochs that are done when a body
@@ -55,22 +84,25 @@ class EpochLoops:
         workers: int,
         step: Callable[[], int],
         start: Callable[[str], Callable[[], Any]],
+        within: CallOfTrain,
         stop: Callable[[], bool],
         scheduled: Callable[[], bool],
         begun: Callable[[int, int], int] = lambda loop, done: 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._folder, self._history = folder, history
-        self._step, self._start, self._stop, self._clock = step, start, stop, clock
+        self._step, self._start, self._stop, self._train = step, start, stop, within
         self._workers, self._scheduled, self._begun = workers, scheduled, begun
         self._loop, self._done, self._count = 0, 0, 0
         self._resumed: SavedPlace | None = None
         self._record: dict[str, Any] = {}  # of that checkpoint
         self._rows_before: int | None = None  # of the history, when the body of the loop began; None outside of it
         self._calls = 0  # of `train` in this body
-        self._mark, self._saved_at = 0, clock()
-        self._pauses, self._pause_at = False, -1
-        self._chunk, self._began, self._per_s = 1, (0, 0.0), 0.0
+        self._schedule = Schedule("epoch" if folder is None else folder.settings.every, clock, at=clock())
+        self._saves_within = False  # the running call
+        self._within: WithinCall | None = None  # the part of a call that is running
+        self._handle: Any = None  # of the newest save within a call
+        self._resumes_call = self._continues = False  # the call in which the checkpoint was made
 
     @property
     def epochs(self) -> int | None:
@@ -110,10 +142,15 @@ class EpochLoops:
                 continue
             for damaged in [newer for newer in folder.newest_first() if newer > place]:
                 folder.forget(damaged)
-            self._resumed, self._mark = place, place.step
+            self._resumed, self._schedule.step = place, place.step
             done = counted(place.done, "epoch"), counted(place.step, "batch", "batches")
             logger.warning("training resumes from %s: %s and %s are done", path, *done)
             self._record = folder.record(place)
+            if not self._record.get("finite", True):
+                logger.warning(NOT_FINITE, path)
+            if (measured := measured_in(self._record)) is not None:
+                self._resumes_call = True
+                self._train.resume(measured, place.step)
             return self._record
         if tried:
             raise CheckpointError(
@@ -189,8 +226,12 @@ class EpochLoops:
         if folder is None:
             return
         score = self._score(rows_before, folder.settings.best)
-        if last or folder.settings.every == "epoch" or self._is_due() or folder.improves(score):
-            self._save(score)
+        self.end_part()
+        step = self._step()
+        if last or folder.settings.every == "epoch" or self._schedule.is_due(step) or folder.improves(score):
+            finite = all(map(is_finite, [*self._history[rows_before:], {"loss": score}]))
+            folder.save(self._place_at(step), score, self._history, self._start, self._run, finite=finite)
+            self._schedule.saved(step)
 
     def _score(self, rows_before: int, name: str | None) -> float | None:
         """Return the newest value of a metric that was measured in this body. Raise an error if a
@@ -205,25 +246,19 @@ class EpochLoops:
             raise ConfigError(f"AutoCheckpoint(best={name!r}) was not measured: choose one of {', '.join(measured)}")
         return None
 
-    def _save(self, score: float | None = None) -> None:
-        assert self._folder is not None
-        place = SavedPlace(self._loop, self._done, self._step())
-        run = {"epochs": self._count, "workers": self._workers}
-        self._folder.save(place, score, self._history, self._start, **run)
-        self._mark, self._saved_at = place.step, self._clock()
+    def _place_at(self, step: int) -> SavedPlace:
+        return SavedPlace(self._loop, self._done, step)
 
-    def _is_due(self) -> bool:
-        assert self._folder is not None
-        every = self._folder.settings.every
-        if isinstance(every, int):
-            return self._step() // every > self._mark // every
-        return every != "epoch" and self._clock() - self._saved_at >= every
+    @property
+    def _run(self) -> dict[str, int]:
+        return {"epochs": self._count, "workers": self._workers}
 
     def close(self, *, force: bool) -> None:
         """Wait for a save that is running, unless by force, and log its error. Let other trainers
         use the folder."""
         if self._folder is None:
             return
+        self.end_part()
         try:
             if not force:
                 self._folder.wait()
@@ -235,8 +270,8 @@ class EpochLoops:
     # -- within a call of `train` -----------------------------------------------------------------------
 
     def begin_call(self, num_steps: int | None) -> None:
-        """Note a call of `train`. Only the first one of a body pauses for checkpoints: a restarted
-        script repeats the body, and its first call trains the rest of the epoch."""
+        """Note a call of `train`. Checkpoints are made within the first one of a body: a restarted
+        script repeats the body, and its first call continues that one."""
         inside = self._rows_before is not None
         if not inside and self._folder is not None:
             raise ConfigError(
@@ -244,40 +279,50 @@ class EpochLoops:
                 "the checkpoints: write `for epoch in trainer.epochs(10):`, or call trainer.fit(10)"
             )
         self._calls += 1
-        every = self._folder.settings.every if self._folder is not None else "epoch"
-        self._pauses = every != "epoch" and self._calls == 1 and num_steps is None
-        self._chunk, self._per_s = 1, 0.0
+        self._saves_within = self._schedule.every != "epoch" and self._calls == 1 and num_steps is None
+        self._continues, self._resumes_call = self._resumes_call, False
 
-    def next_pause(self) -> dict[str, Any]:
-        """Return before which batch the call is to pause, as an argument of the workers' call."""
-        self._pause_at = -1
-        if not self._pauses:
-            return {}
-        assert self._folder is not None
-        every, step, now = self._folder.settings.every, self._step(), self._clock()
-        if isinstance(every, int):
-            self._pause_at = (step // every + 1) * every
-        else:
-            # All ranks must pause at the same batch, so seconds are converted to batches, at the speed of the last ones.
-            left = (self._saved_at + float(every) - now) * self._per_s
-            self._chunk = max(1, min(math.ceil(left), 2 * self._chunk))
-            self._pause_at = step + self._chunk
-        self._began = (step, now)
-        return {"pause_at": self._pause_at}
+    def begin_part(self) -> dict[str, Any]:
+        """Return further arguments of the workers' call, whenever it is made."""
+        self.end_part()
+        more: dict[str, Any] = {"continues": True} if self._continues else {}
+        if self._saves_within:
+            step, ranks, before = self._train.part()
+            self._within = WithinCall(
+                self._schedule, self._start_within, self._train.fail, step=step, ranks=ranks, before=before
+            )
+            more["asks"] = {"transfer": self._train.listen(self._within.answer), "step": self._within.first}
+        return more
 
-    def paused(self) -> bool:
-        """Make a checkpoint if it is due, while all ranks are between two batches. Return False if
-        it was not this object that wanted the pause."""
-        step = self._step()
-        if not self._pauses or step < self._pause_at:
-            return False
-        self._per_s = (step - self._began[0]) / max(self._clock() - self._began[1], 1e-6)
-        if self._is_due():
-            try:
-                self._save()
-            except CheckpointError as error:
-                if self._step() >= step:
-                    raise
-                # All workers have failed, so the call continues from a snapshot, and comes here again.
-                logger.warning("no checkpoint was saved after step %d: %s", step, error)
-        return True
+    def end_part(self) -> None:
+        """Note that no worker makes a checkpoint until the call is made again."""
+        within, self._within = self._within, None
+        if within is not None:
+            within.end()
+        if self._handle is not None:
+            self._handle.end_unopened()
+
+    def _start_within(self, contents: Contents) -> Mapping[str, Any] | None:
+        """Begin a checkpoint within the call. Return the arguments of the workers' save, or None if
+        the one before is not written yet."""
+        folder, arguments = self._folder, dict[str, Any]()
+        assert folder is not None
+        if folder.is_saving():
+            return None
+
+        def start(path: str) -> Callable[[], Any]:
+            given, self._handle = self._train.hand_out(path)
+            arguments.update(given)
+            return lambda handle=self._handle: handle.result()  # type: ignore[misc]
+
+        folder.save(
+            self._place_at(contents.progress.step),
+            None,
+            self._history,
+            start,
+            self._run,
+            measured=lambda: contents.wait().call,
+            written=lambda path: self._train.written(path, contents),
+            fail=self._train.fail,
+        )
+        return arguments

@@ -133,6 +133,13 @@ class Position:
         self.step += batches
         self.call_batches += batches
 
+    def is_new(self, call: int, *, continues: bool = False) -> bool:
+        """Return whether this is another call than the one in which this is a position. With
+        `continues`, a position that was loaded is in this call, if it is in one."""
+        if continues and self.call < 0 and self.call_batches:
+            self.call = call
+        return call != self.call
+
     def open_call(self, call: int) -> bool:
         """Begin a call, or continue it. Return False if its work is done already."""
         if call != self.call:

@@ -40,6 +40,7 @@ from raysgd.training.seeding import ONCE, Places
 from raysgd.training.settings import ReplicaSettings
 from raysgd.training.snapshots import LOADED_S, ROOM_S, Snapshotter
 from raysgd.training.step import Step
+from raysgd.training.writing import Asking
 
 logger = logging.getLogger("raysgd")
 
@@ -170,18 +171,20 @@ class ReplicaBase(ABC):
         info: dict[str, Any] | None,
         dataset: Any = None,
         snapshot_first: bool = False,
-        pause_at: int | None = None,
+        asks: Mapping[str, Any] | None = None,
+        continues: bool = False,
         epochs: int | None = None,
         counts: bool = False,
         reduced: bool = True,
         compares: bool = False,
     ) -> Any:
-        """Train the rest of the epoch, or of `num_steps`, from the current position. With
-        `pause_at`, pause after this step. The call belongs to a loop over `epochs`, if there is
+        """Train the rest of the epoch, or of `num_steps`, from the current position. `asks` are the
+        arguments of `Asking`, if checkpoints are made between the batches. The call `continues` the
+        one in which the loaded checkpoint was made. It belongs to a loop over `epochs`, if there is
         one. With `counts`, its `num_steps` are an epoch. Unless results are `reduced`, the operator
         may return any object. The driver `compares` the ranks' weights."""
         position, operator = self._position, self.operator
-        new = call != position.call
+        new = position.is_new(call, continues=continues)
         if new and dataset is None:
             position.resume_epoch()  # an earlier call on a data set of its own may have ended in an error
         done = not position.open_call(call)
@@ -197,14 +200,14 @@ class ReplicaBase(ABC):
             self._steps_before = self._steps_made()
         self._units_before = position.call_units
         source = self._train_source(dataset)
-        if pause_at is not None and not getattr(source, "resumable", True):
+        if asks is not None and not getattr(source, "resumable", True):
             raise ConfigError(NOT_RESUMABLE)
         operator.global_step, operator._run_length = position.step, (epochs, num_steps)
         operator._last_epoch = position.call_epoch
         if snapshot_first:
             self.take_snapshot()
         unwinds = type(operator).train_epoch is not self.operator_class.train_epoch
-        feed = self._make_feed(source, "train", num_steps, pause_at=pause_at)
+        feed = self._make_feed(source, "train", num_steps, asking=None if asks is None else Asking(self, **asks))
         batches = feed.batches = self._batches(feed, unwinds=unwinds)
         result: Any = {}  # if the workers are about to change
         given, named = self._epoch_arguments(batches, info, num_steps)
@@ -328,7 +331,7 @@ class ReplicaBase(ABC):
         self._position.resume_epoch()
         self.take_snapshot()
 
-    def _make_feed(self, source: Source, phase: str, limit: int | None, *, pause_at: int | None = None) -> Feed:
+    def _make_feed(self, source: Source, phase: str, limit: int | None, *, asking: Asking | None = None) -> Feed:
         """Return what a loop reads; its steps are the operator's."""
         kind, name = split(phase)
         position, seed = self._position_in(phase), self._seeding(phase)
@@ -340,7 +343,7 @@ class ReplicaBase(ABC):
             self._rank_info,
             self._control,
             limit=limit,
-            pause_at=pause_at,
+            asking=asking,
             shared=self._distributed,
             call=CALLS[kind],
             name=self.data_names[kind] + (f"[{name!r}]" if name else ""),

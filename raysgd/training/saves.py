@@ -27,6 +27,7 @@ from raysgd.engine.engine import Engine
 from raysgd.errors import CheckpointError
 from raysgd.storage import locations
 from raysgd.training import writing
+from raysgd.training.auto_checkpoint import WriterFailed
 from raysgd.training.writing import END_BYTES, DraftFile, Report
 from raysgd.workers.worker_group import TransferProtocol
 
@@ -134,6 +135,11 @@ class SaveHandle:
         self._save.seen = self._save.seen or error is not None
         return error
 
+    def end_unopened(self) -> None:
+        """Abandon the save if no worker has begun to write: none will, because their call has
+        ended."""
+        self._save.end_unopened()
+
     def __repr__(self) -> str:
         state = "running" if not self.done() else "failed" if self._save.done.exception() else "done"
         return f"SaveHandle({str(self._save.draft.where)!r}, {state})"
@@ -209,6 +215,10 @@ class _Save:
         if self._claimed.acquire(blocking=False):
             self._end(error)
 
+    def end_unopened(self) -> None:
+        if not any(each.opened for each in self._transfers):
+            self.close(WriterFailed("the workers' call has ended before it began"))
+
     def _end(self, error: BaseException | None) -> None:
         self._close_transfers()
         try:
@@ -229,7 +239,7 @@ def _report_of(given: Future[Report | None]) -> Report:
     try:
         report = given.result() or {}
     except ConnectionError as error:
-        raise CheckpointError(f"the worker that was sending the checkpoint failed ({error})") from error
+        raise WriterFailed(f"the worker that was sending the checkpoint failed ({error})") from error
     if "error" in report:
         raise CheckpointError(f"the checkpoint could not be written: {report['error']}")
     return report
@@ -275,6 +285,17 @@ class Saves:
             save.close(error)
             raise
         self._running.append(save)
+        return self._in_background(save)
+
+    def hand_out(self, path: str | os.PathLike[str]) -> tuple[dict[str, Any], SaveHandle]:
+        """Begin a save that the workers make in the middle of a call. Return the arguments of
+        `writing.save`. The caller looks for errors."""
+        stall_s = max(self._engine.limits.hang_s, STALL_AT_LEAST_S)
+        save = _Save(FileDraft(locations.place_to_save(path)), self._engine.group.transfer, stall_s, self._on_saved)
+        return save.begin(1, later=True), self._in_background(save)
+
+    @staticmethod
+    def _in_background(save: _Save) -> SaveHandle:
         threading.Thread(target=save.wait_for_reports, name="raysgd-save", daemon=True).start()
         return SaveHandle(save)
 

@@ -8,7 +8,7 @@ import logging
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TypeVar
@@ -18,18 +18,21 @@ from raysgd.callbacks.folder import folder_to_be
 from raysgd.callbacks.history import History
 from raysgd.callbacks.printing import epoch_line
 from raysgd.config import ORPHAN_S, ElasticConfig, Limits, WorkerResources, at_least, check_flags
+from raysgd.core.metrics import Measured
+from raysgd.core.outcomes import Ok
 from raysgd.core.policy import Recovery
+from raysgd.core.progress import Progress
 from raysgd.core.protocols import Call, ProcessGroupBackend
 from raysgd.core.ranks import SingleWorkerBackend
 from raysgd.core.shard_copies import ShardedState
-from raysgd.engine.call import Job
+from raysgd.engine.call import Job, PartialResults
 from raysgd.engine.engine import Engine
 from raysgd.environment import start_limit_s
 from raysgd.errors import ConfigError, suggesting
 from raysgd.training.arguments import check_call
 from raysgd.training.auto_checkpoint import CheckpointFolder
 from raysgd.training.call_runner import CallRunner, exclusive
-from raysgd.training.loops import EpochLoops
+from raysgd.training.loops import CallOfTrain, EpochLoops
 from raysgd.training.named import NamedRun, checked_name, ended_by_itself, new_tenure
 from raysgd.training.operator_base import OperatorBase
 from raysgd.training.replica_base import (
@@ -41,8 +44,10 @@ from raysgd.training.replica_base import (
     has_schedulers,
 )
 from raysgd.training.saves import SaveHandle, Saves
+from raysgd.training.within_call import Contents
 from raysgd.workers.inline_group import InlineGroup
 from raysgd.workers.serialization import pack
+from raysgd.workers.worker_group import TransferProtocol
 
 logger = logging.getLogger("raysgd")
 
@@ -73,12 +78,14 @@ class TrainerBase(ABC):
         self._distributed = num_workers > 1
         self._validations = self._tests = 0
         self._folder = folder
+        self._asked: TransferProtocol | None = None  # by workers, in the middle of a call
         self._loops = EpochLoops(
             folder,
             calls.history,
             workers=num_workers,
             step=lambda: engine.progress.step,
             start=self._start_save,
+            within=self._call_of_train(engine),
             stop=calls.take_stop,
             scheduled=self._has_schedulers,
             begun=self._begin_body,
@@ -224,6 +231,25 @@ class TrainerBase(ABC):
         assert isinstance(handle, SaveHandle)
         return handle.result
 
+    def _call_of_train(self, engine: Engine) -> CallOfTrain:
+        def part() -> tuple[int, int, Sequence[Sequence[Measured]]]:
+            return engine.progress.step, engine.world_size, [part.values for part in engine.measured]
+
+        def listen(answer: Callable[[Any], Any]) -> str:
+            if self._asked is not None:
+                self._asked.close()
+            self._asked = engine.group.transfer()
+            self._asked.answer = answer
+            return self._asked.name
+
+        def resume(measured: Measured, step: int) -> None:
+            engine.continue_call(PartialResults((Ok(measured, Progress(step=step)),), -1))
+
+        return CallOfTrain(part, listen, self._saves.hand_out, self._saved_within, resume, engine.cancel)
+
+    def _saved_within(self, path: str, contents: Contents) -> None:  # noqa: B027 - it is optional
+        """Called when an automatic checkpoint within a call is complete."""
+
     @abstractmethod
     def _load_automatic(self, path: str) -> None:
         """Load an automatic checkpoint."""
@@ -244,8 +270,7 @@ class TrainerBase(ABC):
             again="resume",
             redo=True,
             max_failures=max_retries,
-            prepare=self._loops.next_pause,
-            paused=self._loops.paused,
+            prepare=self._loops.begin_part,
             compare=Call(ReplicaBase.summarize) if self._compares else None,
         )
 

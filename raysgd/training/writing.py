@@ -1,19 +1,21 @@
 """Write a checkpoint to the driver's draft, or give its content to the driver; now, or in a thread.
-Worker."""
+Ask the driver for one between two batches. Worker."""
 
 from __future__ import annotations
 
 import io
 import logging
+import math
 import threading
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from raysgd.core.connection import PIECE
-from raysgd.core.progress import Control
+from raysgd.core.metrics import Measured, numbers
+from raysgd.core.progress import Control, Progress
 from raysgd.errors import described
 from raysgd.storage.durable import DurableFile
 
@@ -41,6 +43,25 @@ class DraftFile:
             return None
         file.restart()
         return file
+
+
+@dataclass(frozen=True)
+class Question:
+    """What each rank asks the driver between two batches: whether to make a checkpoint. `measured`
+    is what it has measured since this part of the call began."""
+
+    rank: int
+    progress: Progress
+    measured: Measured
+
+
+@dataclass(frozen=True)
+class Reply:
+    """The same for all ranks: after which `step` they ask again, and the arguments of `save`, if
+    they make a checkpoint."""
+
+    step: float
+    arguments: Mapping[str, Any] | None = None
 
 
 def checkpoint(replica: Any) -> Any:
@@ -83,6 +104,31 @@ def reported(
 
     threading.Thread(target=run, name="raysgd-save", daemon=True).start()
     return None
+
+
+class Asking:
+    """Owns after which `step` this rank asks the driver whether to make a checkpoint. All ranks
+    have then committed the same steps, and no one begins another one before it has the answer."""
+
+    def __init__(self, replica: Any, transfer: str, step: float, save: Callable[..., Any] = save) -> None:
+        self._replica, self._transfer, self.step, self._save = replica, transfer, step, save
+
+    def ask(self) -> None:
+        """Make a checkpoint now, if the driver wants one: copy the state, and write it in a
+        thread."""
+        replica = self._replica
+        measured = replica.partial()
+        question = Question(replica.rank, replica.progress, Measured(numbers(measured.metrics), measured.committed))
+        try:
+            reply: Reply = replica._control.ask(self._transfer, question)
+        except OSError as error:
+            if getattr(replica, "in_shards", False):
+                raise  # the other ranks may be waiting for this one's shards
+            logger.info("no checkpoint is made until workers change, because the driver does not answer: %s", error)
+            reply = Reply(math.inf)
+        self.step = reply.step
+        if reply.arguments is not None:
+            self._save(replica, **reply.arguments)
 
 
 def _write(draft: DraftFile, write: Callable[[Any], Any], give: Callable[[Any], None]) -> Report:

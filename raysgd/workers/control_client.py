@@ -33,7 +33,7 @@ from raysgd.core.outcomes import Outcome
 from raysgd.core.progress import Control, Progress
 from raysgd.environment import CONTROL_PORT
 from raysgd.workers.calls import packed_outcome
-from raysgd.workers.transfer import Giving, take
+from raysgd.workers.transfer import Giving, ask, take
 
 logger = logging.getLogger(__name__)
 
@@ -99,6 +99,7 @@ class ControlClient:
             self.calls: queue.SimpleQueue[messages.PerformCall | None] = queue.SimpleQueue()  # None: wait for no more
         self.control.giving = partial(Giving, address, self._worker, waiting=self._waiting)
         self.control.take = partial(take, address, self._worker, waiting=self._waiting)
+        self.control.ask = partial(ask, address, self._worker, waiting=self._waiting)
         for each in (before, bulk):
             if each is not None:
                 each.close()

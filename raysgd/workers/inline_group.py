@@ -33,7 +33,8 @@ class InlineGroup:
         self._control = Control(self._publish)
         self._names = itertools.count()
         self._transfers: weakref.WeakValueDictionary[str, InlineTransfer] = weakref.WeakValueDictionary()
-        self._control.giving = self._transfers.__getitem__
+        self._control.giving = self._giving
+        self._control.ask = lambda name, question: self._transfers[name].answer(question)
         self._control.deliver = self._deliver
         self._host = ReplicaHost(backend, self._control, remote=False)
         self._events: list[Event] = []
@@ -60,6 +61,11 @@ class InlineGroup:
     def transfer(self) -> InlineTransfer:
         transfer = InlineTransfer(str(next(self._names)))
         self._transfers[transfer.name] = transfer
+        return transfer
+
+    def _giving(self, name: str) -> InlineTransfer:
+        transfer = self._transfers[name]
+        transfer.opened = True
         return transfer
 
     def rows(self, dataset: Any) -> RowReader:

@@ -4,7 +4,8 @@ it. Both.
 The driver passes each part on as soon as it has arrived, so that a state crosses the network once,
 and not twice, before its takers have it. What moves is reported, so that a slow network does not
 count as a hang. A checkpoint of a worker that does not see the script's files takes the same way,
-and so do what a worker reports of a save in the background, and the large arguments of calls."""
+and so do what a worker reports of a save in the background, what it asks in the middle of a call,
+and the large arguments of calls."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from concurrent.futures import Future, InvalidStateError
 from typing import TYPE_CHECKING, Any
 
 from raysgd.core.connection import PIECE, Body, Connection, ControlAddress, Waiting, connect, make_room
-from raysgd.core.messages import GiveState, Open, Received, State, TakeState
+from raysgd.core.messages import Answer, Ask, GiveState, Open, Received, State, TakeState
 
 if TYPE_CHECKING:
     from raysgd.workers.control_server import ControlServer
@@ -28,7 +29,10 @@ LOOK_S = 1.0
 class Transfer:
     """One state on its way through the driver. Owns its memory there, and its connections, which
     `close` ends with a ConnectionError in workers that wait. `moved` grows with each part. `given`
-    gets the giving worker's report, or a ConnectionError."""
+    gets the giving worker's report, or a ConnectionError. `answer` is called, in threads of the
+    connections, with what workers ask."""
+
+    answer: Callable[[Any], Any]
 
     def __init__(self, server: ControlServer) -> None:
         self._server = server
@@ -36,7 +40,7 @@ class Transfer:
         self._data: Any = None
         self._size, self._filled = -1, 0
         self.moved = 0
-        self._closed = False
+        self.opened = self._closed = False
         self._connections: set[Connection] = set()
         self.given: Future[dict[str, Any] | None] = Future()
         self.name = server.expect_transfer(self._serve)
@@ -68,12 +72,15 @@ class Transfer:
             if self._closed:
                 return
             self._connections.add(connection)
+            self.opened = True
         try:
             message, size = connection.receive()
             if isinstance(message, GiveState):
                 self._receive(connection, size, note)
                 with contextlib.suppress(InvalidStateError):  # it was closed at this moment
                     self.given.set_result(message.report)
+            elif isinstance(message, Ask):
+                connection.send(Answer(self.answer(message.question)))
             else:
                 self._send(connection, note)
         except OSError as error:
@@ -142,8 +149,10 @@ class Transfer:
 class InlineTransfer:
     """A transfer of the worker in the driver's own process."""
 
+    answer: Callable[[Any], Any]
+
     def __init__(self, name: str) -> None:
-        self.name, self.moved, self.data = name, 0, b""
+        self.name, self.moved, self.data, self.opened = name, 0, b"", False
         self.given: Future[dict[str, Any] | None] = Future()
 
     def fill(self, data: Any) -> None:
@@ -175,6 +184,16 @@ class Giving:
             connection.socket.settimeout(STALL_S)
             connection.send(GiveState(report), *data)
             connection.expect(Received)
+
+
+def ask(
+    address: ControlAddress, worker: str, name: str, question: Any, *, waiting: Waiting = contextlib.nullcontext
+) -> Any:
+    """Return the driver's answer."""
+    with connect(address, Open(worker, name), waiting=waiting) as connection, waiting(connection.socket):
+        connection.socket.settimeout(STALL_S)
+        connection.send(Ask(question))
+        return connection.expect(Answer).answer
 
 
 def take(address: ControlAddress, worker: str, name: str, *, waiting: Waiting = contextlib.nullcontext) -> Body:

@@ -17,6 +17,8 @@ class TransferProtocol(Protocol):
     others take it ("load"). `close` interrupts workers that wait in one of these calls."""
 
     name: str
+    opened: bool  # whether a worker has begun to give or take it
+    answer: Callable[[Any], Any]  # returns the answer to what a worker asks, in any thread
     given: Future[dict[str, Any] | None]  # what the giving worker reports; a ConnectionError if it ends first
 
     @property

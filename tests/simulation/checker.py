@@ -7,9 +7,11 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from raysgd.constants import NUM_SAMPLES
 from raysgd.core.messages import Interrupt
 from raysgd.core.outcomes import WorkerFailed
 from raysgd.core.policy import PLANNED, Recovery
+from raysgd.training.within_call import Contents
 from tests.simulation.network import ProcessGroup
 from tests.simulation.replica import Step, UserError, weights_after
 
@@ -298,6 +300,27 @@ class Checker:
             self.fail(f"a state with {len(steps)} steps was saved, and {ahead or 'others before'} applied other steps")
         if len(steps) < len(self.truth) and self.schedule.calm:
             self.fail(f"the saved state lacks {len(self.truth) - len(steps)} steps, although no fault can be the cause")
+
+    def copies(self, worker: Any, steps: Sequence[Step]) -> None:
+        """Check the state of which a checkpoint is made between two batches of a call."""
+        if list(steps) != self.truth[: len(steps)]:
+            self.fail(f"{worker.name} makes a checkpoint of other steps than those that are committed")
+
+    def saved_within(self, state: Sequence[Step], contents: Contents, every: int) -> None:
+        """Check a checkpoint that was made between two batches of a call: it is that of the batch that it is called after, and
+        it has what the call had measured up to there."""
+        step, measured = contents.progress.step, contents.call
+        if len(state) != step or step % every:
+            self.fail(f"the checkpoint after step {step} has {len(state)} steps, and every {every}th is wanted")
+        samples = sum(each.stop - each.start for each in state if each.call == contents.progress.call)
+        if measured.committed != samples:
+            self.fail(
+                f"the checkpoint after step {step} has {measured.committed} samples of its call, and not {samples}"
+            )
+        if self.schedule.calm and measured.metrics[NUM_SAMPLES] != samples:
+            self.fail(
+                f"the call had measured {measured.metrics[NUM_SAMPLES]} samples at the checkpoint, and not {samples}"
+            )
 
     def loaded(self, steps: Sequence[Step], loads: int) -> None:
         """Note that the user has loaded a checkpoint on all ranks."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import pickle
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -126,7 +127,11 @@ class Worker(Process):
             member=self,
         )
         self.client = SimClient(self)
-        self.client.control.giving, self.client.control.take = self.giving, self.take
+        self.client.control.giving, self.client.control.take, self.client.control.ask = (
+            self.giving,
+            self.take,
+            self.ask_driver,
+        )
         self.host = ReplicaHost(self.backend, self.client.control, remote=False)
         self.host.fault_in = fault_in
         self.client.holds_state = lambda: self.host.holds_state
@@ -347,7 +352,25 @@ class Worker(Process):
             wake.used = True
 
     def giving(self, name: str) -> Any:
+        self.group.transfer_of(name).opened = True
         return SimpleNamespace(send=partial(self._give, name))
+
+    def ask_driver(self, name: str, question: Any) -> Any:
+        """Return the answer of a thread of the driver, when its process runs."""
+        self.point("asks")
+        transfer, wake, answers = self.group.transfer_of(name), Wake(self), list[Any]()
+
+        def arrive() -> None:
+            if self.alive and not transfer.closed:
+                answers.append(transfer.answer(pickle.loads(pickle.dumps(question))))
+                self._from_driver.send(wake)
+
+        self._bulk.send(partial(self._by_driver, arrive))
+        self._wait_in(transfer, wake)
+        if not answers:
+            raise ConnectionError("the transfer has ended")
+        self.point("answered")
+        return answers[0]
 
     def _give(self, name: str, state: Any = b"", *, report: dict[str, Any] | None = None) -> None:
         """Send a state to the driver, and wait until it has arrived. Like `take`, raise an error if the transfer ends first. A
@@ -362,6 +385,12 @@ class Worker(Process):
         self._bulk.send(partial(self._by_driver, lambda: self.alive and (transfer.fill(state), wake())))
         self._wait_in(transfer, wake)
         transfer.check(state)
+
+    def give_later(self, name: str, state: bytes) -> None:
+        """Give a state to the driver, from a thread for which nobody waits."""
+        transfer = self.group.transfer_of(name)
+        transfer.opened, transfer.giver = True, self
+        self._bulk.send(partial(self._by_driver, lambda: self.alive and not transfer.closed and transfer.fill(state)))
 
     def take(self, name: str) -> Any:
         """Return a state when it has arrived at the driver, and from there here."""
@@ -409,7 +438,8 @@ class SimTransfer:
     """The protocol of `raysgd.workers.worker_group.TransferProtocol`."""
 
     def __init__(self, name: str) -> None:
-        self.name, self.closed = name, False
+        self.name, self.closed, self.opened = name, False, False
+        self.answer: Callable[[Any], Any] = lambda question: None
         self.data: Any = None
         self.moved = 0
         self.given: Future[dict[str, Any] | None] = Future()

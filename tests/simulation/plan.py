@@ -30,7 +30,19 @@ FORMING = (
 )
 TAKING_OVER = ("orphan", "orphan", "adopt", "adopted", "attach", "attach ended")
 STARTING = ("process start", "warm", "warm ended", "prepare", "build", "build ended")
-OTHER = ("validate", "save", "restore", "function", "run", "run ended", "noticed", "close", "close ended")
+OTHER = (
+    "validate",
+    "save",
+    "asks",
+    "answered",
+    "restore",
+    "function",
+    "run",
+    "run ended",
+    "noticed",
+    "close",
+    "close ended",
+)
 USERS = (
     "forward",
     "forward",

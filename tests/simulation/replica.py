@@ -24,6 +24,7 @@ from raysgd.training.position import Position
 from raysgd.training.snapshots import LOADED_S
 from raysgd.training.step import Drawn
 from raysgd.training.step import Step as OptimizerStep
+from raysgd.training.writing import Asking
 from raysgd.workers.calls import Blob
 from tests.simulation.network import NetworkError, ProcessGroup
 
@@ -135,7 +136,13 @@ class SimReplica:
 
     # -- calls ----------------------------------------------------------------------------------------
 
-    def train(self, call: int, num_steps: int | None, snapshot_first: bool = False, pause_at: int | None = None) -> Any:
+    @property
+    def rank(self) -> int:
+        return self._rank_info.world_rank
+
+    def train(
+        self, call: int, num_steps: int | None, snapshot_first: bool = False, asks: dict[str, Any] | None = None
+    ) -> Any:
         position = self._position
         done = not position.open_call(call)
         if self._plan.compare is not None and self._compare_at != math.inf:
@@ -153,7 +160,7 @@ class SimReplica:
             self._control,
             limit=num_steps,
             shared=True,
-            pause_at=pause_at,
+            asking=None if asks is None else Asking(self, **asks, save=type(self).save_within),
         )
         try:
             for step in feed:
@@ -211,6 +218,14 @@ class SimReplica:
         self._worker.compute()
         self._worker.point("save")
         return self._state() if self._rank_info.world_rank == 0 else None
+
+    def save_within(self, transfer: str) -> None:
+        """Copy the state between two batches, and give it to the driver, which nobody waits for."""
+        self._worker.compute()
+        self._worker.point("save")
+        if self.rank == 0:
+            self._worker.checker.copies(self._worker, self.steps)
+            self._worker.give_later(transfer, self._state())
 
     def restore(self, data: Blob, loads: int, refuses: int = -1) -> Refusal | None:
         """Load a checkpoint on all ranks. If the rank `refuses` it, their state is undefined."""

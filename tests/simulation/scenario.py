@@ -17,6 +17,8 @@ from raysgd.core.shard_copies import ShardedState
 from raysgd.engine.call import Job
 from raysgd.engine.engine import Engine
 from raysgd.errors import CheckpointError, DivergenceError, ResourceError, TrainingFailedError, WorkerStartError
+from raysgd.training.within_call import Contents, WithinCall
+from raysgd.training.within_call import Schedule as Due
 from tests.simulation.checker import Checker, Violation
 from tests.simulation.faults import Cancelled, Schedule
 from tests.simulation.group import Large, Node, SimGroup
@@ -51,6 +53,8 @@ class Script:
 
     _loads = 0  # the number of the newest load
     _recoveries = 0  # before the running call
+    _part: WithinCall | None = None  # of a call in which checkpoints are made
+    _writing: tuple[Any, Contents, int] | None = None
     replica_cls: type[SimReplica] = SimReplica
 
     def __init__(self, plan: Plan, world: World) -> None:
@@ -240,22 +244,55 @@ class Script:
             raise Violation(f"train() reports the mean {result['value']}, and an undisturbed run {mean}")
 
     def _fit(self, every: int) -> None:
-        """Train an epoch, and save every few batches, as automatic checkpoints do."""
-        pause_at = 0
+        """Train an epoch, in which each checkpoint that is due is made between two batches, as automatic checkpoints are."""
+        schedule = Due(every, self.world.clock, step=self.engine.progress.step)
 
-        def prepare() -> dict[str, int]:
-            nonlocal pause_at
-            pause_at = (self.engine.progress.step // every + 1) * every
-            return {"pause_at": pause_at}
+        def start(contents: Contents) -> dict[str, Any] | None:
+            self._note_written()
+            if self._writing is not None:
+                return None
+            transfer = self.group.transfer()
+            self._writing = transfer, contents, every
+            return {"transfer": transfer.name}
 
-        def paused() -> bool:
-            if self.engine.progress.step < pause_at:
-                return False
-            with self.schedule.during("save"):
-                self._save()
-            return True
+        def prepare() -> dict[str, Any]:
+            self._end_part()
+            before = [part.values for part in self.engine.measured]
+            step, ranks = self.engine.progress.step, self.engine.world_size
+            self._part = WithinCall(schedule, start, self._raise, step=step, ranks=ranks, before=before)
+            transfer = self.group.transfer()
+            transfer.answer = self._part.answer
+            return {"asks": {"transfer": transfer.name, "step": self._part.first}}
 
-        self._train(prepare=prepare, paused=paused)
+        try:
+            self._train(prepare=prepare)
+        finally:
+            self._end_part()
+
+    def _end_part(self) -> None:
+        if self._part is not None:
+            self._part.end()
+        if self._writing is not None and not self._writing[0].opened:
+            self._writing[0].close()
+
+    def _raise(self, error: BaseException) -> None:
+        raise error
+
+    def _note_written(self) -> None:
+        """Note the checkpoint that was being written, if that has ended."""
+        if self._writing is None:
+            return
+        transfer, contents, every = self._writing
+        if transfer.data is not None and contents.is_complete:
+            self._writing, steps = None, steps_of(transfer.data)
+            self.checker.saved_within(steps, contents, every)
+            self._saved = transfer.data, steps
+            self._saved_within(contents)
+        elif transfer.closed:
+            self._writing = None
+
+    def _saved_within(self, contents: Contents) -> None:
+        """Called when a checkpoint within a call is complete."""
 
     def _validate(self) -> None:
         self._call(SimReplica.validate, {"call": self.engine._calls})
@@ -274,12 +311,14 @@ class Script:
         return self.engine.run(job)
 
     def _save(self) -> None:
+        self._writing = None
         data = [value for value in self._call(SimReplica.checkpoint, {}) if value is not None]
         self._saved = data[0], steps_of(data[0])
         self.checker.saved(self._saved[1])
 
     def _load(self, refuses: int = -1) -> None:
         """Load what was saved. If a rank `refuses` it, no call but a load is accepted."""
+        self._note_written()
         if self._saved is None:
             return
         data, steps = self._saved

@@ -14,6 +14,7 @@ from raysgd.core.shard_copies import ShardCopy, ShardedState, agreed, covered, l
 from raysgd.core.snapshot import Ask, Snapshot
 from raysgd.errors import TrainingFailedError
 from raysgd.training.loading import Refusal, take_over
+from raysgd.training.within_call import Contents
 from raysgd.workers.calls import Blob
 from tests.simulation.group import Large
 from tests.simulation.network import NetworkError, ProcessGroup
@@ -25,6 +26,8 @@ __all__ = ["ShardedReplica", "ShardedScript"]
 
 class ShardedReplica(SimReplica):
     """Changes its shards in the same order as `Resharding`."""
+
+    in_shards = True
 
     def __init__(self, worker: Any, plan: Any, rank_info: RankInfo, control: Any) -> None:
         super().__init__(worker, plan, rank_info, control)
@@ -112,6 +115,10 @@ class ShardedReplica(SimReplica):
         self._together("shards")
         return super().checkpoint()
 
+    def save_within(self, transfer: str) -> None:
+        self._together("shards")
+        super().save_within(transfer)
+
     def load(self, data: Any, *, other_code: bool = False) -> None:
         self._worker.point("load_state_dict")
         self._given, self._earlier = data, {}
@@ -137,7 +144,15 @@ class ShardedScript(Script):
         super().__init__(*given)
 
     def sharded_state(self) -> ShardedState:
-        return ShardedState(self.plan.replicas, ShardedReplica.hand_over, lambda wait: self._newest)
+        return ShardedState(self.plan.replicas, ShardedReplica.hand_over, self._newest_saved)
+
+    def _newest_saved(self, wait: bool) -> Snapshot | None:
+        self._note_written()
+        return self._newest
+
+    def _saved_within(self, contents: Contents) -> None:
+        snapshot = replace(self._snapshot(None), progress=contents.progress, call=contents.progress.call)
+        self._newest = replace(snapshot, partial=contents.part)
 
     def _snapshot(self, loads: int | None) -> Snapshot:
         assert self._saved is not None
@@ -158,7 +173,7 @@ class ShardedScript(Script):
             self._newest = self._snapshot(self.engine.progress.loads)
 
     def _apply(self) -> None:
-        self._newest = None
+        self._newest = self._writing = None
         super()._apply()
 
     def _keeps_a_snapshot(self) -> bool:

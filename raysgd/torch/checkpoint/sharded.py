@@ -6,10 +6,12 @@ import logging
 import os
 import uuid
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from raysgd.core.progress import Progress
 from raysgd.core.protocols import Call
 from raysgd.core.snapshot import Ask, Snapshot
 from raysgd.engine.engine import Engine
@@ -24,6 +26,7 @@ from raysgd.training.auto_checkpoint import CheckpointFolder
 from raysgd.training.loads import Loads, Take, raise_refused
 from raysgd.training.saves import SaveHandle, Saves
 from raysgd.training.seeding import DrawnAnew
+from raysgd.training.within_call import Contents
 from raysgd.training.writing import Report
 
 logger = logging.getLogger("raysgd")
@@ -57,7 +60,8 @@ class ShardedLoads(Loads):
         if folder is not None and wait:
             folder.wait_until_ended()
         complete = [n for n, (path, _) in enumerate(self._saved) if path is None or (folder and folder.has(path))]
-        self._saved = self._saved[complete[-1] if complete else 0 :]
+        if complete:
+            del self._saved[: complete[-1]]  # in place, because a thread may be adding one
         return self._saved[0][1] if complete or (self._saved and not wait) else None
 
     def state_changed_by_hand(self) -> None:
@@ -71,13 +75,29 @@ class ShardedLoads(Loads):
             again = partial(self._load, path, trusted=self._folder.settings.trusted)
             self._saved.append((path, self._snapshot(again, None)))
 
+    def saved_within(self, path: str, contents: Contents) -> None:
+        """Note that an automatic checkpoint within a call is complete."""
+        assert self._folder is not None
+        if self._is_sharded:
+            again = partial(self._load, path, trusted=self._folder.settings.trusted)
+            snapshot = self._snapshot(again, None, at=contents.progress, workers=contents.ranks)
+            self._saved.append((path, replace(snapshot, partial=contents.part)))
+
     def _loaded(self, again: Callable[[Take], None]) -> None:
         if self._is_sharded:
             self._saved = [(None, self._snapshot(again, self._count))]
 
-    def _snapshot(self, again: Callable[[Take], None], loads: int | None) -> Snapshot:
-        """Return the present state as a snapshot, which the ranks of a new generation load."""
-        at, workers = self._engine.progress, self._engine.world_size
+    def _snapshot(
+        self,
+        again: Callable[[Take], None],
+        loads: int | None,
+        *,
+        at: Progress | None = None,
+        workers: int = 0,
+    ) -> Snapshot:
+        """Return the present state, or that of another place, as a snapshot, which the ranks of a
+        new generation load."""
+        at, workers = at or self._engine.progress, workers or self._engine.world_size
 
         def load(ask: Ask) -> bool:
             def take(method: Callable[..., Any], arguments: dict[str, Any]) -> None:
