@@ -118,10 +118,10 @@ def test_pieces_can_be_the_parts_that_missing_workers_would_have(
     of_ranks = [list(fewer.parts_of(rank, 0)) for rank in range(fewer.world_size)]
     expected = [list(usual.parts_of(rank, 0)) for rank in range(workers)]
     assert len({len(parts) for parts in of_ranks}) == 1, "ranks exchange gradients after equally many pieces"
-    places = {(part.start, part.stop) for parts in expected for part in parts if part.fresh}
+    places = {(part.start, part.stop, part.part) for parts in expected for part in parts if part.fresh}
     found = [part for parts in of_ranks for part in parts]
-    assert sorted((p.start, p.stop) for p in found if p.fresh) == sorted(places)
-    assert {(part.start, part.stop) for part in found} == places, "what is repeated is a part, too"
+    assert sorted((p.start, p.stop, p.part) for p in found if p.fresh) == sorted(places)
+    assert {(part.start, part.stop, part.part) for part in found} == places, "what is repeated is a part, too"
     firsts = [
         part for before, part in zip([None, *of_ranks[0]], of_ranks[0], strict=False) if before is None or before.whole
     ]

@@ -183,7 +183,9 @@ class PlannedSource(BatchSource):
                     rows = units.tolist() if isinstance(units, torch.Tensor) else list(units)
                     if self._own_batches:
                         rows = [row for own_batch in rows for row in own_batch]
-                    yield Drawn(batch, after, part.fresh, part.rows, part.weight, part.whole, rows, part.start)
+                    yield Drawn(
+                        batch, after, part.fresh, part.rows, part.weight, part.whole, rows, part.start, part.part
+                    )
             if taken:
                 raise RuntimeError(ENDED_EARLY)
         except (Exception, DataLoaderFailure):
@@ -265,7 +267,7 @@ class LiveSource(BatchSource):
                 drawn = again.pop(0)
             else:
                 self._enter(offset, rank_info)
-                drawn = Drawn(self._next(), offset)
+                drawn = Drawn(self._next(), offset, part=rank_info.world_rank)
                 self._kept.append(drawn)  # before the vote, which fails if a peer has failed
                 if offset == 1 and self._shard and rank_info.world_size > 1:
                     self._see_first(drawn.batch)
@@ -380,7 +382,7 @@ class RowSource(BatchSource):
             for part in whole.pieces(plan.pieces_of(units)):
                 rows = {name: column[part.start : part.stop] for name, column in columns.items()}
                 batch = mapped(_tensor, self._data.arranged(rows))
-                yield Drawn(batch, after, part.fresh, units, part.weight, part.whole)
+                yield Drawn(batch, after, part.fresh, units, part.weight, part.whole, part=rank_info.world_rank)
 
 
 def _tensor(column: Any, *_: Any) -> Any:
