@@ -42,6 +42,7 @@ from raysgd.torch.step_options import (
     KeepSettings,
     Rates,
     ReadAhead,
+    Rebound,
     samples_in,
     scaling,
 )
@@ -121,6 +122,7 @@ class TrainingOperator(Stepping):
         self._leave_out = self._make_guard(settings)
         buffers, why = KeepBuffers(self._parts), MAKES_STEPS if self._has_own_steps else None
         why = RESIZES if why is None and self._overrides("resized") else why
+        self._rebound = Rebound(self)
         self._keep_batch = KeepBatch(self, buffers, why)
         self.setup(self._config)
         self._refuse_taken_names()
@@ -151,6 +153,7 @@ class TrainingOperator(Stepping):
             (clips, Clip(parts)),
             (reads_ahead, ReadAhead(parts, self.timers)),
             (self._rates is not None, self._rates),
+            (bool(self._overrides("train_batch")) and not self._has_own_steps, self._rebound),
             (self._profiler is not None, self._profiler),
         ]
         return [policy for needed, policy in wanted if needed]
