@@ -22,7 +22,8 @@ class RankPart(NamedTuple):
             same number, 0.0 if they are not fresh. The mean over the ranks of gradients with these
             weights is the mean over the step's units
     whole   False if another piece of the rank's part follows in the same step
-    part    which of the step's parts it is, whoever computes it
+    part    which of the step's parts it is, whoever computes it; of units that are repeated, the
+            one that has none
     """
 
     start: int
@@ -93,7 +94,7 @@ class SamplingPlan:
                 parts.append(RankPart(start, start + size, True, units, size * self.world_size / units, part=rank))
             elif self.pad:
                 again = offset + rank % units
-                parts.append(RankPart(again, again + 1, False, units, 0.0, part=rank % units))
+                parts.append(RankPart(again, again + 1, False, units, 0.0, part=rank))
             else:
                 parts.append(RankPart(start, start, False, units, 0.0, part=rank))
             start += size
@@ -125,20 +126,19 @@ class SamplingPlan:
             offset = self.offset_after(offset)
 
     def _parts_of_workers(self, rank: int, offset: int, workers: int) -> Iterator[RankPart]:
-        """Yield, as this rank's pieces, parts that so many workers would have, the first rank from
-        the first worker's on. One that has fewer repeats its last."""
-        usual = SamplingPlan(self.total, self.step_size, workers)
-        parts = [each for each in usual.parts(offset) if each.fresh]
-        own = SamplingPlan(len(parts), len(parts), self.world_size).parts(0)[rank]
-        pieces = -(-len(parts) // self.world_size)
+        """Yield, as this rank's pieces, parts that so many workers would have: the same in each
+        step, the first rank from the first worker's on. One that has fewer repeats its last. In a
+        step with too few units, some repeat those of another part."""
+        parts = SamplingPlan(self.total, self.step_size, workers).parts(offset)
+        parts = [each for each in parts if each.fresh]
+        own = SamplingPlan(workers, workers, self.world_size).parts(0)[rank]
+        pieces = -(-workers // self.world_size)
         for piece in range(pieces):
-            place, last = own.start + piece, piece == pieces - 1
-            part = parts[min(place, own.stop - 1)]
-            if own.fresh and place < own.stop:
-                weight = (part.stop - part.start) * self.world_size / part.rows
-                yield RankPart(part.start, part.stop, True, part.rows, weight, last, part.part)
-            else:
-                yield RankPart(part.start, part.stop, False, part.rows, 0.0, last, part.part)
+            place, last = min(own.start + piece, own.stop - 1), piece == pieces - 1
+            fresh = piece < own.stop - own.start and place < len(parts)
+            part = parts[min(place, len(parts) - 1)]
+            weight = (part.stop - part.start) * self.world_size / part.rows if fresh else 0.0
+            yield RankPart(part.start, part.stop, fresh, part.rows, weight, last, place)
 
 
 def optimizer_steps(calls: int, *, batches: int | None, num_steps: int | None, window: int) -> int:

@@ -213,12 +213,18 @@ class ReplicaBase(ABC):
             batches.close()
             self._leave(feed)
         if feed.stopped:
-            asked = not self._control.interrupted
-            return Interrupted(self.partial(result), "stopped at a batch boundary", self.progress, asked=asked)
+            return self._stopped(result)
         report = self._reported(result, profile, "train", reduced)
         self._warn_of_no_training(unused=unwinds and feed.unused, skipped=SKIPPED in report.metrics)
         self._end_call()
         return report
+
+    def _stopped(self, result: Any) -> Interrupted:
+        """Return the outcome of a call that has stopped at a batch boundary."""
+        asked = not self._control.interrupted
+        if asked:  # all ranks are there, and some may leave
+            self._share()
+        return Interrupted(self.partial(result), "stopped at a batch boundary", self.progress, asked=asked)
 
     def _batches(self, feed: Feed, *, unwinds: bool = False) -> Generator[Any]:
         """Yield the batches of a loop, and commit each step when the loop asks for what follows it.
@@ -268,8 +274,8 @@ class ReplicaBase(ABC):
             return
         if (feed.training and position.step >= self._summary_at) or self._control.due(last=failed):
             self._report(feed)
-        due = snapshots.within_epochs and feed.training and not failed
-        if due and snapshots.due_after_batch(position.step, before=before):
+        may_be_due = snapshots.within_epochs and feed.training and not failed
+        if may_be_due and self._snapshot_due(before):
             self.take_snapshot(room_s=ROOM_S)
 
     def _report(self, feed: Feed) -> None:
@@ -579,6 +585,7 @@ class ReplicaBase(ABC):
     def take_snapshot(self, room_s: float | None = None) -> None:
         """Send a copy of the state to the driver, from rank 0. Training waits for the copy, and
         until a large one before it is sent. If that takes longer than `room_s`, take none."""
+        self._share()
         if not self._snapshots.wanted:
             return
         if self.rank != 0:
@@ -675,6 +682,13 @@ class ReplicaBase(ABC):
     def _begin_call(self) -> None:  # noqa: B027 - it is optional
         """Prepare for a call. That the driver makes one shows that the generation is complete on
         all ranks."""
+
+    def _share(self) -> None:  # noqa: B027 - it is optional
+        """Give all ranks what only some of them have of the state. All call this together."""
+
+    def _snapshot_due(self, before: int) -> bool:
+        """Return whether to take a snapshot in an epoch, after the step `before` and those since."""
+        return self._snapshots.due_after_batch(self._position.step, before=before)
 
     def _was_made(self) -> bool:
         """Return whether an optimizer that has no hooks has made the running step."""
