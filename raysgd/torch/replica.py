@@ -316,6 +316,7 @@ class TorchReplica(ReplicaBase):
         self.operator._part_states.joined()
         # A replacement worker has the state of the old group, and `resized` must change it on every rank.
         before = self._loaded_from if old.solo else old.world_size
+        self._joined_at = self._position.step if old.solo else self._joined_at
         if before and before != rank_info.world_size:
             self.operator.resized(before, rank_info.world_size)
         self._units_before = self._position.call_units

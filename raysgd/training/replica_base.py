@@ -59,6 +59,10 @@ UNUSED = (
     "%d. The data of its own loop is not divided among the workers, and after a worker failure the call begins again. Loop over the "
     "iterator: `for batch in iterator:`"
 )
+JOINED = (
+    "%s. This worker joined at step %d. It has what setup makes, and the state of the others, but not what only earlier batches have set: "
+    "make the attribute in setup, return it from state_dict(), or keep it in self.part_state"
+)
 NO_STEP = (
     "no registered optimizer (%s) has made a step in this call of train(), so the weights are as they were before it (batches "
     "processed: %d): %s. Nothing to do if they are meant to stay so, or if the batches of several calls share one step"
@@ -118,6 +122,7 @@ class ReplicaBase(ABC):
         self._steps_before: Any = None  # what `_steps_made` returned when the running call of `train` began
         self._began: float | None = None  # when the running part of a call of `train` began
         self._waited = 0.0  # how long it has waited for data
+        self._joined_at = 0  # the step before which it joined a running group
         self._units_before = 0  # what the running call of `train` had committed before this part of it
         self._position, self._val_position = Position(), Position()
         self._pass_positions: dict[str, Position] = {}  # of phases of which each call begins a new pass
@@ -308,6 +313,8 @@ class ReplicaBase(ABC):
                 self._leave(feed)
             elif error is not None:
                 self._cut_short()  # what was applied must count before another rank takes this state
+                if self._joined_at and isinstance(error, AttributeError) and error.obj is self.operator:
+                    error.args = (JOINED % (error, self._joined_at),)
             return changes
 
         stack.push(ended)
@@ -687,7 +694,8 @@ class ReplicaBase(ABC):
         """Give all ranks what only some of them have of the state. All call this together."""
 
     def _snapshot_due(self, before: int) -> bool:
-        """Return whether to take a snapshot in an epoch, after the step `before` and those since."""
+        """Return whether to take a snapshot in an epoch, after the step `before` and those
+        since."""
         return self._snapshots.due_after_batch(self._position.step, before=before)
 
     def _was_made(self) -> bool:

@@ -31,15 +31,25 @@ def tokens(workers: int) -> torch.Tensor:
     return torch.rand(STEPS + 1, COLUMNS * workers, 4, generator=generator).double()
 
 
+class Network(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.out = nn.RNNCell(4, 5), nn.Linear(5, 4)
+
+    def forward(self, x: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = self.cell(x, hidden)
+        return self.out(hidden), hidden
+
+
 def made() -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(3)
-    model = nn.ModuleDict({"cell": nn.RNNCell(4, 5), "out": nn.Linear(5, 4)}).double()
+    model = Network().double()
     return model, torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
 
 
 def loss_of(model: Any, x: torch.Tensor, y: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    hidden = model["cell"](x, hidden)
-    return nn.functional.mse_loss(model["out"](hidden), y), hidden
+    out, hidden = model(x, hidden)
+    return nn.functional.mse_loss(out, y), hidden
 
 
 class Recurrent(TrainingOperator):
@@ -258,3 +268,33 @@ def test_without_it_ranks_exchange_one_number_in_all() -> None:
         assert numbers == [[0.0]] * 2 and "part_states" not in run.state_dict()
         with pytest.raises(ConfigError, match="only while train_batch runs"):
             run.apply_all_operators(lambda operator: operator.part_state)
+
+
+class Remembering(Recurrent):
+    """Sets an attribute in its first batch, and needs it in later ones."""
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        if batch_info["global_step"] == 0:
+            self.first = batch
+        assert len(self.first) == 2
+        return super().train_batch(batch, batch_info)
+
+
+def test_a_replacement_that_lacks_an_attribute_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    with Cluster([Fault("kill", "forward", rank=1, step=3)]), trainer(2, Remembering, elastic={"grow": True}) as run:
+        run.train(num_steps=4)
+        run.resize(2)
+        with pytest.raises(AttributeError) as caught:
+            run.train()
+    text = str(caught.value)
+    assert "object has no attribute 'first'. This worker joined at step 4. It has what setup makes" in text
+    assert len([each for each in caplog.messages if "train_batch has set self.first, which" in each]) == 1
+
+
+def test_a_script_that_takes_over_has_it() -> None:
+    first, second = (torch_rank(Recurrent, {"columns": 6}, rank=rank, ranks=2) for rank in (0, 1))
+    for rank in (first, second):
+        rank.train(1, 3)
+        later = rank.taken_over(lambda: torch_rank(Recurrent, {"columns": 6}, num_workers=2))
+        later.train(2, 1)
+    assert [note[:3] for note in NOTES if note[0] == 3] == [(3, 0, 3), (3, 1, 3)]
