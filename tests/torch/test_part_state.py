@@ -1,5 +1,6 @@
 """`self.part_state`: a recurrent model whose hidden state belongs to the part of the batch, whoever computes it."""
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from raysgd.torch import TrainingOperator
 from tests.local.group import Cluster, Fault
 from tests.local.runs import weights_of
 from tests.replicas import torch_rank
+from tests.simulation.network import SimBackend
 
 pytestmark = pytest.mark.filterwarnings("ignore:the training loader does not shuffle")
 
@@ -116,9 +118,18 @@ def test_it_is_that_of_a_loop_by_hand(workers: int) -> None:
     assert seen == {(step, part): step for step in range(STEPS * EPOCHS) for part in range(workers)}
 
 
-@pytest.mark.parametrize(("workers", "fewer"), [(2, 1), (3, 1), (3, 2)])
-def test_it_goes_with_its_part_when_workers_leave_and_join(workers: int, fewer: int) -> None:
-    with Cluster(), trainer(workers) as run:
+def with_new_processes(*given: Any, **more: Any) -> SimBackend:
+    return SimBackend(*given, **{**more, "in_place": False})
+
+
+@pytest.mark.parametrize(
+    ("workers", "fewer", "backend"),
+    [(2, 1, SimBackend), (3, 1, SimBackend), (3, 2, SimBackend), (3, 2, with_new_processes)],
+)
+def test_it_goes_with_its_part_when_workers_leave_and_join(workers: int, fewer: int, backend: Any) -> None:
+    with Cluster() as cluster, ExitStack() as stack:
+        cluster.replace({"tests.local.group.SimBackend": backend})
+        run = stack.enter_context(trainer(workers))
         for count, steps in ((workers, 2), (fewer, 2), (workers, 1), (fewer, 3), (workers, 4)):
             run.resize(count)
             run.train(num_steps=steps)
