@@ -22,6 +22,8 @@ class RankPart(NamedTuple):
             same number, 0.0 if they are not fresh. The mean over the ranks of gradients with these
             weights is the mean over the step's units
     whole   False if another piece of the rank's part follows in the same step
+    part    which of the step's parts it is, whoever computes it; of units that are repeated, the
+            one that has none
     """
 
     start: int
@@ -30,6 +32,7 @@ class RankPart(NamedTuple):
     rows: int = 0
     weight: float = 1.0
     whole: bool = True
+    part: int = 0
 
     def pieces(self, count: int) -> Iterator[RankPart]:
         """Yield this part in `count` pieces. One without a unit of its own repeats one."""
@@ -38,10 +41,10 @@ class RankPart(NamedTuple):
             start, stop = (self.start + size * each // count for each in (piece, piece + 1))
             last = piece == count - 1
             if stop > start and self.fresh:
-                yield RankPart(start, stop, True, self.rows, self.weight * (stop - start) / size, last)
+                yield RankPart(start, stop, True, self.rows, self.weight * (stop - start) / size, last, self.part)
             else:
                 start = min(start, self.stop - 1)
-                yield RankPart(start, start + 1, False, self.rows, 0.0, last)
+                yield RankPart(start, start + 1, False, self.rows, 0.0, last, self.part)
 
 
 @dataclass(frozen=True)
@@ -88,12 +91,12 @@ class SamplingPlan:
         for rank in range(self.world_size):
             size = base + (rank < extra)
             if size:
-                parts.append(RankPart(start, start + size, True, units, size * self.world_size / units))
+                parts.append(RankPart(start, start + size, True, units, size * self.world_size / units, part=rank))
             elif self.pad:
                 again = offset + rank % units
-                parts.append(RankPart(again, again + 1, False, units, 0.0))
+                parts.append(RankPart(again, again + 1, False, units, 0.0, part=rank))
             else:
-                parts.append(RankPart(start, start, False, units, 0.0))
+                parts.append(RankPart(start, start, False, units, 0.0, part=rank))
             start += size
         return parts
 
@@ -111,7 +114,7 @@ class SamplingPlan:
         first = offset + rank * base + min(rank, extra)
         rows, weight, pieces = self.step_size, size * self.world_size / self.step_size, self.pieces_of(self.step_size)
         for start in range(first, first + full_steps * self.step_size, self.step_size):
-            part = RankPart(start, start + size, True, rows, weight)
+            part = RankPart(start, start + size, True, rows, weight, part=rank)
             if pieces == 1:
                 yield part
             else:
@@ -123,20 +126,19 @@ class SamplingPlan:
             offset = self.offset_after(offset)
 
     def _parts_of_workers(self, rank: int, offset: int, workers: int) -> Iterator[RankPart]:
-        """Yield, as this rank's pieces, parts that so many workers would have, the first rank from
-        the first worker's on. One that has fewer repeats its last."""
-        usual = SamplingPlan(self.total, self.step_size, workers)
-        parts = [each for each in usual.parts(offset) if each.fresh]
-        own = SamplingPlan(len(parts), len(parts), self.world_size).parts(0)[rank]
-        pieces = -(-len(parts) // self.world_size)
+        """Yield, as this rank's pieces, parts that so many workers would have: the same in each
+        step, the first rank from the first worker's on. One that has fewer repeats its last. In a
+        step with too few units, some repeat those of another part."""
+        parts = SamplingPlan(self.total, self.step_size, workers).parts(offset)
+        parts = [each for each in parts if each.fresh]
+        own = SamplingPlan(workers, workers, self.world_size).parts(0)[rank]
+        pieces = -(-workers // self.world_size)
         for piece in range(pieces):
-            place, last = own.start + piece, piece == pieces - 1
-            part = parts[min(place, own.stop - 1)]
-            if own.fresh and place < own.stop:
-                weight = (part.stop - part.start) * self.world_size / part.rows
-                yield RankPart(part.start, part.stop, True, part.rows, weight, last)
-            else:
-                yield RankPart(part.start, part.stop, False, part.rows, 0.0, last)
+            place, last = min(own.start + piece, own.stop - 1), piece == pieces - 1
+            fresh = piece < own.stop - own.start and place < len(parts)
+            part = parts[min(place, len(parts) - 1)]
+            weight = (part.stop - part.start) * self.world_size / part.rows if fresh else 0.0
+            yield RankPart(part.start, part.stop, fresh, part.rows, weight, last, place)
 
 
 def optimizer_steps(calls: int, *, batches: int | None, num_steps: int | None, window: int) -> int:

@@ -29,6 +29,7 @@ from raysgd.torch.data.sampling import batches_per_epoch
 from raysgd.torch.fsdp import Shards, shard_layers
 from raysgd.torch.monitor import Communication, GradientNorm, Monitor
 from raysgd.torch.moved_weights import KeepWeights
+from raysgd.torch.part_states import PartStates
 from raysgd.torch.parts import Parts, check_parts, check_steps_alone, move, refuse_wrapped, set_modes
 from raysgd.torch.precision import make_precision
 from raysgd.torch.profiling import Profiler
@@ -43,6 +44,7 @@ from raysgd.torch.step_options import (
     KeepSettings,
     Rates,
     ReadAhead,
+    Rebound,
     samples_in,
     scaling,
 )
@@ -124,8 +126,10 @@ class TrainingOperator(Stepping):
         self._metrics_hook = own if callable(own) else TrainingOperator.metrics
         self._has_metrics = self._metrics_hook is not TrainingOperator.metrics
         self._leave_out = self._make_guard(settings)
+        self._part_states = PartStates(self._parts, self._device)
         buffers, why = KeepBuffers(self._parts), MAKES_STEPS if self._has_own_steps else None
         why = RESIZES if why is None and self._overrides("resized") else why
+        self._rebound = Rebound(self)
         self._keep_batch = KeepBatch(self, buffers, why)
         self._set_up()
         self._refuse_taken_names()
@@ -141,6 +145,7 @@ class TrainingOperator(Stepping):
         exact, in_pieces = self._exact, self._in_pieces
         own = self._overrides("train_epoch", "train_batch", "backward", "step", "skip_step")
         moves = bool(self._overrides("train_epoch", "train_batch"))
+        self._part_states.may_use = bool(own)
         alone = accumulates or own or "seconds" in measures
         reads_ahead = settings.distributed and settings.wrap_ddp and self.device.type == "cpu" and not alone
         wanted: list[tuple[bool, Any]] = [
@@ -160,7 +165,9 @@ class TrainingOperator(Stepping):
             (clips, Clip(parts)),
             (reads_ahead, ReadAhead(parts, self.timers)),
             (self._rates is not None, self._rates),
+            (bool(self._overrides("train_batch")) and not self._has_own_steps, self._rebound),
             (self._profiler is not None, self._profiler),
+            (True, self._part_states),
         ]
         return [policy for needed, policy in wanted if needed]
 
@@ -613,6 +620,18 @@ class TrainingOperator(Stepping):
     def device(self) -> torch.device:
         """Return the device of models and batches."""
         return self._device
+
+    @property
+    def part_state(self) -> dict[str, Any]:
+        """Return the dict of the part of the batch that `train_batch` has now
+        (`batch_info["part"]`), for what it keeps from one batch to the next, such as a hidden
+        state: values that can be pickled, and tensors, detached.
+
+        Each part has its own, empty at first. If a step is undone, it is as before that step.
+        Checkpoints and snapshots contain all of them, and each goes with its part to another
+        worker. If the only worker that has it fails, it is empty again, which the log says. After a
+        load, its tensors are on this worker's device. It is there only while `train_batch` runs."""
+        return self._part_states.of(self._feed)
 
     @property
     def _is_distributed(self) -> bool:

@@ -213,10 +213,17 @@ class TorchReplica(ReplicaBase):
         loaders = {name: each.state_for_peers() if for_peers else each.state() for name, each in open_now.items()}
         known = self.rows_of(*self.data_names)
         rows = {name: [each.units, each.indices] for name, each in known.items() if each.indices}
-        return {**self._positions(), **loaders, **({"rows": rows} if rows else {})}
+        found = {**self._positions(), **self.operator._part_states.state(), **loaders}
+        return {**found, "rows": rows} if rows else found
 
     def _state_for_peers(self) -> dict[str, Any]:
         return self.full_state(for_peers=True)
+
+    def _share(self) -> None:
+        self.operator._part_states.share()
+
+    def _snapshot_due(self, before: int) -> bool:
+        return self.operator._part_states.agreed(super()._snapshot_due(before), first=self.rank == 0)
 
     def _packed_copy(self, state: dict[str, Any]) -> Sequence[Any]:
         return packing.pack(state, copy=True)
@@ -228,6 +235,7 @@ class TorchReplica(ReplicaBase):
         """Return what writes the checkpoint to a file, on rank 0. With `later`, training may
         continue before that. If the model is sharded, all ranks take part, because each has a part
         of it."""
+        self._share()
         if self.rank != 0 and not self.in_shards:
             return None
         state = self.full_state()
@@ -265,6 +273,7 @@ class TorchReplica(ReplicaBase):
         states.restore(self.operator, state)
         self.saved_rows = dict(state.get("rows") or {})
         self._adopt_positions(state)
+        self.operator._part_states.load(state)
         loader, position = self.operator._parts.train_loader, state.get("loader")
         if loader is not None and position is not None:
             if "train" not in self._sources or self._sources["train"].loader is not loader:
@@ -304,8 +313,10 @@ class TorchReplica(ReplicaBase):
         self.operator._parts.rewrap()
         self.operator._weigh.joined()
         self.operator._keep_batch.joined(rank_info)
+        self.operator._part_states.joined()
         # A replacement worker has the state of the old group, and `resized` must change it on every rank.
         before = self._loaded_from if old.solo else old.world_size
+        self._joined_at = self._position.step if old.solo else self._joined_at
         if before and before != rank_info.world_size:
             self.operator.resized(before, rank_info.world_size)
         self._units_before = self._position.call_units

@@ -25,6 +25,10 @@ from raysgd.training.step import Policy, Step
 logger = logging.getLogger("raysgd")
 
 STATES = (torch.Tensor, list, int, float, type(None))  # of what an update of a metric changes
+REBOUND = (
+    "train_batch has set %s, which checkpoints and new workers will not have: return it from state_dict(), or keep in self.part_state what "
+    "belongs to a part of the batch"
+)
 CHANGED_AGAIN = (
     "train_epoch was called again for the rest of its epoch, because the workers have changed, and it has changed settings of the "
     "optimizer, such as the learning rate, again before its loop. Unless this is meant, compute them from epoch_idx"
@@ -204,6 +208,38 @@ class KeepMetrics(Policy):
         if before is not None:
             for own, kept in zip(self._metric.modules(), before.modules(), strict=True):  # user code may hold each
                 vars(own).update((name, each) for name, each in vars(kept).items() if isinstance(each, STATES))
+
+
+class Rebound(Policy):
+    """Warns of attributes that `train_batch` has set in this process's first step, if that begins a
+    call, and that nobody saves. It compares identities, of attributes that are not raysgd's."""
+
+    def __init__(self, operator: Any) -> None:
+        self._operator, self._own_names = operator, {*vars(operator)}
+        self._first, self._looks = True, False
+        self._before: dict[str, Any] | None = None
+
+    def on_epoch(self, feed: Feed) -> None:
+        first, self._first = self._first, False
+        self._looks = first and feed.rank_info.world_rank == 0 and not feed.position.call_batches
+
+    def begin(self, step: Step) -> None:
+        if self._looks:
+            self._looks, self._before = False, {**vars(self._operator)}
+
+    def trained(self, step: Step) -> None:
+        before, self._before = self._before, None
+        self.in_usual_steps = False  # from the next loop on
+        if before is None:
+            return
+        parts = self._operator._parts
+        registered = [*parts.models, *parts.wrapped, *parts.optimizers, *parts.schedulers, parts.criterion]
+        known = {id(each) for each in (*before.values(), *registered)}
+        now = vars(self._operator).items()
+        found = {name for name, value in now if name not in self._own_names and id(value) not in known}
+        saved = (self._operator.state_dict() or {}) if found else {}
+        if isinstance(saved, Mapping) and (names := sorted(found - saved.keys())):
+            logger.warning(REBOUND, ", ".join(f"self.{name}" for name in names))
 
 
 class ReadAhead(Policy):

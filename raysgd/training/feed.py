@@ -323,7 +323,7 @@ class Feed:
         self.source.begin(epoch - 1, self.rank_info, self._shared)
         self._control.ensure_whole()  # the order, of which rank 0 may have sent a part
         self.position.epoch = epoch
-        self.position.offset, self.position.ended = 0, False
+        self.position.offset, self.position.ended, self.position.epoch_batches = 0, False, 0
 
     def _end_epoch(self) -> None:
         self.position.ended = self.epoch_ended = True

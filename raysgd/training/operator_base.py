@@ -172,9 +172,14 @@ class OperatorBase:
         unchanged = iterator is feed.batches  # one of a subclass may repeat, merge, keep or leave out batches
         for batch in iterator:
             step, batch_idx = feed.step, max(batch_idx, feed.position.call_batches)  # also after a change of the group
-            place: dict[str, Any] = {"piece": step.piece, "last_piece": step.current.whole}
-            if step.current.indices is not None:
-                place["rows"] = step.current.indices
+            current = step.current
+            place: dict[str, Any] = {
+                "part": current.part,
+                "last_part": current.whole,
+                "epoch_batch": feed.position.epoch_batches + step.batches - current.whole,
+            }
+            if current.indices is not None:
+                place["rows"] = current.indices
             batch_info = {"batch_idx": batch_idx, "global_step": self.global_step, **place, **common}
             try:
                 metrics = (

@@ -43,7 +43,14 @@ def at_its_epoch(state: dict[str, Any]) -> dict[str, Any]:
     counted = position.get("counted")
     if epoch == (counted or position.get("epoch", 0)):
         return state
-    begins = {"epoch": epoch, "counted": epoch if counted else 0, "offset": 0, "ended": True, "parked": None}
+    begins = {
+        "epoch": epoch,
+        "counted": epoch if counted else 0,
+        "offset": 0,
+        "ended": True,
+        "epoch_batches": 0,
+        "parked": None,
+    }
     changed = {**state, "position": {**position, **begins}}
     loader = state.get("loader")
     if isinstance(loader, Mapping):  # without its places in the epoch that it was in
@@ -63,6 +70,7 @@ class Position:
     counted        epochs for users that have begun, if these are calls with a number of steps
                    (Keras' `steps_per_epoch`)
     offset, ended  the position in the current epoch, and whether the epoch has ended
+    epoch_batches  batches of the current epoch
     parked         the epoch's position while a call trains on a data set of its own
     left_out       batches in a row up to now whose step was left out (`LeaveOut`)
     batch_mode     what was decided about the batch (`BatchMode`), as a tuple
@@ -92,19 +100,22 @@ class Position:
     left_out: int = 0
     batch_mode: Any = None
     made_for: Any = None
+    epoch_batches: int = 0
     parked: list[Any] | None = None
 
     def set_aside(self) -> None:
         """Store the epoch's position, because a call on another data set begins."""
         if self.parked is None:
-            self.parked, self.offset, self.ended = [self.offset, self.ended], 0, False
+            self.parked = [self.offset, self.ended, self.epoch_batches]
+            self.offset, self.ended, self.epoch_batches = 0, False, 0
             self.epoch += 1
             self.call_epoch = self.epoch
 
     def resume_epoch(self) -> None:
         """Restore the epoch's position, if it was stored."""
         if self.parked is not None:
-            (self.offset, self.ended), self.parked = self.parked[:2], None
+            self.offset, self.ended, self.epoch_batches = (*self.parked, 0)[:3]
+            self.parked = None
 
     @property
     def users_epoch(self) -> int:
@@ -131,6 +142,7 @@ class Position:
         self.offset = step.current.offset
         batches = step.batches
         self.step += batches
+        self.epoch_batches += batches
         self.call_batches += batches
 
     def is_new(self, call: int, *, continues: bool = False) -> bool:

@@ -60,6 +60,10 @@ UNUSED = (
     "%d. The data of its own loop is not divided among the workers, and after a worker failure the call begins again. Loop over the "
     "iterator: `for batch in iterator:`"
 )
+JOINED = (
+    "%s. This worker joined at step %d. It has what setup makes, and the state of the others, but not what only earlier batches have set: "
+    "make the attribute in setup, return it from state_dict(), or keep it in self.part_state"
+)
 NO_STEP = (
     "no registered optimizer (%s) has made a step in this call of train(), so the weights are as they were before it (batches "
     "processed: %d): %s. Nothing to do if they are meant to stay so, or if the batches of several calls share one step"
@@ -119,6 +123,7 @@ class ReplicaBase(ABC):
         self._steps_before: Any = None  # what `_steps_made` returned when the running call of `train` began
         self._began: float | None = None  # when the running part of a call of `train` began
         self._waited = 0.0  # how long it has waited for data
+        self._joined_at = 0  # the step before which it joined a running group
         self._units_before = 0  # what the running call of `train` had committed before this part of it
         self._position, self._val_position = Position(), Position()
         self._pass_positions: dict[str, Position] = {}  # of phases of which each call begins a new pass
@@ -216,12 +221,18 @@ class ReplicaBase(ABC):
             batches.close()
             self._leave(feed)
         if feed.stopped:
-            asked = not self._control.interrupted
-            return Interrupted(self.partial(result), "stopped at a batch boundary", self.progress, asked=asked)
+            return self._stopped(result)
         report = self._reported(result, profile, "train", reduced)
         self._warn_of_no_training(unused=unwinds and feed.unused, skipped=SKIPPED in report.metrics)
         self._end_call()
         return report
+
+    def _stopped(self, result: Any) -> Interrupted:
+        """Return the outcome of a call that has stopped at a batch boundary."""
+        asked = not self._control.interrupted
+        if asked:  # all ranks are there, and some may leave
+            self._share()
+        return Interrupted(self.partial(result), "stopped at a batch boundary", self.progress, asked=asked)
 
     def _batches(self, feed: Feed, *, unwinds: bool = False) -> Generator[Any]:
         """Yield the batches of a loop, and commit each step when the loop asks for what follows it.
@@ -271,8 +282,8 @@ class ReplicaBase(ABC):
             return
         if (feed.training and position.step >= self._summary_at) or self._control.due(last=failed):
             self._report(feed)
-        due = snapshots.within_epochs and feed.training and not failed
-        if due and snapshots.due_after_batch(position.step, before=before):
+        may_be_due = snapshots.within_epochs and feed.training and not failed
+        if may_be_due and self._snapshot_due(before):
             self.take_snapshot(room_s=ROOM_S)
 
     def _report(self, feed: Feed) -> None:
@@ -305,6 +316,8 @@ class ReplicaBase(ABC):
                 self._leave(feed)
             elif error is not None:
                 self._cut_short()  # what was applied must count before another rank takes this state
+                if self._joined_at and isinstance(error, AttributeError) and error.obj is self.operator:
+                    error.args = (JOINED % (error, self._joined_at),)
             return changes
 
         stack.push(ended)
@@ -582,6 +595,7 @@ class ReplicaBase(ABC):
     def take_snapshot(self, room_s: float | None = None) -> None:
         """Send a copy of the state to the driver, from rank 0. Training waits for the copy, and
         until a large one before it is sent. If that takes longer than `room_s`, take none."""
+        self._share()
         if not self._snapshots.wanted:
             return
         if self.rank != 0:
@@ -678,6 +692,14 @@ class ReplicaBase(ABC):
     def _begin_call(self) -> None:  # noqa: B027 - it is optional
         """Prepare for a call. That the driver makes one shows that the generation is complete on
         all ranks."""
+
+    def _share(self) -> None:  # noqa: B027 - it is optional
+        """Give all ranks what only some of them have of the state. All call this together."""
+
+    def _snapshot_due(self, before: int) -> bool:
+        """Return whether to take a snapshot in an epoch, after the step `before` and those
+        since."""
+        return self._snapshots.due_after_batch(self._position.step, before=before)
 
     def _was_made(self) -> bool:
         """Return whether an optimizer that has no hooks has made the running step."""

@@ -33,6 +33,8 @@ class Drawn(NamedTuple):
     whole   False if this is one of several pieces of the rank's batch, and not the last one
     indices  of this rank's samples in the data set; None if the source does not divide by index
     first    the place of the first of them in the epoch's order
+    part     which of the batch's parts this is, whoever computes it: of data that is not divided by
+             index, the rank
     samples  how many these are, None if an item of the data set is a batch
     """
 
@@ -44,6 +46,7 @@ class Drawn(NamedTuple):
     whole: bool = True
     indices: list[Any] | None = None
     first: int | None = None
+    part: int = 0
     samples: int | None = None
 
 

@@ -118,10 +118,14 @@ def test_pieces_can_be_the_parts_that_missing_workers_would_have(
     of_ranks = [list(fewer.parts_of(rank, 0)) for rank in range(fewer.world_size)]
     expected = [list(usual.parts_of(rank, 0)) for rank in range(workers)]
     assert len({len(parts) for parts in of_ranks}) == 1, "ranks exchange gradients after equally many pieces"
-    places = {(part.start, part.stop) for parts in expected for part in parts if part.fresh}
+    places = {(part.start, part.stop, part.part) for parts in expected for part in parts if part.fresh}
     found = [part for parts in of_ranks for part in parts]
-    assert sorted((p.start, p.stop) for p in found if p.fresh) == sorted(places)
-    assert {(part.start, part.stop) for part in found} == places, "what is repeated is a part, too"
+    assert sorted((p.start, p.stop, p.part) for p in found if p.fresh) == sorted(places)
+    assert {(p.start, p.stop) for p in found} == {place[:2] for place in places}, "what is repeated is a part, too"
+    pieces = -(-workers // fewer.world_size) if fewer.world_size < workers else 1
+    for parts in of_ranks:
+        steps = {frozenset(p.part for p in parts[start : start + pieces]) for start in range(0, len(parts), pieces)}
+        assert len(steps) <= 1, "a rank has the same parts in each step"
     firsts = [
         part for before, part in zip([None, *of_ranks[0]], of_ranks[0], strict=False) if before is None or before.whole
     ]

@@ -311,7 +311,7 @@ class Centered(Curve):
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         self.center.follows = batch_info["global_step"] >= self.at
         if self.world_rank == 0:
-            Cluster.running.notes.append((batch_info["global_step"], batch_info["piece"], self.center.mean.tolist()))
+            Cluster.running.notes.append((batch_info["global_step"], batch_info["part"], self.center.mean.tolist()))
         return super().train_batch(batch, batch_info)
 
 
@@ -645,7 +645,7 @@ class Pictures(Curve):
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         if batch_info["global_step"] % 2 == 0 and self.world_rank == 0:
-            self.drawn.append((batch_info["global_step"], batch_info["piece"], batch_info["last_piece"]))
+            self.drawn.append((batch_info["global_step"], batch_info["part"], batch_info["last_part"]))
         return super().train_batch(batch, batch_info)
 
 
@@ -655,6 +655,40 @@ def test_info_tells_that_a_batch_is_a_piece() -> None:
     assert mine.mode == "global"
     assert drawn[0] == (0, 0, True)  # with all workers
     assert [each for each in drawn if each[0] == 4] == [(4, 0, False), (4, 1, True)]
+
+
+class Noting(Curve):
+    noted: list[tuple[int, int, int, list[int]]] = []  # noqa: RUF012
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        place = [batch_info[name] for name in ("epoch_idx", "epoch_batch", "part", "rows")]
+        self.noted.append(tuple(place))
+        return super().train_batch(batch, batch_info)
+
+
+def test_info_has_the_place_of_a_part_whoever_computes_it(tmp_path: Any) -> None:
+    Noting.noted = noted = []
+    config, given = {"rows": 24, "batch": 4}, {"use_gpu": False, "scheduler_step_freq": "batch"}
+    expected = [
+        (0, batch, part, [*range(8 * batch + 4 * part, 8 * batch + 4 * part + 4)])
+        for batch in range(3)
+        for part in range(2)
+    ]
+    Outcome(Noting, Fault("kill", "forward", rank=1, step=2), num_workers=2, config=config)
+    assert [*dict.fromkeys(map(repr, sorted(noted)))][:6] == [repr(each) for each in expected]
+
+    noted.clear()
+    with Cluster(()), TorchTrainer(training_operator_cls=Noting, config=config, num_workers=2, **given) as trainer:
+        trainer.train(num_steps=2)
+        saved = trainer.state_dict()
+        noted.clear()
+        trainer.train(num_steps=2)
+        assert sorted({batch for _, batch, *_ in noted}) == [0, 2], "it counts batches of the data's epoch"
+    with Cluster(()), TorchTrainer(training_operator_cls=Noting, config=config, num_workers=2, **given) as trainer:
+        trainer.load_state_dict(saved)
+        noted.clear()
+        trainer.train()
+        assert [(batch, part) for _, batch, part, _ in sorted(noted)] == [(2, 0), (2, 1)]
 
 
 class Interfering(Curve):
@@ -809,7 +843,7 @@ class Clipping(Curve):
         self.zero_grad()
         loss = self.criterion(self.model(batch[0]), batch[1])
         self.backward(loss)
-        if batch_info["last_piece"]:
+        if batch_info["last_part"]:
             nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
         self.step()
         return {"train_loss": loss.detach(), "num_samples": len(batch[0])}

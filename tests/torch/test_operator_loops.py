@@ -356,3 +356,48 @@ def test_a_repeated_batch_does_not_count_in_a_loop_over_a_wrapped_iterator() -> 
     for kind in (Line, Wrapped):
         rank = torch_rank(kind, {"rows": 5, "batch": 2}, rank=1, ranks=2)
         assert rank.train()["num_samples"] == 2
+
+
+class Carrying(Line):
+    """Sets attributes in each batch."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        super().setup(config)
+        self.hidden: Any = None
+        self.calls, self.kept, self.same = 300, None, self.criterion
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        self.hidden, self.new, self.kept = torch.ones(1), [batch], torch.zeros(1)
+        self.calls, self.criterion, self.same = self.calls + 1, self.same, self.criterion
+        return super().train_batch(batch, batch_info)
+
+
+class Kept(Carrying):
+    def state_dict(self) -> Any:
+        return {"kept": self.kept} if self.config["keeps"] else {"kept": 0, "hidden": 0, "new": 0, "calls": 0}
+
+
+class Alien(Carrying):
+    def state_dict(self) -> Any:
+        return [self.hidden, self.new]
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        (Carrying, "train_batch has set self.calls, self.hidden, self.kept, self.new, which"),
+        (Kept, "train_batch has set self.calls, self.hidden, self.new, which checkpoints"),
+        (Alien, ""),
+        (Line, ""),
+    ],
+)
+def test_attributes_that_a_batch_has_set_and_nobody_saves_are_named_once(
+    kind: Any, names: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with inline(kind, config={"keeps": True}) as trainer:
+        trainer.train()
+        assert [each[: len(names)] for each in caplog.messages] == [names] * bool(names)
+        trainer.train()
+    with inline(Kept, config={"keeps": False}) as trainer:
+        trainer.train()
+    assert len(caplog.messages) == bool(names)

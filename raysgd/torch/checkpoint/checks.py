@@ -21,6 +21,7 @@ from raysgd.torch.data.shards import places_in
 from raysgd.torch.data.stateful import marks_in
 from raysgd.torch.foreign import nested_schedulers
 from raysgd.torch.operator import TrainingOperator
+from raysgd.torch.part_states import check_part_states
 from raysgd.training.position import check_counters
 
 
@@ -29,6 +30,7 @@ def check_fits(operator: TrainingOperator, state: dict[str, Any]) -> None:
     the state need no content."""
     try:
         check_counters(state)
+        check_part_states(state)
         _check_parts(operator, state)
         _check_loader(operator, state)
     except CheckpointError:

@@ -85,13 +85,14 @@ class ShardSource(BatchSource):
                 self._note(offset, step)
                 assert self._feed is feed and self._open is not None, "only the newest iterator is used"
                 self._open = (rank_info, offset, self._open[2])
-                yield from self._drawn(step, offset, rank_info.world_size if self._training else 1)
+                ranks = rank_info.world_size if self._training else 1
+                yield from self._drawn(step, offset, ranks, rank_info.world_rank)
         finally:
             feed.close()
             if self._feed is feed:  # otherwise this is an older iterator, which Python deletes when it likes
                 self._feed = self._open = None
 
-    def _drawn(self, step: ShardStep, after: int, ranks: int) -> Iterator[Drawn]:
+    def _drawn(self, step: ShardStep, after: int, ranks: int, rank: int = 0) -> Iterator[Drawn]:
         """Yield the batch of a step that ends at `after`, or its pieces, as many on each rank."""
         collate = self.loader.collate_fn or default_collate
         count = len(step.samples)
@@ -99,7 +100,7 @@ class ShardSource(BatchSource):
         pieces = max(-(-step.largest // self.loader.batch_size), 1) if self._pieces else 1
         for part in whole.pieces(pieces) if pieces > 1 else (whole,):
             batch = collate(step.samples[part.start : part.stop])
-            yield Drawn(batch, after, part.fresh, step.total, part.weight, part.whole)
+            yield Drawn(batch, after, part.fresh, step.total, part.weight, part.whole, part=rank)
 
     def _steps(self, feed: ShardFeed, rank_info: RankInfo) -> Iterator[ShardStep]:
         while True:

@@ -184,7 +184,8 @@ class PlannedSource(BatchSource):
                     if self._own_batches:
                         rows = [row for own_batch in rows for row in own_batch]
                     samples = None if self.loader.batch_sampler is None else len(rows)
-                    yield Drawn(batch, after, part.fresh, part.rows, part.weight, part.whole, rows, part.start, samples)
+                    own = part.fresh, part.rows, part.weight, part.whole, rows, part.start, part.part, samples
+                    yield Drawn(batch, after, *own)
             if taken:
                 raise RuntimeError(ENDED_EARLY)
         except (Exception, DataLoaderFailure):
@@ -266,7 +267,7 @@ class LiveSource(BatchSource):
                 drawn = again.pop(0)
             else:
                 self._enter(offset, rank_info)
-                drawn = Drawn(self._next(), offset)
+                drawn = Drawn(self._next(), offset, part=rank_info.world_rank)
                 self._kept.append(drawn)  # before the vote, which fails if a peer has failed
                 if offset == 1 and self._shard and rank_info.world_size > 1:
                     self._see_first(drawn.batch)
@@ -381,7 +382,7 @@ class RowSource(BatchSource):
             for part in whole.pieces(plan.pieces_of(units)):
                 rows = {name: column[part.start : part.stop] for name, column in columns.items()}
                 batch = mapped(_tensor, self._data.arranged(rows))
-                yield Drawn(batch, after, part.fresh, units, part.weight, part.whole)
+                yield Drawn(batch, after, part.fresh, units, part.weight, part.whole, part=rank_info.world_rank)
 
 
 def _tensor(column: Any, *_: Any) -> Any:

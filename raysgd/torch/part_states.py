@@ -1,0 +1,118 @@
+"""State that belongs to a part of the batch: `self.part_state`. Worker."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from raysgd.core.outcomes import TrainAgain
+from raysgd.core.tree import mapped
+from raysgd.errors import CheckpointError, ConfigError
+from raysgd.torch.parts import Parts, move
+from raysgd.torch.skipped_steps import gathered_objects, summed
+from raysgd.training.feed import Feed, NoFeed
+from raysgd.training.step import Policy, Step
+
+logger = logging.getLogger("raysgd")
+
+NAME = "part_states"  # in states
+ELSEWHERE = (
+    "self.part_state is the state of the part of the batch that is trained, so it is there only while train_batch runs. Use it there, or "
+    "keep what all parts share in an attribute that state_dict() returns"
+)
+LATE = "self.part_state is used for the first time, which all ranks have to know"
+LOST = (
+    "part %d of the batch continues with an empty self.part_state, because no worker that is left has it. So the run will have other "
+    "results than an undisturbed one. To continue with it, load the newest checkpoint"
+)
+
+
+class PartStates(Policy):
+    """Owns the dict of each part. A step works on copies of those that it uses, which count when it
+    is committed.
+
+    After each step, a rank has the dicts of the parts that it computes. It gets those of the others
+    where all ranks are together: at the end of a call or at a planned stop, before a save or a
+    snapshot, and when a process group has formed. All ranks must know whether there are any, which
+    they agree on in their first step, if the operator's class `may_use` them.
+    """
+
+    def __init__(self, parts: Parts, device: torch.device) -> None:
+        self._parts, self._device = parts, device
+        self.may_use = False
+        self._used = self._settled = False  # on all ranks; whether they have agreed on that
+        self._held: dict[int, dict[str, Any]] = {}
+        self._running: dict[tuple[int, bool], dict[str, Any]] = {}  # copies, by part and whether its samples count
+
+    def of(self, feed: Feed | NoFeed) -> dict[str, Any]:
+        """Return the dict of the part that is trained now."""
+        step, part = feed.step, feed.step.current.part
+        if not isinstance(feed, Feed) or not feed.training or step.ended:
+            raise ConfigError(ELSEWHERE)
+        if self._settled and not self._used:
+            self._used = True
+            if feed.rank_info.world_size > 1:
+                raise TrainAgain(LATE)
+        place = part, step.current.fresh
+        if place not in self._running:
+            if self._used and self._held and part not in self._held:
+                logger.warning(LOST, part)
+            self._running[place] = mapped(_copied, self._held.get(part, {}))
+        return self._running[place]
+
+    def on_step(self, step: Step) -> None:
+        if self._settled and not self._used:
+            return
+        running, self._running = self._running, {}
+        if step.outcome == "undone":
+            return
+        if not self._settled:
+            self._settled, self._used = True, self._sum(bool(running)) > 0
+        if self._used:
+            parts = dict.fromkeys(each.part for each in step.drawn)
+            self._held = {part: running.get((part, True), self._held.get(part, {})) for part in parts}
+
+    def _sum(self, value: float) -> float:
+        return summed([value], self._device, self._parts.calls.control)[0]
+
+    # -- all ranks together ---------------------------------------------------------------------------
+
+    def share(self) -> None:
+        """Give all ranks the dicts of all parts."""
+        if self._used:
+            self.joined()
+
+    def joined(self) -> None:
+        """Give all ranks of a new generation the dicts that there are."""
+        found = gathered_objects((self._used, mapped(_copied, self._held)), self._parts.calls.control)
+        self._used = any(used for used, _ in found)
+        self._held = {part: each for _, held in found for part, each in held.items()} | self._held
+        self._settled = self._used or not self.may_use
+
+    def agreed(self, due: bool, *, first: bool) -> bool:
+        """Return whether a snapshot is due on the `first` rank, if all ranks take part in it."""
+        return self._sum(due and first) > 0 if self._used else due
+
+    def state(self) -> dict[str, Any]:
+        """Return the entry of states, if there is one."""
+        return {NAME: self._held} if self._used else {}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        held = state.get(NAME)
+        self._used, self._held = held is not None, move(dict(held or {}), self._device)
+        self._settled = self._used or not self.may_use
+
+
+def check_part_states(state: Mapping[str, Any]) -> None:
+    """Raise CheckpointError unless a state's dicts of parts are some."""
+    held = state.get(NAME) or {}
+    if not isinstance(held, Mapping) or any(type(each) is not int for each in held):
+        raise CheckpointError(f"{NAME} is {held!r:.60}, and must be a dictionary by the numbers of parts")
+
+
+def _copied(value: Any, *_: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
