@@ -33,4 +33,4 @@ class Witnessing:
     witness: Any
 
     def backward(self, loss: torch.Tensor, *given: Any, **named: Any) -> None:
-        super().backward(loss + self.witness(rows_now(self)), *given, **named)  # type: ignore[misc]
+        super().backward(loss + self.witness(torch.tensor(rows_now(self))), *given, **named)  # type: ignore[misc]

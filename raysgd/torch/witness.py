@@ -25,7 +25,7 @@ class Witness(nn.Module):
 
     def forward(self, rows: Any, weights: Any = None) -> torch.Tensor:
         """Return 0, whose gradient at each of these rows is its weight, by default an equal one."""
-        found = self.entered[torch.as_tensor(rows, device=self.entered.device) % len(self.entered)]
+        found = self.entered[torch.as_tensor(rows).to(self.entered.device) % len(self.entered)]
         given = torch.full_like(found, 1 / len(found)) if weights is None else weights
         return ((found - found.detach()) * given.to(found)).sum()
 
@@ -47,7 +47,7 @@ class Enter(Policy):
     def weighted(self, step: Step, loss: Any) -> Any:
         if step.current.indices is None or self._parts.options.parallel is None:  # what user code exchanges
             return loss
-        return loss + self._parts.wrapped[-1](step.current.indices).to(loss)
+        return loss + self._parts.wrapped[-1](torch.tensor(step.current.indices)).to(loss)
 
     @torch.no_grad()
     def stepped(self, step: Step, optimizer: Any) -> None:
@@ -61,8 +61,10 @@ class Enter(Policy):
 class Watched(TrainingOperator):
     """A base, before the user's operator, with a witness that the user's code does not see."""
 
+    places: int
+
     def register(self, *, models: Any, optimizers: Any, **more: Any) -> Any:
-        parts, witness = self._parts, Witness(PLACES)
+        parts, witness = self._parts, Witness(self.places)
         clears = torch.optim.SGD(witness.parameters(), lr=1.0)  # and unscales; it makes no steps, which would count
         given = [*parts.as_list(models), witness], [*parts.as_list(optimizers), clears]
         wrapped, stepped, *rest = super().register(models=given[0], optimizers=given[1], **more)
@@ -80,6 +82,6 @@ class Watched(TrainingOperator):
         return [*super()._make_policies(*given), Enter(self._parts)]
 
 
-def watched(operator: type[TrainingOperator]) -> type[TrainingOperator]:
-    """Return this operator's class with a witness."""
-    return type(operator.__name__, (Watched, operator), {})
+def watched(operator: type[TrainingOperator], places: int = PLACES) -> type[TrainingOperator]:
+    """Return this operator's class with a witness of so many samples."""
+    return type(operator.__name__, (Watched, operator), {"places": places})

@@ -60,14 +60,14 @@ class Forgetful(Scheduled):
 
 
 class Noting(Clean):
-    """Its rank 0 notes losses. A successor of that rank has no list."""
+    """Its rank 0 notes how large batches are. A successor of that rank has no list."""
 
     def setup(self, config: dict[str, Any]) -> None:
         super().setup(config)
-        self.losses: Any = [] if self.world_rank == 0 else None
+        self.sizes: Any = [] if self.world_rank == 0 else None
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         result = super().train_batch(batch, batch_info)
         if self.world_rank == 0:
-            self.losses.append(float(result["train_loss"]))
+            self.sizes.append(result["num_samples"])
         return result
