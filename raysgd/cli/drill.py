@@ -20,17 +20,21 @@ from raysgd.callbacks.base import Callback, Run, Underway
 from raysgd.cli.printing import Finding, show
 from raysgd.config import ElasticConfig, at_least
 from raysgd.core.policy import Recovery
-from raysgd.errors import ConfigError, counted, described
+from raysgd.errors import ConfigError, counted, described, shown
 
-# Each with the rank that gets it.
-SIGNALS = ((signal.SIGKILL, -1), (signal.SIGSTOP, 0), (signal.SIGTERM, -1))
+# Each with the rank that gets it. What only rank 0 has made in `setup`, its successor does not have.
+SIGNALS = ((signal.SIGKILL, 0), (signal.SIGSTOP, -1), (signal.SIGTERM, 0))
 # A laptop has fewer cores than the drill has workers and replacements.
 TRAINER = {"num_workers": 2, "num_cpus_per_worker": 0.01, "use_gpu": False, "seed": 0}
 ELASTIC = {"batch": "global", "hang_timeout_s": 10.0, "on_divergence": "raise"}
 EXAMPLE = "for example --set scheduler_step_freq=batch, --set config.lr=0.1 or --set elastic.hang_timeout_s=60"
 STRIKE_AT = 1 / 3  # of a call
 LEAVES_S = 60.0
-TOLERANCE = 1e-3  # of the norm of all weights: what rounding adds up to stays below it
+TOLERANCE = 1e-3  # of the norm of all weights, or of a sample's: what rounding adds up to stays below it
+NOT_MEASURED = (
+    "That needs a train_batch that calls self.backward(loss), and a DataLoader of a data set with __getitem__"
+)
+SEED_ALL = "Seed all random numbers that decide which samples a step has"
 OF_THE_DRILL = ("growth", "shrink")  # the changes that it makes itself
 LOST = "Return it from state_dict(), and restore it in load_state_dict(); or pass --ignore {}"
 
@@ -85,6 +89,7 @@ class Trained:
     samples: list[int] = field(default_factory=list)
     position: dict[str, Any] = field(default_factory=dict)
     weights: dict[str, Any] = field(default_factory=dict)
+    entered: Any = None  # the weight of each sample; 0 where none was measured
     counters: list[dict[str, int]] = field(default_factory=list)
     unrest: list[list[Recovery]] = field(default_factory=list)
 
@@ -116,9 +121,10 @@ def train(
 ) -> Trained:
     """Train on so many workers. If `struck`, one gets a signal in each call but the last."""
     from raysgd.torch import TorchTrainer
+    from raysgd.torch.witness import watched
 
     striker, found = Striker(), Trained()
-    with TorchTrainer(**{**arguments, "training_operator_cls": operator, "callbacks": [striker]}) as trainer:
+    with TorchTrainer(**{**arguments, "training_operator_cls": watched(operator), "callbacks": [striker]}) as trainer:
         trainer.resize(workers)
         for call in range(calls):
             before = len(trainer.recoveries)
@@ -135,7 +141,9 @@ def train(
         found.position = {name: state[name] for name in ("epoch", "global_step")}
         for number, each in enumerate(state.get("schedulers") or ()):
             found.position[f"last_epoch of scheduler {number}"] = each.get("last_epoch")
-        for number, model in enumerate(state["models"]):
+        *models, witness = state["models"]
+        found.entered = witness["entered"]
+        for number, model in enumerate(models):
             found.weights |= {f"{number}.{name}": value for name, value in model.items()}
         found.counters = trainer.apply_all_operators(  # a lambda, so that workers need not import this module
             lambda operator: {n: value for n, value in vars(operator).items() if type(value) is int and n[0] != "_"}
@@ -159,14 +167,7 @@ def compare(calm: Trained, alone: Trained, struck: Trained, ignored: Sequence[st
         followed = ", ".join(f"{each.reason} after batch {each.batch}" for each in found) or "the worker stayed"
         todo = "" if found else "Do not handle this signal in your code, or call the handler that was there before"
         yield Finding("faults", f"{name} in call {call + 1}: {followed}", todo)
-    todo = "Use the iterator that train_epoch gets, and let the errors of collective calls pass"
-    same = struck.samples == calm.samples
-    text = (
-        f"{sum(struck.samples):,}, as without faults"
-        if same
-        else f"{struck.samples}, and {calm.samples} without faults"
-    )
-    yield Finding("samples", text, "" if same else todo)
+    yield judge_samples(calm, alone, struck)
     todo = (
         "Let the trainer step registered schedulers (scheduler_step_freq), and train in train_batch or train_epoch only"
     )
@@ -184,6 +185,21 @@ def compare(calm: Trained, alone: Trained, struck: Trained, ignored: Sequence[st
     yield from [Finding("state", text, LOST.format(name)) for name, text in lost.items()]
     if not lost:
         yield Finding("state", "no whole number among the operator's attributes was set back")
+
+
+def judge_samples(calm: Trained, alone: Trained, struck: Trained) -> Finding:
+    """Judge how many samples were counted, and how often each has entered the weights."""
+    todo = "Use the iterator that train_epoch gets, and let the errors of collective calls pass"
+    if struck.samples != calm.samples:
+        return Finding("samples", f"{struck.samples}, and {calm.samples} without faults", todo)
+    text, least = f"{sum(struck.samples):,}, as without faults", TOLERANCE * calm.entered
+    if not (calm.entered.any() and struck.entered.any()):
+        return Finding("samples", f"{text}; which ones was not measured", NOT_MEASURED, fails=False)
+    if ((alone.entered - calm.entered).abs() > least).any():
+        return Finding("samples", f"{text}; which ones depends on the workers or on chance", SEED_ALL, fails=False)
+    differ = {"lost": calm.entered - struck.entered > least, "doubled": struck.entered - calm.entered > least}
+    rows = [f"{how} {shown(each.nonzero().flatten().tolist())}" for how, each in differ.items() if each.any()]
+    return Finding("samples", f"{text}, but {'; '.join(rows)}" if rows else f"{text}, each as often", todo * bool(rows))
 
 
 def judge_weights(apart: float, natural: float) -> Finding:

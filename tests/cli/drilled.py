@@ -1,4 +1,4 @@
-"""Operators for `raysgd drill`: two without a fault, and one that forgets."""
+"""Operators for `raysgd drill`: two without a fault, one that forgets, and one whose first rank has more than the others."""
 
 import time
 from typing import Any
@@ -57,3 +57,17 @@ class Forgetful(Scheduled):
 
     def load_state_dict(self, state_dict: Any) -> None:
         pass
+
+
+class Noting(Clean):
+    """Its rank 0 notes how large batches are. A successor of that rank has no list."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        super().setup(config)
+        self.sizes: Any = [] if self.world_rank == 0 else None
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        result = super().train_batch(batch, batch_info)
+        if self.world_rank == 0:
+            self.sizes.append(result["num_samples"])
+        return result

@@ -40,10 +40,22 @@ def test_an_operator_that_forgets_a_counter(ray_cluster: None, own_path: None) -
     ], done.output
     for number, reason in (("SIGKILL", "worker death"), ("SIGSTOP", "hang"), ("SIGTERM", "preemption")):
         assert any(f"{number} in call" in line and f": {reason} after batch" in line for line in lines), done.output
-    assert "1,920, as without faults" in lines[4] and "global_step 240, last_epoch of scheduler 0 240" in lines[5]
+    assert (
+        "1,920, as without faults, each as often" in lines[4]
+        and "global_step 240, last_epoch of scheduler 0 240" in lines[5]
+    )
     assert "self.batches is " in lines[-1] and "return it from state_dict()" in done.output.lower()
 
 
+@pytest.mark.more
+@pytest.mark.elastic
+@pytest.mark.timeout(600)
+def test_what_only_rank_0_has(ray_cluster: None, own_path: None) -> None:
+    done = CliRunner().invoke(main, ["drill", f"{Path(operators.__file__)}:Noting", "--steps", "20"])
+    assert done.exit_code == 1 and "with faults, it ended with AttributeError: 'NoneType'" in done.output, done.output
+
+
+TWICE = torch.tensor([0.25, 0.25, 0.5, 0.0])
 DEATH = Recovery("worker death", (1,), 2, 1, True, 0, 0.1, batch=7)
 
 
@@ -52,6 +64,7 @@ def trained(**more: Any) -> Trained:
         "samples": [40, 40],
         "position": {"epoch": 2, "global_step": 20},
         "weights": {"0.weight": torch.ones(4), "0.count": torch.tensor(20)},
+        "entered": torch.tensor([0.5, 0.25, 0.25, 0.0]),
         "counters": [{"batches": 20}, {"batches": 20}],
         "unrest": [[DEATH], []],
     }
@@ -73,6 +86,7 @@ def test_what_a_difference_means(capsys: Any) -> None:
     assert judged(trained(), capsys) == judged(trained(weights=near), capsys) == ""
     for struck, text in (
         (trained(samples=[40, 36]), "FAIL  samples     [40, 36], and [40, 40] without faults"),
+        (trained(entered=TWICE), "FAIL  samples     80, as without faults, but lost [0]; doubled [2]"),
         (trained(position={"epoch": 2, "global_step": 21}), "FAIL  position    epoch 2, global_step 21; without"),
         (trained(weights=far), "FAIL  weights     the difference to those without faults is 0.01 of their norm"),
         (trained(counters=[{"batches": 20}, {"batches": 3}]), "FAIL  state       self.batches is 3 on rank 1, and 20"),
@@ -87,6 +101,10 @@ def test_what_depends_on_the_number_of_workers_is_not_judged(capsys: Any) -> Non
     far = {"0.weight": torch.full((4,), 1.01), "0.count": torch.tensor(20)}
     said = judged(trained(weights=far), capsys, trained(weights=far))
     assert said.startswith("note  weights ") and "depend on the workers or on chance" in said and "failed" not in said
+    said = judged(trained(entered=TWICE), capsys, trained(entered=TWICE))
+    assert said.startswith("note  samples     80, as without faults; which ones depends on the workers or on chance")
+    said = judged(trained(entered=torch.zeros(4)), capsys)
+    assert said.startswith("note  samples     80, as without faults; which ones was not measured")
     fewer = trained(counters=[{"batches": 20}, {"batches": 3}])
     assert judged(fewer, capsys, trained(counters=[{"batches": 10}])) == ""
 

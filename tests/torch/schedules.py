@@ -1,12 +1,17 @@
-"""Random runs: a model, its data and options, and what happens to its ranks, all derived from one number.
+"""Runs: a model, its data and options, and what happens to its ranks and its script. A number derives a random one.
 
-setting = Setting.draw(17)
+shown = trained(Setting.draw(17))
+shown = trained(Setting(7, model="dropout", faults=(Fault("kill", "reduced", rank=1, step=3),)))
 """
 
 import copy
 import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
 
 import numpy
 import torch
@@ -17,67 +22,108 @@ from raysgd import ElasticConfig, TorchTrainer, TrainingOptions
 from raysgd.data import SampleSeeds
 from raysgd.torch import TrainingOperator
 from raysgd.torch.data.sample_seeds import seeded_for
+from raysgd.torch.witness import watched
 from tests.local.group import Cluster, Fault
 from tests.local.runs import weights_of
+from tests.peek import models_of
 
 EPOCHS, MOST = 2, 8
 TEXT = "any schedule of failures, growth and resizing yields the weights of an undisturbed run, up to rounding. "
 LETTERS = sorted(set(TEXT))
-LENGTH = 6
+LENGTH, IGNORED = 6, -100
+# What a checkpoint has that must not depend on workers, and what a call measures.
+STATE = ("models", "optimizers", "schedulers", "amp_native", "epoch", "global_step")
+MEASURED = ("epoch", "num_samples", "train_loss", "val_loss", "skipped_steps")
+
+
+class Move(NamedTuple):
+    """What the script does before a step: it resizes the run, or saves it, and another script with so many workers `loads` that."""
+
+    step: int
+    workers: int
+    loads: bool = False
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One random run. Each field is small, so that a failure is easy to repeat by hand."""
+    """One run of so many `parts`. Each field is small, so that a failure is easy to repeat by hand.
+
+    augments  with random numbers that belong to a sample, in the data set ("samples") or in train_batch ("operator"); or that belong
+              to a part, in the data set ("data"), in loader processes ("processes") or in train_batch ("batch")
+    """
 
     seed: int
     model: str = "mlp"
     rows: int = 20
     batch: int = 2
-    workers: int = 3
+    parts: int = 3
     optimizer: str = "sgd"
     rates: str | None = None
     accumulate: int = 1
-    clip: dict[str, float] = field(default_factory=dict)
-    mode: Any = "global"
+    clip: Mapping[str, float] = field(default_factory=dict)
+    mode: Any = "auto"
+    precision: str = "fp32"
     double: bool = True
-    augments: str = "data set"
+    augments: str = ""
     compile: Any = False
     faults: tuple[Fault, ...] = ()
+    grow: bool = True
     room: int = 6
-    then: int | None = None  # how many workers the second epoch begins with
+    moves: tuple[Move, ...] = ()
 
     @classmethod
     def draw(cls, seed: int, **given: Any) -> "Setting":
         draw = random.Random(seed)
         chosen: dict[str, Any] = {
-            "model": draw.choice(["mlp", "conv", "gpt"]),
+            "model": draw.choice(["mlp", "conv", "gpt", "dropout", "batchnorm", "ragged"]),
             "rows": draw.randint(1, 36),
             "batch": draw.randint(1, 4),
-            "workers": draw.randint(2, 5),
-            "optimizer": draw.choice(["sgd", "adam"]),
+            "parts": draw.randint(2, 5),
+            "optimizer": draw.choice(["sgd", "adam", "two", "in turn"]),
             "rates": draw.choice([None, "onecycle", "cosine"]),
             "accumulate": draw.choice([1, 1, 1, 2, 3]),
             "clip": draw.choice([{}, {"clip_norm": 0.1}, {"clip_value": 0.01}]),
-            "mode": draw.choice(["global", "global", "per_worker"]),
-            "augments": draw.choice(["data set", "operator"]),
+            "mode": draw.choice(["auto", "auto", "auto", "per_worker"]),
+            "augments": draw.choice(["", "samples", "operator", "data", "batch"]),
         }
         setting = cls(seed, **{**chosen, **given})
-        more = {"faults": tuple(faults(setting, draw)), "room": setting.workers + draw.randint(0, 2)}
-        more["then"] = draw.choice([None, None, draw.randint(1, more["room"])])
+        more: dict[str, Any] = {"faults": tuple(faults(setting, draw)), "room": setting.parts + draw.randint(0, 2)}
+        more["moves"] = tuple(moves(setting, draw)) if setting.mode == "auto" else ()
         return replace(setting, **{**more, **given})
 
     @property
     def steps(self) -> int:
         """Return how many batches an undisturbed epoch has."""
-        return -(-self.rows // (self.batch * self.workers))
+        return -(-self.rows // (self.batch * self.parts))
 
     @property
     def dtype(self) -> torch.dtype:
         return torch.float64 if self.double else torch.float32
 
+    @property
+    def by_samples(self) -> bool:
+        """Return whether a loop over the batches of all parts together computes the same."""
+        of_parts = self.model in ("dropout", "batchnorm") or self.augments in ("data", "batch", "processes")
+        return not of_parts and self.precision == "fp32"
+
+    def calls(self) -> list[tuple[int, int]]:
+        """Return from which step to which one each call trains."""
+        ends = {0, *(move.step for move in self.moves), *(epoch * self.steps for epoch in range(1, EPOCHS + 1))}
+        return list(zip(sorted(ends), sorted(ends)[1:], strict=False))
+
+    def windows(self) -> list[list[int]]:
+        """Return how many samples each step of an optimizer has, for each epoch."""
+        size, found = self.batch * self.parts, [list[int]() for _ in range(EPOCHS)]
+        for first, last in self.calls():
+            sizes = [min(size, self.rows - step % self.steps * size) for step in range(first, last)]
+            found[first // self.steps] += [
+                sum(sizes[at : at + self.accumulate]) for at in range(0, len(sizes), self.accumulate)
+            ]
+        return found
+
     def options(self) -> TrainingOptions:
-        return TrainingOptions(parallel="ddp", accumulate=self.accumulate, compile=self.compile, **self.clip)
+        given = {"accumulate": self.accumulate, "compile": self.compile, "precision": self.precision}
+        return TrainingOptions(parallel="ddp", **given, **self.clip)
 
     def config(self, **more: Any) -> dict[str, Any]:
         return {"setting": self, "batch": self.batch, **more}
@@ -89,11 +135,18 @@ def faults(setting: Setting, draw: random.Random) -> list[Fault]:
     for step in sorted(draw.randrange(EPOCHS * setting.steps) for _ in range(draw.randint(1, 4))):
         kind = draw.choices(["kill", "notice", "freeze", "restart"], [6, 3, 1, 1])[0]
         at = draw.choice(["begun", "forward", "reduced", "applied"])
-        ranks = draw.sample(range(setting.workers), draw.randint(1, setting.workers - 1))
+        ranks = draw.sample(range(setting.parts), draw.randint(1, setting.parts - 1))
         if kind == "restart":
             kind, ranks = "kill", list(range(MOST))
         found += [Fault(kind, at, rank=rank, step=step) for rank in ranks]
     return found
+
+
+def moves(setting: Setting, draw: random.Random) -> list[Move]:
+    steps = draw.sample(range(EPOCHS * setting.steps), min(draw.randint(0, 3), EPOCHS * setting.steps))
+    return [
+        Move(step, draw.randint(1, setting.parts), loads=step > 0 and draw.random() < 0.4) for step in sorted(steps)
+    ]
 
 
 # -- models --------------------------------------------------------------------------------------------
@@ -126,13 +179,14 @@ class CharacterModel(nn.Module):
 
 
 def model_of(setting: Setting) -> nn.Module:
-    if setting.model == "gpt":
+    if setting.model in ("gpt", "ragged"):
         return CharacterModel().to(setting.dtype)
-    if setting.model == "conv":
-        first = [nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.Tanh(), nn.Conv2d(4, 4, 3), nn.GroupNorm(2, 4)]
-        return nn.Sequential(*first, nn.GELU(), nn.Flatten(), nn.Linear(16, 3)).to(setting.dtype)
-    norm = [nn.BatchNorm1d(8)] if setting.model == "batchnorm" else []
-    return nn.Sequential(nn.Linear(4, 8), *norm, nn.Tanh(), nn.Linear(8, 1)).to(setting.dtype)
+    if setting.model in ("conv", "batchnorm"):
+        norms = [nn.BatchNorm2d(4) if setting.model == "batchnorm" else nn.GroupNorm(2, 4) for _ in range(2)]
+        layers = [nn.Conv2d(1, 4, 3), norms[0], nn.Tanh(), nn.Conv2d(4, 4, 3), norms[1], nn.GELU(), nn.Flatten()]
+        return nn.Sequential(*layers, nn.Linear(16, 3)).to(setting.dtype)
+    drops = [nn.Dropout(0.3)] if setting.model == "dropout" else []
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), *drops, nn.Linear(8, 1)).to(setting.dtype)
 
 
 class Samples(Dataset[Any]):
@@ -146,14 +200,15 @@ class Samples(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         setting = self._setting
-        if setting.model == "gpt":
+        if setting.model in ("gpt", "ragged"):
             begin = index * 7 + (random.randrange(9) if self._augmented else 0)
-            letters = [LETTERS.index(TEXT[(begin + place) % len(TEXT)]) for place in range(LENGTH + 1)]
-            return index, torch.tensor(letters[:-1]), torch.tensor(letters[1:])
-        own = torch.Generator().manual_seed(index)
-        shape = (1, 6, 6) if setting.model == "conv" else (4,)
+            letters = torch.tensor([LETTERS.index(TEXT[(begin + at) % len(TEXT)]) for at in range(LENGTH + 1)])
+            counts = torch.arange(LENGTH) <= (index % LENGTH if setting.model == "ragged" else LENGTH)
+            return index, letters[:-1], letters[1:].where(counts, IGNORED)
+        own, images = torch.Generator().manual_seed(index), setting.model in ("conv", "batchnorm")
+        shape = (1, 6, 6) if images else (4,)
         x = torch.randn(shape, generator=own, dtype=torch.float64)
-        y = torch.tensor(index % 3) if setting.model == "conv" else (2 * x).sin().sum(0, keepdim=True).to(setting.dtype)
+        y = torch.tensor(index % 3) if images else (2 * x).sin().sum(0, keepdim=True).to(setting.dtype)
         if self._augmented:
             x = x + noise(shape)
         return index, x.to(setting.dtype), y
@@ -165,27 +220,36 @@ def noise(shape: Any) -> torch.Tensor:
     return drawn * random.uniform(0.5, 1.5) * float(numpy.random.uniform(0.5, 1.5))
 
 
-def optimizer_of(setting: Setting, model: nn.Module) -> tuple[Any, Any]:
-    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    if setting.optimizer == "adam":
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+def optimizers_of(setting: Setting, model: nn.Module) -> tuple[list[Any], list[Any]]:
+    """Return the optimizers, and their schedules."""
+    every = list(model.parameters())
+    halves = (
+        [every[: len(every) // 2], every[len(every) // 2 :]] if setting.optimizer in ("two", "in turn") else [every]
+    )
+    found: list[Any] = [torch.optim.SGD(halves[0], lr=0.1, momentum=0.9)] if setting.optimizer != "adam" else []
+    found += [torch.optim.Adam(each, lr=0.01) for each in halves[len(found) :]]
     # With batch="per_worker", fewer ranks make more steps.
-    total = EPOCHS * (setting.steps if setting.mode == "global" else setting.rows) + 1
-    schedulers: dict[str | None, Any] = {
-        "onecycle": lambda: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=total),
-        "cosine": lambda: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total),
-        None: lambda: None,
+    total = EPOCHS * (setting.steps if setting.mode == "auto" else setting.rows) + 1
+    scheduler = torch.optim.lr_scheduler
+    made: dict[str, Any] = {
+        "onecycle": lambda each: scheduler.OneCycleLR(each, 0.1, total_steps=total),
+        "cosine": lambda each: scheduler.CosineAnnealingLR(each, total),
     }
-    return optimizer, schedulers[setting.rates]()
+    return found, [made[setting.rates](each) for each in found] if setting.rates else []
+
+
+def stepping(setting: Setting, optimizers: Sequence[Any], step: int) -> Sequence[Any]:
+    """Return which optimizers step: "in turn", the second one does in every other batch."""
+    return optimizers[: 1 + (step // setting.accumulate) % 2] if setting.optimizer == "in turn" else optimizers
 
 
 def criterion_of(setting: Setting) -> nn.Module:
-    return nn.CrossEntropyLoss() if setting.model in ("conv", "gpt") else nn.MSELoss()
+    return nn.MSELoss() if setting.model in ("mlp", "dropout") else nn.CrossEntropyLoss()
 
 
 def augmented(setting: Setting, epoch: int, index: Any, x: torch.Tensor) -> torch.Tensor:
     with seeded_for(setting.seed, epoch, index):
-        return x if setting.model == "gpt" else x + noise(x.shape).to(x.dtype)
+        return x if x.dtype == torch.int64 else x + noise(x.shape).to(x.dtype)
 
 
 class Disturbed(TrainingOperator):
@@ -193,40 +257,44 @@ class Disturbed(TrainingOperator):
         self.setting: Setting = config["setting"]
         setting = self.setting
         model = model_of(setting)
-        optimizer, scheduler = optimizer_of(setting, model)
-        given = {} if scheduler is None else {"schedulers": scheduler}
-        parts = self.register(models=model, optimizers=optimizer, criterion=criterion_of(setting), **given)
-        self.model, self.optimizer, self.criterion, *_ = parts
-        in_data = setting.augments == "data set"
-        data: Any = Samples(setting, augmented=in_data)
-        if in_data:
+        optimizers, schedulers = optimizers_of(setting, model)
+        given: dict[str, Any] = {"schedulers": schedulers} if schedulers else {}
+        parts = self.register(models=model, optimizers=optimizers, criterion=criterion_of(setting), **given)
+        self.model, self.optimizers, self.criterion, *_ = parts
+        self.optimizer = self.optimizers[0]
+        data: Any = Samples(setting, augmented=setting.augments in ("samples", "data", "processes"))
+        if setting.augments == "samples":
             data = SampleSeeds(data, seed=setting.seed)
-        self.register_data(train_loader=DataLoader(data, batch_size=setting.batch, shuffle=True))
+        processes = {"num_workers": 2} if setting.augments == "processes" else {}
+        self.register_data(
+            train_loader=DataLoader(data, batch_size=setting.batch, shuffle=True, **processes),
+            validation_loader=DataLoader(Samples(setting, augmented=False), batch_size=setting.batch),
+        )
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         index, x, y = batch
-        setting = self.setting
+        setting, step = self.setting, batch_info["global_step"]
         if setting.augments == "operator":
-            rows = []
-            for number, row in zip(index, x, strict=True):
-                with self.sample_rng(number):
-                    rows.append(row if setting.model == "gpt" else row + noise(row.shape).to(row.dtype))
-            x = torch.stack(rows)
-        x = self.augment(x, index)
-        self.begin(batch_info["global_step"], index.tolist())
+            epoch = self._epochs_before()
+            x = torch.stack([augmented(setting, epoch, number, row) for number, row in zip(index, x, strict=True)])
+        if setting.augments == "batch" and x.is_floating_point():
+            x = x + noise(x.shape).to(x.dtype)
+        self.begin(step, index.tolist())
+        self.zero_grad()  # the default method clears the gradients of one optimizer, and steps it
         result = super().train_batch((x, y), batch_info)
+        for each in stepping(setting, self.optimizers, step)[1:]:
+            self.step(each)
         self.end()
         return result
+
+    def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        return super().validate_batch(batch[1:], batch_info)
 
     def begin(self, step: int, samples: list[int]) -> None:
         """Called before a batch is trained."""
 
     def end(self) -> None:
         """Called afterwards."""
-
-    def augment(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        """Return the batch as the model gets it."""
-        return x
 
 
 class Noted(Disturbed):
@@ -238,67 +306,157 @@ class Noted(Disturbed):
         cluster.point("begun")
 
 
-def trained(
-    setting: Setting, operator: type[Noted] = Noted, *, undisturbed: bool = False
-) -> tuple[torch.Tensor, list[list[list[int]]]]:
-    """Return the weights, and the samples of each step of each epoch: of its last attempt. Repeated ones count once."""
-    faults = () if undisturbed else setting.faults
-    restarts = len({fault.rank for fault in faults}) == MOST
+# -- runs ----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Shown:
+    """What a run has shown: the numbers of each call (if a worker has failed in it, without its means, which lack what that worker
+    had not reported), the weight of each sample in each epoch, what a checkpoint has, and how its workers have changed. `steps` are
+    the samples of each step of each epoch, of the last script."""
+
+    results: list[dict[str, Any]] = field(default_factory=list)
+    entered: list[torch.Tensor] = field(default_factory=list)
+    recoveries: list[str] = field(default_factory=list)
+    steps: list[list[list[int]]] = field(default_factory=list)
+    state: dict[str, Any] = field(default_factory=dict)
+    weights: torch.Tensor = field(default_factory=lambda: torch.zeros(0))
+
+    def differences(self, other: "Shown", tolerance: float = 0.0) -> list[str]:
+        """Return what differs from another run: in bits, or with a tolerance by more than rounding."""
+        own, its = (flat([each.results, each.entered, each.state]) for each in (self, other))
+        assert own.keys() <= its.keys()
+        return [
+            f"{place}: {own[place]}, and {its[place]}" for place in own if differ(own[place], its[place], tolerance)
+        ]
+
+
+def flat(value: Any, place: str = "") -> dict[str, Any]:
+    """Return what a tree holds, by place."""
+    if isinstance(value, (Mapping, list, tuple)):
+        pairs = value.items() if isinstance(value, Mapping) else enumerate(value)
+        return {name: each for key, inner in pairs for name, each in flat(inner, f"{place}.{key}").items()}
+    return {place: value}
+
+
+def differ(one: Any, other: Any, tolerance: float) -> bool:
+    if not isinstance(one, (float, torch.Tensor)):
+        return bool(one != other)
+    pair = [torch.as_tensor(each).double() for each in (one, other)]
+    return not torch.allclose(*pair, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+@contextmanager
+def started(
+    setting: Setting, operator: type[Disturbed], struck: Sequence[Fault], **given: Any
+) -> Iterator[tuple[Cluster, Any]]:
+    """Return a context with a cluster that these faults strike, and a trainer in it."""
+    restarts = len({fault.rank for fault in struck}) == MOST
+    elastic: dict[str, Any] = {"snapshot_every": 1 if restarts else "epoch", "grow": setting.grow}
     with (
-        Cluster(faults, seed=setting.seed, room=setting.room) as cluster,
+        Cluster(struck, seed=setting.seed, room=setting.room) as cluster,
         TorchTrainer(
-            training_operator_cls=operator,
+            training_operator_cls=watched(operator, setting.rows),
             config=setting.config(),
-            num_workers=setting.workers,
+            num_workers=setting.parts,
             use_gpu=False,
             seed=setting.seed,
             scheduler_step_freq="batch" if setting.rates else None,
             options=setting.options(),
-            elastic=ElasticConfig(batch=setting.mode, hang_timeout_s=60, snapshot_every=1 if restarts else "epoch"),
+            elastic=ElasticConfig(batch=setting.mode, hang_timeout_s=60, **elastic),
+            **given,
         ) as trainer,
     ):
-        for epoch in range(EPOCHS):
-            if epoch == 1 and setting.then is not None and not undisturbed:
-                trainer.resize(setting.then)
-            trainer.train(max_retries=-1)
-        weights, done = weights_of(trainer), trainer.apply_all_operators(lambda each: each.global_step)[0]
+        yield cluster, trainer
+
+
+def trained(setting: Setting, operator: type[Disturbed] = Noted, *, undisturbed: bool = False) -> Shown:
+    """Train the epochs, and validate after the first one. What is `undisturbed` makes the same calls."""
+    shown, total = Shown(), torch.zeros(setting.rows, dtype=torch.float64)
+    does = {} if undisturbed else {move.step: move for move in setting.moves}
+    with TemporaryDirectory() as folder, ExitStack() as script:
+        path = Path(folder, "saved.pt")
+        cluster, run = script.enter_context(started(setting, operator, () if undisturbed else setting.faults))
+        for first, last in setting.calls():
+            if first in does and does[first].loads:
+                run.save(path)
+                shown.recoveries += [each.reason for each in run.recoveries]
+                script.close()
+                cluster, run = script.enter_context(started(setting, operator, cluster.left))
+                run.resize(does[first].workers)
+                run.load(path)
+            elif first in does:
+                run.resize(does[first].workers)
+            ends = last % setting.steps == 0
+            before = len(run.recoveries)
+            result = measured(run.train(num_steps=None if ends else last - first, max_retries=-1))
+            if any(each.reason not in ("growth", "shrink") for each in run.recoveries[before:]):
+                del result["train_loss"]
+            shown.results.append(result)
+            if ends:
+                now = run.apply_all_operators(lambda each: models_of(each)[-1].entered.detach().clone())
+                assert all(torch.equal(each, now[0]) for each in now)
+                shown.entered.append(now[0] - total)
+                total = now[0]
+            if last == setting.steps:
+                shown.results.append(measured(run.validate()))
+        shown.weights, state = weights_of(run), run.state_dict()
+        shown.state = {name: state[name] for name in STATE if name in state}
+        shown.recoveries += [each.reason for each in run.recoveries]
+        shown.steps = noted(cluster.notes, state["global_step"])
+    return shown
+
+
+def measured(result: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: result[name] for name in MEASURED if name in result}
+
+
+def noted(notes: list[Any], done: int) -> list[list[list[int]]]:
+    """Return the samples of each step of each epoch: of its last attempt. Repeated ones count once."""
     last: dict[int, int] = {}
-    for generation, _, step, _ in cluster.notes:
+    for generation, _, step, _ in notes:
         last[step] = max(last.get(step, 0), generation)
     found: list[list[list[int]]] = [[] for _ in range(EPOCHS)]
     used: dict[int, tuple[int, set[int]]] = {}
-    for generation, epoch, step, samples in cluster.notes:
+    for generation, epoch, step, samples in notes:
         if step < done and generation == last[step]:
             used.setdefault(step, (epoch, set()))[1].update(samples)
     for _, (epoch, together) in sorted(used.items()):
         found[epoch].append(sorted(together))
-    return weights, found
+    return found
 
 
 def by_hand(setting: Setting, epochs: list[list[list[int]]]) -> torch.Tensor:
     """Return the weights of a plain loop over these steps: lists of samples, for each epoch."""
     torch.manual_seed(setting.seed)
     model = copy.deepcopy(model_of(setting))
-    optimizer, scheduler = optimizer_of(setting, model)
-    in_data, criterion = setting.augments == "data set", criterion_of(setting)
-    data: Any = Samples(setting, augmented=in_data)
+    optimizers, schedulers = optimizers_of(setting, model)
+    in_data, in_code, done = setting.augments == "samples", setting.augments == "operator", 0
+    criterion, data = criterion_of(setting), Samples(setting, augmented=in_data)
     for epoch, steps in enumerate(epochs):
+        source: Any = data
         if in_data:
-            data = SampleSeeds(Samples(setting, augmented=True), seed=setting.seed)
-            data.set_epoch(epoch)
-        for start in range(0, len(steps), setting.accumulate):
-            window = steps[start : start + setting.accumulate]
-            rows = [data[index] for step in window for index in step]
-            xs = [x if in_data else augmented(setting, epoch, index, x) for index, x, _ in rows]
-            optimizer.zero_grad()
+            source = SampleSeeds(data, seed=setting.seed)
+            source.set_epoch(epoch)
+        ends = {last - epoch * setting.steps for _, last in setting.calls() if setting.mode == "auto"} | {len(steps)}
+        start = 0
+        while start < len(steps):
+            stop = min([start + setting.accumulate, *(end for end in ends if end > start)])
+            rows = [source[index] for step in steps[start:stop] for index in step]
+            xs = [augmented(setting, epoch, index, x) if in_code else x for index, x, _ in rows]
+            model.zero_grad()
             criterion(model(torch.stack(xs)), torch.stack([row[2] for row in rows])).backward()
-            if setting.clip.get("clip_norm"):
-                nn.utils.clip_grad_norm_(model.parameters(), setting.clip["clip_norm"])
-            if setting.clip.get("clip_value"):
-                nn.utils.clip_grad_value_(model.parameters(), setting.clip["clip_value"])
-            for number in range(len(window)):
-                if number == len(window) - 1:
+            for optimizer in stepping(setting, optimizers, done + stop - 1):
+                every = [each for group in optimizer.param_groups for each in group["params"]]
+                if setting.clip.get("clip_norm"):
+                    nn.utils.clip_grad_norm_(every, setting.clip["clip_norm"])
+                if setting.clip.get("clip_value"):
+                    nn.utils.clip_grad_value_(every, setting.clip["clip_value"])
+            for number in range(start, stop):
+                for optimizer in stepping(setting, optimizers, done + stop - 1) if number == stop - 1 else ():
                     optimizer.step()
-                if scheduler is not None:
+                for scheduler in schedulers:
                     scheduler.step()
+            start = stop
+        done += len(steps)
     return nn.utils.parameters_to_vector(model.parameters()).detach()

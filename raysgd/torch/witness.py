@@ -1,0 +1,87 @@
+"""A parameter with one number for each sample, whose gradient is the sample's weight in the step:
+so the weights themselves say which samples entered, how often, and with which weight. Worker."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from raysgd.torch.operator import TrainingOperator
+from raysgd.torch.parts import Parts
+from raysgd.training.step import Policy, Step
+
+PLACES = 1 << 16  # the samples of larger data sets share them
+
+
+class Witness(nn.Module):
+    """Owns the sums of the weights. A step of plain SGD with the rate -1 adds those of its
+    samples."""
+
+    def __init__(self, samples: int) -> None:
+        super().__init__()
+        self.entered = nn.Parameter(torch.zeros(samples, dtype=torch.float64))
+
+    def forward(self, rows: Any, weights: Any = None) -> torch.Tensor:
+        """Return 0, whose gradient at each of these rows is its weight, by default an equal one."""
+        found = self.entered[torch.as_tensor(rows).to(self.entered.device) % len(self.entered)]
+        given = torch.full_like(found, 1 / len(found)) if weights is None else weights
+        return ((found - found.detach()) * given.to(found)).sum()
+
+
+class Enter(Policy):
+    """Adds the witness, the last model, to each loss that `self.backward` gets, and its gradient to
+    its numbers with the next step of an optimizer."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts, self._added = parts, False
+
+    def begin(self, step: Step) -> None:
+        if step.place == 0:
+            self._parts.optimizers[-1].zero_grad()
+            self._added = False
+
+    cleared = begin
+
+    def weighted(self, step: Step, loss: Any) -> Any:
+        if step.current.indices is None or self._parts.options.parallel is None:  # what user code exchanges
+            return loss
+        return loss + self._parts.wrapped[-1](torch.tensor(step.current.indices)).to(loss)
+
+    @torch.no_grad()
+    def stepped(self, step: Step, optimizer: Any) -> None:
+        entered = self._parts.models[-1].entered
+        if entered.grad is not None and not self._added:
+            self._parts.precision.unscale(self._parts.optimizers[-1])
+            entered.add_(entered.grad)
+            self._added = True
+
+
+class Watched(TrainingOperator):
+    """A base, before the user's operator, with a witness that the user's code does not see."""
+
+    places: int
+
+    def register(self, *, models: Any, optimizers: Any, **more: Any) -> Any:
+        parts, witness = self._parts, Witness(self.places)
+        clears = torch.optim.SGD(witness.parameters(), lr=1.0)  # and unscales; it makes no steps, which would count
+        given = [*parts.as_list(models), witness], [*parts.as_list(optimizers), clears]
+        wrapped, stepped, *rest = super().register(models=given[0], optimizers=given[1], **more)
+        return parts.like(models, wrapped[:-1]), parts.like(optimizers, stepped[:-1]), *rest
+
+    def unwrapped(self, model: Any = None) -> Any:
+        models = self._parts.models
+        return super().unwrapped(models[0] if model is None and len(models) == 2 else model)
+
+    def _only_optimizer(self, given: Any = None) -> Any:
+        own = self._parts.optimizers[:-1]
+        return own[0] if given is None and len(own) == 1 else super()._only_optimizer(given)
+
+    def _make_policies(self, *given: Any) -> list[Policy]:
+        return [*super()._make_policies(*given), Enter(self._parts)]
+
+
+def watched(operator: type[TrainingOperator], places: int = PLACES) -> type[TrainingOperator]:
+    """Return this operator's class with a witness of so many samples."""
+    return type(operator.__name__, (Watched, operator), {"places": places})
