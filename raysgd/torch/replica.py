@@ -303,6 +303,7 @@ class TorchReplica(ReplicaBase):
         self._rank_info = self.operator._rank_info = rank_info
         self.operator._parts.rewrap()
         self.operator._weigh.joined()
+        self.operator._buffers.joined()
         self.operator._keep_batch.joined(rank_info)
         # A replacement worker has the state of the old group, and `resized` must change it on every rank.
         before = self._loaded_from if old.solo else old.world_size
