@@ -9,7 +9,7 @@ from typing import Any
 
 from raysgd.constants import BATCH_COUNT, NUM_SAMPLES
 from raysgd.core.metrics import WeightedMean, check_metric, is_in_range, out_of_range
-from raysgd.errors import shown
+from raysgd.errors import counted, shown
 
 # A float cannot represent every integer above this, so a larger weight is treated as a float.
 _MOST_SAMPLES = 1 << 53
@@ -202,12 +202,17 @@ def _number(value: Any, name: Any = None) -> Any:
 def _weighted(name: Any, value: Any, n: float) -> tuple[Any, Any]:
     """Return a metric's number and weight, in a batch of `n` samples. The number is None if it is
     not one."""
-    if type(value) is tuple and len(value) == 2:
-        number, weight = _number(value[0], name), _number(value[1], name)
-        if number is not None and weight is not None:
-            if n and isinstance(weight, (float, int)):
-                weight = _weight(weight, f"the weight of {_named(name)} (return other pairs as lists)")
-            return number, weight if n else 0
+    numbers = [_number(each, name) for each in value] if type(value) is tuple else []
+    if numbers and all(each is not None for each in numbers):
+        if len(numbers) != 2:
+            raise ValueError(
+                f"{_named(name)} is a tuple of {counted(len(numbers), 'number')}, got {shown(value)}: return a pair, "
+                "(value, weight), for a mean that is weighted by that, or a list"
+            )
+        number, weight = numbers
+        if n and isinstance(weight, (float, int)):
+            weight = _weight(weight, f"the weight of {_named(name)} (return two other numbers as a list)")
+        return number, weight if n else 0
     return _number(value, name), n
 
 

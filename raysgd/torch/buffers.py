@@ -1,19 +1,25 @@
 """Buffers that training changes, such as the running statistics of BatchNorm: a step changes them
-once. Worker."""
+once, and alike on all ranks. Worker."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from operator import is_
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from raysgd.torch.foreign import buffers_at, copy_all
-from raysgd.torch.parts import Parts
+from raysgd.torch.foreign import buffers_at, copy_all, unnoticed
+from raysgd.torch.parts import Parts, broadcast, name_of
+from raysgd.torch.skipped_steps import gathered_objects
+from raysgd.torch.stepping import after_gradients
 from raysgd.training.step import Policy, Step
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+SMALL = 1 << 14  # bytes of a buffer that costs nothing
+ALIGNED = 16  # bytes: the largest element of a tensor
 Place = tuple[nn.Module, str]  # of a buffer, because a module may replace its buffers
 Pair = tuple[list[torch.Tensor], list[torch.Tensor]]
 
@@ -23,14 +29,18 @@ class KeepBuffers(Policy):
     a batch comes in pieces, each begins with the buffers of the batch's beginning, and afterwards
     they follow the first one: on the first rank, this is the part that it has with all workers.
 
-    Which buffers training changes is seen in the first step; those of BatchNorm are among them even
-    if they are frozen then.
+    Before an optimizer steps, all ranks get the buffers of the first rank; if none does, before the
+    step is committed. So whoever fails, those that are left have equal ones. DDP would send them in
+    its forward passes, between which the ranks differ.
+
+    Of large buffers, these are the ones that training has changed in the first step, and those of
+    BatchNorm, even if they were frozen then.
     """
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._places: list[Place] | None = None  # None before the first step
-        self._norms = False
+        self.are_moving = False  # whether the first step has changed buffers, or computed with all samples of a batch
         # At the beginning of the step: the buffers, where they were, and their contents.
         self._now: list[torch.Tensor] = []
         self._at: list[Place] = []
@@ -39,49 +49,103 @@ class KeepBuffers(Policy):
         # While a batch comes in pieces: the contents at its beginning, and after the first piece.
         self._began: list[tuple[Place, torch.Tensor]] = []
         self._first: list[tuple[Place, torch.Tensor]] = []
+        self._open = self._sent = False  # whether a step is open, and its buffers have been sent
+        # What all ranks get in this generation, None before they have agreed on it: where it is, the buffers, the memory that
+        # is sent, and pairs of lists of both.
+        self._shared: list[Place] | None = None
+        self._held: list[torch.Tensor] = []
+        self._content = torch.empty(0)
+        self._pairs: list[Pair] = []
 
-    @property
-    def are_moving(self) -> bool:
-        """Return whether training changes buffers, or computes with all samples of a batch."""
-        return bool(self._found() if self._places is None else self._places) or self._norms
+    def joined(self) -> None:
+        """Let all ranks agree again in their next step, because a generation begins."""
+        self._shared, self.in_usual_steps = None, True
+
+    def watch(self, optimizers: Sequence[Any]) -> None:
+        for optimizer in optimizers:
+            if hasattr(optimizer, "register_step_pre_hook"):
+                optimizer.register_step_pre_hook(
+                    lambda _, args, kwargs: after_gradients(args, kwargs, self._send) if self._open else None
+                )
 
     @property
     def still(self) -> list[Place]:
-        """Return the buffers that training has not changed in the first step."""
+        """Return the buffers that are not restored."""
         moving = None if self._places is None else set(self._places)
         return [] if moving is None else [each for each in self._all() if each not in moving]
 
     def begin(self, step: Step) -> None:
+        self._open, self._sent = True, False
         if step.place == 0:
-            self._keep(self._all() if self._places is None else self._places)
+            self._keep([*self._all()] if self._places is None else self._places)
         elif step.piece == 0:
             self._take_first()
         else:
             self._first = self._first or self._contents()
-            self._begin_again()
+            _put(self._began)
         if step.piece == 0 and not step.current.whole:
             self._began = self._contents()
 
+    def before_commit(self, step: Step) -> None:
+        if not self._sent:
+            self._send()
+
     def on_step(self, step: Step) -> None:
+        self._open = False
         if step.outcome == "undone":
             self._first = []
             _put(zip(self._at, self._before, strict=True))
             return
         self._take_first()
         if self._places is None:
-            self._places = self._found()
-            self.in_usual_steps = bool(self._places)
+            self._places = list(dict.fromkeys([*self._found(), *(self._shared or ())]))
+        self.in_usual_steps = bool(self._places)
 
     def rest(self) -> None:
-        self._first, self._began = [], []
+        self._first, self._began, self._open = [], [], False
 
-    def _begin_again(self) -> None:
-        """Restore the buffers of the batch's beginning, for the next piece. DDP sends those of rank
-        0 in its forward pass, but not after one that has exchanged no gradients."""
-        _put(self._began)
-        for model in self._parts.wrapped if self._began else ():
-            if hasattr(model, "require_forward_param_sync"):
-                model.require_forward_param_sync = True  # type: ignore[assignment]
+    # -- the same on all ranks ------------------------------------------------------------------------
+
+    def _send(self) -> None:
+        """Give all ranks the buffers of rank 0."""
+        self._sent = True
+        self._take_first()
+        if not (self._parts.shares_buffers and dist.is_initialized() and dist.get_world_size() > 1):
+            return
+        if self._shared is None:
+            self._agree()
+        elif held := buffers_at(self._shared):
+            self._send_together(held)
+
+    def _agree(self) -> None:
+        """Agree on the buffers that are sent in this generation: what some rank restores. All ranks
+        have those of SyncBatchNorm."""
+        every = self._all()
+        own = self._found() if self._places is None else self._places
+        names = [every[each] for each in own if each in every and not isinstance(each[0], nn.SyncBatchNorm)]
+        wanted = {name for other in gathered_objects(names, self._parts.calls.control) for name in other}
+        wanted -= self._parts.own_buffers()
+        self._shared = [place for place, name in every.items() if name in wanted]
+        if self._places is not None:
+            self._places = list(dict.fromkeys([*self._places, *self._shared]))
+        if wanted:
+            found = ((every[place], _held(place)) for place in self._shared)
+            held = {name: each for name, each in found if each is not None}
+            with unnoticed(held.values()):
+                broadcast(held, self._parts.calls.control)
+
+    def _send_together(self, held: list[torch.Tensor]) -> None:
+        if len(held) != len(self._held) or not all(map(is_, held, self._held)):
+            self._held = held
+            self._content, parts = _memory_for(held)
+            self._pairs = _copied_together(held, parts)
+        first = dist.get_rank() == 0
+        for own, sent in self._pairs if first else ():
+            copy_all(own, sent)
+        dist.broadcast(self._content, src=0)
+        with unnoticed(held):  # a later backward pass of this step may refer to them, as BatchNorm's does
+            for own, sent in () if first else self._pairs:
+                copy_all(sent, own)
 
     def _contents(self) -> list[tuple[Place, torch.Tensor]]:
         places = self._all() if self._places is None else self._places
@@ -102,18 +166,35 @@ class KeepBuffers(Policy):
         self._first = []
 
     def _found(self) -> list[Place]:
-        """Return the buffers that the first step has changed or created, and those of BatchNorm."""
-        self._norms = any(isinstance(each, BATCH_NORMS) for model in self._parts.models for each in model.modules())
+        """Return the buffers that are restored and sent: those that the first step has changed or
+        created, those of BatchNorm, and small ones."""
         before = dict(zip(self._at, self._before, strict=True))
-        return [
+        norms = any(isinstance(each, BATCH_NORMS) for model in self._parts.models for each in model.modules())
+        moving = {
             each
             for each in self._all()
             if isinstance(each[0], BATCH_NORMS) or each not in before or not _equal(_held(each), before[each])
-        ]
+        }
+        self.are_moving = norms or bool(moving)
+        return [each for each in self._all() if each in moving or before[each].nbytes <= SMALL]
 
-    def _all(self) -> list[Place]:
-        modules = [each for model in self._parts.models for each in model.modules()]
-        return list(dict.fromkeys((each, name) for each in modules for name, _ in each.named_buffers(recurse=False)))
+    def _all(self) -> dict[Place, str]:
+        """Return the buffers, with names that are the same on all ranks."""
+        found: dict[Place, str] = {}
+        for number, model in enumerate(self._parts.models):
+            for path, module in model.named_modules():
+                for name, _ in module.named_buffers(recurse=False):
+                    found.setdefault((module, name), name_of(number, f"{path}.{name}" if path else name))
+        return found
+
+
+def _memory_for(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Return memory for the contents of these tensors together, and its parts, which are like
+    them."""
+    sizes = [-(-each.nbytes // ALIGNED) * ALIGNED for each in tensors]
+    memory = torch.zeros(sum(sizes), dtype=torch.uint8, device=tensors[0].device)
+    parts = zip(tensors, memory.split(sizes), strict=True)
+    return memory, [part[: each.nbytes].view(each.dtype).view(each.shape) for each, part in parts]
 
 
 def _copied_together(source: Iterable[torch.Tensor], target: Iterable[torch.Tensor]) -> list[Pair]:

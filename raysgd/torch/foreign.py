@@ -354,6 +354,12 @@ def copy_all(source: list[torch.Tensor], target: list[torch.Tensor]) -> None:
         torch._foreach_copy_(target, source)
 
 
+def unnoticed(tensors: Iterable[torch.Tensor]) -> contextlib.AbstractContextManager[None]:
+    """Return a context in which backward passes do not notice that these tensors change, as DDP
+    sends buffers."""
+    return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))  # type: ignore[attr-defined]
+
+
 @contextlib.contextmanager
 def without_step_pre_hooks(optimizer: Any) -> Iterator[None]:
     """Return a context in which an optimizer steps without the hooks before a step."""

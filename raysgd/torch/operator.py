@@ -127,7 +127,8 @@ class TrainingOperator(Stepping):
         self._has_metrics = self._metrics_hook is not TrainingOperator.metrics
         self._leave_out = self._make_guard(settings)
         self._part_states = PartStates(self._parts, self._device)
-        buffers, why = KeepBuffers(self._parts), MAKES_STEPS if self._has_own_steps else None
+        self._buffers = buffers = KeepBuffers(self._parts)
+        why = MAKES_STEPS if self._has_own_steps else None
         why = RESIZES if why is None and self._overrides("resized") else why
         self._rebound = Rebound(self)
         self._keep_batch = KeepBatch(self, buffers, why)
@@ -149,9 +150,9 @@ class TrainingOperator(Stepping):
         alone = accumulates or own or "seconds" in measures
         reads_ahead = settings.distributed and settings.wrap_ddp and self.device.type == "cpu" and not alone
         wanted: list[tuple[bool, Any]] = [
+            (settings.distributed, buffers),  # whose sending the next one looks at
             (self._whole is not None, self._whole),
             (True, parts.precision),
-            (settings.distributed, buffers),
             (moves and settings.distributed and options.parallel != "fsdp", KeepWeights(parts)),
             (settings.distributed or accumulates, KeepSettings(parts)),
             (in_pieces, self._keep_batch),
@@ -377,8 +378,9 @@ class TrainingOperator(Stepping):
 
     def _watch(self, parts: Parts) -> None:
         """Register what acts at the steps of optimizers, in its order."""
+        self._buffers.watch(parts.optimizers)
         if self._whole is not None:
-            self._whole.watch(parts.optimizers)  # first: others change gradients and rates
+            self._whole.watch(parts.optimizers)  # before others, which change gradients and rates
         if not self._has_own_steps:
             self._watch_steps(parts.optimizers)
         parts.averages.watch(parts.models, parts.optimizers, precision=parts.options.precision)
@@ -517,7 +519,7 @@ class TrainingOperator(Stepping):
             parts.ddp_args = wrapping.ddp_arguments(options, ddp_args, self.device_ids)
             parts.trained = [each for model in parts.models for each in model.parameters() if each.requires_grad]
             parts.wrapped = self._configure_ddp(parts.models, self.device_ids, ddp_args)
-            wrapping.add_hooks(parts.wrapped, options, parts.calls)
+            wrapping.adapt(parts.wrapped, parts.ddp_args, options, parts.calls)
         parts.exchange.prepare(parts.models, parts.optimizers)
         if not self._rank_info.solo:
             parts.exchange.joined()

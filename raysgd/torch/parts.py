@@ -159,22 +159,32 @@ class Parts(RegisteredParts):
             finally:
                 set_modes(before)
 
+    @property
+    def shares_buffers(self) -> bool:
+        """Return whether all ranks get the buffers of rank 0 in each step."""
+        return self.options.parallel is not None and wrapping.sends_buffers(self.ddp_args) is not False
+
+    def own_buffers(self) -> set[str]:
+        """Return the names of the buffers that each rank has for itself, because a model says so to
+        DDP."""
+        wrapped = enumerate(self.wrapped)
+        return {name_of(number, name) for number, each in wrapped for name in getattr(each, "parameters_to_ignore", ())}
+
     @contextmanager
     def _buffers_of_rank_0(self, ranks: int) -> Iterator[None]:
         """Return a context in which the buffers (such as the running statistics of BatchNorm
-        layers) are those of rank 0, as DDP makes them in each training step. Afterwards, models
-        that the user has excepted from that have their own again."""
-        shared: dict[str, torch.Tensor] = {}
-        own: list[torch.Tensor] = []
-        for number, (model, wrapper) in enumerate(zip(self.models, self.wrapped, strict=True)):
-            ignored = getattr(wrapper, "parameters_to_ignore", ())
-            found = {f"{name} of model {number}": each for name, each in model.named_buffers() if name not in ignored}
-            shared |= found
-            if isinstance(wrapper, DistributedDataParallel) and not wrapper.will_sync_module_buffers():
-                own += found.values()
+        layers) are those of rank 0, also if a call between steps has changed them. Afterwards,
+        models have their own again if the user has excepted them from that."""
+        named = {
+            name_of(number, name): each
+            for number, model in enumerate(self.models)
+            for name, each in model.named_buffers()
+        }
+        shared = {name: each for name, each in named.items() if name not in self.own_buffers()}
         if ranks == 1 or self.options.parallel is None or not shared:
             yield
             return
+        own = [] if self.shares_buffers else [*shared.values()]
         kept = [each.clone() for each in own]
         broadcast(shared, self.calls.control)
         try:
@@ -206,6 +216,11 @@ def set_modes(modes: Mapping[nn.Module, bool]) -> None:
             each.train(mode)
 
 
+def name_of(model: int, buffer: str) -> str:
+    """Return what errors call a buffer of a model."""
+    return f"{buffer} of model {model}"
+
+
 @torch.no_grad()
 def broadcast(tensors: Mapping[str, torch.Tensor], control: Control) -> None:
     """Give all ranks the content of these tensors on rank 0. Small ones are sent together."""
@@ -216,8 +231,8 @@ def broadcast(tensors: Mapping[str, torch.Tensor], control: Control) -> None:
         differ = sorted(name for name, _ in first[0].items() ^ layout.items())
         theirs, mine = (each.get(differ[0], "missing") for each in (first[0], layout))
         raise ConfigError(
-            f"the buffer {differ[0]} is {mine} on rank {dist.get_rank()}, and {theirs} on rank 0. An evaluation computes with the "
-            "buffers of rank 0 on all ranks, so these need the same names, shapes and types: keep what differs in an attribute "
+            f"the buffer {differ[0]} is {mine} on rank {dist.get_rank()}, and {theirs} on rank 0. All ranks get the buffers of "
+            "rank 0 in each step and for evaluations, so these need the same names, shapes and types: keep what differs in an attribute "
             "that is not a buffer"
         )
     large = [each for each in tensors.values() if each.nbytes >= LARGE]

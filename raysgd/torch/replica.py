@@ -312,6 +312,7 @@ class TorchReplica(ReplicaBase):
         self._rank_info = self.operator._rank_info = rank_info
         self.operator._parts.rewrap()
         self.operator._weigh.joined()
+        self.operator._buffers.joined()
         self.operator._keep_batch.joined(rank_info)
         self.operator._part_states.joined()
         # A replacement worker has the state of the old group, and `resized` must change it on every rank.

@@ -44,8 +44,9 @@ class Weigh(Policy):
     they exchange, is the mean over all samples, or over all that `self.backward` got as counts.
 
     Samples weigh where gradients arrive at the parameters to be exchanged, whichever code runs the
-    backward pass, after the hooks of user code. What `torch.autograd.grad` returns has no weight.
-    Counts weigh in the loss, because with them every step has other weights.
+    backward pass, after the hooks of user code, which need not be linear. What
+    `torch.autograd.grad` returns has no weight. Counts weigh in the loss, because with them every
+    step has other weights.
 
     `ranks` returns how many workers there are. `exact` is whether they exchange means over samples,
     and `refused` is what the user has passed against that. With `travel`, counts travel in every
@@ -58,8 +59,8 @@ class Weigh(Policy):
         self._parts, self._workers, self._exact, self._refused = parts, ranks, exact, refused
         self._travel = travel
         self._weight: float = 1.0  # of this batch
+        self._arriving_weight: Any = 1.0  # of the running backward pass; with a count, whether it has any
         self._hooks: list[Any] = []  # each with the node that has it, which torch would forget
-        self._kept: Any = None  # which gradients count, in a pass whose loss has the weight
         self._differs = False  # whether this rank has had samples that count more or less than others
         self.joined()
 
@@ -68,7 +69,8 @@ class Weigh(Policy):
 
     def joined(self) -> None:
         """Let all ranks agree again in their next backward pass, because a generation begins."""
-        self._agreed, self._counts, self._travels, self._usual = False, False, False, 0.0
+        self._agreed = self._counts = self._default = self._travels = False
+        self._usual = 0.0
         self.rest()
 
     def begin(self, step: Step) -> None:
@@ -88,7 +90,7 @@ class Weigh(Policy):
         self._place, self._unit, self._total = -1, torch.ones(()), torch.zeros(())
 
     def _set(self, weight: float) -> None:
-        self._weight, self._kept = weight, None
+        self._weight = self._arriving_weight = weight
         if weight != 1.0 and not self._hooks:
             self._hook()
         while weight == 1.0 and self._hooks:
@@ -108,12 +110,12 @@ class Weigh(Policy):
                 each.requires_grad_(trained)
 
     def _arriving(self, gradients: Any) -> Any:
-        kept, (gradient, *_) = self._kept, gradients
-        if kept is True:
+        weight, (gradient, *_) = self._arriving_weight, gradients
+        if weight is True:
             return None
-        if kept is None:
-            return (gradient * self._weight,)
-        return (torch.zeros_like(gradient) if kept is False else torch.where(kept, gradient, 0),)
+        if isinstance(weight, torch.Tensor):
+            return (torch.where(weight, gradient, 0),)
+        return (gradient * weight if weight else torch.zeros_like(gradient),)  # 0 times NaN is NaN
 
     # -- `self.backward` ------------------------------------------------------------------------------
 
@@ -125,8 +127,8 @@ class Weigh(Policy):
         default = isinstance(count, Counted)
         count = count.value if default else count
         # torch's own losses have no gradient where nothing counts, and hooks are slow where the count must not be read.
-        self._kept = True if default and isinstance(count, torch.Tensor) else count > 0
-        if self._kept is not True and not self._hooks:
+        self._arriving_weight = (default and isinstance(count, torch.Tensor)) or count > 0
+        if self._arriving_weight is not True and not self._hooks:
             self._hook()
         if self._ranks() == 1 and step.place == 0 and step.closing:
             return loss
@@ -146,9 +148,10 @@ class Weigh(Policy):
                     f"self.backward(loss, count=...) cannot be combined with {self._refused}: leave one out"
                 )
             count = _checked(count)
-        if not self._agreed:
+        if not self._agreed or (isinstance(count, Counted) and not self._counts):
             self._agree(count)
-        if self._ranks() == 1 and step.place == 0 and step.closing:
+        own = count is None and self._default  # a pass of the user's, beside one of a default method
+        if step.place == 0 and step.closing and (own or self._ranks() == 1):
             return count  # nothing shares its step
         if (count is not None) != self._counts:
             how = "without a count after others with one" if count is None else "with a count after others without one"
@@ -178,16 +181,13 @@ class Weigh(Policy):
             raise ConfigError(
                 f"{counts:.0f} of {ranks} ranks have passed count to self.backward, and the others have not: {EACH}"
             )
-        self._agreed, self._counts, self._usual = True, counts > 0, usual
+        self._agreed, self._counts, self._default, self._usual = True, counts > 0, own, usual
         self._travels = travel > 0 or ranks * squares != sums * sums
 
     def _factor(self, step: Step, count: Any) -> torch.Tensor:
         """Return what a loss that is a mean over `count` things is multiplied by. Until its last
         batch, a rank's gradients have a unit of their own. Nothing is read from the device here."""
-        if isinstance(count, torch.Tensor):
-            here = count.to(self._where(count), torch.float64)
-        else:
-            here = torch.full((), count, dtype=torch.float64, device=self._where())
+        here = torch.as_tensor(count, dtype=torch.float64, device=self._where(count))
         if step.place == self._place:
             raise ConfigError(TWICE)
         if step.place == 0:
@@ -207,11 +207,11 @@ class Weigh(Policy):
             dist.all_reduce(numbers)
         return numbers
 
-    def _where(self, count: torch.Tensor | None = None) -> torch.device:
+    def _where(self, count: Any = None) -> torch.device:
         """Return the device on which ranks add numbers."""
-        if self._ranks() > 1:
-            return torch.device("cpu") if dist.get_backend() == "gloo" else nccl_device()
-        return torch.device("cpu") if count is None else count.device
+        if self._ranks() > 1 and dist.get_backend() != "gloo":
+            return nccl_device()
+        return count.device if self._ranks() == 1 and isinstance(count, torch.Tensor) else torch.device("cpu")
 
 
 def count_of(step: Step) -> Any:

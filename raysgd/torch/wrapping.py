@@ -131,7 +131,7 @@ def rewrap(
             with _requiring(trained, inside):
                 DistributedDataParallel.__init__(wrapper, inside, **arguments)
             wrapper.training = mode  # not train(mode): submodules that were frozen in eval mode stay in it
-    add_hooks(wrapped, options, calls)
+    adapt(wrapped, arguments, options, calls)
 
 
 @contextmanager
@@ -148,11 +148,21 @@ def _requiring(trained: Collection[nn.Parameter], model: nn.Module) -> Iterator[
             each.requires_grad_(required)
 
 
-def add_hooks(wrapped: list[nn.Module], options: TrainingOptions, calls: ModelCalls) -> None:
+def sends_buffers(arguments: Mapping[str, Any]) -> bool | None:
+    """Return what these arguments of DistributedDataParallel say about sending buffers in forward
+    passes; None if nothing."""
+    found: bool | None = arguments.get("forward_sync_buffers", arguments.get("broadcast_buffers"))
+    return found
+
+
+def adapt(wrapped: list[nn.Module], arguments: Mapping[str, Any], options: TrainingOptions, calls: ModelCalls) -> None:
     """Register `calls`, and the communication hook of the options, on new DDP wrappers. PowerSGD
-    starts without past errors, because these belong to one rank of one generation."""
+    starts without past errors, because these belong to one rank of one generation. Let them send no
+    buffers, as `KeepBuffers` does, unless the user has passed that."""
     for wrapper in wrapped:
         if isinstance(wrapper, DistributedDataParallel):
+            if sends_buffers(arguments) is None:
+                wrapper.broadcast_buffers = False  # only now, because all ranks begin with those of rank 0
             wrapper.register_forward_pre_hook(calls)
             if options.hook_name is not None:
                 state, hook = _hook(options.hook_name, options.hook_args)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import pytest
@@ -200,3 +201,12 @@ def test_a_pair_is_a_value_with_its_weight():
     ):
         collected(((1.0, -1), 5))
     assert collected((("a", "b"), 5)).summary()["m"] == ("a", "b")
+
+
+@pytest.mark.parametrize(("value", "length"), [((1.0, 2, 3), "3 numbers"), ((0.5,), "1 number")])
+def test_numbers_in_a_tuple_of_another_length(value: Any, length: str) -> None:
+    with pytest.raises(
+        ValueError, match=rf"the metric 'm' is a tuple of {length}, got .*return a pair, \(value, weight\)"
+    ):
+        collected((value, 5))
+    assert collected(([*value], 5)).summary()["m"] == [*value]

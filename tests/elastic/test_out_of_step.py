@@ -83,13 +83,17 @@ def test_an_extra_call_on_one_rank(trainer: TorchTrainer, kind: str, caplog: pyt
 
 
 class Pictures(Line):
-    """Rank 0 alone draws a picture with the model that is trained, in whose forward DDP exchanges the buffers of BatchNorm."""
+    """Rank 0 alone draws a picture with the model that is trained, in whose forward DDP exchanges the buffers of BatchNorm, if the
+    user has passed that."""
 
     def setup(self, config: dict[str, Any]) -> None:
         models = [nn.Sequential(nn.Linear(2, size), nn.BatchNorm1d(size), nn.Linear(size, 1)) for size in (4, 64)]
         optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in models]
         (self.model, self.other), (self.optimizer, _), self.criterion = self.register(
-            models=models, optimizers=optimizers, criterion=nn.MSELoss()
+            models=models,
+            optimizers=optimizers,
+            criterion=nn.MSELoss(),
+            ddp_args={"broadcast_buffers": True},
         )
         self.register_data(train_loader=DataLoader(TensorDataset(*rows(64)), batch_size=4))
 

@@ -172,6 +172,15 @@ def copies() -> None:
     torch_foreign.copy_all([], [])
 
 
+def changes_unnoticed() -> None:
+    weight, buffer = torch.ones(1, requires_grad=True), torch.tensor([2.0])
+    product = weight * buffer
+    with torch_foreign.unnoticed([buffer]):
+        torch_foreign.copy_all([torch.tensor([3.0])], [buffer])
+    product.backward()
+    assert weight.grad is not None and weight.grad.item() == 3.0
+
+
 def backward_callback() -> None:
     called = []
     weight = torch.ones(1, requires_grad=True)
@@ -193,6 +202,7 @@ TORCH: list[Callable[[], None]] = [
     loading_by_copying,
     multiplication,
     copies,
+    changes_unnoticed,
     backward_callback,
 ]
 

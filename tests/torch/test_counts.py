@@ -371,6 +371,26 @@ def test_a_rank_that_changes_its_mind_is_told(first: bool, text: str) -> None:
         train(Changes, {"rows": 12, "batch": 3}, [(None, 2)])
 
 
+@pytest.mark.parametrize("first", [False, True])
+def test_passes_of_ones_own_beside_those_of_the_default_methods(first: bool) -> None:
+    """They count samples."""
+
+    class Both(Default):
+        def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+            self.decay(batch) if first else None
+            result = super().train_batch(batch, batch_info)
+            self.decay(batch)
+            return result
+
+        def decay(self, batch: Any) -> None:
+            self.zero_grad()
+            self.backward(self.model(batch[0]).square().mean())
+            self.step()
+
+    several = train(Both, {"rows": ROWS, "batch": 3}, [(None, 2)])
+    torch.testing.assert_close(several, train(Both, {"rows": ROWS, "batch": 6}, [(None, 1)]), rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("count", [-1, float("nan"), "many", torch.ones(2)])
 def test_a_count_is_a_number(count: Any) -> None:
     class Wrong(Counting):

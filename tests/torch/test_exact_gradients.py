@@ -217,6 +217,38 @@ def test_gradients_that_are_taken_inside_a_batch_have_no_weight(direct: bool) ->
     close(train(Inner, {"rows": 11, "batch": 2}, [(None, 3)]), train(Inner, {"rows": 11, "batch": 6}, [(None, 1)]))
 
 
+@pytest.mark.parametrize("direct", [False, True])
+def test_samples_that_a_rank_repeats_contribute_nothing(direct: bool) -> None:
+    """Also if what is computed with them alone is not a number."""
+
+    class Repeats(Curve):
+        def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+            self.zero_grad()
+            loss = self.criterion(self.model(batch[0]), batch[1])
+            if self.world_rank > 0 and len(batch[0]) == 1:
+                loss = loss * float("nan")
+            loss.backward() if direct else self.backward(loss)
+            self.step()
+            return {}
+
+    close(train(Repeats, {"rows": 13, "batch": 2}, [(None, 3)]), train(Curve, {"rows": 13, "batch": 6}, [(None, 1)]))
+
+
+def test_hooks_of_user_code_get_gradients_without_a_weight() -> None:
+    """They need not be linear. Two workers compute three parts, which all three had before."""
+
+    class Clamps(Curve):
+        def setup(self, config: dict[str, Any]) -> None:
+            super().setup(config)
+            for parameter in self.unwrapped().parameters():
+                parameter.register_hook(lambda gradient: gradient.clamp(-0.02, 0.02))
+
+    def run(*schedule: tuple[int | None, int]) -> torch.Tensor:
+        return train(Clamps, {"rows": 36, "batch": 3}, schedule, num_workers=3, batch="auto")
+
+    close(run((1, 3), (None, 2)), run((None, 3)))
+
+
 def test_a_loss_that_is_a_sum_is_refused() -> None:
     class Sums(Curve):
         def loss(self) -> Any:

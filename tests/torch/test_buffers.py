@@ -1,0 +1,99 @@
+"""All ranks have the buffers of rank 0 after each step."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.local.group import Cluster
+from tests.local.runs import train
+from tests.peek import models_of
+from tests.torch.test_exact_gradients import Curve
+
+pytestmark = pytest.mark.filterwarnings("ignore:the training loader does not shuffle")
+
+
+class Normal(nn.Module):
+    """Holds a BatchNorm layer, and two layers that are trained for themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.one, self.other = nn.BatchNorm1d(3), nn.Linear(3, 1), nn.Linear(3, 1)
+        self.register_buffer("large", torch.zeros(1 << 12))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int16), persistent=False)
+
+
+class Norms(Curve):
+    """Makes two steps with gradients of one forward pass. `direct` is whether it does so without helpers."""
+
+    direct = False
+
+    def register(self, *, models: Any, **parts: Any) -> Any:
+        torch.manual_seed(3)
+        model = Normal().double()
+        first = torch.optim.SGD(model.one.parameters(), lr=0.1)
+        second = torch.optim.SGD([*model.norm.parameters(), *model.other.parameters()], lr=0.1)
+        parts |= {"optimizers": [first, second], "schedulers": torch.optim.lr_scheduler.ExponentialLR(first, 0.9)}
+        model, self.both, *rest = super().register(models=model, **parts)
+        return model, first, *rest
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        x, y = batch
+        model = self.unwrapped()
+        model.calls += 1 + self.world_rank
+        normal = model.norm(x)
+        for layer, optimizer, features in zip(
+            [model.one, model.other], self.both, [normal.detach(), normal], strict=True
+        ):
+            optimizer.zero_grad()
+            loss = self.criterion(layer(features), y)
+            loss.backward() if self.direct else self.backward(loss)
+            optimizer.step() if self.direct else self.step(optimizer)
+        return {"train_loss": loss.detach(), "num_samples": len(x)}
+
+
+def buffers(operator: Any) -> list[torch.Tensor]:
+    return list(models_of(operator)[0].buffers())
+
+
+def differing(kind: type[Curve], **given: Any) -> int:
+    """Train in calls of one step. Return in how many buffers ranks have differed after them."""
+    found: list[int] = []
+
+    def look(trainer: Any, results: Any) -> None:
+        first, *others = trainer.apply_all_operators(buffers)
+        found.append(sum(any(not torch.equal(mine, each[n]) for each in others) for n, mine in enumerate(first)))
+
+    train(kind, {"rows": 40, "batch": 4}, [(1, 3), (1, 3), (1, 2), (None, 2)], look=look, **given)
+    assert len(found) == 4 and len(set(found)) == 1
+    return found[0]
+
+
+@pytest.mark.parametrize("batch", ["per_worker", "auto"])
+@pytest.mark.parametrize("direct", [False, True])
+def test_all_ranks_have_those_of_rank_0(direct: bool, batch: str) -> None:
+    """Also if a backward pass after a step refers to them."""
+    assert differing(type("Kind", (Norms,), {"direct": direct}), batch=batch) == 0
+
+
+def test_whoever_lets_ddp_send_nothing_has_buffers_of_each_rank() -> None:
+    class Own(Norms):
+        def setup(self, config: dict[str, Any]) -> None:
+            super().setup(config)
+            self._parts.ddp_args = {"broadcast_buffers": False}
+
+    assert differing(Own) == 3, "the running mean and variance, and the own number"
+
+
+def test_large_buffers_that_do_not_change_are_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[int] = []
+    original = Cluster._broadcast
+
+    def broadcast(self: Cluster, tensor: torch.Tensor, *given: Any, **named: Any) -> None:
+        sent.append(tensor.nbytes)
+        original(self, tensor, *given, **named)
+
+    monkeypatch.setattr(Cluster, "_broadcast", broadcast)
+    train(Norms, {"rows": 24, "batch": 4}, [(None, 2)])
+    assert sent.count(32 + 32 + 16 + 16) == 2 * 5, "by two ranks, before each step of an optimizer but the first one"
