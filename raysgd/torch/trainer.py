@@ -15,7 +15,6 @@ from raysgd.callbacks.base import Callback
 from raysgd.config import ORPHAN_S, ElasticConfig, check_flags
 from raysgd.core.protocols import Call
 from raysgd.core.snapshot import Snapshot
-from raysgd.engine.call import Job
 from raysgd.errors import CheckpointError, ConfigError, suggesting
 from raysgd.ray_data.reader import SharedRowReaders, local_row_reader
 from raysgd.torch import replica_calls, setup
@@ -208,12 +207,7 @@ class TorchTrainer(TrainerBase):
     @exclusive
     def update_scheduler(self, metric: Any) -> None:
         """Call `step(metric)` on every registered scheduler of every worker."""
-        self._engine.run(Job(Call(replica_calls.update_scheduler, {"metric": metric}), again="keep"))
-        self._state_changed_by_hand()
-
-    def _state_changed_by_hand(self) -> None:
-        super()._state_changed_by_hand()
-        self._loads.state_changed_by_hand()
+        self._engine.change(Call(replica_calls.update_scheduler, {"metric": metric}))
 
     def _newest_saved(self, wait: bool) -> Snapshot | None:
         return self._loads.newest(wait)

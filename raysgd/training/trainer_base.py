@@ -311,13 +311,8 @@ class TrainerBase(ABC):
         if not callable(fn):
             raise ConfigError(f"fn must be a function, got {fn!r}")
         self._saves.raise_failed()
-        call = Call(method, {"function": self._packed(fn)})
-        parts = self._engine.run(Job(call, again="keep"))
-        self._state_changed_by_hand()
+        parts = self._engine.change(Call(method, {"function": self._packed(fn)}))
         return [outcome.value for outcome in parts[-1].outcomes if hasattr(outcome, "value")]
-
-    def _state_changed_by_hand(self) -> None:
-        self._engine.state_changed_by_hand()
 
     def _values(self, method: Callable[..., Any], **given: Any) -> list[Any]:
         """Call a function of replicas on every rank, and return its values in rank order."""

@@ -60,10 +60,6 @@ class ShardedLoads(Loads):
         self._saved = self._saved[complete[-1] if complete else 0 :]
         return self._saved[0][1] if complete or (self._saved and not wait) else None
 
-    def state_changed_by_hand(self) -> None:
-        """Note that what was saved lacks a change."""
-        self._saved = []
-
     def saves(self, path: str) -> None:
         """Note that the present state is being saved as an automatic checkpoint."""
         assert self._folder is not None
