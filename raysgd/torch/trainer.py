@@ -207,7 +207,7 @@ class TorchTrainer(TrainerBase):
     @exclusive
     def update_scheduler(self, metric: Any) -> None:
         """Call `step(metric)` on every registered scheduler of every worker."""
-        self._engine.change(Call(replica_calls.update_scheduler, {"metric": metric}))
+        self._change("update_scheduler()", Call(replica_calls.update_scheduler, {"metric": metric}))
 
     def _newest_saved(self, wait: bool) -> Snapshot | None:
         return self._loads.newest(wait)
@@ -279,7 +279,8 @@ class TorchTrainer(TrainerBase):
         `shutdown` are accepted. (`blocking` has no effect; RaySGD had it.)"""
         self._loops.refuse_load("load_state_dict()")
         self._saves.raise_failed()
-        self._loads.restore(states.dump_given(state_dict), trusted=True)
+        state = states.dump_given(state_dict)
+        self._load("load_state_dict()", lambda: self._loads.restore(state, trusted=True))
         self._warn_of_other_rows()
 
     @exclusive
@@ -304,7 +305,7 @@ class TorchTrainer(TrainerBase):
         `sharded=True`). What is refused, or fails, is as in `load_state_dict`."""
         self._loops.refuse_load("load()")
         self._saves.raise_failed()
-        self._loads.load(checkpoint, trusted=trusted)
+        self._load("load()", lambda: self._loads.load(checkpoint, trusted=trusted))
         self._warn_of_other_rows()
 
     def restore(self, *args: Any) -> None:

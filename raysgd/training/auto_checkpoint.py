@@ -218,7 +218,7 @@ class CheckpointFolder:
         score: float | None,
         rows: Sequence[Mapping[str, Any]],
         start: Callable[[str], Callable[[], Any]],
-        **run: int,
+        **run: Any,
     ) -> None:
         """Save a checkpoint, after the one that is running. `start(path)` copies the state, and
         returns a function that returns when the file is complete; that is waited for in a thread.

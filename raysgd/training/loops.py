@@ -45,6 +45,8 @@ class EpochLoops:
     scheduled  returns whether the operator has registered schedulers
     begun      is called with the number of the loop and its epochs that are done when a body
                begins, and returns how many rows the history has of it already
+    script     returns what a checkpoint's record has of the script: `made`, the calls of the
+               running body, and `wants`, which callbacks want the loop to end
     """
 
     def __init__(
@@ -58,14 +60,16 @@ class EpochLoops:
         stop: Callable[[], bool],
         scheduled: Callable[[], bool],
         begun: Callable[[int, int], int] = lambda loop, done: 0,
+        script: Callable[[], dict[str, Any]] = dict,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._folder, self._history = folder, history
         self._step, self._start, self._stop, self._clock = step, start, stop, clock
-        self._workers, self._scheduled, self._begun = workers, scheduled, begun
+        self._workers, self._scheduled, self._begun, self._script = workers, scheduled, begun, script
         self._loop, self._done, self._count = 0, 0, 0
         self._resumed: SavedPlace | None = None
         self._record: dict[str, Any] = {}  # of that checkpoint
+        self._is_inside = False  # whether the body that was running had not ended
         self._rows_before: int | None = None  # of the history, when the body of the loop began; None outside of it
         self._calls = 0  # of `train` in this body
         self._mark, self._saved_at = 0, clock()
@@ -90,7 +94,7 @@ class EpochLoops:
 
     def attach(self, loop: int, done: int) -> None:
         """Continue where another script has left this trainer's workers."""
-        self._resumed = SavedPlace(loop, done, self._step())
+        self._resumed, self._is_inside = SavedPlace(loop, done, self._step()), True
 
     def resume(self, load: Callable[[str], None]) -> dict[str, Any] | None:
         """Load the newest checkpoint that is not damaged, if there is any. Return its record."""
@@ -113,6 +117,7 @@ class EpochLoops:
             self._resumed, self._mark = place, place.step
             logger.info("training resumes from %s", path)
             self._record = folder.record(place)
+            self._is_inside = self._record.get("made") is not None
             return self._record
         if tried:
             raise CheckpointError(
@@ -137,7 +142,7 @@ class EpochLoops:
         self._rows_before, self._count = None, count
         number, saved = self._loop, self._resumed
         done = 0 if saved is None or number > saved.loop else saved.done if number == saved.loop else count
-        if done and number == (saved.loop if saved else 0) and self._stop():
+        if done and number == (saved.loop if saved else 0) and not self._is_inside and self._stop():
             return  # it was ended by a callback, and the script was killed afterwards
         if saved is not None and number == saved.loop:
             self._warn_of_old_schedule(count)
@@ -162,8 +167,9 @@ class EpochLoops:
                 if number == self._loop:
                     self._rows_before = None
             self._done = epoch
+            script = {**self._script(), "made": None}
             stops = self._stop()
-            self._after_body(rows_before, last=stops or epoch == count)
+            self._after_body(rows_before, script, last=stops or epoch == count)
             if stops:
                 break
         if self._folder is not None:
@@ -183,13 +189,13 @@ class EpochLoops:
                 *now.values(),
             )
 
-    def _after_body(self, rows_before: int, *, last: bool) -> None:
+    def _after_body(self, rows_before: int, script: dict[str, Any], *, last: bool) -> None:
         folder = self._folder
         if folder is None:
             return
         score = self._score(rows_before, folder.settings.best)
         if last or folder.settings.every == "epoch" or self._is_due() or folder.improves(score):
-            self._save(score)
+            self._save(script, score)
 
     def _score(self, rows_before: int, name: str | None) -> float | None:
         """Return the newest value of a metric that was measured in this body. Raise an error if a
@@ -204,10 +210,10 @@ class EpochLoops:
             raise ConfigError(f"AutoCheckpoint(best={name!r}) was not measured: choose one of {', '.join(measured)}")
         return None
 
-    def _save(self, score: float | None = None) -> None:
+    def _save(self, script: dict[str, Any], score: float | None = None) -> None:
         assert self._folder is not None
         place = SavedPlace(self._loop, self._done, self._step())
-        run = {"epochs": self._count, "workers": self._workers}
+        run = {"epochs": self._count, "workers": self._workers, **script}
         self._folder.save(place, score, self._history, self._start, **run)
         self._mark, self._saved_at = place.step, self._clock()
 
@@ -273,7 +279,7 @@ class EpochLoops:
         self._per_s = (step - self._began[0]) / max(self._clock() - self._began[1], 1e-6)
         if self._is_due():
             try:
-                self._save()
+                self._save(self._script())
             except CheckpointError as error:
                 if self._step() >= step:
                     raise
