@@ -43,8 +43,19 @@ class CallbackList:
     def start(self, run: Run) -> None:
         self._call("on_start", run)
 
-    def resume(self, rows: Sequence[Mapping[str, Any]]) -> None:
+    def resume(self, rows: Sequence[Mapping[str, Any]], wanted: Sequence[bool]) -> None:
+        """Let the callbacks see the rows of an earlier script, in which these have wanted the loop
+        to end. One that has wanted that before, or does not want it with its present settings, does
+        not."""
         self._call("on_resume", rows)
+        for callback, was in zip(self._all, wanted, strict=True) if len(wanted) == len(self._all) else ():
+            sees_rows = type(callback).on_resume is not Callback.on_resume
+            callback.wants_stop = was and (callback.wants_stop or not sees_rows)
+
+    @property
+    def wants(self) -> list[bool]:
+        """Return which callbacks want the loop over epochs to end."""
+        return [bool(callback.wants_stop) for callback in self._all]
 
     def take_stop(self) -> bool:
         """Return whether a callback wants the loop over epochs to end. Each ends only one loop."""

@@ -31,12 +31,14 @@ class Progress:
     finished     whether the running call has trained all its batches
     phase        what the rank is doing, for messages
     applied      optimizer steps since the start of training
-    loads        how often the user has loaded a state; -1 if the state is undefined, because a load
-                 has begun to change it, and has not completed that
+    loads        how often the user has loaded a state, or changed it with a call that does not
+                 train; -1 if the state is undefined, because a load has begun to change it, and has
+                 not completed that
     call         the number of the running call that trains, or of the last one
     summary      of the weights after `step`, once in a run, for a comparison with the other ranks:
                  text of a `Summary`
     lacks_state  whether its weights are a new worker's own initial ones, and not the group's
+    cut_short    whether a peer's failure has cut a change of the state by the user's function short
     """
 
     step: int = 0
@@ -50,6 +52,7 @@ class Progress:
     call: int = -1
     summary: str = ""
     lacks_state: bool = False
+    cut_short: bool = False
 
     @property
     def undefined(self) -> bool:
@@ -59,7 +62,8 @@ class Progress:
     def order(self) -> tuple[bool, int, int, int, int, bool]:
         """Return a key that sorts ranks by how much they have committed. `applied` counts within a
         batch; what was loaded later is ahead of all that was trained before."""
-        return (not self.lacks_state, self.loads, self.step, self.applied, self.epoch, self.finished)
+        whole = not (self.lacks_state or self.cut_short)
+        return (whole, self.loads, self.step, self.applied, self.epoch, self.finished)
 
     def at(self, phase: str) -> Progress:
         return _at(self, phase)

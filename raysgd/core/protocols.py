@@ -57,11 +57,14 @@ class Call:
     """What a trainer asks of each replica: a method of the replica's class, or a function that
     takes the replica first, and the other arguments. The trainer makes it, and `Replica.run`
     unpacks it; the method is pickled by reference. `part_of` is the number of the engine's call
-    that trains, of which this is a part."""
+    that trains, of which this is a part. `change` is the number of the change of the state that it
+    makes for the user, 0 if it makes none: a replica whose state has this change, or a later one,
+    does not make it again."""
 
     method: Callable[..., Any]
     arguments: Mapping[str, Any] = field(default_factory=dict)
     part_of: int = -1
+    change: int = 0
 
     @property
     def name(self) -> str:

@@ -123,6 +123,7 @@ class Engine:
         self._call_lock = CallLock()
         self._calls, self._named = 0, term > 0
         self.trained = 0  # the number of the newest call that trains and has returned
+        self.changes = 0  # the number of the newest change of the state by a call that does not train
         # The call that trains in which an earlier driver has ended (None: it has no number here), and what was measured
         # in it.
         self._interrupted: tuple[int | None, list[PartialResults]] | None = None
@@ -168,6 +169,7 @@ class Engine:
         if self.keeps_snapshots and self._backend.in_place:  # for the case that all fail before the next one
             self._generation.rescue_state(most_advanced(found), newest)
         self._calls, self.trained, self._log.recoveries = max(newest, trained), trained, list(recoveries)
+        self.changes = self.progress.loads
         detail = f"another script has left {counted(len(workers), 'worker')}"
         seen = Observation("broken", reason="takeover", detail=detail)
         call = RunningCall(self._calls, -1, len(recoveries))
@@ -329,12 +331,10 @@ class Engine:
         since. New workers, with the state of an older snapshot, change nothing about that."""
         return self._load_failed or self.progress.undefined
 
-    def state_changed_by_hand(self, *, replaced: bool = False) -> None:
-        """Note that the user has changed the state, so that the newest snapshot lacks the change.
-        With `replaced`, drop the snapshot, because nothing in it is valid any more."""
+    def forget_snapshot(self) -> None:
+        """Drop the snapshot, because nothing in it is valid any more."""
         self._snapshot_is_stale = True
-        if replaced:
-            self._table.snapshots.forget()
+        self._table.snapshots.forget()
 
     @contextmanager
     def state_replaced_by_hand(self, loads: int) -> Iterator[None]:
@@ -410,9 +410,18 @@ class Engine:
             finally:
                 self._running = outer
             self.trained = running.number if job.again == "resume" else self.trained
-            if job.redo and self._keeps_snapshots:
+            if job.redo and self.group.elastic:
                 self._finished[running.number] = job, self.progress
             return parts
+
+    def change(self, call: Call) -> list[PartialResults]:
+        """Make a call that changes the state for the user. The state has that change once, whoever
+        fails: ranks that have it do not make it again, and new ones whose snapshot lacks it do.
+        Return the survivors' answers."""
+        self.changes += 1
+        parts = self.run(Job(replace(call, change=self.changes), again="keep", redo=True))
+        self._snapshot_is_stale = True
+        return parts
 
     def _run(self, job: Job, running: RunningCall, left: Sequence[PartialResults] = ()) -> list[PartialResults]:
         """Run a job, run one that had ended again, under its number, or continue one of which these
@@ -449,9 +458,8 @@ class Engine:
                 revived.call != running.number or _place(revived.progress) < _place(began)
             )
             if goes_back:
-                lacks_change = self._snapshot_is_stale and not self._generation.is_sharded  # no checkpoint is used then
                 self._run_again(running)
-                self._check_is_newest(job, began, lacks_change=lacks_change)
+                self._check_is_newest(job, began)
             if job.again == "keep" and not goes_back and (kept := _kept(outcomes)):
                 return [kept]
             parts = self._still_counting(parts, revived, running)
@@ -460,20 +468,28 @@ class Engine:
         """Finish the calls before this one, if all workers have failed and continue from a snapshot
         in one of them: the snapshot of its end had not arrived. Otherwise this call would train the
         rest of that epoch, and the run one epoch less."""
-        newest, here = self._generation.newest_snapshot(), _place(self.progress)
+        newest = self._generation.newest_snapshot()
         if newest is None and self._generation.is_sharded:
             self._finished = {}  # without a checkpoint, a failure ends the call with an error
         for number, (_, end) in list(self._finished.items()):
-            if _place(end) <= _place(newest.progress) if newest is not None else _place(end) > here:
-                del self._finished[number]  # without a snapshot, training starts over, and the log says so
-        lost = False
-        for number, (job, end) in list(self._finished.items()):
-            lost = lost or _place(end) > _place(self.progress)
-            if lost and number < running.number:
-                self._finished[number] = job, replace(end, step=sys.maxsize)  # an error may end it again
-                self._wait_for_least(running)
-                self._run(job, replace(running, number=number))
-                self._finished[number] = job, self.progress  # another number of workers makes another number of steps
+            if newest is not None and _place(end) <= _place(newest.progress):
+                del self._finished[number]
+        here = _place(self.progress)
+        lost = [n for n, (_, end) in self._finished.items() if n < running.number and _place(end) > here]
+        left = {number: each for number, each in self._finished.items() if lost and number >= lost[0]}
+        for number in left:
+            del self._finished[number]  # until it has ended again
+        try:
+            for number, (job, end) in list(left.items()):
+                if number < running.number:
+                    left[number] = job, replace(end, step=sys.maxsize)  # an error may end it again
+                    self._wait_for_least(running)
+                    self._run(job, replace(running, number=number))
+                    end = self.progress  # another number of workers makes another number of steps
+                self._finished[number] = job, end
+                del left[number]
+        finally:
+            self._finished |= left
 
     def _wait_for_least(self, running: RunningCall) -> None:
         """Wait for workers before training, if there are too few, because an error has ended a call
@@ -483,10 +499,9 @@ class Engine:
             detail = f"{counted(self.world_size, 'worker is', 'workers are')} left, and training needs {least}"
             self._restore(Observation("broken", reason="restart", detail=detail), running)
 
-    def _check_is_newest(self, job: Job, began: Progress, *, lacks_change: bool) -> None:
-        """Raise an error if new workers continue from an older state than the job began with, or
-        from one that lacks a change made by hand."""
-        if job.needs_state and (lacks_change or self.progress.order < began.order):
+    def _check_is_newest(self, job: Job, began: Progress) -> None:
+        """Raise an error if new workers continue from an older state than the job began with."""
+        if job.needs_state and self.progress.order < began.order:
             raise older_state_error(job.call.name, began, self.progress)
 
     def _with_hangs(self, seen: Observation, hung: list[Any]) -> Observation:
@@ -679,6 +694,6 @@ def _kept(outcomes: Mapping[str, Outcome]) -> PartialResults | None:
     return PartialResults(kept) if kept else None
 
 
-def _place(progress: Progress) -> tuple[int, int]:
-    """Return how far training has come, whatever has begun since."""
-    return progress.loads, progress.step
+def _place(progress: Progress) -> tuple[int, int, int, bool]:
+    """Return how far training has come: the end of a call is a place of its own."""
+    return progress.loads, progress.step, progress.call, progress.finished

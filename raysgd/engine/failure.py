@@ -21,6 +21,7 @@ from raysgd.errors import (
     TrainingFailedError,
     WorkerStartError,
     counted,
+    ranked,
     text_of,
 )
 from raysgd.workers.tracebacks import readable
@@ -212,6 +213,16 @@ def shards_lost_error(left: int, before: int) -> TrainingFailedError:
         "its state was last changed outside of train(). Call load() with what you have saved. So that the next "
         "failure does not end the run, let each shard be on two workers, with TrainingOptions(parallel='fsdp', replicas=2), or "
         "pass checkpoints=AutoCheckpoint(...), with every=... for checkpoints within an epoch"
+    )
+
+
+def cut_short_error(ranks: Sequence[int]) -> TrainingFailedError:
+    """Return the error about a function of the user's that has run in part, without a snapshot."""
+    return TrainingFailedError(
+        f"the function was in a collective call on {ranked(ranks)} when another rank failed. It has ended on no rank, and is not called "
+        "again, because that could repeat what it has done before. As there is no snapshot of the state before the call, training "
+        "continues with what it has left on the first of these ranks: load() a checkpoint to undo that. With another "
+        "ElasticConfig(snapshot_every=...) than None, raysgd goes back to the snapshot and calls it again"
     )
 
 

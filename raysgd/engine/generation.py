@@ -290,7 +290,8 @@ class Generation:
             return "", []
         progress = {worker: self._table[worker].progress for worker in workers}
         source = most_advanced(progress)
-        same = [w for w in workers if progress[w].order == progress[source].order and not progress[w].lacks_state]
+        order = progress[source].order
+        same = [w for w in workers if order[0] and progress[w].order == order]
         return source, [worker for worker in workers if worker not in (source, *same)]
 
     def _pass_state(self, source: str, behind: Sequence[str]) -> bool:

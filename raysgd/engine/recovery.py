@@ -16,7 +16,7 @@ from raysgd.core.outcomes import BATCH, DATA_LOADER
 from raysgd.core.progress import Progress, most_advanced
 from raysgd.core.snapshot import Snapshot
 from raysgd.engine.call import RunningCall
-from raysgd.engine.failure import failed_error, raise_user_error, shards_lost_error, unfinished_error
+from raysgd.engine.failure import cut_short_error, failed_error, raise_user_error, shards_lost_error, unfinished_error
 from raysgd.engine.generation import Generation
 from raysgd.engine.membership import Membership
 from raysgd.engine.replacements import Replacements
@@ -217,7 +217,7 @@ class RecoveryLoop:
         """Form a generation of these workers. They begin with the survivors' state, or, if none
         holds it any more, with a snapshot. Return False if that failed."""
         workers, state, saved = [*survivors, *joining], None, None
-        if not survivors or self._generation.lacks_shards(survivors):
+        if self._lack_state(survivors):
             revived = self._revive(workers, case.call.number)
             if revived is None:
                 return False
@@ -226,6 +226,12 @@ class RecoveryLoop:
             if not self._in_place:  # they take it when they have joined and are set up
                 state = revived.data or None
         return self._generation.form(workers, state=state, saved=saved)
+
+    def _lack_state(self, survivors: list[str]) -> bool:
+        """Return whether no survivor has the state of the group, or they lack a part of it."""
+        return all(self._table[each].progress.cut_short for each in survivors) or self._generation.lacks_shards(
+            survivors
+        )
 
     def _not_formed(self, case: _Case, survivors: list[str], joining: list[str]) -> None:
         """Take the replacements back after a failed try. If no worker has failed, the network
@@ -254,9 +260,11 @@ class RecoveryLoop:
     def _check(self, case: _Case, survivors: list[str]) -> None:
         """Raise an error if only the user's set-up is in the way, or after too many attempts."""
         replacements = self._replacements
-        lost = self._generation.lacks_shards(survivors) and not case.call.replaces
-        if lost and self._generation.newest_snapshot(wait=True) is None:
+        lost = self._lack_state(survivors) if survivors else self._generation.is_sharded
+        if lost and not case.call.replaces and self._generation.newest_snapshot(wait=True) is None:
             self._note(case, continues=False)
+            if not self._generation.lacks_shards(survivors):
+                raise cut_short_error([self._table[worker].rank or 0 for worker in survivors])
             raise shards_lost_error(len(survivors), case.world)
         if not survivors and replacements.ready == 0 and replacements.starting == 0:
             if replacements.failure is not None:
@@ -306,7 +314,8 @@ class RecoveryLoop:
         is saved as a snapshot."""
         survivors = self._table.members()
         if survivors and not self._in_place:
-            progress = {worker: self._table[worker].progress for worker in survivors}
+            infos = [self._table[worker] for worker in survivors]
+            progress = {info.worker: info.progress for info in infos if not info.progress.cut_short}
             while progress and not self._generation.rescue_state(best := most_advanced(progress), case.call.number):
                 del progress[best]  # it failed, too, so try the next most advanced one
             for worker in survivors:

@@ -228,7 +228,8 @@ class TFTrainer(TrainerBase):
         your operator's own, the state is undefined: only `load`, `load_state_dict` and `shutdown`
         are accepted."""
         self._loops.refuse_load("load_state_dict()")
-        self._loads.restore(states.dump(states.shaped(dict(state_dict))))
+        state = states.dump(states.shaped(dict(state_dict)))
+        self._load("load_state_dict()", lambda: self._loads.restore(state))
 
     @exclusive
     def save(self, checkpoint: str | os.PathLike[str], *, blocking: bool = True) -> Any:
@@ -244,7 +245,7 @@ class TFTrainer(TrainerBase):
     def load(self, checkpoint: str | os.PathLike[str]) -> None:
         """Load `checkpoint`, a path or a URI, if its checksums and content fit. It runs no code."""
         self._loops.refuse_load("load()")
-        self._load_automatic(checkpoint)
+        self._load("load()", lambda: self._loads.load(checkpoint))
 
     def _load_automatic(self, path: str | os.PathLike[str]) -> None:
         self._loads.load(path)

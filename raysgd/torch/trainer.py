@@ -15,7 +15,6 @@ from raysgd.callbacks.base import Callback
 from raysgd.config import ORPHAN_S, ElasticConfig, check_flags
 from raysgd.core.protocols import Call
 from raysgd.core.snapshot import Snapshot
-from raysgd.engine.call import Job
 from raysgd.errors import CheckpointError, ConfigError, suggesting
 from raysgd.ray_data.reader import SharedRowReaders, local_row_reader
 from raysgd.torch import replica_calls, setup
@@ -209,12 +208,7 @@ class TorchTrainer(TrainerBase):
     @exclusive
     def update_scheduler(self, metric: Any) -> None:
         """Call `step(metric)` on every registered scheduler of every worker."""
-        self._engine.run(Job(Call(replica_calls.update_scheduler, {"metric": metric}), again="keep"))
-        self._state_changed_by_hand()
-
-    def _state_changed_by_hand(self) -> None:
-        super()._state_changed_by_hand()
-        self._loads.state_changed_by_hand()
+        self._change("update_scheduler()", Call(replica_calls.update_scheduler, {"metric": metric}))
 
     def _newest_saved(self, wait: bool) -> Snapshot | None:
         return self._loads.newest(wait)
@@ -289,7 +283,8 @@ class TorchTrainer(TrainerBase):
         `shutdown` are accepted. (`blocking` has no effect; RaySGD had it.)"""
         self._loops.refuse_load("load_state_dict()")
         self._saves.raise_failed()
-        self._loads.restore(states.dump_given(state_dict), trusted=True)
+        state = states.dump_given(state_dict)
+        self._load("load_state_dict()", lambda: self._loads.restore(state, trusted=True))
         self._warn_of_other_rows()
 
     @exclusive
@@ -314,7 +309,7 @@ class TorchTrainer(TrainerBase):
         `sharded=True`). What is refused, or fails, is as in `load_state_dict`."""
         self._loops.refuse_load("load()")
         self._saves.raise_failed()
-        self._loads.load(checkpoint, trusted=trusted)
+        self._load("load()", lambda: self._loads.load(checkpoint, trusted=trusted))
         self._warn_of_other_rows()
 
     def restore(self, *args: Any) -> None:

@@ -267,7 +267,7 @@ class BackendExecutor(RunCheckpoints):
                 options=options,
             )
             self._running = claim
-            engine.state_changed_by_hand(replaced=True)
+            engine.forget_snapshot()
             work = functools.partial(self._perform, engine, run, packed)
             self._thread = threading.Thread(target=work, name="raysgd-run", daemon=True)
             self._thread.start()

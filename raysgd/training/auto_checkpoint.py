@@ -230,7 +230,7 @@ class CheckpointFolder:
         score: float | None,
         rows: Sequence[Mapping[str, Any]],
         start: Callable[[str], Callable[[], Any]],
-        run: Mapping[str, int],
+        run: Mapping[str, Any],
         *,
         finite: bool = True,
         measured: Callable[[], Measured] | None = None,

@@ -27,6 +27,7 @@ from raysgd.engine.engine import Engine
 from raysgd.engine.worker_table import WorkerInfo
 from raysgd.errors import check_arguments, counted
 from raysgd.training.named import NamedRun
+from raysgd.training.place import Made, Place, storable
 from raysgd.training.seeding import DrawnAnew
 from raysgd.workers.tracebacks import fold_frames
 
@@ -68,6 +69,7 @@ class CallRunner:
         self._failed = False
         self._open = self._is_new_folder = False
         self.named: NamedRun | None = None
+        self.place = Place()
 
     @property
     def on_workers(self) -> list[Any]:
@@ -78,9 +80,14 @@ class CallRunner:
         """Return whether a callback prints or draws each result."""
         return self._callbacks.has(PrintCallback, ProgressBar)
 
-    def resume(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        self._callbacks.resume(rows)
+    def resume(self, rows: Sequence[Mapping[str, Any]], wanted: Sequence[bool]) -> None:
+        self._callbacks.resume(rows, wanted)
         self._callbacks.raise_stop()
+
+    @property
+    def wants(self) -> list[bool]:
+        """Return which callbacks want the loop over epochs to end."""
+        return self._callbacks.wants
 
     def take_stop(self) -> bool:
         """Return whether a callback wants the loop over epochs to end, once."""
@@ -136,7 +143,7 @@ class CallRunner:
             self._say_folder()
             (engine.start if self.named is None else partial(self.named.start, engine))()
             if self.named is not None and self.named.attached:
-                self.resume(self.named.rows)
+                self.resume(self.named.rows, self.named.before["wants"])
         except BaseException as error:
             self._fail(error)
             engine.stop(force=True, leave=self.named is not None)
@@ -150,8 +157,8 @@ class CallRunner:
         them."""
         steps = job.call.arguments.get("num_steps")
         call = f"{kind}({'' if steps is None else f'num_steps={steps}'})"
-        if self.named is not None and (found := self.named.recorded(call)) is not None:
-            return found
+        if (found := self.place.recorded(call)) is not None:
+            return found.result, found.each
         began, self._kind, self._failed, before = time.monotonic(), kind, False, engine.progress.step
         self._size = engine.world_size
         self._rows.begin()
@@ -173,14 +180,31 @@ class CallRunner:
             self._callbacks.raise_stop()
             self._say_folder()
             each = _returned(kind, parts) or rows
-            if self.named is not None:
-                self.named.commit(call, result, each, engine, self.history)
+            self._commit(Made(call, result, each), engine)
         except BaseException as error:
             self._fail(error)
             raise
         finally:
             self._kind = None
         return result, each
+
+    def change(self, call: str, engine: Engine, make: Callable[[], Sequence[Any]]) -> list[Any]:
+        """Make a call that changes the state, and return its values, by rank. In a body that an
+        earlier script has not ended, do not make it again."""
+        if (found := self.place.recorded(call, change=True)) is not None:
+            if found.result is None:
+                logger.warning(
+                    "%s was made by the last script, and its values are not known: it returns None here", call
+                )
+            return [None] * engine.world_size if found.result is None else list(found.result)
+        values = list(make())
+        self._commit(Made(call, storable(values)), engine)
+        return values
+
+    def _commit(self, made: Made, engine: Engine) -> None:
+        self.place.note(made)
+        if self.named is not None:
+            self.named.commit(engine, self.history, self.wants)
 
     def end(self) -> None:
         """Call the callbacks after the workers have ended. A second call does nothing."""

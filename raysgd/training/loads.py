@@ -91,7 +91,7 @@ class Loads:
         engine = self._engine
         # Counted here, so that a rank that loaded this state before the call was repeated has the same number as others, and that
         # it grows if the state of all ranks is undefined, and has none.
-        loads = self._count = max(self._count, engine.progress.loads) + 1
+        loads = self._count = engine.changes = max(engine.changes, engine.progress.loads) + 1
         with engine.state_replaced_by_hand(loads):
             values = engine.run(Job(Call(method, {**arguments, "loads": loads}), replaces=True))[-1].values
             raise_refused(values, f"Now {UNDEFINED}" if engine.undefined else "Nothing was changed on any rank")

@@ -74,6 +74,8 @@ class EpochLoops:
     scheduled  returns whether the operator has registered schedulers
     begun      is called with the number of the loop and its epochs that are done when a body
                begins, and returns how many rows the history has of it already
+    script     returns what a checkpoint's record has of the script: `made`, the calls of the
+               running body, and `wants`, which callbacks want the loop to end
     """
 
     def __init__(
@@ -88,14 +90,16 @@ class EpochLoops:
         stop: Callable[[], bool],
         scheduled: Callable[[], bool],
         begun: Callable[[int, int], int] = lambda loop, done: 0,
+        script: Callable[[], dict[str, Any]] = dict,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._folder, self._history = folder, history
         self._step, self._start, self._stop, self._train = step, start, stop, within
-        self._workers, self._scheduled, self._begun = workers, scheduled, begun
+        self._workers, self._scheduled, self._begun, self._script = workers, scheduled, begun, script
         self._loop, self._done, self._count = 0, 0, 0
         self._resumed: SavedPlace | None = None
         self._record: dict[str, Any] = {}  # of that checkpoint
+        self._is_inside = False  # whether the body that was running had not ended
         self._rows_before: int | None = None  # of the history, when the body of the loop began; None outside of it
         self._calls = 0  # of `train` in this body
         self._schedule = Schedule("epoch" if folder is None else folder.settings.every, clock, at=clock())
@@ -122,7 +126,7 @@ class EpochLoops:
 
     def attach(self, loop: int, done: int) -> None:
         """Continue where another script has left this trainer's workers."""
-        self._resumed = SavedPlace(loop, done, self._step())
+        self._resumed, self._is_inside = SavedPlace(loop, done, self._step()), True
 
     def resume(self, load: Callable[[str], None]) -> dict[str, Any] | None:
         """Load the newest checkpoint that is not damaged, if there is any. Return its record."""
@@ -146,6 +150,7 @@ class EpochLoops:
             done = counted(place.done, "epoch"), counted(place.step, "batch", "batches")
             logger.warning("training resumes from %s: %s and %s are done", path, *done)
             self._record = folder.record(place)
+            self._is_inside = self._record.get("made") is not None
             if not self._record.get("finite", True):
                 logger.warning(NOT_FINITE, path)
             if (measured := measured_in(self._record)) is not None:
@@ -175,7 +180,7 @@ class EpochLoops:
         self._rows_before, self._count = None, count
         number, saved = self._loop, self._resumed
         done = 0 if saved is None or number > saved.loop else saved.done if number == saved.loop else count
-        if done and number == (saved.loop if saved else 0) and self._stop():
+        if done and number == (saved.loop if saved else 0) and not self._is_inside and self._stop():
             return  # it was ended by a callback, and the script was killed afterwards
         if saved is not None and number == saved.loop:
             self._warn_of_old_schedule(count)
@@ -200,8 +205,9 @@ class EpochLoops:
                 if number == self._loop:
                     self._rows_before = None
             self._done = epoch
+            script = {**self._script(), "made": None}
             stops = self._stop()
-            self._after_body(rows_before, last=stops or epoch == count)
+            self._after_body(rows_before, script, last=stops or epoch == count)
             if stops:
                 break
         if self._folder is not None:
@@ -221,16 +227,16 @@ class EpochLoops:
                 *now.values(),
             )
 
-    def _after_body(self, rows_before: int, *, last: bool) -> None:
+    def _after_body(self, rows_before: int, script: dict[str, Any], *, last: bool) -> None:
         folder = self._folder
         if folder is None:
             return
         score = self._score(rows_before, folder.settings.best)
         self.end_part()
-        step = self._step()
+        step, run = self._step(), {**self._run, **script}
         if last or folder.settings.every == "epoch" or self._schedule.is_due(step) or folder.improves(score):
             finite = all(map(is_finite, [*self._history[rows_before:], {"loss": score}]))
-            folder.save(self._place_at(step), score, self._history, self._start, self._run, finite=finite)
+            folder.save(self._place_at(step), score, self._history, self._start, run, finite=finite)
             self._schedule.saved(step)
 
     def _score(self, rows_before: int, name: str | None) -> float | None:
@@ -320,7 +326,7 @@ class EpochLoops:
             None,
             self._history,
             start,
-            self._run,
+            {**self._run, **self._script()},
             measured=lambda: contents.wait().call,
             written=lambda path: self._train.written(path, contents),
             fail=self._train.fail,

@@ -16,6 +16,7 @@ from raysgd.callbacks.history import History
 from raysgd.config import ORPHAN_S, at_least
 from raysgd.engine.engine import Engine
 from raysgd.errors import ConfigError, counted, shown
+from raysgd.training.place import Made, Place
 from raysgd.training.replica_base import OperatorReplicaFactory
 from raysgd.workers.keeper import Tenure
 from raysgd.workers.serialization import dumps
@@ -30,21 +31,17 @@ class NamedRun:
     """Owns what the driver of a trainer with a name commits, and what is left of the one before it:
     `before`, {} if there is nothing, and the `rows` of the history.
 
-    A call of `train`, `validate` or `test` returns when what it measured is in the record. In the
-    body of a loop over `epochs()`, a script that is started again gets what had returned there, in
-    order, and continues with the call that was running. Bodies that make other calls, because the
-    code was changed, get nothing from it.
+    A call of `train`, `validate` or `test`, or one that changes the state, returns when what it
+    returns is in the record, at its `place`. A script that is started again continues with the call
+    that was running.
     """
 
-    def __init__(self, tenure: Tenure, factory: OperatorReplicaFactory) -> None:
-        self.tenure, self._settings = tenure, dict(_settings(factory, tenure.orphan_s))
+    def __init__(self, tenure: Tenure, factory: OperatorReplicaFactory, place: Place) -> None:
+        self.tenure, self._settings, self._place = tenure, dict(_settings(factory, tenure.orphan_s)), place
         self.before: dict[str, Any] = {}
         self.rows: list[dict[str, Any]] = []
         self._stored = 0  # rows in the record
         self.attached = False
-        self._body: list[tuple[str, Any, Any]] = []  # the calls of this body that have returned
-        self._replayed: list[tuple[str, Any, Any]] = []  # those of the last script that this one has not made yet
-        self._place: tuple[int, int] = (0, 0)  # the loop, and its epochs that are done
         self._counts: tuple[int, int] = (0, 0)
         self._warned = False
 
@@ -72,7 +69,11 @@ class NamedRun:
             self.tenure.begin_again()  # before there are workers that would not fit the record
             engine.start()
             return
-        self._place, self._counts = self.before["place"], self.before["counts"]
+        self._counts, made = self.before["counts"], list(self.before["made"])
+        if engine.progress.loads > self.before["changes"]:  # it has ended before it could note a change
+            made.append(Made("", None))
+        loop, done = self.before["place"]
+        self._place.resume(loop, done, made)
         logger.warning(
             "attached to the %s of the trainer %r, in epoch %d after batch %d: training continues there, with the code of this "
             "script",
@@ -120,58 +121,27 @@ class NamedRun:
     # -- the loop -------------------------------------------------------------------------------------
 
     @property
-    def place(self) -> tuple[int, int]:
-        """Return the loop that was running, and how many of its epochs were done."""
-        return self._place
-
-    @property
     def counts(self) -> tuple[int, int]:
         """Return how many validations and tests there were before the body that was running."""
         return self._counts
 
-    def begin_body(self, place: tuple[int, int], counts: tuple[int, int], engine: Engine, history: History) -> int:
-        """Note that the body of a loop begins. Return how many of its calls have returned in the
-        script before."""
-        again = self.attached and place == self.before.get("place")
-        self._replayed = list(self.before.get("body", ())) if again else []
-        self._place, self._counts, self._body = place, counts, []
-        if not again:  # otherwise the next script would begin with the last one
-            self._commit_body(engine, history)
-        return len(self._replayed)
+    def begin_body(self, counts: tuple[int, int], engine: Engine, history: History, wants: list[bool]) -> None:
+        """Note that the body of a loop begins."""
+        self._counts = counts
+        if not (self.attached and self._place.is_resumed):  # otherwise the next script would begin with the last one
+            self.commit(engine, history, wants)
 
-    def recorded(self, call: str) -> tuple[Any, Any] | None:
-        """Return what this call had measured in the last script, if that had returned."""
-        if not self._replayed:
-            return None
-        (was, result, each), *self._replayed = self._replayed
-        if was != call:
-            logger.warning("this script calls %s where the last one called %s: the call is made", call, was)
-            self._replayed = []
-            return None
-        self._body.append((was, result, each))
-        return result, each
-
-    def begin(self, place: tuple[int, int], engine: Engine, history: History) -> None:
-        """Store that training begins, or where it has resumed. Without this, no script takes it
-        over."""
-        self._place = place
-        self._commit_body(engine, history)
-
-    def commit(self, call: str, result: Any, each: Any, engine: Engine, history: History) -> None:
-        """Store what a call has measured, before it returns. Raise SupersededError if another
-        script has taken over."""
-        self._body.append((call, result, each))
-        self._commit_body(engine, history)
-
-    def _commit_body(self, engine: Engine, history: History) -> None:
-        """Store the state, and the rows of the history that are new. Raise SupersededError if
-        another script has taken over."""
+    def commit(self, engine: Engine, history: History, wants: list[bool]) -> None:
+        """Store the state, the rows of the history that are new, and which callbacks want the loop
+        to end. Raise SupersededError if another script has taken over. Without this, no script
+        takes training over."""
         first = max(self._stored - 1, 0)  # callbacks can have added an error to the newest one
         rows = {ROW.format(first + n): dumps(row) for n, row in enumerate(history[first:])}
         self._stored = len(history)
-        body = {"place": self._place, "counts": self._counts, "body": self._body}
+        place = (self._place.loop, self._place.done)
+        body = {"place": place, "counts": self._counts, "made": self._place.made, "wants": wants}
         engines = {"trained": engine.trained, "recoveries": engine.recoveries, "reached": engine.reached}
-        state = {"settings": self._settings, "rows": self._stored, **engines, **body}
+        state = {"settings": self._settings, "rows": self._stored, "changes": engine.changes, **engines, **body}
         self.tenure.commit({**rows, STATE: dumps(state)})
 
 

@@ -65,7 +65,8 @@ class Position:
     step           batches since the beginning of training
     applied        steps of single optimizers: of two ranks in one batch, one can be ahead by one
                    optimizer's step
-    loads          how often the user has loaded a state
+    loads          how often the user has loaded a state, or changed it with a call that does not
+                   train
     epoch          epochs of the data that have begun
     counted        epochs for users that have begun, if these are calls with a number of steps
                    (Keras' `steps_per_epoch`)

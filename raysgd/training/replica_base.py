@@ -155,7 +155,7 @@ class ReplicaBase(ABC):
         self._control.phase = call.name
         self._begin_call()
         try:
-            return call.method(self, **call.arguments)
+            return self._changed(call) if call.change else call.method(self, **call.arguments)
         except DataLoaderFailure as failure:
             name = self.data_names[PHASES.get(call.name, "train")]
             return failure.interrupted(name, self.partial(), self.progress)
@@ -165,6 +165,16 @@ class ReplicaBase(ABC):
             return found.interrupted(self.partial(), self.progress)
         finally:
             self._control.phase = "idle"
+
+    def _changed(self, call: Call) -> Any:
+        """Make a change of the user's to the state, unless that has it. Return what it returns."""
+        if call.change <= self._position.loads:
+            return None
+        if (places := self.places(call.name)) is not None:
+            places.enter(epoch=call.change)
+        value = call.method(self, **call.arguments)
+        self._position.loads = call.change
+        return value
 
     # -- training -------------------------------------------------------------------------------------
 

@@ -89,6 +89,7 @@ class TrainerBase(ABC):
             stop=calls.take_stop,
             scheduled=self._has_schedulers,
             begun=self._begin_body,
+            script=lambda: {"made": calls.place.as_json(), "wants": calls.wants},
         )
         calls.start(engine)
         if calls.named is not None:
@@ -96,14 +97,17 @@ class TrainerBase(ABC):
         if self.attached:
             assert calls.named is not None
             self._validations, self._tests = calls.named.counts
-            self._loops.attach(*calls.named.place)
+            self._loops.attach(calls.place.loop, calls.place.done)
         self._begin(resume=resume and not self.attached)
         if calls.named is not None and not self.attached:
-            calls.named.begin(self._loops.place, engine, calls.history)
+            calls.named.commit(engine, calls.history, calls.wants)
 
     def _begin_body(self, loop: int, done: int) -> int:
-        named, counts = self._calls.named, (self._validations, self._tests)
-        return 0 if named is None else named.begin_body((loop, done), counts, self._engine, self._calls.history)
+        calls = self._calls
+        rows = calls.place.begin_body(loop, done)
+        if calls.named is not None:
+            calls.named.begin_body((self._validations, self._tests), self._engine, calls.history, calls.wants)
+        return rows
 
     def _at_exit(self) -> None:
         """End the workers of a trainer with a name, unless the script ends by an error."""
@@ -124,7 +128,8 @@ class TrainerBase(ABC):
                 return
             record = self._loops.resume(self._load_automatic)
             if record is not None:
-                self._calls.resume(record["history"])
+                self._calls.resume(record["history"], record.get("wants") or ())
+                self._calls.place.resume(*self._loops.place, record.get("made") or ())
             elif not self.attached:
                 logger.warning("training starts from the beginning: there is no checkpoint in %s", self._folder)
         except BaseException as error:
@@ -339,24 +344,37 @@ class TrainerBase(ABC):
     def apply_all_workers(self, fn: Callable[[], Any]) -> list[Any]:
         """Call `fn`, a function without arguments, in every worker process. Return its values in
         rank order."""
-        return self._apply(apply, fn)
+        return self._apply("apply_all_workers", apply, fn)
 
     @exclusive
     def apply_all_operators(self, fn: Callable[[Any], Any]) -> list[Any]:
         """Call `fn(operator)` in every worker. Return its values in rank order."""
-        return self._apply(apply_operator, fn)
+        return self._apply("apply_all_operators", apply_operator, fn)
 
-    def _apply(self, method: Callable[..., Any], fn: Callable[..., Any]) -> list[Any]:
+    def _apply(self, name: str, method: Callable[..., Any], fn: Callable[..., Any]) -> list[Any]:
         if not callable(fn):
             raise ConfigError(f"fn must be a function, got {fn!r}")
         self._saves.raise_failed()
-        call = Call(method, {"function": self._packed(fn)})
-        parts = self._engine.run(Job(call, again="keep"))
-        self._state_changed_by_hand()
-        return [outcome.value for outcome in parts[-1].outcomes if hasattr(outcome, "value")]
+        given = getattr(fn, "__qualname__", type(fn).__name__)
+        return self._change(f"{name}({given})", Call(method, {"function": self._packed(fn)}))
 
-    def _state_changed_by_hand(self) -> None:
-        self._engine.state_changed_by_hand()
+    def _change(self, name: str, call: Call) -> list[Any]:
+        """Make a call that changes the state, once in its place. Return its values, by rank."""
+
+        def make() -> list[Any]:
+            parts = self._engine.change(call)
+            return [outcome.value for outcome in parts[-1].outcomes if hasattr(outcome, "value")]
+
+        return self._calls.change(name, self._engine, make)
+
+    def _load(self, name: str, load: Callable[[], None]) -> None:
+        """Load another state, once in its place."""
+
+        def make() -> tuple[()]:
+            load()
+            return ()
+
+        self._calls.change(name, self._engine, make)
 
     def _values(self, method: Callable[..., Any], **given: Any) -> list[Any]:
         """Call a function of replicas on every rank, and return its values in rank order."""
@@ -507,7 +525,7 @@ def make_engine(
         from raysgd.workers.ray_group import RayGroup
 
         sent = pack(factory), pack(hook)  # before there is a group, which an error here would leave open
-        calls.named = None if named is None else NamedRun(new_tenure(*named), factory)
+        calls.named = None if named is None else NamedRun(new_tenure(*named), factory, calls.place)
         tenure = None if calls.named is None else calls.named.tenure
         group = RayGroup(backend, resources, unreachable_s=limits.unreachable_s, tenure=tenure)
     return Engine(

@@ -62,7 +62,7 @@ class ReplicaHost:
         self.fault_in: Callable[[BaseException], GpuFault | None] = lambda error: None
         self._replica: Replica | None = None
         self._rank: int | None = None
-        self._lacks_state = False  # see `Progress`
+        self._lacks_state = self._cut_short = False  # see `Progress`
         self._kept: Any = None  # the training's state, while no replica has it
         self._rank_info = RankInfo()  # in the newest generation that this worker has joined
         self._measured: tuple[int, list[tuple[int, Outcome]]] = (-1, [])
@@ -85,7 +85,7 @@ class ReplicaHost:
                 raise  # Ray ends this process, which is a worker failure
             if isinstance(error, KeyboardInterrupt) and not self._remote:
                 raise  # Ctrl-C: this process is the driver
-            return self._noted(self._outcome_of(error, verb, _called(verb, arguments)), call)
+            return self._noted(self._outcome_of(error, verb, _called(verb, arguments), call), call)
         if isinstance(value, Interrupted):
             return self._noted(value, call)
         return self._noted(Ok(value, self._progress, self._collectives() if verb == "run" else -1), call)
@@ -111,15 +111,18 @@ class ReplicaHost:
     @property
     def _progress(self) -> Progress:
         progress = self._replica.progress if self._replica is not None else Progress()
-        return replace(progress, lacks_state=True) if self._lacks_state else progress
+        if self._lacks_state or self._cut_short:
+            return replace(progress, lacks_state=self._lacks_state, cut_short=self._cut_short)
+        return progress
 
-    def _outcome_of(self, error: BaseException, verb: str, called: str) -> Outcome:
+    def _outcome_of(self, error: BaseException, verb: str, called: str, call: Call | None) -> Outcome:
         if (broken := self._broken(error, verb, called)) is not None:
             return broken  # without leaving the group, which could wait for the GPU
         interrupted = self._is_interruption(error, verb)
         place = place_of(_frames(error), self._collectives(), self._control.begun_after, self._control.called())
         self._backend.leave()
         if interrupted:
+            self._cut_short = call is not None and call.change > 0
             try:
                 partial = self._replica.partial() if self._replica is not None else None
             except Exception as raised:  # the user's metrics, or the GPU on which they are
@@ -161,7 +164,7 @@ class ReplicaHost:
             return method
         if self._replica is None:
             raise RuntimeError("this worker hosts no replica yet")
-        self._lacks_state = False  # all ranks begin with the same
+        self._lacks_state = self._cut_short = False  # all ranks begin with the same
         return self._replica.run
 
     def _sendable(self, value: Any) -> Any:
@@ -196,7 +199,7 @@ class ReplicaHost:
             self._replica.joined(rank_info)
             self._backend.ensure_whole()
             self._joining_calls = max(self._backend.collectives(), 0)
-        self._lacks_state = False  # because the ranks have agreed on one before
+        self._lacks_state = self._cut_short = False  # because the ranks have agreed on one before
 
     def _offer(self) -> dict[str, Any]:
         return self._backend.offer()
@@ -262,7 +265,7 @@ class ReplicaHost:
         if (ended := self.moved(lambda: taken.append(self._control.take(transfer)))) is not None:
             return ended  # then it has what it had before
         self._replica.load(taken[0])
-        self._lacks_state = False
+        self._lacks_state = self._cut_short = False
         return None
 
     def moved(self, move: Callable[[], Any]) -> Interrupted | None:

@@ -664,3 +664,65 @@ def test_cells_that_are_run_again_after_the_kernel_was_killed_continue(outcome: 
         [kind, epoch, 30 * epoch] for epoch in (1, 2, 3) for kind in ("train", "validate")
     ]
     assert [row[3] for row in rows if row[0] == "validate"] == [None, 2, 2]
+
+
+CHANGING = OPERATOR + textwrap.dedent(
+    """
+    name, ends_in = json.loads(sys.argv[1])
+    driver = os.getpid()
+
+    class Scheduled(Line):
+        def setup(self, config):
+            super().setup(config)
+            plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(self.optimizer, factor=0.1, patience=0)
+            self.register(models=self.model, optimizers=self.optimizer, schedulers=plateau, criterion=self.criterion)
+
+    def halve(operator, ends):
+        operator.optimizer.param_groups[0]["lr"] *= 0.5
+        if ends and operator.world_rank == 0:
+            os.kill(driver, signal.SIGKILL)
+        return operator.optimizer.param_groups[0]["lr"]
+
+    class Killer(Callback):
+        def on_progress(self, now):
+            if ends_in == "train" and now.progress.epoch == 2 and now.progress.batches > 1:
+                os.kill(driver, signal.SIGKILL)
+
+    trainer = TorchTrainer(
+        training_operator_cls=Scheduled, num_workers=2, use_gpu=False, name=name, scheduler_step_freq="manual",
+        callbacks=[Killer()],
+    )
+    for epoch in trainer.epochs(2):
+        rates = trainer.apply_all_operators(lambda operator: halve(operator, ends_in == "change" and epoch == 2))
+        trainer.update_scheduler(1.0)
+        trainer.train()
+    rate = trainer.apply_all_operators(lambda operator: operator.optimizer.param_groups[0]["lr"])
+    model = trainer.get_model()
+    print(json.dumps([trainer.attached, rates, rate, model.weight.item(), model.bias.item()]))
+    trainer.shutdown()
+    """
+)
+
+
+def changes(background: Background) -> dict[str, Any]:
+    """Kill a script in a change of its body, and in the call after it, and run it again."""
+    found = {}
+    for ends_in in ("", "change", "train"):
+        folder, given = written(background, CHANGING), f"changes-{ends_in}"
+        ended = background.run("script.py", json.dumps([given, ends_in]), connected=True, folder=folder)
+        assert ended.returncode == (-signal.SIGKILL if ends_in else 0), ended.stderr
+        if ends_in:
+            ended = background.run("script.py", json.dumps([given, ""]), connected=True, folder=folder)
+            assert ended.returncode == 0, ended.stderr
+        found[ends_in] = json.loads(ended.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.more
+@pytest.mark.script(run=changes)
+def test_changes_in_a_body_are_made_once(outcome: Any) -> None:
+    found = outcome()
+    attached, rates, *expected = found[""]
+    assert not attached and expected[0] == [pytest.approx(0.05 * 0.5 * 0.5 * 0.1)] * 2
+    assert found["train"] == [True, rates, *expected]
+    assert found["change"] == [True, [None, None], *expected], "its values died with the script"

@@ -155,23 +155,36 @@ def test_metrics_from_before_the_snapshot_count(make: Make) -> None:
 
 
 def test_without_snapshots_training_starts_over(make: Make) -> None:
+    """Each call trains again what it had trained."""
     ground = alone(make, snapshot_every=None)
-    ground.trainer.train(num_steps=60)
-    ground.arm(Fault(0, 5))
+    ground.trainer.train(num_steps=10)
     ground.trainer.train()
+    ground.arm(Fault(0, 5))
+    assert ground.trainer.train()["num_samples"] == 240
     assert ground.trainer.recoveries[-1].batches_redone >= 60
     (ledger,) = ground.trainer.apply_all_operators(lambda operator: list(operator.ledger))
-    assert sorted(ledger) == [*range(240)]
+    assert sorted(ledger[:240]) == sorted(ledger[240:]) == [*range(240)]
 
 
 def test_an_older_state_is_not_saved_under_the_name_of_the_newer_one(make: Make, tmp_path: Path) -> None:
+    """A call that an error has ended is not made again."""
     ground = alone(make, snapshot_every=None)
-    ground.trainer.train()
+    ground.arm(Fault(0, 5, "raise"))
+    with pytest.raises(ZeroDivisionError):
+        ground.trainer.train()
     ground.arm(Fault(0, 1, where="save"))
     with pytest.raises(CheckpointError, match=r"all workers failed during 'save'.*nothing was saved"):
         ground.trainer.save(tmp_path / "new.pt")
     assert not (tmp_path / "new.pt").exists() and ground.trainer.world_size == 1
     ground.trainer.save(tmp_path / "old.pt")  # now the user knows what it is
+
+
+def test_a_save_in_which_all_workers_fail_saves_what_had_been_trained(make: Make, tmp_path: Path) -> None:
+    ground = alone(make, snapshot_every=None)
+    ground.trainer.train()
+    ground.arm(Fault(0, 1, where="save"))
+    ground.trainer.save(tmp_path / "new.pt")
+    ground.assert_epoch_exact()
 
 
 def test_a_preemption_notice_to_the_only_worker_repeats_no_batch(make: Make) -> None:

@@ -11,6 +11,7 @@ from raysgd.callbacks.history import History
 from raysgd.config import ElasticConfig
 from raysgd.errors import ConfigError
 from raysgd.training.named import NamedRun, checked_name
+from raysgd.training.place import Made, Place
 from raysgd.training.replica_base import OperatorReplicaFactory, ReplicaBase
 from raysgd.training.settings import ReplicaSettings
 
@@ -31,7 +32,8 @@ class Tenure:
 ENGINE: Any = SimpleNamespace(
     attach=lambda **given: bool(given["recoveries"]) or given["trained"] is not None,
     trained=1,
-    progress=SimpleNamespace(epoch=2, batches=7),
+    progress=SimpleNamespace(epoch=2, batches=7, loads=0),
+    changes=0,
     reached=None,
     recoveries=[],
     world_size=2,
@@ -44,11 +46,17 @@ def run(record: dict[str, bytes], config: dict[str, Any] = CONFIG, kind: str = "
     operator: Any = type(kind, (), {})
     factory = OperatorReplicaFactory(ReplicaBase, operator, config, ReplicaSettings(**{"num_workers": 2, **settings}))
     tenure: Any = Tenure(record)
-    named = NamedRun(tenure, factory)
+    named = NamedRun(tenure, factory, Place())
     named.start(ENGINE)
     if not named.attached:
-        named.begin((0, 0), ENGINE, History())
+        named.commit(ENGINE, History(), [])
     return named
+
+
+def begin(named: NamedRun, loop: int, done: int) -> int:
+    rows = named._place.begin_body(loop, done)
+    named.begin_body((0, 0), ENGINE, History(), [])
+    return rows
 
 
 def test_the_same_script_attaches_also_if_its_objects_are_at_other_addresses() -> None:
@@ -82,28 +90,30 @@ def test_only_the_same_calls_in_the_same_order_get_the_results_of_the_last_scrip
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     first = run({})
-    assert first.begin_body((1, 0), (0, 0), ENGINE, History()) == 0 and first.recorded("train(num_steps=10)") is None
+    assert begin(first, 1, 0) == 0 and first._place.recorded("train(num_steps=10)") is None
     for call in ("train(num_steps=10)", "validate()", "train(num_steps=10)"):
-        first.commit(call, {"of": call}, [], ENGINE, History())
+        first._place.note(Made(call, {"of": call}, []))
+        first.commit(ENGINE, History(), [])
     again = run(first.tenure.record)
-    assert again.begin_body((1, 0), (0, 0), ENGINE, History()) == 3
-    assert [again.recorded(call) for call in ("train(num_steps=10)", "validate()")] == [
-        ({"of": "train(num_steps=10)"}, []),
-        ({"of": "validate()"}, []),
+    assert begin(again, 1, 0) == 3
+    assert [again._place.recorded(call) for call in ("train(num_steps=10)", "validate()")] == [
+        ("train(num_steps=10)", {"of": "train(num_steps=10)"}, []),
+        ("validate()", {"of": "validate()"}, []),
     ]
-    assert again.recorded("train()") is None and again.recorded("train(num_steps=10)") is None
+    assert again._place.recorded("train()") is None and again._place.recorded("train(num_steps=10)") is None
     assert "this script calls train() where the last one called train(num_steps=10): the call is made" in caplog.text
 
 
 def test_a_script_that_dies_in_the_first_call_of_an_epoch_begins_with_that_epoch() -> None:
     first = run({})
     for done in (0, 1):
-        first.begin_body((1, done), (0, 0), ENGINE, History())
+        begin(first, 1, done)
         if done == 0:
-            first.commit("train()", {"of": "the first epoch"}, [], ENGINE, History())
+            first._place.note(Made("train()", {"of": "the first epoch"}, []))
+            first.commit(ENGINE, History(), [])
     again = run(first.tenure.record)
-    assert again.place == (1, 1)
-    assert again.begin_body(again.place, (0, 0), ENGINE, History()) == 0 and again.recorded("train()") is None
+    assert (again._place.loop, again._place.done) == (1, 1)
+    assert begin(again, 1, 1) == 0 and again._place.recorded("train()") is None
 
 
 @pytest.mark.parametrize(

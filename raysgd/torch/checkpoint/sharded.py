@@ -64,10 +64,6 @@ class ShardedLoads(Loads):
             del self._saved[: complete[-1]]  # in place, because a thread may be adding one
         return self._saved[0][1] if complete or (self._saved and not wait) else None
 
-    def state_changed_by_hand(self) -> None:
-        """Note that what was saved lacks a change."""
-        self._saved = []
-
     def saves(self, path: str) -> None:
         """Note that the present state is being saved as an automatic checkpoint."""
         assert self._folder is not None
