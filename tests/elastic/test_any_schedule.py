@@ -33,7 +33,7 @@ def drawn(seed: int) -> tuple[Setting, list[tuple[int, int]], list[Fault]]:
     """Return a run on two or three workers, at which steps their number changes, and who is killed when."""
     draw = random.Random(seed)
     rows, workers = draw.randint(13, 40), draw.randint(2, 3)
-    given: dict[str, Any] = {"mode": "global", "accumulate": 1, "rows": rows, "workers": workers, "faults": ()}
+    given: dict[str, Any] = {"mode": "auto", "accumulate": 1, "rows": rows, "workers": workers, "faults": ()}
     setting = Setting.draw(seed, model=("mlp", "conv", "gpt")[seed % 3], batch=draw.randint(1, 2), **given)
     if seed % 7 == 6:
         setting = replace(setting, compile={"backend": "aot_eager"})
@@ -60,7 +60,7 @@ def test_any_schedule_of_real_processes(seed: int, tmp_path: Path) -> None:
         seed=setting.seed,
         scheduler_step_freq="batch" if setting.rates else None,
         options=setting.options(),
-        elastic=ElasticConfig(batch="global", hang_timeout_s=60),
+        elastic=ElasticConfig(hang_timeout_s=60),
     ) as trainer:
         done = 0
         for step, workers in [*resizes, (EPOCHS * setting.steps, 0)]:

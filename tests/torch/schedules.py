@@ -39,7 +39,7 @@ class Setting:
     rates: str | None = None
     accumulate: int = 1
     clip: dict[str, float] = field(default_factory=dict)
-    mode: Any = "global"
+    mode: Any = "auto"
     double: bool = True
     augments: str = "data set"
     compile: Any = False
@@ -59,12 +59,13 @@ class Setting:
             "rates": draw.choice([None, "onecycle", "cosine"]),
             "accumulate": draw.choice([1, 1, 1, 2, 3]),
             "clip": draw.choice([{}, {"clip_norm": 0.1}, {"clip_value": 0.01}]),
-            "mode": draw.choice(["global", "global", "per_worker"]),
+            "mode": draw.choice(["auto", "auto", "per_worker"]),
             "augments": draw.choice(["data set", "operator"]),
         }
         setting = cls(seed, **{**chosen, **given})
         more = {"faults": tuple(faults(setting, draw)), "room": setting.workers + draw.randint(0, 2)}
-        more["then"] = draw.choice([None, None, draw.randint(1, more["room"])])
+        most = setting.workers if setting.mode == "auto" else more["room"]
+        more["then"] = draw.choice([None, None, draw.randint(1, most)])
         return replace(setting, **{**more, **given})
 
     @property
@@ -170,7 +171,7 @@ def optimizer_of(setting: Setting, model: nn.Module) -> tuple[Any, Any]:
     if setting.optimizer == "adam":
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     # With batch="per_worker", fewer ranks make more steps.
-    total = EPOCHS * (setting.steps if setting.mode == "global" else setting.rows) + 1
+    total = EPOCHS * (setting.steps if setting.mode == "auto" else setting.rows) + 1
     schedulers: dict[str | None, Any] = {
         "onecycle": lambda: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=total),
         "cosine": lambda: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total),

@@ -51,7 +51,7 @@ def test_any_schedule(seed: int) -> None:
         assert sorted(used) == list(range(setting.rows)), "every sample is used once"
     expected = by_hand(setting, steps)
     torch.testing.assert_close(weights, expected, rtol=1e-12, atol=1e-12, msg=lambda text: f"{text}\n{setting}")
-    if setting.mode == "global":
+    if setting.mode == "auto":
         undisturbed, same = trained(setting, undisturbed=True)
         assert steps == same, "the steps are those of an undisturbed run"
         torch.testing.assert_close(weights, undisturbed, rtol=1e-12, atol=1e-12, msg=lambda text: f"{text}\n{setting}")
@@ -72,7 +72,7 @@ def reordered(seed: int, together: int) -> Any:
 def test_single_precision_differs_as_other_orders_of_the_sums_do(count: int) -> None:
     disturbed, orders = [], []
     for seed in range(count):
-        setting = Setting.draw(1000 + seed, double=False, mode="global")
+        setting = Setting.draw(1000 + seed, double=False, mode="auto")
         print(setting)
         runs = [trained(setting, undisturbed=True)[0]]
         for order in (1, 2, 3):
