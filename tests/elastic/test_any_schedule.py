@@ -42,7 +42,7 @@ def drawn(seed: int) -> tuple[Setting, list[tuple[int, int]], list[Fault]]:
         Fault(draw.randrange(2), step, where=draw.choice(["before", "after"]))
         for step in draw.sample(range(1, steps - 1), min(2, steps - 2))
     ]
-    resizes = [(draw.randrange(1, steps), draw.randint(1, 4)) for _ in range(draw.randint(0, 2))]
+    resizes = [(draw.randrange(1, steps), draw.randint(1, workers)) for _ in range(draw.randint(0, 2))]
     return setting, sorted(resizes), kills
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from raysgd import ElasticConfig, TorchTrainer, TrainingOptions
+from raysgd import ConfigError, ElasticConfig, TorchTrainer, TrainingOptions
 from tests.torch.test_auto_batch import Normed
 from tests.torch.test_exact_gradients import Curve, close
 
@@ -157,12 +157,16 @@ class Together(Curve):
     [
         (Contrasting, 2, "per_worker"),
         (Together, 2, "per_worker"),
-        (LaterContrasting, 3, "per_worker"),
         (Measured, 2, "parts"),
     ],
 )
 def test_what_other_workers_change_is_per_worker(kind: type[Curve], workers: int, mode: str) -> None:
     assert without_and_with_a_death(kind, workers=workers, **ARGUMENTS)[2] == mode
+
+
+def test_what_other_workers_change_later_is_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"(?s)collective calls before the backward pass.*first step.*undone"):
+        without_and_with_a_death(LaterContrasting, workers=3, **ARGUMENTS)
 
 
 class Lines(logging.Handler):
