@@ -84,11 +84,11 @@ class SharedSource:
         rows, ranks = rows_in(batch), rank_info.world_size
         if ranks == 1:
             return Drawn(batch, offset, rows=rows, part=rank_info.world_rank)
-        part = SamplingPlan(total=rows, step_size=rows, world_size=ranks, pad=self._pad).parts(0)[rank_info.world_rank]
-        if part.stop == part.start:
-            return None
-        cut = tf.nest.map_structure(itemgetter(slice(part.start, part.stop)), batch)
-        return Drawn(cut, offset, part.fresh, rows, part.weight, part=part.part)
+        plan = SamplingPlan(total=rows, step_size=rows, parts=ranks, world_size=ranks, pad=self._pad)
+        for part in plan.of_rank(rank_info.world_rank, 0):
+            cut = tf.nest.map_structure(itemgetter(slice(part.start, part.stop)), batch)
+            return Drawn(cut, offset, part.fresh, rows, part.weight, part=part.part)
+        return None
 
 
 class OwnSource:

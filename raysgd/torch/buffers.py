@@ -26,8 +26,9 @@ Pair = tuple[list[torch.Tensor], list[torch.Tensor]]
 
 class KeepBuffers(Policy):
     """Restores the buffers of a step that is undone, because its batches will be trained again. If
-    a batch comes in pieces, each begins with the buffers of the batch's beginning, and afterwards
-    they follow the first one: on the first rank, this is the part that it has with all workers.
+    a rank has several parts of a batch, each begins with the buffers of the batch's beginning, and
+    afterwards they follow the first one: on the first rank, this is the part that it has with all
+    workers.
 
     Before an optimizer steps, all ranks get the buffers of the first rank; if none does, before the
     step is committed. So whoever fails, those that are left have equal ones. DDP would send them in
@@ -40,13 +41,12 @@ class KeepBuffers(Policy):
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._places: list[Place] | None = None  # None before the first step
-        self.are_moving = False  # whether the first step has changed buffers, or computed with all samples of a batch
         # At the beginning of the step: the buffers, where they were, and their contents.
         self._now: list[torch.Tensor] = []
         self._at: list[Place] = []
         self._before: list[torch.Tensor] = []
         self._copies: list[Pair] = []  # both, in pairs of lists that a device copies at once
-        # While a batch comes in pieces: the contents at its beginning, and after the first piece.
+        # While a rank has several parts: the contents at its beginning, and after the first part.
         self._began: list[tuple[Place, torch.Tensor]] = []
         self._first: list[tuple[Place, torch.Tensor]] = []
         self._open = self._sent = False  # whether a step is open, and its buffers have been sent
@@ -68,22 +68,16 @@ class KeepBuffers(Policy):
                     lambda _, args, kwargs: after_gradients(args, kwargs, self._send) if self._open else None
                 )
 
-    @property
-    def still(self) -> list[Place]:
-        """Return the buffers that are not restored."""
-        moving = None if self._places is None else set(self._places)
-        return [] if moving is None else [each for each in self._all() if each not in moving]
-
     def begin(self, step: Step) -> None:
         self._open, self._sent = True, False
         if step.place == 0:
             self._keep([*self._all()] if self._places is None else self._places)
-        elif step.piece == 0:
+        elif step.parts_before == 0:
             self._take_first()
         else:
             self._first = self._first or self._contents()
             _put(self._began)
-        if step.piece == 0 and not step.current.whole:
+        if step.parts_before == 0 and not step.current.whole:
             self._began = self._contents()
 
     def before_commit(self, step: Step) -> None:
@@ -169,13 +163,11 @@ class KeepBuffers(Policy):
         """Return the buffers that are restored and sent: those that the first step has changed or
         created, those of BatchNorm, and small ones."""
         before = dict(zip(self._at, self._before, strict=True))
-        norms = any(isinstance(each, BATCH_NORMS) for model in self._parts.models for each in model.modules())
         moving = {
             each
             for each in self._all()
             if isinstance(each[0], BATCH_NORMS) or each not in before or not _equal(_held(each), before[each])
         }
-        self.are_moving = norms or bool(moving)
         return [each for each in self._all() if each in moving or before[each].nbytes <= SMALL]
 
     def _all(self) -> dict[Place, str]:

@@ -74,7 +74,8 @@ class Position:
     epoch_batches  batches of the current epoch
     parked         the epoch's position while a call trains on a data set of its own
     left_out       batches in a row up to now whose step was left out (`LeaveOut`)
-    batch_mode     what was decided about the batch (`BatchMode`), as a tuple
+    contract       what prevents that the batch is divided into parts, and an advice (`Violation`,
+                   as a tuple), or empty texts; None before the first step
     made_for       for how many workers the schedules were made, and for how many steps, if
                    `total_steps()` has counted them
     call           the number of the current call, or of the last one. The following belong to it:
@@ -99,7 +100,7 @@ class Position:
     call_done: bool = False
     call_epoch: int = 0
     left_out: int = 0
-    batch_mode: Any = None
+    contract: Any = None
     made_for: Any = None
     epoch_batches: int = 0
     parked: list[Any] | None = None
@@ -129,7 +130,7 @@ class Position:
     def adopt(self, values: Mapping[str, Any]) -> None:
         for each in fields(self):
             setattr(self, each.name, values.get(each.name, each.default))
-        self.batch_mode = None if self.batch_mode is None else tuple(self.batch_mode)  # JSON makes a list of it
+        self.contract = None if self.contract is None else tuple(self.contract)  # JSON makes a list of it
         self.made_for = None if self.made_for is None else tuple(self.made_for)
 
     def commit(self, step: Step) -> None:

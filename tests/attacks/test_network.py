@@ -34,7 +34,7 @@ PLANNED = {"growth", "shrink", "resize"}
 # rendezvous, the time depends on the name server, so these attacks are not made then.
 FLOODS = [name for name in ATTACKS if name.endswith("-300")]
 GENTLE = [name for name in ATTACKS if name not in FLOODS]
-PATIENT = ElasticConfig(batch="global", grow=False, hang_timeout_s=120)
+PATIENT = ElasticConfig(grow=False, hang_timeout_s=120)
 
 
 @dataclass
