@@ -121,7 +121,7 @@ class TrainingOperator(Stepping):
         self._metrics_hook = own if callable(own) else TrainingOperator.metrics
         self._has_metrics = self._metrics_hook is not TrainingOperator.metrics
         self._leave_out = self._make_guard(settings)
-        self._part_states = PartStates(self._parts, self._device)
+        self._part_states = PartStates(type(self), self._parts, self._device)
         buffers, why = KeepBuffers(self._parts), MAKES_STEPS if self._has_own_steps else None
         why = RESIZES if why is None and self._overrides("resized") else why
         self._rebound = Rebound(self)
@@ -137,7 +137,6 @@ class TrainingOperator(Stepping):
         accumulates, clips = options.accumulate > 1, options.clip_norm is not None or options.clip_value is not None
         exact, in_pieces = self._exact, self._in_pieces
         own = self._overrides("train_epoch", "train_batch", "backward", "step", "skip_step")
-        self._part_states.may_use = bool(own)
         alone = accumulates or own or "seconds" in measures
         reads_ahead = settings.distributed and settings.wrap_ddp and self.device.type == "cpu" and not alone
         wanted: list[tuple[bool, Any]] = [
