@@ -37,10 +37,10 @@ class PartStates(Policy):
     is committed.
 
     After each step, a rank has the dicts of the parts that it computes. It gets those of the others
-    where all ranks are together: at the end of a call or at a planned stop, before a save or a
-    snapshot, and when a process group has formed. For that, all ranks must know whether dicts are
-    used. Mostly, methods of the operator's class `kind` show it; otherwise the ranks agree again
-    after the first use.
+    where all ranks are together: at the end of a call or at a planned stop, before a snapshot, and
+    when a process group has formed. So between two calls, each rank has all. For that, all ranks
+    must know whether dicts are used. Mostly, methods of the operator's class `kind` show it;
+    otherwise the ranks agree again after the first use.
     """
 
     def __init__(self, kind: type, parts: Parts, device: torch.device) -> None:

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import AutoCheckpoint, ConfigError, ElasticConfig, TorchTrainer
 from raysgd.torch import TrainingOperator
+from raysgd.training.snapshots import Snapshotter
 from tests.local.group import Cluster, Fault
 from tests.local.runs import weights_of
 from tests.replicas import torch_rank
@@ -66,7 +67,8 @@ class Hidden(TrainingOperator):
         model, optimizer = made()
         self.model, self.optimizer = self.register(models=model, optimizers=optimizer)
         text = tokens(config["columns"] // COLUMNS)
-        data = TensorDataset(text[:-1].flatten(0, 1), text[1:].flatten(0, 1))
+        rows = STEPS * config["columns"] - config.get("short", 0)
+        data = TensorDataset(text[:-1].flatten(0, 1)[:rows], text[1:].flatten(0, 1)[:rows])
         self.register_data(train_loader=DataLoader(data, COLUMNS), validation_loader=DataLoader(data, COLUMNS))
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
@@ -152,6 +154,38 @@ def test_it_goes_with_its_part_when_workers_leave_and_join(workers: int, fewer: 
     assert all(count == step for step, _, count, _ in NOTES)
 
 
+@pytest.mark.parametrize("grow", [False, True])
+def test_it_stays_if_a_worker_leaves_in_the_middle_of_a_call(grow: bool) -> None:
+    with Cluster([Fault("notice", "forward", rank=1, step=3)]) as cluster, trainer(2, elastic={"grow": grow}) as run:
+        assert_equal(trained(run), 2)
+        assert not cluster.left and run.recoveries[0].reason == "preemption"
+    assert all(count == step for step, _, count, _ in NOTES)
+
+
+class Counting(Recurrent):
+    """Counts the batches of each part whose samples count."""
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        self.part_state["seen"] = self.part_state.get("seen", 0) + 1
+        self.zero_grad()
+        loss, _ = loss_of(self.model, *batch, torch.zeros(len(batch[0]), 5).double())
+        self.backward(loss)
+        self.step()
+        return {"train_loss": loss}
+
+
+@pytest.mark.parametrize("workers", [4, 3, 2, 1])
+def test_a_part_without_samples_keeps_it(workers: int) -> None:
+    """The last step of an epoch has samples for two of four parts."""
+    with Cluster(), trainer(4, Counting, config={"short": 10}) as run:
+        run.train(num_steps=1)
+        run.resize(workers)
+        for _ in range(2):
+            run.train()
+        states = run.state_dict()["part_states"]
+    assert {part: each["seen"] for part, each in states.items()} == {0: 12, 1: 12, 2: 10, 3: 10}
+
+
 @pytest.mark.parametrize(("workers", "fewer"), [(2, 2), (2, 1), (3, 2)])
 def test_a_checkpoint_has_those_of_all_parts(tmp_path: Path, workers: int, fewer: int) -> None:
     path = str(tmp_path / "half.pt")
@@ -219,11 +253,24 @@ def test_that_of_a_rank_that_lacks_a_step_is_empty(caplog: pytest.LogCaptureFixt
     assert len([each for each in caplog.messages if "part 1 of the batch continues with an empty" in each]) == 1
 
 
+def test_those_of_others_go_to_the_ranks_that_have_their_parts_now() -> None:
+    with Cluster([Fault("kill", "forward", rank=3, step=3)]), trainer(4) as run:
+        trained(run)
+    seen = {(step, part): count for step, part, count, _ in NOTES}
+    assert all(seen[step, part] == step for step in range(STEPS * EPOCHS) for part in range(3))
+
+
 ALL = [Fault("kill", "forward", rank=rank, step=4) for rank in (0, 1)]
 
 
-@pytest.mark.parametrize(("every", "redone"), [(2, 1), ("epoch", 3), (0.0001, 0)])
-def test_a_snapshot_has_those_of_all_parts(every: Any, redone: int) -> None:
+def due_by_its_own_clock(snapshots: Snapshotter, step: int, *, before: int) -> bool:
+    return step % (2 + Cluster.running.here.host.rank) == 0
+
+
+@pytest.mark.parametrize(("every", "redone"), [(2, 1), ("epoch", 3), (60.0, 1)])
+def test_a_snapshot_has_those_of_all_parts(every: Any, redone: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    if every == 60.0:
+        monkeypatch.setattr(Snapshotter, "due_after_batch", due_by_its_own_clock)
     with Cluster(ALL) as cluster, trainer(2, elastic={"snapshot_every": every, "grow": True}) as run:
         assert_equal(trained(run), 2)
         assert not cluster.left and [each.batches_redone for each in run.recoveries] == [redone]
