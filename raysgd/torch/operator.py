@@ -127,7 +127,7 @@ class TrainingOperator(Stepping):
         self._metrics_hook = own if callable(own) else TrainingOperator.metrics
         self._has_metrics = self._metrics_hook is not TrainingOperator.metrics
         self._leave_out = self._make_guard(settings)
-        self._part_states = PartStates(self._parts, self._device)
+        self._part_states = PartStates(type(self), self._parts, self._device)
         self._buffers = KeepBuffers(self._parts)
         why = MAKES_STEPS if self._has_own_steps else RESIZES if self._overrides("resized") else None
         self._rebound = Rebound(self)
@@ -146,7 +146,6 @@ class TrainingOperator(Stepping):
         exact, in_parts = self._exact, settings.distributed and settings.elastic.batch == "auto"
         own = self._overrides("train_epoch", "train_batch", "backward", "step", "skip_step")
         moves = bool(self._overrides("train_epoch", "train_batch"))
-        self._part_states.may_use = bool(own)
         alone = accumulates or own or "seconds" in measures
         reads_ahead = settings.distributed and settings.wrap_ddp and self.device.type == "cpu" and not alone
         wanted: list[tuple[bool, Any]] = [

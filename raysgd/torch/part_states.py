@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Mapping
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -36,15 +37,15 @@ class PartStates(Policy):
     is committed.
 
     After each step, a rank has the dicts of the parts that it computes. It gets those of the others
-    where all ranks are together: at the end of a call or at a planned stop, before a save or a
-    snapshot, and when a process group has formed. All ranks must know whether there are any, which
-    they agree on in their first step, if the operator's class `may_use` them.
+    where all ranks are together: at the end of a call or at a planned stop, before a snapshot, and
+    when a process group has formed. So between two calls, each rank has all. For that, all ranks
+    must know whether dicts are used. Mostly, methods of the operator's class `kind` show it;
+    otherwise the ranks agree again after the first use.
     """
 
-    def __init__(self, parts: Parts, device: torch.device) -> None:
+    def __init__(self, kind: type, parts: Parts, device: torch.device) -> None:
         self._parts, self._device = parts, device
-        self.may_use = False
-        self._used = self._settled = False  # on all ranks; whether they have agreed on that
+        self._used = self._shown = _shows_use(kind)  # on all ranks
         self._held: dict[int, dict[str, Any]] = {}
         self._running: dict[tuple[int, bool], dict[str, Any]] = {}  # copies, by part and whether its samples count
 
@@ -53,31 +54,24 @@ class PartStates(Policy):
         step, part = feed.step, feed.step.current.part
         if not isinstance(feed, Feed) or not feed.training or step.ended:
             raise ConfigError(ELSEWHERE)
-        if self._settled and not self._used:
+        if not self._used:
             self._used = True
             if feed.rank_info.world_size > 1:
                 raise TrainAgain(LATE)
         place = part, step.current.fresh
         if place not in self._running:
-            if self._used and self._held and part not in self._held:
+            if self._held and part not in self._held:
                 logger.warning(LOST, part)
             self._running[place] = mapped(_copied, self._held.get(part, {}))
         return self._running[place]
 
     def on_step(self, step: Step) -> None:
-        if self._settled and not self._used:
+        if not self._used:
             return
         running, self._running = self._running, {}
-        if step.outcome == "undone":
-            return
-        if not self._settled:
-            self._settled, self._used = True, self._sum(bool(running)) > 0
-        if self._used:
+        if step.outcome != "undone":
             parts = dict.fromkeys(each.part for each in step.drawn)
             self._held = {part: running.get((part, True), self._held.get(part, {})) for part in parts}
-
-    def _sum(self, value: float) -> float:
-        return summed([value], self._device, self._parts.calls.control)[0]
 
     # -- all ranks together ---------------------------------------------------------------------------
 
@@ -91,11 +85,10 @@ class PartStates(Policy):
         found = gathered_objects((self._used, mapped(_copied, self._held)), self._parts.calls.control)
         self._used = any(used for used, _ in found)
         self._held = {part: each for _, held in found for part, each in held.items()} | self._held
-        self._settled = self._used or not self.may_use
 
     def agreed(self, due: bool, *, first: bool) -> bool:
         """Return whether a snapshot is due on the `first` rank, if all ranks take part in it."""
-        return self._sum(due and first) > 0 if self._used else due
+        return summed([due and first], self._device, self._parts.calls.control)[0] > 0 if self._used else due
 
     def state(self) -> dict[str, Any]:
         """Return the entry of states, if there is one."""
@@ -103,8 +96,7 @@ class PartStates(Policy):
 
     def load(self, state: Mapping[str, Any]) -> None:
         held = state.get(NAME)
-        self._used, self._held = held is not None, move(dict(held or {}), self._device)
-        self._settled = self._used or not self.may_use
+        self._used, self._held = self._shown or held is not None, move(dict(held or {}), self._device)
 
 
 def check_part_states(state: Mapping[str, Any]) -> None:
@@ -112,6 +104,11 @@ def check_part_states(state: Mapping[str, Any]) -> None:
     held = state.get(NAME) or {}
     if not isinstance(held, Mapping) or any(type(each) is not int for each in held):
         raise CheckpointError(f"{NAME} is {held!r:.60}, and must be a dictionary by the numbers of parts")
+
+
+def _shows_use(kind: type) -> bool:
+    methods = [each for own in kind.__mro__ for each in vars(own).values() if isinstance(each, FunctionType)]
+    return any("part_state" in each.__code__.co_names for each in methods)
 
 
 def _copied(value: Any, *_: Any) -> Any:

@@ -239,7 +239,6 @@ class TorchReplica(ReplicaBase):
         """Return what writes the checkpoint to a file, on rank 0. With `later`, training may
         continue before that. If the model is sharded, all ranks take part, because each has a part
         of it."""
-        self._share()
         if self.rank != 0 and not self.in_shards:
             return None
         state = self.full_state()

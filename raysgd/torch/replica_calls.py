@@ -102,7 +102,6 @@ def rows_that_differ(replica: TorchReplica) -> list[str]:
 
 def save_shards(replica: TorchReplica, folder: Place, transfers: list[str], later: bool) -> Report | None:
     """Write this rank's shard files, now or in the background. Report their sizes and digests."""
-    replica._share()
     store = shard_files.write(folder, replica.full_state(raw=True), later=later)
 
     def write(give: Callable[[Any], None]) -> Report:

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import AutoCheckpoint, ConfigError, ElasticConfig, TorchTrainer
 from raysgd.torch import TrainingOperator
+from raysgd.training.snapshots import Snapshotter
 from tests.local.group import Cluster, Fault
 from tests.local.runs import weights_of
 from tests.replicas import torch_rank
@@ -54,18 +55,26 @@ def loss_of(model: Any, x: torch.Tensor, y: torch.Tensor, hidden: torch.Tensor) 
     return nn.functional.mse_loss(out, y), hidden
 
 
-class Recurrent(TrainingOperator):
+def state_of(operator: Any) -> dict[str, Any]:
+    state: dict[str, Any] = operator.part_state
+    return state
+
+
+class Hidden(TrainingOperator):
+    """No method of its class shows that it uses the state."""
+
     def setup(self, config: dict[str, Any]) -> None:
         model, optimizer = made()
         self.model, self.optimizer = self.register(models=model, optimizers=optimizer)
         text = tokens(config["columns"] // COLUMNS)
-        data = TensorDataset(text[:-1].flatten(0, 1), text[1:].flatten(0, 1))
+        rows = STEPS * config["columns"] - config.get("short", 0)
+        data = TensorDataset(text[:-1].flatten(0, 1)[:rows], text[1:].flatten(0, 1)[:rows])
         self.register_data(train_loader=DataLoader(data, COLUMNS), validation_loader=DataLoader(data, COLUMNS))
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         if batch_info["global_step"] < self.config.get("from", 0):
             return {"train_loss": 0.0}
-        state = self.part_state
+        state = self.state()
         if batch_info["epoch_batch"] == 0:
             state["hidden"] = torch.zeros(len(batch[0]), 5).double()
         before = state.get("hidden")
@@ -77,6 +86,14 @@ class Recurrent(TrainingOperator):
         self.backward(loss)
         self.step()
         return {"train_loss": loss}
+
+    def state(self) -> dict[str, Any]:
+        return state_of(self)
+
+
+class Recurrent(Hidden):
+    def state(self) -> dict[str, Any]:
+        return self.part_state
 
 
 def by_hand(workers: int) -> torch.Tensor:
@@ -135,6 +152,38 @@ def test_it_goes_with_its_part_when_workers_leave_and_join(workers: int, fewer: 
             run.train(num_steps=steps)
         assert_equal(weights_of(run), workers)
     assert all(count == step for step, _, count, _ in NOTES)
+
+
+@pytest.mark.parametrize("grow", [False, True])
+def test_it_stays_if_a_worker_leaves_in_the_middle_of_a_call(grow: bool) -> None:
+    with Cluster([Fault("notice", "forward", rank=1, step=3)]) as cluster, trainer(2, elastic={"grow": grow}) as run:
+        assert_equal(trained(run), 2)
+        assert not cluster.left and run.recoveries[0].reason == "preemption"
+    assert all(count == step for step, _, count, _ in NOTES)
+
+
+class Counting(Recurrent):
+    """Counts the batches of each part whose samples count."""
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        self.part_state["seen"] = self.part_state.get("seen", 0) + 1
+        self.zero_grad()
+        loss, _ = loss_of(self.model, *batch, torch.zeros(len(batch[0]), 5).double())
+        self.backward(loss)
+        self.step()
+        return {"train_loss": loss}
+
+
+@pytest.mark.parametrize("workers", [4, 3, 2, 1])
+def test_a_part_without_samples_keeps_it(workers: int) -> None:
+    """The last step of an epoch has samples for two of four parts."""
+    with Cluster(), trainer(4, Counting, config={"short": 10}) as run:
+        run.train(num_steps=1)
+        run.resize(workers)
+        for _ in range(2):
+            run.train()
+        states = run.state_dict()["part_states"]
+    assert {part: each["seen"] for part, each in states.items()} == {0: 12, 1: 12, 2: 10, 3: 10}
 
 
 @pytest.mark.parametrize(("workers", "fewer"), [(2, 2), (2, 1), (3, 2)])
@@ -204,40 +253,48 @@ def test_that_of_a_rank_that_lacks_a_step_is_empty(caplog: pytest.LogCaptureFixt
     assert len([each for each in caplog.messages if "part 1 of the batch continues with an empty" in each]) == 1
 
 
+def test_those_of_others_go_to_the_ranks_that_have_their_parts_now() -> None:
+    with Cluster([Fault("kill", "forward", rank=3, step=3)]), trainer(4) as run:
+        trained(run)
+    seen = {(step, part): count for step, part, count, _ in NOTES}
+    assert all(seen[step, part] == step for step in range(STEPS * EPOCHS) for part in range(3))
+
+
 ALL = [Fault("kill", "forward", rank=rank, step=4) for rank in (0, 1)]
 
 
-@pytest.mark.parametrize(("every", "redone"), [(2, 1), ("epoch", 3), (0.0001, 0)])
-def test_a_snapshot_has_those_of_all_parts(every: Any, redone: int) -> None:
+def due_by_its_own_clock(snapshots: Snapshotter, step: int, *, before: int) -> bool:
+    return step % (2 + Cluster.running.here.host.rank) == 0
+
+
+@pytest.mark.parametrize(("every", "redone"), [(2, 1), ("epoch", 3), (60.0, 1)])
+def test_a_snapshot_has_those_of_all_parts(every: Any, redone: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    if every == 60.0:
+        monkeypatch.setattr(Snapshotter, "due_after_batch", due_by_its_own_clock)
     with Cluster(ALL) as cluster, trainer(2, elastic={"snapshot_every": every, "grow": True}) as run:
         assert_equal(trained(run), 2)
         assert not cluster.left and [each.batches_redone for each in run.recoveries] == [redone]
     assert all(count == step for step, _, count, _ in NOTES)
 
 
-def test_it_can_be_used_later_than_in_the_first_step() -> None:
-    with Cluster(), trainer(2, config={"from": STEPS}) as run:
+@pytest.mark.parametrize(("kind", "again"), [(Recurrent, []), (Hidden, ["batch"])])
+def test_it_can_be_used_later_than_in_the_first_step(kind: Any, again: list[str]) -> None:
+    with Cluster(), trainer(2, kind, config={"from": STEPS}) as run:
         trained(run)
-        assert [each.reason for each in run.recoveries] == ["batch"]
+        assert [each.reason for each in run.recoveries] == again
     counted = {(step, part): count for step, part, count, _ in NOTES}
     assert counted == {(step, part): step - STEPS for step in range(STEPS, STEPS * EPOCHS) for part in range(2)}
 
 
 class Failing(Recurrent):
-    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        result = super().train_batch(batch, batch_info)
-        if self.world_rank == self.config.pop("fails", None):
-            raise LookupError
-        return result
-
     def backward(self, loss: torch.Tensor, optimizer: Any = None, **more: Any) -> None:
-        if self.config.pop("early", False):
+        if self.world_rank == 1 and self.config.pop("fails", False):
             raise LookupError
         super().backward(loss, optimizer, **more)
 
 
 def test_an_error_undoes_it_with_the_step() -> None:
-    with Cluster(), trainer(2, Failing, config={"early": True}) as run:
+    with Cluster(), trainer(2, Failing, config={"fails": True}) as run:
         with pytest.raises(LookupError):
             run.train()
         assert_equal(trained(run), 2)
@@ -259,7 +316,7 @@ def test_with_per_worker_it_is_that_of_a_rank() -> None:
     ]
 
 
-class Plain(Recurrent):
+class Plain(Hidden):
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         self.zero_grad()
         loss, _ = loss_of(self.model, *batch, torch.zeros(len(batch[0]), 5).double())
@@ -268,15 +325,12 @@ class Plain(Recurrent):
         return {"train_loss": loss}
 
 
-def test_without_it_ranks_exchange_one_number_in_all() -> None:
-    with Cluster() as cluster, trainer(2, Plain) as run:
-        calls: list[Any] = []
-        real = cluster.together
-        cluster.together = lambda value: (calls.append(value), real(value))[1]  # type: ignore[method-assign]
+def test_without_it_ranks_exchange_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("gathered_objects", "summed"):
+        monkeypatch.delattr(f"raysgd.torch.part_states.{name}")
+    with Cluster(), trainer(2, Plain, elastic={"snapshot_every": 1}) as run:
         run.train()
-        run.train()
-        numbers = [each.tolist() for each in calls if isinstance(each, torch.Tensor) and each.numel() == 1]
-        assert numbers == [[0.0]] * 2 and "part_states" not in run.state_dict()
+        assert "part_states" not in run.state_dict()
         with pytest.raises(ConfigError, match="only while train_batch runs"):
             run.apply_all_operators(lambda operator: operator.part_state)
 
