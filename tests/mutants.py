@@ -98,6 +98,19 @@ def seed_once_per_epoch(patch: Patch) -> None:
     instead("raysgd.training.feed.Feed._enter_part", lambda feed, seed: None)(patch)
 
 
+# -- buffers ------------------------------------------------------------------------------------------
+
+
+@mutant("tests/torch/test_buffers.py::test_all_ranks_have_those_of_rank_0[False-per_worker]")
+def send_no_buffers(patch: Patch) -> None:
+    instead("raysgd.torch.buffers.KeepBuffers._send", lambda self: None)(patch)
+
+
+@mutant("tests/torch/test_auto_batch.py::test_running_statistics_are_those_of_the_first_part[2-0-sends-1]")
+def send_buffers_after_the_step(patch: Patch) -> None:
+    instead("raysgd.torch.buffers.KeepBuffers.watch", lambda self, optimizers: None)(patch)
+
+
 # -- what a save writes -------------------------------------------------------------------------------
 
 

@@ -37,8 +37,8 @@ PROGRAMS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 
 def trained(name: str, *, kills: int) -> tuple[Any, list[dict[str, Any]], str | None]:
-    """Kill a worker in the first epoch, another one between it and its validation, and another one in the next validation. Rank
-    0 stays, because the running statistics of BatchNorm are its own."""
+    """Kill a worker in the first epoch, another one between it and its validation, and another one in the next validation: rank 0
+    each time, whose running statistics of BatchNorm the others have."""
     operator, config, given = PROGRAMS[name]
     named: Any = getattr(import_module(f"examples.programs.{name}"), operator)
 
@@ -48,7 +48,7 @@ def trained(name: str, *, kills: int) -> tuple[Any, list[dict[str, Any]], str | 
             return super().validate_batch(batch, batch_info)
 
     with (
-        Cluster([Fault("kill", "forward", rank=1, step=3)][:kills]) as cluster,
+        Cluster([Fault("kill", "forward", rank=0, step=3)][:kills]) as cluster,
         TorchTrainer(
             training_operator_cls=Operator,
             config=config,
@@ -63,9 +63,9 @@ def trained(name: str, *, kills: int) -> tuple[Any, list[dict[str, Any]], str | 
         for epoch in range(config["epochs"]):
             results.append(trainer.train())
             if kills == 3 and epoch == 0:
-                cluster.workers[-1].die("SIGKILL")
+                cluster.workers[0].die("SIGKILL")
             elif kills == 3:
-                cluster.faults(Fault("kill", "validate", rank=1))
+                cluster.faults(Fault("kill", "validate", rank=0))
             results.append(trainer.validate())
         assert not cluster.left and trainer.world_size == 4 - kills
         return trainer.apply_all_operators(left)[0], results, trainer.batch_mode

@@ -176,7 +176,7 @@ class Normed(Curve):
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("at", ["forward", "reduced", "sends buffers", "applied"])
+@pytest.mark.parametrize("at", ["forward", "reduced", "sends", "applied"])
 @pytest.mark.parametrize(("workers", "rank"), [(2, 0), (2, 1), (3, 0), (3, 1)])
 def test_running_statistics_are_those_of_the_first_part(
     workers: int, rank: int, at: str, accumulate: int, monkeypatch: pytest.MonkeyPatch
@@ -185,7 +185,7 @@ def test_running_statistics_are_those_of_the_first_part(
     original = KeepBuffers._send_together
 
     def send(self: KeepBuffers, held: Any) -> None:
-        Cluster.running.point("sends buffers")
+        Cluster.running.point("sends")
         original(self, held)
 
     monkeypatch.setattr(KeepBuffers, "_send_together", send)

@@ -235,9 +235,7 @@ class LightningOperator(TrainingOperator):
                 return self._ddp(*arguments)
             # The backward passes are inside the step, so DDP cannot know when they end: `StepServices` averages.
             with self._ddp.no_sync():
-                output = self._ddp(*arguments)
-            self._ddp.require_forward_param_sync = True
-            return output
+                return self._ddp(*arguments)
 
     # -- epochs ---------------------------------------------------------------------------------------
 
