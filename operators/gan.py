@@ -87,13 +87,13 @@ class GANOperator(Recipe):
         with self.autocast():
             fake = self.generator(self.noise(real))
             loss_d, p_real, p_fake = self.judge(real, fake.detach())
-        self.optimizer_d.zero_grad()
+        self.zero_grad(self.optimizer_d)
         self.backward(loss_d)
         self.step(self.optimizer_d)
 
         with self.autocast():
             loss_g = self.fool(fake)
-        self.optimizer_g.zero_grad()
+        self.zero_grad(self.optimizer_g)
         # This adds gradients to the discriminator too. The next zero_grad of its optimizer discards them.
         self.backward(loss_g)
         self.step(self.optimizer_g)

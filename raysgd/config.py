@@ -103,7 +103,6 @@ class Limits:
 
 Grow = bool | Literal["epoch"]
 EXCLUDED: Exclusions = (
-    ({"lr": bool, "batch": ("global",)}, "lr follows a batch that changes with the number of workers. Leave one out"),
     ({"hot_spares": bool, "grow": (False,)}, "with grow=False no worker is replaced. Leave one out"),
 )
 
@@ -121,10 +120,9 @@ class ElasticConfig:
     hang_timeout_s   after this long without progress, kill the rank that blocks the others (after a
                      tenth of it, log a warning with its stack)
     grow             True: add new workers at a batch boundary; "epoch": between calls; False: never
-    batch            "global": all workers together keep their batch size, and none processes more
-                     samples at once than with all workers; "per_worker": each worker keeps its own;
-                     "auto": "global" if the first step shows that the results do not depend on the
-                     workers then, otherwise "per_worker"
+    batch            "auto": a batch is divided into `num_workers` parts, and fewer workers compute
+                     the same parts, if the operator follows the contract of `train_batch`;
+                     otherwise "per_worker": each worker keeps its batch size
     lr               with "per_worker" or "auto", how learning rates follow the number of workers:
                      "linear", "sqrt" or None (not at all)
     snapshot_every   how often to take the snapshot that new processes start from when no worker is
@@ -142,7 +140,7 @@ class ElasticConfig:
     max_attempts: int = 10
     hang_timeout_s: float = 600.0
     grow: Grow = True
-    batch: Literal["auto", "global", "per_worker"] = "auto"
+    batch: Literal["auto", "per_worker"] = "auto"
     lr: Literal["linear", "sqrt"] | None = None
     snapshot_every: Literal["epoch"] | int | float | None = "epoch"
     hot_spares: int = 0
@@ -154,7 +152,7 @@ class ElasticConfig:
         at_least("backoff_s", self.backoff_s, 0)
         at_least("backoff_max_s", self.backoff_max_s, self.backoff_s)
         above_0("hang_timeout_s", self.hang_timeout_s)
-        one_of("batch", self.batch, "auto", "global", "per_worker")
+        one_of("batch", self.batch, "auto", "per_worker")
         one_of("lr", self.lr, "linear", "sqrt", None)
         one_of("on_divergence", self.on_divergence, "warn", "raise", None)
         if not (isinstance(self.grow, bool) or self.grow == "epoch"):

@@ -22,7 +22,7 @@ from raysgd.environment import CONTROL_PORT, control_ports
         ("hang_timeout_s", 0, "above 0"),
         ("hang_timeout_s", None, "seconds"),
         ("grow", "always", "'epoch'"),
-        ("batch", "local", "'global'"),
+        ("batch", "global", "'per_worker'"),
         ("snapshot_every", 0, "None"),
         ("snapshot_every", "batch", "'epoch'"),
     ],

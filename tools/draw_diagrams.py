@@ -100,10 +100,10 @@ def processes(colours: dict[str, str]) -> Drawing:
 
 def owners(world_size: int, offset: int) -> list[int | None]:
     """Return the rank that gets each sample after `offset`, with batches of 2 on each worker."""
-    plan = SamplingPlan(total=24, step_size=2 * world_size, world_size=world_size)
+    plan = SamplingPlan(total=24, step_size=2 * world_size, parts=world_size, world_size=world_size)
     found: list[int | None] = [None] * 24
     while plan.steps_left(offset):
-        for rank, part in enumerate(plan.parts(offset)):
+        for rank, part in enumerate(plan.step_at(offset)):
             found[part.start : part.stop] = [rank] * (part.stop - part.start)
         offset = plan.offset_after(offset)
     return found

@@ -26,7 +26,7 @@ from raysgd.errors import ConfigError, counted, described, shown
 SIGNALS = ((signal.SIGKILL, 0), (signal.SIGSTOP, -1), (signal.SIGTERM, 0))
 # A laptop has fewer cores than the drill has workers and replacements.
 TRAINER = {"num_workers": 2, "num_cpus_per_worker": 0.01, "use_gpu": False, "seed": 0}
-ELASTIC = {"batch": "global", "hang_timeout_s": 10.0, "on_divergence": "raise"}
+ELASTIC = {"hang_timeout_s": 10.0, "on_divergence": "raise"}
 EXAMPLE = "for example --set scheduler_step_freq=batch, --set config.lr=0.1 or --set elastic.hang_timeout_s=60"
 STRIKE_AT = 1 / 3  # of a call
 LEAVES_S = 60.0

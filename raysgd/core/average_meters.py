@@ -126,14 +126,14 @@ class AverageMeterCollection:
             else:
                 self._update_one(name, value, n)
 
-    def update_in_pieces(self, pieces: Sequence[tuple[Mapping[str, Any], float]]) -> None:
-        """Add the metrics of one batch, whose pieces measured them with these weights. Its latest
+    def update_in_parts(self, parts: Sequence[tuple[Mapping[str, Any], float]]) -> None:
+        """Add the metrics of one batch, whose parts measured them with these weights. Its latest
         value is their mean."""
-        for metrics, n in pieces:
+        for metrics, n in parts:
             self.update(metrics, n=n)
-        self.batch_count -= len(pieces) - 1
-        for name in pieces[-1][0] if len(pieces) > 1 else ():
-            found = [_weighted(name, metrics.get(name), n) for metrics, n in pieces if n]
+        self.batch_count -= len(parts) - 1
+        for name in parts[-1][0] if len(parts) > 1 else ():
+            found = [_weighted(name, metrics.get(name), n) for metrics, n in parts if n]
             # A weight on the device is not read.
             numbers = [
                 (number, n) for number, n in found if number is not None and (not isinstance(n, (float, int)) or n)

@@ -34,7 +34,7 @@ class Measured:
     """What one worker has measured in a part of a call: metrics, and what users do not see.
 
     committed   how many samples all ranks together have committed in the call; 0 if not known
-    batch_mode  what was decided about the batch: the `mode` of a `BatchMode`
+    batch_mode  what becomes of the batch: "parts", "global" or "per_worker"
     rows        what is known of the worker's rows without reading them, by loader
     first       of the newest epoch of a loader: its number, and a digest of its first batch
     returned    an object that the operator returned in place of metrics, alone in a tuple
@@ -225,13 +225,14 @@ def merge_part(part: Sequence[Measured]) -> Result:
 
 def for_all_ranks(result: Mapping[str, Any], ranks: int, committed: int) -> Result:
     """Return one rank's result of a part with the number of samples of all `ranks`, which have
-    `committed` that many in it (0 if that is not known). The first rank has up to one sample in a
-    batch more than others. A number in other units (tokens, say) cannot be determined exactly."""
+    `committed` that many in it (0 if that is not known). The first rank has less than twice an
+    equal share, and one sample in a batch. A number in other units (tokens, say) cannot be
+    determined exactly."""
     samples: Any = result.get(NUM_SAMPLES)
     if not _is_number(samples):
         return dict(result)
     about = samples * ranks
-    exact = 0 < committed <= about < committed + ranks * max(result.get(BATCH_COUNT) or 0, 1)
+    exact = 0 < committed <= about < 2 * committed + ranks * max(result.get(BATCH_COUNT) or 0, 1)
     return {**result, NUM_SAMPLES: committed if exact else about}
 
 

@@ -114,23 +114,9 @@ class TrainAgain(BaseException):
     catch it.
     """
 
-    how = ""
-
     def interrupted(self, value: Any, progress: Progress) -> Interrupted:
         """Return the outcome of a call that this ended."""
-        return Interrupted(value, f"a batch is trained again{self.how}, because {self}", progress, reason=BATCH)
-
-
-class NotExact(TrainAgain):
-    """User code has done something in a piece of a batch that it ought to do once in a batch, so
-    the batch must be trained again in one piece. `reason` and `advice` are those of a
-    `BatchMode`."""
-
-    how = " in one piece on each worker"
-
-    def __init__(self, reason: str, advice: str) -> None:
-        super().__init__(reason)
-        self.reason, self.advice = reason, advice
+        return Interrupted(value, f"a batch is trained again, because {self}", progress, reason=BATCH)
 
 
 Outcome = Ok | Failed | Interrupted | WorkerFailed

@@ -35,8 +35,8 @@ class Recovery:
 
     reason          "worker death", "node failure", "gpu failure", "hang", "network", "data loader"
                     or "out of step"; for a planned change, "preemption", "growth", "shrink" or
-                    "restart"; "batch" for a batch that is trained again in one piece on each
-                    worker; "takeover" by a script that was started again
+                    "restart"; "batch" for a batch that is trained again, because of what its code
+                    does; "takeover" by a script that was started again
     removed_ranks   the ranks that failed, or that left in a planned change
     world_size_before, world_size_after  how many workers there were and are
     in_place        True if survivors continued with their state, False if training continued from a

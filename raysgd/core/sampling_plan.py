@@ -2,8 +2,8 @@
 
 An epoch is a sequence of units (sample indices, or batches if the user has a batch sampler). What
 is committed is always a prefix of that sequence: `offset` units. One step takes the next
-`step_size` units and divides them among the ranks. So at every batch boundary the rest of the epoch
-can be divided among any other number of ranks.
+`step_size` units, divided into parts, and divides the parts among the ranks. So at every batch
+boundary the rest of the epoch can be divided among any other number of ranks.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ from typing import NamedTuple
 
 
 class RankPart(NamedTuple):
-    """One rank's units of one step: order[start:stop].
+    """One part of a step, which one rank computes: order[start:stop].
 
-    fresh   False if another rank, or an earlier piece, has the same units
-    rows    how many units all ranks together have in the step
-    weight  this part's units, relative to an equal share of the step: 1.0 if all ranks have the
-            same number, 0.0 if they are not fresh. The mean over the ranks of gradients with these
-            weights is the mean over the step's units
-    whole   False if another piece of the rank's part follows in the same step
+    fresh   False if another rank, or this one before, has the same units
+    rows    how many units the step has
+    weight  this part's units, relative to an equal share of the ranks: 1.0 if each has one part and
+            all have the same size, 0.0 if they are not fresh. The mean over the ranks of gradients
+            with these weights is the mean over the step's units
+    whole   False if another part of the same step follows on this rank
+    part    which of the step's parts it is, whoever computes it
     """
 
     start: int
@@ -30,43 +31,26 @@ class RankPart(NamedTuple):
     rows: int = 0
     weight: float = 1.0
     whole: bool = True
-
-    def pieces(self, count: int) -> Iterator[RankPart]:
-        """Yield this part in `count` pieces. One without a unit of its own repeats one."""
-        size = self.stop - self.start
-        for piece in range(count):
-            start, stop = (self.start + size * each // count for each in (piece, piece + 1))
-            last = piece == count - 1
-            if stop > start and self.fresh:
-                yield RankPart(start, stop, True, self.rows, self.weight * (stop - start) / size, last)
-            else:
-                start = min(start, self.stop - 1)
-                yield RankPart(start, start + 1, False, self.rows, 0.0, last)
+    part: int = 0
 
 
 @dataclass(frozen=True)
 class SamplingPlan:
-    """How `world_size` ranks divide an epoch of `total` units.
+    """How an epoch of `total` units is divided into steps, steps into parts, and parts among ranks.
 
-    `step_size` is how many units all ranks take together in one full step. The last, smaller step
-    is divided evenly. If fewer units than ranks remain, the ranks without a unit of their own
-    repeat one of another rank (`pad=True`, for training, where every rank must take part in the
-    all-reduce) or skip the step (`pad=False`, for validation). A rank that has more than `most`
-    units in a step processes them in several pieces, and all ranks in equally many. With `workers`,
-    the pieces are the parts that so many ranks would have, if they are more.
+    `step_size` is how many units a full step has, which is divided into `parts` parts. The last,
+    smaller step has smaller parts, and fewer if it has fewer units than that. Each rank has
+    consecutive parts, and rank 0 the first. In training (`pad=True`), every rank computes equally
+    many, because it must take part in the exchange: those with fewer parts repeat one. In
+    evaluations (`pad=False`), nothing is repeated.
     """
 
     total: int
     step_size: int
+    parts: int
     world_size: int
     drop_last: bool = False
     pad: bool = True
-    most: int | None = None
-    workers: int | None = None
-
-    def pieces_of(self, units: int) -> int:
-        """Return in how many pieces each rank processes its part of a step with this many units."""
-        return 1 if self.most is None else max(-(-units // (self.world_size * self.most)), 1)
 
     def steps_left(self, offset: int) -> int:
         """Return how many steps the epoch has from `offset` on."""
@@ -77,66 +61,41 @@ class SamplingPlan:
         """Return the offset after the step that begins at `offset`."""
         return min(offset + self.step_size, self.total)
 
-    def parts(self, offset: int) -> list[RankPart]:
-        """Return every rank's part of the step that begins at `offset`, in rank order."""
-        units = self.offset_after(offset) - offset
-        if units <= 0:
-            return []
-        base, extra = divmod(units, self.world_size)
-        parts = []
-        start = offset
-        for rank in range(self.world_size):
-            size = base + (rank < extra)
-            if size:
-                parts.append(RankPart(start, start + size, True, units, size * self.world_size / units))
-            elif self.pad:
-                again = offset + rank % units
-                parts.append(RankPart(again, again + 1, False, units, 0.0))
-            else:
-                parts.append(RankPart(start, start, False, units, 0.0))
-            start += size
-        return parts
+    def step_at(self, offset: int) -> list[RankPart]:
+        """Return the parts of the step that begins at `offset`."""
+        units = max(self.offset_after(offset) - offset, 0)
+        base, extra = divmod(units, self.parts)
+        found = []
+        for part in range(min(units, self.parts)):
+            start, size = offset + part * base + min(part, extra), base + (part < extra)
+            weight = size * self.world_size / units
+            found.append(RankPart(start, start + size, True, units, weight, part=part))
+        return found
 
-    def parts_of(self, rank: int, offset: int) -> Iterator[RankPart]:
-        """Yield one rank's parts from `offset` to the end: one for each step, or its pieces."""
-        if self.workers is not None and self.workers > self.world_size:
-            for _ in range(self.steps_left(offset)):
-                yield from self._parts_of_workers(rank, offset, self.workers)
-                offset = self.offset_after(offset)
-            return
-        base, extra = divmod(self.step_size, self.world_size)
-        size = base + (rank < extra)
-        full_steps = max(self.total - offset, 0) // self.step_size if size else 0
-        # This runs once for each batch. Nearly all steps are full ones, for which it is faster than `parts`.
-        first = offset + rank * base + min(rank, extra)
-        rows, weight, pieces = self.step_size, size * self.world_size / self.step_size, self.pieces_of(self.step_size)
-        for start in range(first, first + full_steps * self.step_size, self.step_size):
-            part = RankPart(start, start + size, True, rows, weight)
-            if pieces == 1:
-                yield part
-            else:
-                yield from part.pieces(pieces)
-        offset += full_steps * self.step_size
+    def of_rank(self, rank: int, offset: int) -> list[RankPart]:
+        """Return one rank's parts of the step that begins at `offset`."""
+        parts = self.step_at(offset)
+        base, extra = divmod(len(parts), self.world_size)
+        first = rank * base + min(rank, extra)
+        own = parts[first : first + base + (rank < extra)]
+        if self.pad and parts and rank >= extra > 0:
+            again = own[-1] if own else parts[rank % len(parts)]
+            own.append(again._replace(fresh=False, weight=0.0))
+        return [*(each._replace(whole=False) for each in own[:-1]), *own[-1:]]
+
+    def parts_of(self, rank: int, offset: int) -> Iterator[tuple[int, RankPart]]:
+        """Yield one rank's parts from `offset` to the end, each after the offset after its step."""
+        full = max(self.total - offset, 0) // self.step_size  # nearly all steps, which are divided alike
+        alike = self.of_rank(rank, offset) if full else []
+        for moved in range(0, full * self.step_size, self.step_size):
+            after = offset + moved + self.step_size
+            for start, stop, *rest in alike:
+                yield after, RankPart._make((start + moved, stop + moved, *rest))
+        offset += full * self.step_size
         for _ in range(self.steps_left(offset)):
-            part = self.parts(offset)[rank]
-            yield from part.pieces(self.pieces_of(part.rows)) if self.most else (part,)
-            offset = self.offset_after(offset)
-
-    def _parts_of_workers(self, rank: int, offset: int, workers: int) -> Iterator[RankPart]:
-        """Yield, as this rank's pieces, parts that so many workers would have, the first rank from
-        the first worker's on. One that has fewer repeats its last."""
-        usual = SamplingPlan(self.total, self.step_size, workers)
-        parts = [each for each in usual.parts(offset) if each.fresh]
-        own = SamplingPlan(len(parts), len(parts), self.world_size).parts(0)[rank]
-        pieces = -(-len(parts) // self.world_size)
-        for piece in range(pieces):
-            place, last = own.start + piece, piece == pieces - 1
-            part = parts[min(place, own.stop - 1)]
-            if own.fresh and place < own.stop:
-                weight = (part.stop - part.start) * self.world_size / part.rows
-                yield RankPart(part.start, part.stop, True, part.rows, weight, last)
-            else:
-                yield RankPart(part.start, part.stop, False, part.rows, 0.0, last)
+            after = self.offset_after(offset)
+            yield from ((after, part) for part in self.of_rank(rank, offset))
+            offset = after
 
 
 def optimizer_steps(calls: int, *, batches: int | None, num_steps: int | None, window: int) -> int:

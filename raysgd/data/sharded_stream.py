@@ -117,7 +117,6 @@ class ShardStep(NamedTuple):
 
     fresh    whether they are its own
     total    how many samples all ranks have together
-    largest  how many samples the rank has that has most
     taken    how many samples all ranks have of each shard
     over     the shards that end with this step
     """
@@ -125,7 +124,6 @@ class ShardStep(NamedTuple):
     samples: list[Any]
     fresh: bool
     total: int
-    largest: int = 0
     taken: Mapping[int, int] = MappingProxyType({})
     over: Set[int] = frozenset()
 
@@ -151,14 +149,11 @@ class ShardFeed:
         counts: Sequence[int],
         ended: Iterable[int],
         *,
-        step: int | None = None,
         pad: bool = True,
     ) -> None:
         self._stream, self._epoch, self._rank, self._pad = stream, epoch, rank_info.world_rank, pad
         self.counts, self.ended = list(counts), set(ended)
         ranks = rank_info.world_size
-        base, more = divmod(max(step or stream.batch_size * ranks, ranks), ranks)
-        self._sizes = [base + (rank < more) for rank in range(ranks)]
         self._teams = make_teams([shard for shard in stream.order(epoch) if shard not in self.ended], ranks)
         self._room = self._least_room = stream.readers + 1
         self._rows: list[tuple[int, Any]] = []  # shard, sample
@@ -236,16 +231,16 @@ class ShardFeed:
             self.counts[shard] += count
         self.ended |= over
         self._read_out -= over
-        largest = max(-(-total // len(team.ranks)) for total, team in zip(totals, self._teams, strict=True))
-        return ShardStep(samples, part.fresh, sum(totals), largest, taken, over)
+        return ShardStep(samples, part.fresh, sum(totals), taken, over)
 
     def _part(self, team: ShardTeam) -> RankPart:
         """Return this rank's part of its team's samples."""
-        plan = SamplingPlan(len(self._rows), self._full(team), len(team.ranks), pad=self._pad)
-        return plan.parts(0)[team.ranks.index(self._rank)]
+        ranks = len(team.ranks)
+        plan = SamplingPlan(len(self._rows), self._full(team), parts=ranks, world_size=ranks, pad=self._pad)
+        return next(iter(plan.of_rank(team.ranks.index(self._rank), 0)), RankPart(0, 0))
 
     def _full(self, team: ShardTeam) -> int:
-        return sum(self._sizes[rank] for rank in team.ranks)
+        return self._stream.batch_size * len(team.ranks)
 
     def _fill(self, team: ShardTeam) -> None:
         """Read the team's samples of the next step, in turn from each shard that is open."""

@@ -136,13 +136,13 @@ class Dealer:
         if buffer.complete:
             self._totals[request.number] = buffer.end
         known = min(request.start + request.step, buffer.end)
-        parts = SamplingPlan(total=known, step_size=request.step, world_size=request.world_size, pad=request.pad).parts(
-            request.start
-        )
-        if not parts:
+        if known <= request.start:
             return None
-        mine = parts[request.rank]
-        return RankRows(buffer.slices(mine.start, mine.stop), known, mine.fresh)
+        ranks = request.world_size
+        plan = SamplingPlan(total=known, step_size=request.step, parts=ranks, world_size=ranks, pad=request.pad)
+        for mine in plan.of_rank(request.rank, request.start):
+            return RankRows(buffer.slices(mine.start, mine.stop), known, mine.fresh)
+        return RankRows((), known, fresh=False)
 
     def _open(self, request: PartRequest) -> None:
         """Begin a pass. What another dealer had begun is read up to that row."""

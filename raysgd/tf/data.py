@@ -83,12 +83,12 @@ class SharedSource:
         """Return this rank's rows of a batch; None if it need not take part."""
         rows, ranks = rows_in(batch), rank_info.world_size
         if ranks == 1:
-            return Drawn(batch, offset, rows=rows)
-        part = SamplingPlan(total=rows, step_size=rows, world_size=ranks, pad=self._pad).parts(0)[rank_info.world_rank]
-        if part.stop == part.start:
-            return None
-        cut = tf.nest.map_structure(itemgetter(slice(part.start, part.stop)), batch)
-        return Drawn(cut, offset, part.fresh, rows, part.weight)
+            return Drawn(batch, offset, rows=rows, part=rank_info.world_rank)
+        plan = SamplingPlan(total=rows, step_size=rows, parts=ranks, world_size=ranks, pad=self._pad)
+        for part in plan.of_rank(rank_info.world_rank, 0):
+            cut = tf.nest.map_structure(itemgetter(slice(part.start, part.stop)), batch)
+            return Drawn(cut, offset, part.fresh, rows, part.weight, part=part.part)
+        return None
 
 
 class OwnSource:
@@ -122,7 +122,7 @@ class OwnSource:
                 return
             last = batch if batch is not None else last if last is not None else _blank(self.data)
             offset += 1
-            yield Drawn(last, offset, mine > 0, total, mine * rank_info.world_size / total)
+            yield Drawn(last, offset, mine > 0, total, mine * rank_info.world_size / total, part=rank_info.world_rank)
 
     def steps_left(self, rank_info: RankInfo, offset: int) -> int | None:
         return None if self._channel.size > 1 else _length(self.data, offset)

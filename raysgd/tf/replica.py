@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from raysgd.core.batch_mode import GLOBAL, PER_WORKER, refused
+from raysgd.core.batch_mode import GLOBAL, PER_WORKER
 from raysgd.core.metrics import Measured
 from raysgd.core.outcomes import Interrupted
 from raysgd.core.progress import Control
@@ -25,7 +25,6 @@ from raysgd.tf.operator import TrainingOperator
 from raysgd.tf.parts import assign, rows_in, seed_states
 from raysgd.tf.process_group import prepare_runtime
 from raysgd.training.feed import Source
-from raysgd.training.operator_base import log_change
 from raysgd.training.position import Position
 from raysgd.training.replica_base import Phase, ReplicaBase
 from raysgd.training.seeding import Places, derived_seed, seed_python_and_numpy
@@ -35,7 +34,11 @@ from raysgd.training.settings import ReplicaSettings
 # without raysgd, and those without a seed do the same on all workers.
 USUAL_SEED = 87654321
 
-OWN_DATA = refused("the data set's auto_shard_policy gives each worker data of its own", "use AUTO or DATA")
+OWN_DATA = (
+    "%d of %d workers train now, and each keeps its batch size, so steps have another number of samples, and the run will have other "
+    "results than one without this change: the data set's auto_shard_policy gives each worker data of its own. To keep the batch of all "
+    "workers, use AUTO or DATA"
+)
 
 
 class TFReplica(ReplicaBase):
@@ -53,7 +56,6 @@ class TFReplica(ReplicaBase):
         self, operator: TrainingOperator, settings: ReplicaSettings, rank_info: RankInfo, control: Control
     ) -> None:
         super().__init__(operator, settings, rank_info, control)
-        self._workers = settings.num_workers
         self._prefix = "train_"
 
     @classmethod
@@ -69,8 +71,9 @@ class TFReplica(ReplicaBase):
 
     def _train_source(self, dataset: Any) -> Source:
         source = super()._train_source(dataset)
-        if isinstance(source, OwnSource):
-            log_change(OWN_DATA, self._position, self._rank_info, self._workers)
+        workers = self._rank_info.world_size
+        if isinstance(source, OwnSource) and workers != self.num_workers:
+            self.operator._warn_once(OWN_DATA, workers, self.num_workers)
         return source
 
     def _batch_mode(self) -> str:

@@ -20,8 +20,9 @@ Pair = tuple[list[torch.Tensor], list[torch.Tensor]]
 
 class KeepBuffers(Policy):
     """Restores the buffers of a step that is undone, because its batches will be trained again. If
-    a batch comes in pieces, each begins with the buffers of the batch's beginning, and afterwards
-    they follow the first one: on the first rank, this is the part that it has with all workers.
+    a rank has several parts of a batch, each begins with the buffers of the batch's beginning, and
+    afterwards they follow the first one: on the first rank, this is the part that it has with all
+    workers.
 
     Which buffers training changes is seen in the first step; those of BatchNorm are among them even
     if they are frozen then.
@@ -30,36 +31,24 @@ class KeepBuffers(Policy):
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._places: list[Place] | None = None  # None before the first step
-        self._norms = False
         # At the beginning of the step: the buffers, where they were, and their contents.
         self._now: list[torch.Tensor] = []
         self._at: list[Place] = []
         self._before: list[torch.Tensor] = []
         self._copies: list[Pair] = []  # both, in pairs of lists that a device copies at once
-        # While a batch comes in pieces: the contents at its beginning, and after the first piece.
+        # While a rank has several parts: the contents at its beginning, and after the first part.
         self._began: list[tuple[Place, torch.Tensor]] = []
         self._first: list[tuple[Place, torch.Tensor]] = []
-
-    @property
-    def are_moving(self) -> bool:
-        """Return whether training changes buffers, or computes with all samples of a batch."""
-        return bool(self._found() if self._places is None else self._places) or self._norms
-
-    @property
-    def still(self) -> list[Place]:
-        """Return the buffers that training has not changed in the first step."""
-        moving = None if self._places is None else set(self._places)
-        return [] if moving is None else [each for each in self._all() if each not in moving]
 
     def begin(self, step: Step) -> None:
         if step.place == 0:
             self._keep(self._all() if self._places is None else self._places)
-        elif step.piece == 0:
+        elif step.parts_before == 0:
             self._take_first()
         else:
             self._first = self._first or self._contents()
             self._begin_again()
-        if step.piece == 0 and not step.current.whole:
+        if step.parts_before == 0 and not step.current.whole:
             self._began = self._contents()
 
     def on_step(self, step: Step) -> None:
@@ -76,7 +65,7 @@ class KeepBuffers(Policy):
         self._first, self._began = [], []
 
     def _begin_again(self) -> None:
-        """Restore the buffers of the batch's beginning, for the next piece. DDP sends those of rank
+        """Restore the buffers of the batch's beginning, for the next part. DDP sends those of rank
         0 in its forward pass, but not after one that has exchanged no gradients."""
         _put(self._began)
         for model in self._parts.wrapped if self._began else ():
@@ -103,7 +92,6 @@ class KeepBuffers(Policy):
 
     def _found(self) -> list[Place]:
         """Return the buffers that the first step has changed or created, and those of BatchNorm."""
-        self._norms = any(isinstance(each, BATCH_NORMS) for model in self._parts.models for each in model.modules())
         before = dict(zip(self._at, self._before, strict=True))
         return [
             each

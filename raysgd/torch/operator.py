@@ -36,6 +36,7 @@ from raysgd.torch.settings import TorchSettings
 from raysgd.torch.skipped_steps import LeaveOut
 from raysgd.torch.step_options import (
     Accumulate,
+    CallOnStep,
     Clip,
     Hold,
     KeepMetrics,
@@ -119,39 +120,39 @@ class TrainingOperator(Stepping):
         self._metrics_hook = own if callable(own) else TrainingOperator.metrics
         self._has_metrics = self._metrics_hook is not TrainingOperator.metrics
         self._leave_out = self._make_guard(settings)
-        buffers, why = KeepBuffers(self._parts), MAKES_STEPS if self._has_own_steps else None
-        why = RESIZES if why is None and self._overrides("resized") else why
-        self._keep_batch = KeepBatch(self, buffers, why)
+        why = MAKES_STEPS if self._has_own_steps else RESIZES if self._overrides("resized") else None
+        self._keep_batch = KeepBatch(self._parts, settings, why)
         self.setup(self._config)
         self._refuse_taken_names()
-        self._policies = Policies(self._make_policies(settings, buffers))
+        self._policies = Policies(self._make_policies(settings))
         self._feed = NoFeed(self._policies)
 
-    def _make_policies(self, settings: TorchSettings, buffers: KeepBuffers) -> list[Policy]:
+    def _make_policies(self, settings: TorchSettings) -> list[Policy]:
         """Return what takes part in steps, in the order in which it acts."""
         parts, options, measures = self._parts, settings.options, settings.measures
         accumulates, clips = options.accumulate > 1, options.clip_norm is not None or options.clip_value is not None
-        exact, in_pieces = self._exact, self._in_pieces
+        exact, in_parts = self._exact, settings.distributed and settings.elastic.batch == "auto"
         own = self._overrides("train_epoch", "train_batch", "backward", "step", "skip_step")
         alone = accumulates or own or "seconds" in measures
         reads_ahead = settings.distributed and settings.wrap_ddp and self.device.type == "cpu" and not alone
         wanted: list[tuple[bool, Any]] = [
             (self._whole is not None, self._whole),
             (True, parts.precision),
-            (settings.distributed, buffers),
+            (settings.distributed, KeepBuffers(parts)),
             (settings.distributed or accumulates, KeepSettings(parts)),
-            (in_pieces, self._keep_batch),
+            (in_parts, self._keep_batch),
             (exact or accumulates, self._weigh),
             ("train" in parts.metrics, KeepMetrics(parts)),
             (self._leave_out.on, self._leave_out),
             ("grad_norm" in measures, GradientNorm(self._monitor)),
             ("seconds" in measures, Communication(self._monitor)),
             (accumulates, Accumulate(parts, exact=exact)),
-            (accumulates or in_pieces, Hold(parts)),
+            (accumulates or in_parts, Hold(parts)),
             (clips, Clip(parts)),
             (reads_ahead, ReadAhead(parts, self.timers)),
             (self._rates is not None, self._rates),
             (self._profiler is not None, self._profiler),
+            (bool(self._overrides("on_step")), CallOnStep(self.on_step)),  # last, because it may raise an error
         ]
         return [policy for needed, policy in wanted if needed]
 
@@ -165,11 +166,6 @@ class TrainingOperator(Stepping):
                     f"setup sets self.{name} to {shown(value, 40)}, and {name} is a method of TrainingOperator, which training calls: "
                     "give the attribute another name"
                 )
-
-    @property
-    def _in_pieces(self) -> bool:
-        """Return whether a batch can come in several pieces."""
-        return self._exact and self._keep_batch.possible and not self._has_own_steps
 
     def _make_guard(self, settings: TorchSettings) -> LeaveOut:
         own, options = bool(self._overrides("skip_step")), settings.options
@@ -186,10 +182,13 @@ class TrainingOperator(Stepping):
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         """Train one step on one `batch`, `(*features, target)`: forward, loss, backward, optimizer.
-        Return what was measured. If no criterion is registered, the model is called with the
-        complete batch, and its own loss is used.
+        It is called once for each part of a batch: what belongs to the step goes into
+        `on_step(info)`, no collective call is made before the backward pass, and nothing is
+        computed from `world_rank` or `world_size`. Return what was measured. If no criterion is
+        registered, the model is called with the complete batch, and its own loss is used.
 
-        `batch_info` has `batch_idx`, `global_step`, `epoch_idx`, and what was passed as `info`."""
+        `batch_info` has `batch_idx`, `epoch_batch`, `global_step`, `epoch_idx`, `part`,
+        `last_part`, `rows`, and what was passed as `info`."""
         if "train_batch" not in self._complete_for:
             self._need("train_batch", "model", "optimizer", *self._needs_criterion)
         self.zero_grad(self.optimizer)  # first: the forward pass takes up memory that is still in the processor's cache
@@ -208,6 +207,16 @@ class TrainingOperator(Stepping):
         measured = loss.detach() if count is None else (loss.detach(), count.value)
         result = {"train_loss": measured, NUM_SAMPLES: samples_in(batch if target is None else target)}
         return result | self._measured("train_", output, target) if self._has_metrics else result
+
+    def on_step(self, info: dict[str, Any]) -> None:
+        """Called once on every rank after each step that counts, also after one that was left out
+        (`info["skipped"]`), for what belongs to the step: counters, averages of the weights,
+        pictures, curricula. `info` also has the `global_step` after it, `epoch_idx`, and what was
+        passed to `train`.
+
+        Make no collective calls in it. An error is raised as it is, and the step stays made. With a
+        `seed`, random numbers are alike on all ranks. An operator without this method costs
+        nothing."""
 
     def skip_step(self, info: dict[str, Any]) -> bool:
         """Return whether to leave out an optimizer's step. `info` has the loss that `self.backward`
@@ -376,10 +385,9 @@ class TrainingOperator(Stepping):
         for name, given in {"ddp_args": ddp_args, "apex_args": apex_args}.items():
             if given is not None and not isinstance(given, Mapping):
                 raise ConfigError(f"{name} must be a dict of keyword arguments, got {given!r}")
-        pieces = self._settings.elastic.batch == "global" and self._settings.num_workers > 1
-        self._parts.options.check_ddp(ddp_args or {}, pieces=pieces)
+        self._parts.options.check_ddp(ddp_args or {})
         if (ddp_args or {}).get("static_graph"):
-            self._keep_batch.refuse(*STATIC_GRAPH)
+            self._keep_batch.why = STATIC_GRAPH
         if ddp_args and self._parts.options.parallel == "fsdp":
             raise ConfigError(
                 "register(ddp_args=...) is for DistributedDataParallel, but parallel is 'fsdp': leave one out"

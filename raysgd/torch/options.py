@@ -93,14 +93,6 @@ EXCLUDED_WITH_SEVERAL_WORKERS: Exclusions = (
         "Apex keeps the gradients of earlier batches where DDP does not see them, and cannot exchange them all at once: use 'fp16' or "
         "'bf16'",
     ),
-    (
-        {"batch": ("global",), "gradients": ("ranks",)},
-        "ElasticConfig(batch='global') needs gradients that are averaged over its samples: leave one of them out",
-    ),
-    (
-        {"batch": ("global",), "parallel": (None,)},
-        "ElasticConfig(batch='global') needs gradients that raysgd averages over its samples: leave one of them out",
-    ),
 )
 
 
@@ -180,19 +172,18 @@ class TrainingOptions:
             except (TypeError, ValueError) as error:
                 raise ConfigError(f"comm_hook={self.comm_hook!r}: {error}") from error
 
-    def check_ddp(self, arguments: Mapping[str, Any], *, pieces: bool = False) -> None:
+    def check_ddp(self, arguments: Mapping[str, Any]) -> None:
         """Raise ConfigError for arguments of DistributedDataParallel that these options cannot be
-        combined with. `pieces` is whether a batch may be processed in several pieces."""
-        if arguments.get("static_graph") and (self.accumulate > 1 or pieces):
-            other = "accumulate" if self.accumulate > 1 else "ElasticConfig(batch='global')"
+        combined with."""
+        if arguments.get("static_graph") and self.accumulate > 1:
             raise ConfigError(
-                f"ddp_args={{'static_graph': True}} cannot be combined with {other}: DDP learns the graph from the first batch, and "
+                "ddp_args={'static_graph': True} cannot be combined with accumulate: DDP learns the graph from the first batch, and "
                 "must exchange gradients in it. Leave one of them out"
             )
 
     def check_with(self, *, num_workers: int, use_gpu: bool, elastic: ElasticConfig, name: str | None = None) -> None:
         """Raise ConfigError for other arguments of the trainer that exclude these options."""
-        self.check_ddp(self.ddp_args, pieces=elastic.batch == "global" and num_workers > 1)
+        self.check_ddp(self.ddp_args)
         given = {**vars(self), "comm_hook": self.hook_name, "use_gpu": use_gpu, "name": name, **vars(elastic)}
         refuse(EXCLUDED_WITH_SEVERAL_WORKERS if num_workers > 1 else (), given)
         if self.parallel is None and num_workers > 1:

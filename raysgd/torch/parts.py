@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from inspect import signature
@@ -20,40 +20,15 @@ from raysgd.core.progress import Control
 from raysgd.errors import ConfigError, shown
 from raysgd.torch import wrapping
 from raysgd.torch.averages import Averages
-from raysgd.torch.foreign import content_version, multiply_all
+from raysgd.torch.foreign import multiply_all
 from raysgd.torch.fsdp import Shards
 from raysgd.torch.options import TrainingOptions
 from raysgd.torch.precision import Precision
-from raysgd.torch.rank_comparison import elements_of
 from raysgd.torch.wrapping import Exchange, ModelCalls
 from raysgd.training.operator_base import RegisteredParts
 
 LARGE = 1 << 20  # bytes of a buffer that is sent by itself, so that not all need memory a second time
 PREFIX = {"train": "train_", "validation": "val_", "test": "test_"}
-
-
-MOST_SUMMED = 1 << 16  # elements of a tensor
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by their size
-
-
-def sums_of(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Return a number for each tensor that changes with its elements, also if `tensor.data` is
-    changed, which torch does not count. Of a large tensor, some elements are looked at."""
-    found: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
-    for place, each in enumerate(tensors):
-        own: Any = each.detach()
-        own = own.to_local() if hasattr(own, "to_local") else own
-        usual = type(own) is torch.Tensor and own.layout is torch.strided and own.numel()
-        if usual and not (own.is_meta or own.is_quantized or own.is_neg() or own.is_conj()):
-            # An expanded dimension repeats its elements.
-            flat = elements_of(own[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in own.stride())])
-            some = flat[:: flat.numel() // MOST_SUMMED + 1].view(INTEGERS[flat.element_size()])
-            found.setdefault(own.device, []).append((place, some.sum(dtype=torch.int64)))
-    sums = [0] * len(tensors)
-    for pairs in found.values():  # read together, because each reading waits for the device
-        for (place, _), value in zip(pairs, torch.stack([each for _, each in pairs]).tolist(), strict=True):
-            sums[place] = value
-    return sums
 
 
 @dataclass
@@ -99,12 +74,6 @@ class Parts(RegisteredParts):
         found = {id(each): each.grad for each in self.stepped_by(*self.optimizers)}
         multiply_all([each for each in found.values() if each is not None], factor)
         multiply_all(self.shards.unexchanged_gradients() if self.shards else [], factor)
-
-    def gradient_versions(self) -> list[tuple[int, int]]:
-        """Return numbers that change when a gradient is changed in place, or replaced."""
-        found = [each.grad for each in self.stepped_by(*self.optimizers)]
-        sums = iter(sums_of([each for each in found if each is not None]))
-        return [(-1, -1) if each is None else (content_version(each), next(sums)) for each in found]
 
     def rewrap(self) -> None:
         """Reset what wraps the models, because a new generation is up."""

@@ -3,6 +3,7 @@ Worker."""
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -10,8 +11,8 @@ from typing import Any
 
 import torch
 
+from raysgd.core.batch_mode import PER_WORKER
 from raysgd.core.metrics import SECONDS, SKIPPED, Measured
-from raysgd.core.outcomes import NotExact
 from raysgd.core.progress import Control
 from raysgd.core.rank_comparison import Summary
 from raysgd.core.ranks import RankInfo
@@ -35,7 +36,13 @@ from raysgd.training.operator_base import each_loader
 from raysgd.training.replica_base import Phase, ReplicaBase
 from raysgd.training.seeding import seed_python_and_numpy
 
+logger = logging.getLogger("raysgd")
+
 PARTIAL_S = 10.0
+OTHER_PARTS = (
+    "this checkpoint is of a run with num_workers=%d, and this trainer has num_workers=%d: a batch has other parts, so what is computed "
+    "with all samples of a part (BatchNorm, dropout, losses that compare samples) differs from that run"
+)
 
 
 class TorchReplica(ReplicaBase):
@@ -97,9 +104,6 @@ class TorchReplica(ReplicaBase):
         if phase != "train":
             return {"carrier": self._carrier}
         return {"carrier": self._carrier, "window": self.operator._parts.options.accumulate}
-
-    def _stop_pieces(self, found: NotExact) -> None:
-        self.operator._keep_batch.interfered(found)
 
     def _on_optimizer_step(self, optimizer: Any, *_: Any) -> None:
         step = self.operator._feed.step
@@ -165,7 +169,7 @@ class TorchReplica(ReplicaBase):
         return counts
 
     def _batch_mode(self) -> str:
-        return self.operator._keep_batch.mode.mode if self._phase == "train" else ""
+        return self.operator._keep_batch.mode if self._phase == "train" else ""
 
     def _begin_measuring(self, phase: Phase, profile: bool, *, new_call: bool) -> None:
         super()._begin_measuring(phase, profile, new_call=new_call)
@@ -213,7 +217,7 @@ class TorchReplica(ReplicaBase):
         loaders = {name: each.state_for_peers() if for_peers else each.state() for name, each in open_now.items()}
         known = self.rows_of(*self.data_names)
         rows = {name: [each.units, each.indices] for name, each in known.items() if each.indices}
-        return {**self._positions(), **loaders, **({"rows": rows} if rows else {})}
+        return {**self._positions(), "parts": self.num_workers, **loaders, **({"rows": rows} if rows else {})}
 
     def _state_for_peers(self) -> dict[str, Any]:
         return self.full_state(for_peers=True)
@@ -283,7 +287,10 @@ class TorchReplica(ReplicaBase):
         if (source := self._sources.pop("train", None)) is not None:
             source.close()
         self._adopt(state)
-        self.operator._keep_batch.loaded()
+        keep, saved = self.operator._keep_batch, state.get("parts", self.num_workers)
+        if saved != self.num_workers and self.rank == 0 and keep.mode != PER_WORKER:
+            logger.warning(OTHER_PARTS, saved, self.num_workers)
+        keep.loaded()
 
     def all_succeeded(self, here: bool) -> bool:
         return all(gathered_objects(here, self._control))

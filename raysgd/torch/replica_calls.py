@@ -53,7 +53,8 @@ def predict(replica: TorchReplica, data: Any, batch_size: int) -> Any:
     numbers stay as they are."""
     loader = data if isinstance(data, DataLoader) else DataLoader(data, batch_size=batch_size)
     places, operator, control = replica.places("predict"), replica.operator, replica._control
-    source = PlannedSource(loader, pad=False, places=places)
+    workers = replica.num_workers
+    source = PlannedSource(loader, pad=False, parts=lambda ranks: max(ranks, workers), places=places)
     outputs: list[tuple[int, Any]] = []
     for model in operator._parts.wrapped:
         model.eval()

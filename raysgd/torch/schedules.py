@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 ENDED = (
     "%s has made the %d steps for which it was planned, and this call ends with step %d. Training continues with its last learning "
-    "rate. A run has more steps than planned if fewer workers train (ElasticConfig(batch='global') keeps the number of steps), or if it "
-    "is resumed with more epochs or another num_workers (to plan again, start a new run in another folder)"
+    "rate. A run has more steps than planned if fewer workers train and each keeps its batch (batch_mode is 'per_worker'), or if it is "
+    "resumed with more epochs or another num_workers (to plan again, start a new run in another folder)"
 )
 
 

@@ -86,7 +86,6 @@ class Accumulate(Policy):
     def __init__(self, parts: Parts, *, exact: bool) -> None:
         self._size, self._parts, self._exact = parts.options.accumulate, parts, exact
         self.option = f"accumulate={self._size}"
-        self._schedules: list[Any] = []  # states of schedulers when the window began
         self.rest()
 
     def rest(self) -> None:
@@ -99,7 +98,6 @@ class Accumulate(Policy):
         step.samples = float((drawn.rows if self._exact else None) or samples_in(drawn.batch))
         if first:
             self._total, self._usual, self._witness = 0.0, step.samples * self._size, None
-            self._schedules = [copy.deepcopy(each.state_dict()) for each in self._parts.schedulers]
         if drawn.whole:
             self._total += step.samples
         if step.closing and self._total != self._usual:
@@ -122,22 +120,17 @@ class Accumulate(Policy):
         window ends."""
         self._witness = next((each for each in self._parts.stepped_by(optimizer) if each.grad is not None), None)
 
-    def on_step(self, step: Step) -> None:
-        """Undo the steps of schedulers in a window that will be processed again."""
-        states, self._schedules = self._schedules, []
-        if step.outcome == "undone" and states:
-            for scheduler, state in zip(self._parts.schedulers, states, strict=True):
-                scheduler.load_state_dict(state)
-
 
 class KeepSettings(Policy):
-    """Restores the settings of optimizers, such as the learning rate, in a step that is undone.
-    User code or a schedule may have changed them, on some ranks only, and its batches come again.
-    Warns of a `train_epoch` that changes them when it is called again for the rest of an epoch."""
+    """Restores the settings of optimizers, such as the learning rate, in a step that is undone, and
+    in one of several batches or parts, the states of schedulers. User code or a schedule may have
+    changed them, on some ranks only, and its batches come again. Warns of a `train_epoch` that
+    changes settings when it is called again for the rest of an epoch."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._before: list[dict[str, Any]] = []
+        self._schedules: list[Any] = []
         self._call, self._warns = -1, True  # which call of `train` has begun, and whether this process is to warn
         self._entered: list[dict[str, Any]] | None = None  # the settings when `train_epoch` was called again
 
@@ -150,6 +143,8 @@ class KeepSettings(Policy):
     def begin(self, step: Step) -> None:
         if step.place == 0:
             self._before = settings_of(self._parts.optimizers)
+            several = () if step.closing else self._parts.schedulers
+            self._schedules = [copy.deepcopy(each.state_dict()) for each in several]
         if self._entered is not None:
             if self._entered != self._before:
                 logger.warning(CHANGED_AGAIN)
@@ -166,6 +161,8 @@ class KeepSettings(Policy):
                         group[name].copy_(value)
                     else:
                         group[name] = value
+            for scheduler, state in zip(self._parts.schedulers, self._schedules, strict=False):
+                scheduler.load_state_dict(state)
 
 
 def settings_of(optimizers: Sequence[Any]) -> list[dict[str, Any]]:
@@ -183,7 +180,7 @@ def settings_of(optimizers: Sequence[Any]) -> list[dict[str, Any]]:
 
 class KeepMetrics(Policy):
     """Leaves out of the registered metric the samples that a rank repeats, because it has none left
-    in a step or a piece."""
+    in a step or a part."""
 
     in_usual_steps = False
 
@@ -204,6 +201,23 @@ class KeepMetrics(Policy):
         if before is not None:
             for own, kept in zip(self._metric.modules(), before.modules(), strict=True):  # user code may hold each
                 vars(own).update((name, each) for name, each in vars(kept).items() if isinstance(each, STATES))
+
+
+class CallOnStep(Policy):
+    """Calls an operator's `on_step` after each step that counts."""
+
+    def __init__(self, hook: Callable[[dict[str, Any]], None]) -> None:
+        self._hook = hook
+        self._feed: Feed | None = None
+
+    def on_epoch(self, feed: Feed) -> None:
+        self._feed = feed
+
+    def on_step(self, step: Step) -> None:
+        if step.outcome != "undone" and self._feed is not None:
+            self._feed.enter_step()
+            place = {"global_step": self._feed.position.step, "skipped": step.outcome == "skipped"}
+            self._hook({**self._feed.info, **place})
 
 
 class ReadAhead(Policy):

@@ -73,6 +73,8 @@ class Stepping(OperatorBase):
             precision.step(optimizer)
         finally:
             self._in_own_step = False
+        if not self._own_step_made and step.outcome == "open":  # by a gradient scaler
+            step.outcome = "skipped"
         return self._own_step_made
 
     def zero_grad(self, optimizer: Any = None) -> None:

@@ -86,6 +86,7 @@ class TorchTrainer(TrainerBase):
     """
 
     _loads: ShardedLoads
+    _in_parts = True
 
     @suggesting
     def __init__(

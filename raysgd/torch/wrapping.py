@@ -72,7 +72,7 @@ class Exchange:
         same everywhere, and reset the exchange."""
 
     def hold(self, on: bool) -> None:
-        """Called before each batch of a window and each piece; `on`: gradients stay here."""
+        """Called before each batch of a window and each part; `on`: gradients stay here."""
 
     def finish(self, optimizer: Any) -> None:
         """Called before a step and before gradients are cleared: wait for their exchange."""

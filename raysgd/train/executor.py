@@ -31,7 +31,7 @@ from raysgd.core.protocols import Call
 from raysgd.engine.call import Job
 from raysgd.engine.call_lock import CallLock, Claim
 from raysgd.engine.engine import Engine
-from raysgd.errors import ConfigError, TrainingFailedError
+from raysgd.errors import TrainingFailedError
 from raysgd.storage.locations import Place, place
 from raysgd.train.backends import Backend, BackendConfig, backend_of
 from raysgd.train.checkpoint import Checkpoint, is_directory
@@ -97,11 +97,6 @@ class BackendExecutor(RunCheckpoints):
         self._elastic = elastic or ElasticConfig(hang_timeout_s=HANG_S)
         refuse_rates(self._elastic, "a training function owns its optimizers")
         refuse_comparison(self._elastic, "a training function owns its models, so nothing else knows them")
-        if self._elastic.batch == "global":
-            raise ConfigError(
-                "ElasticConfig(batch='global') needs an operator: a training function draws its own batches. Leave batch out, and "
-                "let the function choose the size of its batches by train.world_size()"
-            )
         self._engine: Engine | None = None
         self._group: WorkerGroup | None = None
         self._hooks_group: WorkerGroup | None = None  # for the backend's hooks, which a worker failure does not end

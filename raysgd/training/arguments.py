@@ -92,6 +92,7 @@ METHODS = {
     "state_dict": (),
     "load_state_dict": ("state_dict",),
     "resized": ("old_world_size", "new_world_size"),
+    "on_step": ("info",),  # of torch's operators
     "on_preemption_notice": ("deadline_s",),
 }
 NEVER_CALLED = (*METHODS, "train_epoch", "validate")
@@ -104,6 +105,8 @@ def _check_methods(operator_cls: type, base: type) -> None:
     names that are most likely misspelled, because the default methods would be used instead."""
     name = operator_cls.__name__
     for method, arguments in METHODS.items():
+        if not hasattr(base, method):
+            continue
         own = inspect.getattr_static(operator_cls, method)
         if not inspect.isfunction(own) or own is inspect.getattr_static(base, method):
             continue

@@ -4,7 +4,7 @@ Worker."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 from raysgd.core.outcomes import DataLoaderFailure
@@ -12,6 +12,7 @@ from raysgd.core.progress import Control
 from raysgd.core.ranks import RankInfo
 from raysgd.errors import ConfigError, counted
 from raysgd.training.position import Position
+from raysgd.training.seeding import AFTER_STEP
 from raysgd.training.step import NO_POLICIES, Drawn, Policies, Step
 
 
@@ -127,7 +128,7 @@ class NoFeed:
 
 class Feed:
     """Yields the steps of one loop: what follows the position. A step is yielded once for each of
-    its batches or pieces; with the last one it is `closing`, and the caller commits it before it
+    its batches or parts; with the last one it is `closing`, and the caller commits it before it
     asks for the next one.
 
     source      draws the batches
@@ -136,15 +137,15 @@ class Feed:
     pause_at    stop before the batch that follows this step, unless the epoch ends there
     shared      whether the data is divided among the ranks
     window      how many batches share one optimizer step
-    policies    of the operator; those that do not act in usual steps get the unusual ones, and the
-                step after each, in which they go back to the usual
+    policies    of the operator; those that do not act in usual steps get the first one of a loop,
+                the unusual ones, and the step after each, in which they go back to the usual
     seed        called with its place before an epoch begins, and before each of its parts
                 (`Places`)
     call, name  what the loop is for, and what its data is called
 
     batches      what the operator's loop iterates over
+    info         what it got
     step         the newest step
-    looked_at    whether the next step counts as unusual, whatever it is
     stopped      whether the loop was ended by MembershipChange, with batches left
     epoch_ended  whether the loop has reached the end of an epoch
     waited_s     how long batches were waited for
@@ -170,18 +171,20 @@ class Feed:
         self.source, self.position, self.rank_info, self._control = source, position, rank_info, control
         self._limit, self._pause_at, self._shared, self._window = limit, pause_at, shared, window
         self._carrier, self._seed, self.call, self._name = carrier or Carrier(), seed, call, name
-        self.policies, self.looked_at = policies, False
+        self.policies = policies
         self.training = call == "train"
         self._reader: Reader | None = None  # of the running epoch
         self.step = Step()
         self.batches: Any = None
+        self.info: Mapping[str, Any] = {}
         self.failure: BaseException | None = None  # of the data
         self.stopped = self.epoch_ended = False
         self.waited_s = 0.0
 
     def __iter__(self) -> Iterator[Step]:
         position, control, window = self.position, self._control, self._window
-        every, usual, unusual = self.policies, self.policies.usual(), False
+        every, unusual = self.policies, True
+        usual: Policies | None = None  # the first step shows which have nothing to do in usual ones
         while not position.call_done:
             begins = self.step.closing  # what was asked for before it is committed, or undone
             if begins:
@@ -203,7 +206,9 @@ class Feed:
                 position.call_done = True
                 return
             if begins:
-                after, unusual = unusual, self.looked_at or window > 1 or drawn.weight != 1.0 or not drawn.whole
+                after, unusual = unusual, window > 1 or drawn.weight != 1.0 or not drawn.whole
+                if not (unusual or after):
+                    usual = usual or every.usual()
                 self.step = Step(drawn, every if unusual or after else usual)
             else:
                 self.step.add(drawn)
@@ -240,23 +245,17 @@ class Feed:
             self._reader.read_ahead()
             control.phase = "a batch"
 
-    def collectives(self) -> int:
-        """Return how many collective calls this rank has begun in this generation; -1 if they are
-        not counted."""
-        return self._control.collectives()
+    def enter_step(self) -> None:
+        """Seed for what is called once after a step, alike on all ranks."""
+        if self._seed is not None:
+            self._seed(epoch=self.position.epoch, offset=self.position.offset, part=AFTER_STEP)
 
     def _enter_part(self, seed: Callable[..., None]) -> None:
-        drawn, info = self.step.current, self.rank_info
+        drawn = self.step.current
         if drawn.first is not None:
             seed(epoch=self.position.epoch, offset=drawn.first)
-        else:  # each rank has a part of its own, or several pieces
-            part = info.world_rank + info.world_size * self.step.piece
-            seed(epoch=self.position.epoch, offset=drawn.offset, part=part)
-
-    def reopen(self) -> None:
-        """Divide the rest of the epoch again, from the next batch on. All ranks must call this
-        after the same step."""
-        self._reader = None
+        else:
+            seed(epoch=self.position.epoch, offset=drawn.offset, part=drawn.part)
 
     def end_epoch(self) -> None:
         """Skip the current batch and the rest of this epoch. All ranks must call this at the same
@@ -324,7 +323,7 @@ class Feed:
         self.source.begin(epoch - 1, self.rank_info, self._shared)
         self._control.ensure_whole()  # the order, of which rank 0 may have sent a part
         self.position.epoch = epoch
-        self.position.offset, self.position.ended = 0, False
+        self.position.offset, self.position.ended, self.position.epoch_batches = 0, False, 0
 
     def _end_epoch(self) -> None:
         self.position.ended = self.epoch_ended = True

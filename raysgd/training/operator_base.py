@@ -15,14 +15,12 @@ from typing import Any, Protocol
 from raysgd.config import at_least
 from raysgd.constants import BATCH_COUNT, NUM_SAMPLES
 from raysgd.core.average_meters import AverageMeterCollection
-from raysgd.core.batch_mode import BatchMode, notice
 from raysgd.core.metrics import OWN_NAMES, refuse_own_names
 from raysgd.core.ranks import RankInfo
 from raysgd.core.sampling_plan import optimizer_steps
 from raysgd.core.timers import Timers
 from raysgd.errors import ConfigError, MissingPartError, shown
 from raysgd.training.feed import Feed, NoFeed
-from raysgd.training.position import Position
 from raysgd.training.settings import ReplicaSettings
 from raysgd.training.step import Policies, Step
 
@@ -76,22 +74,11 @@ def each_loader(name: str, given: Any) -> list[tuple[str, Any]]:
     return [(f"{name}[{key!r}]", data) for key, data in given.items()]
 
 
-def log_change(mode: BatchMode, position: Position, rank_info: RankInfo, usual: int) -> None:
-    """Log, once in a run, that another number of workers trains than the `usual` one, and that the
-    batch follows it. The position notes that."""
-    known = BatchMode(*(position.batch_mode or ()))
-    other = rank_info.world_size != usual and not rank_info.solo
-    if mode.mode and not mode.keeps_batch and other and not known.logged:
-        if rank_info.world_rank == 0:
-            logger.warning("%s", notice(mode, rank_info.world_size, usual))
-        position.batch_mode = tuple(known._replace(logged=True))
-
-
 class Schedule(Protocol):
     """Steps a learning rate's schedule in the default loop."""
 
     def end(self, *, failed: bool = False) -> None:
-        """Called after each batch or piece; `failed` is whether `train_batch` has raised an
+        """Called after each part of a batch; `failed` is whether `train_batch` has raised an
         error."""
 
     def end_epoch(self) -> None:
@@ -130,7 +117,6 @@ class OperatorBase:
         self._explained: set[str] = set()  # warnings that were logged
         self.timers = Timers()
         self.global_step = 0
-        self._sized = False  # whether `world_size` was read since a batch began that is looked at
         self._testing = False  # whether `validate` runs for a test
         self._epochs_before: Callable[[], int] = lambda: 0  # how many epochs were begun before the current one
         # Of the running loop, if there is one: how many epochs it has, and how many batches each call of `train`.
@@ -167,9 +153,14 @@ class OperatorBase:
         unchanged = iterator is feed.batches  # one of a subclass may repeat, merge, keep or leave out batches
         for batch in iterator:
             step, batch_idx = feed.step, max(batch_idx, feed.position.call_batches)  # also after a change of the group
-            place: dict[str, Any] = {"piece": step.piece, "last_piece": step.current.whole}
-            if step.current.indices is not None:
-                place["rows"] = step.current.indices
+            current = step.current
+            place: dict[str, Any] = {
+                "part": current.part,
+                "last_part": current.whole,
+                "epoch_batch": feed.position.epoch_batches + step.batches - current.whole,
+            }
+            if current.indices is not None:
+                place["rows"] = current.indices
             batch_info = {"batch_idx": batch_idx, "global_step": self.global_step, **place, **common}
             try:
                 metrics = (
@@ -186,7 +177,7 @@ class OperatorBase:
             if schedule is not None:
                 schedule.end()
             self._count(step, metrics, batch=batch)
-            if step.current.whole:  # otherwise, another piece of the same batch follows
+            if step.current.whole:  # otherwise, another part of the same batch follows
                 self.global_step += 1
                 batch_idx += 1
         if schedule is not None:
@@ -203,9 +194,12 @@ class OperatorBase:
         self._meter = AverageMeterCollection()
         name = "test_batch" if self._testing else "validate_batch"
         method = getattr(self, name)
-        for batch_idx, batch in enumerate(val_iterator):
+        batch_idx = 0
+        for batch in val_iterator:
+            step = self._feed.step
             metrics = method(batch, {"batch_idx": batch_idx, **(info or {})})
-            self._count(self._feed.step, metrics, name, batch)
+            self._count(step, metrics, name, batch)
+            batch_idx += step.current.whole
         return self._summary()
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
@@ -244,7 +238,6 @@ class OperatorBase:
     @property
     def world_size(self) -> int:
         """Return the current number of workers. It changes when workers fail or join."""
-        self._sized = True
         return self._rank_info.world_size
 
     @property
@@ -270,7 +263,8 @@ class OperatorBase:
 
         In `setup`, pass `epochs`, and call `register_data` first. During `fit` or a loop over
         `epochs()`, the default is that loop. The number is that of a group with all workers,
-        `num_workers`. With `ElasticConfig(batch="global")`, it stays right if some of them fail.
+        `num_workers`. It stays right if some of them fail, unless `ElasticConfig(batch=...)` is
+        "per_worker".
         """
         if epochs is None:
             epochs, num_steps = self._run_length[0], self._run_length[1] if num_steps is None else num_steps
@@ -338,7 +332,7 @@ class OperatorBase:
         return {}
 
     def _count(self, step: Step, metrics: Any, of: str = "train_batch", batch: Any = None) -> None:
-        """Add one batch's metrics; those of batches and pieces that share a step, together with the
+        """Add one batch's metrics; those of batches and parts that share a step, together with the
         last one, because after a failure all of them are processed again. A batch that is repeated
         only to take part in a step has weight 0."""
         if not isinstance(metrics, dict):
@@ -355,12 +349,12 @@ class OperatorBase:
             step.metrics.append((values, weight, step.current.whole))
             if not step.closing:
                 return
-            pieces: list[Any] = []
+            parts: list[Any] = []
             for values, counts, whole in step.metrics:
-                pieces.append((values, counts))
+                parts.append((values, counts))
                 if whole:
-                    meter.update_in_pieces(pieces)
-                    pieces = []
+                    meter.update_in_parts(parts)
+                    parts = []
             step.metrics.clear()
         except (TypeError, ValueError) as error:
             raise type(error)(f"{type(self).__name__}.{of} returned an invalid metric: {error}") from None

@@ -43,7 +43,14 @@ def at_its_epoch(state: dict[str, Any]) -> dict[str, Any]:
     counted = position.get("counted")
     if epoch == (counted or position.get("epoch", 0)):
         return state
-    begins = {"epoch": epoch, "counted": epoch if counted else 0, "offset": 0, "ended": True, "parked": None}
+    begins = {
+        "epoch": epoch,
+        "counted": epoch if counted else 0,
+        "offset": 0,
+        "ended": True,
+        "epoch_batches": 0,
+        "parked": None,
+    }
     changed = {**state, "position": {**position, **begins}}
     loader = state.get("loader")
     if isinstance(loader, Mapping):  # without its places in the epoch that it was in
@@ -63,9 +70,11 @@ class Position:
     counted        epochs for users that have begun, if these are calls with a number of steps
                    (Keras' `steps_per_epoch`)
     offset, ended  the position in the current epoch, and whether the epoch has ended
+    epoch_batches  batches of the current epoch
     parked         the epoch's position while a call trains on a data set of its own
     left_out       batches in a row up to now whose step was left out (`LeaveOut`)
-    batch_mode     what was decided about the batch (`BatchMode`), as a tuple
+    contract       what prevents that the batch is divided into parts, and an advice (`Violation`,
+                   as a tuple), or empty texts; None before the first step
     made_for       for how many workers the schedules were made, and for how many steps, if
                    `total_steps()` has counted them
     call           the number of the current call, or of the last one. The following belong to it:
@@ -90,21 +99,24 @@ class Position:
     call_done: bool = False
     call_epoch: int = 0
     left_out: int = 0
-    batch_mode: Any = None
+    contract: Any = None
     made_for: Any = None
+    epoch_batches: int = 0
     parked: list[Any] | None = None
 
     def set_aside(self) -> None:
         """Store the epoch's position, because a call on another data set begins."""
         if self.parked is None:
-            self.parked, self.offset, self.ended = [self.offset, self.ended], 0, False
+            self.parked = [self.offset, self.ended, self.epoch_batches]
+            self.offset, self.ended, self.epoch_batches = 0, False, 0
             self.epoch += 1
             self.call_epoch = self.epoch
 
     def resume_epoch(self) -> None:
         """Restore the epoch's position, if it was stored."""
         if self.parked is not None:
-            (self.offset, self.ended), self.parked = self.parked[:2], None
+            self.offset, self.ended, self.epoch_batches = (*self.parked, 0)[:3]
+            self.parked = None
 
     @property
     def users_epoch(self) -> int:
@@ -117,7 +129,7 @@ class Position:
     def adopt(self, values: Mapping[str, Any]) -> None:
         for each in fields(self):
             setattr(self, each.name, values.get(each.name, each.default))
-        self.batch_mode = None if self.batch_mode is None else tuple(self.batch_mode)  # JSON makes a list of it
+        self.contract = None if self.contract is None else tuple(self.contract)  # JSON makes a list of it
         self.made_for = None if self.made_for is None else tuple(self.made_for)
 
     def commit(self, step: Step) -> None:
@@ -131,6 +143,7 @@ class Position:
         self.offset = step.current.offset
         batches = step.batches
         self.step += batches
+        self.epoch_batches += batches
         self.call_batches += batches
 
     def open_call(self, call: int) -> bool:

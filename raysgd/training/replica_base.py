@@ -27,7 +27,7 @@ from raysgd.core.metrics import (
     for_all_ranks,
     refuse_own_names,
 )
-from raysgd.core.outcomes import DataLoaderFailure, Interrupted, NotExact, TrainAgain
+from raysgd.core.outcomes import DataLoaderFailure, Interrupted, TrainAgain
 from raysgd.core.progress import Control, Progress
 from raysgd.core.protocols import Call
 from raysgd.core.rank_comparison import Summary
@@ -115,6 +115,7 @@ class ReplicaBase(ABC):
             )
         self.operator, self._rank_info, self._control = operator, rank_info, control
         self._distributed, self._seed, self._measures = settings.distributed, settings.seed, settings.measures
+        self.num_workers = settings.num_workers
         self._steps_before: Any = None  # what `_steps_made` returned when the running call of `train` began
         self._began: float | None = None  # when the running part of a call of `train` began
         self._waited = 0.0  # how long it has waited for data
@@ -154,8 +155,6 @@ class ReplicaBase(ABC):
             name = self.data_names[PHASES.get(call.name, "train")]
             return failure.interrupted(name, self.partial(), self.progress)
         except TrainAgain as found:
-            if isinstance(found, NotExact):
-                self._stop_pieces(found)
             return found.interrupted(self.partial(), self.progress)
         finally:
             self._control.phase = "idle"
@@ -207,7 +206,7 @@ class ReplicaBase(ABC):
         feed = self._make_feed(source, "train", num_steps, pause_at=pause_at)
         batches = feed.batches = self._batches(feed, unwinds=unwinds)
         result: Any = {}  # if the workers are about to change
-        given, named = self._epoch_arguments(batches, info, num_steps)
+        given, named, feed.info = self._epoch_arguments(batches, info, num_steps)
         with self._running_epoch(feed):
             result = operator.train_epoch(*given, **named)
             batches.close()
@@ -256,7 +255,7 @@ class ReplicaBase(ABC):
         """Commit a step, unless it is undone, or has `failed` before it was applied. Nothing else
         counts what was trained."""
         position, snapshots, counts = feed.position, self._snapshots, step.outcome != "undone"
-        before = position.step
+        before, step.failed = position.step, failed
         for policy in step.policies.before_commit if counts and feed.training and not failed else ():
             policy(step)
         if counts:
@@ -281,10 +280,11 @@ class ReplicaBase(ABC):
         self._control.report(progress, self._partial_to_report())
 
     def _epoch_arguments(self, batches: Iterator[Any], info: dict[str, Any] | None, num_steps: int | None) -> Any:
-        """Return what the operator's `train_epoch` is called with."""
+        """Return what the operator's `train_epoch` is called with, and the `info` in it."""
         epoch_idx = (self._position.counted or self._position.call_epoch) - 1
-        named = {"info": {"epoch_idx": epoch_idx, **(info or {})}, "num_steps": num_steps, "epoch_idx": epoch_idx}
-        return accepted_arguments(self.operator.train_epoch, batches, **named)
+        info = {"epoch_idx": epoch_idx, **(info or {})}
+        named = {"info": info, "num_steps": num_steps, "epoch_idx": epoch_idx}
+        return *accepted_arguments(self.operator.train_epoch, batches, **named), info
 
     def _running_epoch(self, feed: Feed) -> ExitStack:
         """Return a context for the user's loop over an epoch, which ends it when the workers are
@@ -666,11 +666,6 @@ class ReplicaBase(ABC):
     def _feed_options(self, phase: str) -> dict[str, Any]:
         """Return further arguments of the `Feed`."""
         return {}
-
-    def _stop_pieces(self, found: NotExact) -> None:
-        """Let no further batch come in pieces, because of what the operator did in one. Only where
-        a replica raises NotExact."""
-        raise NotImplementedError
 
     def _begin_call(self) -> None:  # noqa: B027 - it is optional
         """Prepare for a call. That the driver makes one shows that the generation is complete on

@@ -13,7 +13,7 @@ import numpy
 logger = logging.getLogger("raysgd")
 
 LARGEST_SEED = 2**63 - 1
-ONCE = -1  # the part of what does not belong to one part
+ONCE, AFTER_STEP = -1, -2  # the parts of what does not belong to one part; the latter of `on_step`
 
 
 class Places(NamedTuple):
@@ -51,7 +51,7 @@ def seed_for(
     epoch    counted from 1; of validations and tests, the number of the pass over the data
     offset   where the part begins in the epoch's order, in samples, or in batches of a batch
              sampler. Of data without an order, where it ends
-    part     0; of data without an order, the rank
+    part     0; of data without an order, the rank; -2 for `on_step`, with the offset after the step
     reading  whether the data set gets the samples now
     call     "train", "validate", "test" or "predict" (whose epoch is 1)
     loader   the name of the loader, if several have been registered with names

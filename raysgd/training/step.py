@@ -1,6 +1,6 @@
 """The optimizer step as an object: its batches, what they count, and what became of it. Worker.
 
-    for step in feed:                       # draws, in `training/feed.py`: once for each batch or piece
+    for step in feed:                       # draws, in `training/feed.py`: once for each part of a batch
         for policy in step.policies.begin:
             policy(step)
         operator.train_batch(step.current.batch, ...)   # self.zero_grad, self.backward and self.step act on the step
@@ -30,9 +30,11 @@ class Drawn(NamedTuple):
             the step
     rows    the samples of all ranks' batches together, if the source counts them
     weight  this rank's part of these samples, relative to an equal share (`RankPart`)
-    whole   False if this is one of several pieces of the rank's batch, and not the last one
+    whole   False if another part of the same batch follows on this rank
     indices  of this rank's samples in the data set; None if the source does not divide by index
     first    the place of the first of them in the epoch's order
+    part     which of the batch's parts this is, whoever computes it: of data that is not divided by
+             index, the rank
     """
 
     batch: Any
@@ -43,6 +45,7 @@ class Drawn(NamedTuple):
     whole: bool = True
     indices: list[Any] | None = None
     first: int | None = None
+    part: int = 0
 
 
 class Policy:
@@ -64,7 +67,7 @@ class Policy:
         reads, and the running step."""
 
     def begin(self, step: Step) -> None:
-        """Called before each batch or piece, which is `step.current` now."""
+        """Called before each part of a batch, which is `step.current` now."""
 
     def before_commit(self, step: Step) -> None:
         """Called before a step is committed, unless an error has ended it, and by raysgd's loops
@@ -132,23 +135,24 @@ class Policies:
 class Step:
     """What one optimizer step is made of, and what became of it.
 
-    drawn      this rank's batches up to now: one, the pieces of one, or those of an accumulation
+    drawn      this rank's batches up to now: one, its parts of one, or those of an accumulation
                window. The last one is `current`, and only that one has its content
     policies   those that take part in it
-    place      how many batches or pieces came before the current one
-    piece      how many pieces of the same batch came before the current one
-    batches    how many batches of the loader these are. The pieces of one count together, with the
+    place      how many batches or parts came before the current one
+    parts_before  how many parts of the same batch came before the current one, on this rank
+    batches    how many batches of the loader these are. The parts of one count together, with the
                last one
     closing    whether the current batch is the last one before the optimizer's step
     outcome    "open"; "applied" when an optimizer has stepped, "skipped" if all ranks have left the
                step out, "undone" if its batches will be drawn again
     committed  whether the position is behind it
+    failed     whether an error has ended it
     samples    how many samples the current batch counts among those that share the step, if there
                are several batches
     share      their part in the step, relative to a batch alone
     count      what the newest `self.backward` got as `count`; None for samples
-    metrics    what the batches measured before the last one: values, weight, and whether no piece
-               follows
+    metrics    what the batches measured before the last one: values, weight, and whether no part of
+               the same batch follows
     """
 
     __slots__ = (
@@ -158,9 +162,10 @@ class Step:
         "count",
         "current",
         "drawn",
+        "failed",
         "metrics",
         "outcome",
-        "piece",
+        "parts_before",
         "place",
         "policies",
         "samples",
@@ -173,16 +178,17 @@ class Step:
         self.current = first or NOTHING
         self.drawn, self.committed = [] if first is None else [first], first is None
         self.policies = policies or NO_POLICIES
-        self.place, self.piece, self.batches = 0, 0, int(self.current.whole)
+        self.place, self.parts_before, self.batches = 0, 0, int(self.current.whole)
         self.closing = self.current.whole
         self.outcome: Outcome = "open"
+        self.failed = False
         self.samples = self.share = 1.0
         self.count: Any = None
         self.metrics: list[tuple[dict[str, Any], Any, bool]] = []
 
     def add(self, drawn: Drawn) -> None:
         """Note the next batch, which is the current one now."""
-        self.piece = 0 if self.current.whole else self.piece + 1
+        self.parts_before = 0 if self.current.whole else self.parts_before + 1
         self.drawn[-1] = self.current._replace(batch=None)
         self.drawn.append(drawn)
         self.current, self.closing = drawn, drawn.whole

@@ -52,6 +52,7 @@ class TrainerBase(ABC):
 
     # How many batches `validate` uses by default; None: all.
     _validation_steps: int | None = None
+    _in_parts = False  # whether a batch is divided into parts, unless the user has asked for another mode
     _factory: OperatorReplicaFactory  # of the workers
     _compares = False  # whether the ranks' weights are compared
 
@@ -344,11 +345,9 @@ class TrainerBase(ABC):
     @property
     def batch_mode(self) -> str | None:
         """Return what becomes of the batch of all workers together when their number changes:
-        "global", it stays what it is, or "per_worker", each worker keeps its own. None with
-        `ElasticConfig(batch="auto")` before the first step."""
-        settings = self._factory.settings
-        if settings.num_workers == 1 or settings.elastic.batch != "auto":
-            return "global" if settings.num_workers == 1 else settings.elastic.batch
+        "parts", it stays what it is, because fewer workers compute the same parts; "per_worker",
+        each worker keeps its own; of TFTrainer also "global", it is divided again. None before the
+        first step."""
         return self._calls.batch_mode or None
 
     @property
@@ -385,6 +384,13 @@ class TrainerBase(ABC):
             raise ConfigError(
                 "a trainer created with num_workers=1 has no process group and cannot grow: create it with num_workers=2 or "
                 "more (ElasticConfig(min_workers=1) lets it shrink to one)"
+            )
+        settings = self._factory.settings
+        if self._in_parts and settings.elastic.batch == "auto" and num_workers > settings.num_workers:
+            raise ConfigError(
+                f"resize({num_workers}): this trainer divides a batch into num_workers={settings.num_workers} parts, and a worker without "
+                f"a part would have nothing to do: create the trainer with num_workers={num_workers}, or pass "
+                "ElasticConfig(batch='per_worker'), with which steps grow"
             )
         self._engine.resize(num_workers)
 

@@ -128,7 +128,7 @@ def test_arguments_of_the_trainer(tmp_path: Path) -> None:
     made = trainer_arguments([*given, "elastic.hang_timeout_s=60"])
     assert made["scheduler_step_freq"] == "batch" and made["config"] == {"lr": 0.1, "layers": [1, 2]}
     assert made["options"].accumulate == 2
-    assert (made["elastic"].hang_timeout_s, made["elastic"].batch, made["num_workers"]) == (60, "global", 2)
+    assert (made["elastic"].hang_timeout_s, made["elastic"].batch, made["num_workers"]) == (60, "auto", 2)
     for wrong, error, text in (
         ("scheduler_step_freq", ConfigError, "--set must be NAME=VALUE"),
         ("seed.more=1", ConfigError, "--set must be NAME=VALUE"),

@@ -1,48 +1,59 @@
-"""What the first step of a run means for the batch: the decision, and what ranks agree on."""
+"""The contract of `train_batch`: which calls of the helpers follow it in a part of a batch."""
 
 import itertools
-from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from raysgd.core.batch_mode import GLOBAL, ONCE, PER_WORKER, BatchMode, FirstStep, agreed, decide
+from raysgd.core.batch_mode import (
+    CLEARED_LATE,
+    NOT_CLEARED,
+    NOT_STEPPED,
+    SEVERAL_ROUNDS,
+    STEPPED_ALONE,
+    STEPPED_TWICE,
+    Calls,
+    later,
+    notice,
+)
 
-USUAL = FirstStep(calls=[ONCE])
+
+def first_found(calls: list[Any]) -> Any:
+    """Return what the first call violates. A number is a step of this optimizer."""
+    checked = Calls()
+    for call in calls:
+        found = {"zero": checked.cleared, "back": checked.passed}.get(call, lambda at=call: checked.stepped(at))()
+        if found is not None:
+            return found
+    return checked.ended()
 
 
 @pytest.mark.parametrize(
-    ("changes", "reason", "advice"),
+    ("calls", "found"),
     [
-        ({"direct": True}, "calls optimizer.step() itself", "self.backward(loss)"),
-        ({"scheduled": True}, "steps a scheduler", "scheduler_step_freq"),
-        ({"sized": True}, "reads self.world_size", "batch='global'"),
-        ({"divided": False}, "not divided by index", "DataLoader"),
-        ({"changed": ("seen", "ema")}, "changes self.seen, self.ema", "batch='global'"),
-        ({"calls": [[]]}, "none of the operator's helpers", "self.zero_grad()"),
-        ({"calls": [ONCE, ONCE * 2]}, "self.step(), self.zero_grad()", "once each"),
-        *(
-            ({"calls": [list(each)]}, "calls self.", "in this order")
-            for each in itertools.permutations(ONCE)
-            if [*each] != ONCE
-        ),
-        *(({"calls": [list(each)]}, "calls self.", "once each") for each in itertools.combinations(ONCE, 2)),
+        (["zero", "back", 1], None),
+        (["zero", "zero", "back", "back", 1, 2], None),
+        (["zero", "back", 2], None),
+        ([], NOT_STEPPED),
+        (["zero", "back"], NOT_STEPPED),
+        (["back", 1], NOT_CLEARED),
+        (["back", 1, "zero"], NOT_CLEARED),
+        (["zero", 1], STEPPED_ALONE),
+        (["zero", "back", "zero", 1], CLEARED_LATE),
+        (["zero", "back", 1, "zero", "back", 2], SEVERAL_ROUNDS),
+        (["zero", "back", 1, "back", 2], SEVERAL_ROUNDS),
+        (["zero", "back", 1, 2, 1], STEPPED_TWICE),
     ],
 )
-def test_what_cannot_be_decided_surely_is_per_worker(changes: dict[str, object], reason: str, advice: str) -> None:
-    found = decide(replace(USUAL, **changes))  # type: ignore[arg-type]
-    assert found.mode == PER_WORKER and reason in found.reason and advice in found.advice
+def test_which_calls_follow_the_contract(calls: list[Any], found: Any) -> None:
+    assert first_found(calls) == found
 
 
-def test_ranks_agree() -> None:
-    none, one, parts = BatchMode(), BatchMode(GLOBAL), BatchMode(GLOBAL, in_parts=True)
-    refused = decide(replace(USUAL, direct=True))
-    for modes, expected in (
-        ([], none),
-        ([none, none], none),
-        ([none, one], one),
-        ([one, parts, none], parts),
-        ([one, none, refused], refused),
-        ([refused, parts], refused),
-    ):
-        for each in itertools.permutations(modes):
-            assert agreed(each) == expected
+@pytest.mark.parametrize("calls", [*itertools.permutations(["zero", "back", 1])])
+def test_only_one_order_follows_the_contract(calls: tuple[Any, ...]) -> None:
+    assert (first_found([*calls]) is None) == (calls == ("zero", "back", 1))
+
+
+def test_texts_say_what_to_do() -> None:
+    for text in (notice(SEVERAL_ROUNDS, 4), later(SEVERAL_ROUNDS, 4)):
+        assert "as in a GAN" in text and "4" in text and "batch='per_worker'" in text

@@ -17,10 +17,10 @@ def all_steps(total: int, size: int, schedule: list[tuple[int, int]], *, pad: bo
     rest."""
     steps, offset = [], 0
     for stage, (count, world) in enumerate(schedule):
-        plan = SamplingPlan(total=total, step_size=size * world, world_size=world, pad=pad)
+        plan = SamplingPlan(total, size * world, parts=world, world_size=world, pad=pad)
         left = plan.steps_left(offset)
         for _ in range(left if stage == len(schedule) - 1 else min(count, left)):
-            steps.append(plan.parts(offset))
+            steps.append([part for rank in range(world) for part in plan.of_rank(rank, offset)])
             offset = plan.offset_after(offset)
     return steps
 
@@ -61,28 +61,25 @@ def test_validation_repeats_nothing(total: int, size: int, schedule: list[tuple[
     assert units([part for parts in steps for part in parts]) == list(range(total))
 
 
+def plan_of(total: int, step_size: int, workers: int, **more: bool) -> SamplingPlan:
+    return SamplingPlan(total, step_size, parts=workers, world_size=workers, **more)
+
+
 @pytest.mark.parametrize(
     ("plan", "offset", "expected"),
     [
-        (SamplingPlan(total=101, step_size=64, world_size=2), 64, [(64, 83, True), (83, 101, True)]),
-        (
-            SamplingPlan(total=3, step_size=8, world_size=4),
-            0,
-            [(0, 1, True), (1, 2, True), (2, 3, True), (0, 1, False)],
-        ),
-        (
-            SamplingPlan(total=1, step_size=4, world_size=4, pad=False),
-            0,
-            [(0, 1, True), (1, 1, False), (1, 1, False), (1, 1, False)],
-        ),
-        (SamplingPlan(total=5, step_size=4, world_size=3), 4, [(4, 5, True), (4, 5, False), (4, 5, False)]),
-        (SamplingPlan(total=8, step_size=8, world_size=3), 0, [(0, 3, True), (3, 6, True), (6, 8, True)]),
-        (SamplingPlan(total=4, step_size=4, world_size=2), 4, []),
-        (SamplingPlan(total=0, step_size=4, world_size=2), 0, []),
+        (plan_of(101, 64, 2), 64, [[(64, 83, True)], [(83, 101, True)]]),
+        (plan_of(3, 8, 4), 0, [[(0, 1, True)], [(1, 2, True)], [(2, 3, True)], [(0, 1, False)]]),
+        (plan_of(1, 4, 4, pad=False), 0, [[(0, 1, True)], [], [], []]),
+        (plan_of(5, 4, 3), 4, [[(4, 5, True)], [(4, 5, False)], [(4, 5, False)]]),
+        (plan_of(8, 8, 3), 0, [[(0, 3, True)], [(3, 6, True)], [(6, 8, True)]]),
+        (plan_of(4, 4, 2), 4, [[], []]),
+        (plan_of(0, 4, 2), 0, [[], []]),
     ],
 )
-def test_parts(plan: SamplingPlan, offset: int, expected: list[tuple[int, int, bool]]) -> None:
-    assert [(part.start, part.stop, part.fresh) for part in plan.parts(offset)] == expected
+def test_parts(plan: SamplingPlan, offset: int, expected: list[list[tuple[int, int, bool]]]) -> None:
+    ranks = range(plan.world_size)
+    assert [[(part.start, part.stop, part.fresh) for part in plan.of_rank(rank, offset)] for rank in ranks] == expected
 
 
 @pytest.mark.parametrize(
@@ -98,35 +95,42 @@ def test_parts(plan: SamplingPlan, offset: int, expected: list[tuple[int, int, b
     ],
 )
 def test_steps_left(total: int, step: int, drop_last: bool, offset: int, left: int) -> None:
-    plan = SamplingPlan(total=total, step_size=step, world_size=2, drop_last=drop_last)
+    plan = plan_of(total, step, 2, drop_last=drop_last)
     assert plan.steps_left(offset) == left
     assert [len(list(plan.parts_of(rank, offset))) for rank in range(2)] == [left, left]
 
 
 def test_the_parts_of_one_rank() -> None:
-    plan = SamplingPlan(total=10, step_size=4, world_size=2)
-    assert list(plan.parts_of(1, 0)) == [plan.parts(offset)[1] for offset in (0, 4, 8)]
+    plan = plan_of(10, 4, 2)
+    assert list(plan.parts_of(1, 0)) == [
+        (after, plan.step_at(offset)[1]) for offset, after in ((0, 4), (4, 8), (8, 10))
+    ]
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.integers(1, 60), st.integers(1, 6), st.integers(2, 6), st.integers(1, 5), st.booleans())
-def test_pieces_can_be_the_parts_that_missing_workers_would_have(
-    total: int, size: int, workers: int, ranks: int, drop: bool
+@given(st.integers(1, 60), st.integers(1, 6), st.integers(2, 6), st.integers(1, 5), st.booleans(), st.booleans())
+def test_fewer_ranks_have_the_parts_of_all(
+    total: int, size: int, workers: int, ranks: int, drop: bool, pad: bool
 ) -> None:
-    usual = SamplingPlan(total, size * workers, workers, drop_last=drop)
-    fewer = SamplingPlan(total, size * workers, min(ranks, workers), drop_last=drop, workers=workers)
+    usual = plan_of(total, size * workers, workers, drop_last=drop, pad=pad)
+    fewer = SamplingPlan(total, size * workers, workers, min(ranks, workers), drop_last=drop, pad=pad)
     of_ranks = [list(fewer.parts_of(rank, 0)) for rank in range(fewer.world_size)]
-    expected = [list(usual.parts_of(rank, 0)) for rank in range(workers)]
-    assert len({len(parts) for parts in of_ranks}) == 1, "ranks exchange gradients after equally many pieces"
-    places = {(part.start, part.stop) for parts in expected for part in parts if part.fresh}
-    found = [part for parts in of_ranks for part in parts]
-    assert sorted((p.start, p.stop) for p in found if p.fresh) == sorted(places)
-    assert {(part.start, part.stop) for part in found} == places, "what is repeated is a part, too"
-    firsts = [
-        part for before, part in zip([None, *of_ranks[0]], of_ranks[0], strict=False) if before is None or before.whole
-    ]
-    assert [(part.start, part.stop) for part in firsts] == [(part.start, part.stop) for part in expected[0]]
-    for offset in range(0, total - drop * (size * workers - 1), size * workers):
-        rows = min(total - offset, size * workers)
-        weights = [p.weight for p in found if offset <= p.start < offset + rows]
+    expected = [part for rank in range(workers) for part in usual.parts_of(rank, 0)]
+    if pad:
+        assert len({len(parts) for parts in of_ranks}) == 1, "ranks exchange gradients after equally many parts"
+    places = {(after, part.start, part.stop, part.part) for after, part in expected if part.fresh}
+    found = [pair for parts in of_ranks for pair in parts]
+    assert sorted((after, p.start, p.stop, p.part) for after, p in found if p.fresh) == sorted(places)
+    assert {(after, p.start, p.stop, p.part) for after, p in found} == places, "what is repeated is a part, too"
+    assert pad or all(part.fresh for _, part in found)
+    for parts in of_ranks:
+        last = {after: part.part for after, part in parts}
+        assert all(part.whole or last[after] >= part.part for after, part in parts)
+        assert sum(part.whole for _, part in parts) == len(last), "a step has one last part on each rank"
+    if pad:
+        assert [part.part for _, part in of_ranks[0]][:1] == [0] * bool(of_ranks[0]), (
+            "the first rank has the first part"
+        )
+    for after in {after for after, _ in found}:
+        weights = [part.weight for at, part in found if at == after]
         assert sum(weights) == pytest.approx(fewer.world_size), "the mean over the ranks is the mean over the samples"

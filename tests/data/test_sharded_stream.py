@@ -78,8 +78,7 @@ def test_every_sample_is_used_once_under_any_schedule(seed: int) -> None:
     counts, ended, more = [0] * len(lengths), set[int](), True
     while more:
         ranks = choose.randint(1, 5)
-        step = choose.choice([None, 7])
-        group = Group(stream, counts, ended, ranks, step=step)
+        group = Group(stream, counts, ended, ranks)
         for _ in range(choose.randint(1, 6)):
             found = group.step()
             if found is None:
@@ -88,9 +87,8 @@ def test_every_sample_is_used_once_under_any_schedule(seed: int) -> None:
             assert all(each.samples for each in found), "every rank has a batch in every step"
             fresh = [sample for each in found if each.fresh for sample in each.samples]
             assert {each.total for each in found} == {len(fresh)}
-            assert len(fresh) <= max(step or options["batch_size"] * ranks, ranks)
+            assert len(fresh) <= options["batch_size"] * ranks
             used.update(fresh)
-            assert max(len(each.samples) for each in found if each.fresh) == found[0].largest
             counts, ended = list(group.feeds[0].counts), set(group.feeds[0].ended)  # now this step is committed
         if more and choose.random() < 0.5:
             group.step()  # a step that is not committed, because a rank fails in it
@@ -111,7 +109,7 @@ def test_without_waiting_for_each_other_ranks_use_every_sample_once(ranks: int) 
 
 def test_a_source_keeps_its_iterator_when_an_older_one_is_deleted() -> None:
     """Otherwise one rank would assign the shards again in the next call, and the others would not."""
-    source = ShardSource(stream_of([9, 9], batch_size=2), training=True, step=None, keep=2)
+    source = ShardSource(stream_of([9, 9], batch_size=2), training=True, keep=2)
     begin(source, shared=True)
     old: Any = drawn(source)
     assert next(old).offset == 2
@@ -126,22 +124,22 @@ def test_a_source_keeps_its_iterator_when_an_older_one_is_deleted() -> None:
 
 def test_a_step_that_was_not_committed_leaves_no_place_behind() -> None:
     """Two ranks took two samples of each shard in a step that failed. One of them repeats it alone, from one shard."""
-    source = ShardSource(stream_of([8, 8], batch_size=2), training=True, step=4, keep=2)
+    source = ShardSource(stream_of([8, 8], batch_size=2), training=True, keep=2)
     begin(source, shared=True)
     source._later.append((4, {0: 2, 1: 2}, set()))
     alone = drawn(source, 0, generation=1)
-    assert next(alone).offset == 4
-    assert [list(place) for place in source.state()["places"]][-1] == [4, [4, 0], []]
-    after = drawn(source, 4, generation=2)
-    assert source._feed is not None and source._feed.counts == [4, 0]
-    for _ in range(3):
+    assert next(alone).offset == 2
+    assert [list(place) for place in source.state()["places"]][-1] == [2, [2, 0], []]
+    after = drawn(source, 2, generation=2)
+    assert source._feed is not None and source._feed.counts == [2, 0]
+    for _ in range(7):
         next(after)
     assert source._feed.counts == [8, 8]
     source.close()
 
 
 def test_a_source_keeps_the_places_of_the_last_steps_only() -> None:
-    source = ShardSource(stream_of([9, 3, 9], batch_size=2), training=True, step=None, keep=2)
+    source = ShardSource(stream_of([9, 3, 9], batch_size=2), training=True, keep=2)
     begin(source, shared=True)
     for each in drawn(source):
         places: list[Any] = source.state()["places"]
@@ -150,19 +148,6 @@ def test_a_source_keeps_the_places_of_the_last_steps_only() -> None:
         ended = {shard for shard, length in enumerate([9, 3, 9]) if places[-1][1][shard] == length}
         assert ended.issuperset(places[-1][2]) and places[0][2] == places[-1][2][: len(places[0][2])]
     assert places[-1] == [21, [9, 3, 9], [0, 1, 2]]
-
-
-def test_a_rank_with_a_large_part_gets_it_in_pieces() -> None:
-    """Two ranks are left of four. One of them has a shard of its own, the other one a short shard."""
-    stream = stream_of([16, 3], batch_size=2)
-    source = ShardSource(stream, training=True, step=8, keep=2, pieces=True)
-    group = Group(stream, [0, 0], set(), 2, step=8)
-    steps: Any = group.step()
-    pieces = [list(source._drawn(step, 107, 2)) for step in steps]
-    assert [[each.batch[1].tolist() for each in mine] for mine in pieces] == [[[0, 1], [2, 3]], [[0], [1, 2]]]
-    assert [[each.whole for each in mine] for mine in pieces] == [[False, True]] * 2
-    assert sum(each.weight for mine in pieces for each in mine) == pytest.approx(2)
-    group.close()
 
 
 def test_the_work_of_a_step_does_not_depend_on_the_number_of_shards() -> None:

@@ -47,12 +47,12 @@ class Ruled(Spoiled):
 
 
 def test_a_gradient_in_one_shard_and_a_rule_that_one_rank_causes() -> None:
-    elastic = ElasticConfig(batch="global", grow=False, snapshot_every=None)
+    elastic = ElasticConfig(grow=False, snapshot_every=None)
     options = TrainingOptions(on_nonfinite="skip", parallel="fsdp")
     given: dict[str, Any] = {"elastic": elastic, "options": options, "scheduler_step_freq": "batch", "use_gpu": False}
     with TorchTrainer(training_operator_cls=Ruled, config=CONFIG, num_workers=2, **given) as trainer:
         result = trainer.train()
         assert (result["num_samples"], result["skipped_steps"]) == (CONFIG["rows"], 3)
         found = weights(trainer)
-    expected = train(Spoiled, {**CONFIG, "leaves_out": True}, [(None, 2)], batch="global")
+    expected = train(Spoiled, {**CONFIG, "leaves_out": True}, [(None, 2)], batch="auto")
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)

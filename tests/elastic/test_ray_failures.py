@@ -53,7 +53,7 @@ def kill(name, number=signal.SIGKILL):
 
 def trainer_of(**arguments):
     config = {"samples": 400, "pace": 0.01}
-    made = {"num_workers": 2, "config": config, "elastic": ElasticConfig(hang_timeout_s=60), **arguments}
+    made = {"num_workers": 2, "config": config, "elastic": ElasticConfig(batch="per_worker", hang_timeout_s=60), **arguments}
     return Ground(marks / str(time.monotonic()), **made)
 
 ground = trainer_of()

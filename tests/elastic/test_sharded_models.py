@@ -77,7 +77,7 @@ def mortal(
         num_workers=workers,
         use_gpu=False,
         options=TrainingOptions(clip_norm=0.5, parallel="fsdp", replicas=replicas),
-        elastic=ElasticConfig(batch="global", **elastic),
+        elastic=ElasticConfig(**elastic),
         checkpoints=checkpoints,
     )
 
@@ -384,7 +384,7 @@ def test_a_load_that_fails_on_one_rank(dies: int | None, tmp_path: Path, undistu
         num_workers=4,
         use_gpu=False,
         options=TrainingOptions(clip_norm=0.5, parallel="fsdp", replicas=2),
-        elastic=ElasticConfig(batch="global", grow=False),
+        elastic=ElasticConfig(grow=False),
     ) as four:
         four.train(num_steps=1)
         path = four.save(tmp_path / "earlier.pt")
@@ -457,7 +457,7 @@ def test_a_worker_that_is_killed_during_a_save_in_the_background(
         num_workers=4,
         use_gpu=False,
         options=TrainingOptions(clip_norm=0.5, **options),
-        elastic=ElasticConfig(batch="global", grow=False, snapshot_every=None),
+        elastic=ElasticConfig(grow=False, snapshot_every=None),
     ) as four:
         four.train(num_steps=1)
         path = four.save(tmp_path / "saved", sharded=sharded)

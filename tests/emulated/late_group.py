@@ -101,7 +101,7 @@ def trainer(operator: Any = LateCurve, *, hook: Any = install, backend: Any = "n
         use_gpu=False,
         backend=backend,
         initialization_hook=hook,
-        elastic=ElasticConfig(batch="global", grow=False, hang_timeout_s=60),
+        elastic=ElasticConfig(grow=False, hang_timeout_s=60),
     )
 
 

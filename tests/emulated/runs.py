@@ -262,5 +262,5 @@ def trainer(
         backend=backend,
         initialization_hook=hook if backend == "nccl" else None,
         options=TrainingOptions(**given),
-        elastic=ElasticConfig(**{"batch": "global", "grow": False, "hang_timeout_s": 60, **(elastic or {})}),
+        elastic=ElasticConfig(**{"grow": False, "hang_timeout_s": 60, **(elastic or {})}),
     )

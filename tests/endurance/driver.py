@@ -25,6 +25,7 @@ def main() -> None:
     say("PHASE start")
     import torch
 
+    from raysgd import ElasticConfig
     from tests.faults import Ground, LedgerOperator
 
     class Heavy(LedgerOperator):
@@ -32,7 +33,8 @@ def main() -> None:
             return {**super().state_dict(), "ballast": torch.zeros(12_000_000)}
 
     config = {"samples": 240, "pace": 0.01, "loader": {"num_workers": 1}}
-    ground = Ground(folder / "marks", num_workers=2, config=config, operator=Heavy)
+    elastic = ElasticConfig(batch="per_worker")  # it grows
+    ground = Ground(folder / "marks", num_workers=2, config=config, operator=Heavy, elastic=elastic)
     with ground.trainer as trainer:
         try:
             for number in range(ROUNDS):

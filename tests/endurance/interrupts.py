@@ -18,7 +18,7 @@ from pathlib import Path
 
 import ray
 
-from raysgd import TrainingFailedError
+from raysgd import ElasticConfig, TrainingFailedError
 from tests.faults import Ground
 
 SAMPLES = 160
@@ -92,7 +92,8 @@ def usable(ground: Ground) -> bool:
 def main(folder: Path, count: int, seed: int) -> None:
     ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
     chance, ctrl_c = random.Random(seed), CtrlC()
-    ground = Ground(folder / "marks", num_workers=2, config={"samples": SAMPLES, "pace": 0.01})
+    elastic = ElasticConfig(batch="per_worker")  # it grows
+    ground = Ground(folder / "marks", num_workers=2, config={"samples": SAMPLES, "pace": 0.01}, elastic=elastic)
     hits, wrong, failures = 0, 0, []
     names = list(LASTS_S)
     for number in range(count):

@@ -106,7 +106,7 @@ def trainer(workers: int = WORKERS, **given: Any) -> TorchTrainer:
         use_gpu=False,
         seed=5,
         scheduler_step_freq="batch",
-        elastic=ElasticConfig(batch="global", hang_timeout_s=60, snapshot_every=1, grow=False),
+        elastic=ElasticConfig(hang_timeout_s=60, snapshot_every=1, grow=False),
         **given,
     )
 
@@ -250,7 +250,7 @@ class Calls(RuleBasedStateMachine):
             self.run.load_state_dict(state)
 
     @precondition(lambda self: self.on != "inline")
-    @rule(size=st.integers(1, 4))
+    @rule(size=st.integers(1, WORKERS))
     def resize(self, size: int) -> None:
         self.run.resize(size)
         assert self.run.world_size == size

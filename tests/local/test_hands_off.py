@@ -64,7 +64,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "compile": {"options": TrainingOptions(compile={"backend": "eager"})},
     "channels_last": {"options": TrainingOptions(channels_last=True)},
     "per_worker": {"elastic": ElasticConfig(batch="per_worker", grow=False)},
-    "global": {"elastic": ElasticConfig(batch="global", grow=False)},
+    "global": {"elastic": ElasticConfig(grow=False)},
     "lr": {"elastic": ElasticConfig(batch="per_worker", lr="linear", grow=False)},
     "epochs": {"scheduler_step_freq": "epoch"},
     "manual": {"scheduler_step_freq": "manual"},

@@ -36,7 +36,7 @@ def ledgers(monkeypatch: pytest.MonkeyPatch) -> None:
     add_policy(monkeypatch, made)
 
 
-@pytest.mark.parametrize("batch", ["global", "per_worker"])
+@pytest.mark.parametrize("batch", ["auto", "per_worker"])
 @pytest.mark.parametrize("at", ["", *POINTS])
 def test_the_committed_steps_of_the_survivors_are_what_the_weights_have_seen(
     at: str, batch: str, ledgers: None
@@ -44,7 +44,7 @@ def test_the_committed_steps_of_the_survivors_are_what_the_weights_have_seen(
     with Cluster([Fault("kill", at, rank=0, step=2)] if at else []) as cluster, trainer(batch) as run:
         run.train(max_retries=-1)
         assert not cluster.left
-        if batch == "global":  # otherwise a step that is made again has other samples, and the operator counts both
+        if batch == "auto":  # otherwise a step that is made again has other samples, and the operator counts both
             assert Counter(seen(run)) == Counter(range(ROWS))
         found = run.apply_all_operators(lambda operator: (operator.ledger.committed, operator.ledger.outcomes))
     ranges = sorted({each for committed, _ in found for each in committed})

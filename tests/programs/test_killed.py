@@ -45,7 +45,7 @@ def test_three_workers_are_killed_and_replaced(name: str, tmp_path: Path) -> Non
         rows = program.given["rings" if name == "dcgan" else "rows"]
         assert [row["num_samples"] for row in history if row["kind"] == "train"] == [rows] * program.given["epochs"]
         return
-    assert kills.batch_mode == "global"
+    assert kills.batch_mode == "parts"
     expected, others = program.run() if name == "keras_convnet" else program.run_by_hand()
     for mine, theirs in zip(history, expected, strict=True):
         # The means of a training in which a worker fails lack what that worker has measured last.

@@ -105,7 +105,8 @@ def skip_a_sample(patch: Patch) -> None:
     original = SamplingPlan.parts_of
 
     def parts_of(self: SamplingPlan, rank: int, offset: int) -> Any:
-        return (RankPart(part.start + (rank == 0), part.stop, part.fresh) for part in original(self, rank, offset))
+        found = original(self, rank, offset)
+        return ((after, RankPart(part.start + (rank == 0), part.stop, part.fresh)) for after, part in found)
 
     patch.setattr(SamplingPlan, "parts_of", parts_of)
 

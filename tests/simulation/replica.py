@@ -85,8 +85,8 @@ class SimSource(Source):
 
     def batches(self, rank_info: RankInfo, offset: int) -> Iterator[Drawn]:
         plan = self._plan(rank_info)
-        for part in plan.parts_of(rank_info.world_rank, offset):
-            before, offset = offset, plan.offset_after(offset)
+        for after, part in plan.parts_of(rank_info.world_rank, offset):
+            before, offset = offset, after
             self._draws()
             yield Drawn((before, offset, part), offset, part.fresh, offset - before)
 
@@ -95,7 +95,8 @@ class SimSource(Source):
 
     def _plan(self, rank_info: RankInfo) -> SamplingPlan:
         step = self._global or self._batch_size * rank_info.world_size
-        return SamplingPlan(self._total, max(step, rank_info.world_size), rank_info.world_size)
+        ranks = rank_info.world_size
+        return SamplingPlan(self._total, max(step, ranks), parts=ranks, world_size=ranks)
 
 
 class SimReplica:

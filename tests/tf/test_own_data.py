@@ -27,4 +27,4 @@ def test_the_log_says_once_that_the_batch_follows_the_workers(
         rank.train(call)
         assert rank.measured.batch_mode == mode
     said = [each for each in caplog.messages if "keeps its batch size" in each]
-    assert len(said) == lines and all("1 worker of 3 trains" in each and "AUTO or DATA" in each for each in said)
+    assert len(said) == lines and all("1 of 3 workers train" in each and "AUTO or DATA" in each for each in said)

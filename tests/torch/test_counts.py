@@ -128,7 +128,7 @@ def test_kills_without_and_with_a_replacement(at: str, grow: bool) -> None:
         ) as trainer,
     ):
         result = trainer.train(max_retries=-1)
-        assert not cluster.left and (result["batch_count"], trainer.batch_mode) == (5, "global")
+        assert not cluster.left and (result["batch_count"], trainer.batch_mode) == (5, "parts")
         weights, witnesses = weights_of(trainer), trainer.apply_all_operators(entered)
     theirs, entries = by_hand(rows, 9)
     torch.testing.assert_close(weights, theirs, rtol=1e-12, atol=1e-12)

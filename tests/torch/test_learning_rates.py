@@ -74,12 +74,8 @@ def test_a_step_that_raises_leaves_no_factor_behind() -> None:
 def test_where_rates_are_not_scaled() -> None:
     with pytest.raises(ConfigError, match=r"lr must be 'linear', 'sqrt' or None, got 'square'"):
         ElasticConfig(lr="square")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"lr='linear' and batch='global' cannot be combined"):
-        ElasticConfig(lr="linear", batch="global")
     with pytest.raises(ConfigError, match="is for TorchTrainer: a training function owns its optimizers"):
         Trainer(backend="torch", num_workers=1, elastic=ElasticConfig(lr="sqrt"))
-    with pytest.raises(ConfigError, match=r"ElasticConfig\(batch='global'\) needs an operator"):
-        Trainer(backend="torch", num_workers=1, elastic=ElasticConfig(batch="global"))
     pytest.importorskip("tensorflow")
     with pytest.raises(ConfigError, match="is for TorchTrainer: a batch of a TensorFlow data set"):
         TFTrainer(lambda config: None, lambda config: None, elastic=ElasticConfig(lr="sqrt"))

@@ -62,11 +62,11 @@ def test_the_weights_are_those_of_a_run_without_these_batches(
     assert skipped == [len([step for step in bad if step < steps])] * workers
 
 
-def test_in_pieces_and_windows_the_whole_step_is_left_out() -> None:
+def test_in_parts_and_windows_the_whole_step_is_left_out() -> None:
     config = {"rows": 24, "batch": 2}
-    pieces: dict[str, Any] = {"options": options(on_nonfinite="skip"), "batch": "global"}
+    parts: dict[str, Any] = {"options": options(on_nonfinite="skip"), "batch": "auto"}
     windows: dict[str, Any] = {"options": options(accumulate=2, on_nonfinite="skip")}
-    rows: list[Any] = [(pieces, 1, {1}, {1}), (windows, 3, {2}, {2, 3})]
+    rows: list[Any] = [(parts, 1, {1}, {1}), (windows, 3, {2}, {2, 3})]
     for more, ranks, bad, expected in rows:
         given = {**more, "num_workers": 3, "scheduler_step_freq": "epoch"}
         mine = train(spoiling(Curve, bad, 0, leaves_out=False), config, [(None, ranks)], **given)

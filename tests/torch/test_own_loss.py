@@ -115,7 +115,7 @@ def test_a_worker_that_is_not_replaced_changes_nothing(named: bool) -> None:
             ) as trainer,
         ):
             assert [trainer.train()["num_samples"] for _ in range(2)] == [ROWS, ROWS]
-            assert not cluster.left and trainer.batch_mode == "global"
+            assert not cluster.left and trainer.batch_mode == "parts"
             return weights_of(trainer), trainer.validate()
 
     (mine, found), (expected, others) = trained(Fault("kill", "forward", rank=1, step=2)), trained()

@@ -75,7 +75,7 @@ def test_the_policy_of_the_page_does_the_same_for_any_number_of_workers(added: A
     policy = policy_of_the_page()
     added(lambda operator: policy(parts_of(operator)))
     whole = train(Curve, {"rows": 23, "batch": 6}, [(None, 1)])
-    close(train(Curve, {"rows": 23, "batch": 2}, [(2, 3), (1, 1), (None, 2)], num_workers=3, batch="global"), whole)
+    close(train(Curve, {"rows": 23, "batch": 2}, [(2, 3), (1, 1), (None, 2)], num_workers=3, batch="auto"), whole)
 
 
 class Watching(Policy):

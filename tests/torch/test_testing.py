@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from raysgd import ConfigError, ElasticConfig
+from raysgd import ConfigError
 from raysgd.callbacks import Callback
 from tests.replicas import torch_rank
 from tests.torch.small import Line, inline, rows, weights
@@ -177,9 +177,3 @@ def test_single_samples_are_refused_with_what_to_do() -> None:
         for call in (trainer.train, trainer.validate):
             with pytest.raises(ConfigError, match=r"target of this one is a single number.*pass batch_size=n, or"):
                 call()
-
-
-def test_batches_of_all_workers_cannot_consist_of_items() -> None:
-    rank = torch_rank(Unbatched, {"batches": True}, num_workers=2, elastic=ElasticConfig(batch="global"))
-    with pytest.raises(ConfigError, match="cannot divide the batches of a DataLoader with batch_size=None"):
-        rank.train()

@@ -77,7 +77,7 @@ KILLS = (Fault("kill", "forward", rank=0, step=1), Fault("kill", "applied", rank
 
 
 def run(
-    operator: type[TrainingOperator], faults: Any = (), batch: Any = "global", **given: Any
+    operator: type[TrainingOperator], faults: Any = (), batch: Any = "auto", **given: Any
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Train two epochs. Return the weights, what the samples have weighed, and how many steps were skipped."""
     with (

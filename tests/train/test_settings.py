@@ -267,11 +267,11 @@ def test_attributes_that_setup_creates_are_not_stored(tmp_path: Path) -> None:
 
 
 def test_a_setting_that_functions_refuse_leaves_no_directory(tmp_path: Path) -> None:
-    scaling = ScalingConfig(elastic=ElasticConfig(batch="global"))
+    scaling = ScalingConfig(elastic=ElasticConfig(lr="linear"))
     trainer = train.DataParallelTrainer(
         lambda: None, scaling_config=scaling, run_config=RunConfig(storage_path=tmp_path)
     )
-    with pytest.raises(ConfigError, match="needs an operator"):
+    with pytest.raises(ConfigError, match="a training function owns its optimizers"):
         trainer.fit()
     assert not list(tmp_path.iterdir())
 

@@ -101,7 +101,7 @@ def group(arguments: Mapping[str, Any], operator: type[TrainingOperator] = Net, 
     """Return a trainer with several workers. `config` gets each worker's part of the batch."""
     workers = arguments["num_workers"]
     config = {"kills": {}, **others.pop("config", {}), "batch": BATCH // workers, "workers": workers}
-    elastic = ElasticConfig(batch="global", hang_timeout_s=30, **others.pop("elastic", {}))
+    elastic = ElasticConfig(hang_timeout_s=30, **others.pop("elastic", {}))
     given = {"seed": 3, "timeout_s": 60, **arguments, **others}
     return TorchTrainer(training_operator_cls=operator, config=config, elastic=elastic, **given)
 

@@ -12,7 +12,7 @@ from raysgd.constants import BATCH_SIZE
 from raysgd.core.progress import Control
 from raysgd.data.sharded_stream import ShardedStream
 from raysgd.ray_data.columns import RayData
-from raysgd.torch.data.sampling import Division, has_own_batches, is_planned, unit_size
+from raysgd.torch.data.sampling import has_own_batches, is_planned
 from raysgd.torch.data.shards import ShardSource
 from raysgd.torch.data.sources import BatchSource, LiveSource, PlannedSource, RowSource
 from raysgd.torch.data.stateful import StatefulSource, has_state
@@ -41,17 +41,13 @@ class Opener:
             return self._row_source(loader, rows, data, position, training=training, own_call=False)
         settings = self.settings
         if isinstance(loader, ShardedStream):
-            step = loader.batch_size * settings.num_workers if training and settings.elastic.batch == "global" else None
-            pieces = step is not None and self._in_pieces
-            return ShardSource(loader, training=training, step=step, keep=self._keep, pieces=pieces)
+            return ShardSource(loader, training=training, keep=self._keep)
         shared = settings.distributed and settings.add_dist_sampler
         if is_planned(loader) and (shared or not settings.distributed):
             if training and shared and self.operator.world_rank == 0:
                 _warn_without_shuffling(loader)
-            keep, unit = self.operator._keep_batch, unit_size(loader)
-            divide = (lambda: keep.division(unit)) if training else Division
-            asked = training and settings.elastic.batch == "global"
-            return PlannedSource(loader, pad=training, division=divide, asked=asked, places=places)
+            parts = self.operator._keep_batch.parts if training else lambda ranks: max(ranks, settings.num_workers)
+            return PlannedSource(loader, pad=training, parts=parts, places=places)
         if training and has_state(loader):
             return StatefulSource(loader, shard=shared, keep=self._keep, places=places)
         return LiveSource(loader, shard=shared, together=training, keep=self._keep, places=places)
@@ -65,10 +61,7 @@ class Opener:
         self, loader: Any, rows: Any, data: RayData, position: Position, *, training: bool, own_call: bool
     ) -> RowSource:
         data = data.sized(self.operator.config, BATCH_SIZE)
-        global_batch = (data.batch_size or 1) * self.settings.num_workers
-        step = global_batch if training and self.settings.elastic.batch == "global" else None
-        how: dict[str, Any] = {"own_call": own_call, "pad": training, "step": step, "keep": self._keep}
-        return RowSource(loader, rows, data, position, **how, pieces=step is not None and self._in_pieces)
+        return RowSource(loader, rows, data, position, own_call=own_call, pad=training, keep=self._keep)
 
     def _name(self, loader: Any, kind: str) -> str:
         """Return a data set's name: all ranks register the same ones in the same order."""
@@ -76,11 +69,6 @@ class Opener:
             number = sum(name.startswith(kind) for name, _ in self._seen)
             self._seen.append((f"{kind}-{number}", loader))
         return next(name for name, each in self._seen if each is loader)
-
-    @property
-    def _in_pieces(self) -> bool:
-        """Return whether a rank may get a large part of a step in several pieces."""
-        return not self.operator._has_own_steps
 
     @property
     def _keep(self) -> int:

@@ -42,36 +42,14 @@ def has_own_batches(loader: DataLoader[Any]) -> bool:
 
 
 def unit_size(loader: DataLoader[Any]) -> int:
-    """Return how many units one rank takes in one step."""
+    """Return how many units a part has in a full step."""
     return 1 if has_own_batches(loader) or loader.batch_size is None else int(loader.batch_size)
 
 
-class Division(NamedTuple):
-    """How a step is divided, in terms of `SamplingPlan`; by default, as each rank's batches."""
-
-    step: int | None = None
-    most: int | None = None
-    workers: int | None = None
-
-
-def plan_of(
-    loader: DataLoader[Any],
-    total: int,
-    world_size: int,
-    *,
-    pad: bool,
-    division: Division = Division(),  # noqa: B008
-) -> SamplingPlan:
+def plan_of(loader: DataLoader[Any], total: int, *, parts: int, world_size: int, pad: bool) -> SamplingPlan:
     """Return how an epoch of `total` units is divided."""
-    return SamplingPlan(
-        total=total,
-        step_size=division.step or unit_size(loader) * world_size,
-        world_size=world_size,
-        drop_last=bool(getattr(loader, "drop_last", False)) and pad,
-        pad=pad,
-        most=division.most,
-        workers=division.workers,
-    )
+    step, drops = unit_size(loader) * parts, bool(getattr(loader, "drop_last", False))
+    return SamplingPlan(total, step, parts, world_size, drop_last=drops and pad, pad=pad)
 
 
 def planned_epoch(loader: DataLoader[Any], workers: int) -> SamplingPlan:
@@ -79,7 +57,7 @@ def planned_epoch(loader: DataLoader[Any], workers: int) -> SamplingPlan:
     units: Any = loader.batch_sampler if has_own_batches(loader) else loader.sampler
     if isinstance(units, DistributedSampler):  # one for a single rank replaces it
         units = units.dataset
-    return plan_of(loader, len(units), workers, pad=True)
+    return plan_of(loader, len(units), parts=workers, world_size=workers, pad=True)
 
 
 def batches_per_epoch(loader: Any, workers: int, *, divided: bool) -> int | None:
@@ -250,7 +228,7 @@ class Picker:
         self._own_batches, self._batched, self.tensors, self.elsewhere = own_batches, batched, False, False
         self._number: Callable[..., int] | None = None
         self._order: Order = range(0)
-        self._plan = SamplingPlan(total=0, step_size=1, world_size=1)
+        self._plan = SamplingPlan(total=0, step_size=1, parts=1, world_size=1)
         self._rank = self._offset = 0
         self._taken: deque[tuple[int, RankPart]] = deque()
 
@@ -263,8 +241,8 @@ class Picker:
         number: Callable[..., int] | None = None,
     ) -> deque[tuple[int, RankPart]]:
         """Replace the plan. Return where the loader's next pass will add, for each batch that it
-        begins to read, the offset after its step, and this rank's part or piece of it. `number`
-        returns the seed for reading the part from an offset on."""
+        begins to read, the offset after its step, and the part. `number` returns the seed for
+        reading the part from an offset on."""
         if self.tensors and isinstance(order, range):
             order = torch.arange(order.start, order.stop, order.step)
         elif self.tensors and isinstance(order, torch.Tensor) and len(order) and int(order.min()) < 0:
@@ -274,8 +252,9 @@ class Picker:
         self._taken = deque()  # a loader's thread may still add to the one before
         return self._taken
 
-    def _in_samples(self, part: RankPart, offset: int, after: int) -> RankPart:
+    def _in_samples(self, part: RankPart, after: int) -> RankPart:
         """Return a part with the weight of its samples: batches can have different sizes."""
+        offset = after - part.rows
         try:
             batches: Any = self._order[offset:after]
             sizes = [len(batch) for batch in batches]
@@ -286,27 +265,23 @@ class Picker:
         return part._replace(rows=rows, weight=weight)
 
     def __len__(self) -> int:
-        return sum(part.stop > part.start for part in self._plan.parts_of(self._rank, self._offset))
+        return sum(1 for _ in self._plan.parts_of(self._rank, self._offset))
 
     def __iter__(self) -> Iterator[Any]:
-        order, offset, own, taken, number = self._order, self._offset, self._own_batches, self._taken, self._number
-        size, total, tensors = self._plan.step_size, self._plan.total, self.tensors and isinstance(order, torch.Tensor)
+        order, own, taken, number = self._order, self._own_batches, self._taken, self._number
+        tensors = self.tensors and isinstance(order, torch.Tensor)
         read = _identity if tensors else _listed if isinstance(order, torch.Tensor) else list
-        for part in self._plan.parts_of(self._rank, offset):
-            after = offset + size if offset + size < total else total
-            if part.stop > part.start:
-                taken.append((after, self._in_samples(part, offset, after) if own else part))
-                units: Any = read(order[part.start : part.stop])
-                if own:
-                    units = [index for batch in units for index in batch]
-                units = units if self._batched else units[0]
-                if number is not None and self.elsewhere:
-                    units = Units(number(offset=part.start), units)
-                elif number is not None:
-                    seed_generators(number(offset=part.start))
-                yield units
-            if part.whole:
-                offset = after
+        for after, part in self._plan.parts_of(self._rank, self._offset):
+            taken.append((after, self._in_samples(part, after) if own else part))
+            units: Any = read(order[part.start : part.stop])
+            if own:
+                units = [index for batch in units for index in batch]
+            units = units if self._batched else units[0]
+            if number is not None and self.elsewhere:
+                units = Units(number(offset=part.start), units)
+            elif number is not None:
+                seed_generators(number(offset=part.start))
+            yield units
 
 
 class Units(NamedTuple):
@@ -335,20 +310,19 @@ def following(loader: DataLoader[Any], picker: Picker) -> DataLoader[Any]:
     return loader_with(loader, **changed, **gathered)
 
 
-def evened(order: Order, world_size: int, offset: int) -> Order:
-    """Return the batches of an epoch, with those of a short last step divided so that each rank has
-    one.
+def evened(order: Order, count: int, offset: int) -> Order:
+    """Return the batches of an epoch, with those of a short last step divided into this many parts.
 
     Otherwise a rank would have to repeat a batch, although there are enough samples.
     """
     units = list(order)
-    left = (len(units) - offset) % world_size
+    left = (len(units) - offset) % count
     if left == 0:
         return order
     tail = [index for batch in units[-left:] for index in batch]
-    if len(tail) < world_size:
+    if len(tail) < count:
         return order
-    parts = SamplingPlan(total=len(tail), step_size=len(tail), world_size=world_size).parts(0)
+    parts = SamplingPlan(len(tail), len(tail), parts=count, world_size=count).step_at(0)
     return [*units[:-left], *(tail[part.start : part.stop] for part in parts)]
 
 

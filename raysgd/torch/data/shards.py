@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch.utils.data import default_collate
 
 from raysgd.core.ranks import RankInfo
-from raysgd.core.sampling_plan import RankPart
 from raysgd.data.sharded_stream import AGAIN, ShardedStream, ShardFeed, ShardStep
 from raysgd.torch.data.sources import BatchSource, Votes
 from raysgd.training.step import Drawn
@@ -31,21 +30,11 @@ class ShardSource(BatchSource):
     committed: one place, and how the later ones differ from it, so that a step's work does not
     depend on the number of shards.
 
-    `step` is the number of samples of all ranks in a step (None: `batch_size` on each rank). With
-    `pieces`, a rank gets at most `batch_size` of them at once. All ranks take part in each step of
-    `training`.
+    All ranks take part in each step of `training`.
     """
 
-    def __init__(
-        self,
-        stream: ShardedStream,
-        *,
-        training: bool,
-        step: int | None,
-        keep: int,
-        pieces: bool = False,
-    ) -> None:
-        self.loader, self._training, self._step, self._pieces = stream, training, step, pieces
+    def __init__(self, stream: ShardedStream, *, training: bool, keep: int) -> None:
+        self.loader, self._training = stream, training
         self._votes = Votes()
         self._keep = keep
         self._places: list[Place] = [self._beginning()]
@@ -70,8 +59,7 @@ class ShardSource(BatchSource):
             _, counts, ended = next((place for place in self._known() if place[0] == offset), self._beginning())
             # Later places are those of steps that were not committed. The new ranks may take other samples in them.
             self._reset([(offset, counts, ended)])
-            how: dict[str, Any] = {"step": self._step, "pad": self._training}
-            self._feed = ShardFeed(self.loader, self._epoch, rank_info, counts, ended, **how)
+            self._feed = ShardFeed(self.loader, self._epoch, rank_info, counts, ended, pad=self._training)
             self._open = (rank_info, offset, self._generate(self._feed, rank_info, offset))
         return self._open[2]
 
@@ -79,27 +67,21 @@ class ShardSource(BatchSource):
         self._forget(CLOSE_S)
 
     def _generate(self, feed: ShardFeed, rank_info: RankInfo, offset: int) -> Iterator[Drawn]:
+        collate = self.loader.collate_fn or default_collate
         try:
             for step in self._steps(feed, rank_info) if self._training else feed.alone():
                 offset += step.total
                 self._note(offset, step)
                 assert self._feed is feed and self._open is not None, "only the newest iterator is used"
                 self._open = (rank_info, offset, self._open[2])
-                yield from self._drawn(step, offset, rank_info.world_size if self._training else 1)
+                ranks = rank_info.world_size if self._training else 1
+                weight = len(step.samples) * ranks / step.total if step.fresh else 0.0
+                batch = collate(step.samples)
+                yield Drawn(batch, offset, step.fresh, step.total, weight, part=rank_info.world_rank)
         finally:
             feed.close()
             if self._feed is feed:  # otherwise this is an older iterator, which Python deletes when it likes
                 self._feed = self._open = None
-
-    def _drawn(self, step: ShardStep, after: int, ranks: int) -> Iterator[Drawn]:
-        """Yield the batch of a step that ends at `after`, or its pieces, as many on each rank."""
-        collate = self.loader.collate_fn or default_collate
-        count = len(step.samples)
-        whole = RankPart(0, count, step.fresh, step.total, count * ranks / step.total if step.fresh else 0.0)
-        pieces = max(-(-step.largest // self.loader.batch_size), 1) if self._pieces else 1
-        for part in whole.pieces(pieces) if pieces > 1 else (whole,):
-            batch = collate(step.samples[part.start : part.stop])
-            yield Drawn(batch, after, part.fresh, step.total, part.weight, part.whole)
 
     def _steps(self, feed: ShardFeed, rank_info: RankInfo) -> Iterator[ShardStep]:
         while True:

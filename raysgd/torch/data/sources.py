@@ -15,15 +15,13 @@ from torch.utils.data import DataLoader
 
 from raysgd.core.outcomes import DataLoaderFailure
 from raysgd.core.ranks import RankInfo
-from raysgd.core.sampling_plan import RankPart, SamplingPlan
+from raysgd.core.sampling_plan import SamplingPlan
 from raysgd.core.tree import mapped
-from raysgd.errors import ConfigError
 from raysgd.ray_data.columns import RayData
 from raysgd.torch.data.iterable import sharded_live
 from raysgd.torch.data.loading import LoaderIterator
 from raysgd.torch.data.rows import first_of
 from raysgd.torch.data.sampling import (
-    Division,
     Order,
     Picker,
     Recipe,
@@ -88,9 +86,8 @@ class PlannedSource(BatchSource):
     """A map-style loader. Every sample is used once per epoch, over any number of resizes.
 
     Owns the epoch's order. The caller owns the offset, because only committed batches count.
-    `division` returns how steps are divided now, and `asked` is whether the user has asked for a
-    constant batch. `divides` says whether the batches can be divided at all. Where code of the user
-    reads a part, the generators are seeded for its place among `places`.
+    `parts` returns into how many parts a step is divided now, for a number of ranks. Where code of
+    the user reads a part, the generators are seeded for its place among `places`.
     """
 
     def __init__(
@@ -98,24 +95,17 @@ class PlannedSource(BatchSource):
         loader: DataLoader[Any],
         *,
         pad: bool,
-        division: Callable[[], Division] = Division,
-        asked: bool = False,
+        parts: Callable[[int], int] = lambda ranks: ranks,
         places: Places | None = None,
     ) -> None:
-        self.loader, self._pad, self._division, self._places = loader, pad, division, places
+        self.loader, self._pad, self._parts, self._places = loader, pad, parts, places
         self._own_batches = own = has_own_batches(loader)
-        self.divides = own or loader.batch_size is not None
-        if asked and not self.divides:
-            raise ConfigError(
-                "ElasticConfig(batch='global') cannot divide the batches of a DataLoader with batch_size=None, which are the "
-                "items of its data set: pass batch_size=n to the DataLoader, or use batch='per_worker'"
-            )
         self._picker = Picker(own_batches=own, batched=own or loader.batch_size is not None)
         self._twin = following(loader, self._picker)
         self._seed = torch.initial_seed()
         self.order: Order = range(0)
         self._recipe: Recipe | None = None  # of the order, if all ranks have drawn it from that
-        self._open: tuple[tuple[RankInfo, Division], int, Generator[Drawn]] | None = None
+        self._open: tuple[tuple[RankInfo, int], int, Generator[Drawn]] | None = None
 
     def begin(self, epoch: int, rank_info: RankInfo, shared: bool) -> None:
         """Take the new epoch's order from rank 0's sampler. Every rank still draws an order from
@@ -151,7 +141,7 @@ class PlannedSource(BatchSource):
 
     def batches(self, rank_info: RankInfo, offset: int) -> Iterator[Drawn]:
         """Return this rank's part of the rest: the last iterator if it stopped at `offset`."""
-        key = rank_info, self._division()
+        key = rank_info, self._parts(rank_info.world_size)
         if self._open is not None and self._open[:2] == (key, offset):
             return self._open[2]
         self._drop()
@@ -161,7 +151,7 @@ class PlannedSource(BatchSource):
 
     def _generate(self, rank_info: RankInfo, offset: int) -> Generator[Drawn]:
         if self._pad and self._own_batches:
-            self.order = evened(self.order, self._division().step or rank_info.world_size, offset)
+            self.order = evened(self.order, self._parts(rank_info.world_size), offset)
         places, epoch = self._places, self._epoch + 1
         seed = torch.initial_seed() if places is None else places.number(epoch=epoch)
         if self._seed != seed:
@@ -183,7 +173,9 @@ class PlannedSource(BatchSource):
                     rows = units.tolist() if isinstance(units, torch.Tensor) else list(units)
                     if self._own_batches:
                         rows = [row for own_batch in rows for row in own_batch]
-                    yield Drawn(batch, after, part.fresh, part.rows, part.weight, part.whole, rows, part.start)
+                    yield Drawn(
+                        batch, after, part.fresh, part.rows, part.weight, part.whole, rows, part.start, part.part
+                    )
             if taken:
                 raise RuntimeError(ENDED_EARLY)
         except (Exception, DataLoaderFailure):
@@ -207,8 +199,8 @@ class PlannedSource(BatchSource):
         return self._plan(rank_info).steps_left(offset)
 
     def _plan(self, rank_info: RankInfo) -> SamplingPlan:
-        total, ranks = len(self.order), rank_info.world_size
-        return plan_of(self.loader, total, ranks, pad=self._pad, division=self._division())
+        ranks = rank_info.world_size
+        return plan_of(self.loader, len(self.order), parts=self._parts(ranks), world_size=ranks, pad=self._pad)
 
 
 class Votes:
@@ -265,7 +257,7 @@ class LiveSource(BatchSource):
                 drawn = again.pop(0)
             else:
                 self._enter(offset, rank_info)
-                drawn = Drawn(self._next(), offset)
+                drawn = Drawn(self._next(), offset, part=rank_info.world_rank)
                 self._kept.append(drawn)  # before the vote, which fails if a peer has failed
                 if offset == 1 and self._shard and rank_info.world_size > 1:
                     self._see_first(drawn.batch)
@@ -337,9 +329,7 @@ class RowSource(BatchSource):
 
     Owns the number of the current pass, by which all ranks identify it. The position in the pass is
     in `position`. `rows` reads the rows, `own_call` is whether the data set is for one call only,
-    `step` is the number of rows of all ranks in a step (None: `batch_size` on each rank), and
-    `keep` is how many batches can be uncommitted. With `pieces`, no rank has more than `batch_size`
-    rows at once.
+    and `keep` is how many batches can be uncommitted.
     """
 
     def __init__(
@@ -351,12 +341,10 @@ class RowSource(BatchSource):
         *,
         own_call: bool,
         pad: bool,
-        step: int | None,
         keep: int,
-        pieces: bool = False,
     ) -> None:
         self.loader, self._rows, self._data, self._position = loader, rows, data, position
-        self._pad, self._step, self._keep, self._pieces = pad, step, keep, pieces
+        self._pad, self._keep = pad, keep
         self._number = (position.call if own_call else -1, position.epoch)
 
     def begin(self, epoch: int, rank_info: RankInfo, shared: bool) -> None:
@@ -369,18 +357,15 @@ class RowSource(BatchSource):
         self._number = tuple(state.get("number", self._number))
 
     def batches(self, rank_info: RankInfo, offset: int) -> Iterator[Drawn]:
-        ranks, size = rank_info.world_size, self._data.batch_size or 1
-        step, most = self._step or size * ranks, size if self._pieces else None
+        ranks = rank_info.world_size
+        step = (self._data.batch_size or 1) * ranks
         place: dict[str, Any] = {"call": self._position.call, "number": self._number, "start": offset}
         for columns, after, fresh in self._rows.read(rank_info, **place, step=step, pad=self._pad, keep=self._keep):
-            plan = SamplingPlan(total=after, step_size=step, world_size=ranks, pad=self._pad, most=most)
             units, count = after - offset, len(next(iter(columns.values())))
             offset = after
-            whole = RankPart(0, count, fresh, units, count * ranks / units if fresh else 0.0)
-            for part in whole.pieces(plan.pieces_of(units)):
-                rows = {name: column[part.start : part.stop] for name, column in columns.items()}
-                batch = mapped(_tensor, self._data.arranged(rows))
-                yield Drawn(batch, after, part.fresh, units, part.weight, part.whole)
+            weight = count * ranks / units if fresh else 0.0
+            batch = mapped(_tensor, self._data.arranged(columns))
+            yield Drawn(batch, after, fresh, units, weight, part=rank_info.world_rank)
 
 
 def _tensor(column: Any, *_: Any) -> Any:

@@ -21,7 +21,7 @@ def trainer_of(name: str, workers: int, config: dict[str, Any], **options: Any) 
     """The global batch is 16 on any number of workers."""
     operator_cls = TrainingOperator.from_ptl(getattr(modules, name))
     config = {"count": ROWS, "batch_size": 16 // workers, **config}
-    elastic = ElasticConfig(batch="global", **options)
+    elastic = ElasticConfig(**options)
     return TorchTrainer(training_operator_cls=operator_cls, num_workers=workers, config=config, elastic=elastic)
 
 

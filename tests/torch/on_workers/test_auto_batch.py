@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from raysgd import ElasticConfig, TorchTrainer, TrainingOptions
+from raysgd import ConfigError, ElasticConfig, TorchTrainer, TrainingOptions
 from tests.torch.test_auto_batch import Normed
 from tests.torch.test_exact_gradients import Curve, close
 
@@ -94,13 +94,13 @@ def test_a_worker_that_is_not_replaced_changes_nothing(kind: type[Curve], given:
     close(mine, expected)
     for one, other in zip(buffers, others, strict=True):
         close(one, other)
-    assert mode == "global"
+    assert mode == "parts"
 
 
 def test_the_digits_of_the_readme() -> None:
     pytest.importorskip("sklearn")
     whole, reduced, mode = without_and_with_a_death(digits(), validates=True, config={"lr": 0.1}, seed=3)
-    assert mode == "global"
+    assert mode == "parts"
     torch.testing.assert_close(reduced[0], whole[0], rtol=1e-4, atol=1e-5)
     assert reduced[2]["val_loss"] == pytest.approx(whole[2]["val_loss"], rel=1e-4)
     assert reduced[2]["val_accuracy"] == pytest.approx(whole[2]["val_accuracy"], rel=1e-6)
@@ -157,12 +157,16 @@ class Together(Curve):
     [
         (Contrasting, 2, "per_worker"),
         (Together, 2, "per_worker"),
-        (LaterContrasting, 3, "per_worker"),
-        (Measured, 2, "global"),
+        (Measured, 2, "parts"),
     ],
 )
 def test_what_other_workers_change_is_per_worker(kind: type[Curve], workers: int, mode: str) -> None:
     assert without_and_with_a_death(kind, workers=workers, **ARGUMENTS)[2] == mode
+
+
+def test_what_other_workers_change_later_is_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"(?s)collective calls before the backward pass.*first step.*undone"):
+        without_and_with_a_death(LaterContrasting, workers=3, **ARGUMENTS)
 
 
 class Lines(logging.Handler):
@@ -196,5 +200,5 @@ def test_the_contrastive_operator_is_per_worker() -> None:
         trainer.train(num_steps=5, info={"dies": True})
         assert trainer.world_size == 1 and trainer.batch_mode == "per_worker"
         (lines,) = trainer.apply_all_operators(lambda operator: operator.logged.lines)
-    (line,) = [each for each in lines if "keeps its batch size" in each]
-    assert "1 worker of 2 trains now" in line and "collective calls before the backward pass" in line
+    (line,) = [each for each in lines if "cannot be divided into parts" in each]
+    assert "some of the 2 workers are missing" in line and "collective calls before the backward pass" in line

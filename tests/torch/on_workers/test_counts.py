@@ -31,7 +31,7 @@ def test_tokens_of_two_workers_and_of_one(backend: str) -> None:
         trainer.train(num_steps=2)
         trainer.resize(1)
         trainer.train()
-        assert trainer.batch_mode == "global"
+        assert trainer.batch_mode == "parts"
         found = trainer.apply_all_operators(
             lambda operator: (operator.unwrapped(operator.model).state_dict(), entered(operator))
         )

@@ -58,7 +58,7 @@ CASES: dict[str, tuple[type[Curve], dict[str, Any], dict[str, Any]]] = {
 def test_an_epoch_of_two_workers_ends_on_one(case: str) -> None:
     kind, options, more = CASES[case]
     arguments = {"options": TrainingOptions(**options), "scheduler_step_freq": "batch", **more}
-    with two(noting(kind), elastic=ElasticConfig(batch="global"), **arguments) as trainer:
+    with two(noting(kind), elastic=ElasticConfig(), **arguments) as trainer:
         first = trainer.train(num_steps=2)
         trainer.resize(1)
         second = trainer.train()

@@ -91,7 +91,7 @@ def test_a_failure_in_a_window_repeats_it_without_compiling_again(expected: torc
         {"batch": 2, "mark": str(tmp_path / "died")},
         num_workers=2,
         options=TrainingOptions(accumulate=4, compile={"backend": "aot_eager", "dynamic": True}),
-        elastic=ElasticConfig(batch="global", grow=False),
+        elastic=ElasticConfig(grow=False),
     )
     assert [failure.in_place for failure in trainer.recoveries] == [True]
     assert torch.allclose(ours, expected, atol=1e-5), (ours - expected).abs().max()
@@ -114,7 +114,7 @@ def test_communication_hooks_are_registered_again_after_a_failure(
         {"batch": 8, "mark": str(tmp_path / "died")},
         num_workers=2,
         options=TrainingOptions(comm_hook=hook),
-        elastic=ElasticConfig(batch="global", grow=False),
+        elastic=ElasticConfig(grow=False),
     )
     assert len(trainer.recoveries) == 1
     assert [each["hook"] for each in seen] == [name]
