@@ -83,7 +83,7 @@ def units_to_read(seed: int, units: Any) -> Any:
     return units
 
 
-@mutant(f"{PLACES}test_a_worker_that_fails_changes_no_number[2-applied-no replacement]")
+@mutant("tests/local/test_equal_runs.py::test_two_parts_are_equal_bit_by_bit[dropout]")
 def seed_parts_by_rank(patch: Patch) -> None:
     from raysgd.training.feed import Feed
 
@@ -93,7 +93,7 @@ def seed_parts_by_rank(patch: Patch) -> None:
     patch.setattr(Feed, "_enter_part", enter)
 
 
-@mutant(f"{PLACES}test_a_load_in_mid_epoch_continues_with_the_same_numbers[2-2-processes]")
+@mutant("tests/local/test_equal_runs.py::test_two_parts_are_equal_bit_by_bit[augmentation in train_batch]")
 def seed_once_per_epoch(patch: Patch) -> None:
     instead("raysgd.training.feed.Feed._enter_part", lambda feed, seed: None)(patch)
 

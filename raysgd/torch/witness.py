@@ -35,12 +35,11 @@ class Enter(Policy):
     its numbers with the next step of an optimizer."""
 
     def __init__(self, parts: Parts) -> None:
-        self._parts, self._added = parts, False
+        self._parts = parts
 
     def begin(self, step: Step) -> None:
         if step.place == 0:
             self._parts.optimizers[-1].zero_grad()
-            self._added = False
 
     cleared = begin
 
@@ -52,10 +51,10 @@ class Enter(Policy):
     @torch.no_grad()
     def stepped(self, step: Step, optimizer: Any) -> None:
         entered = self._parts.models[-1].entered
-        if entered.grad is not None and not self._added:
+        if entered.grad is not None:
             self._parts.precision.unscale(self._parts.optimizers[-1])
             entered.add_(entered.grad)
-            self._added = True
+            self._parts.optimizers[-1].zero_grad()
 
 
 class Watched(TrainingOperator):

@@ -1,6 +1,7 @@
 """Workers are killed and their number changes at random: the weights are those of an undisturbed run. Real processes."""
 
 import random
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,9 @@ import torch
 from torch import nn
 
 from raysgd import ElasticConfig, TorchTrainer
+from tests.background import Background
 from tests.faults import Fault, fired
-from tests.torch.schedules import EPOCHS, Disturbed, Setting, trained
+from tests.torch.schedules import EPOCHS, Disturbed, Setting, Shown, trained
 
 pytestmark = [pytest.mark.more, pytest.mark.elastic, pytest.mark.slow, pytest.mark.usefixtures("ray_cluster")]
 
@@ -76,3 +78,56 @@ def test_any_schedule_of_real_processes(seed: int, tmp_path: Path) -> None:
     torch.testing.assert_close(
         weights, trained(replace(setting, compile=False), undisturbed=True).weights, rtol=1e-12, atol=1e-12
     )
+
+
+SCRIPT = """
+import json, os, signal, sys, time
+import torch
+from raysgd import TorchTrainer
+from raysgd.callbacks import Callback
+from tests.torch.schedules import EPOCHS, STATE, Disturbed, Setting
+
+name, model, kills = sys.argv[1], sys.argv[2], int(sys.argv[3])
+setting = Setting(7, model=model, augments="batch", rows=26, rates="cosine")
+
+class Slow(Disturbed):
+    def begin(self, step, samples):
+        time.sleep(0.1)
+
+class Killer(Callback):
+    def on_progress(self, now):
+        if kills and now.progress.step >= kills and now.kind == "train":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+with TorchTrainer(
+    training_operator_cls=Slow, config=setting.config(), num_workers=setting.parts, num_cpus_per_worker=0.05, use_gpu=False,
+    seed=setting.seed, scheduler_step_freq="batch", options=setting.options(), name=name, callbacks=[Killer()],
+) as trainer:
+    if kills:
+        trainer.resize(2)
+    for _ in trainer.epochs(EPOCHS):
+        trainer.train()
+        trainer.validate()
+    state = trainer.state_dict()
+    torch.save({name: state[name] for name in STATE if name in state}, "state.pt")
+"""
+
+
+def killed_twice(background: Background, model: str) -> dict[str, Any]:
+    """Kill a script in each epoch, and let the third one end."""
+    folder = background.folder()
+    (folder / "script.py").write_text(SCRIPT, encoding="utf-8")
+    for kills, code in ((2, -signal.SIGKILL), (8, -signal.SIGKILL), (0, 0)):
+        done = background.run("script.py", model, model, str(kills), connected=True, folder=folder)
+        assert done.returncode == code, done.stderr
+    found: dict[str, Any] = torch.load(folder / "state.pt", weights_only=False)
+    return found
+
+
+@pytest.mark.parametrize("model", ["dropout", "batchnorm"])
+@pytest.mark.script(run=killed_twice)
+def test_scripts_with_a_name_that_are_killed(outcome: Any, model: str) -> None:
+    setting = Setting(7, model=model, augments="batch", rows=26, rates="cosine")
+    expected = trained(setting, undisturbed=True).state
+    expected["models"], expected["optimizers"] = expected["models"][:1], expected["optimizers"][:1]
+    assert not Shown(state=outcome()).differences(Shown(state=expected), 1e-9)

@@ -46,7 +46,7 @@ class Breaks(Disturbed):
 def test_the_others_continue_exactly_when_a_gpu_breaks(
     ray_cluster: None, kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    setting = Setting.draw(3, model="mlp", rows=37, batch=2, workers=3, mode="auto", accumulate=1, faults=())
+    setting = Setting.draw(3, model="mlp", rows=37, batch=2, parts=3, mode="auto", accumulate=1, faults=(), moves=())
     with TorchTrainer(
         training_operator_cls=Breaks,
         config=setting.config(faults=[Fault(1, 3, kind)], marks=str(tmp_path)),
@@ -67,7 +67,7 @@ def test_the_others_continue_exactly_when_a_gpu_breaks(
     says = rf"a GPU \(GPU-5f1c\) on node \S+: AcceleratorError: CUDA error: {text}"
     assert re.fullmatch(says, failure.detail), failure.detail
     assert failure.detail in caplog.text
-    undisturbed, _ = trained(replace(setting, compile=False), undisturbed=True)
+    undisturbed = trained(replace(setting, compile=False), undisturbed=True).weights
     assert weights.dtype == torch.float64
     torch.testing.assert_close(weights, undisturbed, rtol=1e-12, atol=1e-12)
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, default_collate
 
-from raysgd import AutoCheckpoint, ElasticConfig, TorchTrainer, seed_for
+from raysgd import ElasticConfig, TorchTrainer, seed_for
 from raysgd.torch import TrainingOperator
 from tests.local.group import Cluster, Fault
 from tests.local.runs import train, weights_of
@@ -110,9 +110,7 @@ def quiet() -> Iterator[None]:
         child.join()
 
 
-def trainer(
-    workers: int, *, grow: bool = False, kind: str = "here", seed: int | None = SEED, **more: Any
-) -> TorchTrainer:
+def trainer(workers: int, *, grow: bool = False, kind: str = "here", seed: int | None = SEED) -> TorchTrainer:
     elastic = ElasticConfig(hang_timeout_s=60, snapshot_every=1, grow=grow)
     return TorchTrainer(
         training_operator_cls=Drawing,
@@ -121,7 +119,6 @@ def trainer(
         seed=seed,
         config={"kind": kind},
         elastic=elastic,
-        **more,
     )
 
 
@@ -188,49 +185,6 @@ def test_fewer_workers_draw_for_the_parts_of_all(workers: int, left: int, kind: 
     expected = train(Drawing, config, [(None, workers)], **given)
     for schedule in ([(1, workers), (None, left)], [(1, workers), (1, left), (None, workers)]):
         assert_equal(train(Drawing, config, schedule, **given), expected, workers)
-
-
-@pytest.mark.parametrize("grow", [False, True], ids=["no replacement", "replacement"])
-@pytest.mark.parametrize("at", ["forward", "reduced", "applied"])
-@pytest.mark.parametrize("workers", [2, 4])
-def test_a_worker_that_fails_changes_no_number(workers: int, at: str, grow: bool) -> None:
-    expected = undisturbed(workers)
-    for rank, step in ((0, 2), (1, 3), (1, 6)):
-        with Cluster([Fault("kill", at, rank=rank, step=step)]) as cluster, trainer(workers, grow=grow) as run:
-            for _ in run.epochs(EPOCHS):
-                run.train()
-                run.validate()
-            assert not cluster.left and run.recoveries
-            assert_equal(weights_of(run), expected, workers)
-
-
-@pytest.mark.parametrize(("workers", "later", "kind"), [(2, 1, "here"), (4, 3, "here"), (2, 2, "processes")])
-def test_a_load_in_mid_epoch_continues_with_the_same_numbers(
-    tmp_path: Path, workers: int, later: int, kind: str
-) -> None:
-    path = str(tmp_path / "half.pt")
-    with Cluster(), trainer(workers, kind=kind) as run:
-        run.train(num_steps=2)
-        run.save(path)
-    random.seed(1), torch.manual_seed(1), numpy.random.seed(1)
-    with Cluster(), trainer(workers, kind=kind) as run:
-        run.resize(later)
-        run.load(path)
-        for _ in range(EPOCHS):
-            run.train()
-        assert_equal(weights_of(run), undisturbed(workers, kind), workers)
-
-
-def test_a_script_that_is_started_again_continues_with_the_same_numbers(tmp_path: Path) -> None:
-    every = AutoCheckpoint(path=tmp_path, every=2)
-    for number in range(4):
-        with Cluster(), trainer(2, checkpoints=every, resume="auto") as run:
-            for epoch in run.epochs(EPOCHS):
-                run.train(max_retries=0)
-                if number == epoch:
-                    break
-            else:
-                assert torch.equal(weights_of(run), undisturbed(2))
 
 
 def test_validations_draw_the_same_on_any_number_of_workers() -> None:
