@@ -3,6 +3,8 @@ Worker."""
 
 from __future__ import annotations
 
+import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -10,6 +12,7 @@ from typing import Any
 
 import torch
 
+from raysgd.constants import NUM_SAMPLES
 from raysgd.core.metrics import SECONDS, SKIPPED, Measured
 from raysgd.core.outcomes import NotExact
 from raysgd.core.progress import Control
@@ -35,7 +38,14 @@ from raysgd.training.operator_base import each_loader
 from raysgd.training.replica_base import Phase, ReplicaBase
 from raysgd.training.seeding import seed_python_and_numpy
 
+logger = logging.getLogger("raysgd")
+
 PARTIAL_S = 10.0
+NOT_FINITE = (
+    "%s is %s in epoch %d, after %d batches of the call: the loss of a batch was not finite, and the weights may not be either. Pass "
+    "TrainingOptions(on_nonfinite='raise') to end training at the first step whose gradients are not finite, and to see its samples, or "
+    "'skip' to leave out such steps"
+)
 
 
 class TorchReplica(ReplicaBase):
@@ -66,6 +76,7 @@ class TorchReplica(ReplicaBase):
         self._described: dict[str, tuple[Any, LoaderRows]] = {}  # with the loaders
         self.saved_rows: dict[str, list[Any]] = {}  # the part `rows` of the newest state that was loaded
         self._phase: Phase = "train"  # the running call's
+        self._warns_of_loss = False  # in it, if it is not finite
         self._loaded_from = 0  # the number of workers of the group from which a state was loaded; 0 if none was
         for optimizer in operator._parts.optimizers:
             if hasattr(optimizer, "register_step_post_hook"):
@@ -123,6 +134,14 @@ class TorchReplica(ReplicaBase):
 
     # -- results --------------------------------------------------------------------------------------
 
+    def _measured(self, metrics: dict[str, Any]) -> Measured:
+        for name, value in metrics.items() if self._warns_of_loss and metrics.get(NUM_SAMPLES, 1) else ():
+            if "loss" in name and isinstance(value, float) and not math.isfinite(value):
+                logger.warning(NOT_FINITE, name, value, self._position.users_epoch, self._position.call_batches)
+                self._warns_of_loss = False
+                break
+        return super()._measured(metrics)
+
     def _partial_to_report(self) -> Measured | None:
         """Return the partial result. Metrics on a GPU are read only from time to time, because that
         waits for the device."""
@@ -174,6 +193,9 @@ class TorchReplica(ReplicaBase):
         self.operator._parts.precision.forget_skipped()
         self.operator._leave_out.skipped = 0
         self._phase = phase
+        if new_call:
+            own = self.operator._parts.options.on_nonfinite
+            self._warns_of_loss = phase == "train" and own is None and self.rank == 0
         self.operator._monitor.begin()
         self._partial_at, self._partial = time.monotonic() + PARTIAL_S, None
 
