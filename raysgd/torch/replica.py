@@ -26,6 +26,7 @@ from raysgd.torch.data.opening import Opener
 from raysgd.torch.data.prefetch import make_carrier
 from raysgd.torch.data.rows import LoaderRows
 from raysgd.torch.data.sampling import is_planned
+from raysgd.torch.data.sources import LiveSource
 from raysgd.torch.foreign import content_version
 from raysgd.torch.fsdp import gathered
 from raysgd.torch.operator import TrainingOperator
@@ -41,6 +42,10 @@ from raysgd.training.seeding import seed_python_and_numpy
 logger = logging.getLogger("raysgd")
 
 PARTIAL_S = 10.0
+BEGINS_AGAIN = (
+    "the checkpoint is %d batches into an epoch of a %s, whose position it cannot hold: this epoch begins again from its beginning, so "
+    "some samples are used twice. A loader with state_dict and load_state_dict continues"
+)
 NOT_FINITE = (
     "%s is %s in epoch %d, after %d batches of the call: the loss of a batch was not finite, and the weights may not be either. Pass "
     "TrainingOptions(on_nonfinite='raise') to end training at the first step whose gradients are not finite, and to see its samples, or "
@@ -305,6 +310,9 @@ class TorchReplica(ReplicaBase):
         if (source := self._sources.pop("train", None)) is not None:
             source.close()
         self._adopt(state)
+        source = self._sources.get("train")
+        if isinstance(source, LiveSource) and not source.resumable and self.rank == 0 and not self._position.ended:
+            logger.warning(BEGINS_AGAIN, self._position.offset, type(source.loader).__name__)
         self.operator._keep_batch.loaded()
 
     def all_succeeded(self, here: bool) -> bool:
