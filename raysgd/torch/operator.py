@@ -141,7 +141,7 @@ class TrainingOperator(Stepping):
         exact, in_pieces = self._exact, self._in_pieces
         own = self._overrides("train_epoch", "train_batch", "backward", "step", "skip_step")
         moves = bool(self._overrides("train_epoch", "train_batch"))
-        alone = accumulates or own or "seconds" in measures
+        alone = accumulates or own or "seconds" in measures or not options.read_ahead
         reads_ahead = settings.distributed and settings.wrap_ddp and self.device.type == "cpu" and not alone
         wanted: list[tuple[bool, Any]] = [
             (self._whole is not None, self._whole),

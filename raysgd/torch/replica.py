@@ -70,7 +70,8 @@ class TorchReplica(ReplicaBase):
     ) -> None:
         super().__init__(operator, settings, rank_info, control)
         self._opener = Opener(operator, settings, control)
-        self._carrier = make_carrier(operator.device, channels_last=settings.options.channels_last)
+        options = settings.options
+        self._carrier = make_carrier(operator.device, channels_last=options.channels_last, ahead=options.read_ahead)
         operator._parts.calls.control, control.called = control, operator._parts.calls.newest
         operator._keep_batch.position = self._position
         self._partial_at = 0.0
