@@ -200,6 +200,7 @@ class TorchReplica(ReplicaBase):
         self.operator._leave_out.skipped = 0
         self._phase = phase
         if new_call:
+            self.operator._parts.refuse_unfrozen()
             own = self.operator._parts.options.on_nonfinite
             self._warns_of_loss = phase == "train" and own is None and self.rank == 0
         self.operator._monitor.begin()
