@@ -146,7 +146,7 @@ class TrainingOperator(Stepping):
         exact, in_parts = self._exact, settings.distributed and settings.elastic.batch == "auto"
         own = self._overrides("train_epoch", "train_batch", "backward", "step", "skip_step")
         moves = bool(self._overrides("train_epoch", "train_batch"))
-        alone = accumulates or own or "seconds" in measures
+        alone = accumulates or own or "seconds" in measures or not options.read_ahead
         reads_ahead = settings.distributed and settings.wrap_ddp and self.device.type == "cpu" and not alone
         wanted: list[tuple[bool, Any]] = [
             (settings.distributed, self._buffers),  # whose sending the next one looks at

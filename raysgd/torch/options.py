@@ -42,6 +42,10 @@ EXCLUDED: Exclusions = (
         "Apex replaces functions that the compiler needs to read: use 'fp16' or 'bf16'",
     ),
     (
+        {"read_ahead": (False,), "accumulate": (1).__lt__},
+        "a step must know which batch is its last, and for that reads the next one: leave one of them out",
+    ),
+    (
         {"on_nonfinite": bool, "precision": ("apex",)},
         "Apex finds its scale through infinite gradients: use 'bf16' or 'fp32', or on_nonfinite='skip' with 'fp16'",
     ),
@@ -117,6 +121,8 @@ class TrainingOptions:
         clip_value      largest absolute value of each gradient; None: no clipping
         on_nonfinite    what to do with a step whose gradients are infinite or NaN: "skip": no rank makes it; "raise": all ranks
                         raise NonFiniteError; None (the default): it is not checked
+        read_ahead      False: a batch is read when the step before it is made, for data that the current weights make.
+                        Otherwise, the next batch may be read before that, on GPUs always
         compile         True, or arguments of `torch.compile`, such as {"mode": "max-autotune"}; compiles each model
         channels_last   keep models and batches of images in the memory format that GPUs prefer for convolutions
         sync_batchnorm  BatchNorm layers use the statistics of all workers (on GPUs only)
@@ -135,6 +141,7 @@ class TrainingOptions:
     clip_norm: float | None = None
     clip_value: float | None = None
     on_nonfinite: NonFiniteName | None = None
+    read_ahead: bool = True
     compile: bool | Mapping[str, Any] = False
     channels_last: bool = False
     sync_batchnorm: bool = False
@@ -151,7 +158,7 @@ class TrainingOptions:
         for name, value in {"clip_norm": self.clip_norm, "clip_value": self.clip_value}.items():
             if value is not None and not (is_real(value) and value > 0):
                 raise ConfigError(f"{name} must be a number above 0, or None for no clipping, got {value!r}")
-        check_flags(channels_last=self.channels_last, sync_batchnorm=self.sync_batchnorm)
+        check_flags(read_ahead=self.read_ahead, channels_last=self.channels_last, sync_batchnorm=self.sync_batchnorm)
         if not isinstance(self.compile, bool):
             _check_arguments("compile", self.compile, torch.compile, {"model"}, allowed="True, False or a dict")
         _check_arguments("ddp_args", self.ddp_args, DistributedDataParallel.__init__, SUPPLIED)

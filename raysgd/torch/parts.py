@@ -31,6 +31,13 @@ LARGE = 1 << 20  # bytes of a buffer that is sent by itself, so that not all nee
 PREFIX = {"train": "train_", "validation": "val_", "test": "test_"}
 
 
+UNFROZEN = (
+    "the parameter {name} of {model} requires gradients now, and was frozen when it was registered, so DistributedDataParallel does not "
+    "average its gradients. Register the model unfrozen, with ddp_args={{'find_unused_parameters': True}}, and freeze it in train_batch: "
+    "self.body.requires_grad_(batch_info['epoch_idx'] >= 2)"
+)
+
+
 @dataclass
 class Parts(RegisteredParts):
     """Adds what only torch needs: what the operator trains with, and policies are made of. `models`
@@ -84,6 +91,16 @@ class Parts(RegisteredParts):
             self.shards.joined()
         wrapping.rewrap(self.wrapped, self.trained, self.ddp_args, self.options, self.calls)
         self.exchange.joined()
+
+    def refuse_unfrozen(self) -> None:
+        """Raise ConfigError for a parameter that DDP does not know, because it was frozen when the
+        models were registered."""
+        known = {id(each) for each in self.trained}
+        for model, wrapper in zip(self.models, self.wrapped, strict=True) if self.ddp_args else ():
+            ignored = getattr(wrapper, "parameters_to_ignore", ())
+            for name, each in model.named_parameters():
+                if each.requires_grad and id(each) not in known and name not in ignored:
+                    raise ConfigError(UNFROZEN.format(name=name, model=type(model).__name__))
 
     def keep_modes(self) -> None:
         """Note the modes in which `setup` has left the models."""

@@ -4,6 +4,7 @@ Worker."""
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 
+from raysgd.constants import NUM_SAMPLES
 from raysgd.core.batch_mode import PER_WORKER
 from raysgd.core.metrics import SECONDS, SKIPPED, Measured
 from raysgd.core.progress import Control
@@ -24,6 +26,7 @@ from raysgd.torch.data.opening import Opener
 from raysgd.torch.data.prefetch import make_carrier
 from raysgd.torch.data.rows import LoaderRows
 from raysgd.torch.data.sampling import is_planned
+from raysgd.torch.data.sources import LiveSource
 from raysgd.torch.foreign import content_version
 from raysgd.torch.fsdp import gathered
 from raysgd.torch.operator import TrainingOperator
@@ -42,6 +45,15 @@ PARTIAL_S = 10.0
 OTHER_PARTS = (
     "this checkpoint is of a run with num_workers=%d, and this trainer has num_workers=%d: a batch has other parts, so what is computed "
     "with all samples of a part (BatchNorm, dropout, losses that compare samples) differs from that run"
+)
+BEGINS_AGAIN = (
+    "the checkpoint is %d batches into an epoch of a %s, whose position it cannot hold: this epoch begins again from its beginning, so "
+    "some samples are used twice. A loader with state_dict and load_state_dict continues"
+)
+NOT_FINITE = (
+    "%s is %s in epoch %d, after %d batches of the call: the loss of a batch was not finite, and the weights may not be either. Pass "
+    "TrainingOptions(on_nonfinite='raise') to end training at the first step whose gradients are not finite, and to see its samples, or "
+    "'skip' to leave out such steps"
 )
 
 
@@ -62,7 +74,8 @@ class TorchReplica(ReplicaBase):
     ) -> None:
         super().__init__(operator, settings, rank_info, control)
         self._opener = Opener(operator, settings, control)
-        self._carrier = make_carrier(operator.device, channels_last=settings.options.channels_last)
+        options = settings.options
+        self._carrier = make_carrier(operator.device, channels_last=options.channels_last, ahead=options.read_ahead)
         operator._parts.calls.control, control.called = control, operator._parts.calls.newest
         operator._keep_batch.position = self._position
         self._partial_at = 0.0
@@ -73,6 +86,7 @@ class TorchReplica(ReplicaBase):
         self._described: dict[str, tuple[Any, LoaderRows]] = {}  # with the loaders
         self.saved_rows: dict[str, list[Any]] = {}  # the part `rows` of the newest state that was loaded
         self._phase: Phase = "train"  # the running call's
+        self._warns_of_loss = False  # in it, if it is not finite
         self._loaded_from = 0  # the number of workers of the group from which a state was loaded; 0 if none was
         for optimizer in operator._parts.optimizers:
             if hasattr(optimizer, "register_step_post_hook"):
@@ -127,6 +141,14 @@ class TorchReplica(ReplicaBase):
 
     # -- results --------------------------------------------------------------------------------------
 
+    def _measured(self, metrics: dict[str, Any]) -> Measured:
+        for name, value in metrics.items() if self._warns_of_loss and metrics.get(NUM_SAMPLES, 1) else ():
+            if "loss" in name and isinstance(value, float) and not math.isfinite(value):
+                logger.warning(NOT_FINITE, name, value, self._position.users_epoch, self._position.call_batches)
+                self._warns_of_loss = False
+                break
+        return super()._measured(metrics)
+
     def _partial_to_report(self) -> Measured | None:
         """Return the partial result. Metrics on a GPU are read only from time to time, because that
         waits for the device."""
@@ -178,6 +200,10 @@ class TorchReplica(ReplicaBase):
         self.operator._parts.precision.forget_skipped()
         self.operator._leave_out.skipped = 0
         self._phase = phase
+        if new_call:
+            self.operator._parts.refuse_unfrozen()
+            own = self.operator._parts.options.on_nonfinite
+            self._warns_of_loss = phase == "train" and own is None and self.rank == 0
         self.operator._monitor.begin()
         self._partial_at, self._partial = time.monotonic() + PARTIAL_S, None
 
@@ -295,6 +321,9 @@ class TorchReplica(ReplicaBase):
         if (source := self._sources.pop("train", None)) is not None:
             source.close()
         self._adopt(state)
+        source = self._sources.get("train")
+        if isinstance(source, LiveSource) and not source.resumable and self.rank == 0 and not self._position.ended:
+            logger.warning(BEGINS_AGAIN, self._position.offset, type(source.loader).__name__)
         keep, saved = self.operator._keep_batch, state.get("parts", self.num_workers)
         if saved != self.num_workers and self.rank == 0 and keep.mode != PER_WORKER:
             logger.warning(OTHER_PARTS, saved, self.num_workers)

@@ -28,6 +28,7 @@ VALUES: list[tuple[dict[str, Any], str]] = [
     ({"parallel": "tensor"}, "parallel must be 'auto', 'ddp', 'fsdp' or None"),
     ({"parallel": "fsdp", "comm_hook": "fp16"}, "comm_hook='fp16' and parallel='fsdp' cannot be combined"),
     ({"parallel": None, "ddp_args": {"static_graph": True}}, "ddp_args are for DistributedDataParallel"),
+    ({"accumulate": 2, "read_ahead": False}, "read_ahead=False and accumulate=2 cannot be combined"),
     ({"parallel": "fsdp", "channels_last": True}, "channels_last=True cannot be combined: FSDP cuts parameters"),
     ({"parallel": "fsdp", "precision": "fp16"}, "use 'fp32' or 'bf16'"),
     ({"precision": "apex", "compile": True}, "Apex replaces functions"),
@@ -168,7 +169,7 @@ def test_every_field_reaches_the_operator() -> None:
         comm_hook="fp16",
     )
     set_here: set[str] = set()
-    for given in (common, TrainingOptions(precision="fp32", parallel="ddp", on_nonfinite="skip")):
+    for given in (common, TrainingOptions(precision="fp32", parallel="ddp", on_nonfinite="skip", read_ahead=False)):
         set_here |= {
             each.name for each in fields(given) if getattr(given, each.name) != getattr(TrainingOptions(), each.name)
         }

@@ -2,13 +2,14 @@
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-from raysgd import TrainingOptions
+from raysgd import ConfigError, TrainingOptions
 from raysgd.torch.wrapping import ModelCalls, ddp_arguments, formatted, rewrap
 from tests.torch.small import Line, inline, operator_of, weights
 
@@ -103,3 +104,14 @@ def test_ddp_arguments_of_register_override_those_of_the_trainer() -> None:
         "bucket_cap_mb": 5,
         "static_graph": True,
     }
+
+
+def test_a_parameter_that_ddp_does_not_know_is_refused_at_the_next_call() -> None:
+    with inline() as trainer:
+        parts = operator_of(trainer)._parts
+        parts.ddp_args, parts.trained = {"bucket_cap_mb": 5}, [parts.models[0].weight]  # as with several workers
+        parts.models[0].bias.requires_grad_(False)
+        trainer.train()
+        parts.models[0].bias.requires_grad_(True)
+        with pytest.raises(ConfigError, match=r"the parameter bias of Linear .*batch_info\['epoch_idx'\] >= 2"):
+            trainer.train()

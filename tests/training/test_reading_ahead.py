@@ -180,6 +180,7 @@ def test_the_next_batch_is_read_before_the_exchange_has_ended(tmp_path: Path) ->
 
 READING_LATER: dict[str, tuple[type, dict[str, Any], TrainingOptions | None]] = {
     "own batches": (OwnBatch, {}, None),
+    "an option": (Operator, {}, TrainingOptions(read_ahead=False)),
     "accumulation": (Operator, {}, TrainingOptions(accumulate=2)),
     "own epoch": (OwnEpoch, {}, None),
     "an assigned method": (Assigned, {}, None),
@@ -193,7 +194,7 @@ READING_LATER: dict[str, tuple[type, dict[str, Any], TrainingOptions | None]] = 
 @pytest.mark.parametrize(
     ("operator", "config", "options"),
     [
-        pytest.param(*case, id=name, marks=[] if name == "own batches" else pytest.mark.more)
+        pytest.param(*case, id=name, marks=[] if name in ("own batches", "an option") else pytest.mark.more)
         for name, case in READING_LATER.items()
     ],
 )

@@ -58,10 +58,10 @@ class CudaCarrier(DeviceCarrier):
         return super().arrived(_each_tensor(copied, claim))
 
 
-def make_carrier(device: torch.device, *, channels_last: bool) -> Carrier:
+def make_carrier(device: torch.device, *, channels_last: bool, ahead: bool = True) -> Carrier:
     if device.type == "cpu" and not channels_last:
         return Carrier()
-    kind = CudaCarrier if device.type == "cuda" else DeviceCarrier
+    kind = CudaCarrier if device.type == "cuda" and ahead else DeviceCarrier
     return kind(device, channels_last=channels_last)
 
 

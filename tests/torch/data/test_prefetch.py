@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import TrainingOptions
 from raysgd.torch.data import prefetch
-from raysgd.torch.data.prefetch import CudaCarrier, make_carrier
+from raysgd.torch.data.prefetch import CudaCarrier, DeviceCarrier, make_carrier
 from raysgd.training.feed import Carrier, Reader
 from raysgd.training.step import Drawn
 from tests.torch.small import Line, inline
@@ -155,3 +155,8 @@ def test_cuda_uses_a_stream_and_gets_the_right_numbers() -> None:
     for number, each in enumerate(iter(arrived.read, None)):
         assert each.batch.device == device and each.batch.is_contiguous(memory_format=torch.channels_last)
         assert float(each.batch.sum()) == number * each.batch.numel()
+
+
+def test_without_reading_ahead_batches_are_sent_when_they_are_needed() -> None:
+    carrier = make_carrier(torch.device("cuda"), channels_last=False, ahead=False)
+    assert type(carrier) is DeviceCarrier and not carrier.ahead
