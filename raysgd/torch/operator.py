@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from raysgd.constants import NUM_SAMPLES, NUM_STEPS, SCHEDULER_STEP_BATCH, STEPPED_BY_TRAINER, USE_FP16
@@ -60,6 +61,11 @@ NO_LOSS = (
 )
 
 logger = logging.getLogger("raysgd")
+
+NOT_REGISTERED = (
+    "setup sets self.%s to a %s that is not registered, so raysgd does not step it, and checkpoints and replacement workers lack it: "
+    "self.register(..., schedulers=self.%s), with the trainer's argument scheduler_step_freq"
+)
 
 
 class TrainingOperator(Stepping):
@@ -124,6 +130,7 @@ class TrainingOperator(Stepping):
         self._keep_batch = KeepBatch(self, buffers, why)
         self.setup(self._config)
         self._refuse_taken_names()
+        self._warn_of_schedulers()
         self._policies = Policies(self._make_policies(settings, buffers))
         self._feed = NoFeed(self._policies)
 
@@ -165,6 +172,14 @@ class TrainingOperator(Stepping):
                     f"setup sets self.{name} to {shown(value, 40)}, and {name} is a method of TrainingOperator, which training calls: "
                     "give the attribute another name"
                 )
+
+    def _warn_of_schedulers(self) -> None:
+        """Warn if `setup` has created a scheduler that it has not registered."""
+        registered = self._parts.schedulers
+        known = {id(part) for each in registered for part in (each, *getattr(each, "_schedulers", ()))}
+        for name, value in vars(self).items():
+            if isinstance(value, LRScheduler) and id(value) not in known:
+                self._warn_once(NOT_REGISTERED, name, type(value).__name__, name)
 
     @property
     def _in_pieces(self) -> bool:
