@@ -108,4 +108,5 @@ class EarlyStopping(Callback):
             self.wants_stop, self._waited = True, 0
             mode, best = "min" if self._sign == 1 else "max", "none" if self.best is None else f"{self.best:.4g}"
             results = counted(self._patience, "result")
-            self.stop_reason = f"{self._metric} has not improved for {results} (mode={mode!r}, best value {best})"
+            by = f" by more than {self._delta:g}" if self._delta else ""
+            self.stop_reason = f"{self._metric} has not improved{by} for {results} (mode={mode!r}, best value {best})"

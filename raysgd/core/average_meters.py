@@ -157,6 +157,11 @@ class AverageMeterCollection:
                 result.setdefault(name, value.cpu() if _is_tensor(value) else value)
         return result
 
+    @property
+    def mixed(self) -> list[str]:
+        """Return the metrics that were numbers in some batches only, and not None in the others."""
+        return [name for name, value in self._others.items() if name in self._meters and value is not None]
+
     def _update_one(self, name: str, value: Any, n: float) -> None:
         number, n = _weighted(name, value, n) if type(value) is tuple else (_number(value, name), n)
         if name not in self._meters and name not in self._others:

@@ -152,9 +152,10 @@ def _folded(stack: Sequence[str]) -> list[str]:
     """Return the innermost frame and the user's ones, and how many of libraries are between them;
     without frames of the user, the innermost ones."""
     frames = _within(stack)
-    own = [index for index, frame in enumerate(frames) if index and is_user_frame(frame)][:SHOWN_FRAMES]
+    own = [index for index, frame in enumerate(frames) if is_user_frame(frame)][:SHOWN_FRAMES]
     if not own:
         return frames[:SHOWN_FRAMES]
+    own = own[1:] if own[0] == 0 else own
     shown = frames[:1]
     for before, index in pairwise((0, *own)):
         shown += [f"[{counted(index - before - 1, 'frame')} of libraries]"] if index - before > 1 else []

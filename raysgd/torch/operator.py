@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from importlib import import_module
@@ -12,6 +13,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from raysgd.constants import NUM_SAMPLES, NUM_STEPS, SCHEDULER_STEP_BATCH, STEPPED_BY_TRAINER, USE_FP16
@@ -68,6 +70,15 @@ EVAL_MODE = (
 )
 
 logger = logging.getLogger("raysgd")
+
+NOT_FINITE = (
+    "%s is not finite in this call, and a weight that is NaN stays so. TrainingOptions(on_nonfinite='raise') names the first such "
+    "step, and 'skip' leaves it out; load() a checkpoint from before it"
+)
+NOT_REGISTERED = (
+    "setup sets self.%s to a %s that is not registered, so raysgd does not step it, and checkpoints and replacement workers lack it: "
+    "self.register(..., schedulers=self.%s), with the trainer's argument scheduler_step_freq"
+)
 
 
 class TrainingOperator(Stepping):
@@ -136,6 +147,7 @@ class TrainingOperator(Stepping):
         self._refuse_taken_names()
         self._parts.keep_modes()
         self._warn_of_eval_mode()
+        self._warn_of_schedulers()
         self._policies = Policies(self._make_policies(settings))
         self._feed = NoFeed(self._policies)
 
@@ -188,6 +200,14 @@ class TrainingOperator(Stepping):
         for model in self._parts.wrapped:
             if not model.training and any(id(each) in stepped for each in model.parameters()):
                 self._warn_once(EVAL_MODE, type(self.unwrapped(model)).__name__)
+
+    def _warn_of_schedulers(self) -> None:
+        """Warn if `setup` has created a scheduler that it has not registered."""
+        registered = self._parts.schedulers
+        known = {id(part) for each in registered for part in (each, *getattr(each, "_schedulers", ()))}
+        for name, value in vars(self).items():
+            if isinstance(value, LRScheduler) and id(value) not in known:
+                self._warn_once(NOT_REGISTERED, name, type(value).__name__, name)
 
     def _make_guard(self, settings: TorchSettings) -> LeaveOut:
         own, options = bool(self._overrides("skip_step")), settings.options
@@ -481,6 +501,15 @@ class TrainingOperator(Stepping):
         """Return which of these methods the user has changed, in a class or on the object."""
         own = [name for name in names if getattr(type(self), name) is not getattr(TrainingOperator, name)]
         return own or [name for name in names if name in vars(self)]
+
+    def _summary(self) -> dict[str, Any]:
+        """Warn of a loss that is not finite, too, unless an option acts on such steps."""
+        found = super()._summary()
+        losses = [name for name in found if "loss" in name and not name.startswith("last_")]
+        bad = [name for name in losses if isinstance(found[name], float) and not math.isfinite(found[name])]
+        if bad and not self._leave_out.on:
+            self._warn_once(NOT_FINITE, ", ".join(bad))
+        return found
 
     @property
     def _batches_per_step(self) -> int:

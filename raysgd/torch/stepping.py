@@ -16,6 +16,11 @@ from raysgd.torch.wrapping import Exchange
 from raysgd.training.operator_base import OperatorBase
 from raysgd.training.settings import ReplicaSettings
 
+NOT_CLEARED = (
+    "the second step adds its gradients to those of the first one, which were not cleared: call self.zero_grad() before "
+    "self.backward(loss), in each step"
+)
+
 
 class Stepping(OperatorBase):
     """The part of torch's operators that makes steps."""
@@ -26,6 +31,7 @@ class Stepping(OperatorBase):
     def __init__(self, config: dict[str, Any] | None, settings: ReplicaSettings, rank_info: RankInfo | None) -> None:
         super().__init__(config, settings, rank_info)
         self._in_own_step = self._own_step_made = False  # whether `self.step` runs an optimizer's, and it was made
+        self._clears: bool | None = None  # whether gradients are cleared between steps; None before the first one
         self._counted: Any = None  # by the default `train_batch`, for the backward pass that it begins
 
     def backward(self, loss: torch.Tensor, optimizer: Any = None, *, count: Any = None, loss_id: int = 0) -> None:
@@ -37,6 +43,8 @@ class Stepping(OperatorBase):
         samples: a number, or a tensor of one. The step's gradient is then the mean over those of
         all batches and workers. Pass it in every call, or in none."""
         step, weigh = self._feed.step, self._weigh
+        if self._clears is False:
+            self._look_for_gradients()
         count = step.count = self._counted if count is None else count
         for policy in step.policies.weighted:
             loss = policy(step, loss)
@@ -75,7 +83,19 @@ class Stepping(OperatorBase):
             self._in_own_step = False
         if not self._own_step_made and step.outcome == "open":  # by a gradient scaler
             step.outcome = "skipped"
+        self._clears = bool(self._clears)
         return self._own_step_made
+
+    def _look_for_gradients(self) -> None:
+        """Warn if the backward pass of the second step begins with the gradients of the first
+        one."""
+        self._clears, optimizers = True, self._parts.optimizers
+        if len(optimizers) > 1 or self._feed.step.place > 0 or self._parts.options.parallel == "fsdp":
+            return
+        for parameter in (each for group in optimizers[0].param_groups for each in group["params"]):
+            if parameter.grad is not None and not parameter.grad.is_sparse and bool(parameter.grad.any()):
+                self._warn_once(NOT_CLEARED)
+                return
 
     def zero_grad(self, optimizer: Any = None) -> None:
         """Clear the gradients of one `optimizer`, or of all. Do nothing after the first batch of an

@@ -205,6 +205,10 @@ class EpochLoops:
                 if number == self._loop:
                     self._rows_before = None
             self._done = epoch
+            if not self._calls and epoch == done + 1:
+                logger.warning(
+                    "the body of the loop over trainer.epochs() has not called train(), so nothing was trained"
+                )
             script = {**self._script(), "made": None}
             stops = self._stop()
             self._after_body(rows_before, script, last=stops or epoch == count)

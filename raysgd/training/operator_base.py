@@ -30,6 +30,7 @@ SEVERAL = (
     "raysgd averages single numbers only, and these metrics have several: %s. The result has what rank 0 returned for its last batch. "
     "Return each number under a name of its own, or register a TorchMetrics object"
 )
+MIXED = "these metrics were no numbers in some batches, which their means leave out: %s. Return a number, or None, in each batch"
 NO_SAMPLES = (
     "num_samples was 0 in all batches of rank 0. So none of them counts in the means. Return how many samples a batch has, or leave "
     "num_samples out"
@@ -381,6 +382,8 @@ class OperatorBase:
         found = dict(self._meter.summary())
         shapes = {name: getattr(value, "shape", ()) for name, value in found.items()}
         several = [name for name, shape in shapes.items() if isinstance(shape, tuple) and math.prod(shape) != 1]
+        if mixed := self._meter.mixed:
+            self._warn_once(MIXED, ", ".join(mixed))
         if several:
             self._warn_once(SEVERAL, ", ".join(several))
         if found[BATCH_COUNT] and not found[NUM_SAMPLES]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import math
 import re
 import subprocess
@@ -97,10 +98,12 @@ def quick_start(interpreter: str) -> Iterator[dict[str, Any]]:
     that cluster start its workers with this interpreter. Yield the settings to pass to it as
     `_system_config`.
 
-    Left out are the autoscaler, and the server of the dashboard, which otherwise starts even
-    without the dashboard, and for which `ray.init` waits."""
+    Ray's line that this cluster has a token is not shown. Left out are the autoscaler, and the
+    server of the dashboard, which otherwise starts even without the dashboard, and for which
+    `ray.init` waits."""
     from ray._private import node, services
 
+    logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
     names = (
         (services, "start_api_server", lambda *a, **k: (None, None)),
         (node.Node, "start_monitor", lambda self: None),

@@ -88,6 +88,8 @@ def test_the_log_says_why_the_loop_ended(caplog: pytest.LogCaptureFixture) -> No
         "EarlyStopping ends the loop over epochs: score has not improved for 2 results (mode='min', best value 1)"
         in caplog.messages
     )
+    epochs_until_stop(EarlyStopping("score", patience=1, min_delta=3))
+    assert "score has not improved by more than 3 for 1 result (mode='min', best value 3)" in caplog.text
     caplog.clear()
     epochs_until_stop(EarlyStopping("unknown"))
     assert caplog.messages == ["EarlyStopping('unknown') had no effect, because no result had this metric"]

@@ -102,6 +102,8 @@ def test_a_description_shows_the_users_lines_behind_those_of_libraries() -> None
         "[1 frame of libraries]",
         caller,
     ]
+    users_alone = describe_rank(RankReport(rank=0, stack=(users, f"{PACKAGE}/training/step.py:3 g"))).splitlines()
+    assert [line.strip() for line in users_alone[1:]] == [users]
     assert describe_rank(RankReport(rank=0, stack=tuple(torch))).count("\n") == 6
 
 

@@ -1,5 +1,6 @@
 """Typical mistakes: none is silent, and each message says what was passed, what is allowed and what to do."""
 
+import math
 import threading
 import traceback
 from collections.abc import Callable
@@ -367,6 +368,53 @@ def test_a_collective_call_on_one_worker_says_what_to_write() -> None:
         trainer.train()
     notes = getattr(caught.value, "__notes__", [])
     assert "Guard yours with `if self.world_size > 1`" in "".join(notes) or not hasattr(caught.value, "add_note")
+
+
+class Keeping(Line):
+    """Its batches are those of a user who has forgotten one of the calls."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        super().setup(config)
+        if "decays" in config:
+            self.decay = torch.optim.lr_scheduler.StepLR(self.optimizer, 1)
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        x, y = batch
+        if "clears" in self.config:
+            self.zero_grad()
+        loss = self.criterion(self.model(x), y)
+        self.backward(loss)
+        self.step()
+        return {"train_loss": self.config.get("loss", loss.detach()) if batch_info["batch_idx"] else loss.detach()}
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({}, "adds its gradients to those of the first one, which were not cleared"),
+        ({"clears": True}, ""),
+        ({"clears": True, "loss": "a text"}, "no numbers in some batches, which their means leave out: train_loss."),
+        ({"clears": True, "loss": None}, ""),
+        ({"clears": True, "loss": math.nan}, "train_loss is not finite in this call"),
+        ({"clears": True, "decays": True}, "setup sets self.decay to a StepLR that is not registered"),
+    ],
+)
+def test_what_is_forgotten_is_named_once(
+    config: dict[str, Any], message: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with inline(Keeping, config=config) as trainer:
+        trainer.train()
+        trainer.train()
+    assert len(caplog.messages) == bool(message) and message in "".join(caplog.messages)
+
+
+def test_a_loop_that_does_not_train_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    with inline(Line) as trainer:
+        for _ in trainer.epochs(3):
+            trainer.validate()
+        for _ in trainer.epochs(2):
+            trainer.train()
+    assert len(caplog.messages) == 1 and "has not called train(), so nothing was trained" in caplog.messages[0]
 
 
 def test_batchnorm_with_one_row_says_how_to_avoid_it() -> None:
