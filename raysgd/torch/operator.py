@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from importlib import import_module
@@ -71,10 +70,6 @@ EVAL_MODE = (
 
 logger = logging.getLogger("raysgd")
 
-NOT_FINITE = (
-    "%s is not finite in this call, and a weight that is NaN stays so. TrainingOptions(on_nonfinite='raise') names the first such "
-    "step, and 'skip' leaves it out; load() a checkpoint from before it"
-)
 NOT_REGISTERED = (
     "setup sets self.%s to a %s that is not registered, so raysgd does not step it, and checkpoints and replacement workers lack it: "
     "self.register(..., schedulers=self.%s), with the trainer's argument scheduler_step_freq"
@@ -501,15 +496,6 @@ class TrainingOperator(Stepping):
         """Return which of these methods the user has changed, in a class or on the object."""
         own = [name for name in names if getattr(type(self), name) is not getattr(TrainingOperator, name)]
         return own or [name for name in names if name in vars(self)]
-
-    def _summary(self) -> dict[str, Any]:
-        """Warn of a loss that is not finite, too, unless an option acts on such steps."""
-        found = super()._summary()
-        losses = [name for name in found if "loss" in name and not name.startswith("last_")]
-        bad = [name for name in losses if isinstance(found[name], float) and not math.isfinite(found[name])]
-        if bad and not self._leave_out.on:
-            self._warn_once(NOT_FINITE, ", ".join(bad))
-        return found
 
     @property
     def _batches_per_step(self) -> int:
