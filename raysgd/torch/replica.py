@@ -213,7 +213,12 @@ class TorchReplica(ReplicaBase):
         loaders = {name: each.state_for_peers() if for_peers else each.state() for name, each in open_now.items()}
         known = self.rows_of(*self.data_names)
         rows = {name: [each.units, each.indices] for name, each in known.items() if each.indices}
-        return {**self._positions(), **loaders, **({"rows": rows} if rows else {})}
+        trained = {"trained": [each.requires_grad for each in self._parameters]} if for_peers else {}
+        return {**self._positions(), **loaders, **({"rows": rows} if rows else {}), **trained}
+
+    @property
+    def _parameters(self) -> list[torch.nn.Parameter]:
+        return [each for model in self.operator._parts.models for each in model.parameters()]
 
     def _state_for_peers(self) -> dict[str, Any]:
         return self.full_state(for_peers=True)
@@ -255,6 +260,9 @@ class TorchReplica(ReplicaBase):
     def _take(self, state: dict[str, Any]) -> None:
         self.undefined = True  # an error may follow, and this rank must not pass on what it has then
         self._adopt(state)
+        for parameter, trained in zip(self._parameters, state.get("trained", ()), strict=False):
+            if parameter.requires_grad != trained:  # user code has frozen some since `setup`
+                parameter.requires_grad_(trained)
         if (position := state.get("validation_loader")) is not None:
             self._sources["validation"] = self._open_source(self.operator._parts.validation_loader, "validation")
             self._sources["validation"].load(position)
