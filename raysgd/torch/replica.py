@@ -244,7 +244,12 @@ class TorchReplica(ReplicaBase):
         known = self.rows_of(*self.data_names)
         rows = {name: [each.units, each.indices] for name, each in known.items() if each.indices}
         found = {**self._positions(), "parts": self.num_workers, **self.operator._part_states.state(), **loaders}
-        return {**found, "rows": rows} if rows else found
+        trained = {"trained": [each.requires_grad for each in self._parameters]} if for_peers else {}
+        return {**found, **({"rows": rows} if rows else {}), **trained}
+
+    @property
+    def _parameters(self) -> list[torch.nn.Parameter]:
+        return [each for model in self.operator._parts.models for each in model.parameters()]
 
     def _state_for_peers(self) -> dict[str, Any]:
         return self.full_state(for_peers=True)
@@ -292,6 +297,9 @@ class TorchReplica(ReplicaBase):
     def _take(self, state: dict[str, Any]) -> None:
         self.undefined = True  # an error may follow, and this rank must not pass on what it has then
         self._adopt(state)
+        for parameter, trained in zip(self._parameters, state.get("trained", ()), strict=False):
+            if parameter.requires_grad != trained:  # user code has frozen some since `setup`
+                parameter.requires_grad_(trained)
         if (position := state.get("validation_loader")) is not None:
             self._sources["validation"] = self._open_source(self.operator._parts.validation_loader, "validation")
             self._sources["validation"].load(position)

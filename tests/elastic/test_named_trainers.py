@@ -673,9 +673,15 @@ CHANGING = OPERATOR + textwrap.dedent(
 
     class Scheduled(Line):
         def setup(self, config):
-            super().setup(config)
-            plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(self.optimizer, factor=0.1, patience=0)
-            self.register(models=self.model, optimizers=self.optimizer, schedulers=plateau, criterion=self.criterion)
+            model = nn.Linear(1, 1)
+            nn.init.zeros_(model.weight), nn.init.zeros_(model.bias)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+            plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.1, patience=0)
+            self.model, self.optimizer, self.criterion, _ = self.register(
+                models=model, optimizers=optimizer, schedulers=plateau, criterion=nn.MSELoss()
+            )
+            x = torch.linspace(-1, 1, 480).unsqueeze(1)
+            self.register_data(train_loader=DataLoader(TensorDataset(x, 2 * x + 5), batch_size=8, shuffle=False))
 
     def halve(operator, ends):
         operator.optimizer.param_groups[0]["lr"] *= 0.5

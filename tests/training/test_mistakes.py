@@ -395,7 +395,7 @@ class Keeping(Line):
         ({"clears": True}, ""),
         ({"clears": True, "loss": "a text"}, "no numbers in some batches, which their means leave out: train_loss."),
         ({"clears": True, "loss": None}, ""),
-        ({"clears": True, "loss": math.nan}, "train_loss is nan in epoch 1"),
+        ({"clears": True, "loss": math.nan}, "train_loss is nan in epoch"),
         ({"clears": True, "decays": True}, "setup sets self.decay to a StepLR that is not registered"),
     ],
 )

@@ -22,9 +22,10 @@ class Plateau(Noisy):
     """The rate is halved by each update that is not better than the one before."""
 
     def setup(self, config: dict[str, Any]) -> None:
-        super().setup(config)
-        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(self.optimizer, factor=0.5, patience=0)
-        self._parts.schedulers = [plateau]
+        def plateau(optimizer: Any) -> Any:
+            return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+
+        super().setup({**config, "scheduler": plateau})
 
 
 def halve(operator: Any) -> float:

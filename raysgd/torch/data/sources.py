@@ -36,7 +36,7 @@ from raysgd.torch.data.sampling import (
 )
 from raysgd.torch.foreign import end_processes, live_iterator
 from raysgd.training.position import Position
-from raysgd.training.seeding import Places
+from raysgd.training.seeding import Places, derived_seed
 from raysgd.training.step import Drawn
 
 ENDED_EARLY = (
@@ -105,6 +105,8 @@ class PlannedSource(BatchSource):
         self._seed = torch.initial_seed()
         self.order: Order = range(0)
         self._recipe: Recipe | None = None  # of the order, if all ranks have drawn it from that
+        self._begun: tuple[int, list[torch.Tensor]] | None = None  # the newest epoch, and the generators before it
+        self._orders: int | None = None  # what the orders are drawn from in a process that has joined a run
         self._open: tuple[tuple[RankInfo, int], int, Generator[Drawn]] | None = None
 
     def begin(self, epoch: int, rank_info: RankInfo, shared: bool) -> None:
@@ -112,7 +114,15 @@ class PlannedSource(BatchSource):
         its own sampler, so that their random states stay equal and any of them can become rank
         0."""
         super().begin(epoch, rank_info, shared)
-        order, recipe = epoch_order(self.loader)
+        generators = [torch.default_generator, *random_sources(self.loader)]
+        if self._begun is not None and self._begun[0] == epoch:  # a failure has ended the first try
+            for generator, before in zip(generators, self._begun[1], strict=True):
+                generator.set_state(before)
+        self._begun = epoch, [generator.get_state() for generator in generators]
+        with torch.random.fork_rng(devices=[], enabled=self._orders is not None):
+            if self._orders is not None:
+                torch.default_generator.manual_seed(derived_seed(self._orders, epoch))
+            order, recipe = epoch_order(self.loader)
         self.order, self._recipe = order, None
         if shared and rank_info.world_size > 1 and not isinstance(order, range):
             self.order, self._recipe = agree(order, recipe, first=rank_info.world_rank == 0)
@@ -125,11 +135,18 @@ class PlannedSource(BatchSource):
 
     def state_for_peers(self) -> dict[str, Any]:
         """Return the state with the order's recipe, if it has one, in place of the order: with
-        millions of samples, a snapshot after a short call would copy and send many MB."""
-        return self.state() if self._recipe is None else {**self.state(), "order": None, "recipe": self._recipe}
+        millions of samples, a snapshot after a short call would copy and send many MB. A new
+        process, whose generators are young, draws further orders from what these were drawn
+        from."""
+        orders = torch.initial_seed() if self._orders is None else self._orders
+        drawn = {} if self._places is not None or random_sources(self.loader) else {"orders": orders}
+        recipe = {} if self._recipe is None else {"order": None, "recipe": self._recipe}
+        return {**self.state(), **drawn, **recipe}
 
     def load(self, state: dict[str, Any]) -> None:
         super().load(state)
+        self._orders = state.get("orders") if self._begun is None else self._orders
+        self._begun = -1, []
         recipe, order = state.get("recipe"), state.get("order")
         if isinstance(recipe, Recipe):  # never from a file
             order = self.order if recipe == self._recipe else recipe.order()
