@@ -34,7 +34,7 @@ TOLERANCE = 1e-3  # of the norm of all weights, or of a sample's: what rounding 
 NOT_MEASURED = (
     "That needs a train_batch that calls self.backward(loss), and a DataLoader of a data set with __getitem__"
 )
-SEED_ALL = "Seed all random numbers that decide which samples a step has"
+UNEQUAL = "Write in train_batch what the log asks for, if it does, and seed all random numbers"
 OF_THE_DRILL = ("growth", "shrink")  # the changes that it makes itself
 LOST = "Return it from state_dict(), and restore it in load_state_dict(); or pass --ignore {}"
 
@@ -196,7 +196,7 @@ def judge_samples(calm: Trained, alone: Trained, struck: Trained) -> Finding:
     if not (calm.entered.any() and struck.entered.any()):
         return Finding("samples", f"{text}; which ones was not measured", NOT_MEASURED, fails=False)
     if ((alone.entered - calm.entered).abs() > least).any():
-        return Finding("samples", f"{text}; which ones depends on the workers or on chance", SEED_ALL, fails=False)
+        return Finding("samples", f"{text}; which ones depends on the workers or on chance", UNEQUAL, fails=False)
     differ = {"lost": calm.entered - struck.entered > least, "doubled": struck.entered - calm.entered > least}
     rows = [f"{how} {shown(each.nonzero().flatten().tolist())}" for how, each in differ.items() if each.any()]
     return Finding("samples", f"{text}, but {'; '.join(rows)}" if rows else f"{text}, each as often", todo * bool(rows))
@@ -207,8 +207,7 @@ def judge_weights(apart: float, natural: float) -> Finding:
     text = f"the difference to those without faults is {apart:.1g} of their norm"
     if natural > TOLERANCE:
         text += f", and on one worker, without faults, {natural:.1g}: they depend on the workers or on chance"
-        todo = "Switch off dropout, BatchNorm, augmentation and bf16 for the drill, and seed all random numbers"
-        return Finding("weights", text, todo, fails=False)
+        return Finding("weights", text, UNEQUAL, fails=False)
     todo = "Return what influences training from state_dict(), and let the errors of collective calls pass"
     return Finding("weights", text, todo if apart > TOLERANCE else "")
 

@@ -27,7 +27,7 @@ class Witness(nn.Module):
         """Return 0, whose gradient at each of these rows is its weight, by default an equal one."""
         found = self.entered[torch.as_tensor(rows).to(self.entered.device) % len(self.entered)]
         given = torch.full_like(found, 1 / len(found)) if weights is None else weights
-        return ((found - found.detach()) * given.to(found)).sum()
+        return (found - found.detach()) @ given.to(found)
 
 
 class Enter(Policy):

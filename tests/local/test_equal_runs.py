@@ -33,7 +33,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "two optimizers in turn": {"optimizer": "in turn"},
 }
 SLOW: dict[str, dict[str, Any]] = {
-    "augmentation in loader processes": {"augments": "processes"},
+    "augmentation in loader processes": {"augments": "processes", "model": "dropout"},
     "torch.compile": {"compile": {"backend": "aot_eager"}},
 }
 KILLS = tuple(

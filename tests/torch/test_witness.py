@@ -101,7 +101,7 @@ def run(
 
 CASES: list[tuple[type[TrainingOperator], dict[str, Any]]] = [
     *((Curve, given) for given in ({}, {"accumulate": 2}, {"clip_norm": 0.01}, {"precision": "fp16"})),
-    *((Two, given) for given in ({}, {"accumulate": 2})),
+    *((Two, given) for given in ({}, {"accumulate": 2}, {"clip_norm": 0.01})),
 ]
 
 
