@@ -104,29 +104,29 @@ class KeepBuffers(Policy):
         """Give all ranks the buffers of rank 0."""
         self._sent = True
         self._take_first()
-        if not (self._parts.shares_buffers and dist.is_initialized() and dist.get_world_size() > 1):
-            return
         if self._shared is None:
-            self._agree()
+            shares = self._parts.shares_buffers and dist.is_initialized() and dist.get_world_size() > 1
+            self._shared = self._agreed() if shares else []
         elif held := buffers_at(self._shared):
             self._send_together(held)
 
-    def _agree(self) -> None:
+    def _agreed(self) -> list[Place]:
         """Agree on the buffers that are sent in this generation: what some rank restores. All ranks
-        have those of SyncBatchNorm."""
+        have those of SyncBatchNorm. Send them for the first time."""
         every = self._all()
         own = self._found() if self._places is None else self._places
         names = [every[each] for each in own if each in every and not isinstance(each[0], nn.SyncBatchNorm)]
         wanted = {name for other in gathered_objects(names, self._parts.calls.control) for name in other}
         wanted -= self._parts.own_buffers()
-        self._shared = [place for place, name in every.items() if name in wanted]
+        shared = [place for place, name in every.items() if name in wanted]
         if self._places is not None:
-            self._places = list(dict.fromkeys([*self._places, *self._shared]))
-        if wanted:
-            found = ((every[place], _held(place)) for place in self._shared)
+            self._places = list(dict.fromkeys([*self._places, *shared]))
+        if shared:
+            found = ((every[place], _held(place)) for place in shared)
             held = {name: each for name, each in found if each is not None}
             with unnoticed(held.values()):
                 broadcast(held, self._parts.calls.control)
+        return shared
 
     def _send_together(self, held: list[torch.Tensor]) -> None:
         if len(held) != len(self._held) or not all(map(is_, held, self._held)):
