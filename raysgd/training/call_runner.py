@@ -263,7 +263,7 @@ def _plain(result: Mapping[str, Any]) -> dict[str, Any]:
 
 def _by_worker(parts: Sequence[PartialResults]) -> list[dict[str, Any]]:
     """Return each worker's own results, generation by generation. Parts between which the same
-    workers only paused, to save a checkpoint, are one."""
+    workers only stopped, and no change was made, are one."""
     rows: list[dict[str, Any]] = []
     for _, group in itertools.groupby(parts, key=lambda part: part.generation):
         values = [[metrics.merge_part([value]) for value in part.values] for part in group]

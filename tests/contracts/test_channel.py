@@ -71,7 +71,7 @@ from raysgd.workers.control_client import ControlClient, brief
 from raysgd.workers.control_server import UNADMITTED_AT_MOST, ControlServer
 from raysgd.workers.events import CallEnded, MessageReceived, PartReceived, WorkerEnded, WorkerStarted
 from raysgd.workers.replica_host import ReplicaHost
-from raysgd.workers.transfer import Giving, Transfer, take
+from raysgd.workers.transfer import Giving, Transfer, ask, take
 from tests.traffic import Events, Tap
 
 REPORT = FunctionReport("report", run=1, attempt=2, rank=3, metrics_size=3, has_checkpoint=False)
@@ -586,6 +586,16 @@ def test_a_transfer_that_has_ended_ends_its_connections_at_once(channel: Channel
             with pytest.raises(ConnectionError):
                 Giving(tap.address, "a", name).send(b"state")
         assert len(tap.connections) == 4, "the worker does not try again"
+
+
+def test_questions_are_answered_until_the_transfer_ends(channel: Channel, transfer: Transfer) -> None:
+    transfer.answer = lambda question: question + 1
+    with ThreadPoolExecutor() as pool:
+        answers = [pool.submit(ask, channel.address, name, transfer.name, each) for each, name in enumerate("abc")]
+        assert [each.result() for each in answers] == [1, 2, 3]
+    transfer.close()
+    with pytest.raises(ConnectionError):
+        ask(channel.address, "a", transfer.name, 1)
 
 
 @pytest.mark.parametrize("size", [0, 1, 9_000_000])

@@ -18,7 +18,7 @@ def left(rank: int, *parts: tuple[int, Outcome], call: int = 7) -> Left:
 
 
 def test_parts_that_ranks_have_trained_together_are_one() -> None:
-    """They paused once in generation 3, and a third rank joined in generation 4, whose last part had ended on one rank."""
+    """They stopped once in generation 3, and a third rank joined in generation 4, whose last part had ended on one rank."""
     ranks = [
         left(0, (3, measured(2, 4, 8.0)), (3, measured(1, 2, 2.0)), (4, measured(5, 10, 1.0))),
         left(1, (3, measured(2, 4, 4.0)), (3, measured(1, 2, 2.0)), (4, measured(5, 10, 1.0, ended=True))),

@@ -227,7 +227,7 @@ def test_without_snapshots_a_loaded_state_is_lost_with_all_workers(make: Make, t
 
 @pytest.mark.parametrize("all_die", [False, True])
 def test_a_worker_that_is_killed_during_a_save_within_an_epoch(make: Make, tmp_path: Path, all_die: bool) -> None:
-    """The save is a call within the call of `train`. If all workers die in it, new ones begin at the snapshot."""
+    """It copies its state between two batches. If all workers die there, new ones begin at the snapshot."""
     checkpoints = AutoCheckpoint(path=tmp_path / "saves", every=4)
     ground = make(num_workers=2, config={"samples": 80}, checkpoints=checkpoints)
     ground.arm(Fault(0, 5, where="save", others=(1,) if all_die else ()))  # before the fifth batch

@@ -30,6 +30,7 @@ from raysgd.engine.worker_table import Leaver, WorkerInfo, WorkerTable
 from raysgd.training import loading
 from raysgd.training.position import Position
 from raysgd.training.step import Step
+from raysgd.training.within_call import Contents
 from raysgd.workers.control_client import ControlClient
 from raysgd.workers.events import WorkerEnded
 from raysgd.workers.replica_host import ReplicaHost
@@ -440,6 +441,11 @@ def count_work_that_is_redone(patch: Patch) -> None:
 @mutant
 def count_metrics_of_an_earlier_call(patch: Patch) -> None:
     patch.setattr(WorkerTable, "begin_run", lambda self, worker, method: None)
+
+
+@mutant
+def save_without_what_earlier_parts_have_measured(patch: Patch) -> None:
+    patch.setattr(Contents, "call", property(lambda self: self.part))
 
 
 # -- confirmations, numbers and comparisons -----------------------------------------------------------
