@@ -120,15 +120,7 @@ class TrainingOperator(Stepping):
             self._whole = WholeGradients(self._parts, sharded=settings.options.parallel == "fsdp")
         self._rates = None if rule is None else Rates(lambda: scaling(rule, self.world_size, usual))
         self._profiler = None if settings.profiler is None else Profiler(settings.profiler)
-        averages_gradients = settings.distributed and settings.options.parallel is not None
-        self._exact = averages_gradients and settings.options.gradients == "samples"
-        against = "gradients='ranks'" if averages_gradients else "parallel=None on several workers"
-        refused = against if settings.distributed and not self._exact else ""
-        # Where training a batch again would repeat more than a default method does.
-        travel = settings.options.accumulate > 1 or bool(self._overrides("train_epoch", "train_batch", "backward"))
-        self._weigh = Weigh(
-            self._parts, lambda: self._rank_info.world_size, exact=self._exact, refused=refused, travel=travel
-        )
+        self._weigh = self._make_weigh(settings)
         own: Any = type(self).metrics  # which can be an attribute of older code, and not the hook
         self._metrics_hook = own if callable(own) else TrainingOperator.metrics
         self._has_metrics = self._metrics_hook is not TrainingOperator.metrics
@@ -145,6 +137,15 @@ class TrainingOperator(Stepping):
         self._warn_of_schedulers()
         self._policies = Policies(self._make_policies(settings))
         self._feed = NoFeed(self._policies)
+
+    def _make_weigh(self, settings: TorchSettings) -> Weigh:
+        averages_gradients = settings.distributed and settings.options.parallel is not None
+        self._exact = exact = averages_gradients and settings.options.gradients == "samples"
+        against = "gradients='ranks'" if averages_gradients else "parallel=None on several workers"
+        refused = against if settings.distributed and not exact else ""
+        # Where training a batch again would repeat more than a default method does.
+        travel = settings.options.accumulate > 1 or bool(self._overrides("train_epoch", "train_batch", "backward"))
+        return Weigh(self._parts, lambda: self._rank_info.world_size, exact=exact, refused=refused, travel=travel)
 
     def _make_policies(self, settings: TorchSettings) -> list[Policy]:
         """Return what takes part in steps, in the order in which it acts."""

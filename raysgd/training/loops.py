@@ -17,6 +17,11 @@ from raysgd.training.within_call import Contents, Schedule, WithinCall
 
 logger = logging.getLogger("raysgd")
 
+NO_EPOCHS = (
+    "loop %d over trainer.epochs() has no epochs left: training was in loop %d when the script ended. Each call of trainer.epochs() "
+    "begins a loop, also if a notebook's cell is run again"
+)
+NOT_TRAINED = "the body of the loop over trainer.epochs() has not called train(), so nothing was trained"
 NOT_FINITE = (
     "training resumes from %s, whose loss or score was not finite: to continue from an older one, load() it in a new run with "
     "another path"
@@ -185,12 +190,7 @@ class EpochLoops:
         if saved is not None and number == saved.loop:
             self._warn_of_old_schedule(count)
         if saved is not None and number < saved.loop:
-            logger.warning(
-                "loop %d over trainer.epochs() has no epochs left: training was in loop %d when the script ended. Each call of "
-                "trainer.epochs() begins a loop, also if a notebook's cell is run again",
-                number,
-                saved.loop,
-            )
+            logger.warning(NO_EPOCHS, number, saved.loop)
         for epoch in range(done + 1, count + 1):
             self._done, self._calls = epoch - 1, 0
             self._rows_before = len(self._history) - self._begun(number, epoch - 1)
@@ -206,9 +206,7 @@ class EpochLoops:
                     self._rows_before = None
             self._done = epoch
             if not self._calls and epoch == done + 1:
-                logger.warning(
-                    "the body of the loop over trainer.epochs() has not called train(), so nothing was trained"
-                )
+                logger.warning(NOT_TRAINED)
             script = {**self._script(), "made": None}
             stops = self._stop()
             self._after_body(rows_before, script, last=stops or epoch == count)
