@@ -118,7 +118,7 @@ class NoFeed:
     a step of its own."""
 
     epoch: int | None = None
-    epoch_ended = between_epochs = True
+    between_epochs = True
     stopped = False
 
     def __init__(self, policies: Policies = NO_POLICIES) -> None:
@@ -146,7 +146,6 @@ class Feed:
     step         the newest step
     looked_at    whether the next step counts as unusual, whatever it is
     stopped      whether the loop was ended by MembershipChange, with batches left
-    epoch_ended  whether the loop has reached the end of an epoch
     waited_s     how long batches were waited for
     """
 
@@ -176,7 +175,7 @@ class Feed:
         self.step = Step()
         self.batches: Any = None
         self.failure: BaseException | None = None  # of the data
-        self.stopped = self.epoch_ended = False
+        self.stopped = False
         self.waited_s = 0.0
 
     def __iter__(self) -> Iterator[Step]:
@@ -327,7 +326,7 @@ class Feed:
         self.position.offset, self.position.ended = 0, False
 
     def _end_epoch(self) -> None:
-        self.position.ended = self.epoch_ended = True
+        self.position.ended = self.position.call_ended = True
 
     def _note_end_of_epoch(self) -> None:
         """End the epoch if a number of steps ends exactly with it, and the source knows that."""
