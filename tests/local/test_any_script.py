@@ -148,7 +148,10 @@ class Script:
         self.grow = draw.random() < 0.5
         self.limit = draw.choice([None, None, 3])
         self.loops = [(draw.randint(1, 3), self._body(draw)) for _ in range(2)]
-        self.points = [(draw.random(), draw.choice([0, 1, "all", "all", "script"])) for _ in range(draw.randint(1, 3))]
+        kinds = [0, 1, "all", "all", "script"]
+        if self.every is None:
+            kinds.remove("script")  # without snapshots, a state that was loaded is lost with all workers
+        self.points = [(draw.random(), draw.choice(kinds)) for _ in range(draw.randint(1, 3))]
 
     def _body(self, draw: random.Random) -> list[str]:
         calls = [call for call in CALLS if call != "plateau" or self.freq == "manual"]
