@@ -82,8 +82,11 @@ class LoopSchedule(Schedule):
             self._steps = [steps_of(each) for each in self._schedulers]
 
     def end_epoch(self) -> None:
-        for each in self._schedulers if self._per_epoch and self._operator._feed.epoch_ended else ():
-            step_in_order(each)
+        feed = self._operator._feed
+        if self._per_epoch and feed.position.call_ended and not feed.stopped:  # otherwise, the call continues
+            for each in self._schedulers:
+                step_in_order(each)
+            feed.position.call_ended = False
 
     def _step(self) -> None:
         operator = self._operator

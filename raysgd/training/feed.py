@@ -120,7 +120,7 @@ class NoFeed:
     a step of its own."""
 
     epoch: int | None = None
-    epoch_ended = between_epochs = True
+    between_epochs = True
     stopped = False
 
     def __init__(self, policies: Policies = NO_POLICIES) -> None:
@@ -148,7 +148,6 @@ class Feed:
     info         what it got
     step         the newest step
     stopped      whether the loop was ended by MembershipChange, with batches left
-    epoch_ended  whether the loop has reached the end of an epoch
     waited_s     how long batches were waited for
     """
 
@@ -179,7 +178,7 @@ class Feed:
         self.batches: Any = None
         self.info: Mapping[str, Any] = {}
         self.failure: BaseException | None = None  # of the data
-        self.stopped = self.epoch_ended = False
+        self.stopped = False
         self.waited_s = 0.0
 
     def __iter__(self) -> Iterator[Step]:
@@ -325,7 +324,7 @@ class Feed:
         self.position.offset, self.position.ended, self.position.epoch_batches = 0, False, 0
 
     def _end_epoch(self) -> None:
-        self.position.ended = self.epoch_ended = True
+        self.position.ended = self.position.call_ended = True
 
     def _note_end_of_epoch(self) -> None:
         """End the epoch if a number of steps ends exactly with it, and the source knows that."""

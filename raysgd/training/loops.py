@@ -177,6 +177,19 @@ class EpochLoops:
                 "if trainer.resumed_from is None"
             )
 
+    def note_change(self, call: str) -> None:
+        """Warn of a change of the state between two loops that an earlier script has made there."""
+        saved = self._resumed
+        if saved is not None and self._rows_before is None and 0 < self._loop < saved.loop:
+            logger.warning(
+                "%s is called after loop %d over trainer.epochs(), and training was in loop %d when the script ended: code between "
+                "loops runs again, and this changes the state a second time. Make the change in the body of a loop, or only if "
+                "trainer.resumed_from is None",
+                call,
+                self._loop,
+                saved.loop,
+            )
+
     # -- the loop -------------------------------------------------------------------------------------
 
     def run(self, count: int) -> Iterator[int]:

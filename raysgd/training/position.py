@@ -82,6 +82,7 @@ class Position:
     call_batches   batches committed
     call_expected  batches that the call will have, if that is known
     call_done      whether the call is done
+    call_ended     whether an epoch has ended in it, and schedules that step at its end have not yet
     call_epoch     the epoch with which the call ends
     call_units     samples that all ranks together have committed, if the source counts them
     """
@@ -98,6 +99,7 @@ class Position:
     call_expected: int = 0
     call_units: int = 0
     call_done: bool = False
+    call_ended: bool = False
     call_epoch: int = 0
     left_out: int = 0
     contract: Any = None
@@ -157,7 +159,8 @@ class Position:
     def open_call(self, call: int) -> bool:
         """Begin a call, or continue it. Return False if its work is done already."""
         if call != self.call:
-            self.call, self.call_batches, self.call_expected, self.call_units, self.call_done = call, 0, 0, 0, False
+            self.call, self.call_batches, self.call_expected, self.call_units = call, 0, 0, 0
+            self.call_done = self.call_ended = False
             self.call_epoch = self.epoch + self.ended
         return not self.call_done
 

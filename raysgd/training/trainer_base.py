@@ -361,6 +361,7 @@ class TrainerBase(ABC):
 
     def _change(self, name: str, call: Call) -> list[Any]:
         """Make a call that changes the state, once in its place. Return its values, by rank."""
+        self._loops.note_change(name)
 
         def make() -> list[Any]:
             parts = self._engine.change(call)

@@ -124,6 +124,23 @@ def test_a_stop_ends_one_loop_also_after_a_restart(tmp_path: Path, every: Any) -
         assert script(trainer) == 8 * STEPS
 
 
+def test_a_change_between_two_loops_is_made_again_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def script(trainer: TorchTrainer) -> None:
+        trainer.apply_all_operators(halve)
+        trainer.fit(1, validate_every=0)
+        trainer.apply_all_operators(halve)
+        trainer.fit(2, validate_every=0)
+
+    lived_until(tmp_path, script, {"die_at": 2 * STEPS + 1})
+    assert not caplog.messages
+    with started(tmp_path) as trainer:
+        script(trainer)
+    (line,) = [each for each in caplog.messages if "code between loops runs again" in each]
+    assert line.startswith("apply_all_operators(halve) is called after loop 1") and "was in loop 2" in line
+
+
 def test_more_patience_continues_a_loop_that_had_ended(tmp_path: Path) -> None:
     with started(tmp_path, operator=Scores, callbacks=[EarlyStopping("score", patience=1)]) as trainer:
         trainer.fit(6)

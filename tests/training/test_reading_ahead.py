@@ -259,7 +259,7 @@ def test_all_batches_are_returned_once_with_any_calls_of_read_ahead() -> None:
                 feed.read_ahead()
             assert source.drawn == min(batch + bool(often), 4)
             seen.append(batch)
-        assert seen == [1, 2, 3, 4] and feed.epoch_ended
+        assert seen == [1, 2, 3, 4] and feed.position.call_ended
 
 
 def test_nothing_is_drawn_that_another_call_would_draw() -> None:
