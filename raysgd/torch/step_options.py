@@ -143,8 +143,8 @@ class KeepSettings(Policy):
     def begin(self, step: Step) -> None:
         if step.place == 0:
             self._before = settings_of(self._parts.optimizers)
-            several = () if step.closing else self._parts.schedulers
-            self._schedules = [copy.deepcopy(each.state_dict()) for each in several]
+            schedulers = self._parts.schedulers
+            self._schedules = [] if step.closing else [copy.deepcopy(each.state_dict()) for each in schedulers]
         if self._entered is not None:
             if self._entered != self._before:
                 logger.warning(CHANGED_AGAIN)
