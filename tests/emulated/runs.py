@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import ElasticConfig, TorchTrainer, TrainingOptions
 from raysgd.torch import TrainingOperator
-from tests.peek import models_of, parts_of
+from tests.peek import allow_collective_calls, models_of, parts_of
 
 ROWS, BATCH = 96, 4
 SAME = ("num_samples", "skipped_steps", "ones")  # in the result of each epoch
@@ -121,6 +121,7 @@ class Curve(TrainingOperator):
             models=model, optimizers=optimizer, criterion=nn.MSELoss()
         )
         self.register_data(train_loader=loader())
+        allow_collective_calls(self)
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         arm([each for each in self.kills if each.step == batch_info["global_step"]])

@@ -96,7 +96,7 @@ def test_of_several_workers_of_which_one_fails(at: str) -> None:
             assert not cluster.left and trainer.world_size == workers
             assert found["num_samples"] == 14
             assert {name: found[f"val_{name}_loss"] for name in SIZES} == losses(trainer)
-            assert found["val_short_rows"] == pytest.approx(5 / 3)
+            assert found["val_short_rows"] == 1, "three parts of one row, as with all workers"
 
 
 def test_registered_metrics_are_those_of_each_loader() -> None:

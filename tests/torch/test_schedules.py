@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, CosineAnnealingLR, LambdaLR, OneCycleLR, SequentialLR
 
-from raysgd import ConfigError, TrainingOptions
+from raysgd import ConfigError, ElasticConfig, TrainingOptions
 from tests.replicas import OperatorRank, torch_rank
 from tests.torch.small import Line, inline, operator_of
 
@@ -57,7 +57,8 @@ class Planned(Line):
 
 
 def replica_of(num_workers: int, present: int, freq: str = "batch", **config: Any) -> OperatorRank:
-    return torch_rank(Planned, config, ranks=present, num_workers=num_workers, scheduler_step_freq=freq)
+    given: dict[str, Any] = {"num_workers": num_workers, "scheduler_step_freq": freq, "elastic": PER_WORKER}
+    return torch_rank(Planned, config, ranks=present, **given)
 
 
 def trained(rank: OperatorRank, calls: range) -> OperatorRank:
@@ -66,6 +67,7 @@ def trained(rank: OperatorRank, calls: range) -> OperatorRank:
     return rank
 
 
+PER_WORKER = ElasticConfig(batch="per_worker")  # so fewer workers make more steps
 COUNTED: dict[str, Any] = {"steps": EPOCHS * STEPS}  # by hand: the trainer does not know that it is a plan
 BY_USER: dict[str, Any] = {"freq": "manual", "often": 2}
 
@@ -89,7 +91,7 @@ def test_the_last_rate_is_held_if_fewer_workers_train(how: dict[str, Any], caplo
 def test_a_window_of_batches_is_a_step(caplog: pytest.LogCaptureFixture) -> None:
     """13 batches of one worker are 5 windows of 3, and 7 of two workers are 3."""
     how: dict[str, Any] = {"scheduler_step_freq": "step", "options": TrainingOptions(precision="fp32", accumulate=3)}
-    rank = torch_rank(Planned, {"kind": cosine, "rows": 52}, ranks=1, num_workers=2, **how)
+    rank = torch_rank(Planned, {"kind": cosine, "rows": 52}, ranks=1, num_workers=2, elastic=PER_WORKER, **how)
     trained(rank, range(EPOCHS))
     assert rank.progress.applied == 10 and rank.operator.scheduler.last_epoch == 6
     assert rate_of(rank) == 0
