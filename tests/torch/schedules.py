@@ -132,11 +132,10 @@ class Setting:
 def faults(setting: Setting, draw: random.Random) -> list[Fault]:
     """Draw what happens to the ranks. A rank may have left before its turn comes."""
     found: list[Fault] = []
-    lowest = int(setting.model == "batchnorm")  # running statistics are those of rank 0, and differ if it fails
     for step in sorted(draw.randrange(EPOCHS * setting.steps) for _ in range(draw.randint(1, 4))):
         kind = draw.choices(["kill", "notice", "freeze", "restart"], [6, 3, 1, 1])[0]
         at = draw.choice(["begun", "forward", "reduced", "applied"])
-        ranks = draw.sample(range(lowest, setting.parts), draw.randint(1, setting.parts - 1))
+        ranks = draw.sample(range(setting.parts), draw.randint(1, setting.parts - 1))
         if kind == "restart":
             kind, ranks = "kill", list(range(MOST))
         found += [Fault(kind, at, rank=rank, step=step) for rank in ranks]
