@@ -170,7 +170,7 @@ class Script:
             seed=5,
             scheduler_step_freq=self.freq,
             options=TrainingOptions(accumulate=self.accumulate),
-            elastic=ElasticConfig(batch="global", hang_timeout_s=60, snapshot_every=self.every, grow=self.grow),
+            elastic=ElasticConfig(hang_timeout_s=60, snapshot_every=self.every, grow=self.grow),
             callbacks=[Ender(), EMA(decay=0.5), EarlyStopping("val_loss", patience=self.patience, min_delta=0.05)],
             checkpoints=AutoCheckpoint(path=folder / "checkpoints", every=self.saves),
             resume="auto",
