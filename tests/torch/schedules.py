@@ -182,8 +182,11 @@ def model_of(setting: Setting) -> nn.Module:
     if setting.model in ("gpt", "ragged"):
         return CharacterModel().to(setting.dtype)
     if setting.model in ("conv", "batchnorm"):
-        norms = [nn.BatchNorm2d(4) if setting.model == "batchnorm" else nn.GroupNorm(2, 4) for _ in range(2)]
-        layers = [nn.Conv2d(1, 4, 3), norms[0], nn.Tanh(), nn.Conv2d(4, 4, 3), norms[1], nn.GELU(), nn.Flatten()]
+        # A bias before BatchNorm has the gradient 0, whose rounding errors Adam would multiply.
+        normed = setting.model == "batchnorm"
+        norms = [nn.BatchNorm2d(4) if normed else nn.GroupNorm(2, 4) for _ in range(2)]
+        convs = [nn.Conv2d(channels, 4, 3, bias=not normed) for channels in (1, 4)]
+        layers = [convs[0], norms[0], nn.Tanh(), convs[1], norms[1], nn.GELU(), nn.Flatten()]
         return nn.Sequential(*layers, nn.Linear(16, 3)).to(setting.dtype)
     drops = [nn.Dropout(0.3)] if setting.model == "dropout" else []
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), *drops, nn.Linear(8, 1)).to(setting.dtype)
