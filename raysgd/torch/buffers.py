@@ -22,13 +22,14 @@ SMALL = 1 << 14  # bytes of a buffer that costs nothing
 ALIGNED = 16  # bytes: the largest element of a tensor
 Place = tuple[nn.Module, str]  # of a buffer, because a module may replace its buffers
 Pair = tuple[list[torch.Tensor], list[torch.Tensor]]
+Contents = list[tuple[Place, torch.Tensor]]
 
 
 class KeepBuffers(Policy):
     """Restores the buffers of a step that is undone, because its batches will be trained again. If
-    a rank has several parts of a batch, each begins with the buffers of the batch's beginning, and
-    afterwards they follow the first one: on the first rank, this is the part that it has with all
-    workers.
+    a rank has several parts, each begins with the buffers of the step's beginning, or, in a later
+    batch of a window, with its own. Afterwards they follow the first part: on the first rank, this
+    is the one that it has with all workers.
 
     Before an optimizer steps, all ranks get the buffers of the first rank; if none does, before the
     step is committed. So whoever fails, those that are left have equal ones. DDP would send them in
@@ -46,9 +47,12 @@ class KeepBuffers(Policy):
         self._at: list[Place] = []
         self._before: list[torch.Tensor] = []
         self._copies: list[Pair] = []  # both, in pairs of lists that a device copies at once
-        # While a rank has several parts: the contents at its beginning, and after the first part.
-        self._began: list[tuple[Place, torch.Tensor]] = []
-        self._first: list[tuple[Place, torch.Tensor]] = []
+        # While a rank has several parts: which one runs, and whether its samples count; the contents at the step's beginning,
+        # and after each part.
+        self._part = 0, True
+        self._began: Contents = []
+        self._after: dict[tuple[int, bool], Contents] = {}
+        self._looping = False  # whether a loop over an epoch runs
         self._open = self._sent = False  # whether a step is open, and its buffers have been sent
         # What all ranks get in this generation, None before they have agreed on it: where it is, the buffers, the memory that
         # is sent, and pairs of lists of both.
@@ -64,21 +68,25 @@ class KeepBuffers(Policy):
     def watch(self, optimizers: Sequence[Any]) -> None:
         for optimizer in optimizers:
             if hasattr(optimizer, "register_step_pre_hook"):
-                optimizer.register_step_pre_hook(
-                    lambda _, args, kwargs: after_gradients(args, kwargs, self._send) if self._open else None
-                )
+                optimizer.register_step_pre_hook(self._before_step)
+
+    def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return after_gradients(args, kwargs, self._send) if self._open or self._looping else None
+
+    def on_epoch(self, feed: Any) -> None:
+        self._looping = True  # also of steps that user code makes without a batch of the iterator
 
     def begin(self, step: Step) -> None:
         self._open, self._sent = True, False
+        part = step.current.part, step.current.fresh
         if step.place == 0:
             self._keep([*self._all()] if self._places is None else self._places)
-        elif step.parts_before == 0:
-            self._take_first()
-        else:
-            self._first = self._first or self._contents()
-            _put(self._began)
-        if step.parts_before == 0 and not step.current.whole:
-            self._began = self._contents()
+            self._part, self._after = part, {}
+            self._began = [] if step.current.whole else self._contents()
+        elif self._began and part != self._part:
+            self._after[self._part] = self._contents()
+            self._part = part
+            _put(self._after.get(self._part, self._began))
 
     def before_commit(self, step: Step) -> None:
         if not self._sent:
@@ -87,7 +95,7 @@ class KeepBuffers(Policy):
     def on_step(self, step: Step) -> None:
         self._open = False
         if step.outcome == "undone":
-            self._first = []
+            self._after = {}
             _put(zip(self._at, self._before, strict=True))
             return
         self._take_first()
@@ -96,7 +104,7 @@ class KeepBuffers(Policy):
         self.in_usual_steps = bool(self._places)
 
     def rest(self) -> None:
-        self._first, self._began, self._open = [], [], False
+        self._began, self._after, self._open, self._looping = [], {}, False, False
 
     # -- the same on all ranks ------------------------------------------------------------------------
 
@@ -141,7 +149,7 @@ class KeepBuffers(Policy):
             for own, sent in () if first else self._pairs:
                 copy_all(sent, own)
 
-    def _contents(self) -> list[tuple[Place, torch.Tensor]]:
+    def _contents(self) -> Contents:
         places = self._all() if self._places is None else self._places
         return [(each, held.clone()) for each in places if (held := _held(each)) is not None]
 
@@ -156,8 +164,9 @@ class KeepBuffers(Policy):
             self._copies = _copied_together(now, self._before)
 
     def _take_first(self) -> None:
-        _put(self._first)
-        self._first = []
+        if self._after:
+            _put(next(iter(self._after.values())))
+            self._after = {}
 
     def _found(self) -> list[Place]:
         """Return the buffers that are restored and sent: those that the first step has changed or

@@ -18,29 +18,37 @@ class KeepWeights(Policy):
     """Restores the weights of a step that is undone, for operators that move weights before an
     optimizer acts. Of an optimizer that calls a closure several times, its state too.
 
-    Which weights move is seen in the first step, of which all are copied: whenever a model is
-    called, a backward pass begins or a closure ends, and when the first optimizer acts. If none
-    moves, later steps cost nothing.
+    Which weights move is seen in the first two steps, in which all are copied: whenever a model is
+    called, a backward pass begins or a closure ends, and when the first optimizer acts. (In the
+    first one, an encoder that begins as a copy of the model is still equal to it.) If none moves,
+    later steps cost nothing.
     """
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
-        self._known = False  # whether the first step is committed
+        self._looks = 2  # steps in which it is still to be seen
         self._now: list[torch.Tensor] = []
         self._before: list[torch.Tensor] = []  # their contents at the beginning of the step
+        self._began: list[torch.Tensor] = []  # of a batch of several parts
         self._moved: set[int] = set()  # places in these lists
-        self._acted = False  # whether an optimizer has acted in the first step
+        self._acted = False  # whether an optimizer has acted in such a step
         self._hooks: list[Any] = []
         self._states: list[tuple[Any, dict[str, Any]]] = []  # of optimizers, before a step with a closure
 
     def begin(self, step: Step) -> None:
+        if step.parts_before > 0:  # each part begins with the weights of the batch's beginning, so these move once
+            copy_all(self._began, self._now)
+        elif not step.current.whole and step.place > 0:
+            self._began = [each.clone() for each in self._now]
         if step.place > 0:
             return
-        if self._known:
+        if self._looks == 0:
             copy_all(self._now, self._before)
+            self._began = self._before
             return
         self._now = [each for model in self._parts.models for each in model.parameters()]
-        self._before, self._moved, self._acted = [each.clone() for each in self._now], set(), False
+        self._began = self._before = [each.clone() for each in self._now]
+        self._acted = False
         if not self._hooks:
             hooked = [each for each in self._parts.optimizers if hasattr(each, "register_step_pre_hook")]
             self._hooks = [each.register_step_pre_hook(self._acts) for each in hooked]
@@ -56,18 +64,20 @@ class KeepWeights(Policy):
             copy_all(self._before, self._now)
             for optimizer, state in states:
                 optimizer.load_state_dict(state)
-        elif not self._known and step.outcome != "skipped":
+        elif self._looks > 0 and step.outcome != "skipped":
             self._look()
-            self._known, self.in_usual_steps = True, bool(self._moved)
-            self._now, self._before = ([each[place] for place in self._moved] for each in (self._now, self._before))
-            for hook in self._hooks if not (states and self._moved) else ():
-                hook.remove()
+            self._looks -= 1
+            if self._looks == 0:
+                self.in_usual_steps = bool(self._moved)
+                self._now, self._before = ([each[place] for place in self._moved] for each in (self._now, self._before))
+                for hook in self._hooks if not (states and self._moved) else ():
+                    hook.remove()
 
     def _acts(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Called before an optimizer's step."""
         if closure_in(args, kwargs) is not None and _iterates(optimizer):
             self._states.append((optimizer, copy.deepcopy(optimizer.state_dict())))
-        if self._acted or self._known:
+        if self._acted or self._looks == 0:
             return None
         found = after_gradients(args, kwargs, self._look_again)
         self._acted = True
@@ -78,7 +88,7 @@ class KeepWeights(Policy):
             self._look_again()
 
     def _look_again(self) -> None:
-        if not self._known:
+        if self._looks > 0:
             pairs = enumerate(zip(self._now, self._before, strict=True))
             self._moved |= {place for place, pair in pairs if place not in self._moved and not torch.equal(*pair)}
 

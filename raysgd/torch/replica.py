@@ -254,6 +254,10 @@ class TorchReplica(ReplicaBase):
     def _state_for_peers(self) -> dict[str, Any]:
         return self.full_state(for_peers=True)
 
+    @property
+    def saves_together(self) -> bool:
+        return self.in_shards or bool(self.operator._part_states.state())
+
     def _share(self) -> None:
         self.operator._part_states.share()
 

@@ -698,6 +698,11 @@ class ReplicaBase(ABC):
         """Prepare for a call. That the driver makes one shows that the generation is complete on
         all ranks."""
 
+    @property
+    def saves_together(self) -> bool:
+        """Return whether all ranks take part in a checkpoint."""
+        return False
+
     def _share(self) -> None:  # noqa: B027 - it is optional
         """Give all ranks what only some of them have of the state. All call this together."""
 

@@ -122,12 +122,13 @@ class Asking:
         try:
             reply: Reply = replica._control.ask(self._transfer, question)
         except OSError as error:
-            if getattr(replica, "in_shards", False):
-                raise  # the other ranks may be waiting for this one's shards
+            if replica.saves_together:
+                raise  # the other ranks may be waiting for this one's shards, or dicts of parts
             logger.info("no checkpoint is made until workers change, because the driver does not answer: %s", error)
             reply = Reply(math.inf)
         self.step = reply.step
         if reply.arguments is not None:
+            replica._share()
             self._save(replica, **reply.arguments)
 
 

@@ -69,7 +69,10 @@ def start(notes: Path, limit_s: float = SHORT_S, **arguments: Any) -> str:
 def check(text: str, function: str, *, rank: int = 1, limit_s: float = SHORT_S) -> None:
     assert f"rank {rank} on node " in text and f"within {limit_s:g} s" in text, text
     assert f"{function}" in text and Path(__file__).name in text, f"the stack of the user's code: {text}"
-    assert "increase timeout_s or ElasticConfig(hang_timeout_s=...)" in text and "did not try again" in text, text
+    assert (
+        "increase timeout_s (of training functions, ElasticConfig(hang_timeout_s=...))" in text
+        and "did not try again" in text
+    ), text
     assert "actor.py" not in text and "replica_host.py" not in text, f"our own frames are left out: {text}"
 
 

@@ -64,7 +64,8 @@ class Watched(OnLate, Net):
 marks: list[tuple[int, Counter[str]]] = []
 
 
-def prefetching(device: torch.device, *, channels_last: bool) -> CudaCarrier:
+def prefetching(device: torch.device, *, channels_last: bool, ahead: bool) -> CudaCarrier:
+    assert ahead
     return CudaCarrier(device, channels_last=channels_last, streams=torch.get_device_module(device))
 
 

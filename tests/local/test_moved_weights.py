@@ -73,6 +73,27 @@ class MomentumEncoder(Moves):
         self.optimizer.step()
 
 
+class Copy(MomentumEncoder):
+    """Its encoder begins as a copy, which the first step does not change."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        super().setup(config)
+        self.teacher.load_state_dict(self.student.state_dict())
+
+
+class WithHelpers(Copy):
+    def make_step(self, batch: Any) -> None:
+        for slow, fast in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+            slow.data.lerp_(fast.data, 0.1)
+        self.zero_grad()
+        self.backward(self.loss(batch))
+        self.step()
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        self.make_step(batch)
+        return {}
+
+
 class Iterative(Moves):
     def make_optimizer(self) -> torch.optim.Optimizer:
         return torch.optim.LBFGS(self.student.parameters(), lr=0.2, max_iter=3, history_size=4)
@@ -114,12 +135,24 @@ def trained(operator: type[TrainingOperator], *faults: Fault) -> tuple[torch.Ten
 
 
 @pytest.mark.parametrize("step", [0, 7], ids=["the first", "a later one"])
-@pytest.mark.parametrize("operator", [Sam, MomentumEncoder, Iterative])
+@pytest.mark.parametrize("operator", [Sam, MomentumEncoder, Copy, Iterative])
 def test_a_step_that_is_made_again_begins_with_the_last_weights(operator: type[TrainingOperator], step: int) -> None:
     undisturbed, _ = trained(operator)
     found, redone = trained(operator, Fault("kill", "moved", rank=2, step=step))
     torch.testing.assert_close(found, undisturbed, rtol=1e-12, atol=1e-12)
     assert redone == [0, 0][: len(redone)] and redone
+
+
+def test_weights_move_once_for_all_parts_of_a_batch() -> None:
+    found = []
+    for left in (2, 1):
+        with Cluster(), TorchTrainer(training_operator_cls=WithHelpers, num_workers=2, use_gpu=False) as run:
+            run.train(num_steps=2)
+            run.resize(left)
+            run.train(num_steps=STEPS)
+            assert run.batch_mode == "parts"
+            found.append(weights_of(run))
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
 
 
 def test_weights_that_move_after_the_step_are_not_copied() -> None:

@@ -44,7 +44,8 @@ class Orders(TrainingOperator):
         self.seen: list[list[int]] = []
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        rows = [row for part in Cluster.running.together(batch[0][:, 0].int().tolist()) for row in part]
+        own = batch[0][:, 0].int().tolist() if self._feed.step.current.fresh else []  # and none that is repeated
+        rows = [row for part in Cluster.running.together(own) for row in part]
         if not self.seen or len(self.seen[-1]) == ROWS:
             self.seen.append([])
         result = super().train_batch(batch, batch_info)
@@ -71,7 +72,8 @@ def orders(
     faults: Sequence[Fault], each: Callable[[TorchTrainer, int], None] = train, *, own: bool = False, grow: bool = False
 ) -> list[tuple[int, ...]]:
     with Cluster(faults) as cluster:
-        elastic = ElasticConfig(grow=grow, hang_timeout_s=60)
+        # Each worker has one part, so that the samples of a step come in their order.
+        elastic = ElasticConfig(batch="per_worker", grow=grow, hang_timeout_s=60)
         options: dict[str, Any] = {"num_workers": 3, "use_ray": True, "use_gpu": False, "elastic": elastic}
         with TorchTrainer(training_operator_cls=Orders, config={"own": own}, **options) as trainer:
             for epoch in range(EPOCHS):

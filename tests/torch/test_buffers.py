@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from raysgd import TorchTrainer, TrainingOptions
 from tests.local.group import Cluster
 from tests.local.runs import train
 from tests.peek import models_of
@@ -77,11 +78,71 @@ def test_all_ranks_have_those_of_rank_0(direct: bool, batch: str) -> None:
     assert differing(type("Kind", (Norms,), {"direct": direct}), batch=batch) == 0
 
 
+class OwnData(Norms):
+    """Makes its batches itself, after those of the iterator."""
+
+    def train_epoch(self, iterator: Any, info: Any = None) -> dict[str, Any]:
+        for _ in iterator:
+            pass
+        for number in range(3):
+            x = torch.full((2, 3), number + self.world_rank).double() + torch.eye(2, 3)
+            self.train_batch((x, torch.zeros(2, 1).double()), {})
+        return {}
+
+
+def test_all_ranks_have_those_of_rank_0_with_data_of_an_own_loop() -> None:
+    with (
+        Cluster(),
+        TorchTrainer(
+            training_operator_cls=OwnData,
+            num_workers=2,
+            use_gpu=False,
+            scheduler_step_freq="epoch",
+            config={"rows": 8, "batch": 4},
+        ) as run,
+    ):
+        run.train()
+        first, other = run.apply_all_operators(buffers)
+    assert all(map(torch.equal, first, other)) and any(each.any() for each in first)
+
+
+class Centered(nn.Module):
+    """Reads a buffer that each forward pass moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 1).double()
+        self.register_buffer("center", torch.zeros(1).double())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.layer(x)
+        found = (out - self.center).tanh()
+        if self.training:
+            self.center.lerp_(out.detach().mean(0), 0.3)
+        return found
+
+
+class Centering(Curve):
+    def register(self, *, models: Any, **parts: Any) -> Any:
+        torch.manual_seed(3)
+        model = Centered()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        return super().register(models=model, **parts | {"optimizers": optimizer, "schedulers": scheduler})
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_part_of_a_window_begins_with_its_own(accumulate: int) -> None:
+    given: dict[str, Any] = {"num_workers": 2, "batch": "auto", "options": TrainingOptions(accumulate=accumulate)}
+    one, two = (train(Centering, {"rows": 32, "batch": 2}, [(2, 2), (4, left)], **given) for left in (1, 2))
+    torch.testing.assert_close(one, two, rtol=1e-12, atol=1e-12)
+
+
 def test_whoever_lets_ddp_send_nothing_has_buffers_of_each_rank() -> None:
     class Own(Norms):
         def setup(self, config: dict[str, Any]) -> None:
             super().setup(config)
-            self._parts.ddp_args = {"broadcast_buffers": False}
+            self._parts.ddp_args, self._parts.trained = {"broadcast_buffers": False}, [*self.model.parameters()]
 
     assert differing(Own) == 3, "the running mean and variance, and the own number"
 

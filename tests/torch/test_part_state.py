@@ -1,6 +1,6 @@
 """`self.part_state`: a recurrent model whose hidden state belongs to the part of the batch, whoever computes it."""
 
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from raysgd.torch import TrainingOperator
 from raysgd.training.snapshots import Snapshotter
 from tests.local.group import Cluster, Fault
 from tests.local.runs import weights_of
+from tests.peek import finish_saves, leave_no_checkpoint_out
 from tests.replicas import torch_rank
 from tests.simulation.network import SimBackend
 
@@ -205,18 +206,28 @@ def test_a_checkpoint_has_those_of_all_parts(tmp_path: Path, workers: int, fewer
         run.load_state_dict({**torch.load(path), "part_states": {"a": {}}})
 
 
+class Ends(Recurrent):
+    """Ends the script, as an error does, when it has seen so many steps."""
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        if batch_info["global_step"] == self.config["end"]:
+            raise InterruptedError
+        return super().train_batch(batch, batch_info)
+
+
 @pytest.mark.parametrize("every", [2, "epoch"])
 def test_a_script_that_is_started_again_has_it(tmp_path: Path, every: Any) -> None:
-    for number in range(4):
+    for end in (STEPS + 3, 2 * STEPS - 1, -1):
         NOTES.clear()
-        with Cluster(), trainer(2, checkpoints=AutoCheckpoint(path=tmp_path, every=every), resume="auto") as run:
-            for epoch in run.epochs(EPOCHS):
+        given: dict[str, Any] = {"checkpoints": AutoCheckpoint(path=tmp_path, every=every), "resume": "auto"}
+        with Cluster(), trainer(2, Ends, config={"end": end}, **given) as run, suppress(InterruptedError):
+            leave_no_checkpoint_out(run)
+            for _ in run.epochs(EPOCHS):
                 run.train()
-                if number == epoch:
-                    break
-            else:
-                assert_equal(weights_of(run), 2)
-        assert all(count == step for step, _, count, _ in NOTES)
+            assert end == -1
+            assert_equal(weights_of(run), 2)
+        finish_saves(run)
+        assert NOTES and all(count == step for step, _, count, _ in NOTES)
 
 
 @pytest.mark.parametrize("grow", [False, True])

@@ -1,6 +1,5 @@
 """Typical mistakes: none is silent, and each message says what was passed, what is allowed and what to do."""
 
-import math
 import threading
 import traceback
 from collections.abc import Callable
@@ -395,7 +394,6 @@ class Keeping(Line):
         ({"clears": True}, ""),
         ({"clears": True, "loss": "a text"}, "no numbers in some batches, which their means leave out: train_loss."),
         ({"clears": True, "loss": None}, ""),
-        ({"clears": True, "loss": math.nan}, "train_loss is nan in epoch"),
         ({"clears": True, "decays": True}, "setup sets self.decay to a StepLR that is not registered"),
     ],
 )
