@@ -71,7 +71,8 @@ class KeepBuffers(Policy):
                 optimizer.register_step_pre_hook(self._before_step)
 
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return after_gradients(args, kwargs, self._send) if self._open or self._looping else None
+        sends = self._shared != [] and (self._open or self._looping)
+        return after_gradients(args, kwargs, self._send) if sends else None
 
     def on_epoch(self, feed: Any) -> None:
         self._looping = True  # also of steps that user code makes without a batch of the iterator

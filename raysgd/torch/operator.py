@@ -402,7 +402,8 @@ class TrainingOperator(Stepping):
 
     def _watch(self, parts: Parts) -> None:
         """Register what acts at the steps of optimizers, in its order."""
-        self._buffers.watch(parts.optimizers)
+        if self._settings.distributed:
+            self._buffers.watch(parts.optimizers)
         if self._whole is not None:
             self._whole.watch(parts.optimizers)  # before others, which change gradients and rates
         if not self._has_own_steps:

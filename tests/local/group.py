@@ -160,15 +160,15 @@ class Mean(Exchange):
 
 
 class Cluster:
-    """A context in which the workers of new trainers are simulated. `room` is how many its machine can hold. Operators find it in
-    `Cluster.running`, and can add to its `notes`."""
+    """A context in which the workers of new trainers are simulated. `room` is how many its machine can hold, and `step_s` how long
+    a step takes. Operators find it in `Cluster.running`, and can add to its `notes`."""
 
     running: Cluster
 
-    def __init__(self, faults: Sequence[Fault] = (), *, seed: int = 0, room: int = 8) -> None:
+    def __init__(self, faults: Sequence[Fault] = (), *, seed: int = 0, room: int = 8, step_s: float = 0.05) -> None:
         self.world = World(seed, task=Task, current=current)
         self._schedule = Faults(self.world, faults)
-        self._plan = Plan(seed=seed, nodes=(room,), step_s=0.05)
+        self._plan = Plan(seed=seed, nodes=(room,), step_s=step_s)
         self._stack = ExitStack()
         self.notes: list[Any] = []
 

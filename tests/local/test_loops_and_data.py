@@ -142,6 +142,10 @@ def test_drop_last_drops_less_than_one_step(make: Make) -> None:
 class Computing(Recording):
     """Its batches need time, in which ranks report."""
 
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        Cluster.running.here.compute()
+        return super().train_batch(batch, batch_info)
+
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         Cluster.running.here.compute()
         return super().validate_batch(batch, batch_info)

@@ -100,7 +100,7 @@ def test_each_of_two_workers_continues(caplog: pytest.LogCaptureFixture) -> None
     both = ElasticConfig(min_workers=2)
     with Cluster() as cluster, inline(Reading, num_workers=2, elastic=both) as trainer:
         trainer.train(num_steps=35)
-        trainer.state_dict()  # meanwhile, the snapshot arrives
+        cluster.world.run(1.0, lambda: False)  # meanwhile, the snapshot arrives
         state = trainer.state_dict()
         for worker in cluster.workers:
             worker.die("SIGKILL")
