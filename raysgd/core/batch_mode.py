@@ -21,8 +21,13 @@ class Violation(NamedTuple):
 
 LINES = "write in train_batch\n    self.zero_grad()\n    self.backward(loss)\n    self.step()\nin this order"
 DIRECT = Violation("train_batch calls optimizer.step() itself", LINES)
-CLEARED_LATE = Violation("train_batch calls self.zero_grad() after a backward pass", LINES)
-NOT_CLEARED = Violation("train_batch makes a backward pass without self.zero_grad() before it", LINES)
+CLEARED_LATE = Violation(
+    "train_batch calls self.zero_grad() after a backward pass", "clear gradients only before it (SAM cannot do that)"
+)
+NOT_CLEARED = Violation(
+    "train_batch makes a backward pass without self.zero_grad() before it",
+    f"{LINES}, and pass TrainingOptions(accumulate=n) if batches share a step",
+)
 SEVERAL_ROUNDS = Violation(
     "train_batch makes a backward pass after a step, as in a GAN", "make all backward passes before the first step"
 )
@@ -83,5 +88,5 @@ def notice(found: Violation, parts: int) -> str:
     return (
         f"{found.found}, so a batch cannot be divided into parts that any worker computes. While some of the {parts} workers are "
         "missing, steps have fewer samples, and the run will have other results than one without failures. To keep the batch, "
-        f"{found.advice}; or pass ElasticConfig(batch='per_worker'), which says that this is meant"
+        f"{found.advice}; or pass ElasticConfig(batch='per_worker') to say that you intend this"
     )

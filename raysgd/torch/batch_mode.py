@@ -214,7 +214,8 @@ class OwnCalls:
     `count` returns those of all code."""
 
     def __init__(self, count: Callable[[], int], models: Sequence[nn.Module], *, sharded: bool) -> None:
-        self._count, self._began, self._models, self._entered = count, count(), 0, 0
+        self._count, self._began, self._models = count, count(), 0
+        self._entered: int | None = None
         self._hooks: list[Any] = []
         for each in models:
             if not (sharded or isinstance(each, DistributedDataParallel)):
@@ -230,7 +231,9 @@ class OwnCalls:
         self._entered = self._count()
 
     def _leave(self, *_: Any) -> None:
-        self._models += self._count() - self._entered
+        if self._entered is not None:  # otherwise, user code has called the inner model
+            self._models += self._count() - self._entered
+            self._entered = None
 
     def ended(self) -> int:
         """Stop, and return how many calls were made."""

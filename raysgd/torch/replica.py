@@ -44,7 +44,7 @@ logger = logging.getLogger("raysgd")
 PARTIAL_S = 10.0
 OTHER_PARTS = (
     "this checkpoint is of a run with num_workers=%d, and this trainer has num_workers=%d: a batch has other parts, so what is computed "
-    "with all samples of a part (BatchNorm, dropout, losses that compare samples) differs from that run"
+    "with all samples of a part (BatchNorm, dropout, losses that compare samples), or kept in self.part_state, differs from that run"
 )
 BEGINS_AGAIN = (
     "the checkpoint is %d batches into an epoch of a %s, whose position it cannot hold: this epoch begins again from its beginning, so "

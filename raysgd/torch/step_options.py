@@ -25,6 +25,7 @@ from raysgd.training.step import Policy, Step
 logger = logging.getLogger("raysgd")
 
 STATES = (torch.Tensor, list, int, float, type(None))  # of what an update of a metric changes
+PLAIN = (int, float, str, bool)
 REBOUND = (
     "train_batch has set %s, which checkpoints and new workers will not have: return it from state_dict(), or keep in self.part_state what "
     "belongs to a part of the batch"
@@ -231,9 +232,9 @@ class Rebound(Policy):
             return
         parts = self._operator._parts
         registered = [*parts.models, *parts.wrapped, *parts.optimizers, *parts.schedulers, parts.criterion]
-        known = {id(each) for each in (*before.values(), *registered)}
-        now = vars(self._operator).items()
-        found = {name for name, value in now if name not in self._own_names and id(value) not in known}
+        known = {id(each) for each in (*before.values(), *registered) if not isinstance(each, PLAIN)}
+        now = {name: value for name, value in vars(self._operator).items() if before.get(name, known) is not value}
+        found = {name for name, value in now.items() if name not in self._own_names and id(value) not in known}
         saved = (self._operator.state_dict() or {}) if found else {}
         if isinstance(saved, Mapping) and (names := sorted(found - saved.keys())):
             logger.warning(REBOUND, ", ".join(f"self.{name}" for name in names))

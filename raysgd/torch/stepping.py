@@ -43,6 +43,8 @@ class Stepping(OperatorBase):
         samples: a number, or a tensor of one. The step's gradient is then the mean over those of
         all batches and workers. Pass it in every call, or in none."""
         step, weigh = self._feed.step, self._weigh
+        if optimizer is not None and not hasattr(optimizer, "zero_grad"):
+            raise ConfigError(f"self.backward(loss, optimizer) got {shown(optimizer)} as optimizer: pass count=...")
         if self._clears is False:
             self._look_for_gradients()
         count = step.count = self._counted if count is None else count

@@ -127,6 +127,14 @@ def _check_methods(operator_cls: type, base: type) -> None:
             "setup(self, config), which raysgd calls on each worker, or define __init__(self, *args, **kwargs) and call "
             "super().__init__(*args, **kwargs) in it"
         ) from None
+    saves, loads = (
+        getattr(operator_cls, each) is not getattr(base, each) for each in ("state_dict", "load_state_dict")
+    )
+    if saves and not loads:
+        warnings.warn(
+            f"{name}.state_dict returns what is saved, and nothing restores it: define load_state_dict(self, state_dict), too",
+            stacklevel=4,
+        )
     for kind in operator_cls.__mro__[: operator_cls.__mro__.index(base)]:
         for own, value in vars(kind).items():
             missing = [each for each in NEVER_CALLED if each not in vars(kind)]

@@ -153,7 +153,7 @@ class EpochLoops:
                 folder.forget(damaged)
             self._resumed, self._schedule.step = place, place.step
             done = counted(place.done, "epoch"), counted(place.step, "batch", "batches")
-            logger.warning("training resumes from %s: %s and %s are done", path, *done)
+            logger.warning("training resumes from %s, after %s and %s in all", path, *done)
             self._record = folder.record(place)
             self._is_inside = self._record.get("made") is not None
             if not self._record.get("finite", True):

@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import ConfigError, TrainingOptions
+from raysgd.torch.batch_mode import OwnCalls
 from raysgd.torch.wrapping import ModelCalls, ddp_arguments, formatted, rewrap
 from tests.torch.small import Line, inline, operator_of, weights
 
@@ -92,6 +93,19 @@ def test_ddp_that_is_made_again_averages_parameters_that_are_frozen_just_now() -
         wrapper.register_comm_hook(None, hook)
         wrapper(torch.ones(1, 2)).sum().backward()
         assert averaged == {id(each) for each in trained}
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_call_of_the_unwrapped_model_is_no_collective_call() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        wrapper, made = DistributedDataParallel(nn.Linear(2, 1)), [7]
+        for model, calls in ((wrapper, 0), (wrapper.module, 0), (nn.Identity(), 1)):
+            counted = OwnCalls(lambda: made[0], [wrapper], sharded=False)
+            model(torch.ones(1, 2))
+            made[0] += calls
+            assert counted.ended() == calls
     finally:
         dist.destroy_process_group()
 

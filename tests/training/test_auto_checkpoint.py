@@ -143,7 +143,7 @@ def test_the_log_says_where_training_begins(tmp_path: Path, caplog: pytest.LogCa
     here = [message for message in caplog.messages if message.startswith("training ")]
     assert here == [
         f"training starts from the beginning: there is no checkpoint in {tmp_path}",
-        f"training resumes from {path}: 1 epoch and 5 batches are done",
+        f"training resumes from {path}, after 1 epoch and 5 batches in all",
     ]
 
 

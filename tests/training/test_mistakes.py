@@ -330,6 +330,23 @@ def test_a_misspelled_method_is_noticed(method: str, meant: str) -> None:
         inline(own(**{method: lambda self, *args: {}})).shutdown()
 
 
+def test_a_state_that_nothing_restores_is_noticed() -> None:
+    with pytest.warns(UserWarning, match="Own.state_dict returns what is saved, and nothing restores it"):
+        inline(own(state_dict=lambda self: {"a": 1})).shutdown()
+
+
+def test_a_count_in_the_place_of_the_optimizer_is_refused() -> None:
+    def train_batch(self: Any, batch: Any, batch_info: Any) -> dict[str, Any]:
+        self.backward(self.criterion(self.model(batch[0]), batch[1]), 5)
+        return {}
+
+    with (
+        inline(own(train_batch=train_batch)) as trainer,
+        pytest.raises(raysgd.ConfigError, match=r"got 5 .*pass count=\.\.\."),
+    ):
+        trainer.train()
+
+
 def test_helpers_of_the_users_own_are_no_mistakes(recwarn: pytest.WarningsRecorder) -> None:
     inline(own(train_batches=lambda self: 1, validation=lambda self: 2, step_batch=lambda self: 3)).shutdown()
     inline(own(train_batch=lambda self, batch, batch_info: {}, train_step=lambda self: 1)).shutdown()
