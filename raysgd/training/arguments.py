@@ -127,13 +127,19 @@ def _check_methods(operator_cls: type, base: type) -> None:
             "setup(self, config), which raysgd calls on each worker, or define __init__(self, *args, **kwargs) and call "
             "super().__init__(*args, **kwargs) in it"
         ) from None
+    _warn_of_names(operator_cls, base)
+
+
+def _warn_of_names(operator_cls: type, base: type) -> None:
+    """Warn of methods that raysgd never calls, and of one that lacks its counterpart."""
+    name = operator_cls.__name__
     saves, loads = (
         getattr(operator_cls, each) is not getattr(base, each) for each in ("state_dict", "load_state_dict")
     )
     if saves and not loads:
         warnings.warn(
             f"{name}.state_dict returns what is saved, and nothing restores it: define load_state_dict(self, state_dict), too",
-            stacklevel=4,
+            stacklevel=5,
         )
     for kind in operator_cls.__mro__[: operator_cls.__mro__.index(base)]:
         for own, value in vars(kind).items():
@@ -142,7 +148,7 @@ def _check_methods(operator_cls: type, base: type) -> None:
             if inspect.isfunction(value) and not hasattr(base, own) and meant and _is_misspelling(own, meant):
                 warnings.warn(
                     f"raysgd never calls {name}.{own} by itself: did you mean {meant!r}? Rename one that you call yourself",
-                    stacklevel=4,
+                    stacklevel=5,
                 )
 
 
