@@ -142,7 +142,7 @@ class KeepBatch(Policy):
         """Count no further collective calls: the backward pass begins, which exchanges gradients,
         or there was none."""
         counted, self._own_calls = self._own_calls, None
-        if counted is not None and counted.ended():
+        if counted is not None and counted.ended() > 0:
             self._note(TOGETHER)
 
     def _note(self, found: Violation | None) -> None:
@@ -221,7 +221,7 @@ class OwnCalls:
             if not (sharded or isinstance(each, DistributedDataParallel)):
                 continue
             inner: Any = each if sharded else each.module
-            self._hooks.append(each.register_forward_pre_hook(self._enter))
+            self._hooks.append(each.register_forward_pre_hook(self._enter, prepend=True))  # also before FSDP's
             if sharded or is_compiled(inner):  # which does not call new hooks
                 self._hooks.append(each.register_forward_hook(self._leave))
             else:  # DDP sends buffers before the user's model begins
