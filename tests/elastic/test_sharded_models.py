@@ -295,16 +295,20 @@ def test_after_a_lost_shard_without_a_checkpoint_only_a_load_helps(
         assert "one copy of each shard" not in caplog.text
 
 
-def test_a_checkpoint_without_a_later_change_is_not_used(tmp_path: Path) -> None:
-    with (
-        two_shards(tmp_path, "before-5-1", every="epoch") as two,
-        pytest.raises(TrainingFailedError, match="outside of train"),
-    ):
-        for epoch in two.epochs(2):
-            if epoch == 2:
-                finish_saves(two)
-                two.apply_all_operators(lambda operator: operator.optimizer.param_groups[0].update(lr=0.5))
-            two.train()
+def test_a_change_after_the_newest_checkpoint_is_made_again(tmp_path: Path) -> None:
+    found = []
+    for number, fate in enumerate((["before-5-1"], [])):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        with two_shards(folder, *fate, every="epoch") as two:
+            for epoch in two.epochs(2):
+                if epoch == 2:
+                    finish_saves(two)
+                    two.apply_all_operators(lambda operator: operator.optimizer.param_groups[0].update(lr=0.5))
+                two.train()
+            assert len(two.recoveries) == len(fate)
+            found.append((weights(two), two.apply_all_operators(lambda op: op.optimizer.param_groups[0]["lr"])[0]))
+    assert same(found[0][0], found[1][0]) and found[0][1] == found[1][1] == 0.5
 
 
 def test_a_checkpoint_that_is_gone(tmp_path: Path) -> None:

@@ -34,4 +34,15 @@ def test_a_kill_in_a_lightning_modules_step() -> None:
     buckets = {"ddp_args": {"bucket_cap_mb": 1e-4}}  # three of them
     with trainer(operator=TrainingOperator.from_ptl(Module), **buckets) as run:
         ground = Ground(run, 3)
-        ground.kill(Kill(number=3 * 3 + 1, step=None))
+        ground.restore()
+        ground.lay(Kill(number=3 * 3 + 1, step=None))
+        run.train()
+        found, (recovery,) = ground.states(), run.recoveries
+        assert recovery.in_place and recovery.batches_redone == 0 and len(found) == 2
+        ground.restore()  # each worker keeps its batch, so the same change of workers is made without a failure
+        ground.lay()
+        run.train(num_steps=recovery.batch)
+        run.resize(2)
+        run.train()
+        for mine, expected in zip(found, ground.states(), strict=True):
+            torch.testing.assert_close(mine, expected, rtol=1e-12, atol=1e-12)

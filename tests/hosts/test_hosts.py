@@ -73,7 +73,7 @@ def test_workers_share_neither_modules_nor_a_disk_with_the_script(hosts: Hosts, 
 
 @pytest.mark.more
 def test_a_state_crosses_a_slow_network_once_before_its_worker_joins(slow: dict[str, Any]) -> None:
-    _, growth = slow["recoveries"]
+    growth = slow["recoveries"][-1]
     assert growth["reason"] == "growth" and growth["in_place"] and growth["batches_redone"] == 0
     assert growth["seconds"] < 2 * 24 and slow["large"][0] == slow["large"][1]
     assert slow["lost_and_doubled"] == [0, 0]
@@ -82,7 +82,8 @@ def test_a_state_crosses_a_slow_network_once_before_its_worker_joins(slow: dict[
 @pytest.mark.more
 def test_a_save_over_a_slow_connection_is_no_hang(slow: dict[str, Any]) -> None:
     assert slow["save_s"] > 20 and slow["bytes"] > 20_000_000
-    assert [each["reason"] for each in slow["recoveries"]] == ["shrink", "growth"]
+    # Its first step, in two parts, is made again, as its operator steps the optimizer itself.
+    assert [each["reason"] for each in slow["recoveries"]] == ["shrink", "batch", "growth"]
 
 
 @pytest.mark.more
