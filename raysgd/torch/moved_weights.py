@@ -32,7 +32,8 @@ class KeepWeights(Policy):
         self._began: list[torch.Tensor] = []  # of a batch of several parts
         self._moved: set[int] = set()  # places in these lists
         self._acted = False  # whether an optimizer has acted in such a step
-        self._hooks: list[Any] = []
+        self._hooks: list[Any] = []  # of optimizers
+        self._of_models: list[Any] = []  # only within a loop, because copies of a model would have them
         self._states: list[tuple[Any, dict[str, Any]]] = []  # of optimizers, before a step with a closure
 
     def begin(self, step: Step) -> None:
@@ -52,7 +53,8 @@ class KeepWeights(Policy):
         if not self._hooks:
             hooked = [each for each in self._parts.optimizers if hasattr(each, "register_step_pre_hook")]
             self._hooks = [each.register_step_pre_hook(self._acts) for each in hooked]
-            self._hooks += [each.register_forward_pre_hook(self._look) for each in self._parts.wrapped]
+        if not self._of_models:
+            self._of_models = [each.register_forward_pre_hook(self._look) for each in self._parts.wrapped]
 
     def weighted(self, step: Step, loss: Any) -> Any:
         self._look()
@@ -70,8 +72,14 @@ class KeepWeights(Policy):
             if self._looks == 0:
                 self.in_usual_steps = bool(self._moved)
                 self._now, self._before = ([each[place] for place in self._moved] for each in (self._now, self._before))
+                self.rest()
                 for hook in self._hooks if not (states and self._moved) else ():
                     hook.remove()
+
+    def rest(self) -> None:
+        for hook in self._of_models:
+            hook.remove()
+        self._of_models = []
 
     def _acts(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Called before an optimizer's step."""

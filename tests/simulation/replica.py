@@ -103,6 +103,8 @@ class SimSource(Source):
 class SimReplica:
     """Implements `raysgd.core.protocols.Replica`, with effects in the same order as in `TorchReplica`."""
 
+    saves_together = False
+
     def __init__(self, worker: Any, plan: Any, rank_info: RankInfo, control: Control) -> None:
         self._worker, self._plan, self._rank_info, self._control = worker, plan, rank_info, control
         self._position = Position()
@@ -255,6 +257,9 @@ class SimReplica:
 
     def partial(self) -> Measured:
         return Measured({"epoch": self._position.epoch, **self._meter.summary()}, self._position.call_units)
+
+    def _share(self) -> None:
+        """Share nothing: it keeps no state of parts."""
 
     def state(self) -> memoryview:
         self._worker.point("state_dict")
