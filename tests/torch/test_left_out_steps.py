@@ -52,13 +52,13 @@ def test_the_weights_are_those_of_a_run_without_these_batches(
     steps = -(-rows // (batch * workers))
     skipped: list[Any] = []
     mine = train(
-        spoiling(Curve, bad, 1, leaves_out=False),
+        spoiling(Curve, bad, 0, leaves_out=False),  # what a later rank repeats in a short step contributes nothing
         config,
         [(None, workers)],
         options=options(on_nonfinite="skip", **more),
         look=lambda trainer, results: skipped.extend(each.get("skipped_steps", 0) for each in results),
     )
-    close(mine, train(spoiling(Curve, bad, 1, leaves_out=True), config, [(None, workers)], options=options(**more)))
+    close(mine, train(spoiling(Curve, bad, 0, leaves_out=True), config, [(None, workers)], options=options(**more)))
     assert skipped == [len([step for step in bad if step < steps])] * workers
 
 
