@@ -22,8 +22,8 @@ class RankPart(NamedTuple):
             all have the same size, 0.0 if they are not fresh. The mean over the ranks of gradients
             with these weights is the mean over the step's units
     whole   False if another part of the same step follows on this rank
-    part    which of the step's parts it is, whoever computes it; of units that are repeated, one
-            that this rank has in other steps, too
+    part    which of the step's parts it is, on any rank; of units that are repeated, one that this
+            rank has in other steps, too
     """
 
     start: int

@@ -415,9 +415,9 @@ class Engine:
             return parts
 
     def change(self, call: Call) -> list[PartialResults]:
-        """Make a call that changes the state for the user. The state has that change once, whoever
-        fails: ranks that have it do not make it again, and new ones whose snapshot lacks it do.
-        Return the survivors' answers."""
+        """Make a call that changes the state for the user. The state has that change once,
+        whichever worker fails: ranks that have it do not make it again, and new ones whose snapshot
+        lacks it do. Return the survivors' answers."""
         self.changes += 1
         parts = self.run(Job(replace(call, change=self.changes), again="keep", redo=True))
         self._snapshot_is_stale = True

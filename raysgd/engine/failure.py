@@ -217,7 +217,7 @@ def shards_lost_error(left: int, before: int) -> TrainingFailedError:
 
 
 def cut_short_error(ranks: Sequence[int]) -> TrainingFailedError:
-    """Return the error about a function of the user's that has run in part, without a snapshot."""
+    """Return the error about the user's function that has run in part, without a snapshot."""
     return TrainingFailedError(
         f"the function was in a collective call on {ranked(ranks)} when another rank failed. It has ended on no rank, and is not called "
         "again, because that could repeat what it has done before. As there is no snapshot of the state before the call, training "

@@ -32,8 +32,8 @@ class KeepBuffers(Policy):
     is the one that it has with all workers.
 
     Before an optimizer steps, all ranks get the buffers of the first rank; if none does, before the
-    step is committed. So whoever fails, those that are left have equal ones. DDP would send them in
-    its forward passes, between which the ranks differ.
+    step is committed. So whichever rank fails, those that are left have equal ones. DDP would send
+    them in its forward passes, between which the ranks differ.
 
     Of large buffers, these are the ones that training has changed in the first step, and those of
     BatchNorm, even if they were frozen then.

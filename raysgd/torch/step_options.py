@@ -210,7 +210,7 @@ class KeepMetrics(Policy):
 
 class Rebound(Policy):
     """Warns of attributes that `train_batch` has set in this process's first step, if that begins a
-    call, and that nobody saves. It compares identities, of attributes that are not raysgd's."""
+    call, and that nothing saves. It compares identities, of attributes that are not raysgd's."""
 
     def __init__(self, operator: Any) -> None:
         self._operator, self._own_names = operator, {*vars(operator)}

@@ -150,7 +150,7 @@ class Weigh(Policy):
             count = _checked(count)
         if not self._agreed or (isinstance(count, Counted) and not self._counts):
             self._agree(count)
-        own = count is None and self._default  # a pass of the user's, beside one of a default method
+        own = count is None and self._default  # a pass of user code, beside one of a default method
         if step.place == 0 and step.closing and (own or self._ranks() == 1):
             return count  # nothing shares its step
         if (count is not None) != self._counts:

@@ -166,7 +166,7 @@ class ReplicaBase(ABC):
             self._control.phase = "idle"
 
     def _changed(self, call: Call) -> Any:
-        """Make a change of the user's to the state, unless that has it. Return what it returns."""
+        """Make the user's change of the state, unless that has it. Return what it returns."""
         if call.change <= self._position.loads:
             return None
         if (places := self.places(call.name)) is not None:

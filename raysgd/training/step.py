@@ -33,8 +33,8 @@ class Drawn(NamedTuple):
     whole   False if another part of the same batch follows on this rank
     indices  of this rank's samples in the data set; None if the source does not divide by index
     first    the place of the first of them in the epoch's order
-    part     which of the batch's parts this is, whoever computes it: of data that is not divided by
-             index, the rank
+    part     which of the batch's parts this is, on any rank: of data that is not divided by index,
+             the rank
     samples  how many these are, None if an item of the data set is a batch
     """
 

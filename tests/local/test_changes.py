@@ -1,4 +1,4 @@
-"""Calls beside the batches that change the state: each is made once, whoever fails."""
+"""Calls beside the batches that change the state: each is made once, whichever worker fails."""
 
 from __future__ import annotations
 

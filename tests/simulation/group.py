@@ -387,7 +387,7 @@ class Worker(Process):
         transfer.check(state)
 
     def give_later(self, name: str, state: bytes) -> None:
-        """Give a state to the driver, from a thread for which nobody waits."""
+        """Give a state to the driver, from a thread that no call waits for."""
         transfer = self.group.transfer_of(name)
         transfer.opened, transfer.giver = True, self
         self._bulk.send(partial(self._by_driver, lambda: self.alive and not transfer.closed and transfer.fill(state)))

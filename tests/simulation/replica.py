@@ -223,7 +223,7 @@ class SimReplica:
         return self._state() if self._rank_info.world_rank == 0 else None
 
     def save_within(self, transfer: str) -> None:
-        """Copy the state between two batches, and give it to the driver, which nobody waits for."""
+        """Copy the state between two batches, and give it to the driver; no call waits for that."""
         self._worker.compute()
         self._worker.point("save")
         if self.rank == 0:

@@ -472,7 +472,7 @@ class Noting(Curve):
         return super().train_batch(batch, batch_info)
 
 
-def test_info_has_the_place_of_a_part_whoever_computes_it(tmp_path: Any) -> None:
+def test_info_has_the_place_of_a_part_on_any_worker(tmp_path: Any) -> None:
     Noting.noted = noted = []
     config, given = {"rows": 24, "batch": 4}, {"use_gpu": False, "scheduler_step_freq": "batch"}
     expected = [

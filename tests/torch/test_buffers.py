@@ -138,7 +138,7 @@ def test_a_part_of_a_window_begins_with_its_own(accumulate: int) -> None:
     torch.testing.assert_close(one, two, rtol=1e-12, atol=1e-12)
 
 
-def test_whoever_lets_ddp_send_nothing_has_buffers_of_each_rank() -> None:
+def test_without_ddps_sending_each_rank_has_its_own_buffers() -> None:
     class Own(Norms):
         def setup(self, config: dict[str, Any]) -> None:
             super().setup(config)

@@ -1,4 +1,4 @@
-"""`on_step` is called once for each step that counts, on every rank, whoever fails and however the batch is divided."""
+"""`on_step` is called once for each step that counts, on every rank, whichever fails and however the batch is divided."""
 
 import random
 from typing import Any
@@ -20,7 +20,7 @@ STEPS = 5  # of an epoch with three workers
 
 
 class Averaged(Curve):
-    """Averages its weights by hand, and notes what it is told."""
+    """Averages its weights by hand, and notes what it gets."""
 
     def setup(self, config: dict[str, Any]) -> None:
         super().setup(config)
@@ -47,7 +47,7 @@ class Looping(Averaged):
 
 
 def run(kind: Any, *faults: Fault, **given: Any) -> tuple[torch.Tensor, torch.Tensor, list[Any]]:
-    """Return the weights, their average, and what `on_step` was told, which are equal on all ranks."""
+    """Return the weights, their average, and what `on_step` got, which are equal on all ranks."""
     elastic = ElasticConfig(grow=False, snapshot_every=1, **given.pop("elastic", {}))
     arguments = {"config": CONFIG, "num_workers": 3, "use_gpu": False, "scheduler_step_freq": "batch", **given}
     with Cluster(faults) as cluster, TorchTrainer(training_operator_cls=kind, elastic=elastic, **arguments) as trainer:
@@ -65,7 +65,7 @@ DISTURBED = [(Fault("kill", at, rank=rank, step=3),) for at in ("forward", "redu
 
 
 @pytest.mark.parametrize("faults", [*DISTURBED, ALL])
-def test_it_is_called_once_for_each_step_whoever_fails(faults: tuple[Fault, ...]) -> None:
+def test_it_is_called_once_for_each_step_whichever_rank_fails(faults: tuple[Fault, ...]) -> None:
     weights, ema, infos = run(Averaged)
     assert infos == [(step + 1, step // STEPS, False, "a") for step in range(2 * STEPS)]
     mine = run(Averaged, *faults)

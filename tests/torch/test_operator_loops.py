@@ -391,7 +391,7 @@ class Alien(Carrying):
         (Line, ""),
     ],
 )
-def test_attributes_that_a_batch_has_set_and_nobody_saves_are_named_once(
+def test_attributes_that_a_batch_has_set_and_nothing_saves_are_named_once(
     kind: Any, names: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with inline(kind, config={"keeps": True}) as trainer:

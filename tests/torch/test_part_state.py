@@ -1,4 +1,4 @@
-"""`self.part_state`: a recurrent model whose hidden state belongs to the part of the batch, whoever computes it."""
+"""`self.part_state`: a recurrent model whose hidden state belongs to the part of the batch, on any worker."""
 
 from contextlib import ExitStack, suppress
 from pathlib import Path

@@ -102,7 +102,7 @@ def test_a_part_that_has_ended_begins_no_checkpoint() -> None:
 
 
 def test_a_record_has_the_sums_of_all_parts_and_ranks() -> None:
-    """With the weight of a metric that not all samples have, and without what is no number."""
+    """With the weight of a metric that not all samples have, and without other values than numbers."""
     before = [[Measured({"num_samples": 8, "loss": 1.0}, 16), Measured({"num_samples": 8, "loss": 3.0}, 16)]]
     contents = Contents(Progress(step=7), 2, before)
     for rank, loss in enumerate((5.0, float("inf"))):
