@@ -177,7 +177,7 @@ def watch_init(connections: Connections) -> None:
             module.init = types.MethodType(init, bound.__self__)  # type: ignore[attr-defined]
 
 
-def shut_down(close_connections: Callable[[], None], *, limit_s: float) -> None:
+def shut_down(close_connections: Callable[[], object], *, limit_s: float) -> None:
     """Shut Horovod down. All ranks leave together as soon as one does. If a peer does not respond
     within a second, close the connections, so that this rank stops waiting. Close them in any case:
     Horovod leaves them open, and peers may be waiting on them."""

@@ -12,6 +12,7 @@ import contextlib
 import copy
 import datetime
 import logging
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, TypeVar, cast
@@ -112,24 +113,25 @@ def set_collective_limit(seconds: float) -> None:
 
 def abort_groups(found: Sequence[Any]) -> None:
     """End the calls of NCCL in these process groups. torch still knows the groups afterwards, and
-    raises its error for a broken one when they are used."""
-    try:
-        # Communicators whose aborts are not bracketed in this way can wait for each other.
-        nccl: Any = found[0]._get_backend(torch.device("cuda")) if found else None
-    except RuntimeError:  # it has none for this device
-        nccl = None
-    bracketed = hasattr(nccl, "_group_start")
-    if bracketed:
-        nccl._group_start()
-    try:
-        for group in reversed(found):
-            try:
-                group.abort()
-            except Exception as error:  # the other groups must end nevertheless
-                logger.warning("a process group could not be aborted: %s", described(error))
-    finally:
-        if bracketed:
-            nccl._group_end()
+    raises its error for a broken one when they are used.
+
+    All at once: an abort also frees memory of the device, which waits for all calls that the device
+    has begun, those of other groups too. torch's own bracket does not help, because it belongs to a
+    thread, and each group aborts on one of its own."""
+    begin = threading.Barrier(len(found) or 1)
+
+    def abort(group: Any) -> None:
+        begin.wait()
+        try:
+            group.abort()
+        except Exception as error:  # the other groups must end nevertheless
+            logger.warning("a process group could not be aborted: %s", described(error))
+
+    threads = [threading.Thread(target=abort, args=(each,), name="raysgd-abort-group", daemon=True) for each in found]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def forget_groups() -> None:

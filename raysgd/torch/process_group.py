@@ -6,6 +6,8 @@ import contextlib
 import datetime
 import os
 import re
+import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -41,6 +43,7 @@ GLOO = re.compile(
 # A gloo rank that waits for a peer's connection cannot be interrupted, and the peer may have failed meanwhile. So this
 # wait is short; all ranks are in the store when it begins.
 FORM_S, RANKS_PER_S = 10.0, 10
+SHUT_EVERY_S = 0.1
 
 
 def name_for(asked: str | None, gpus: float) -> str:
@@ -205,8 +208,14 @@ class TorchBackend:
         if found and self._ending is ending:  # otherwise, these are the groups of the next generation
             self._groups = found
             ending.begin(found, limit_s=nccl.abort_limit_s(info.world_rank, info.world_size))
-        self._connections.shut()
+        if self._connections.shut():
+            threading.Thread(target=self._shut_later_ones, args=(ending,), name="raysgd-shut", daemon=True).start()
         self._gloo.shut()
+
+    def _shut_later_ones(self, ending: nccl.Abort) -> None:
+        """NCCL opens connections one after the other while it forms a group, and waits at each."""
+        while self._ending is ending and self._connections.shut():
+            time.sleep(SHUT_EVERY_S)
 
     def ensure_whole(self, *, unless_seen: bool = False) -> None:
         """With NCCL, wait for the device, and then look whether the group was aborted. gloo's calls

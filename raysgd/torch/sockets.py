@@ -126,15 +126,15 @@ class Connections:
             self._mine = self._mine & now | now - self._before
         self._before = None
 
-    def shut(self) -> None:
+    def shut(self) -> bool:
+        """End these connections. Return whether more of them can appear."""
         before = self._before
         names = self._mine if before is None else self._mine | _names() - before
-        if not names:
-            return
         for listening in (False, True) if self._listening else (False,):
             for connection in _sockets(listening=listening, names=names):
                 with contextlib.suppress(OSError):
                     connection.shutdown(socket.SHUT_RDWR)
+        return before is not None
 
     def forget(self) -> None:
         self._before, self._mine = None, set()

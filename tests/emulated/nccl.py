@@ -7,7 +7,8 @@ It behaves as torch's ProcessGroupNCCL where that matters for recovery:
 
 * A call is queued to a stream, which is a thread, and raises nothing for a peer that has failed.
 * `wait()` waits for the stream, and never raises. An aborted collective ends with a part of its result in its tensors.
-* `abort()` frees what waits, from any thread. Calls after it raise a DistBackendError.
+* `abort()` frees what waits, from any thread. It returns when the device has ended all calls that were queued, those of other
+  groups too, as it frees memory. Calls after it raise a DistBackendError.
 * The first call connects the ranks, and waits until all are there.
 * The end of a peer's connection is an asynchronous error with `network`, as over InfiniBand or sockets. Without, as over NVLink,
   the stream waits until the abort. The watchdog finds an error, sleeps, and ends the process, unless torch's variables forbid it.
@@ -64,6 +65,7 @@ class Settings:
 
 settings = Settings()
 noticed: list[str] = []  # by watchdogs
+queued: set[Work] = set()  # what the device has not ended
 
 
 def install(device: str = "cpu", **given: Any) -> None:
@@ -141,6 +143,8 @@ class EmulatedNccl(dist.ProcessGroup):
         while self._rank in hanging and (hanging == {self._rank} or not hanging - {self._rank} <= self._lost):
             time.sleep(LOOK_S)
         self.shutdown()
+        while queued:
+            time.sleep(LOOK_S)
 
     def shutdown(self) -> None:
         self._aborted.set()
@@ -233,7 +237,9 @@ class EmulatedNccl(dist.ProcessGroup):
             if not self._aborted.is_set():
                 settings.point(operation, "after")
             work.end()
+            queued.discard(work)
 
+        queued.add(work)
         self._launch(perform)
         return work
 

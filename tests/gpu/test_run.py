@@ -42,6 +42,7 @@ def test_all_phases_fit_into_eight_minutes() -> None:
 
 def play(monkeypatch: pytest.MonkeyPatch, folder: Path, commands: dict[str, str], seconds: float) -> list[Any]:
     monkeypatch.setattr(run, "GRACE_S", 0.2)
+    monkeypatch.setattr(run, "MANY_CORES", 1)
     monkeypatch.setattr(run, "command", lambda each, *_: ["/bin/sh", "-c", commands[each.name]])
     run.Run(folder, seconds).play([phase(name, 0.5, beside=name == "beside") for name in commands])
     return [(line["phase"], line["seen"]) for line in notes.read([folder / "results.jsonl"])]
@@ -76,9 +77,10 @@ def test_phases_for_which_no_time_is_left_say_so(monkeypatch: pytest.MonkeyPatch
     assert play(monkeypatch, tmp_path, {"A": "exit 3"}, 0.1) == [("A", "not run")]
 
 
-def test_the_newest_line_of_each_measurement_counts(tmp_path: Path) -> None:
+def test_the_last_run_of_each_phase_counts(tmp_path: Path) -> None:
     first, second = tmp_path / "first.jsonl", tmp_path / "second.jsonl"
-    notes.Notes(first, "C", 1).add("killed", "an error")
+    notes.Notes(first, "A", 1).add("bits", "same")
+    notes.Notes(first, "C", 1).add("the phase", "killed at its limit")
     notes.Notes(second, "C", 1, instead="NCCL emulated").add("killed", 0.5, "s", "same")
     notes.Notes(second, "C", 1).add("steps", 3, detail=True)
     with second.open("a", encoding="utf-8") as file:
@@ -86,7 +88,8 @@ def test_the_newest_line_of_each_measurement_counts(tmp_path: Path) -> None:
     lines = notes.read([first, second, tmp_path / "missing.jsonl"])
     rows = notes.document([{**ENVIRONMENT, "machine": MACHINE}, *lines], ["run.py"])["rows"]
     killed = {"phase": "C", "what": "killed", "seen": 0.5, "unit": "s", "note": "NCCL emulated; same"}
-    assert rows == [{name: ENVIRONMENT[name] for name in notes.COLUMNS}, killed]
+    bits = {"phase": "A", "what": "bits", "seen": "same", "unit": "", "note": ""}
+    assert rows == [{name: ENVIRONMENT[name] for name in notes.COLUMNS}, bits, killed]
 
 
 def test_the_results_fill_the_page() -> None:
@@ -145,7 +148,7 @@ def test_the_phases_run_on_emulations(outcome: Any) -> None:
     assert len(equal) == 2 and all(each.split()[0] == each.split()[2] for each in equal)
     assert seen["B", "all-reduce is right, in .item()"] is True
     free = [note for (name, what), note in said.items() if name == "B" and "new group" in what]
-    assert len(free) == 3 and all(note == "NCCL emulated; right" for note in free)
+    assert len(free) == 4 and all(note == "NCCL emulated; right" for note in free)
     late = [value for (name, what), value in seen.items() if name == "W"]
     assert late == ["2 of 2 alive", "0 of 2 alive"], "torch's watchdog ends those without raysgd's variables"
     kills = [note for (name, what), note in said.items() if name in ("C", "C2", "C3") and "killed" in what]

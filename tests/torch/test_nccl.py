@@ -1,6 +1,7 @@
 """What raysgd decides about NCCL, without one: `tests/emulated` shows that it works."""
 
 import logging
+import socket
 import subprocess
 import sys
 import threading
@@ -62,9 +63,6 @@ class Group:
     def __init__(self) -> None:
         self.aborts, self.may_end = 0, threading.Event()
 
-    def _get_backend(self, device: torch.device) -> Any:
-        raise RuntimeError("No backend type associated with device type cuda")
-
     def abort(self) -> None:
         self.aborts += 1
         self.may_end.wait()
@@ -78,6 +76,40 @@ def test_groups_are_aborted_once_and_the_control_thread_does_not_wait() -> None:
     group.may_end.set()
     ending.wait()
     assert group.aborts == 1
+
+
+def test_groups_are_aborted_at_once_because_the_end_of_one_waits_for_the_calls_of_all() -> None:
+    together, ended = threading.Barrier(3), list[int]()
+
+    class Waiting:
+        def abort(self) -> None:
+            ended.append(together.wait(10))
+
+    nccl.abort_groups([Waiting() for _ in range(3)])
+    assert sorted(ended) == [0, 1, 2]
+
+
+def test_an_abort_while_a_group_forms_also_ends_connections_that_open_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend, listener = TorchBackend("nccl"), socket.create_server(("127.0.0.1", 0))
+    begun, aborted = threading.Event(), threading.Event()
+
+    def form(**arguments: Any) -> None:
+        begun.set()
+        aborted.wait()
+        with socket.create_connection(listener.getsockname(), timeout=30) as connection:
+            assert not connection.recv(1)
+        raise dist.DistBackendError("the connection has ended")
+
+    def abort() -> None:
+        begun.wait()
+        backend.abort()
+        aborted.set()
+
+    monkeypatch.setattr(nccl, "form", form)
+    monkeypatch.setattr(nccl, "set_variables", lambda: None)
+    threading.Thread(target=abort).start()
+    with listener, pytest.raises(dist.DistBackendError, match="has ended"):
+        backend.join(RankInfo(solo=True), {})
 
 
 STUCK = """

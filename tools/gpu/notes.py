@@ -6,6 +6,7 @@ unit, and a note, which says what was emulated. With `detail` it is not in the t
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import shlex
@@ -41,20 +42,17 @@ class Notes:
 
 
 def read(paths: Iterable[Path]) -> list[dict[str, Any]]:
-    """Return the lines of these files; not a line whose process was killed while it wrote."""
-    found = []
+    """Return the lines of these files, of each phase those of the last file that has some; not a line whose process was killed
+    while it wrote."""
+    found: dict[str, list[dict[str, Any]]] = {}
     for path in paths:
+        own: dict[str, list[dict[str, Any]]] = {}
         for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-            try:
-                found.append(json.loads(line))
-            except json.JSONDecodeError:
-                continue
-    return found
-
-
-def newest(lines: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the last line of each measurement, in the order in which they were made first."""
-    return list({(line["phase"], line["what"]): line for line in lines}.values())
+            with contextlib.suppress(json.JSONDecodeError):
+                read = json.loads(line)
+                own.setdefault(read["phase"], []).append(read)
+        found |= own
+    return [line for lines in found.values() for line in lines]
 
 
 def spread(values: Sequence[float], digits: int = 4) -> Any:
@@ -63,9 +61,8 @@ def spread(values: Sequence[float], digits: int = 4) -> Any:
 
 def document(lines: Sequence[Mapping[str, Any]], command: Sequence[str]) -> dict[str, Any]:
     """Return the lines in the form of the other benchmarks' results."""
-    rows = newest(lines)
-    machine = next((row["machine"] for row in rows if "machine" in row), None) or report().machine()
-    shown = [{name: _shown(row[name]) for name in COLUMNS} for row in rows if not row.get("detail")]
+    machine = next((row["machine"] for row in lines if "machine" in row), None) or report().machine()
+    shown = [{name: _shown(row[name]) for name in COLUMNS} for row in lines if not row.get("detail")]
     head = {"benchmark": "gpu", "command": shlex.join(command), "settings": {}, "machine": machine}
     return {**head, "columns": list(COLUMNS), "rows": shown}
 

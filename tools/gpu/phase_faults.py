@@ -90,7 +90,7 @@ def hold_memory(marks: Path) -> threading.Thread:
 
 
 def faults(notes: Notes) -> None:
-    for fault in (ASSERT, STEP_MEMORY, SETUP_MEMORY):
+    for fault in (SETUP_MEMORY, ASSERT, STEP_MEMORY):
         if notes.left() < 5:
             notes.add(fault, "not run", note="no time left")
             continue

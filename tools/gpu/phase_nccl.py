@@ -11,7 +11,7 @@ import multiprocessing
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection
@@ -22,8 +22,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from raysgd.torch.foreign import abort_groups, forget_groups
+from raysgd.torch.foreign import abort_groups, forget_groups, groups
 from raysgd.torch.nccl import VARIABLES
+from raysgd.torch.process_group import SHUT_EVERY_S
 from raysgd.torch.sockets import Connections
 from tools.gpu import common
 from tools.gpu.notes import Notes, first_line, spread
@@ -40,6 +41,7 @@ class Rank:
         self.rank, self.size, self._port = rank, size, port
         self._pipe, self._lock, self.aborted = pipe, threading.Lock(), threading.Event()
         self.device, self.connections = common.device(rank), Connections(listening=True)
+        self.abort: Callable[[Sequence[Any]], None] = abort_groups
 
     def tell(self, kind: str, **values: Any) -> None:
         with self._lock:
@@ -62,14 +64,18 @@ class Rank:
             self.order()
             began, error = time.monotonic(), ""
             try:
-                abort_groups([dist.group.WORLD])
+                self.abort(groups())
             except Exception as caught:
                 error = first_line(caught)
-            self.connections.shut()
             self.tell("aborted", seconds=time.monotonic() - began, error=error)
             self.aborted.set()
 
         threading.Thread(target=obey, daemon=True).start()
+
+    def shut_after_abort(self) -> None:
+        self.aborted.wait()
+        while self.connections.shut():
+            time.sleep(SHUT_EVERY_S)
 
     def form(self, name: str, *, blocking: bool = True, eager: bool = False) -> None:
         """Form the default group. With `eager`, NCCL connects the ranks now, and otherwise in the first collective."""
@@ -96,12 +102,14 @@ class Rank:
     def form_again(self) -> None:
         """Form a group of the survivors in the same process."""
         self.aborted.wait()
-        began = time.monotonic()
-        if dist.is_initialized():  # not if torch was still forming it
+        began, kept = time.monotonic(), groups()  # as raysgd keeps them: a group's end waits for torch's watchdog
+        if kept:  # not if torch was still forming it
             forget_groups()
         self.rank, self.size = self.rank - (self.rank > KILLED), self.size - 1
+        self.connections.forget()
         self.form("again")
         self.tell("again", right=self.is_right(), seconds=time.monotonic() - began)
+        kept.clear()
 
 
 # -- what the main thread does until it is free -------------------------------------------------------------------
@@ -142,11 +150,38 @@ def in_backward(own: Rank) -> str:
     return ""
 
 
+def in_two_groups(own: Rank, abort: Callable[[Sequence[Any]], None] = abort_groups) -> str:
+    """Wait for an all-reduce of each of two groups, as FSDP can with several copies."""
+    own.abort = abort
+    second, given = dist.new_group(), [torch.ones(1 << 20, device=own.device) for _ in range(2)]
+    dist.all_reduce(given[1], group=second)
+    given[1][0].item()
+    own.there()
+    calls = [
+        dist.all_reduce(each, group=group, async_op=True) for each, group in zip(given, (None, second), strict=True)
+    ]
+    for call in calls:
+        call.wait()
+    for each in given:
+        each[0].item()
+    return ""
+
+
+def bracketed(found: Sequence[Any]) -> None:
+    """Abort groups one after the other, in the bracket of torch's own function for all groups."""
+    nccl: Any = found[0]._get_backend(torch.device("cuda"))
+    nccl._group_start()
+    for group in reversed(found):
+        group.abort()
+    nccl._group_end()
+
+
 def forming(own: Rank, *, shut: bool = False, **how: bool) -> str:
     """Form a group that one rank does not join. With `shut`, all its sockets are shut, as raysgd does."""
     own.there()
     if shut:
         own.connections.opening()
+        threading.Thread(target=own.shut_after_abort, daemon=True).start()
     own.form("first", **how)
     own.is_right()
     return ""
@@ -157,13 +192,15 @@ CASES: dict[str, Callable[[Rank], str]] = {
     HOLDS: in_item,
     "in a full launch queue": in_launches,
     "in a first backward pass": in_backward,
+    "in calls of two groups": in_two_groups,
+    "in calls of two groups, one after the other": partial(in_two_groups, abort=bracketed),
     FORMING: partial(forming, blocking=True),
     f"{FORMING} with device_id": partial(forming, blocking=True, eager=True),
     f"{FORMING} with device_id, as raysgd does it": partial(forming, blocking=True, eager=True, shut=True),
     f"{FORMING} with blocking=0": partial(forming, blocking=False),
     f"{FORMING} with blocking=0, device_id": partial(forming, blocking=False, eager=True),
 }
-EMULATED = (HOLDS, "in a first backward pass", FORMING)
+EMULATED = (HOLDS, "in a first backward pass", "in calls of two groups", FORMING)
 
 
 def be_rank(case: str, variables: bool, *connected: Any) -> None:

@@ -40,7 +40,8 @@ class Phase:
     function: str
     shrinks: bool = False  # takes the time that is left, if that is less
     nccl: bool = False  # uses NCCL, which is emulated without a GPU
-    beside: bool = False  # runs beside the following phases: it mostly waits
+    beside: bool = False  # runs beside the following phases, where there are many cores: it mostly waits
+    alone: bool = False  # not beside one of these: it takes all memory, or measures time
 
     @property
     def target(self) -> tuple[str, str]:
@@ -52,18 +53,19 @@ PHASES = (
     Phase("env", "versions, clocks, memory", 15, "setting.environment"),
     Phase("tests", "pytest -m gpu", 30, "setting.tests"),
     Phase("A", "bits against a hand-written loop", 40, "bits.against_handwritten"),
+    Phase("B2", "NCCL: what repeated aborts leave behind", 20, "nccl.cycles", nccl=True, alone=True),
     Phase("W", "NCCL: who is alive 75 s after a peer was killed", 100, "nccl.long_after", nccl=True, beside=True),
-    Phase("B2", "NCCL: what repeated aborts leave behind", 25, "nccl.cycles", nccl=True),
-    Phase("B", "NCCL: what an abort frees, and what it leaves", 60, "nccl.aborts", nccl=True),
+    Phase("B", "NCCL: what an abort frees, and what it leaves", 70, "nccl.aborts", nccl=True),
+    Phase("C2", "raysgd: a kill with gloo", 70, "recovery.gloo", beside=True),
+    Phase("C3", "raysgd: a kill with FSDP", 70, "recovery.sharded", nccl=True, beside=True),
     Phase("C", "raysgd: kills at five kinds of moments, growth", 75, "recovery.moments", nccl=True),
-    Phase("C2", "raysgd: a kill with gloo", 25, "recovery.gloo"),
-    Phase("C3", "raysgd: a kill with FSDP", 35, "recovery.sharded", nccl=True),
-    Phase("C4", "raysgd: the script is killed", 40, "recovery.takeover", nccl=True),
-    Phase("D", "broken GPUs, and memory that runs out", 45, "faults.faults", nccl=True),
-    Phase("E", "time and memory of a step against hand-written loops", 110, "speed.ratios", shrinks=True),
-    Phase("F", "slow loaders, and waits for the device", 20, "speed.overlap", shrinks=True),
-    Phase("G", "snapshots, saves and loads", 40, "state.saves", shrinks=True),
+    Phase("C4", "raysgd: the script is killed", 65, "recovery.takeover", nccl=True),
+    Phase("D", "broken GPUs, and memory that runs out", 75, "faults.faults", nccl=True, alone=True),
+    Phase("E", "time and memory of a step against hand-written loops", 100, "speed.ratios", shrinks=True, alone=True),
+    Phase("F", "slow loaders, and waits for the device", 15, "speed.overlap", shrinks=True, alone=True),
+    Phase("G", "snapshots, saves and loads", 30, "state.saves", shrinks=True, alone=True),
 )
+MANY_CORES = 8  # with fewer, phases that start workers hold each other up
 
 
 def allotted(waiting: Sequence[Phase], left_s: float) -> float:
@@ -103,14 +105,19 @@ class Run:
                 why = f"{max(0.0, self.left()):.0f} s are left" if not seconds else "NCCL forms no group here"
                 self._say(phase, "not run", why)
                 continue
+            if phase.alone:
+                self._finish_all()
             print(f"{phase.name}: {phase.about}, {seconds:.0f} s", flush=True)
             started = phase, self._start(phase, seconds), time.monotonic() + seconds + GRACE_S
-            if phase.beside:
+            if phase.beside and (os.cpu_count() or 1) >= MANY_CORES:
                 self._beside.append(started)
             else:
                 self._finish(*started)
-        for each in self._beside:
-            self._finish(*each)
+        self._finish_all()
+
+    def _finish_all(self) -> None:
+        while self._beside:
+            self._finish(*self._beside.pop(0))
 
     def _start(self, phase: Phase, seconds: float) -> subprocess.Popen[bytes]:
         with self.log.open("ab") as log:
