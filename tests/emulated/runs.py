@@ -196,6 +196,11 @@ def state_of(operator: Any) -> torch.Tensor:
     return torch.cat([each.detach().flatten() for each in whole])
 
 
+def disarm(operator: Any) -> None:
+    operator.kills = ()
+    emulation().install(point=nothing)
+
+
 @dataclass
 class Ground:
     """Owns a trainer, what its ranks have after an undisturbed epoch, and the state before that. Each of its epochs begins there."""
@@ -210,14 +215,14 @@ class Ground:
         assert not self.trainer.recoveries
 
     def restore(self) -> None:
-        """Return to the state and the workers of the beginning."""
+        """Return to the state and the workers of the beginning. A kill that has not happened must not happen later."""
+        self.trainer.apply_all_operators(disarm)
         self.trainer.resize(self.workers)
         assert self.trainer.world_size == self.workers
         self.trainer.load_state_dict(self.before)
 
     def lay(self, *kills: Kill) -> None:
         def keep(operator: Any) -> None:
-            emulation().install(point=nothing)  # those of earlier epochs may not have happened
             operator.kills = [each for each in kills if each.rank == operator.world_rank and each.step is not None]
             arm([each for each in kills if each.rank == operator.world_rank and each.step is None])
 
