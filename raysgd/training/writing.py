@@ -45,6 +45,10 @@ class DraftFile:
         return file
 
 
+class NoDriver(ConnectionError):
+    """The driver does not answer, for example because it has ended."""
+
+
 @dataclass(frozen=True)
 class Question:
     """What each rank asks the driver between two batches: whether to make a checkpoint. `measured`
@@ -88,7 +92,10 @@ def reported(
     control: Control = replica._control
     if not later:
         return write(lambda content: control.giving(transfer).send(content))
-    giving = control.giving(transfer)  # opened now, so that the driver notices if this process ends
+    try:
+        giving = control.giving(transfer)  # opened now, so that the driver notices if this process ends
+    except OSError as error:
+        raise NoDriver(str(error)) from error
 
     def run() -> None:
         given: list[Any] = []
@@ -120,16 +127,23 @@ class Asking:
         measured = replica.partial()
         question = Question(replica.rank, replica.progress, Measured(numbers(measured.metrics), measured.committed))
         try:
-            reply: Reply = replica._control.ask(self._transfer, question)
-        except OSError as error:
+            reply = self._reply(question)
+            if reply.arguments is not None:
+                replica._share()
+                self._save(replica, **reply.arguments)
+        except NoDriver as error:
             if replica.saves_together:
                 raise  # the other ranks may be waiting for this one's shards, or dicts of parts
             logger.info("no checkpoint is made until workers change, because the driver does not answer: %s", error)
             reply = Reply(math.inf)
         self.step = reply.step
-        if reply.arguments is not None:
-            replica._share()
-            self._save(replica, **reply.arguments)
+
+    def _reply(self, question: Question) -> Reply:
+        try:
+            reply: Reply = self._replica._control.ask(self._transfer, question)
+        except OSError as error:
+            raise NoDriver(str(error)) from error
+        return reply
 
 
 def _write(draft: DraftFile, write: Callable[[Any], Any], give: Callable[[Any], None]) -> Report:

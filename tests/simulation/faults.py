@@ -78,6 +78,11 @@ class Schedule:
         return self._world.now > self.harmful_until
 
     @property
+    def ended(self) -> bool:
+        """Return whether an error or the user may have ended a call, in a batch whose metrics are then missing."""
+        return any(kind in ("raise", "callback", "ctrl-c", "cancel") for kind, _ in self.struck)
+
+    @property
     def announced(self) -> bool:
         """Return whether the end of a machine was announced."""
         return any(kind in ("notice", "drain") for kind, _ in self.struck)

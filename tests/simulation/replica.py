@@ -24,7 +24,7 @@ from raysgd.training.position import Position
 from raysgd.training.snapshots import LOADED_S
 from raysgd.training.step import Drawn
 from raysgd.training.step import Step as OptimizerStep
-from raysgd.training.writing import Asking
+from raysgd.training.writing import Asking, NoDriver
 from raysgd.workers.calls import Blob
 from tests.simulation.network import NetworkError, ProcessGroup
 
@@ -228,7 +228,10 @@ class SimReplica:
         self._worker.point("save")
         if self.rank == 0:
             self._worker.checker.copies(self._worker, self.steps)
-            self._worker.give_later(transfer, self._state())
+            try:
+                self._worker.give_later(transfer, self._state())
+            except ConnectionError as error:
+                raise NoDriver(str(error)) from error
 
     def restore(self, data: Blob, loads: int, refuses: int = -1) -> Refusal | None:
         """Load a checkpoint on all ranks. If the rank `refuses` it, their state is undefined."""

@@ -220,8 +220,7 @@ class Script:
         checker.has_trained(number, num_steps, all_calls=self._keeps_a_snapshot())
         exact = calm and self.schedule.calm
         if self.plan.orphan_s:  # what was measured by workers that left, or in a step that an error ended, may be lost
-            ended = {"raise", "callback", "ctrl-c", "cancel"} & {kind for kind, _ in self.schedule.struck}
-            exact = exact and self.plan.in_place and not (self.schedule.announced or ended)
+            exact = exact and self.plan.in_place and not (self.schedule.announced or self.schedule.ended)
         self._check_metrics([part.values for part in parts], steps, exact=exact)
 
     def _keeps_a_snapshot(self) -> bool:

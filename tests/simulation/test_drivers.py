@@ -163,6 +163,17 @@ FOUND = {
             Fault("die", "in train", count=20),
         ),
     ),
+    "a rank's metrics were lost, because its driver ended between the answer and the checkpoint": Plan(
+        seed=303380,
+        nodes=(1,),
+        later=((6.7, 1),),
+        samples=33,
+        batch=2,
+        late=0.1,
+        orphan_s=600.0,
+        script=("save", "fit 2"),
+        faults=(Fault("die", "in train", count=21),),
+    ),
 }
 
 

@@ -5,6 +5,7 @@ import math
 import shutil
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,11 +17,45 @@ from raysgd.core.metrics import Measured, WeightedMean, merge_part
 from raysgd.core.progress import Progress
 from raysgd.training.auto_checkpoint import measured_in, numbers_of
 from raysgd.training.within_call import Contents, Schedule, WithinCall
-from raysgd.training.writing import Question
+from raysgd.training.writing import Asking, Question, Reply
 from tests.peek import delay_saves, finish_saves, leave_no_checkpoint_out
 from tests.torch.small import Line, inline, weights
 
 STEPS = 6
+
+
+class Rank(SimpleNamespace):
+    """A rank whose driver wants a checkpoint, and has ended when it begins."""
+
+    def __init__(self, *, together: bool, error: Exception) -> None:
+        def gone(*_: Any) -> None:
+            raise ConnectionRefusedError("nothing listens there")
+
+        def writer(later: bool) -> Any:
+            if not isinstance(error, ConnectionError):
+                raise error
+            return lambda file: None
+
+        control = SimpleNamespace(
+            ask=lambda *_: Reply(4, {"draft": None, "transfers": [""], "later": True}), giving=gone
+        )
+        super().__init__(_control=control, rank=0, progress=Progress(step=2), saves_together=together)
+        self.checkpoint_writer, self._share = writer, lambda: None
+
+    def partial(self) -> Measured:
+        return Measured({}, 0)
+
+
+def test_a_driver_that_ends_while_a_checkpoint_begins_ends_no_call() -> None:
+    asking = Asking(Rank(together=False, error=ConnectionError()), "", 2)
+    asking.ask()
+    assert asking.step == math.inf
+
+
+@pytest.mark.parametrize(("together", "error"), [(True, ConnectionError()), (False, OSError("of the user's state"))])
+def test_other_errors_of_a_checkpoint_end_the_call(together: bool, error: Exception) -> None:
+    with pytest.raises(OSError, match=r"nothing listens|of the user's state"):
+        Asking(Rank(together=together, error=error), "", 2).ask()
 
 
 def asked(within: WithinCall, step: int, rank: int = 0) -> Any:
