@@ -229,9 +229,8 @@ class RecoveryLoop:
 
     def _lack_state(self, survivors: list[str]) -> bool:
         """Return whether no survivor has the state of the group, or they lack a part of it."""
-        return all(self._table[each].progress.cut_short for each in survivors) or self._generation.lacks_shards(
-            survivors
-        )
+        found = [self._table[each].progress for each in survivors]
+        return all(each.cut_short or each.undefined for each in found) or self._generation.lacks_shards(survivors)
 
     def _not_formed(self, case: _Case, survivors: list[str], joining: list[str]) -> None:
         """Take the replacements back after a failed try. If no worker has failed, the network
