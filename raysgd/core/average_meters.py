@@ -44,7 +44,8 @@ class AverageMeter:
                 f"a meter averages numbers and one-element tensors, not {type(val).__name__} ({shown(val)}). "
                 "Use AverageMeterCollection to keep other values beside numbers."
             )
-        self._add(number, _weight(n))
+        if self._add(number, _weight(n)):
+            self._settle()
 
     @property
     def val(self) -> float:
@@ -64,27 +65,33 @@ class AverageMeter:
         total = self.sum  # the count is complete then
         return total / self.count if self.count else math.nan
 
-    def _add(self, number: Any, n: Any) -> None:
+    def _add(self, number: Any, n: Any) -> bool:
+        """Add a number. Return whether so many wait that they are to be read now."""
         self._last, known = number, isinstance(n, (float, int))
         if known:
             self.count += n
             if not n:
-                return  # the mean over an empty batch is NaN, which must not get into the sum
+                return False  # the mean over an empty batch is NaN, which must not get into the sum
         if known and isinstance(number, (float, int)):
             self._sum += float(number) * n
-            return
+            return False
         self._waiting.append((number, n))
-        if len(self._waiting) >= _MAX_WAITING:
-            self._settle()
+        return len(self._waiting) >= _MAX_WAITING
 
-    def _settle(self) -> None:
-        if not isinstance(self._last, (float, int)):
-            self._last = self._last.item()
+    def _unread(self) -> dict[int, Any]:
+        """Return the numbers and weights that wait on a device, by their `id`."""
+        every = (self._last, *(each for pair in self._waiting for each in pair))
+        return {id(each): each for each in every if not isinstance(each, (float, int))}
+
+    def _settle(self, read: Mapping[int, Any] | None = None) -> None:
+        """Add what waits. `read` has the values of the unread numbers."""
+        found = {key: each.item() for key, each in self._unread().items()} if read is None else read
+        self._last = found.get(id(self._last), self._last)
         for number, n in self._waiting:
-            weight = n if isinstance(n, (float, int)) else n.item()
+            weight = found.get(id(n), n)
             self.count += weight if weight is not n else 0
             if weight:
-                self._sum += (number if isinstance(number, (float, int)) else number.item()) * weight
+                self._sum += found.get(id(number), number) * weight
         self._waiting.clear()
 
 
@@ -143,6 +150,7 @@ class AverageMeterCollection:
 
     def summary(self) -> dict[str, Any]:
         """Return the counts, and each metric's mean and, as `last_m`, its latest value."""
+        self._settle()
         result: dict[str, Any] = {BATCH_COUNT: self.batch_count, NUM_SAMPLES: self.num_samples}
         reserved = set(result)
         for name, meter in self._meters.items():
@@ -171,8 +179,21 @@ class AverageMeterCollection:
             return
         if name not in self._meters:
             self._meters[name] = AverageMeter()
-        if not isinstance(n, (float, int)) or n:  # the mean over an empty batch, often NaN, is not the latest value
-            self._meters[name]._add(number, n)
+        counts = (
+            not isinstance(n, (float, int)) or n
+        )  # the mean over an empty batch, often NaN, is not the latest value
+        if counts and self._meters[name]._add(number, n):
+            self._settle()
+
+    def _settle(self) -> None:
+        waiting = {key: each for meter in self._meters.values() for key, each in meter._unread().items()}
+        found = dict(zip(waiting, self._read([*waiting.values()]) if waiting else (), strict=True))
+        for meter in self._meters.values():
+            meter._settle(found)
+
+    def _read(self, waiting: list[Any]) -> list[float]:
+        """Return the values of numbers on a device."""
+        return [each.item() for each in waiting]
 
 
 def _is_tensor(value: Any) -> bool:

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from raysgd.core.average_meters import AverageMeterCollection
 from raysgd.core.metrics import SECONDS
 from raysgd.errors import ConfigError
 from raysgd.torch.foreign import exposed_communication_s, measure_communication, was_skipped
+from raysgd.torch.meters import DeviceMeters
 from raysgd.torch.parts import Parts
 from raysgd.training.step import Policy, Step
 
@@ -27,7 +27,7 @@ class Monitor:
 
     def begin(self) -> None:
         """Forget what was measured, because a part of a call begins. Let DDP measure."""
-        self._meter = AverageMeterCollection()
+        self._meter = DeviceMeters()
         self._communication: float | None = None
         for each in self._measured_wrappers():
             measure_communication(each)

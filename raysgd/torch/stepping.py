@@ -10,6 +10,7 @@ import torch
 
 from raysgd.core.ranks import RankInfo
 from raysgd.errors import ConfigError, shown
+from raysgd.torch.meters import DeviceMeters
 from raysgd.torch.parts import Parts
 from raysgd.torch.weights import Weigh
 from raysgd.torch.wrapping import Exchange
@@ -27,6 +28,7 @@ class Stepping(OperatorBase):
 
     _parts: Parts
     _weigh: Weigh
+    _meter_class = DeviceMeters
 
     def __init__(self, config: dict[str, Any] | None, settings: ReplicaSettings, rank_info: RankInfo | None) -> None:
         super().__init__(config, settings, rank_info)

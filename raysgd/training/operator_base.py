@@ -110,12 +110,13 @@ class OperatorBase:
 
     _parts: Any
     _validation_prefix = "val_"  # of metrics that the operator does not name itself
+    _meter_class = AverageMeterCollection
 
     def __init__(self, config: dict[str, Any] | None, settings: ReplicaSettings, rank_info: RankInfo | None) -> None:
         self._config: dict[str, Any] = {} if config is None else config
         self._settings = settings
         self._rank_info = rank_info or RankInfo()
-        self._meter = AverageMeterCollection()
+        self._meter = self._meter_class()
         self._policies = Policies()  # which take part in each step
         self._feed: Feed | NoFeed = NoFeed()  # of the running loop, with the running step; its replica sets it
         self._complete_for: set[str] = set()
@@ -153,7 +154,7 @@ class OperatorBase:
         `info` is what was passed to `train`, with `epoch_idx`, `num_steps` the number of batches if
         it is limited, `epoch_idx` the epoch."""
         common = {**(info or {}), **self._epoch_info(num_steps), "epoch_idx": epoch_idx}
-        self._meter, feed, batch_idx = AverageMeterCollection(), self._feed, 0
+        self._meter, feed, batch_idx = self._meter_class(), self._feed, 0
         named = "batch_info" in signature(self.train_batch).parameters
         schedule = self._begin_epoch()
         unchanged = iterator is feed.batches  # one of a subclass may repeat, merge, keep or leave out batches
@@ -197,7 +198,7 @@ class OperatorBase:
     def validate(self, val_iterator: Iterable[Any], info: dict[str, Any] | None = None) -> dict[str, Any]:
         """Validate on one pass over `val_iterator`, without gradients, and return what to report.
         `info` is what was passed to `validate`."""
-        self._meter = AverageMeterCollection()
+        self._meter = self._meter_class()
         name = "test_batch" if self._testing else "validate_batch"
         method = getattr(self, name)
         batch_idx = 0

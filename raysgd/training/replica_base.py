@@ -15,7 +15,6 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any, ClassVar, Literal, cast
 
-from raysgd.core.average_meters import AverageMeterCollection
 from raysgd.core.messages import SnapshotUpload
 from raysgd.core.metrics import (
     COUNTED,
@@ -556,7 +555,7 @@ class ReplicaBase(ABC):
         """Reset the timers and metrics. With `new_call` False, the call continues after a change of
         the group."""
         operator = self.operator
-        operator._meter, operator._testing = AverageMeterCollection(), phase == "test"
+        operator._meter, operator._testing = operator._meter_class(), phase == "test"
         self._began, self._waited = time.perf_counter() if phase == "train" else None, 0.0
         operator.timers.reset()
         operator.timers.enabled = profile

@@ -158,11 +158,30 @@ def test_an_update_does_not_wait_for_the_device():
     assert DeviceTensor.reads == 0
     assert meters.summary()["loss"] == 49.5
     assert meters.summary()["last_loss"] == 99.0
-    assert DeviceTensor.reads == 101  # each once, and the last one again
+    assert DeviceTensor.reads == 100  # each once
     for step in range(2000):
         meters.update({"loss": DeviceTensor(float(step))}, n=2)
     assert len(meters._meters["loss"]._waiting) < 512
     assert meters.summary()["loss"] == (4950 + 1999000) / 2100
+
+
+def test_all_that_waits_is_read_together():
+    """When a result is asked for, and when the numbers of one metric are many."""
+    together = []
+
+    class Meters(AverageMeterCollection):
+        def _read(self, waiting):
+            together.append(len(waiting))
+            return super()._read(waiting)
+
+    meters, plain = Meters(), AverageMeterCollection()
+    for step in range(600):
+        loss = step / 7
+        meters.update({"loss": DeviceTensor(loss), "rate": 0.5, "tokens": (DeviceTensor(0.1), DeviceTensor(3))}, n=2)
+        plain.update({"loss": loss, "rate": 0.5, "tokens": (0.1, 3)}, n=2)
+    assert together == [3 * 511 + 1]
+    assert meters.summary() == plain.summary()
+    assert sum(together) == 3 * 600 and len(together) == 2
 
 
 def test_a_tensor_that_changes_later_counts_with_its_old_value():

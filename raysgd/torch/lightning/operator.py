@@ -13,7 +13,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from raysgd.constants import NUM_SAMPLES
-from raysgd.core.average_meters import AverageMeterCollection
 from raysgd.errors import ConfigError
 from raysgd.torch.lightning import module as modules
 from raysgd.torch.lightning.logging import LoggedValues
@@ -149,7 +148,7 @@ class LightningOperator(TrainingOperator):
         num_steps: int | None = None,
         epoch_idx: int = 0,
     ) -> dict[str, Any]:
-        self._meter, feed = AverageMeterCollection(), self._feed
+        self._meter, feed = self._meter_class(), self._feed
         module = self.module
         with self._attached("training"):
             if not self._started:
@@ -270,7 +269,7 @@ class LightningOperator(TrainingOperator):
         module = self.module
         if not modules.overrides(module, self._base, "validation_step"):
             raise ConfigError(f"validate() needs a validation_step in {type(module).__name__}")
-        self._meter, feed = AverageMeterCollection(), self._feed
+        self._meter, feed = self._meter_class(), self._feed
         with self._attached("validating"), torch.no_grad():
             module.on_validation_start()
             module.on_validation_epoch_start()
