@@ -53,8 +53,8 @@ def predict(replica: TorchReplica, data: Any, batch_size: int) -> Any:
     numbers stay as they are."""
     loader = data if isinstance(data, DataLoader) else DataLoader(data, batch_size=batch_size)
     places, operator, control = replica.places("predict"), replica.operator, replica._control
-    workers = replica.num_workers
-    source = PlannedSource(loader, pad=False, parts=lambda ranks: max(ranks, workers), places=places)
+    workers, on = replica.num_workers, operator.device
+    source = PlannedSource(loader, pad=False, parts=lambda ranks: max(ranks, workers), places=places, device=on)
     outputs: list[tuple[int, Any]] = []
     with torch.random.fork_rng(devices=[]), torch.no_grad(), operator._validating():
         source.begin(0, replica._rank_info, replica._distributed)

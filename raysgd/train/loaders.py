@@ -92,7 +92,7 @@ class ElasticLoader:
     def __init__(self, loader: DataLoader[Any], rank_info: RankInfo, device: torch.device | None) -> None:
         if not is_planned(loader):
             raise ConfigError(f"elastic_data_loader takes a DataLoader of a map-style dataset, got {loader!r}")
-        self._source = PlannedSource(loader, pad=True)
+        self._source = PlannedSource(loader, pad=True, device=device)
         self._rank_info, self._device = rank_info, device
         self.epochs_begun = 0
         self._offset = 0

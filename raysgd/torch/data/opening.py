@@ -52,7 +52,7 @@ class Opener:
             if training and self.operator.world_rank == 0:
                 _warn_of_single_rows(loader, self.operator._parts.models, settings.num_workers)
             parts = self.operator._keep_batch.parts if training else lambda ranks: max(ranks, settings.num_workers)
-            return PlannedSource(loader, pad=training, parts=parts, places=places)
+            return PlannedSource(loader, pad=training, parts=parts, places=places, device=self.operator.device)
         if training and has_state(loader):
             return StatefulSource(loader, shard=shared, keep=self._keep, places=places)
         return LiveSource(loader, shard=shared, together=training, keep=self._keep, places=places)

@@ -221,8 +221,9 @@ def _listed(units: Any) -> list[int]:
 class Picker:
     """The batch sampler of a planned loader: yields one rank's units, step by step. Its plan is
     replaced in place, because persistent loader processes keep the sampler that they started with.
-    With `tensors`, the units are tensors if the order is one, instead of lists. Unless code of the
-    user reads them `elsewhere`, in a process of the loader, it does so when they are yielded."""
+    With `tensors`, the units are tensors or ranges as the order is, instead of lists. Unless code
+    of the user reads them `elsewhere`, in a process of the loader, it does so when they are
+    yielded."""
 
     def __init__(self, *, own_batches: bool, batched: bool) -> None:
         self._own_batches, self._batched, self.tensors, self.elsewhere = own_batches, batched, False, False
@@ -243,9 +244,7 @@ class Picker:
         """Replace the plan. Return where the loader's next pass will add, for each batch that it
         begins to read, the offset after its step, and the part. `number` returns the seed for
         reading the part from an offset on."""
-        if self.tensors and isinstance(order, range):
-            order = torch.arange(order.start, order.stop, order.step)
-        elif self.tensors and isinstance(order, torch.Tensor) and len(order) and int(order.min()) < 0:
+        if self.tensors and isinstance(order, torch.Tensor) and len(order) and int(order.min()) < 0:
             order = order.tolist()
         self._order, self._plan, self._rank, self._offset = order, plan, rank, offset
         self._number = None if self.tensors else number  # what gathers draws nothing
@@ -269,8 +268,8 @@ class Picker:
 
     def __iter__(self) -> Iterator[Any]:
         order, own, taken, number = self._order, self._own_batches, self._taken, self._number
-        tensors = self.tensors and isinstance(order, torch.Tensor)
-        read = _identity if tensors else _listed if isinstance(order, torch.Tensor) else list
+        unchanged = self.tensors and isinstance(order, (torch.Tensor, range))
+        read = _identity if unchanged else _listed if isinstance(order, torch.Tensor) else list
         for after, part in self._plan.parts_of(self._rank, self._offset):
             taken.append((after, self._in_samples(part, after) if own else part))
             units: Any = read(order[part.start : part.stop])
@@ -300,12 +299,13 @@ def _units_to_read(seed: int, units: Any) -> Any:
     return units
 
 
-def following(loader: DataLoader[Any], picker: Picker) -> DataLoader[Any]:
-    """Return a copy of the user's loader, with all its options and a planned sampler."""
+def following(loader: DataLoader[Any], picker: Picker, *, pinned: bool = False) -> DataLoader[Any]:
+    """Return a copy of the user's loader, with all its options and a planned sampler. If it gathers
+    its batches, then into `pinned` memory."""
     changed: dict[str, Any] = {"sampler": picker, "generator": torch.Generator().manual_seed(torch.initial_seed())}
     if loader.batch_sampler is not None:
         changed["batch_sampler"] = picker
-    gathered = gathering(loader)
+    gathered = gathering(loader, pinned=pinned)
     picker.tensors, picker.elsewhere = bool(gathered), loader.num_workers > 0
     return loader_with(loader, **changed, **gathered)
 
@@ -330,10 +330,14 @@ def evened(order: Order, count: int, offset: int) -> Order:
 
 
 class Gathered(Dataset[Any]):
-    """A `TensorDataset` that returns complete batches, for a loader that does not collate."""
+    """A `TensorDataset` that returns complete batches, for a loader that does not collate.
 
-    def __init__(self, dataset: TensorDataset) -> None:
-        self._dataset = dataset
+    If they are `pinned`, a batch is copied once before it is sent to a GPU. torch gives the memory
+    to another batch when nothing refers to this one and its copy on the GPU is done.
+    """
+
+    def __init__(self, dataset: TensorDataset, *, pinned: bool = False) -> None:
+        self._dataset, self._pinned = dataset, pinned
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -341,20 +345,35 @@ class Gathered(Dataset[Any]):
     def __getitem__(self, index: Any) -> Any:
         return self._dataset[index]
 
-    def __getitems__(self, indices: list[Any] | torch.Tensor) -> Any:
-        if isinstance(indices, torch.Tensor):  # not negative, so `index_select` has the same result, faster
-            return [torch.index_select(tensor, 0, indices) for tensor in self._dataset.tensors]
+    def __getitems__(self, indices: list[Any] | torch.Tensor | range) -> Any:
+        if isinstance(indices, (torch.Tensor, range)):
+            rows = _pinned_rows if self._pinned else _rows
+            return [rows(tensor, indices) for tensor in self._dataset.tensors]
         if set(map(type, indices)) != {int}:  # a user's sampler may yield indices of any type
             return default_collate([self._dataset[index] for index in indices])
         chosen = torch.tensor(indices)
         return [tensor[chosen] for tensor in self._dataset.tensors]
 
 
-def gathering(loader: DataLoader[Any]) -> dict[str, Any]:
+def _rows(tensor: torch.Tensor, chosen: torch.Tensor | range) -> torch.Tensor:
+    if isinstance(chosen, range):
+        return tensor.narrow(0, chosen.start, len(chosen)).clone()
+    return torch.index_select(tensor, 0, chosen)  # none is negative, so the result is that of an index, faster
+
+
+def _pinned_rows(tensor: torch.Tensor, chosen: torch.Tensor | range) -> torch.Tensor:
+    size = len(chosen), *tensor.shape[1:]
+    into = torch.empty(size, dtype=tensor.dtype, device="cpu", pin_memory=True)
+    if isinstance(chosen, range):
+        return into.copy_(tensor.narrow(0, chosen.start, len(chosen)))
+    return torch.index_select(tensor, 0, chosen, out=into)
+
+
+def gathering(loader: DataLoader[Any], *, pinned: bool = False) -> dict[str, Any]:
     """Return the attributes of a copy that gathers its batches; none if it cannot."""
     if not can_gather(loader):
         return {}
-    return {"dataset": Gathered(loader.dataset), "collate_fn": _identity}  # type: ignore[arg-type]
+    return {"dataset": Gathered(loader.dataset, pinned=pinned), "collate_fn": _identity}  # type: ignore[arg-type]
 
 
 def can_gather(loader: DataLoader[Any]) -> bool:

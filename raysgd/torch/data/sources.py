@@ -87,7 +87,8 @@ class PlannedSource(BatchSource):
 
     Owns the epoch's order. The caller owns the offset, because only committed batches count.
     `parts` returns into how many parts a step is divided now, for a number of ranks. Where code of
-    the user reads a part, the generators are seeded for its place among `places`.
+    the user reads a part, the generators are seeded for its place among `places`. `device` is where
+    the batches are used.
     """
 
     def __init__(
@@ -97,11 +98,12 @@ class PlannedSource(BatchSource):
         pad: bool,
         parts: Callable[[int], int] = lambda ranks: ranks,
         places: Places | None = None,
+        device: torch.device | None = None,
     ) -> None:
         self.loader, self._pad, self._parts, self._places = loader, pad, parts, places
         self._own_batches = own = has_own_batches(loader)
         self._picker = Picker(own_batches=own, batched=own or loader.batch_size is not None)
-        self._twin = following(loader, self._picker)
+        self._twin = following(loader, self._picker, pinned=device is not None and device.type == "cuda")
         self._seed = torch.initial_seed()
         self.order: Order = range(0)
         self._recipe: Recipe | None = None  # of the order, if all ranks have drawn it from that

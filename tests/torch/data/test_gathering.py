@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, Subset, TensorDataset
 
+from raysgd.torch.data.prefetch import make_carrier
 from raysgd.torch.data.sampling import Gathered, can_gather
-from tests.torch.data.sources import PlannedSource, epoch_of, loader_of
+from tests.torch.data.sources import PlannedSource, begin, drawn, epoch_of, loader_of
 
 ROWS = 23
 
@@ -55,14 +56,39 @@ NOT_GATHERED = {
 }
 
 
-def planned(loader: DataLoader[Any]) -> list[Any]:
-    return [drawn.batch for drawn in epoch_of(PlannedSource(loader, pad=False))]
+GPU = torch.device("cuda:0")
 
 
+def planned(loader: DataLoader[Any], device: torch.device | None = None) -> list[Any]:
+    return [each.batch for each in epoch_of(PlannedSource(loader, pad=False, device=device))]
+
+
+@pytest.fixture
+def pinned(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """Let tensors be allocated that stand for pinned ones, and return these."""
+    found: list[torch.Tensor] = []
+    empty = torch.empty
+
+    def allocated(*given: Any, pin_memory: bool = False, **named: Any) -> torch.Tensor:
+        made = empty(*given, **named)
+        if pin_memory:
+            found.append(made)
+        return made
+
+    monkeypatch.setattr(torch, "empty", allocated)
+    return found
+
+
+@pytest.mark.parametrize("device", [None, GPU], ids=["here", "for a GPU"])
 @pytest.mark.parametrize("name", LOADERS)
-def test_gathered_batches_equal_collated_ones(name: str) -> None:
+def test_gathered_batches_equal_collated_ones(
+    name: str, device: torch.device | None, pinned: list[torch.Tensor]
+) -> None:
     assert can_gather(LOADERS[name]())
-    expected, got = list(LOADERS[name]()), planned(LOADERS[name]())
+    expected, got = list(LOADERS[name]()), planned(LOADERS[name](), device)
+    in_pinned = {id(each) for each in pinned} & {id(part) for batch in got for part in batch}
+    listed = name in ("own batches", "negative", "tensors as indices")
+    assert len(in_pinned) == (0 if device is None or listed else sum(map(len, got)))
     assert len(got) == len(expected) > 0
     for mine, theirs in zip(got, expected, strict=True):
         assert type(mine) is type(theirs) and len(mine) == len(theirs)
@@ -71,11 +97,37 @@ def test_gathered_batches_equal_collated_ones(name: str) -> None:
             assert torch.equal(one, other)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("pin_memory", [False, True])
+def test_batches_for_a_gpu_are_in_pinned_memory_that_is_used_again(shuffle: bool, pin_memory: bool) -> None:
+    """They arrive complete, although their memory is that of earlier batches."""
+    data = TensorDataset(torch.randn(64, 3, 128, 128), torch.arange(64))
+    loader = DataLoader(data, batch_size=4, shuffle=shuffle, pin_memory=pin_memory)
+    source, carrier = PlannedSource(loader, pad=False, device=GPU), make_carrier(GPU, channels_last=True)
+    seen, places = [], set()
+    for epoch in range(4):
+        for each in drawn(begin(source, epoch)):
+            assert all(part.is_pinned() for part in each.batch)
+            places.add(each.batch[0].data_ptr())
+            seen.append(carrier.arrived(carrier.send(each.batch)))
+    for images, rows in seen:
+        assert torch.equal(images.cpu(), data.tensors[0][rows.cpu()])
+    assert len(places) < len(seen)
+
+
 def test_other_data_sets_are_not_gathered() -> None:
     for name, make in NOT_GATHERED.items():
         loader = make()
         assert not can_gather(loader), name
         assert loader_of(PlannedSource(loader, pad=False)).dataset is loader.dataset
+
+
+def test_a_sampler_of_more_rows_than_there_are_is_an_error(pinned: list[torch.Tensor]) -> None:
+    loader = DataLoader(tensors(), batch_size=4, sampler=SequentialSampler(range(ROWS + 1)))
+    for device in (None, GPU):
+        with pytest.raises(RuntimeError, match="exceeds dimension size"):
+            planned(loader, device)
 
 
 def test_a_batch_is_a_copy_and_what_is_not_an_index_is_passed_to_the_data_set() -> None:
