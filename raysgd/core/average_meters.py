@@ -179,10 +179,8 @@ class AverageMeterCollection:
             return
         if name not in self._meters:
             self._meters[name] = AverageMeter()
-        counts = (
-            not isinstance(n, (float, int)) or n
-        )  # the mean over an empty batch, often NaN, is not the latest value
-        if counts and self._meters[name]._add(number, n):
+        # The mean over an empty batch, often NaN, is not the latest value.
+        if (not isinstance(n, (float, int)) or n) and self._meters[name]._add(number, n):
             self._settle()
 
     def _settle(self) -> None:
