@@ -360,6 +360,7 @@ class OperatorBase:
         values, meter = dict(metrics), self._meter
         samples = values.pop(NUM_SAMPLES) if NUM_SAMPLES in values else self._samples_in(batch)
         weight = samples if step.current.fresh else 0
+        meter.drawn += (step.current.samples or 0) if step.current.fresh else 0
         try:
             if step.closing and not step.metrics:
                 meter.update(values, n=weight)

@@ -542,7 +542,8 @@ class ReplicaBase(ABC):
 
     def _of_all_ranks(self, partial: Measured) -> Measured:
         committed = self._position.call_units - self._units_before
-        return replace(partial, metrics=for_all_ranks(partial.metrics, self._rank_info.world_size, committed))
+        ranks, own = self._rank_info.world_size, self.operator._meter.drawn
+        return replace(partial, metrics=for_all_ranks(partial.metrics, ranks, own, committed))
 
     def _counts(self) -> dict[str, Any]:
         """Return what the running call has that is not the operator's metrics: counts, and what
