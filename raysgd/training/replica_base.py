@@ -543,11 +543,6 @@ class ReplicaBase(ABC):
         """Return these metrics of the running call of `train`, with what users do not see."""
         return Measured(metrics, self._position.call_units, self._batch_mode())
 
-    def _of_all_ranks(self, partial: Measured) -> Measured:
-        committed = self._position.call_units - self._units_before
-        ranks, own = self._rank_info.world_size, self.operator._meter.drawn
-        return replace(partial, metrics=for_all_ranks(partial.metrics, ranks, own, committed))
-
     def _counts(self) -> dict[str, Any]:
         """Return what the running call has that is not the operator's metrics: counts, and what
         callbacks measure."""
@@ -610,11 +605,7 @@ class ReplicaBase(ABC):
         """Send a copy of the state to the driver, from rank 0. Training waits for the copy, and
         until a large one before it is sent. If that takes longer than `room_s`, take none."""
         self._share()
-        if not self._snapshots.wanted:
-            return
-        if self.rank != 0:
-            return
-        if not self._snapshots.wait_for_room(room_s):
+        if not (self._snapshots.wanted and self.rank == 0 and self._snapshots.wait_for_room(room_s)):
             return
         state = self._state_for_peers()
         try:
@@ -622,8 +613,10 @@ class ReplicaBase(ABC):
         except (pickle.PicklingError, TypeError, AttributeError) as error:
             self._snapshots.warn(error)
             return
-        partial = self._of_all_ranks(self.partial())
-        self._snapshots.send(SnapshotUpload(self.progress, self._position.call, partial), content)
+        partial, committed = self.partial(), self._position.call_units - self._units_before
+        ranks, own = self._rank_info.world_size, self.operator._meter.drawn
+        everywhere = replace(partial, metrics=for_all_ranks(partial.metrics, ranks, own, committed))
+        self._snapshots.send(SnapshotUpload(self.progress, self._position.call, everywhere), content)
 
     def _positions(self) -> dict[str, Any]:
         """Return the part of the state that says where this replica is in its data."""
