@@ -187,15 +187,3 @@ def send_ahead(patch: Any) -> None:
     patch.setattr(
         "raysgd.torch.replica.make_carrier", lambda device, **options: type("Ahead", (Carrier,), {"ahead": True})()
     )
-
-
-def allow_collective_calls(operator: Any) -> None:
-    """Let `train_batch` make collective calls before the backward pass, which here do not depend on the number of workers."""
-    keep = operator._keep_batch
-
-    def end_counting() -> None:
-        counted, keep._own_calls = keep._own_calls, None
-        if counted is not None:
-            counted.ended()
-
-    keep._end_counting = end_counting

@@ -229,17 +229,14 @@ def merge_part(part: Sequence[Measured]) -> Result:
     return merged
 
 
-def for_all_ranks(result: Mapping[str, Any], ranks: int, committed: int) -> Result:
+def for_all_ranks(result: Mapping[str, Any], ranks: int, own: float, committed: int) -> Result:
     """Return one rank's result of a part with the number of samples of all `ranks`, which have
-    `committed` that many in it (0 if that is not known). The first rank has less than twice an
-    equal share, and one sample in a batch. A number in other units (tokens, say) cannot be
-    determined exactly."""
+    `committed` that many in it, and this one its `own` (0 if that is not known). A number in other
+    units (tokens, say) cannot be determined exactly."""
     samples: Any = result.get(NUM_SAMPLES)
     if not _is_number(samples):
         return dict(result)
-    about = samples * ranks
-    exact = 0 < committed <= about < 2 * committed + ranks * max(result.get(BATCH_COUNT) or 0, 1)
-    return {**result, NUM_SAMPLES: committed if exact else about}
+    return {**result, NUM_SAMPLES: committed if committed and samples == own else samples * ranks}
 
 
 def merge_parts(parts: Sequence[Mapping[str, Any]]) -> Result:

@@ -83,11 +83,11 @@ class SharedSource:
         """Return this rank's rows of a batch; None if it need not take part."""
         rows, ranks = rows_in(batch), rank_info.world_size
         if ranks == 1:
-            return Drawn(batch, offset, rows=rows, part=rank_info.world_rank)
+            return Drawn(batch, offset, rows=rows, part=rank_info.world_rank, samples=rows)
         plan = SamplingPlan(total=rows, step_size=rows, parts=ranks, world_size=ranks, pad=self._pad)
         for part in plan.of_rank(rank_info.world_rank, 0):
             cut = tf.nest.map_structure(itemgetter(slice(part.start, part.stop)), batch)
-            return Drawn(cut, offset, part.fresh, rows, part.weight, part=part.part)
+            return Drawn(cut, offset, part.fresh, rows, part.weight, part=part.part, samples=part.stop - part.start)
         return None
 
 

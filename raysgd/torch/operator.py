@@ -653,10 +653,11 @@ class TrainingOperator(Stepping):
         (`batch_info["part"]`), for what it keeps from one batch to the next, such as a hidden
         state: values that can be pickled, and tensors, detached.
 
-        Each part has its own, empty at first. If a step is undone, it is as before that step.
-        Checkpoints and snapshots contain all of them, and each goes with its part to another
-        worker. If the only worker that has it fails, it is empty again, which the log says. After a
-        load, its tensors are on this worker's device. It is there only while `train_batch` runs."""
+        Each part has its own, empty at first. Change it before the backward pass. If a step is
+        undone, it is as before that step. Checkpoints and snapshots contain all of them, and each
+        goes with its part to another worker. If the only worker that has it fails, it is empty
+        again, which the log says. After a load, its tensors are on this worker's device. It is
+        there only while `train_batch` runs."""
         return self._part_states.of(self._feed)
 
     @property

@@ -16,6 +16,7 @@ from raysgd.errors import CheckpointError, ConfigError
 from raysgd.torch.parts import Parts, move
 from raysgd.torch.skipped_steps import gathered_objects, summed
 from raysgd.training.feed import Feed, NoFeed
+from raysgd.training.position import Position
 from raysgd.training.step import Policy, Step
 
 logger = logging.getLogger("raysgd")
@@ -48,6 +49,9 @@ class PartStates(Policy):
         self._used = self._shown = _shows_use(kind)  # on all ranks
         self._held: dict[int, dict[str, Any]] = {}
         self._running: dict[tuple[int, bool], dict[str, Any]] = {}  # copies, by part and whether its samples count
+        self._position = Position()
+        # What the newest step has made of them if it was undone, and how many steps were made before it.
+        self._undone: tuple[int, dict[int, dict[str, Any]]] = (0, {})
 
     def of(self, feed: Feed | NoFeed) -> dict[str, Any]:
         """Return the dict of the part that is trained now."""
@@ -65,13 +69,18 @@ class PartStates(Policy):
             self._running[place] = mapped(_copied, self._held.get(part, {}))
         return self._running[place]
 
+    def on_epoch(self, feed: Feed) -> None:
+        self._position = feed.position
+
     def on_step(self, step: Step) -> None:
         if not self._used:
             return
         running, self._running = self._running, {}
-        if step.outcome != "undone":
-            parts = dict.fromkeys(each.part for each in step.drawn)
-            self._held = {part: running.get((part, True), self._held.get(part, {})) for part in parts}
+        made = {each.part: running.get((each.part, True), self._held.get(each.part, {})) for each in step.drawn}
+        if step.outcome == "undone":
+            self._undone = self._position.step, made
+        else:
+            self._held = made
 
     # -- all ranks together ---------------------------------------------------------------------------
 
@@ -80,8 +89,17 @@ class PartStates(Policy):
         if self._used:
             self.joined()
 
+    def taken(self, steps: int) -> None:
+        """Keep this rank's dicts of a step that was undone here only: the state of a peer, which
+        has made this many `steps`, was loaded. That peer has made the step with the gradients of
+        all ranks, so this one had got as far as its backward pass."""
+        before, made = self._undone
+        if steps > before:
+            self._held |= made
+
     def joined(self) -> None:
         """Give all ranks of a new generation the dicts that there are."""
+        self._undone = 0, {}
         found = gathered_objects((self._used, mapped(_copied, self._held)), self._parts.calls.control)
         self._used = any(used for used, _ in found)
         self._held = {part: each for _, held in found for part, each in held.items()} | self._held

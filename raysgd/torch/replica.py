@@ -301,6 +301,7 @@ class TorchReplica(ReplicaBase):
     def _take(self, state: dict[str, Any]) -> None:
         self.undefined = True  # an error may follow, and this rank must not pass on what it has then
         self._adopt(state)
+        self.operator._part_states.taken(self._position.step)
         for parameter, trained in zip(self._parameters, state.get("trained", ()), strict=False):
             if parameter.requires_grad != trained:  # user code has frozen some since `setup`
                 parameter.requires_grad_(trained)

@@ -173,6 +173,8 @@ class OperatorBase:
                 metrics = (
                     self.train_batch(batch, batch_info=batch_info) if named else self.train_batch(batch, batch_info)
                 )
+                if step.error is not None:
+                    raise step.error
                 for policy in step.policies.before_commit if step.closing else ():
                     policy(step)  # before anything counts the batch
             except BaseException:
@@ -361,6 +363,7 @@ class OperatorBase:
         values, meter = dict(metrics), self._meter
         samples = values.pop(NUM_SAMPLES) if NUM_SAMPLES in values else self._samples_in(batch)
         weight = samples if step.current.fresh else 0
+        meter.drawn += (step.current.samples or 0) if step.current.fresh else 0
         try:
             if step.closing and not step.metrics:
                 meter.update(values, n=weight)

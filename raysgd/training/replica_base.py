@@ -270,6 +270,7 @@ class ReplicaBase(ABC):
             if not step.counts(failed=failed):
                 step.outcome = "undone"
             self._end(feed, step, failed=failed)
+        step.error = None  # whose traceback refers to the step
         self._waited, feed.failure, self.operator._feed = feed.waited_s, None, NoFeed(self.operator._policies)
         if failure is not None and not failed:
             raise failure  # the user's loop caught it, but the data has not ended
@@ -279,6 +280,8 @@ class ReplicaBase(ABC):
         counts what was trained."""
         position, snapshots, counts = feed.position, self._snapshots, step.outcome != "undone"
         before, step.failed = position.step, failed
+        if step.error is not None and not failed:
+            raise step.error
         for policy in step.policies.before_commit if counts and feed.training and not failed else ():
             policy(step)
         if counts:
@@ -539,10 +542,6 @@ class ReplicaBase(ABC):
         """Return these metrics of the running call of `train`, with what users do not see."""
         return Measured(metrics, self._position.call_units, self._batch_mode())
 
-    def _of_all_ranks(self, partial: Measured) -> Measured:
-        committed = self._position.call_units - self._units_before
-        return replace(partial, metrics=for_all_ranks(partial.metrics, self._rank_info.world_size, committed))
-
     def _counts(self) -> dict[str, Any]:
         """Return what the running call has that is not the operator's metrics: counts, and what
         callbacks measure."""
@@ -605,11 +604,7 @@ class ReplicaBase(ABC):
         """Send a copy of the state to the driver, from rank 0. Training waits for the copy, and
         until a large one before it is sent. If that takes longer than `room_s`, take none."""
         self._share()
-        if not self._snapshots.wanted:
-            return
-        if self.rank != 0:
-            return
-        if not self._snapshots.wait_for_room(room_s):
+        if not (self._snapshots.wanted and self.rank == 0 and self._snapshots.wait_for_room(room_s)):
             return
         state = self._state_for_peers()
         try:
@@ -617,8 +612,10 @@ class ReplicaBase(ABC):
         except (pickle.PicklingError, TypeError, AttributeError) as error:
             self._snapshots.warn(error)
             return
-        partial = self._of_all_ranks(self.partial())
-        self._snapshots.send(SnapshotUpload(self.progress, self._position.call, partial), content)
+        partial, committed = self.partial(), self._position.call_units - self._units_before
+        ranks, own = self._rank_info.world_size, self.operator._meter.drawn
+        everywhere = replace(partial, metrics=for_all_ranks(partial.metrics, ranks, own, committed))
+        self._snapshots.send(SnapshotUpload(self.progress, self._position.call, everywhere), content)
 
     def _positions(self) -> dict[str, Any]:
         """Return the part of the state that says where this replica is in its data."""

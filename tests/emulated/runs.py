@@ -14,12 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.nn.functional import all_reduce
 from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import ElasticConfig, TorchTrainer, TrainingOptions
 from raysgd.torch import TrainingOperator
-from tests.peek import allow_collective_calls, models_of, parts_of
+from tests.peek import models_of, parts_of
 
 ROWS, BATCH = 96, 4
 SAME = ("num_samples", "skipped_steps", "ones")  # in the result of each epoch
@@ -86,20 +85,35 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-class Synced(nn.Module):
-    """Needs the other ranks in its forward and its backward pass, as SyncBatchNorm does, which torch has for GPUs only. What it
-    computes does not depend on how the samples are divided: a mean of ones."""
+class Shared(torch.autograd.Function):
+    """Needs the other ranks in its backward pass, for a mean of ones."""
 
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return gradient * mean_of_ones()
+
+
+class Synced(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not dist.is_initialized():
-            return x
-        ones: torch.Tensor = all_reduce(torch.ones(1, dtype=x.dtype) + 0 * x.sum(), group=dist.group.WORLD)
-        return x * (ones / dist.get_world_size())
+        found: torch.Tensor = Shared.apply(x)
+        return found
+
+
+def mean_of_ones() -> float:
+    ones = torch.ones(1, dtype=torch.float64)
+    if dist.is_initialized():
+        dist.all_reduce(ones)
+        ones /= dist.get_world_size()
+    return float(ones)
 
 
 def model_of(config: dict[str, Any]) -> nn.Module:
     torch.manual_seed(1)
-    between = [Synced()] if config.get("calls") else []
+    between = [Synced()] if config.get("calls") == "later" else []
     return nn.Sequential(nn.Sequential(nn.Linear(8, 16), *between, nn.Tanh()), nn.Linear(16, 1)).double()
 
 
@@ -109,8 +123,8 @@ def loader() -> Any:
 
 
 class Curve(TrainingOperator):
-    """In double precision, with Adam. With `config["calls"]`, user code makes collective calls before the forward pass, in it, and
-    after the step. The loss with the sample SPOILED is multiplied by `config["spoils"]`."""
+    """In double precision, with Adam. With `config["calls"]`, user code makes collective calls "before" the forward pass, or "later": in
+    the backward pass, after it, and after the step. The loss with the sample SPOILED is multiplied by `config["spoils"]`."""
 
     kills: Sequence[Kill] = ()
 
@@ -121,33 +135,30 @@ class Curve(TrainingOperator):
             models=model, optimizers=optimizer, criterion=nn.MSELoss()
         )
         self.register_data(train_loader=loader())
-        allow_collective_calls(self)
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         arm([each for each in self.kills if each.step == batch_info["global_step"]])
         index, x, y = batch
-        share = self.mean_of_ones() if self.config.get("calls") else 1.0
-        if share != 1:
-            raise ZeroDivisionError("an error of the user's code, because of what a failed peer has left")
+        if self.config.get("calls") == "before":
+            self.ask_others()
         with self.autocast():
-            loss = share * self.criterion(self.model(x), y)
+            loss = self.criterion(self.model(x), y)
         if SPOILED in index.tolist():
             loss = loss * self.config.get("spoils", 1)
         self.make_step(loss)
         result = {"train_loss": loss.detach(), "num_samples": len(x)}
-        return {**result, "ones": self.mean_of_ones()} if self.config.get("calls") else result
+        return {**result, "ones": mean_of_ones()} if self.config.get("calls") == "later" else result
 
     def make_step(self, loss: torch.Tensor) -> None:
         self.zero_grad()
         self.backward(loss)
+        if self.config.get("calls") == "later":
+            self.ask_others()
         self.step()
 
-    def mean_of_ones(self) -> float:
-        ones = torch.ones(1, dtype=torch.float64)
-        if dist.is_initialized():
-            dist.all_reduce(ones)
-            ones /= dist.get_world_size()
-        return float(ones)
+    def ask_others(self) -> None:
+        if mean_of_ones() != 1:
+            raise ZeroDivisionError("an error of the user's code, because of what a failed peer has left")
 
 
 def arm(kills: Sequence[Kill]) -> None:

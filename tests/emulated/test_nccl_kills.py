@@ -16,13 +16,12 @@ from tests.faults import alive
 pytestmark = [pytest.mark.elastic, pytest.mark.usefixtures("ray_cluster")]
 
 BUCKETS: dict[str, Any] = {"ddp_args": {"bucket_cap_mb": 1e-4}}  # a bucket for each layer, and one for a bias
-DDP, FSDP = {"config": {"calls": True}, **BUCKETS}, {"parallel": "fsdp", "replicas": 2, "workers": 4}
+DDP, FSDP = {"config": {"calls": "later"}, **BUCKETS}, {"parallel": "fsdp", "replicas": 2, "workers": 4}
 # No rank must make step 3, because of a sample that rank 1 has.
 INFINITE = {"config": {"spoils": float("inf")}, **BUCKETS}
-# The calls of a step: the user's, one in the forward pass, the first bucket, one in the backward pass, two more buckets, and a
-# metric's after the step.
-STEP, METRIC, PLACES = range(7), 6, ("before", "in", "after")
-QUICK = [Kill(number=n) for n in (0, 1, 4, 5, METRIC)]
+# The calls of a step: the first bucket, one in the backward pass, two more buckets, one after them, and a metric's after the step.
+STEP, METRIC, PLACES = range(6), 5, ("before", "in", "after")
+QUICK = [Kill(number=n) for n in (1, 2, 3, 4, METRIC)]
 
 
 def more(*values: Any) -> Any:
@@ -32,7 +31,7 @@ def more(*values: Any) -> Any:
 @pytest.mark.parametrize(
     ("given", "kills"),
     [
-        (DDP, [*QUICK, (Kill(number=5), Kill("", rank=2, after_s=0.05))]),
+        (DDP, [*QUICK, (Kill(number=3), Kill("", rank=2, after_s=0.05))]),
         more(DDP, [Kill(number=n, place=p) for n in STEP for p in PLACES if Kill(number=n, place=p) not in QUICK]),
         (FSDP, [Kill("all_gather", 1, "before"), Kill("reduce_scatter", 0, "before"), Kill(number=0)]),
         more(FSDP, [Kill("all_gather", 0), Kill("reduce_scatter", 1), Kill(number=1, place="before"), Kill(number=2)]),
@@ -71,15 +70,24 @@ def test_kills_in_a_step(given: dict[str, Any], kills: Sequence[Any]) -> None:
 
 
 @pytest.mark.more
-@pytest.mark.parametrize(("place", "made"), [("before", 3), ("in", 4)])
-def test_steps_that_user_code_makes(place: str, made: int) -> None:
-    """Fewer workers have smaller batches then. In the last bucket, the first rank has got all gradients, and made the step."""
+@pytest.mark.parametrize(
+    ("given", "kill", "made"),
+    [
+        ({"operator": OwnStep}, Kill(number=2, place="before"), 3),
+        ({"operator": OwnStep}, Kill(number=2), 4),  # the first rank has got all gradients, and made the step
+        ({"config": {"calls": "before"}}, Kill(), 3),
+        ({"config": {"calls": "before"}}, Kill(number=3), 4),
+    ],
+    ids=["own step", "own step made", "call before", "last bucket"],
+)
+def test_user_code_outside_the_contract(given: dict[str, Any], kill: Kill, made: int) -> None:
+    """Fewer workers have smaller batches then."""
     found = []
-    for backend, kill in (("nccl", Kill(number=2, place=place)), ("gloo", Kill("", step=made))):
-        with trainer(operator=OwnStep, backend=backend, elastic={"batch": "per_worker"}, **BUCKETS) as run:
+    for backend, each in (("nccl", kill), ("gloo", Kill("", step=made))):
+        with trainer(backend=backend, elastic={"batch": "per_worker"}, **given, **BUCKETS) as run:
             ground = Ground(run, 3)
             ground.restore()
-            ground.lay(kill)
+            ground.lay(each)
             run.train()
             assert [(each.in_place, each.batches_redone) for each in run.recoveries] == [(True, 0)]
             found += ground.states()
@@ -143,7 +151,7 @@ def test_torchs_watchdog_ends_no_survivor(given: dict[str, Any]) -> None:
     """It sees the end of the peer's connection before the abort, and would end the process a second later."""
     with trainer(emulated={"network": True, "poll_s": 0.0001}, **given) as run:
         ground = Ground(run, given.get("workers", 3))
-        ground.kill(Kill(number=5))
+        ground.kill(Kill(number=3))
         seen = run.apply_all_operators(lambda operator: emulation().noticed)
         pids = run.apply_all_workers(os.getpid)
         time.sleep(1.5)

@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
-from raysgd import AutoCheckpoint, CheckpointError, TrainingFailedError, WorkerStartError
+from raysgd import AutoCheckpoint, CheckpointError, ElasticConfig, TorchTrainer, TrainingFailedError, WorkerStartError
+from raysgd.torch import TrainingOperator
 from tests.faults import LedgerOperator, Numbered
 from tests.local.ground import Fault, LocalGround
 from tests.local.group import Cluster
+from tests.local.group import Fault as Hit
 
 Make = Callable[..., LocalGround]
 
@@ -152,6 +154,30 @@ def test_metrics_from_before_the_snapshot_count(make: Make) -> None:
     assert [recovery.in_place for recovery in ground.trainer.recoveries] == [True, False]
     steps = ground.trainer.apply_all_operators(lambda operator: operator.global_step)[0]
     assert (result["num_samples"], result["batch_count"]) == (240, steps)
+
+
+class Usual(TrainingOperator):
+    """Has the default methods."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        model, x = torch.nn.Linear(2, 1), torch.ones(30, 2)
+        self.model, self.optimizer, self.criterion = self.register(
+            models=model, optimizers=torch.optim.SGD(model.parameters(), lr=0.1), criterion=torch.nn.MSELoss()
+        )
+        self.register_data(train_loader=DataLoader(TensorDataset(x, x[:, :1]), batch_size=2, shuffle=True))
+
+
+def test_a_snapshot_counts_the_samples_of_ranks_with_unequal_shares() -> None:
+    """Of three parts, rank 0 computes two."""
+    faults = [Hit("kill", "forward", rank=rank, step=4) for rank in (0, 1)]
+    elastic = ElasticConfig(hang_timeout_s=60, snapshot_every=1)
+    with (
+        Cluster(faults) as cluster,
+        TorchTrainer(training_operator_cls=Usual, num_workers=3, use_gpu=False, elastic=elastic) as trainer,
+    ):
+        trainer.resize(2)
+        assert trainer.train()["num_samples"] == 30
+        assert not cluster.left and not trainer.recoveries[-1].in_place
 
 
 def test_without_snapshots_training_starts_over(make: Make) -> None:

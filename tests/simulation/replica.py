@@ -341,7 +341,8 @@ class SimReplica:
         if self._rank_info.world_rank == 0 and self._plan.snapshot_every is not None:
             committed = self._position.call_units - self._units_before
             partial = self.partial()
-            everywhere = for_all_ranks(partial.metrics, self._rank_info.world_size, committed)
+            own = self._meter.num_samples
+            everywhere = for_all_ranks(partial.metrics, self._rank_info.world_size, own, committed)
             partial = replace(partial, metrics=everywhere)
             message = SnapshotUpload(self.progress, self._position.call, partial)
             self._worker.upload(message, self._state(), wait_s=wait_s)

@@ -16,7 +16,7 @@ from tests.local.group import Cluster, Fault
 from tests.local.runs import weights_of
 from tests.peek import finish_saves, leave_no_checkpoint_out
 from tests.replicas import torch_rank
-from tests.simulation.network import SimBackend
+from tests.simulation.network import NetworkError, SimBackend
 
 pytestmark = pytest.mark.filterwarnings("ignore:the training loader does not shuffle")
 
@@ -253,16 +253,31 @@ def test_that_of_a_worker_that_fails_is_empty_and_the_others_continue(
     assert [each[:57] for each in said] == ["part 1 of the batch continues with an empty self.part_sta"]
 
 
-def test_that_of_a_rank_that_lacks_a_step_is_empty(caplog: pytest.LogCaptureFixture) -> None:
-    """Only rank 0 has made the newest step, so rank 1 takes its state."""
-    ahead, behind = (torch_rank(Recurrent, {"columns": 6}, rank=rank, ranks=2) for rank in (0, 1))
-    for rank, steps in ((ahead, 3), (behind, 2)):
-        rank.train(1, steps)
-    behind.load(ahead.state())
-    behind.rejoin(1, 2)
-    behind.train(2, 2)
-    assert [note[:3] for note in NOTES[5:]] == [(3, 1, 0), (4, 1, 1)]
-    assert len([each for each in caplog.messages if "part 1 of the batch continues with an empty" in each]) == 1
+class Behind(Recurrent):
+    """In the third step, rank 1 fails when one peer has made the step, and the other has not."""
+
+    def backward(self, loss: torch.Tensor, optimizer: Any = None, **more: Any) -> None:
+        super().backward(loss, optimizer, **more)
+        if self.world_rank in (1, self.config["behind"]) and self.world_size == 3 and self.global_step == 2:
+            Cluster.running.here.sleep(1.0)
+            Cluster.running.point("late")
+            raise NetworkError("a peer has left")
+
+
+@pytest.mark.parametrize("behind", [0, 2])
+def test_a_rank_that_takes_the_newest_step_from_a_peer_keeps_its_own(behind: int) -> None:
+    with Cluster(), trainer(3) as run:
+        trained(run)
+        expected = {note[:2]: note for note in NOTES}
+    NOTES.clear()
+    kill, config = Fault("kill", "late", rank=1, step=3), {"behind": behind}
+    with Cluster([kill]) as cluster, trainer(3, Behind, config=config) as run:
+        trained(run)
+        assert not cluster.left and [each.batches_redone for each in run.recoveries] == [0]
+    after = [note for note in NOTES if note[0] >= 3]
+    assert [(step, part) for step, part, count, _ in after if count == 0] == [(3, 1)]
+    assert all(count == step for step, part, count, _ in after if part != 1)
+    assert all(torch.equal(each[3], expected[each[:2]][3]) for each in after if each[0] == 3 and each[1] != 1)
 
 
 def test_those_of_others_go_to_the_ranks_that_have_their_parts_now() -> None:

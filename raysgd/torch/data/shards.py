@@ -77,7 +77,8 @@ class ShardSource(BatchSource):
                 ranks = rank_info.world_size if self._training else 1
                 weight = len(step.samples) * ranks / step.total if step.fresh else 0.0
                 batch = collate(step.samples)
-                yield Drawn(batch, offset, step.fresh, step.total, weight, part=rank_info.world_rank)
+                own: dict[str, Any] = {"part": rank_info.world_rank, "samples": len(step.samples)}
+                yield Drawn(batch, offset, step.fresh, step.total, weight, **own)
         finally:
             feed.close()
             if self._feed is feed:  # otherwise this is an older iterator, which Python deletes when it likes

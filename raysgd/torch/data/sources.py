@@ -384,7 +384,7 @@ class RowSource(BatchSource):
             offset = after
             weight = count * ranks / units if fresh else 0.0
             batch = mapped(_tensor, self._data.arranged(columns))
-            yield Drawn(batch, after, fresh, units, weight, part=rank_info.world_rank)
+            yield Drawn(batch, after, fresh, units, weight, part=rank_info.world_rank, samples=count)
 
 
 def _tensor(column: Any, *_: Any) -> Any:
