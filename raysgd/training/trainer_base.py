@@ -41,7 +41,6 @@ from raysgd.training.replica_base import (
     apply,
     apply_operator,
     has_data,
-    has_schedulers,
 )
 from raysgd.training.saves import SaveHandle, Saves
 from raysgd.training.within_call import Contents
@@ -88,7 +87,6 @@ class TrainerBase(ABC):
             start=self._start_save,
             within=self._call_of_train(engine),
             stop=calls.take_stop,
-            scheduled=self._has_schedulers,
             begun=self._begin_body,
             script=lambda: {"made": calls.place.as_json(), "wants": calls.wants},
         )
@@ -209,10 +207,6 @@ class TrainerBase(ABC):
     @exclusive
     def _has_validation_data(self) -> bool:
         return bool(self._first(has_data, phase="validation"))
-
-    @exclusive
-    def _has_schedulers(self) -> bool:
-        return bool(self._first(has_schedulers))
 
     @property
     def best_checkpoint(self) -> str | None:

@@ -171,7 +171,11 @@ def test_a_run_that_is_resumed_with_more_epochs_keeps_the_last_rate(
     trained(longer, range(EPOCHS, EPOCHS + 1))
     assert longer.progress.step == 21 and longer.operator.scheduler.last_epoch == 14
     assert rate_of(longer) == rate_of(ended)
-    (warning,) = caplog.messages
+    ignored, warning = caplog.messages
+    assert (
+        "(OneCycleLR) is 14 (here: 21)" in ignored
+        or "T_max of schedulers[0] (CosineAnnealingLR) is 14 (here: 21)" in ignored
+    )
     assert "made the 14 steps for which it was planned, and this call ends with step 21." in warning
 
 
@@ -362,3 +366,16 @@ def test_calls_with_a_number_of_steps_are_counted(caplog: pytest.LogCaptureFixtu
     assert not caplog.messages
     rank.train(2, 3, epochs=1)
     assert "ends with its step 6, and makes 9 until the end of this call of train()" in caplog.messages[0]
+
+
+def test_a_takeover_names_other_settings_and_a_replacement_none(caplog: pytest.LogCaptureFixture) -> None:
+    first = trained(replica_of(1, 1, kind=cosine), range(1))
+    replacement = replica_of(
+        1, 1, kind=cosine, lr=0.2
+    )  # with the same code, but not the same random numbers, for example
+    replacement.load(first.state())
+    replacement.rejoin()
+    assert not caplog.messages
+    second = replacement.taken_over(lambda: replica_of(1, 1, kind=cosine, lr=0.3))
+    assert "lr of optimizers[0] (SGD) is 0.1 (here: 0.3)" in caplog.messages[0]
+    assert second.progress.step == first.progress.step
