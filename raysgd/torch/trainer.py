@@ -219,6 +219,11 @@ class TorchTrainer(TrainerBase):
         self._loads.saves(path)
         return finish
 
+    @exclusive
+    def _not_finite(self) -> str:
+        found: list[str] = self._values(replica_calls.not_finite)
+        return max(found)
+
     def _saved_within(self, path: str, contents: Contents) -> None:
         self._loads.saved_within(path, contents)
 

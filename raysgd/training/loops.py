@@ -23,8 +23,12 @@ NO_EPOCHS = (
 )
 NOT_TRAINED = "the body of the loop over trainer.epochs() has not called train(), so nothing was trained"
 NOT_FINITE = (
-    "training resumes from %s, whose loss or score was not finite: to continue from an older one, load() it in a new run with "
+    "training resumes from %s, whose loss, score or weights were not finite: to continue from an older one, load() it in a new run with "
     "another path"
+)
+WEIGHTS_NOT_FINITE = (
+    "%s has elements that are infinite or NaN, although no loss of this epoch is. The checkpoint of the epoch counts as one that is not "
+    "finite, and the newest one before it stays. TrainingOptions(on_nonfinite='raise') ends training before such a step"
 )
 
 
@@ -75,7 +79,8 @@ class EpochLoops:
     start      copies the state, and returns a function that waits until it is in the file of this
                path
     within     what checkpoints within a call of `train` need of the trainer
-    stop       returns whether a callback wants the loop to end, once
+    stop       returns whether a callback wants the loop to end, once not_finite returns the name of
+               a parameter that is not finite, if there is one
     begun      is called with the number of the loop and its epochs that are done when a body
                begins, and returns how many rows the history has of it already
     script     returns what a checkpoint's record has of the script: `made`, the calls of the
@@ -92,13 +97,14 @@ class EpochLoops:
         start: Callable[[str], Callable[[], Any]],
         within: CallOfTrain,
         stop: Callable[[], bool],
+        not_finite: Callable[[], str] = str,
         begun: Callable[[int, int], int] = lambda loop, done: 0,
         script: Callable[[], dict[str, Any]] = dict,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._folder, self._history = folder, history
         self._step, self._start, self._stop, self._train = step, start, stop, within
-        self._workers, self._begun, self._script = workers, begun, script
+        self._workers, self._begun, self._script, self._not_finite = workers, begun, script, not_finite
         self._loop, self._done, self._count = 0, 0, 0
         self._resumed: SavedPlace | None = None
         self._is_inside = False  # whether the body that was running had not ended
@@ -232,6 +238,9 @@ class EpochLoops:
         step, run = self._step(), {**self._run, **script}
         if last or folder.settings.every == "epoch" or self._schedule.is_due(step) or folder.improves(score):
             finite = all(map(is_finite, [*self._history[rows_before:], {"loss": score}]))
+            if finite and (parameter := self._not_finite()):
+                logger.warning(WEIGHTS_NOT_FINITE, parameter)
+                finite = False
             folder.save(self._place_at(step), score, self._history, self._start, run, finite=finite)
             self._schedule.saved(step)
 

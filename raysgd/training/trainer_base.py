@@ -87,6 +87,7 @@ class TrainerBase(ABC):
             start=self._start_save,
             within=self._call_of_train(engine),
             stop=calls.take_stop,
+            not_finite=self._not_finite,
             begun=self._begin_body,
             script=lambda: {"made": calls.place.as_json(), "wants": calls.wants},
         )
@@ -230,6 +231,10 @@ class TrainerBase(ABC):
         handle = self._saves.save(path, blocking=False)
         assert isinstance(handle, SaveHandle)
         return handle.result
+
+    def _not_finite(self) -> str:
+        """Return the name of a parameter that is not finite, if there is one and that is known."""
+        return ""
 
     def _call_of_train(self, engine: Engine) -> CallOfTrain:
         def part() -> tuple[int, int, Sequence[Sequence[Measured]]]:
