@@ -123,11 +123,11 @@ class TorchTrainer(TrainerBase):
     ) -> None:
         refuse_unknown(TorchTrainer, unknown, setup.GROUPS, setup.REMOVED)
         check_flags(use_tqdm=use_tqdm, add_dist_sampler=add_dist_sampler)
-        setup.warn_without_effect(use_local and num_workers != 1, serialize_data_creation)
         common = num_workers, initialization_hook, timeout_s, elastic, seed
         check_common(training_operator_cls, TrainingOperator, *common)
         options = TrainingOptions.checked(options).resolved(wrap_ddp=wrap_ddp, use_fp16=use_fp16)
         folder, elastic = opened_folder(checkpoints, resume, ".pt"), elastic or ElasticConfig()
+        setup.warn_without_effect(use_local, serialize_data_creation, elastic.lr, num_workers)
         self.config, worker_config = setup.per_worker_config(config, num_workers)
         in_ray = use_ray if (num_workers, name) == (1, None) else True
         resources, self.use_gpu = setup.worker_resources(num_cpus_per_worker, use_gpu, resources_per_worker, in_ray)
