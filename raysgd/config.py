@@ -153,6 +153,11 @@ class ElasticConfig:
         at_least("backoff_max_s", self.backoff_max_s, self.backoff_s)
         above_0("hang_timeout_s", self.hang_timeout_s)
         one_of("batch", self.batch, "auto", "per_worker")
+        if is_real(self.lr):
+            raise ConfigError(
+                f"lr of ElasticConfig is a rule, 'linear', 'sqrt' or None, got {self.lr!r}. The learning rate itself is an argument of "
+                "the optimizer, which setup makes: torch.optim.SGD(model.parameters(), lr=config['lr'])"
+            )
         one_of("lr", self.lr, "linear", "sqrt", None)
         one_of("on_divergence", self.on_divergence, "warn", "raise", None)
         if not (isinstance(self.grow, bool) or self.grow == "epoch"):

@@ -113,11 +113,6 @@ def run_with_shards(trainer: Any, function: Any, data: dict[str, Any], config: A
     return results
 
 
-def pretend_workers(trainer: Any, number: int) -> None:
-    """Let the loops of a trainer in this process count as those of this number of workers."""
-    trainer._loops._workers = number
-
-
 def pace_of(history: Any) -> list[tuple[float, float, int]]:
     """Return the points of the line that reports draw: (time, seconds in calls, batches)."""
     pace: list[tuple[float, float, int]] = history._timeline.pace

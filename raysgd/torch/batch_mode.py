@@ -166,10 +166,9 @@ class KeepBatch(Policy):
         self._say(found)
 
     def _say(self, found: Violation | None) -> None:
-        """Log, once, what does not follow the contract. Who scales learning rates has asked for
-        it."""
+        """Log, once, what does not follow the contract."""
         first = self._feed is not None and self._feed.rank_info.world_rank == 0
-        if found is not None and first and not self._said and self._elastic.lr is None:
+        if found is not None and first and not self._said:
             self._said = True
             logger.warning("%s", notice(found, self._usual))
 

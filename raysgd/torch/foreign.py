@@ -325,6 +325,12 @@ def nested_schedulers(scheduler: Any) -> Sequence[Any]:
     return inner
 
 
+def milestones_of(scheduler: Any) -> Sequence[int]:
+    """Return the steps at which a SequentialLR changes from one scheduler to the next."""
+    found: Sequence[int] = getattr(scheduler, "_milestones", ())
+    return found
+
+
 def run_after_backward(call: Callable[[], None]) -> None:
     """Call this when the running backward pass ends."""
     torch.autograd.Variable._execution_engine.queue_callback(call)

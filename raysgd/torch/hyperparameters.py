@@ -1,5 +1,5 @@
-"""Find hyperparameters of optimizers, and change them in a loaded state: for Tune's
-population-based training. Worker."""
+"""Find hyperparameters of optimizers, name those of a script that a loaded state replaces, and
+change them there: for Tune's population-based training. Worker."""
 
 from __future__ import annotations
 
@@ -8,6 +8,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from raysgd.torch.foreign import nested_schedulers
+from raysgd.torch.rank_comparison import plain
+
+IGNORED = (
+    "the loaded state has other settings of optimizers or schedulers than this script, and training continues with them: %s. To use "
+    "those of this script, change them with trainer.apply_all_operators(...), or start a new run"
+)
+# Rates that follow from the initial one, and what a load leaves as it is here.
+LEFT_OUT = ("params", "lr", "base_lrs", "_last_lr", "capturable")
+LISTED = 5
 
 
 @dataclass(frozen=True)
@@ -19,8 +28,35 @@ class Option:
     name: str
 
 
+def made_with(operator: Any) -> dict[str, Any]:
+    """Return the settings that `setup` gave the optimizers and schedulers, as JSON can."""
+    found: dict[str, Any] = {}
+    for number, optimizer in enumerate(operator._parts.optimizers):
+        groups = getattr(optimizer, "param_groups", ())
+        for place, group in enumerate(groups):
+            of = f"group {place} of " * (len(groups) > 1) + f"optimizers[{number}] ({type(optimizer).__name__})"
+            found |= {f"{name} of {of}": value for name, value in group.items() if name not in LEFT_OUT}
+            found[f"lr of {of}"] = found.pop(f"initial_lr of {of}", group.get("lr"))
+    for number, scheduler in enumerate(_all(operator._parts.schedulers)):
+        of, own = f"schedulers[{number}] ({type(scheduler).__name__})", getattr(scheduler, "__dict__", {})
+        found |= {f"{name} of {of}": value for name, value in own.items() if name not in LEFT_OUT}
+    return {name: value for name, each in found.items() if (value := plain(each)) is not None}
+
+
+def warn_of_ignored(operator: Any, here: Mapping[str, Any], loaded: Mapping[str, Any]) -> None:
+    """Warn if the script that made a loaded state has given its optimizers and schedulers other
+    settings than this one."""
+    differ = [name for name, value in here.items() if name in loaded and loaded[name] != value]
+    if differ:
+        more = [f"and {len(differ) - LISTED} more"] if len(differ) > LISTED else []
+        named = [f"{name} is {_shown(loaded[name])} (here: {_shown(here[name])})" for name in differ[:LISTED]]
+        operator._warn_once(IGNORED, ", ".join([*named, *more]))
+
+
 def options(operator: Any, values: Mapping[str, float]) -> list[Option]:
-    """Return the hyperparameters of the optimizers that `setup` gave these values, by name."""
+    """Return the hyperparameters of the optimizers that `setup` gave these values, by name. They
+    will be changed in a loaded state, so no warning says that it ignores them."""
+    operator._explained.add(IGNORED)
     return [
         Option(number, place, name)
         for number, optimizer in enumerate(operator._parts.optimizers)
@@ -51,6 +87,10 @@ def retune(operator: Any, chosen: Iterable[Option], changed: Mapping[str, tuple[
 
 def _scaled(value: Any, old: float, new: float) -> Any:
     return value * (new / old) if old else new
+
+
+def _shown(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _all(schedulers: Iterable[Any]) -> Iterator[Any]:

@@ -34,7 +34,7 @@ from raysgd.torch.part_states import PartStates
 from raysgd.torch.parts import Parts, check_parts, check_steps_alone, move, refuse_wrapped, set_modes
 from raysgd.torch.precision import make_precision
 from raysgd.torch.profiling import Profiler
-from raysgd.torch.schedules import ENDED, LoopSchedule, length_of, steps_of
+from raysgd.torch.schedules import ENDED, LoopSchedule, compare_with_run, length_of, steps_of
 from raysgd.torch.settings import TorchSettings
 from raysgd.torch.skipped_steps import LeaveOut
 from raysgd.torch.step_options import (
@@ -489,6 +489,8 @@ class TrainingOperator(Stepping):
     def _begin_epoch(self) -> Schedule | None:
         set_modes(self._parts.modes)
         schedulers, steps = self._own_schedulers(), self.scheduler_step_freq in STEPPED_BY_TRAINER
+        for each in schedulers:
+            compare_with_run(self, each)
         return LoopSchedule(self, schedulers) if steps and schedulers else None
 
     def _epoch_info(self, num_steps: int | None) -> Mapping[str, Any]:

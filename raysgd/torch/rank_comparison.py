@@ -51,12 +51,12 @@ def _settings(label: str, optimizer: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for number, group in enumerate(optimizer.param_groups):
         of = label if len(optimizer.param_groups) == 1 else f"parameter group {number} of {label}"
-        options = {key: _plain(each) for key, each in group.items() if key != "params"}
+        options = {key: plain(each) for key, each in group.items() if key != "params"}
         found |= {f"{key} of {of}": value for key, value in options.items() if value is not None}
     return found
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Return a setting as JSON can; None for objects, whose text differs between processes."""
     if isinstance(value, torch.Tensor):
         return value.tolist() if value.numel() == 1 else None
@@ -65,7 +65,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Real):
         return float(value)
     if isinstance(value, (list, tuple)):
-        every = [_plain(each) for each in value]
+        every = [plain(each) for each in value]
         return None if None in every or len(every) > MOST_ENTRIES else every
     return None
 

@@ -29,6 +29,7 @@ from raysgd.torch.data.sampling import is_planned
 from raysgd.torch.data.sources import LiveSource
 from raysgd.torch.foreign import content_version
 from raysgd.torch.fsdp import gathered
+from raysgd.torch.hyperparameters import made_with, warn_of_ignored
 from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.rank_comparison import summary_of
 from raysgd.torch.resharding import Resharding
@@ -85,6 +86,10 @@ class TorchReplica(ReplicaBase):
             operator._own_schedulers()  # raises ConfigError for what it cannot step
         self._described: dict[str, tuple[Any, LoaderRows]] = {}  # with the loaders
         self.saved_rows: dict[str, list[Any]] = {}  # the part `rows` of the newest state that was loaded
+        self._settings = self._loaded_settings = made_with(
+            operator
+        )  # of this script, and of the one whose state this is
+        self._continues_script = False  # its state is that of another script, whose workers it has taken over
         self._phase: Phase = "train"  # the running call's
         self._warns_of_loss = False  # in it, if it is not finite
         self._loaded_from = 0  # the number of workers of the group from which a state was loaded; 0 if none was
@@ -245,7 +250,7 @@ class TorchReplica(ReplicaBase):
         rows = {name: [each.units, each.indices] for name, each in known.items() if each.indices}
         found = {**self._positions(), "parts": self.num_workers, **self.operator._part_states.state(), **loaders}
         trained = {"trained": [each.requires_grad for each in self._parameters]} if for_peers else {}
-        return {**found, **({"rows": rows} if rows else {}), **trained}
+        return {**found, **({"rows": rows} if rows else {}), "settings": self._loaded_settings, **trained}
 
     @property
     def _parameters(self) -> list[torch.nn.Parameter]:
@@ -288,7 +293,7 @@ class TorchReplica(ReplicaBase):
         if self._resharding is not None:
             self._resharding.give(data)
             return
-        state = packing.unpack(data)
+        state, self._continues_script = packing.unpack(data), other_code
         if other_code:
             try:
                 self.check(state)
@@ -314,6 +319,7 @@ class TorchReplica(ReplicaBase):
     def _adopt(self, state: dict[str, Any]) -> None:
         states.restore(self.operator, state)
         self.saved_rows = dict(state.get("rows") or {})
+        self._loaded_settings = dict(state.get("settings") or {})
         self._adopt_positions(state)
         self.operator._part_states.load(state)
         loader, position = self.operator._parts.train_loader, state.get("loader")
@@ -341,6 +347,7 @@ class TorchReplica(ReplicaBase):
         if saved != self.num_workers and self.rank == 0 and keep.mode != PER_WORKER:
             logger.warning(OTHER_PARTS, saved, self.num_workers)
         keep.loaded()
+        warn_of_ignored(self.operator, self._settings, self._loaded_settings)
 
     def all_succeeded(self, here: bool) -> bool:
         return all(gathered_objects(here, self._control))
@@ -363,6 +370,8 @@ class TorchReplica(ReplicaBase):
         self.operator._buffers.joined()
         self.operator._keep_batch.joined(rank_info)
         self.operator._part_states.joined()
+        if self._continues_script:
+            warn_of_ignored(self.operator, self._settings, self._loaded_settings)
         # A replacement worker has the state of the old group, and `resized` must change it on every rank.
         before = self._loaded_from if old.solo else old.world_size
         self._joined_at = self._position.step if old.solo else self._joined_at

@@ -123,11 +123,11 @@ class TorchTrainer(TrainerBase):
     ) -> None:
         refuse_unknown(TorchTrainer, unknown, setup.GROUPS, setup.REMOVED)
         check_flags(use_tqdm=use_tqdm, add_dist_sampler=add_dist_sampler)
-        setup.warn_without_effect(use_local and num_workers != 1, serialize_data_creation)
         common = num_workers, initialization_hook, timeout_s, elastic, seed
         check_common(training_operator_cls, TrainingOperator, *common)
         options = TrainingOptions.checked(options).resolved(wrap_ddp=wrap_ddp, use_fp16=use_fp16)
         folder, elastic = opened_folder(checkpoints, resume, ".pt"), elastic or ElasticConfig()
+        setup.warn_without_effect(use_local, serialize_data_creation, elastic.lr, num_workers)
         self.config, worker_config = setup.per_worker_config(config, num_workers)
         in_ray = use_ray if (num_workers, name) == (1, None) else True
         resources, self.use_gpu = setup.worker_resources(num_cpus_per_worker, use_gpu, resources_per_worker, in_ray)
@@ -218,6 +218,11 @@ class TorchTrainer(TrainerBase):
         finish = super()._start_save(path)
         self._loads.saves(path)
         return finish
+
+    @exclusive
+    def _not_finite(self) -> str:
+        found: list[str] = self._values(replica_calls.not_finite)
+        return max(found)
 
     def _saved_within(self, path: str, contents: Contents) -> None:
         self._loads.saved_within(path, contents)

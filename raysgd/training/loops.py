@@ -23,8 +23,12 @@ NO_EPOCHS = (
 )
 NOT_TRAINED = "the body of the loop over trainer.epochs() has not called train(), so nothing was trained"
 NOT_FINITE = (
-    "training resumes from %s, whose loss or score was not finite: to continue from an older one, load() it in a new run with "
+    "training resumes from %s, whose loss, score or weights were not finite: to continue from an older one, load() it in a new run with "
     "another path"
+)
+WEIGHTS_NOT_FINITE = (
+    "%s has elements that are infinite or NaN, although no loss of this epoch is. The checkpoint of the epoch counts as one that is not "
+    "finite, and the newest one before it stays. TrainingOptions(on_nonfinite='raise') ends training before such a step"
 )
 
 
@@ -75,8 +79,8 @@ class EpochLoops:
     start      copies the state, and returns a function that waits until it is in the file of this
                path
     within     what checkpoints within a call of `train` need of the trainer
-    stop       returns whether a callback wants the loop to end, once
-    scheduled  returns whether the operator has registered schedulers
+    stop       returns whether a callback wants the loop to end, once not_finite returns the name of
+               a parameter that is not finite, if there is one
     begun      is called with the number of the loop and its epochs that are done when a body
                begins, and returns how many rows the history has of it already
     script     returns what a checkpoint's record has of the script: `made`, the calls of the
@@ -93,17 +97,16 @@ class EpochLoops:
         start: Callable[[str], Callable[[], Any]],
         within: CallOfTrain,
         stop: Callable[[], bool],
-        scheduled: Callable[[], bool],
+        not_finite: Callable[[], str] = str,
         begun: Callable[[int, int], int] = lambda loop, done: 0,
         script: Callable[[], dict[str, Any]] = dict,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._folder, self._history = folder, history
         self._step, self._start, self._stop, self._train = step, start, stop, within
-        self._workers, self._scheduled, self._begun, self._script = workers, scheduled, begun, script
+        self._workers, self._begun, self._script, self._not_finite = workers, begun, script, not_finite
         self._loop, self._done, self._count = 0, 0, 0
         self._resumed: SavedPlace | None = None
-        self._record: dict[str, Any] = {}  # of that checkpoint
         self._is_inside = False  # whether the body that was running had not ended
         self._rows_before: int | None = None  # of the history, when the body of the loop began; None outside of it
         self._calls = 0  # of `train` in this body
@@ -154,14 +157,14 @@ class EpochLoops:
             self._resumed, self._schedule.step = place, place.step
             done = counted(place.done, "epoch"), counted(place.step, "batch", "batches")
             logger.warning("training resumes from %s, after %s and %s in all", path, *done)
-            self._record = folder.record(place)
-            self._is_inside = self._record.get("made") is not None
-            if not self._record.get("finite", True):
+            record = folder.record(place)
+            self._is_inside = record.get("made") is not None
+            if not record.get("finite", True):
                 logger.warning(NOT_FINITE, path)
-            if (measured := measured_in(self._record)) is not None:
+            if (measured := measured_in(record)) is not None:
                 self._resumes_call = True
                 self._train.resume(measured, place.step)
-            return self._record
+            return record
         if tried:
             raise CheckpointError(
                 f"all checkpoints in {folder} are damaged: to start from the beginning, pass another path"
@@ -200,8 +203,6 @@ class EpochLoops:
         done = 0 if saved is None or number > saved.loop else saved.done if number == saved.loop else count
         if done and number == (saved.loop if saved else 0) and not self._is_inside and self._stop():
             return  # it was ended by a callback, and the script was killed afterwards
-        if saved is not None and number == saved.loop:
-            self._warn_of_old_schedule(count)
         if saved is not None and number < saved.loop:
             logger.warning(NO_EPOCHS, number, saved.loop)
         for epoch in range(done + 1, count + 1):
@@ -228,20 +229,6 @@ class EpochLoops:
         if self._folder is not None:
             self._folder.wait()
 
-    def _warn_of_old_schedule(self, count: int) -> None:
-        """Warn if the resumed loop has another number of epochs, or of workers, than the
-        checkpoint's schedules."""
-        now = {"epochs": count, "workers": self._workers}
-        before = {name: self._record.get(name, number) for name, number in now.items()}
-        if before != now and self._scheduled():
-            logger.warning(
-                "training resumes from a run with epochs=%d and num_workers=%d, and this one has epochs=%d and "
-                "num_workers=%d. The schedulers continue as they were saved, with the length of the earlier run: to change them, "
-                "call trainer.apply_all_operators(...) before the loop, or start a new run in another folder",
-                *before.values(),
-                *now.values(),
-            )
-
     def _after_body(self, rows_before: int, script: dict[str, Any], *, last: bool) -> None:
         folder = self._folder
         if folder is None:
@@ -251,6 +238,9 @@ class EpochLoops:
         step, run = self._step(), {**self._run, **script}
         if last or folder.settings.every == "epoch" or self._schedule.is_due(step) or folder.improves(score):
             finite = all(map(is_finite, [*self._history[rows_before:], {"loss": score}]))
+            if finite and (parameter := self._not_finite()):
+                logger.warning(WEIGHTS_NOT_FINITE, parameter)
+                finite = False
             folder.save(self._place_at(step), score, self._history, self._start, run, finite=finite)
             self._schedule.saved(step)
 

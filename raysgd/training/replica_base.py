@@ -768,11 +768,6 @@ def has_data(replica: ReplicaBase, phase: Phase) -> bool:
     return getattr(replica.operator._parts, replica.data_names[phase]) is not None
 
 
-def has_schedulers(replica: ReplicaBase) -> bool:
-    """Return whether the operator has registered schedulers, whose state checkpoints contain."""
-    return bool(getattr(replica.operator._parts, "schedulers", ()))
-
-
 def apply_operator(replica: ReplicaBase, function: Callable[[Any], Any]) -> Any:
     return function(replica.operator)
 

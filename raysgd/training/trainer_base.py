@@ -41,7 +41,6 @@ from raysgd.training.replica_base import (
     apply,
     apply_operator,
     has_data,
-    has_schedulers,
 )
 from raysgd.training.saves import SaveHandle, Saves
 from raysgd.training.within_call import Contents
@@ -88,7 +87,7 @@ class TrainerBase(ABC):
             start=self._start_save,
             within=self._call_of_train(engine),
             stop=calls.take_stop,
-            scheduled=self._has_schedulers,
+            not_finite=self._not_finite,
             begun=self._begin_body,
             script=lambda: {"made": calls.place.as_json(), "wants": calls.wants},
         )
@@ -210,10 +209,6 @@ class TrainerBase(ABC):
     def _has_validation_data(self) -> bool:
         return bool(self._first(has_data, phase="validation"))
 
-    @exclusive
-    def _has_schedulers(self) -> bool:
-        return bool(self._first(has_schedulers))
-
     @property
     def best_checkpoint(self) -> str | None:
         """Return the path of the best automatic checkpoint so far (`AutoCheckpoint.best`)."""
@@ -236,6 +231,10 @@ class TrainerBase(ABC):
         handle = self._saves.save(path, blocking=False)
         assert isinstance(handle, SaveHandle)
         return handle.result
+
+    def _not_finite(self) -> str:
+        """Return the name of a parameter that is not finite, if there is one and that is known."""
+        return ""
 
     def _call_of_train(self, engine: Engine) -> CallOfTrain:
         def part() -> tuple[int, int, Sequence[Sequence[Measured]]]:

@@ -11,6 +11,7 @@ from raysgd.tf import TFTrainer
 from raysgd.train import Trainer
 from tests.local.runs import train
 from tests.replicas import torch_rank
+from tests.torch.small import inline
 from tests.torch.test_exact_gradients import Curve, close
 from tests.torch.test_operator_loops import WithOther
 
@@ -79,6 +80,20 @@ def test_where_rates_are_not_scaled() -> None:
     pytest.importorskip("tensorflow")
     with pytest.raises(ConfigError, match="is for TorchTrainer: a batch of a TensorFlow data set"):
         TFTrainer(lambda config: None, lambda config: None, elastic=ElasticConfig(lr="sqrt"))
+
+
+def test_a_number_is_no_rule_and_one_worker_has_no_use_for_one(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(ConfigError, match=r"got 0.1. The learning rate itself is an argument of the optimizer"):
+        ElasticConfig(lr=0.1)  # type: ignore[arg-type]
+    inline(elastic=ElasticConfig(lr="sqrt")).shutdown()
+    assert "ElasticConfig(lr='sqrt') has no effect with num_workers=1" in caplog.messages[0]
+
+
+@pytest.mark.parametrize(("batch", "lines"), [("auto", 1), ("per_worker", 0)])
+def test_the_log_says_that_workers_keep_their_batches(batch: Any, lines: int, caplog: pytest.LogCaptureFixture) -> None:
+    train(Curve, {"rows": 8, "batch": 2}, [(None, 2)], lr="linear", batch=batch)
+    said = [each for each in caplog.messages if "lr='linear' scales the learning rates for each worker's batch" in each]
+    assert len(said) == lines == len(caplog.messages)
 
 
 def test_an_optimizer_without_hooks_is_refused() -> None:

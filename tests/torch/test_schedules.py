@@ -7,7 +7,16 @@ last learning rate. Others raise their error.
 from typing import Any
 
 import pytest
-from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, CosineAnnealingLR, LambdaLR, OneCycleLR, SequentialLR
+from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    ConstantLR,
+    CosineAnnealingLR,
+    LambdaLR,
+    LinearLR,
+    OneCycleLR,
+    PolynomialLR,
+    SequentialLR,
+)
 
 from raysgd import ConfigError, ElasticConfig, TrainingOptions
 from tests.replicas import OperatorRank, torch_rank
@@ -162,7 +171,11 @@ def test_a_run_that_is_resumed_with_more_epochs_keeps_the_last_rate(
     trained(longer, range(EPOCHS, EPOCHS + 1))
     assert longer.progress.step == 21 and longer.operator.scheduler.last_epoch == 14
     assert rate_of(longer) == rate_of(ended)
-    (warning,) = caplog.messages
+    ignored, warning = caplog.messages
+    assert (
+        "(OneCycleLR) is 14 (here: 21)" in ignored
+        or "T_max of schedulers[0] (CosineAnnealingLR) is 14 (here: 21)" in ignored
+    )
     assert "made the 14 steps for which it was planned, and this call ends with step 21." in warning
 
 
@@ -270,3 +283,99 @@ def test_a_scheduler_stays_as_the_user_made_it() -> None:
 def test_one_worker_gets_the_users_error() -> None:
     with inline(Planned, scheduler_step_freq="batch") as trainer, pytest.raises(ValueError, match="Tried to step"):
         trainer.fit(EPOCHS + 1, 0)
+
+
+def polynomial(optimizer: Any, steps: int) -> Any:
+    return PolynomialLR(optimizer, total_iters=steps)
+
+
+def linear(optimizer: Any, steps: int) -> Any:
+    return LinearLR(optimizer, total_iters=steps)
+
+
+BEFORE = "training ends before the schedule, with another learning rate than its last one. Make it for"
+# A case: how it is made; whose frequency; its own number of steps; those of the loop over two epochs; what the warning says.
+OTHER_LENGTHS: dict[str, Any] = {
+    "planned for fewer epochs": ({"kind": cosine, "epochs": 1}, "batch", 4, 8, "its learning rate rises again then"),
+    "planned for more epochs": ({"kind": cosine, "epochs": 4}, "batch", 16, 8, BEFORE),
+    "counted by the loader": (
+        {"kind": cosine, "steps": 14},
+        "batch",
+        14,
+        8,
+        "; len(loader) in setup has the batches of all",
+    ),
+    "in sequence": ({"kind": in_sequence, "steps": 7}, "batch", 7, 8, "it raises an error then"),
+    "polynomial": ({"kind": polynomial, "steps": 7}, "batch", 7, 8, "its learning rate is 0 then"),
+    "linear": ({"kind": linear, "steps": 9}, "batch", 9, 8, BEFORE),
+    "a function": (
+        {"kind": lambda *given: LambdaLR(given[0], lambda step: 1.0), "epochs": 1},
+        "batch",
+        4,
+        8,
+        "its function",
+    ),
+    "epochs": ({"kind": cosine, "steps": 8}, "epoch", 8, 2, BEFORE),
+    "stepped by hand": ({"kind": cosine, "epochs": 1}, "manual", 4, 8, "its learning rate rises again then"),
+}
+
+
+@pytest.mark.parametrize("case", [pytest.param(each, id=name) for name, each in OTHER_LENGTHS.items()])
+def test_a_schedule_of_another_length_than_the_loop_is_one_warning(case: Any, caplog: pytest.LogCaptureFixture) -> None:
+    how, freq, length, steps, said = case
+    rank = replica_of(2, 2, freq=freq, **how)
+    rank.train(0, epochs=EPOCHS)
+    (warning,) = caplog.messages
+    assert f"LR ends with its step {length}, and makes {steps} until the end of this loop over 2 epochs: " in warning
+    assert said in warning and ("with self.total_steps(epochs=2)" in warning) == (freq != "epoch")
+    if freq != "manual" and length > steps:
+        rank.train(1, epochs=EPOCHS)
+        assert len(caplog.messages) == 1
+
+
+FITTING: list[tuple[dict[str, Any], str]] = [
+    *(({"kind": kind}, "batch") for kind in (one_cycle, cosine, in_sequence, polynomial, linear, from_a_table)),
+    ({"kind": linear, "steps": 3}, "batch"),  # a warm-up
+    ({"kind": cosine, "steps": 2}, "epoch"),
+    ({"kind": cosine, "steps": 3}, "manual"),  # nobody knows when it steps
+    ({"kind": users_own, "epochs": 1}, "batch"),
+]
+
+
+@pytest.mark.parametrize(("how", "freq"), FITTING)
+def test_a_schedule_of_the_loops_length_is_none(how: Any, freq: str, caplog: pytest.LogCaptureFixture) -> None:
+    rank = replica_of(2, 2, freq=freq, **how)
+    for call in range(EPOCHS):
+        rank.train(call, epochs=EPOCHS)
+    assert not caplog.messages
+
+
+def test_a_schedule_that_ends_in_a_call_is_a_warning_at_its_beginning(caplog: pytest.LogCaptureFixture) -> None:
+    rank = trained(replica_of(2, 2, kind=cosine), range(EPOCHS))
+    assert not caplog.messages
+    trained(rank, range(EPOCHS, EPOCHS + 1))
+    assert "ends with its step 8, and makes 12 until the end of this call of train(): its" in caplog.messages[0]
+    trained(rank, range(EPOCHS + 1, EPOCHS + 2))
+    assert len(caplog.messages) == 1
+
+
+def test_calls_with_a_number_of_steps_are_counted(caplog: pytest.LogCaptureFixture) -> None:
+    rank = replica_of(2, 2, kind=cosine, steps=6)
+    for call in range(2):
+        rank.train(call, 3, epochs=2)
+    assert not caplog.messages
+    rank.train(2, 3, epochs=1)
+    assert "ends with its step 6, and makes 9 until the end of this call of train()" in caplog.messages[0]
+
+
+def test_a_takeover_names_other_settings_and_a_replacement_none(caplog: pytest.LogCaptureFixture) -> None:
+    first = trained(replica_of(1, 1, kind=cosine), range(1))
+    replacement = replica_of(
+        1, 1, kind=cosine, lr=0.2
+    )  # with the same code, but not the same random numbers, for example
+    replacement.load(first.state())
+    replacement.rejoin()
+    assert not caplog.messages
+    second = replacement.taken_over(lambda: replica_of(1, 1, kind=cosine, lr=0.3))
+    assert "lr of optimizers[0] (SGD) is 0.1 (here: 0.3)" in caplog.messages[0]
+    assert second.progress.step == first.progress.step

@@ -16,9 +16,8 @@ from raysgd import AutoCheckpoint, ElasticConfig, TrainingOptions
 from raysgd.callbacks import EMA, Callback, EarlyStopping
 from raysgd.torch import TorchTrainer, TrainingOperator
 from raysgd.train import Trainer
-from tests.peek import pretend_workers
 from tests.replicas import send_to_workers
-from tests.torch.small import Line, inline, rows
+from tests.torch.small import Line, inline, operator_of, rows
 
 HOME = Path(raysgd.__file__).parent
 Case = tuple[Callable[[], Any], list[str]]
@@ -453,28 +452,51 @@ def test_an_optimizer_that_holds_some_registered_parameters_is_accepted() -> Non
     made(operator=registering(optimizers=partly))()
 
 
-@pytest.mark.parametrize(("epochs", "workers"), [(2, 1), (5, 3)])
-def test_a_resumed_run_with_another_schedule_warns(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, epochs: int, workers: int
+class Tuned(Line):
+    """Has the settings of `config`, and a schedule of its number of steps; halves its rate when asked to."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        def schedule(optimizer: Any) -> Any:
+            return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, config["steps"])
+
+        super().setup({**config, **({"scheduler": schedule} if "steps" in config else {})})
+
+    def make_optimizer(self, model: nn.Module, lr: Any) -> Any:
+        return torch.optim.SGD(model.parameters(), lr=lr, weight_decay=self.config.get("decay", 0.0))
+
+
+IGNORED = [
+    ({"lr": 0.1}, {"lr": 0.05}, "lr of optimizers[0] (SGD) is 0.1 (here: 0.05)"),
+    ({"lr": 0.1, "steps": 6}, {"lr": 0.05, "steps": 6}, "lr of optimizers[0] (SGD) is 0.1 (here: 0.05)"),
+    ({"decay": 0.1}, {"decay": 0.2}, "weight_decay of optimizers[0] (SGD) is 0.1 (here: 0.2)"),
+    ({"steps": 6}, {"steps": 12}, "T_max of schedulers[0] (CosineAnnealingLR) is 6 (here: 12)"),
+    ({"lr": 0.1, "steps": 6}, {"lr": 0.1, "steps": 6}, None),
+    ({"lr": 0.1}, {"lr": 0.1}, None),
+]
+
+
+@pytest.mark.parametrize(("before", "now", "said"), IGNORED)
+def test_settings_that_a_loaded_state_replaces_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, before: Any, now: Any, said: str | None
 ) -> None:
-    """The checkpoint's schedule continues, although it was made for another number of epochs or workers."""
+    """Neither a schedule nor the script's own changes are other settings."""
 
-    def begun(kind: type[Line], folder: str) -> TorchTrainer:
-        checkpoints = AutoCheckpoint(path=tmp_path / folder)
-        return inline(kind, checkpoints=checkpoints, resume="auto", scheduler_step_freq="manual")
+    def begun(config: Any) -> TorchTrainer:
+        freq = "batch" if "steps" in config else None
+        checkpoints = AutoCheckpoint(path=tmp_path / "run")
+        return inline(Tuned, config=config, checkpoints=checkpoints, resume="auto", scheduler_step_freq=freq)
 
-    def schedule(model: Any, optimizer: Any) -> Any:
-        return torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=2)
-
-    for kind, folder in ((registering(schedulers=schedule), "scheduled"), (registering(), "plain")):
-        with begun(kind, folder) as trainer:
-            for _ in trainer.epochs(2):
+    for config, epochs in (
+        (before, 1),
+        (before, 2),
+        (now, 2),
+    ):  # the second has resumed, and its checkpoint says the same
+        with begun(config) as trainer:
+            for _ in trainer.epochs(epochs):
                 trainer.train()
-        with begun(kind, folder) as trainer:
-            pretend_workers(trainer, workers)
-            trainer.fit(epochs, 0)
-            trainer.fit(epochs + 1, 0)
-    expected = f"a run with epochs=2 and num_workers=1, and this one has epochs={epochs} and num_workers={workers}"
-    warnings = [message for message in caplog.messages if "continue as they were saved" in message]
-    assert len(warnings) == ((epochs, workers) != (2, 1)), warnings
-    assert all(expected in warning and "apply_all_operators" in warning for warning in warnings)
+                trainer.apply_all_operators(lambda operator: operator.optimizer.param_groups[0].update(momentum=0.1))
+            settings = operator_of(trainer).optimizer.param_groups[0]
+            assert settings.get("initial_lr", settings["lr"]) == before.get("lr", 0.1)
+    warnings = [message for message in caplog.messages if "training continues with them" in message]
+    assert [said in warning for warning in warnings] == ([True] if said else []), caplog.messages
+    assert all(warning.count("(here: ") == 1 for warning in warnings)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from raysgd import TorchTrainer, TrainingOptions
 from raysgd.core.progress import Control
@@ -17,7 +17,7 @@ from raysgd.core.ranks import RankInfo
 from raysgd.training.feed import Feed
 from raysgd.training.position import Position
 from raysgd.training.step import Drawn
-from tests.torch.small import Line, weights
+from tests.torch.small import Line, inline, weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:the training loader does not shuffle")
 on_workers = pytest.mark.usefixtures("ray_cluster")
@@ -284,3 +284,71 @@ def test_a_skipped_epoch_loses_what_was_drawn() -> None:
     feed.read_ahead()
     feed.end_epoch()
     assert list(batches) == []
+
+
+# -- data that the current weights make -----------------------------------------------------------------
+
+
+class Rollouts(Dataset[Any]):
+    def __init__(self, operator: Any) -> None:
+        self.operator = operator
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        return self.operator.rollout(index)
+
+
+class Stream(IterableDataset[Any]):
+    def __init__(self, operator: Any) -> None:
+        self.operator = operator
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self.operator.rollout, range(8))
+
+
+class OfTheWeights(Line):
+    """Its samples are actions of the current weights, as in reinforcement learning."""
+
+    def loaders(self, config: dict[str, Any]) -> dict[str, Any]:
+        return {"train_loader": DataLoader(config["data"](self), batch_size=2)}
+
+    def rollout(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        state = torch.tensor([index / 8, 1.0])
+        with torch.no_grad():
+            action = self.unwrapped(self.model)(state)
+        return torch.stack([state[0], action[0]]), action * 0.9 + 0.1
+
+
+def by_hand(*, epochs: int, samples: int) -> torch.Tensor:
+    """Return the weights of a loop with so many samples in a step."""
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+    for first in [*range(0, 8, samples)] * epochs:
+        states = torch.tensor([[index / 8, 1.0] for index in range(first, first + samples)])
+        with torch.no_grad():
+            actions = torch.cat([model(state).view(1, 1) for state in states])
+        loss = nn.functional.mse_loss(model(torch.cat([states[:, :1], actions], dim=1)), actions * 0.9 + 0.1)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return torch.cat([each.detach().flatten() for each in model.parameters()])
+
+
+@pytest.mark.parametrize("data", [Rollouts, Stream])
+def test_data_of_the_weights_are_those_of_a_loop_by_hand(data: type) -> None:
+    with inline(OfTheWeights, config={"data": data}, options=TrainingOptions(read_ahead=False)) as trainer:
+        trainer.fit(2, 0)
+        assert torch.equal(weights(trainer), by_hand(epochs=2, samples=2))
+
+
+@on_workers
+@pytest.mark.parametrize("ahead", [False, pytest.param(True, marks=pytest.mark.more)])
+def test_data_of_the_weights_are_those_of_a_loop_by_hand_on_two_workers(ahead: bool) -> None:
+    """By default, they are made of the weights before the step."""
+    options = TrainingOptions(read_ahead=ahead)
+    with inline(OfTheWeights, config={"data": Rollouts}, options=options, num_workers=2) as trainer:
+        trainer.fit(2, 0)
+        assert torch.allclose(weights(trainer), by_hand(epochs=2, samples=4), rtol=1e-6) == (not ahead)
