@@ -27,7 +27,7 @@ LAYERS = {
     "2": "workers ray_data callbacks/ray_metrics",
     "3": "engine",
     "4": "torch/trainer torch/setup torch/strategies torch/checkpoint/sharded tf/trainer train/trainer train/executor "
-    "train/iterator train/worker_group train/fit/run train/fit/trainer train/fit/frameworks "
+    "train/iterator train/worker_group train/fit/run train/fit/trainer train/fit/frameworks train/trials "
     "training/call_runner training/named training/trainer_base training/loads training/saves tune",
     "5a": "__init__ callbacks/__init__ torch/__init__ tf/__init__ train/__init__ horovod/__init__ data/__init__ "
     "train/torch train/tensorflow train/horovod",
@@ -48,11 +48,12 @@ SIBLINGS = {
     "workers": {"ray_data"},
     "train/executor": {"train/worker_group"},
     "train/iterator": {"train/executor"},
-    "train/trainer": {"train/executor", "train/iterator", "train/worker_group", "tune"},
+    "train/trainer": {"train/executor", "train/iterator", "train/trials", "train/worker_group"},
     "train/fit/run": {"train/executor", "train/iterator"},
-    "train/fit/trainer": {"train/executor", "train/fit/run", "tune"},
+    "train/fit/trainer": {"train/executor", "train/fit/run", "train/trials"},
     "train/fit/frameworks": {"train/fit/trainer"},
-    "tune": {"train/executor", "train/iterator", "tf/trainer", "torch/setup"},
+    "train/trials": {"train/executor", "train/iterator"},
+    "tune": {"train/trials", "tf/trainer", "torch/setup"},
     "torch/trainer": {
         "torch/checkpoint/sharded",
         "torch/setup",
@@ -70,7 +71,7 @@ SIBLINGS = {
 
 # Where each package of other projects may be imported.
 HOMES = {
-    "ray": {"workers", "ray_data", "callbacks/ray_metrics", "tune", "compat"},
+    "ray": {"workers", "ray_data", "callbacks/ray_metrics", "train/trials", "tune", "compat"},
     "torch": {"torch", "horovod", "train", "operators", "compat/torch_functions", "storage/values"},
     "tensorflow": {"tf", "horovod", "train", "operators"},
     "keras": {"tf", "operators"},

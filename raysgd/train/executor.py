@@ -44,7 +44,7 @@ from raysgd.train.errors import (
 )
 from raysgd.train.replica import FunctionReplica, FunctionReplicaFactory
 from raysgd.train.run import FunctionRun, RoundResult, RunOptions, check_function, function_name, payload_of
-from raysgd.train.run_session import Codec, TrainingResultType
+from raysgd.train.session_functions import Codec, TrainingResultType
 from raysgd.train.settings import HANG_S, CheckpointConfig, check_failure_limit, check_strategy
 from raysgd.train.worker_group import WorkerGroup, WorkersChanged, check_resources, limits_for
 from raysgd.workers.calls import Blob

@@ -21,7 +21,7 @@ from raysgd.storage.remote import Uri
 from raysgd.train.checkpoint import Checkpoint
 from raysgd.train.checkpoint_manager import BackgroundWriter, CheckpointManager
 from raysgd.train.errors import ReportMismatchError
-from raysgd.train.run_session import Attempt
+from raysgd.train.session_functions import Attempt
 
 DETAILED = "TRAIN_RESULT_ENABLE_DETAILED_AUTOFILLED_METRICS"
 UNSTORED_ROUNDS = 4  # how many rounds the ranks may be ahead of the storage

@@ -19,6 +19,7 @@ from raysgd.ray_data.datasets import is_dataset
 from raysgd.ray_data.splits import make_splits
 from raysgd.storage.locations import Place, copy_logs, names, place
 from raysgd.storage.remote import Uri
+from raysgd.train import in_trial
 from raysgd.train.backends import get_backend_config_cls, parse_backend
 from raysgd.train.callbacks import make_callback_list
 from raysgd.train.checkpoint import Checkpoint
@@ -27,7 +28,6 @@ from raysgd.train.errors import InactiveWorkerGroupError, TrainBackendError
 from raysgd.train.executor import FunctionJob, executor_maker
 from raysgd.train.iterator import TrainingIterator
 from raysgd.train.run import RunOptions, check_function, function_name
-from raysgd.train.run_session import trial_functions
 from raysgd.train.settings import CheckpointConfig, without_rays_own
 from raysgd.train.worker_group import WorkerGroup
 from raysgd.workers.tracebacks import folding
@@ -205,19 +205,21 @@ class Trainer(RunCheckpoints):
         name = self._run_name(self._runs + 1)
         run_dir = self.logdir / name
         shards = make_splits(dataset, cpus_per_worker=self._worker.cpus)
-        functions = trial_functions()
         self._executor.start_training(
             train_func,
             self.storage / name,
             checkpoint,
             checkpoint_strategy,
-            None if functions is None else functions.number_of(checkpoint),
+            in_trial.number_of(checkpoint),
             config=config,
             options=RunOptions(trial={"trial_dir": run_dir}, shards=shards),
             ready=count_run,
         )
-        if functions is not None:
-            self._to_tune = functions.TrialReports(self.checkpoint_manager)
+        if in_trial.is_trial():
+            from raysgd.train.trials import TrialReports
+
+            assert self.checkpoint_manager is not None
+            self._to_tune = TrialReports(self.checkpoint_manager)
 
     @folding
     def execute(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
@@ -241,11 +243,11 @@ class Trainer(RunCheckpoints):
         check_function(train_func, None)
         new_splits = functools.partial(make_splits, dataset, cpus_per_worker=self._worker.cpus)
         new_splits()  # raises an error now for something that is not a dataset, and reads no data
-        from raysgd import tune
+        from raysgd.train.trials import FunctionTrial, as_trainable
 
         make, bundles = self._make, [{"CPU": 1.0}, *[self._worker.as_dict()] * self._count]
-        return tune.as_trainable(
-            tune.FunctionTrial(
+        return as_trainable(
+            FunctionTrial(
                 getattr(train_func, "__name__", "function"),
                 lambda config: FunctionJob(
                     make=make, function=train_func, config=config, options=RunOptions(shards=new_splits())

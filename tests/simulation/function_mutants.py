@@ -11,7 +11,7 @@ import pytest
 from raysgd.train.backends import Backend
 from raysgd.train.checkpoint_manager import CheckpointManager
 from raysgd.train.run import FunctionRun, Round, RoundResult, Rounds
-from raysgd.train.run_session import Attempt, Session
+from raysgd.train.session_functions import Attempt, Session
 from tests.simulation.functions import function_plan_for, run_function
 
 __all__ = ["MUTANTS", "seeds_needed"]

@@ -24,7 +24,15 @@ from raysgd import train
 from raysgd.core.policy import PLANNED, Recovery
 from raysgd.engine.engine import Engine
 from raysgd.errors import ResourceError, WorkerStartError
-from raysgd.train import Checkpoint, CheckpointConfig, TrainingWorkerError, executor, replica, run_session, worker_group
+from raysgd.train import (
+    Checkpoint,
+    CheckpointConfig,
+    TrainingWorkerError,
+    executor,
+    replica,
+    session_functions,
+    worker_group,
+)
 from raysgd.train import run as rounds
 from raysgd.train.backends import Backend, BackendConfig
 from raysgd.train.executor import BackendExecutor
@@ -376,7 +384,7 @@ class FunctionScript:
             pthread_kill=lambda main, signum: main.signal(signum),
         )
         patch.setattr(replica, "signal", signals)
-        patch.setattr(run_session, "_running", _Sessions(self._main))
+        patch.setattr(session_functions, "_running", _Sessions(self._main))
 
     def _patch_driver(self, patch: pytest.MonkeyPatch) -> None:
         def engine(*given: Any, **settings: Any) -> Engine:

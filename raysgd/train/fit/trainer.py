@@ -166,13 +166,13 @@ class DataParallelTrainer:
         """Return a Tune Trainable class (extra: tune); `tune.Tuner` accepts the trainer itself too.
         A trial's config holds arguments of the trainer, such as
         `{"train_loop_config": {"lr": 0.1}}`, which is merged into the loop's config."""
-        from raysgd.tune import as_trainable
+        from raysgd.train.trials import as_trainable
 
         return as_trainable(self)
 
     def __call__(self, config: dict[str, Any]) -> None:
         """Run the function with a trial's config. Tune calls this in the trial."""
-        from raysgd.tune import perform
+        from raysgd.train.trials import perform
 
         trainer = self._with(config)
         trainer.setup()
@@ -180,7 +180,7 @@ class DataParallelTrainer:
 
     def _resources(self, config: dict[str, Any]) -> Any:
         """Return the resources of a trial. Tune looks for this attribute of functions."""
-        from raysgd.tune import placement
+        from raysgd.train.trials import placement
 
         scaling = self._with(config).scaling_config
         return placement(scaling.bundles(), scaling.placement_strategy)
