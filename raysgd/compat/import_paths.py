@@ -76,7 +76,7 @@ MODULES: dict[str, dict[str, str]] = {
         "raysgd.callbacks.base": "PYTORCH_PROFILER_KEY=TRACES",
         "raysgd.environment": "TRAIN_PLACEMENT_GROUP_TIMEOUT_S_ENV=FUNCTION_START_LIMIT",
         "raysgd.ray_data.datasets": "TRAIN_DATASET_KEY=DEFAULT_NAME",
-        "raysgd.train.run": "ENABLE_DETAILED_AUTOFILLED_METRICS_ENV=DETAILED",
+        "raysgd.train.rounds": "ENABLE_DETAILED_AUTOFILLED_METRICS_ENV=DETAILED",
         "raysgd.train.settings": "TIMESTAMP",
         "raysgd.compat.constants": "ALL_RESERVED_KEYS BASIC_AUTOFILLED_KEYS DATE DEFAULT_RESULTS_DIR DETAILED_AUTOFILLED_KEYS "
         "HOSTNAME NODE_IP PID TIME_THIS_ITER_S TIME_TOTAL_S TRAINING_ITERATION",

@@ -31,8 +31,8 @@ from ray.tune.trainable import wrap_function
 from raysgd.train import in_trial
 from raysgd.train.checkpoint import DICT_FILE, Checkpoint, unlist_metadata
 from raysgd.train.checkpoint_manager import CheckpointManager
-from raysgd.train.executor import FunctionJob
-from raysgd.train.iterator import TrainingIterator
+from raysgd.train.driver import TrainingIterator
+from raysgd.train.job import FunctionJob
 from raysgd.workers import foreign
 from raysgd.workers.serialization import dumps
 
@@ -73,13 +73,14 @@ def perform(job: FunctionJob) -> None:
     """Run the job to its end in this trial."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="raysgd-trial-")))
-        manager = replace(job, checkpoint_config=None).manager(folder)
+        job = replace(job, checkpoint_config=None, trial=in_trial.describe())
+        manager = job.manager(folder)
         handover = Handover(folder, manager)
         handover.receive(tune.get_checkpoint())
         executor = job.make()
         stack.callback(executor.shutdown)
         executor.start()
-        job.begin(executor, manager, in_trial.describe())
+        executor.begin(job, manager)
         rounds = TrainingIterator(executor)
         last: dict[str, Any] = {}
         while (result := rounds.next_round()) is not None:

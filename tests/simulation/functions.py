@@ -28,12 +28,12 @@ from raysgd.train import (
     Checkpoint,
     CheckpointConfig,
     TrainingWorkerError,
-    executor,
+    driver,
     replica,
+    rounds,
     session_functions,
     worker_group,
 )
-from raysgd.train import run as rounds
 from raysgd.train.backends import Backend, BackendConfig
 from raysgd.train.executor import BackendExecutor
 from raysgd.workers.events import MessageReceived
@@ -407,15 +407,15 @@ class FunctionScript:
             self._queue = Queue()
             return self._queue
 
-        patch.setattr(executor, "Engine", engine)
-        patch.setattr(executor, "Blob", Large)
-        for each in (executor, worker_group):
+        patch.setattr(driver, "Engine", engine)
+        patch.setattr(driver, "Blob", Large)
+        for each in (driver, worker_group):
             patch.setattr(each, "pack", lambda value: value)
-        patch.setattr(executor, "RayGroup", lambda *_, **__: self.group)
-        patch.setattr(executor, "ensure_cluster", lambda *_: None)
-        patch.setattr(executor, "driver_address", lambda: "driver")
-        patch.setattr(executor, "limits_for", lambda **_: self.plan.limits)
-        patch.setattr(executor, "threading", SimpleNamespace(Thread=thread, current_thread=int))
+        patch.setattr(driver, "RayGroup", lambda *_, **__: self.group)
+        patch.setattr(driver, "ensure_cluster", lambda *_: None)
+        patch.setattr(driver, "driver_address", lambda: "driver")
+        patch.setattr(driver, "limits_for", lambda **_: self.plan.limits)
+        patch.setattr(driver, "threading", SimpleNamespace(Thread=thread, current_thread=int))
         patch.setattr(rounds, "queue", SimpleNamespace(SimpleQueue=new_queue, Empty=queue.Empty))
         patch.setattr(rounds, "BackgroundWriter", partial(Storage, self.world, self.plan.store_s))
 

@@ -7,6 +7,7 @@ import json
 import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -18,11 +19,11 @@ from raysgd.storage.locations import place, text_of
 from raysgd.storage.remote import Uri
 from raysgd.train.backends import parse_backend
 from raysgd.train.checkpoint import Checkpoint
-from raysgd.train.executor import FunctionJob, executor_maker
+from raysgd.train.driver import FunctionDriver
 from raysgd.train.fit.records import StoredRun, can_restore
 from raysgd.train.fit.result import Result
-from raysgd.train.fit.run import FitRun
-from raysgd.train.run import RunOptions, check_function, function_name
+from raysgd.train.fit.run import run_and_store
+from raysgd.train.job import FunctionJob, check_function, function_name
 from raysgd.train.settings import RunConfig, ScalingConfig, rays_own
 from raysgd.workers.serialization import pack
 from raysgd.workers.tracebacks import folding
@@ -133,31 +134,28 @@ class DataParallelTrainer:
         self._set_up |= set(vars(self)) - before
         restored = place(self._restored_from) if self._restored_from is not None else None
         self.history = History()
-        run = FitRun(type(self).__name__, self.run_config, self.history, restored=restored)
-        return run.run(self.job(), packed)
+        return run_and_store(self.job(), type(self).__name__, self.run_config, packed, self.history, restored)
 
     def job(self) -> FunctionJob:
         """Return the run that `fit()` would start."""
         scaling = self.scaling_config
         worker = scaling.worker
-        make = executor_maker(
-            self.backend_config,
-            scaling.most,
-            worker,
-            self.run_config.max_failures,
-            elastic=scaling.policy(),
-            start_with=scaling.least,
-        )
         return FunctionJob(
-            make=make,
+            make=partial(
+                FunctionDriver,
+                self.backend_config,
+                scaling.most,
+                worker,
+                self.run_config.max_failures,
+                elastic=scaling.policy(),
+                start_with=scaling.least,
+            ),
             function=self.train_loop_per_worker,
             config=dict(self.train_loop_config or {}),
             checkpoint=self.resume_from_checkpoint,
             checkpoint_config=self.run_config.checkpoint_config,
-            options=RunOptions(
-                metadata=self.metadata,
-                shards=make_splits(self.datasets, self.dataset_config, cpus_per_worker=worker.cpus),
-            ),
+            metadata=self.metadata,
+            shards=make_splits(self.datasets, self.dataset_config, cpus_per_worker=worker.cpus),
         )
 
     # -- in Tune --------------------------------------------------------------------------------------
