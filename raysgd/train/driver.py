@@ -142,11 +142,8 @@ class FunctionDriver(RunCheckpoints):
         engine.start()
         self._engine = engine
         self._hooks_called_for, self._seen_recoveries = -1, 0  # the generation, and its recoveries
-        has_object = train_cls is not None
-        self._group = WorkerGroup.of(engine, has_object=has_object, guard=self._check_free)
-        self._hooks_group = WorkerGroup.of(
-            engine, has_object=has_object, guard=self._check_free, max_failures=self._failures_left
-        )
+        make_group = functools.partial(WorkerGroup.of, engine, has_object=train_cls is not None, guard=self._check_free)
+        self._group, self._hooks_group = make_group(), make_group(max_failures=self._failures_left)
         try:
             self._call_hooks()
         except BaseException:

@@ -258,7 +258,9 @@ class FunctionRun:
         return number <= self._settled + UNSTORED_ROUNDS or not self._unstored
 
     def keeps_ranks_waiting(self) -> bool:
-        """Return whether ranks wait for the storage."""
+        """Return whether ranks wait for the storage, which the engine's thread asks several times a
+        second. Storage that takes too long ends the run."""
+        self._writer.check_time()
         return bool(self._waiting) and self._unstored > 0
 
     # -- the user's thread ----------------------------------------------------------------------------
