@@ -44,7 +44,7 @@ from raysgd.train.errors import (
     TrainingRunningError,
     TrainingWorkerError,
 )
-from raysgd.train.job import FunctionJob
+from raysgd.train.job import FunctionJob, check_function, function_name
 from raysgd.train.replica import FunctionReplica, FunctionReplicaFactory
 from raysgd.train.rounds import FunctionRun, RoundResult
 from raysgd.train.session_functions import Codec
@@ -65,15 +65,8 @@ HURRY_S = 2.0
 
 
 class FunctionDriver(RunCheckpoints):
-    """Owns the engine, the backend's hooks and the current run, with its thread.
-
-    config       a `BackendConfig`
-    num_workers  the largest number of workers
-    worker       what each of them reserves
-    max_retries  how many worker failures a run survives (-1: any number)
-    elastic      an `ElasticConfig`
-    start_with   how many workers are enough to start; by default all
-    """
+    """Owns the engine, the backend's hooks and the current run, with its thread. Each worker
+    reserves the resources `worker`; the other arguments are those of `BackendExecutor`."""
 
     def __init__(
         self,
@@ -206,8 +199,8 @@ class FunctionDriver(RunCheckpoints):
     def begin(self, job: FunctionJob, manager: CheckpointManager, *, ready: Callable[[], None] = lambda: None) -> None:
         """Start the function on every worker, and return at once. `manager` keeps its checkpoints.
         `ready` is called after all checks, right before the function begins."""
-        engine, task = self._active(), job.task()
-        with (claim := self._starting.claim(f"the function {job.name!r}")):
+        engine, task = self._active(), check_function(job.function, job.config)
+        with (claim := self._starting.claim(f"the function {function_name(job.function)!r}")):
             self._check_free()
             manager.check_storage()
             packed = pack(task)
@@ -415,7 +408,7 @@ class TrainingIterator:
         run = Run(
             trainer=trainer,
             functions=True,
-            name=job.name,
+            name=function_name(job.function),
             num_workers=self._executor.world_size,
             processes=self._executor.processes,
             config=dict(job.config) if isinstance(job.config, Mapping) else {},

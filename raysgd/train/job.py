@@ -52,15 +52,6 @@ class FunctionJob:
     shards: ShardMaker | None = None
     make: Callable[[], Any] = lambda: None
 
-    @property
-    def name(self) -> str:
-        """Return the name of the function, which may be any callable object."""
-        return function_name(self.function)
-
-    def task(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """Return the function and its arguments. Raise ConfigError for invalid ones."""
-        return check_function(self.function, self.config)
-
     def manager(self, directory: Any, *, latest_id: int = BEFORE_FIRST) -> CheckpointManager:
         """Return the manager of the run's checkpoints, which are stored in its directory."""
         check_strategy(self.checkpoint_config)
