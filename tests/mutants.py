@@ -360,7 +360,7 @@ ROUNDS = "tests/train/test_rounds.py::test_"
 
 @mutant(f"{ROUNDS}the_ranks_wait_for_slow_storage_and_the_driver_does_not")
 def acknowledge_a_report_before_it_is_stored(patch: Patch) -> None:
-    instead("raysgd.train.run.FunctionRun._is_stored", lambda self, waiting: True)(patch)
+    instead("raysgd.train.rounds.FunctionRun._is_stored", lambda self, number: True)(patch)
 
 
 @mutant(f"{ROUNDS}slow_storage_delays_no_recovery_and_a_round_is_visible_after_its_checkpoint_is_stored")
@@ -377,12 +377,12 @@ def show_a_round_before_the_checkpoints_of_earlier_ones_are_stored(patch: Patch)
 
 @mutant("tests/simulation/test_functions.py::test_schedules_of_faults_break_no_guarantee")
 def mix_the_rounds_of_two_attempts(patch: Patch) -> None:
-    from raysgd.train.run import FunctionRun
+    from raysgd.train.rounds import FunctionRun
 
     begin = FunctionRun.begin_attempt
 
     def begin_attempt(self: FunctionRun, world_size: int, nodes: Any = ()) -> Any:
-        old = [list(self._rounds.reports_of(rank)) for rank in range(len(self._rounds._waiting))]
+        old = [list(reports) for reports in self._rounds._waiting]
         attempt = begin(self, world_size, nodes)
         for waiting, reports in zip(self._rounds._waiting, old, strict=False):
             waiting.extend(reports)
@@ -393,9 +393,7 @@ def mix_the_rounds_of_two_attempts(patch: Patch) -> None:
 
 @mutant(f"{ROUNDS}after_a_mismatch_nothing_is_a_round")
 def show_rounds_after_a_mismatch(patch: Patch) -> None:
-    from raysgd.train.run import FunctionRun
-
-    patch.setattr(FunctionRun, "_mismatched", property(lambda self: False, lambda self, value: None), raising=False)
+    instead("raysgd.train.rounds.FunctionRun._ignore_reports", lambda self: None)(patch)
 
 
 @mutant("tests/train/test_run_session.py::test_restore_discards_uncommitted_changes")

@@ -105,10 +105,11 @@ def want_workers(trainer: Any, number: int) -> None:
 def run_with_shards(trainer: Any, function: Any, data: dict[str, Any], config: Any, folder: Path) -> list[Any]:
     """Run a function like a trainer with a dataset_config, which `Trainer.run(dataset=...)` does not have."""
     from raysgd.ray_data.splits import make_splits
-    from raysgd.train.run import RunOptions
+    from raysgd.train.job import FunctionJob
 
     executor = trainer._executor
-    executor.start_training(function, folder, options=RunOptions(shards=make_splits(data, config)))
+    job = FunctionJob(function=function, shards=make_splits(data, config))
+    executor.begin(job, job.manager(folder / "checkpoints"))
     results: list[Any] = executor.finish_training()
     return results
 

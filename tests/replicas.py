@@ -21,7 +21,7 @@ from raysgd.core.progress import Control, Progress
 from raysgd.core.protocols import Call
 from raysgd.core.ranks import RankInfo
 from raysgd.train.replica import STOP_SIGNAL, FunctionReplica, FunctionReplicaFactory
-from raysgd.train.run_session import Attempt, Codec
+from raysgd.train.session_functions import Attempt, Codec
 from raysgd.training.loading import take_over
 from raysgd.training.replica_base import OperatorReplicaFactory, ReplicaBase, apply_operator
 from raysgd.workers.calls import Blob

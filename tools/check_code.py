@@ -27,7 +27,7 @@ LAYERS = {
     "2": "workers ray_data callbacks/ray_metrics",
     "3": "engine",
     "4": "torch/trainer torch/setup torch/strategies torch/checkpoint/sharded tf/trainer train/trainer train/executor "
-    "train/iterator train/worker_group train/fit/run train/fit/trainer train/fit/frameworks "
+    "train/driver train/job train/rounds train/worker_group train/fit/run train/fit/trainer train/fit/frameworks train/trials "
     "training/call_runner training/named training/trainer_base training/loads training/saves tune",
     "5a": "__init__ callbacks/__init__ torch/__init__ tf/__init__ train/__init__ horovod/__init__ data/__init__ "
     "train/torch train/tensorflow train/horovod",
@@ -46,13 +46,15 @@ SIBLINGS = {
     "horovod": {"torch"},
     "ray_data": {"workers"},
     "workers": {"ray_data"},
-    "train/executor": {"train/worker_group"},
-    "train/iterator": {"train/executor"},
-    "train/trainer": {"train/executor", "train/iterator", "train/worker_group", "tune"},
-    "train/fit/run": {"train/executor", "train/iterator"},
-    "train/fit/trainer": {"train/executor", "train/fit/run", "tune"},
+    "train/rounds": {"train/job"},
+    "train/driver": {"train/job", "train/rounds", "train/worker_group"},
+    "train/executor": {"train/driver", "train/job", "train/worker_group"},
+    "train/trainer": {"train/driver", "train/job", "train/trials", "train/worker_group"},
+    "train/fit/run": {"train/driver", "train/job", "train/rounds"},
+    "train/fit/trainer": {"train/driver", "train/fit/run", "train/job", "train/trials"},
     "train/fit/frameworks": {"train/fit/trainer"},
-    "tune": {"train/executor", "train/iterator", "tf/trainer", "torch/setup"},
+    "train/trials": {"train/driver", "train/job"},
+    "tune": {"train/trials", "tf/trainer", "torch/setup"},
     "torch/trainer": {
         "torch/checkpoint/sharded",
         "torch/setup",
@@ -70,7 +72,7 @@ SIBLINGS = {
 
 # Where each package of other projects may be imported.
 HOMES = {
-    "ray": {"workers", "ray_data", "callbacks/ray_metrics", "tune", "compat"},
+    "ray": {"workers", "ray_data", "callbacks/ray_metrics", "train/trials", "tune", "compat"},
     "torch": {"torch", "horovod", "train", "operators", "compat/torch_functions", "storage/values"},
     "tensorflow": {"tf", "horovod", "train", "operators"},
     "keras": {"tf", "operators"},

@@ -19,8 +19,7 @@ ERRORS = "InactiveWorkerGroupError TrainBackendError TrainingWorkerError"
 CONFIGS = "Checkpoint CheckpointConfig FailureConfig Result RunConfig ScalingConfig"
 SESSION = {
     "raysgd.train.session_functions": "get_checkpoint get_context get_dataset_shard load_checkpoint local_rank save_checkpoint world_rank "
-    "world_size",
-    "raysgd.train.run_session": "TrainingResultType",
+    "world_size TrainingResultType",
     "raysgd.compat.session": "get_experiment_name get_local_rank get_local_world_size get_metadata get_node_rank get_trial_dir "
     "get_trial_id get_trial_name get_trial_resources get_world_rank get_world_size report",
 }
@@ -77,7 +76,7 @@ MODULES: dict[str, dict[str, str]] = {
         "raysgd.callbacks.base": "PYTORCH_PROFILER_KEY=TRACES",
         "raysgd.environment": "TRAIN_PLACEMENT_GROUP_TIMEOUT_S_ENV=FUNCTION_START_LIMIT",
         "raysgd.ray_data.datasets": "TRAIN_DATASET_KEY=DEFAULT_NAME",
-        "raysgd.train.run": "ENABLE_DETAILED_AUTOFILLED_METRICS_ENV=DETAILED",
+        "raysgd.train.rounds": "ENABLE_DETAILED_AUTOFILLED_METRICS_ENV=DETAILED",
         "raysgd.train.settings": "TIMESTAMP",
         "raysgd.compat.constants": "ALL_RESERVED_KEYS BASIC_AUTOFILLED_KEYS DATE DEFAULT_RESULTS_DIR DETAILED_AUTOFILLED_KEYS "
         "HOSTNAME NODE_IP PID TIME_THIS_ITER_S TIME_TOTAL_S TRAINING_ITERATION",

@@ -42,10 +42,10 @@ from raysgd.train.settings import CheckpointConfig, CheckpointStrategy, FailureC
 if TYPE_CHECKING:
     from raysgd.train import tensorflow as tensorflow
     from raysgd.train import torch as torch
+    from raysgd.train.driver import SGDIterator, TrainingIterator
     from raysgd.train.executor import BackendExecutor
     from raysgd.train.fit.frameworks import HorovodTrainer, TensorflowTrainer, TorchTrainer
     from raysgd.train.fit.trainer import DataParallelTrainer
-    from raysgd.train.iterator import SGDIterator, TrainingIterator
     from raysgd.train.trainer import Trainer
     from raysgd.train.worker_group import WorkerGroup
     from raysgd.training.seeding import seed_for
@@ -104,12 +104,12 @@ _HOMES = {
     "BaseTrainer": "raysgd.train.fit.trainer:DataParallelTrainer",  # AIR's name; it is not in `__all__`
     "DataParallelTrainer": "raysgd.train.fit.trainer",
     "HorovodTrainer": "raysgd.train.fit.frameworks",
-    "SGDIterator": "raysgd.train.iterator",
+    "SGDIterator": "raysgd.train.driver",
     "SyncConfig": REFUSED,
     "TensorflowTrainer": "raysgd.train.fit.frameworks",
     "TorchTrainer": "raysgd.train.fit.frameworks",
     "Trainer": "raysgd.train.trainer",
-    "TrainingIterator": "raysgd.train.iterator",
+    "TrainingIterator": "raysgd.train.driver",
     "WorkerGroup": "raysgd.train.worker_group",
     "seed_for": "raysgd.training.seeding",
     "session": "raysgd.train.session",

@@ -6,6 +6,7 @@ import logging
 import math
 import queue
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ logger = logging.getLogger("raysgd")
 PREFIX = "checkpoint_"
 # The limit for one item. Storage that accepts nothing at all for 600 s is an error before that (`storage.remote`).
 WRITE_LIMIT_S = 3600.0
+POLL_S = 0.5
 
 Work = Callable[[], None]
 
@@ -203,14 +205,15 @@ class BackgroundWriter:
     bucket.
 
     Owns the thread and its queue. `fail` is called with the first error, and later work is not
-    done. Storing something for longer than WRITE_LIMIT_S is an error, and nothing waits for it any
-    more.
+    done. Storing something for longer than WRITE_LIMIT_S is an error, which the thread that waits
+    notices, and nothing waits for it any more.
     """
 
     def __init__(self, fail: Callable[[BaseException], None]) -> None:
         self._fail = fail
         self._work: queue.SimpleQueue[tuple[Work, bool] | None] = queue.SimpleQueue()
         self._ended = threading.Event()
+        self._late_at = math.inf  # when the storing that has begun takes too long
         self.error: BaseException | None = None
         threading.Thread(target=self._serve, name="raysgd-writer", daemon=True).start()
 
@@ -220,32 +223,32 @@ class BackgroundWriter:
     def finish(self) -> BaseException | None:
         """Wait until all work is done. Return the error, if there was one."""
         self._work.put(None)
-        self._ended.wait()
+        while not self._ended.wait(POLL_S):
+            self.check_time()
         return self.error
+
+    def check_time(self) -> None:
+        """Stop waiting for something that takes too long to store."""
+        if time.monotonic() > self._late_at:
+            self._stop(
+                CheckpointError(
+                    f"a checkpoint could not be stored within {WRITE_LIMIT_S:g} s, so raysgd stopped waiting for it. The "
+                    "checkpoint is incomplete and invisible to readers; earlier checkpoints are not affected"
+                )
+            )
+            self._ended.set()
 
     def _serve(self) -> None:
         while (item := self._work.get()) is not None:
             work, stores = item
-            limit = threading.Timer(WRITE_LIMIT_S, self._give_up)
-            limit.daemon = True
             try:
                 if self.error is None:
-                    if stores:
-                        limit.start()
+                    self._late_at = time.monotonic() + WRITE_LIMIT_S if stores else math.inf
                     work()
             except BaseException as error:  # passed to the thread that waits for the run
                 self._stop(error)
             finally:
-                limit.cancel()
-        self._ended.set()
-
-    def _give_up(self) -> None:
-        self._stop(
-            CheckpointError(
-                f"a checkpoint could not be stored within {WRITE_LIMIT_S:g} s, so raysgd stopped waiting for it. The "
-                "checkpoint is incomplete and invisible to readers; earlier checkpoints are not affected"
-            )
-        )
+                self._late_at = math.inf
         self._ended.set()
 
     def _stop(self, error: BaseException) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from raysgd.core.tree import mapped
 from raysgd.errors import ConfigError
-from raysgd.train.run_session import OutsideSession, Session, current
+from raysgd.train.session_functions import OutsideSession, Session, current
 
 
 @dataclass

@@ -22,7 +22,7 @@ from raysgd.core.protocols import Call
 from raysgd.core.ranks import RankInfo
 from raysgd.errors import ConfigError
 from raysgd.train.elastic_state import Commit
-from raysgd.train.run_session import Attempt, Codec, Session, Stopped, running
+from raysgd.train.session_functions import Attempt, Codec, Session, Stopped, running
 
 KERAS_3 = (
     "Keras 3 cannot run `fit` under a tf.distribute strategy for several workers, and fails with TensorFlow's error about a PerReplica "

@@ -1,12 +1,29 @@
-"""The functions that a training function calls, such as `train.report`. Worker."""
+"""The session of a training function, and the functions that it calls, such as `train.report`.
+Worker.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import contextlib
+import os
+import pickle
+import platform
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Any, Literal
 
-from raysgd.train.checkpoint import Checkpoint
-from raysgd.train.run_session import Session, current
+from raysgd.core.messages import FunctionReport
+from raysgd.core.metrics import check_metrics
+from raysgd.core.network import own_address
+from raysgd.core.progress import Control
+from raysgd.core.ranks import RankInfo
+from raysgd.errors import ConfigError, described
+from raysgd.train import in_trial
+from raysgd.train.checkpoint import Checkpoint, is_directory
+from raysgd.train.settings import TIMESTAMP
 
 __all__ = [
     "TrainContext",
@@ -20,6 +37,284 @@ __all__ = [
     "world_rank",
     "world_size",
 ]
+
+
+class TrainingResultType(Enum):
+    """The kinds of results of Ray Train 1.x."""
+
+    REPORT = "report"
+    CHECKPOINT = "checkpoint"
+
+
+class Stopped(BaseException):
+    """Ends a training function from inside: a peer failed, or all ranks stop here for a planned
+    change of workers.
+
+    Not an Exception, so that the function's own error handlers do not catch it.
+    """
+
+    def __init__(self, *, asked: bool) -> None:
+        super().__init__(
+            "raysgd stopped this attempt of the training function, and will run it again on the new workers"
+        )
+        self.asked = asked
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attempt:
+    """What the driver sends to every rank for one attempt to run a training function.
+
+    checkpoint  the newest checkpoint of the run, as bytes
+    reports     how many rounds earlier attempts of the run have reported
+    """
+
+    run: int
+    number: int = 0
+    checkpoint: bytes | None = None
+    reports: int = 0
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    trial: Mapping[str, Any] = field(default_factory=dict)
+    shards: tuple[Mapping[str, Any], ...] = ()
+    detailed: bool = False
+
+
+def _unchanged(values: dict[str, Any]) -> dict[str, Any]:
+    return values
+
+
+@dataclass(frozen=True)
+class Codec:
+    """How reports and checkpoints are packed: the driver's choice of pickler, and the backend's
+    conversions. Picklable."""
+
+    dumps: Callable[[Any], bytes] = pickle.dumps
+    encode: Callable[[dict[str, Any]], dict[str, Any]] = _unchanged
+    decode: Callable[[dict[str, Any]], dict[str, Any]] = _unchanged
+
+
+class Session:
+    """Owns one rank's counters in one attempt.
+
+    `at_boundary` is called after each checkpoint and commit, where the run can continue with other
+    workers. `commit` holds the last commit of `train.elastic`.
+    """
+
+    def __init__(
+        self,
+        rank_info: RankInfo,
+        control: Control,
+        attempt: Attempt,
+        codec: Codec,
+        *,
+        at_boundary: Callable[[], None] = lambda: None,
+        commit: Any = None,
+    ) -> None:
+        self.rank_info, self.attempt, self.commit, self.at_boundary = rank_info, attempt, commit, at_boundary
+        self.precision: Any = None  # set by train.torch.accelerate
+        self.at_end = contextlib.ExitStack()  # what is closed when the function has ended in any way
+        self._control, self._codec = control, codec
+        self._encoded = False  # whether `_payload` is this rank's own, which the driver has not decoded
+        self._payload = attempt.checkpoint
+        self._unpacked: Checkpoint | None = None
+        self._reports = attempt.reports
+        self._repeated = 0  # reports that follow, and that the driver has from before
+        self._began = self._last = time.time()
+
+    # -- reporting ------------------------------------------------------------------------------------
+
+    def report(self, metrics: Mapping[str, Any], checkpoint: Checkpoint | None) -> None:
+        """Send metrics, and a checkpoint if there is one. Return when the driver has received them,
+        and neither the user nor the storage is too many rounds behind."""
+        check_metrics(metrics, of="train.report() cannot report this")
+        if self._repeated:
+            self._repeated -= 1
+            self._check_stop()
+            return
+        self._reports += 1
+        try:
+            head = self._pickled({**self._autofilled(), **self._codec.encode(dict(metrics))})
+            payload = self._packed(checkpoint) if checkpoint is not None else None
+        except BaseException:
+            self._reports -= 1  # a function may catch the error, and report something else
+            raise
+        self._send("report", head, payload)
+
+    def ensure_whole(self) -> None:
+        """Raise an error if what this rank has received may be incomplete, because a peer
+        failed."""
+        self._control.ensure_whole()
+
+    def repeats_since(self, reports: int) -> None:
+        """Note that the function continues from where it had made so many reports. It makes those
+        again that it had made after that, before its next commit, and the driver has them."""
+        self._repeated = max(self.attempt.reports - reports, 0)
+
+    def committed(self) -> int:
+        """Return how many reports were made, because there is a commit: none is repeated after
+        it."""
+        self._repeated = 0
+        return self._reports
+
+    def save_checkpoint(self, values: dict[str, Any]) -> None:
+        self._send("checkpoint", self._pickled({}), self._packed(Checkpoint.from_dict(values)))
+
+    def _packed(self, checkpoint: Checkpoint) -> bytes:
+        kind, content = checkpoint.get_internal_representation()
+        if kind == "data_dict":
+            checkpoint = Checkpoint.from_dict({TIMESTAMP: int(time.time()), **self._codec.encode(content)})
+        if self.attempt.metadata and checkpoint.can_have_metadata and not checkpoint.get_metadata():
+            checkpoint.set_metadata(self.attempt.metadata)
+        return checkpoint.checked_bytes(
+            dumps=self._codec.dumps, users_files=True
+        )  # other workers will load it as trusted
+
+    def _send(self, kind: Literal["report", "checkpoint"], head: bytes, payload: bytes | None) -> None:
+        self._check_stop()
+        message = FunctionReport(
+            kind, self.attempt.run, self.attempt.number, self.rank_info.world_rank, len(head), payload is not None
+        )
+        self._control.deliver(message, head if payload is None else b"".join((head, payload)))
+        if payload is not None:
+            self._payload, self._unpacked, self._encoded = payload, None, True
+            self.at_boundary()
+        self._check_stop()
+
+    def _pickled(self, metrics: dict[str, Any]) -> bytes:
+        try:
+            return self._codec.dumps(metrics)
+        except Exception as error:
+            names = [name for name, value in metrics.items() if not self._is_picklable(value)]
+            raise TypeError(
+                f"train.report() cannot send {', '.join(names) or 'the metrics'} to the driver, because pickling failed "
+                f"({described(error)}). Report numbers, strings, arrays, or lists and dictionaries of them"
+            ) from error
+
+    def _is_picklable(self, value: Any) -> bool:
+        try:
+            self._codec.dumps(value)
+        except Exception:
+            return False
+        return True
+
+    def _check_stop(self) -> None:
+        if self._control.interrupted:
+            raise Stopped(asked=False)
+
+    def _autofilled(self) -> dict[str, Any]:
+        now = time.time()
+        row: dict[str, Any] = {
+            TIMESTAMP: int(now),
+            "_time_this_iter_s": now - self._last,
+            "_training_iteration": self._reports,
+        }
+        if self.attempt.detailed:
+            row |= {
+                "_date": time.strftime("%Y-%m-%d_%H-%M-%S", time.localtime(now)),
+                "_hostname": platform.node(),
+                "_node_ip": own_address(),
+                "_pid": os.getpid(),
+                "_time_total_s": now - self._began,
+            }
+        self._last = now
+        return row
+
+    # -- reading --------------------------------------------------------------------------------------
+
+    def checkpoint(self) -> Checkpoint | None:
+        """Return the newest checkpoint: this rank's own of this attempt, or else the run's."""
+        if self._payload is None:
+            return None
+        if not is_directory(self._payload):
+            found = Checkpoint.from_bytes(self._payload, trusted=True)
+            return Checkpoint.from_dict(self._codec.decode(found.to_dict())) if self._encoded else found
+        if self._unpacked is None:  # only once, because the files may be large
+            self._unpacked = Checkpoint.from_bytes(self._payload, trusted=True)
+        return self._unpacked
+
+    def shard(self, name: str | None) -> Any:
+        if not self.attempt.shards:
+            return None
+        mine = self.attempt.shards[self.rank_info.world_rank]
+        if name is None:
+            if len(mine) == 1:
+                return next(iter(mine.values()))
+            raise ConfigError(f"the trainer has several datasets: name one of {', '.join(sorted(mine))}")
+        if name not in mine:
+            raise ConfigError(
+                f"there is no dataset {name!r}: the trainer's datasets are {', '.join(sorted(mine)) or 'none'}"
+            )
+        return mine[name]
+
+
+class OutsideSession(Session):
+    """The session of a function that is called directly, for example in a test: rank 0 of 1.
+    Reports and checkpoints are checked, and dropped."""
+
+    def __init__(self) -> None:
+        super().__init__(RankInfo(), Control(), Attempt(run=0), Codec())
+
+    def _send(self, kind: Literal["report", "checkpoint"], head: bytes, payload: bytes | None) -> None:
+        """Drop it."""
+
+
+class TrialSession(OutsideSession):
+    """The session of a function that Tune itself runs, as in AIR: `train.report` reports to Tune,
+    and `train.get_checkpoint` returns the trial's checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attempt = replace(self.attempt, trial=in_trial.describe())
+
+    def report(self, metrics: Mapping[str, Any], checkpoint: Checkpoint | None) -> None:
+        in_trial.report(metrics, checkpoint)
+
+    def save_checkpoint(self, values: dict[str, Any]) -> None:
+        raise ConfigError(
+            "train.save_checkpoint() was called in a function that Tune runs, and Tune takes checkpoints with reports only: "
+            "train.report(metrics, checkpoint=Checkpoint.from_dict({...}))"
+        )
+
+    def checkpoint(self) -> Checkpoint | None:
+        return in_trial.newest_checkpoint()
+
+
+# `train.report` and the other functions have no argument for the session, so it is a global variable. It is not
+# thread-local, because a training function may start threads that report.
+_running: list[Session] = []
+
+
+class running:
+    """A context with this session as the current one. `contextlib` would set attributes of
+    exceptions that leave it, which some exceptions do not allow."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def __enter__(self) -> None:
+        _running.append(self._session)
+
+    def __exit__(self, *error: object) -> None:
+        _running.remove(self._session)
+        self._session.at_end.close()
+
+
+def current(function: str) -> Session:
+    """Return the session of the training function that is running in this process. `function` is
+    the caller's name. Outside one, warn, and return that of a single worker."""
+    if _running:
+        return _running[-1]
+    if in_trial.is_trial():
+        return TrialSession()
+    warnings.warn(
+        f"train.{function}() was called outside a training function that a trainer runs on its workers (Trainer.run, "
+        "run_iterator, fit): it acts as on a single worker, and reports and checkpoints are dropped. In the script itself, "
+        "use what the trainer returns",
+        stacklevel=3,
+    )
+    return OutsideSession()
+
+
+# -- what a training function calls ------------------------------------------------------------------
 
 
 def report(metrics: Any = None, checkpoint: Any = None, **values: Any) -> None:

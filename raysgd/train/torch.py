@@ -35,7 +35,7 @@ from raysgd.torch.precision import Bf16, Fp16, Precision, make_precision
 from raysgd.torch.profiling import TraceKeeper
 from raysgd.train.backends import TorchConfig
 from raysgd.train.loaders import ElasticLoader, PreparedLoader, distribute
-from raysgd.train.run_session import current
+from raysgd.train.session_functions import current
 
 __all__ = [
     "ElasticLoader",

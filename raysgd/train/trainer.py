@@ -8,7 +8,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from raysgd.callbacks.base import Run
 from raysgd.callbacks.folder import create_folder
 from raysgd.callbacks.history import History
 from raysgd.config import ElasticConfig, WorkerResources, check_flags
@@ -19,15 +18,14 @@ from raysgd.ray_data.datasets import is_dataset
 from raysgd.ray_data.splits import make_splits
 from raysgd.storage.locations import Place, copy_logs, names, place
 from raysgd.storage.remote import Uri
+from raysgd.train import in_trial
 from raysgd.train.backends import get_backend_config_cls, parse_backend
 from raysgd.train.callbacks import make_callback_list
 from raysgd.train.checkpoint import Checkpoint
 from raysgd.train.checkpoint_manager import CheckpointManager, RunCheckpoints
+from raysgd.train.driver import FunctionDriver, TrainingIterator
 from raysgd.train.errors import InactiveWorkerGroupError, TrainBackendError
-from raysgd.train.executor import FunctionJob, executor_maker
-from raysgd.train.iterator import TrainingIterator
-from raysgd.train.run import RunOptions, check_function, function_name
-from raysgd.train.run_session import trial_functions
+from raysgd.train.job import FunctionJob, check_function
 from raysgd.train.settings import CheckpointConfig, without_rays_own
 from raysgd.train.worker_group import WorkerGroup
 from raysgd.workers.tracebacks import folding
@@ -90,7 +88,7 @@ class Trainer(RunCheckpoints):
             raise ConfigError(f"elastic must be a raysgd.ElasticConfig, got {elastic!r}")
         wanted = WorkerResources.parse(1, use_gpu, resources_per_worker, gpu_asked=use_gpu)
         self._count, self._worker = num_workers, wanted
-        self._make = executor_maker(config, num_workers, wanted, max_retries, elastic=elastic)
+        self._make = functools.partial(FunctionDriver, config, num_workers, wanted, max_retries, elastic=elastic)
         self._executor = self._make()
         self.storage, self.logdir = _make_places(logdir)
         self._earlier = max(_newest_run(self.storage), _newest_run(self.logdir))
@@ -155,23 +153,15 @@ class Trainer(RunCheckpoints):
         get every round of reports, and `checkpoint_strategy` says which checkpoints stay.
         """
         self._check_started()
-        given = in_order(checkpoint, checkpoint_strategy, dataset)
+        job, manager = self._prepare(train_func, config, *in_order(checkpoint, checkpoint_strategy, dataset))
         rounds = TrainingIterator(self._executor, make_callback_list(callbacks, history=self.history))
-        run = Run(
-            trainer="Trainer",
-            functions=True,
-            name=function_name(train_func),
-            num_workers=self._executor.world_size,
-            processes=self._executor.processes,
-            config=dict(config) if isinstance(config, Mapping) else {},
-            folder=self.logdir / self._run_name(self._runs + 1),
-        )
-        earlier = self._runs
+        ready = functools.partial(self._count_run, manager)
+        folder, earlier = self.logdir / self._run_name(self._runs + 1), self._runs
         try:
-            return rounds.run_to_end(run, functools.partial(self._begin, train_func, config, *given))
+            return rounds.run_to_end(job, manager, trainer="Trainer", folder=folder, ready=ready)
         finally:
             if self._runs > earlier:  # otherwise it was not started, and the newest run is an earlier one
-                copy_logs(self.logdir / self._run_name(self._runs), self.storage / self._run_name(self._runs))
+                copy_logs(folder, self.storage / folder.name)
 
     def run_iterator(
         self,
@@ -184,40 +174,33 @@ class Trainer(RunCheckpoints):
         """Start `train_func`. Return an iterator over what all ranks report, round by round.
         `config`, `checkpoint`, `checkpoint_strategy` and `dataset` are those of `run`."""
         self._check_started()
-        rounds = TrainingIterator(self._executor, make_callback_list(None, history=self.history))
-        self._begin(train_func, config, *in_order(checkpoint, checkpoint_strategy, dataset), lambda: None)
-        return rounds
+        job, manager = self._prepare(train_func, config, *in_order(checkpoint, checkpoint_strategy, dataset))
+        self._executor.begin(job, manager, ready=functools.partial(self._count_run, manager))
+        return TrainingIterator(self._executor, make_callback_list(None, history=self.history))
 
-    def _begin(
-        self,
-        train_func: Any,
-        config: Any,
-        checkpoint: Any,
-        checkpoint_strategy: Any,
-        dataset: Any,
-        ready: Callable[[], None],
-    ) -> None:
-        def count_run() -> None:
-            self._runs += 1
-            run_dir.mkdir(parents=True, exist_ok=True)
-            ready()
-
+    def _prepare(
+        self, train_func: Any, config: Any, checkpoint: Any, strategy: Any, dataset: Any
+    ) -> tuple[FunctionJob, CheckpointManager]:
+        """Return the next run of this trainer, and what keeps its checkpoints."""
         name = self._run_name(self._runs + 1)
-        run_dir = self.logdir / name
-        shards = make_splits(dataset, cpus_per_worker=self._worker.cpus)
-        functions = trial_functions()
-        self._executor.start_training(
-            train_func,
-            self.storage / name,
-            checkpoint,
-            checkpoint_strategy,
-            None if functions is None else functions.number_of(checkpoint),
+        job = FunctionJob(
+            function=train_func,
             config=config,
-            options=RunOptions(trial={"trial_dir": run_dir}, shards=shards),
-            ready=count_run,
+            checkpoint=checkpoint,
+            checkpoint_config=strategy,
+            trial={"trial_dir": self.logdir / name},
+            shards=make_splits(dataset, cpus_per_worker=self._worker.cpus),
         )
-        if functions is not None:
-            self._to_tune = functions.TrialReports(self.checkpoint_manager)
+        return job, job.manager(self.storage / name / "checkpoints", latest_id=in_trial.number_of(checkpoint) or 0)
+
+    def _count_run(self, manager: CheckpointManager) -> None:
+        """Count a run that begins, and create its directory."""
+        self._runs += 1
+        self.create_run_dir()
+        if in_trial.is_trial():
+            from raysgd.train.trials import TrialReports
+
+            self._to_tune = TrialReports(manager)
 
     @folding
     def execute(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
@@ -241,15 +224,13 @@ class Trainer(RunCheckpoints):
         check_function(train_func, None)
         new_splits = functools.partial(make_splits, dataset, cpus_per_worker=self._worker.cpus)
         new_splits()  # raises an error now for something that is not a dataset, and reads no data
-        from raysgd import tune
+        from raysgd.train.trials import FunctionTrial, as_trainable
 
         make, bundles = self._make, [{"CPU": 1.0}, *[self._worker.as_dict()] * self._count]
-        return tune.as_trainable(
-            tune.FunctionTrial(
+        return as_trainable(
+            FunctionTrial(
                 getattr(train_func, "__name__", "function"),
-                lambda config: FunctionJob(
-                    make=make, function=train_func, config=config, options=RunOptions(shards=new_splits())
-                ),
+                lambda config: FunctionJob(make=make, function=train_func, config=config, shards=new_splits()),
                 lambda config: (bundles, "PACK"),
             )
         )

@@ -16,7 +16,7 @@ from raysgd.environment import FUNCTION_START_LIMIT, seconds_from_environment, s
 from raysgd.errors import ConfigError, TrainingFailedError
 from raysgd.train.errors import InactiveWorkerGroupError, TrainingWorkerError
 from raysgd.train.replica import FunctionReplica, FunctionReplicaFactory
-from raysgd.train.run_session import Codec
+from raysgd.train.session_functions import Codec
 from raysgd.train.settings import HANG_S
 from raysgd.workers.ray_group import RayGroup
 from raysgd.workers.serialization import dumps, pack

@@ -9,12 +9,8 @@ What users write:
 
 from __future__ import annotations
 
-try:
-    import ray.tune
-except ImportError as error:  # pragma: no cover - depends on what is installed
-    raise ImportError("raysgd.tune needs Ray Tune: pip install 'raysgd[tune]'") from error
-
-from raysgd.tune.functions import FunctionTrial, as_trainable, perform, placement, report
+from raysgd.train.in_trial import report
+from raysgd.train.trials import FunctionTrial, as_trainable, perform, placement
 from raysgd.tune.trials import BaseTorchTrainable, TFTrainable, torch_trainable
 
 __all__ = [
@@ -27,5 +23,3 @@ __all__ = [
     "report",
     "torch_trainable",
 ]
-
-del ray

@@ -186,11 +186,9 @@ def test_tensors_are_arrays_for_tune() -> None:
     import numpy
     import torch
 
-    from raysgd.tune.functions import _without_tensors
+    from raysgd.train.in_trial import without_tensors
 
-    found = _without_tensors(
-        {"one": torch.tensor(0.5), "two": torch.ones(2, requires_grad=True), "in": [torch.ones(2)]}
-    )
+    found = without_tensors({"one": torch.tensor(0.5), "two": torch.ones(2, requires_grad=True), "in": [torch.ones(2)]})
     assert found["one"] == 0.5 and type(found["one"]) is float
     assert isinstance(found["two"], numpy.ndarray) and found["two"].tolist() == [1, 1]
     assert isinstance(found["in"][0], numpy.ndarray)

@@ -10,8 +10,8 @@ import pytest
 
 from raysgd.train.backends import Backend
 from raysgd.train.checkpoint_manager import CheckpointManager
-from raysgd.train.run import FunctionRun, Round, RoundResult, Rounds
-from raysgd.train.run_session import Attempt, Session
+from raysgd.train.rounds import FunctionRun, Round, RoundResult, Rounds
+from raysgd.train.session_functions import Attempt, Session
 from tests.simulation.functions import function_plan_for, run_function
 
 __all__ = ["MUTANTS", "seeds_needed"]
@@ -86,9 +86,9 @@ def accept_reports_of_an_earlier_attempt(patch: Patch) -> None:
         newest[self] = begin(self, world_size, nodes)
         return newest[self]
 
-    def received(self: FunctionRun, message: Any, body: Any) -> None:
+    def received(self: FunctionRun, message: Any, body: Any, acknowledge: Any) -> None:
         late = message.run == self.number and message.attempt < newest[self].number
-        receive(self, replace(message, attempt=newest[self].number) if late else message, body)
+        receive(self, replace(message, attempt=newest[self].number) if late else message, body, acknowledge)
 
     patch.setattr(FunctionRun, "begin_attempt", begin_attempt)
     patch.setattr(FunctionRun, "receive", received)

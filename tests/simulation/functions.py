@@ -24,8 +24,16 @@ from raysgd import train
 from raysgd.core.policy import PLANNED, Recovery
 from raysgd.engine.engine import Engine
 from raysgd.errors import ResourceError, WorkerStartError
-from raysgd.train import Checkpoint, CheckpointConfig, TrainingWorkerError, executor, replica, run_session, worker_group
-from raysgd.train import run as rounds
+from raysgd.train import (
+    Checkpoint,
+    CheckpointConfig,
+    TrainingWorkerError,
+    driver,
+    replica,
+    rounds,
+    session_functions,
+    worker_group,
+)
 from raysgd.train.backends import Backend, BackendConfig
 from raysgd.train.executor import BackendExecutor
 from raysgd.workers.events import MessageReceived
@@ -277,6 +285,9 @@ class Storage:
         if len(self._work) == 1:
             self._begin()
 
+    def check_time(self) -> None:
+        """Storage is late, but never too late."""
+
     def finish(self) -> BaseException | None:
         self._world.run(1e6, lambda: not self._work)
         return self.error
@@ -376,7 +387,7 @@ class FunctionScript:
             pthread_kill=lambda main, signum: main.signal(signum),
         )
         patch.setattr(replica, "signal", signals)
-        patch.setattr(run_session, "_running", _Sessions(self._main))
+        patch.setattr(session_functions, "_running", _Sessions(self._main))
 
     def _patch_driver(self, patch: pytest.MonkeyPatch) -> None:
         def engine(*given: Any, **settings: Any) -> Engine:
@@ -399,15 +410,15 @@ class FunctionScript:
             self._queue = Queue()
             return self._queue
 
-        patch.setattr(executor, "Engine", engine)
-        patch.setattr(executor, "Blob", Large)
-        for each in (executor, worker_group):
+        patch.setattr(driver, "Engine", engine)
+        patch.setattr(driver, "Blob", Large)
+        for each in (driver, worker_group):
             patch.setattr(each, "pack", lambda value: value)
-        patch.setattr(executor, "RayGroup", lambda *_, **__: self.group)
-        patch.setattr(executor, "ensure_cluster", lambda *_: None)
-        patch.setattr(executor, "driver_address", lambda: "driver")
-        patch.setattr(executor, "limits_for", lambda **_: self.plan.limits)
-        patch.setattr(executor, "threading", SimpleNamespace(Thread=thread, current_thread=int))
+        patch.setattr(driver, "RayGroup", lambda *_, **__: self.group)
+        patch.setattr(driver, "ensure_cluster", lambda *_: None)
+        patch.setattr(driver, "driver_address", lambda: "driver")
+        patch.setattr(driver, "limits_for", lambda **_: self.plan.limits)
+        patch.setattr(driver, "threading", SimpleNamespace(Thread=thread, current_thread=int))
         patch.setattr(rounds, "queue", SimpleNamespace(SimpleQueue=new_queue, Empty=queue.Empty))
         patch.setattr(rounds, "BackgroundWriter", partial(Storage, self.world, self.plan.store_s))
 

@@ -13,9 +13,10 @@ import pytest
 
 from raysgd.core.messages import FunctionReport
 from raysgd.errors import CheckpointError
-from raysgd.train import ReportMismatchError, checkpoint_manager
+from raysgd.train import Backend, ReportMismatchError, checkpoint_manager
 from raysgd.train.checkpoint_manager import CheckpointManager
-from raysgd.train.run import UNSTORED_ROUNDS, FunctionRun
+from raysgd.train.job import FunctionJob
+from raysgd.train.rounds import UNSTORED_ROUNDS, FunctionRun
 
 
 class Driver:
@@ -24,7 +25,9 @@ class Driver:
     def __init__(self, tmp_path: Path, *, manager: CheckpointManager | None = None, ranks: int = 2) -> None:
         self.failed: list[BaseException] = []
         self.went_on: list[tuple[int, int]] = []  # rank and step
-        self.run = FunctionRun(1, manager or CheckpointManager(tmp_path), fail=self.failed.append, decode=dict)
+        self.run = FunctionRun(
+            1, manager or CheckpointManager(tmp_path), FunctionJob(function=dict), Backend(), fail=self.failed.append
+        )
         self.attempt = self.run.begin_attempt(ranks)
 
     def report(self, rank: int, *, attempt: int | None = None, checkpoint: Any = None, **metrics: Any) -> None:

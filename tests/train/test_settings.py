@@ -15,7 +15,7 @@ from raysgd.storage.remote import Uri
 from raysgd.train import FailureConfig, RunConfig, ScalingConfig
 from raysgd.train.fit.records import RunRecord, StoredRun
 from raysgd.train.fit.run import _log_dir
-from raysgd.train.run import check_function
+from raysgd.train.job import check_function
 from raysgd.train.settings import check_strategy
 from raysgd.train.worker_group import limits_for
 from tests import storing

@@ -12,12 +12,10 @@ fit()
 
 from __future__ import annotations
 
-import functools
 import logging
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from raysgd.callbacks.base import Run
 from raysgd.callbacks.folder import RESULTS, create_new_folder, numbered, timestamp
 from raysgd.callbacks.history import History
 from raysgd.storage import locations
@@ -25,12 +23,11 @@ from raysgd.storage.locations import Place, copy_logs, names, place
 from raysgd.storage.masking import mask
 from raysgd.storage.remote import Uri
 from raysgd.train.callbacks import make_callback_list
-from raysgd.train.checkpoint_manager import CheckpointManager
-from raysgd.train.executor import BackendExecutor, FunctionJob
+from raysgd.train.driver import TrainingIterator
 from raysgd.train.fit.records import RunRecord, StoredRun
 from raysgd.train.fit.result import Result
-from raysgd.train.iterator import TrainingIterator
-from raysgd.train.run import RoundResult, function_name
+from raysgd.train.job import FunctionJob
+from raysgd.train.rounds import RoundResult
 from raysgd.train.settings import RunConfig
 
 logger = logging.getLogger("raysgd")
@@ -38,72 +35,47 @@ logger = logging.getLogger("raysgd")
 OWNER = ".stored-at"
 
 
-class FitRun:
-    """Owns the directory of one run."""
+def run_and_store(
+    job: FunctionJob, trainer: str, config: RunConfig, settings: dict[str, bytes], history: History, past: Place | None
+) -> Result:
+    """Run the function to its end. `settings` are the trainer's, pickled. `past` is where the run
+    is that this one resumes."""
+    # These first, because invalid callbacks and settings must not leave a directory behind.
+    callbacks, executor = make_callback_list(config.callbacks, history=history), job.make()
+    stored = None if past is None else StoredRun.read(past)
+    where, log_dir = _new_place(trainer, config) if past is None else (past, _log_dir(past, resume=True))
+    record, manager = RunRecord(where, log_dir, trainer, job.config, stored), job.manager(where)
+    if stored is not None:
+        manager.adopt(stored.reported_with())
+    record.begin(settings)
 
-    def __init__(self, trainer: str, config: RunConfig, history: History, *, restored: Place | None) -> None:
-        self._trainer, self._config = trainer, config
-        # First, because invalid callbacks must not leave a directory behind.
-        self._callbacks = make_callback_list(config.callbacks, history=history)
-        self._past = None if restored is None else StoredRun.read(restored)
-        self._restored = restored
+    def write(result: RoundResult) -> None:
+        record.add(result.rows[0], result.checkpoint_id if result.checkpoint_id >= 0 else None)
 
-    def run(self, job: FunctionJob, settings: dict[str, bytes]) -> Result:
-        """Run the function to its end. `settings` are the trainer's, pickled."""
-        executor = job.make()  # first, because invalid settings must not leave a directory behind
-        if self._restored is None:
-            where, log_dir = _new_place(self._trainer, self._config)
-        else:
-            where, log_dir = self._restored, _log_dir(self._restored, resume=True)
-        record = RunRecord(where, log_dir, self._trainer, job.config, self._past)
-        manager = job.manager(where)
-        if self._past is not None:
-            manager.adopt(self._past.reported_with())
-        record.begin(settings)
-        try:
-            values = self._run_function(job, executor, manager, record)
-            record.end(None)
-        except BaseException as error:
-            self._record_failure(record, error)
-            raise
-        finally:
-            executor.shutdown()
-            copy_logs(log_dir, where)
-        return Result.of(where, manager, record.rows, log_dir=log_dir, return_values=values)
-
-    def _run_function(
-        self, job: FunctionJob, executor: BackendExecutor, manager: CheckpointManager, record: RunRecord
-    ) -> list[Any]:
-        def write(result: RoundResult) -> None:
-            record.add(result.rows[0], result.checkpoint_id if result.checkpoint_id >= 0 else None)
-
+    try:
         executor.start()
         record.started()
-        rounds = TrainingIterator(executor, self._callbacks, record=write)
-        begin = functools.partial(job.begin, executor, manager, record.trial())
-        run = Run(
-            trainer=self._trainer,
-            functions=True,
-            name=function_name(job.function),
-            num_workers=executor.world_size,
-            processes=executor.processes,
-            config=job.config,
-            folder=Path(record.log_dir),
-        )
-        return rounds.run_to_end(run, begin)
+        rounds = TrainingIterator(executor, callbacks, record=write)
+        job = replace(job, trial=record.trial())
+        values = rounds.run_to_end(job, manager, trainer=trainer, folder=log_dir)
+        record.end(None)
+    except BaseException as error:
+        _record_failure(record, trainer, error)
+        raise
+    finally:
+        executor.shutdown()
+        copy_logs(log_dir, where)
+    return Result.of(where, manager, record.rows, log_dir=log_dir, return_values=values)
 
-    def _record_failure(self, record: RunRecord, error: BaseException) -> None:
-        """Write the end of the run. An error in here must not hide the error that ended the run."""
-        try:
-            record.end(error)
-        except Exception:
-            logger.exception("could not write the end of the run to %s", record.where)
-        logger.error(
-            "%s: the checkpoints and reports of this run are in %s; %s.restore(path) resumes it",
-            type(error).__name__,
-            record.where,
-            self._trainer,
-        )
+
+def _record_failure(record: RunRecord, trainer: str, error: BaseException) -> None:
+    """Write the end of the run. An error in here must not hide the error that ended the run."""
+    try:
+        record.end(error)
+    except Exception:
+        logger.exception("could not write the end of the run to %s", record.where)
+    text = "%s: the checkpoints and reports of this run are in %s; %s.restore(path) resumes it"
+    logger.error(text, type(error).__name__, record.where, trainer)
 
 
 def _new_place(trainer: str, config: RunConfig) -> tuple[Place, Path]:

@@ -7,6 +7,7 @@ import json
 import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -18,11 +19,11 @@ from raysgd.storage.locations import place, text_of
 from raysgd.storage.remote import Uri
 from raysgd.train.backends import parse_backend
 from raysgd.train.checkpoint import Checkpoint
-from raysgd.train.executor import FunctionJob, executor_maker
+from raysgd.train.driver import FunctionDriver
 from raysgd.train.fit.records import StoredRun, can_restore
 from raysgd.train.fit.result import Result
-from raysgd.train.fit.run import FitRun
-from raysgd.train.run import RunOptions, check_function, function_name
+from raysgd.train.fit.run import run_and_store
+from raysgd.train.job import FunctionJob, check_function, function_name
 from raysgd.train.settings import RunConfig, ScalingConfig, rays_own
 from raysgd.workers.serialization import pack
 from raysgd.workers.tracebacks import folding
@@ -133,31 +134,28 @@ class DataParallelTrainer:
         self._set_up |= set(vars(self)) - before
         restored = place(self._restored_from) if self._restored_from is not None else None
         self.history = History()
-        run = FitRun(type(self).__name__, self.run_config, self.history, restored=restored)
-        return run.run(self.job(), packed)
+        return run_and_store(self.job(), type(self).__name__, self.run_config, packed, self.history, restored)
 
     def job(self) -> FunctionJob:
         """Return the run that `fit()` would start."""
         scaling = self.scaling_config
         worker = scaling.worker
-        make = executor_maker(
-            self.backend_config,
-            scaling.most,
-            worker,
-            self.run_config.max_failures,
-            elastic=scaling.policy(),
-            start_with=scaling.least,
-        )
         return FunctionJob(
-            make=make,
+            make=partial(
+                FunctionDriver,
+                self.backend_config,
+                scaling.most,
+                worker,
+                self.run_config.max_failures,
+                elastic=scaling.policy(),
+                start_with=scaling.least,
+            ),
             function=self.train_loop_per_worker,
             config=dict(self.train_loop_config or {}),
             checkpoint=self.resume_from_checkpoint,
             checkpoint_config=self.run_config.checkpoint_config,
-            options=RunOptions(
-                metadata=self.metadata,
-                shards=make_splits(self.datasets, self.dataset_config, cpus_per_worker=worker.cpus),
-            ),
+            metadata=self.metadata,
+            shards=make_splits(self.datasets, self.dataset_config, cpus_per_worker=worker.cpus),
         )
 
     # -- in Tune --------------------------------------------------------------------------------------
@@ -166,13 +164,13 @@ class DataParallelTrainer:
         """Return a Tune Trainable class (extra: tune); `tune.Tuner` accepts the trainer itself too.
         A trial's config holds arguments of the trainer, such as
         `{"train_loop_config": {"lr": 0.1}}`, which is merged into the loop's config."""
-        from raysgd.tune import as_trainable
+        from raysgd.train.trials import as_trainable
 
         return as_trainable(self)
 
     def __call__(self, config: dict[str, Any]) -> None:
         """Run the function with a trial's config. Tune calls this in the trial."""
-        from raysgd.tune import perform
+        from raysgd.train.trials import perform
 
         trainer = self._with(config)
         trainer.setup()
@@ -180,7 +178,7 @@ class DataParallelTrainer:
 
     def _resources(self, config: dict[str, Any]) -> Any:
         """Return the resources of a trial. Tune looks for this attribute of functions."""
-        from raysgd.tune import placement
+        from raysgd.train.trials import placement
 
         scaling = self._with(config).scaling_config
         return placement(scaling.bundles(), scaling.placement_strategy)

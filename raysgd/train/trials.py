@@ -15,28 +15,26 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ray import tune
+try:
+    import ray.tune as tune
+except ImportError as error:  # pragma: no cover - depends on what is installed
+    raise ImportError("raysgd.tune needs Ray Tune: pip install 'raysgd[tune]'") from error
+
 from ray.tune.trainable import wrap_function
 
-from raysgd.core.metrics import plain
-from raysgd.errors import ConfigError
+from raysgd.train import in_trial
 from raysgd.train.checkpoint import DICT_FILE, Checkpoint, unlist_metadata
 from raysgd.train.checkpoint_manager import CheckpointManager
-from raysgd.train.executor import FunctionJob
-from raysgd.train.iterator import TrainingIterator
-from raysgd.train.run_session import OutsideSession
+from raysgd.train.driver import TrainingIterator
+from raysgd.train.job import FunctionJob
 from raysgd.workers import foreign
 from raysgd.workers.serialization import dumps
-
-NUMBER = "_current_checkpoint_id"
-IS_FILE = "_is_dictionary"
 
 
 @dataclass(frozen=True)
@@ -75,43 +73,21 @@ def perform(job: FunctionJob) -> None:
     """Run the job to its end in this trial."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="raysgd-trial-")))
-        manager = replace(job, checkpoint_config=None).manager(folder)
+        job = replace(job, checkpoint_config=None, trial=in_trial.describe())
+        manager = job.manager(folder)
         handover = Handover(folder, manager)
         handover.receive(tune.get_checkpoint())
         executor = job.make()
         stack.callback(executor.shutdown)
         executor.start()
-        job.begin(executor, manager, _trial())
+        executor.begin(job, manager)
         rounds = TrainingIterator(executor)
         last: dict[str, Any] = {}
         while (result := rounds.next_round()) is not None:
-            last = {name: _without_tensors(value) for name, value in result.rows[0].items()}
+            last = {name: in_trial.without_tensors(value) for name, value in result.rows[0].items()}
             tune.report(last, checkpoint=handover.take(result.checkpoint_id))
         if manager.latest_id > handover.taken:  # saved after the last report
             tune.report(last, checkpoint=handover.take(manager.latest_id))
-
-
-def report(metrics: Mapping[str, Any], checkpoint: Any = None) -> None:
-    """Report `metrics` from a function that Tune runs, as `ray.tune.report` does. `checkpoint` is
-    one of raysgd or Ray, or a dict such as `trainer.latest_checkpoint`."""
-    values = _without_tensors(metrics)
-    if checkpoint is None or isinstance(checkpoint, tune.Checkpoint):
-        tune.report(values, checkpoint=checkpoint)
-        return
-    own = Checkpoint.from_dict(checkpoint) if isinstance(checkpoint, Mapping) else checkpoint
-    if not isinstance(own, Checkpoint):
-        raise ConfigError(
-            f"checkpoint must be a raysgd.train.Checkpoint, a dict or a checkpoint of Ray, got {checkpoint!r}"
-        )
-    with tempfile.TemporaryDirectory(prefix="raysgd-trial-") as folder:
-        tune.report(values, checkpoint=_stored(own, folder))
-
-
-def _stored(own: Checkpoint, folder: str) -> Any:
-    """Write a checkpoint into a folder, and return it as one of Tune."""
-    own.to_directory(folder)
-    unlist_metadata(Path(folder))
-    return tune.Checkpoint.from_directory(folder)
 
 
 class TrialReports:
@@ -120,18 +96,18 @@ class TrialReports:
 
     def __init__(self, manager: CheckpointManager) -> None:
         self._manager, self._taken = manager, manager.latest_id
-        self._trial = _trial()["trial_id"]
+        self._trial = in_trial.describe()["trial_id"]
         self._last: Mapping[str, Any] | None = None
         self._report = foreign.replace_report_to_tune(self)
 
     def __call__(self, metrics: Mapping[str, Any], checkpoint: Any = None, **more: Any) -> None:
         number, payload = self._manager.latest_id, self._manager.payload
         with ExitStack() as stack:
-            if self._trial == _trial()["trial_id"]:  # Tune can use the process for another trial
+            if self._trial == in_trial.describe()["trial_id"]:  # Tune can use the process for another trial
                 if checkpoint is None and number > self._taken and payload is not None:
                     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="raysgd-trial-"))
-                    checkpoint = _stored(Checkpoint.from_bytes(payload, trusted=True), folder)
-                    checkpoint.update_metadata({NUMBER: number})
+                    checkpoint = in_trial.store(Checkpoint.from_bytes(payload, trusted=True), folder)
+                    checkpoint.update_metadata({in_trial.NUMBER: number})
                 self._last, self._taken = metrics, number
             self._report(metrics, checkpoint=checkpoint, **more)
 
@@ -139,58 +115,6 @@ class TrialReports:
         """Repeat the last report if a checkpoint was saved after it."""
         if self._last is not None and self._manager.latest_id > self._taken:
             self(self._last)
-
-
-def number_of(checkpoint: Any) -> int | None:
-    """Return the number of a run's checkpoint that Tune has, at which a restart continues."""
-    metadata: dict[str, Any] = checkpoint.get_metadata() if hasattr(checkpoint, "get_metadata") else {}
-    return metadata.get(NUMBER)
-
-
-class TrialSession(OutsideSession):
-    """The session of a function that Tune itself runs, as in AIR: `train.report` reports to Tune,
-    and `train.get_checkpoint` returns the trial's checkpoint."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attempt = replace(self.attempt, trial=_trial())
-
-    def report(self, metrics: Mapping[str, Any], checkpoint: Checkpoint | None) -> None:
-        report(metrics, checkpoint)
-
-    def save_checkpoint(self, values: dict[str, Any]) -> None:
-        raise ConfigError(
-            "train.save_checkpoint() was called in a function that Tune runs, and Tune takes checkpoints with reports only: "
-            "train.report(metrics, checkpoint=Checkpoint.from_dict({...}))"
-        )
-
-    def checkpoint(self) -> Checkpoint | None:
-        found = tune.get_checkpoint()
-        return None if found is None else Checkpoint.from_bytes(_payload(found, found.get_metadata()), trusted=True)
-
-
-def in_trial() -> bool:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Ray's, if this is not a trial
-        return bool(tune.get_context().get_trial_id())
-
-
-def _payload(found: Any, metadata: Mapping[str, Any]) -> bytes:
-    """Return the checkpoint of a trial as bytes."""
-    with found.as_directory() as folder:
-        file = Path(folder) / DICT_FILE
-        stored = file if metadata.get(IS_FILE, file.is_file()) else Path(folder)
-        return Checkpoint(stored, trusted=True).to_bytes(dumps=dumps)
-
-
-def _without_tensors(value: Any) -> Any:
-    """Return a number for a single number, and arrays for other tensors, which Tune refuses."""
-    value = plain(value)
-    if isinstance(value, Mapping):
-        return {name: _without_tensors(each) for name, each in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_without_tensors(each) for each in value)
-    return value.detach().cpu().numpy() if hasattr(value, "detach") else value
 
 
 class Handover:
@@ -205,8 +129,10 @@ class Handover:
         if found is None:
             return
         metadata = found.get_metadata()
-        self._manager.payload = _payload(found, metadata)
-        self._manager.latest_id = self.taken = int(metadata.get(NUMBER, self.taken))
+        with found.as_directory() as folder:
+            own = Checkpoint(in_trial.place_in(folder, metadata), trusted=True)
+            self._manager.payload = own.to_bytes(dumps=dumps)
+        self._manager.latest_id = self.taken = int(metadata.get(in_trial.NUMBER, self.taken))
 
     def take(self, number: int) -> Any:
         """Return this checkpoint for a report, or None if Tune has it. Delete older ones."""
@@ -223,7 +149,7 @@ class Handover:
             stored = folder
         unlist_metadata(stored)
         checkpoint = tune.Checkpoint.from_directory(str(stored))
-        checkpoint.update_metadata({NUMBER: number, IS_FILE: is_file})
+        checkpoint.update_metadata({in_trial.NUMBER: number, in_trial.IS_FILE: is_file})
         return checkpoint
 
     def _delete(self, *, before: int) -> None:
@@ -238,14 +164,3 @@ class Handover:
         place = self._manager.place_of(number)
         assert isinstance(place, Path), "the folder is local"
         return place
-
-
-def _trial() -> dict[str, Any]:
-    context = tune.get_context()
-    return {
-        "experiment_name": context.get_experiment_name(),
-        "trial_name": context.get_trial_name(),
-        "trial_id": context.get_trial_id(),
-        "trial_dir": context.get_trial_dir(),
-        "trial_resources": context.get_trial_resources(),
-    }

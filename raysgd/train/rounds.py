@@ -1,27 +1,26 @@
-"""One run of a training function: attempts, rounds, checkpoints, no workers. Driver."""
+"""The attempts of a run of a training function, their rounds of reports and checkpoints. Driver."""
 
 from __future__ import annotations
 
-import inspect
 import pickle
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from raysgd.core.messages import FunctionReport
 from raysgd.environment import flag_from_environment
-from raysgd.errors import ConfigError, ranked
-from raysgd.storage.locations import place
-from raysgd.storage.remote import Uri
-from raysgd.train.checkpoint import Checkpoint
+from raysgd.errors import ranked
+from raysgd.train.backends import Backend
+from raysgd.train.checkpoint import Checkpoint, is_directory
 from raysgd.train.checkpoint_manager import BackgroundWriter, CheckpointManager
 from raysgd.train.errors import ReportMismatchError
-from raysgd.train.run_session import Attempt
+from raysgd.train.job import FunctionJob
+from raysgd.train.session_functions import Attempt
+from raysgd.workers.serialization import dumps
 
 DETAILED = "TRAIN_RESULT_ENABLE_DETAILED_AUTOFILLED_METRICS"
 UNSTORED_ROUNDS = 4  # how many rounds the ranks may be ahead of the storage
@@ -96,35 +95,6 @@ def _different_kinds(reports: list[Report]) -> str:
     return f"the ranks made different calls: {calls}. Every rank must make the same calls in the same order"
 
 
-class ShardMaker(Protocol):
-    """Creates each rank's part of the datasets."""
-
-    def __call__(self, world_size: int, nodes: Sequence[str] = ()) -> Sequence[Mapping[str, Any]]:
-        """Return each rank's parts by name. The run calls this on the driver for every attempt,
-        with the node of each rank. Nothing reads the parts of an earlier attempt any more."""
-
-    def close(self) -> None:
-        """Called when the run ends."""
-
-
-@dataclass(frozen=True)
-class Waiting:
-    """A call of a rank that is not acknowledged: the number of its round, and what acknowledges
-    it."""
-
-    number: int
-    acknowledge: Callable[[], None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunOptions:
-    """What a run passes to its function besides the config."""
-
-    metadata: Mapping[str, Any] = field(default_factory=dict)
-    trial: Mapping[str, Any] = field(default_factory=dict)
-    shards: ShardMaker | None = None
-
-
 @dataclass(frozen=True)
 class RoundResult:
     """A round: the metrics of each rank, and the number of the newest checkpoint at that time.
@@ -155,21 +125,18 @@ class FunctionRun:
         self,
         number: int,
         manager: CheckpointManager,
+        job: FunctionJob,
+        backend: Backend,
         *,
         fail: Callable[[BaseException], None],
-        decode: Callable[[dict[str, Any]], dict[str, Any]],
-        decode_checkpoint: Callable[[bytes], bytes] = lambda payload: payload,
-        options: RunOptions | None = None,
     ) -> None:
-        self.number, self.manager = number, manager
-        self._fail, self._decode, self._decode_checkpoint = fail, decode, decode_checkpoint
+        self.number, self.manager, self.job, self._backend, self._fail = number, manager, job, backend, fail
         # Rounds that the writer has done, and checkpoints that it has not.
         self._settled = self._unstored = 0
-        self._waiting: list[Waiting] = []
-        self._lock = threading.Lock()  # for `_waiting` and the numbers above it: three threads use them
-        self._mismatched = False
-        self._options = options or RunOptions()
-        self._detailed = flag_from_environment(DETAILED)
+        self._waiting: list[tuple[int, Callable[[], None]]] = []  # the number of the round, what acknowledges
+        self._lock = (
+            threading.Lock()
+        )  # for `_waiting` and the numbers above it: the engine's thread and the writer's use them
         self._attempt = 0
         self.reports = self._closed = 0  # rounds: those with metrics, and all
         self._rounds = Rounds(0)
@@ -187,38 +154,39 @@ class FunctionRun:
         self._let_continue(everyone=True)  # their calls have ended, but not what the function has started
         self._attempt += 1
         self._rounds = Rounds(world_size)
-        shards = self._options.shards(world_size, nodes) if self._options.shards is not None else ()
+        shards = self.job.shards(world_size, nodes) if self.job.shards is not None else ()
         return Attempt(
             run=self.number,
             number=self._attempt,
             reports=self.reports,
-            metadata=dict(self._options.metadata),
-            trial=dict(self._options.trial),
+            metadata=dict(self.job.metadata),
+            trial=dict(self.job.trial),
             shards=tuple(shards),
-            detailed=self._detailed,
+            detailed=flag_from_environment(DETAILED),
         )
 
     def receive(self, message: FunctionReport, body: Any, acknowledge: Callable[[], None] = lambda: None) -> None:
         """Receive one rank's report. Ignore late reports of earlier attempts."""
-        if (message.run, message.attempt) != (self.number, self._attempt) or self._mismatched:
+        if (message.run, message.attempt) != (self.number, self._attempt):
             acknowledge()
             return
         try:
             split = message.metrics_size
             metrics = pickle.loads(body[:split])
             if message.kind == "report":
-                metrics = self._decode(metrics)
+                metrics = self._backend.decode_data(metrics)
             payload = bytes(memoryview(body)[split:]) if message.has_checkpoint else None
-            waiting = Waiting(self._closed + self._rounds.incomplete_of(message.rank) + 1, acknowledge)
+            number = self._closed + self._rounds.incomplete_of(message.rank) + 1
             complete = self._rounds.add(Report(message.rank, message.kind, metrics, payload))
             if complete is not None:
                 self._close_round(complete)
         except Exception as error:
-            self._mismatched = isinstance(error, ReportMismatchError)  # what follows does not belong together either
+            if isinstance(error, ReportMismatchError):
+                self._ignore_reports()  # what follows does not belong together either
             self._fail(error)
             acknowledge()
             return
-        self._let_continue(waiting)
+        self._let_continue((number, acknowledge))
 
     def finish(self, values: list[Any]) -> None:
         """Note what the function returned on every rank."""
@@ -231,13 +199,17 @@ class FunctionRun:
             self._close_incomplete_rounds()
         except Exception as late:
             error = error or late
-        if self._options.shards is not None:
-            self._options.shards.close()
+        if self.job.shards is not None:
+            self.job.shards.close()
         unstored = self._writer.finish()
         self.error = error or unstored
-        self._attempt = -1  # what comes later is not waited for
+        self._ignore_reports()
         self._let_continue(everyone=True)
         self._complete.put(None)
+
+    def _ignore_reports(self) -> None:
+        """Let the ranks continue that report from now on, and drop their reports."""
+        self._attempt = -1
 
     def _close_incomplete_rounds(self) -> None:
         """Close the rounds that not all ranks have completed, up to the first checkpoint of rank 0:
@@ -251,7 +223,7 @@ class FunctionRun:
     def _close_round(self, round_: Round, *, complete: bool = True) -> None:
         payload, result, number = checkpoint_of(round_), None, 0
         if payload is not None:
-            payload = self._decode_checkpoint(payload)
+            payload = _decoded(self._backend, payload)
             number = self.manager.register(payload)
             with self._lock:
                 self._unstored += 1
@@ -273,20 +245,22 @@ class FunctionRun:
             self._complete.put(result)
         self._let_continue()
 
-    def _let_continue(self, *more: Waiting, everyone: bool = False) -> None:
+    def _let_continue(self, *more: tuple[int, Callable[[], None]], everyone: bool = False) -> None:
         """Acknowledge the reports that need not wait any more."""
         with self._lock:
             self._waiting += more
-            for each in list(self._waiting):
-                if everyone or self._is_stored(each):
-                    each.acknowledge()
-                    self._waiting.remove(each)  # after it, because Ctrl-C can come between the two
+            for number, acknowledge in list(self._waiting):
+                if everyone or self._is_stored(number):
+                    acknowledge()
+                    self._waiting.remove((number, acknowledge))  # after it, because Ctrl-C can come between the two
 
-    def _is_stored(self, waiting: Waiting) -> bool:
-        return waiting.number <= self._settled + UNSTORED_ROUNDS or not self._unstored
+    def _is_stored(self, number: int) -> bool:
+        return number <= self._settled + UNSTORED_ROUNDS or not self._unstored
 
     def keeps_ranks_waiting(self) -> bool:
-        """Return whether ranks wait for the storage."""
+        """Return whether ranks wait for the storage, which the engine's thread asks several times a
+        second. Storage that takes too long ends the run."""
+        self._writer.check_time()
         return bool(self._waiting) and self._unstored > 0
 
     # -- the user's thread ----------------------------------------------------------------------------
@@ -309,54 +283,9 @@ class FunctionRun:
         return found
 
 
-def function_name(function: Any) -> str:
-    """Return the name of a training function, which may be any callable object."""
-    return str(getattr(function, "__name__", type(function).__name__))
-
-
-def check_function(function: Any, config: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Return a function and its arguments (none, or the config). Raise ConfigError for others."""
-    if not callable(function) or isinstance(function, type):
-        raise ConfigError(
-            f"the training function must be a function of no or one argument, got {function!r}. An operator class is for "
-            "raysgd.TorchTrainer or raysgd.TFTrainer"
-        )
-    if config is not None and not isinstance(config, Mapping):
-        raise ConfigError(f"config must be a dict, got {config!r}")
-    named = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
-    parameters = inspect.signature(function).parameters.values()
-    unmet = [str(each) for each in parameters if each.kind in named and each.default is each.empty]
-    if unmet:
-        raise ConfigError(
-            f"raysgd calls the training function with the config as its only argument, and this one requires {unmet[0]} by "
-            "name: give it one positional parameter, or bind the names with functools.partial"
-        )
-    count = len([each for each in parameters if each.kind not in named])
-    if count > 1:
-        raise ConfigError(
-            f"the training function must take no argument or one (the config), and this one takes {count}: put the "
-            "others into the config, or bind them with functools.partial"
-        )
-    return function, (dict(config or {}),) * count
-
-
-def payload_of(checkpoint: Any, dumps: Callable[[Any], bytes]) -> bytes | None:
-    """Return the checkpoint that a run starts from as bytes. Raise an error here, before any worker
-    gets it, if it is damaged, unknown, or would run code."""
-    if checkpoint is None:
-        return None
-    if isinstance(checkpoint, Mapping):
-        checkpoint = Checkpoint.from_dict(checkpoint)
-    elif isinstance(checkpoint, (str, Path, Uri)):
-        where = place(checkpoint)
-        if not where.exists():
-            raise ConfigError(f"there is no checkpoint at {where.absolute() if isinstance(where, Path) else where}")
-        checkpoint = Checkpoint(where)
-    elif not isinstance(checkpoint, Checkpoint) and hasattr(checkpoint, "as_directory"):  # Ray's own, from Tune
-        with checkpoint.as_directory() as folder:
-            return Checkpoint(folder).checked_bytes(dumps=dumps)
-    if not isinstance(checkpoint, Checkpoint):
-        raise ConfigError(
-            f"checkpoint must be a dict, the path or URI of a stored one, or a Checkpoint, got {checkpoint!r}"
-        )
-    return checkpoint.checked_bytes(dumps=dumps)
+def _decoded(backend: Backend, payload: bytes) -> bytes:
+    """Return a checkpoint that a worker has encoded as the user gave it."""
+    if backend.decode_data is Backend.decode_data or is_directory(payload):
+        return payload
+    content = Checkpoint.from_bytes(payload, trusted=True).to_dict()
+    return Checkpoint.from_dict(backend.decode_data(content)).to_bytes(dumps=dumps)

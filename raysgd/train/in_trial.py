@@ -1,0 +1,105 @@
+"""What a function calls that Tune itself runs: reports to Tune, and the trial's checkpoint. Worker.
+
+Only Tune and its users import Ray Tune here.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from raysgd.core.metrics import plain
+from raysgd.errors import ConfigError
+from raysgd.train.checkpoint import DICT_FILE, Checkpoint, unlist_metadata
+
+NUMBER = "_current_checkpoint_id"
+IS_FILE = "_is_dictionary"
+
+
+def is_trial() -> bool:
+    """Return whether Tune runs a function in this process."""
+    if "ray.tune" not in sys.modules:
+        return False
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Ray's, if this is not a trial
+        return bool(_tune().get_context().get_trial_id())
+
+
+def describe() -> dict[str, Any]:
+    """Return what `train.get_context()` says about the trial."""
+    context = _tune().get_context()
+    return {
+        "experiment_name": context.get_experiment_name(),
+        "trial_name": context.get_trial_name(),
+        "trial_id": context.get_trial_id(),
+        "trial_dir": context.get_trial_dir(),
+        "trial_resources": context.get_trial_resources(),
+    }
+
+
+def newest_checkpoint() -> Checkpoint | None:
+    """Return the trial's checkpoint."""
+    found = _tune().get_checkpoint()
+    if found is None:
+        return None
+    with found.as_directory() as folder:
+        own = Checkpoint(where := place_in(folder, found.get_metadata()), trusted=True)
+        return (
+            Checkpoint.from_dict(own.to_dict())
+            if where.is_file()
+            else Checkpoint.from_bytes(own.to_bytes(), trusted=True)
+        )
+
+
+def report(metrics: Mapping[str, Any], checkpoint: Any = None) -> None:
+    """Report `metrics` from a function that Tune runs, as `ray.tune.report` does. `checkpoint` is
+    one of raysgd or Ray, or a dict such as `trainer.latest_checkpoint`."""
+    tune, values = _tune(), without_tensors(metrics)
+    if checkpoint is None or isinstance(checkpoint, tune.Checkpoint):
+        tune.report(values, checkpoint=checkpoint)
+        return
+    own = Checkpoint.from_dict(checkpoint) if isinstance(checkpoint, Mapping) else checkpoint
+    if not isinstance(own, Checkpoint):
+        raise ConfigError(
+            f"checkpoint must be a raysgd.train.Checkpoint, a dict or a checkpoint of Ray, got {checkpoint!r}"
+        )
+    with tempfile.TemporaryDirectory(prefix="raysgd-trial-") as folder:
+        tune.report(values, checkpoint=store(own, folder))
+
+
+def store(own: Checkpoint, folder: str) -> Any:
+    """Write a checkpoint into a folder, and return it as one of Tune."""
+    own.to_directory(folder)
+    unlist_metadata(Path(folder))
+    return _tune().Checkpoint.from_directory(folder)
+
+
+def number_of(checkpoint: Any) -> int | None:
+    """Return the number of a run's checkpoint that Tune has, at which a restart continues."""
+    metadata = checkpoint.get_metadata() if hasattr(checkpoint, "get_metadata") and is_trial() else {}
+    number: int | None = metadata.get(NUMBER)
+    return number
+
+
+def place_in(folder: str, metadata: Mapping[str, Any]) -> Path:
+    """Return where the checkpoint is in the folder of a trial's: a file in it, or the folder."""
+    file = Path(folder) / DICT_FILE
+    return file if metadata.get(IS_FILE, file.is_file()) else Path(folder)
+
+
+def without_tensors(value: Any) -> Any:
+    """Return a number for a single number, and arrays for other tensors, which Tune refuses."""
+    value = plain(value)
+    if isinstance(value, Mapping):
+        return {name: without_tensors(each) for name, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(without_tensors(each) for each in value)
+    return value.detach().cpu().numpy() if hasattr(value, "detach") else value
+
+
+def _tune() -> Any:
+    return sys.modules["ray.tune"]
